@@ -1,0 +1,250 @@
+"""Every knob of the project in one place, and its only reader.
+
+    python train.py config/alra_200m.py --micro_batch=8 --out_dir=out/try
+
+A config file is plain Python assignments; it is run in a namespace of its own, and every name it leaves
+behind (but for names that start with an underscore, and modules) must be a field of `Config`. Then come the
+`--key=value` flags, later ones winning. Nothing is guessed: an unknown key, a wrong type or an impossible
+combination raises `ConfigError`. The resolved config is written into the run's folder by `save`.
+"""
+
+import ast
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """What the user asked for cannot be: what, got, expected, what to do."""
+
+
+@dataclass(frozen=True)
+class Config:
+    # --- who learns from whom
+    methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS; all share one teacher forward
+    student: str = "200m"  # a preset of model.PRESETS, or a config.json of the Hugging Face form (or its folder)
+    teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id; None where no method needs one
+    tokenizer: str | None = None  # local folder or hub id; None: the teacher's
+    seed: int = 1234  # of the student's initial weights
+
+    # --- data (prepare.py writes it, train.py reads it)
+    data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
+    source: str = "monology/pile-uncopyrighted"  # hub dataset; local file, folder or glob; or "python": its own docs and library
+    source_revision: str | None = None  # hub only: a commit or tag
+    n_documents: int | None = 2_000_000  # records to read, in the source's own order; None: all
+    train_rows: int | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
+    val_rows: int = 2_048  # rows taken after the training rows; 0 with val_share
+    val_share: float = 0.0  # share of documents held out by hash, instead of val_rows
+    seq_len: int = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
+    prepare_workers: int = 1  # tokenizer processes; any number gives the same bytes
+    mask_after_eos: bool = False  # leave the first token of a document out of the loss (its input is EOS)
+
+    # --- optimisation (paper, appendix D.1)
+    max_steps: int = 126_400  # updates of this run; may end before schedule_steps
+    schedule_steps: int = 126_400  # updates over which the cosine falls from lr to min_lr
+    batch_rows: int = 16  # rows per update
+    micro_batch: int = 1  # rows per model forward: speed and memory only, never the result
+    group: int = 1  # rows per forward batch T_B of the paper: what batch statistics run over
+    lr: float = 6e-4  # peak learning rate
+    min_lr: float = 6e-5  # at schedule_steps
+    warmup_steps: int = 512  # updates of linear warm-up
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.98  # AdamW
+    adam_eps: float = 1e-6  # AdamW
+    weight_decay: float = 1e-2  # AdamW, decoupled
+    decay_1d: bool = True  # decay biases and norms too, as the pipeline of the paper does
+    clip: float = 0.5  # greatest gradient norm
+
+    # --- machine
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": cuda where there is one, else cpu
+    teacher_device: str | None = None  # None: the student's
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
+    compile: bool = False  # torch.compile for models and objectives (needs a C++ compiler on the CPU)
+
+    # --- the run
+    out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside
+    log_every_steps: int = 10  # updates between lines of the log
+    val_every_steps: int = 1_000  # updates between validations; there is always one at the end
+    val_max_rows: int | None = 512  # rows of val.bin that a validation reads; None: all
+    checkpoint_every_steps: int = 1_000  # updates between checkpoints; there is always one at the end
+    keep_checkpoints: int = 2  # the last ones; older ones are removed
+
+    # --- objective overrides: None keeps what losses.METHODS says; others apply to every method that has the keyword
+    w_kd: float | None = None  # weight of the distillation term
+    w_ce: float | None = None  # weight of the causal language-modelling term
+    tau: float | None = None  # temperature
+    d_min: int | None = None  # alra: smallest local budget, tokens
+    d_max: int | None = None  # alra: candidate set size and greatest local budget, tokens
+    tau_p: float | None = None  # alra: temperature of the pairs
+    gamma: float | None = None  # alra: sensitivity to the student's probability gap
+    lambda_pair: float | None = None  # alra: weight of the pairwise term
+    eps: float | None = None  # alra: added to the two denominators
+    anchor: Literal["none", "teacher", "label", "both"] | None = None  # alra
+    pair: Literal["swpra", "pra_u", "pra"] | None = None  # alra
+    budget: Literal["adaptive", "fixed"] | None = None  # alra
+    detach_weights: bool | None = None  # alra: no gradient through the SWPRA weights
+
+    @property
+    def row_len(self) -> int:
+        """Ids in a stored row: the inputs and the last target."""
+        return self.seq_len + 1
+
+    @property
+    def overrides(self) -> dict:
+        """The objective overrides that are set, by keyword."""
+        every = {name: getattr(self, name) for name in OVERRIDES}
+        return {name: value for name, value in every.items() if value is not None}
+
+    def __post_init__(self):
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name), TYPES[f.name]))
+        for name in ("max_steps", "schedule_steps", "batch_rows", "micro_batch", "group", "seq_len", "prepare_workers",
+                     "log_every_steps", "val_every_steps", "checkpoint_every_steps", "keep_checkpoints"):  # fmt: skip
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        for name in ("lr", "min_lr", "clip", "adam_eps"):
+            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
+        for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected 0 or more")
+        for name in ("n_documents", "train_rows", "val_max_rows"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name}={value}: expected at least 1, or None for all")
+        for name in ("beta1", "beta2", "val_share"):
+            _require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: expected 0 <= {name} < 1")
+        _require(self.methods, "methods=(): expected at least one name")
+        twice = [m for m in self.methods if self.methods.count(m) > 1]
+        _require(not twice, f"methods={self.methods}: {twice[:1]} stands there twice; each method has one folder")
+        _require(self.min_lr <= self.lr, f"min_lr={self.min_lr}: expected at most lr={self.lr}")
+        _require(self.max_steps <= self.schedule_steps,
+                 f"max_steps={self.max_steps}: expected at most schedule_steps={self.schedule_steps}, where the learning rate ends")  # fmt: skip
+        _require(self.warmup_steps < self.schedule_steps,
+                 f"warmup_steps={self.warmup_steps}: expected less than schedule_steps={self.schedule_steps}")  # fmt: skip
+        _require(self.batch_rows % self.group == 0,
+                 f"group={self.group}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
+        _require(self.micro_batch % self.group == 0,
+                 f"micro_batch={self.micro_batch}: expected a multiple of group={self.group}, so that no forward batch is cut")  # fmt: skip
+        _require(self.batch_rows % self.micro_batch == 0,
+                 f"micro_batch={self.micro_batch}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
+        _require(not (self.val_rows and self.val_share),
+                 f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
+
+
+def load(argv: list[str]) -> "Loaded":
+    """Config files and `--key=value` flags, in order -> the config and where each value came from.
+
+    Raises `ConfigError` for a file that is not there or does not run, an unknown key, a wrong type or an
+    impossible combination.
+    """
+    values, origin = {}, {}
+    for arg in argv:
+        if arg.startswith("--"):
+            key, sep, text = arg[2:].partition("=")
+            _known(key, arg)
+            if not sep:
+                raise ConfigError(f"{arg}: expected --{key}=VALUE")
+            values[key], origin[key] = _parse(arg, text, TYPES[key]), "command line"
+        else:
+            for key, value in _run_file(arg).items():
+                _known(key, arg)
+                values[key], origin[key] = value, arg
+    return Loaded(Config(**values), origin)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    config: Config
+    origin: dict = field(default_factory=dict)  # key -> file or "command line"; absent: the default
+
+
+def save(loaded: Loaded, path: Path, **facts) -> None:
+    """The resolved config, where each value came from, and further facts of the run, as JSON."""
+    values = dataclasses.asdict(loaded.config)
+    origin = {key: loaded.origin.get(key, "default") for key in values}
+    path.write_text(json.dumps({"config": values, "origin": origin, **facts}, indent=1) + "\n")
+
+
+def _run_file(path: str) -> dict:
+    """The public names that a config file assigns."""
+    if not path.endswith(".py"):
+        raise ConfigError(f"{path}: expected a config file (*.py) or --key=value")
+    if not Path(path).is_file():
+        near = difflib.get_close_matches(path, [str(p) for p in Path(path).parent.glob("*.py")], n=1)
+        raise ConfigError(f"{path}: no such config file" + (f", did you mean {near[0]}?" if near else ""))
+    names: dict = {}
+    try:
+        exec(compile(Path(path).read_text(), path, "exec"), names)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path}: does not run: {type(error).__name__}: {error}") from error
+    return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+
+
+def _known(key: str, where: str) -> None:
+    if key not in TYPES:
+        near = difflib.get_close_matches(key, TYPES, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else "; configure.py lists them all"
+        raise ConfigError(f"{where}: no such key {key!r}{hint}")
+
+
+def _parse(arg: str, text: str, kind) -> object:
+    """The text after `--key=` as a value: a str where the key takes one, a Python literal elsewhere."""
+    if text in ("None", "none") and type(None) in typing.get_args(kind):
+        return None
+    if kind == tuple[str, ...]:
+        return tuple(part for part in text.split(",") if part)
+    if str in _members(kind):
+        return text
+    literal = {"true": "True", "false": "False"}.get(text, text)
+    try:
+        return ast.literal_eval(literal)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"{arg}: expected {_name(kind)}, got {text!r}") from None
+
+
+def _typed(key: str, value: object, kind) -> object:
+    """`value` as its field's type; an int is taken for a float, nothing else converts."""
+    for member in _members(kind):
+        if typing.get_origin(member) is tuple:
+            if isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value):
+                return tuple(value)
+        elif isinstance(value, member) and not (member is int and isinstance(value, bool)):
+            choices = [c for k in _kinds(kind) if typing.get_origin(k) is Literal for c in typing.get_args(k)]
+            if not choices or value in choices or value is None:
+                return value
+        elif member is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+    raise ConfigError(f"{key}={value!r}: expected {_name(kind)}, got {type(value).__name__}")
+
+
+def _kinds(kind) -> tuple:
+    """`int | None` -> (int, NoneType)."""
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
+
+
+def _members(kind) -> list[type]:
+    """The classes that a field's values may have."""
+    return [str if typing.get_origin(k) is Literal else k for k in _kinds(kind)]
+
+
+def _name(kind) -> str:
+    """A type as a person reads it."""
+    words = []
+    for k in _kinds(kind):
+        literal = typing.get_origin(k) is Literal
+        words += [repr(c) for c in typing.get_args(k)] if literal else ["None" if k is type(None) else getattr(k, "__name__", str(k))]
+    return "names, comma-separated" if kind == tuple[str, ...] else " or ".join(words)
+
+
+def _require(ok, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+TYPES = typing.get_type_hints(Config)
+_FIELDS = list(TYPES)
+OVERRIDES = tuple(_FIELDS[_FIELDS.index("w_kd") :])  # the last block of Config

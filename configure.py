@@ -34,7 +34,9 @@ class Config:
 
     # --- data (prepare.py writes it, train.py reads it)
     data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
-    source: str = "monology/pile-uncopyrighted"  # hub dataset; local file, folder or glob; or "python": its own docs and library
+    source: str = (
+        "monology/pile-uncopyrighted"  # hub dataset; local file, folder or glob; or "python": its own docs and library
+    )
     source_revision: str | None = None  # hub only: a commit or tag
     n_documents: int | None = 2_000_000  # records to read, in the source's own order; None: all
     train_rows: int | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
@@ -63,7 +65,9 @@ class Config:
     # --- machine
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": cuda where there is one, else cpu
     teacher_device: str | None = None  # None: the student's
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
+    dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
+    )
     compile: bool = False  # torch.compile for models and objectives (needs a C++ compiler on the CPU)
 
     # --- the run
@@ -223,7 +227,11 @@ def _typed(key: str, value: object, kind) -> object:
 
 def _kinds(kind) -> tuple:
     """`int | None` -> (int, NoneType)."""
-    return typing.get_args(kind) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
+    return (
+        typing.get_args(kind)
+        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+        else (kind,)
+    )
 
 
 def _members(kind) -> list[type]:
@@ -236,7 +244,11 @@ def _name(kind) -> str:
     words = []
     for k in _kinds(kind):
         literal = typing.get_origin(k) is Literal
-        words += [repr(c) for c in typing.get_args(k)] if literal else ["None" if k is type(None) else getattr(k, "__name__", str(k))]
+        words += (
+            [repr(c) for c in typing.get_args(k)]
+            if literal
+            else ["None" if k is type(None) else getattr(k, "__name__", str(k))]
+        )
     return "names, comma-separated" if kind == tuple[str, ...] else " or ".join(words)
 
 

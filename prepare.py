@@ -178,7 +178,7 @@ def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[Callable, ob
     import pyarrow
 
     with pyarrow.OSFile(str(file)) as raw:
-        at["tell"] = raw.tell
+        at["tell"] = lambda: 0 if raw.closed else raw.tell()
         if name.endswith(".txt"):
             yield lambda f: (name, f.read_text("utf-8")), file
         elif name.endswith(".parquet"):
@@ -635,7 +635,7 @@ def _finish(folder: Path, state: dict, cfg: Config) -> list[dict]:
         first += facts["documents"]
         made.append({"split": name, **recipe, **facts, "ends": share, "records": span})
         os.replace(file, final)
-        _write_whole(folder / f"{name}.json", (json.dumps(made[-1], indent=1) + "\n").encode())
+        _write_whole(folder / f"{name}.json", _lines_of_json(made[-1]))
     return made
 
 
@@ -726,6 +726,11 @@ def _summary(manifests: list[dict]) -> str:
     parts = [f"{m['split']} {m['rows']:,} rows, {m['tokens']:,} tokens, {m['documents']:,} documents, padding "
              f"{m['padding_share']:.1%}" for m in manifests]  # fmt: skip
     return "; ".join(parts)
+
+
+def _lines_of_json(record: dict) -> bytes:
+    """One line for each key: a manifest is read by people too."""
+    return ("{\n" + ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in record.items()) + "\n}\n").encode()
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -12,8 +12,10 @@ import ast
 import dataclasses
 import difflib
 import json
+import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -44,6 +46,8 @@ class Config:
     val_share: float = 0.0  # share of documents held out by hash, instead of val_rows
     seq_len: int = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
     prepare_workers: int = 1  # tokenizer processes; any number gives the same bytes
+    shuffle: bool = False  # visit the rows in an order drawn from `seed`, a new one for each pass
+    repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are
     mask_after_eos: bool = False  # leave the first token of a document out of the loss (its input is EOS)
 
     # --- optimisation (paper, appendix D.1)
@@ -68,6 +72,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = (
         "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     )
+    recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
     compile: bool = False  # torch.compile for models and objectives (needs a C++ compiler on the CPU)
 
     # --- the run
@@ -162,6 +167,15 @@ def load(argv: list[str]) -> "Loaded":
 class Loaded:
     config: Config
     origin: dict = field(default_factory=dict)  # key -> file or "command line"; absent: the default
+
+
+def guard(main: Callable[[], int | None]) -> int:
+    """Run a script's `main` -> its exit code; what a user can mend is told in one line, without a traceback."""
+    try:
+        return main() or 0
+    except (ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
 
 
 def save(loaded: Loaded, path: Path, **facts) -> None:

@@ -326,6 +326,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256 of all that decides which ids a text gets."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
 def read_weights(model: Qwen2, folder: Path) -> None:
     """Copy a folder's safetensors into `model`, tensor by tensor; every tensor once, none left over."""
     wanted = dict(model.state_dict())

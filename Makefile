@@ -1,0 +1,27 @@
+# make demo    set up, then distil three small students from the shipped teacher, score and plot them (minutes on two cores)
+# make test    set up, then run the tests
+# make check   style of the code
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+demo: .venv/ready
+	$(BIN)/python prepare.py config/demo.py
+	$(BIN)/python train.py config/demo.py
+	$(BIN)/python eval.py out/demo/pretrain out/demo/vanilla_kd out/demo/alra demo/teacher --tasks none
+	$(BIN)/python eval.py --table out/demo/*
+	$(BIN)/python plot.py out/demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/ready: requirements.txt requirements-test.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-test.txt
+	touch $@
+
+.PHONY: demo test check

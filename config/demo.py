@@ -1,0 +1,28 @@
+# The demo: three students of 1.1M parameters learn from one teacher of 5.8M on the text that comes with Python.
+#
+#   make demo
+#
+# A few minutes on two cores. Paper settings but for the scale: shorter rows, few steps, a higher learning rate.
+
+methods = ("pretrain", "vanilla_kd", "alra")
+student = "demo"
+teacher = "demo/teacher"
+data_dir = "data/demo"
+out_dir = "out/demo"
+
+source = "python"
+n_documents = None
+train_rows = None
+val_rows = 0
+val_share = 0.05
+seq_len = 256
+
+shuffle = True
+max_steps = schedule_steps = 150
+micro_batch = 16
+lr = 3e-3
+min_lr = 3e-4
+warmup_steps = 20
+val_every_steps = 50
+val_max_rows = 64
+checkpoint_every_steps = 50

@@ -1,0 +1,112 @@
+"""Config: typed, strict, and every refusal one clear line."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import configure
+from configure import Config, ConfigError, load
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "c.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_files_then_flags_and_where_each_value_came_from(tmp_path):
+    path = write(tmp_path, "import math\n_half = 0.5\nlr = 2 * _half\nmax_steps = schedule_steps = 1_000\n")
+    loaded = load([path, "--max_steps=700", "--methods=alra,pretrain", "--teacher=none", "--compile=true", "--tau=2"])
+    cfg = loaded.config
+    assert (cfg.lr, cfg.max_steps, cfg.schedule_steps) == (1.0, 700, 1000)
+    assert cfg.methods == ("alra", "pretrain") and cfg.teacher is None and cfg.compile is True
+    assert cfg.overrides == {"tau": 2.0} and isinstance(cfg.tau, float)
+    assert loaded.origin["lr"] == path and loaded.origin["max_steps"] == "command line" and "seed" not in loaded.origin
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--d_mx=25"], "--d_mx=25: no such key 'd_mx', did you mean 'd_max'?"),
+        (["--zzzz=1"], "no such key 'zzzz'; configure.py lists them all"),
+        (["--lr=fast"], "--lr=fast: expected float, got 'fast'"),
+        (["--max_steps=1.5"], "max_steps=1.5: expected int, got float"),
+        (["--compile=1"], "compile=1: expected bool, got int"),
+        (["--seed=True"], "seed=True: expected int, got bool"),
+        (["--anchor=top"], "anchor='top': expected 'none' or 'teacher' or 'label' or 'both' or None, got str"),
+        (["--lr"], "--lr: expected --lr=VALUE"),
+        (["--methods="], "methods=(): expected at least one name"),
+        (["--methods=alra,alra"], "alra"),
+        (["--lr=-1"], "lr=-1.0: expected more than 0"),
+        (["--beta1=1.0"], "beta1=1.0: expected 0 <= beta1 < 1"),
+        (["--micro_batch=5"], "micro_batch=5: expected a divisor of batch_rows=16"),
+        (["--group=4"], "micro_batch=1: expected a multiple of group=4"),
+        (["--max_steps=200000"], "max_steps=200000: expected at most schedule_steps=126400"),
+        (["--val_share=0.1"], "val_rows=2048 with val_share=0.1: set one of them to 0"),
+        (["train.cfg"], "train.cfg: expected a config file (*.py) or --key=value"),
+        (["config/alra_200n.py"], "no such config file, did you mean config/alra_200m.py?"),
+    ],
+)
+def test_refusals(argv, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate = 1\n", "no such key 'learning_rate'"),
+        ("lr = '1e-3'\n", "lr='1e-3': expected float, got str"),
+        ("lr = \n", "does not run: SyntaxError"),
+        ("def lr():\n    return 1\n", "lr=<function"),
+        ("methods = ('alra', 3)\n", "methods=('alra', 3): expected names"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(text, message, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load([write(tmp_path, text)])
+
+
+def test_the_resolved_config_is_written_whole(tmp_path):
+    loaded = load(["--seed=7"])
+    configure.save(loaded, tmp_path / "run.json", commit="abc")
+    got = json.loads((tmp_path / "run.json").read_text())
+    assert set(got["config"]) == {f.name for f in dataclasses.fields(Config)}
+    assert got["config"]["seed"] == 7 and got["origin"]["seed"] == "command line" and got["origin"]["lr"] == "default"
+    assert got["commit"] == "abc"
+
+
+def test_every_field_is_read_somewhere():
+    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "eval.py"))
+    unread = [f for f in configure.TYPES if f not in configure.OVERRIDES and not re.search(rf"\bcfg\.{f}\b", code)]
+    assert not [f for f in unread if f != "seq_len"], unread  # seq_len is read through row_len
+    assert "cfg.row_len" in code and "cfg.overrides" in code
+
+
+def test_every_keyword_of_every_method_is_a_key():
+    from losses import METHODS
+
+    keywords = {name for method in METHODS.values() for name in method.hyper}
+    assert keywords <= set(configure.OVERRIDES), keywords - set(configure.OVERRIDES)
+
+
+def test_every_config_file_loads():
+    for path in sorted((ROOT / "config").glob("*.py")):
+        load([str(path)])
+
+
+def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):
+    def main():
+        raise ConfigError("lr=0: expected more than 0")
+
+    assert configure.guard(main) == 1
+    assert capsys.readouterr().err == "ConfigError: lr=0: expected more than 0\n"
+    assert configure.guard(lambda: None) == 0
+    with pytest.raises(ZeroDivisionError):  # ours to mend: the traceback stays
+        configure.guard(lambda: 1 / 0)

@@ -1,0 +1,279 @@
+"""The decoder against transformers, weights in and out, students from a seed, and every refusal."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from model import (
+    PRESETS,
+    CheckpointError,
+    Qwen2,
+    Qwen2Config,
+    find_folder,
+    init_student,
+    load_config,
+    load_tokenizer,
+    tokenizer_hash,
+    weights_hash,
+)
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+STORIES = SHARED / "data" / "stories260k"
+needs_shared = pytest.mark.skipif(not STORIES.is_dir(), reason="the real weights are not on this machine")
+DEMO_TEACHER = Path(__file__).resolve().parents[1] / "demo" / "teacher"
+
+SMALL = Qwen2Config(24, 37, 3, 4, 4, vocab_size=101, rope_theta=1e4)
+KINDS = {
+    "tied": SMALL,
+    "untied": Qwen2Config(24, 37, 2, 4, 4, vocab_size=101, tie_word_embeddings=False),
+    "grouped_heads": Qwen2Config(24, 41, 2, 6, 2, vocab_size=103, rope_theta=5e5),
+    "one_kv_head": Qwen2Config(20, 31, 1, 5, 1, vocab_size=97, rms_norm_eps=1e-5),
+    "wide_heads": Qwen2Config(24, 37, 2, 3, 3, vocab_size=101, head_dim=16),
+}
+
+
+def random_model(config: Qwen2Config, seed: int = 0) -> Qwen2:
+    """Every tensor random and large enough to matter, biases and norms too."""
+    torch.manual_seed(seed)
+    model = Qwen2(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3).add_(1.0 if p.ndim == 1 else 0.0)
+    return model
+
+
+def ids(config: Qwen2Config, b: int = 3, t: int = 29) -> torch.Tensor:
+    return torch.randint(0, config.vocab_size, (b, t), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers_after_a_round_trip(kind, tmp_path):
+    model = random_model(KINDS[kind])
+    model.save_pretrained(tmp_path / "m")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager")
+    ours = Qwen2.from_pretrained(str(tmp_path / "m"))
+    x = ids(model.config)
+    assert ours.config == model.config and weights_hash(ours) == weights_hash(model)
+    torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(x), ours(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_checkpoints_are_the_same_decoder_without_biases(groups, tied, tmp_path):
+    torch.manual_seed(1)
+    shape = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": groups, "vocab_size": 101, "tie_word_embeddings": tied, "max_position_embeddings": 64}  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, initializer_range=0.3)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = Qwen2.from_pretrained(str(tmp_path))
+    x = ids(ours.config)
+    torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_sharded_checkpoints_are_read(tmp_path):
+    model = random_model(SMALL)
+    model.save_pretrained(tmp_path / "m")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "m").save_pretrained(tmp_path / "s", max_shard_size="10KB")
+    assert len(list((tmp_path / "s").glob("*.safetensors"))) > 2
+    assert weights_hash(Qwen2.from_pretrained(str(tmp_path / "s"))) == weights_hash(model)
+
+
+@needs_shared
+def test_real_weights_give_transformers_logits_and_sensible_text():
+    model = Qwen2.from_pretrained(str(STORIES))
+    theirs = AutoModelForCausalLM.from_pretrained(STORIES)
+    tokenizer = load_tokenizer(str(STORIES))
+    text = (STORIES / "sample.txt").read_text().strip().split("\n\n")[0]
+    x = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(text, add_special_tokens=False)]])[:, :400]
+    z = model(x)
+    torch.testing.assert_close(z, theirs(x).logits, rtol=1e-4, atol=1e-4)
+    ce = torch.nn.functional.cross_entropy(z[0, :-1], x[0, 1:]).item()
+    assert 1.0 < ce < 2.0, ce  # about 1.27 nats per token over many stories; 6.2 for a guess
+
+
+def test_positions_and_mask_pack_two_continuations_behind_one_context():
+    model = random_model(KINDS["grouped_heads"])
+    x = ids(model.config, b=1, t=11)[0]
+    context, a, b = x[:5], x[5:8], x[8:]
+    packed = torch.cat((context, a, b))[None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7]])
+    mask = torch.ones(11, 11, dtype=torch.bool).tril()
+    mask[8:, 5:8] = False
+    h = model.hidden(packed, positions, mask[None, None])
+    torch.testing.assert_close(h[0, :8], model.hidden(torch.cat((context, a))[None])[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(h[0, 8:], model.hidden(torch.cat((context, b))[None])[0, 5:], rtol=1e-4, atol=1e-4)
+
+
+def test_recomputing_activations_changes_no_gradient():
+    grads = []
+    for recompute in (False, True):
+        model = random_model(SMALL)
+        model.hidden(ids(SMALL), recompute=recompute).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_presets_have_the_papers_parameter_counts():
+    counts = {}
+    for name in ("200m", "500m", "1.8b"):
+        with torch.device("meta"):
+            counts[name] = Qwen2(PRESETS[name]).n_params
+    assert counts == {"200m": 203_437_824, "500m": 463_987_712, "1.8b": 1_836_828_672}
+    assert [f"{n / 1e6:.1f}" for n in counts.values()] == ["203.4", "464.0", "1836.8"]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the teacher's config is not on this machine")
+def test_the_teachers_preset_is_the_teachers_config():
+    assert load_config(str(SHARED / "data" / "qwen1.5-1.8b" / "config.json")) == PRESETS["1.8b"]
+
+
+def test_students_come_from_the_seed_alone():
+    torch.manual_seed(99)
+    a = init_student(SMALL, seed=1234)
+    torch.rand(7)
+    b = init_student(SMALL, seed=1234)
+    assert weights_hash(a) == weights_hash(b) != weights_hash(init_student(SMALL, seed=1235))
+    weights = torch.cat([p.flatten() for p in init_student(PRESETS["demo"]).parameters() if p.ndim == 2])
+    assert abs(weights.std() - 0.02) < 1e-4 and abs(weights.mean()) < 1e-4
+    for name, p in a.named_parameters():
+        if p.ndim == 1:
+            assert (p == (0.0 if name.endswith("bias") else 1.0)).all(), name
+
+
+def test_the_seeds_bits_are_the_ones_recorded():
+    """A change of torch or of the drawing order would silently change every student; here it is seen."""
+    assert weights_hash(init_student("demo", seed=1234))[:16] == "398701d126de2c6d"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model(SMALL).save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def change(folder: Path, **keys) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def weights(folder: Path, edit) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    edit(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refuse(folder: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Qwen2.from_pretrained(str(folder))
+
+
+def test_missing_extra_and_misshapen_tensors_are_refused_by_name(folder):
+    weights(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    refuse(folder, "missing tensor model.layers.1.mlp.up_proj.weight (1 in all)")
+    weights(folder, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(37, 25)}))
+    refuse(folder, "model.layers.1.mlp.up_proj.weight is (37, 25), expected (37, 24)")
+    weights(
+        folder,
+        lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(37, 24), "score.weight": torch.zeros(2)}),
+    )
+    refuse(folder, "extra tensor score.weight (2,)")
+
+
+def test_a_missing_bias_is_not_taken_for_zero_in_qwen2(folder):
+    weights(folder, lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"))
+    refuse(folder, "missing tensor model.layers.0.self_attn.q_proj.bias")
+
+
+def test_a_tied_head_stored_twice_is_read_where_it_is_the_same(folder):
+    weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    Qwen2.from_pretrained(str(folder))
+    weights(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    refuse(folder, "lm_head.weight differs from the embedding")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2', expected 'qwen2' or 'llama'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True"),
+        ({"hidden_size": None}, "no hidden_size"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(folder, keys, message):
+    change(folder, **keys)
+    refuse(folder, message)
+
+
+def test_a_pickle_is_never_opened(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    refuse(folder, "pytorch_model.bin is a pickle, which can run code")
+
+
+def test_broken_folders(folder, tmp_path):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    refuse(folder, "not a whole safetensors file")
+    (folder / "model.safetensors").unlink()
+    refuse(folder, "no model.safetensors there")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../up.safetensors"}}))
+    refuse(folder, "shard ../up.safetensors is named in the index but not there")
+    shutil.rmtree(folder)
+    refuse(folder, "no such folder")
+    with pytest.raises(CheckpointError, match="no such folder; expected a local model folder or a hub id"):
+        find_folder("config/teachr")
+    with pytest.raises(CheckpointError, match=r"presets are 200m"):
+        load_config(str(tmp_path))
+
+
+def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_no_is_one_line(monkeypatch, folder):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, allow_patterns: asked.append((name, allow_patterns)) or folder,
+    )
+    assert Qwen2.from_pretrained("owner/name").config == SMALL
+    assert asked[0][0] == "owner/name" and "*.safetensors" in asked[0][1] and not any(".bin" in p for p in asked[0][1])
+
+    def no(name, allow_patterns):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no)
+    with pytest.raises(
+        CheckpointError, match=r"owner/name: no such local folder, and the hub did not give it \(offline\)"
+    ):
+        find_folder("owner/name")
+
+
+def test_impossible_shapes():
+    with pytest.raises(ValueError, match="num_attention_heads=5: expected a divisor of hidden_size=24"):
+        Qwen2Config(24, 37, 1, 5, 5)
+    with pytest.raises(ValueError, match="num_key_value_heads=3: expected a divisor of num_attention_heads=4"):
+        Qwen2Config(24, 37, 1, 4, 3)
+
+
+def test_tokenizer_files_travel_with_the_model(tmp_path):
+    tokenizer = load_tokenizer(str(DEMO_TEACHER))
+    init_student("demo").save_pretrained(tmp_path / "m", tokenizer)
+    again = load_tokenizer(str(tmp_path / "m"))
+    text = "def f(x):\n    return x  # naïve\n"
+    assert tokenizer_hash(again) == tokenizer_hash(tokenizer) and again.decode(again.encode(text)) == text
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer(str(tmp_path))

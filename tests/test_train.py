@@ -1,0 +1,418 @@
+"""The loop: data order, the meaning of a batch, resuming, refusing, and the whole path on real input."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import configure
+import train
+from configure import Config, ConfigError
+from losses import IGNORE
+from model import CheckpointError, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+TOKENIZER = str(ROOT / "demo" / "teacher")
+V, SEQ = 4096, 13
+SHAPE = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
+
+
+def write_rows(folder: Path, name: str, n: int, seed: int, **changes) -> None:
+    """Rows of random ids and unequal lengths, as prepare.py would write them."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(1, 199, (n, SEQ + 1), dtype=np.uint32)
+    rows[rng.random(rows.shape) < 0.1] = 0  # ends of documents
+    for row, length in zip(rows, rng.integers(2, SEQ + 2, n), strict=True):
+        row[length:] = train.PAD
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.bin").write_bytes(rows.tobytes())
+    facts = {"rows": n, "row_len": SEQ + 1, "eos_id": 0, "vocab_size": V, "sha256": f"{name}{seed}",
+             "tokenizer_sha256": tokenizer_hash(load_tokenizer(TOKENIZER))}  # fmt: skip
+    (folder / f"{name}.json").write_text(json.dumps({**facts, **changes}))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Data, a teacher and a student's shape, all small."""
+    root = tmp_path_factory.mktemp("world")
+    write_rows(root / "data", "train", 97, seed=1)
+    write_rows(root / "data", "val", 7, seed=2)
+    teacher = init_student(Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4), seed=7)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(8.0)  # far from uniform
+    teacher.save_pretrained(root / "teacher", load_tokenizer(TOKENIZER))
+    init_student(SHAPE).save_pretrained(root / "student")
+    return root
+
+
+def flags(world: Path, out: Path, **changes) -> list[str]:
+    """The command line of a small run."""
+    keys = {"methods": "pretrain,vanilla_kd,alra", "student": world / "student", "teacher": world / "teacher",
+            "data_dir": world / "data", "out_dir": out, "seq_len": SEQ, "max_steps": 6, "schedule_steps": 6,
+            "warmup_steps": 2, "batch_rows": 4, "micro_batch": 2, "lr": 1e-2, "log_every_steps": 2, "val_every_steps": 3,
+            "checkpoint_every_steps": 2, "device": "cpu", "d_max": 7, **changes}  # fmt: skip
+    return [f"--{k}={v}" for k, v in keys.items()]
+
+
+def load(world: Path, out: Path, **changes) -> configure.Loaded:
+    return configure.load(flags(world, out, **changes))
+
+
+def records(out: Path, method: str) -> list[dict]:
+    return [json.loads(line) for line in (out / method / "log.jsonl").read_text().splitlines()]
+
+
+def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
+    folder = out / method / "checkpoints" / f"step_{step:08d}"
+    return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+
+
+# --- small parts
+
+
+def test_learning_rate_is_linear_then_cosine_and_ends_where_the_paper_says():
+    cfg = Config()
+    assert train.learning_rate(0, cfg) == pytest.approx(6e-4 / 512)
+    assert train.learning_rate(511, cfg) == pytest.approx(6e-4)
+    assert train.learning_rate(126_399, cfg) == pytest.approx(6e-5)
+    middle = (126_400 - 512) // 2 + 511
+    assert train.learning_rate(middle, cfg) == pytest.approx(3.3e-4, rel=1e-4)
+    early = Config(max_steps=67_200)  # ends sooner on the same schedule
+    assert train.learning_rate(67_199, early) == train.learning_rate(67_199, cfg)
+
+
+def test_row_order_is_a_function_of_the_step_alone():
+    cfg = Config(batch_rows=4)
+    assert train.row_order(3, 97, cfg).tolist() == [12, 13, 14, 15]
+    mixed = Config(batch_rows=4, shuffle=True)
+    seen = np.concatenate([train.row_order(step, 97, mixed) for step in range(97)])  # four passes
+    assert all(sorted(seen[i * 97 : (i + 1) * 97]) == list(range(97)) for i in range(4))
+    assert seen[:97].tolist() != seen[97:194].tolist() != list(range(97))
+    assert train.row_order(40, 97, mixed).tolist() == seen[160:164].tolist()
+    other = Config(batch_rows=4, shuffle=True, seed=5)
+    assert train.row_order(0, 97, other).tolist() != seen[:4].tolist()
+
+
+def test_padding_never_reaches_a_loss(world):
+    cpu = torch.device("cpu")
+    rows = train.Rows(load(world, Path("unused")).config, "train")
+    x, y, n = rows.batch(np.arange(97), cpu)
+    ids = rows.ids.astype(np.int64)
+    assert x.shape == y.shape == (97, SEQ) and int((y != IGNORE).sum()) == n == (ids != train.PAD).sum() - 97
+    assert x.max() < V and y.max() < V
+    for row, labels in zip(ids, y, strict=True):
+        length = (row != train.PAD).sum()
+        assert labels.tolist() == row[1:length].tolist() + [IGNORE] * (SEQ + 1 - length)
+    masked = train.Rows(load(world, Path("unused"), mask_after_eos=True).config, "train")
+    _, y_masked, n_masked = masked.batch(np.arange(97), cpu)
+    assert (y_masked[x == 0] == IGNORE).all() and n_masked < n
+    assert torch.equal(y_masked[x != 0], y[x != 0])
+
+
+def gradients(world: Path, **changes) -> dict[str, list[torch.Tensor]]:
+    """Every student's gradient in the first update, before it is clipped."""
+    cfg = load(world, Path("unused"), clip=1e9, **changes).config
+    env, rows = train.Env(cfg), train.Rows(cfg, "train")
+    teacher = train.load_teacher(cfg, env)
+    students = [train.make_student(name, cfg, env.device) for name in cfg.methods]
+    for s in students:
+        s.optimizer.step = s.optimizer.zero_grad = lambda **_: None
+    train.update(students, teacher, rows, 0, cfg, env)
+    return {s.name: [p.grad for p in s.model.parameters()] for s in students}
+
+
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_micro_batch_and_accumulation_change_nothing(world, micro_batch):
+    one, other = (gradients(world, batch_rows=16, micro_batch=m) for m in (1, micro_batch))
+    for name in one:
+        a, b = (torch.cat([g.flatten() for g in grads[name]]).double() for grads in (one, other))
+        assert (a - b).norm() / a.norm() < 1e-6, name
+
+
+def test_group_changes_the_meaning_on_purpose(world):
+    one, four = (gradients(world, batch_rows=16, micro_batch=4, group=g) for g in (1, 4))
+    a, b = (torch.cat([g.flatten() for g in grads["pretrain"]]) for grads in (one, four))
+    assert (a - b).norm() / a.norm() > 1e-3  # rows are of unequal length
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def finished(world, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    assert train.run(load(world, out)) == 0
+    return out
+
+
+def test_a_run_leaves_logs_and_models_that_transformers_reads(finished):
+    for method in ("pretrain", "vanilla_kd", "alra"):
+        log = records(finished, method)
+        steps = [r for r in log if "loss" in r]
+        checks = [r for r in log if "val_ce" in r]
+        assert [r["step"] for r in steps] == [2, 4, 6] and [r["step"] for r in checks] == [3, 6]
+        assert {"ce", "lr", "gnorm", "tok_per_sec", "valid_tokens", "nominal_tokens"} <= set(steps[0])
+        assert {"val_kl", "val_agree", "val_teacher_ce", "val_teacher_entropy"} <= set(checks[0])
+        assert steps[-1]["nominal_tokens"] == 6 * 4 * SEQ > steps[-1]["valid_tokens"] > 0
+        model = AutoModelForCausalLM.from_pretrained(finished / method / "model")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(finished / method / "model")
+        assert model.config.eos_token_id == tokenizer.eos_token_id == 0
+        facts = json.loads((finished / method / "run.json").read_text())
+        assert (
+            facts["method"] == method
+            and facts["step"] == 6
+            and facts["init_sha256"] == weights_hash(init_student(SHAPE))
+        )
+    assert {"mass", "local", "rest", "pair", "d_u"} <= set(records(finished, "alra")[0])
+    assert len({records(finished, m)[0]["ce"] for m in ("pretrain", "vanilla_kd", "alra")}) == 3
+
+
+def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(world, tmp_path):
+    """Two runs that differ in nothing but how often they speak tell the same average."""
+    train.run(load(world, tmp_path / "a", methods="vanilla_kd", log_every_steps=1))
+    train.run(load(world, tmp_path / "b", methods="vanilla_kd", log_every_steps=3))
+    every = [r for r in records(tmp_path / "a", "vanilla_kd") if "loss" in r]
+    third = [r for r in records(tmp_path / "b", "vanilla_kd") if "loss" in r]
+    counts = np.diff([0] + [r["valid_tokens"] for r in every])
+    for i, record in enumerate(third):
+        part = slice(3 * i, 3 * i + 3)
+        for key in ("loss", "kd", "ce"):
+            assert record[key] == pytest.approx(
+                np.average([r[key] for r in every[part]], weights=counts[part]), rel=1e-5
+            )
+        assert record["loss"] == pytest.approx(0.5 * record["kd"] + 0.5 * record["ce"], rel=1e-5)
+
+
+def test_validation_figures_are_those_of_the_plain_formulas(world, finished):
+    cfg = load(world, finished).config
+    val = train.Rows(cfg, "val")
+    x, y, _ = val.batch(np.arange(7), torch.device("cpu"))
+    student = AutoModelForCausalLM.from_pretrained(finished / "alra" / "model")
+    teacher = AutoModelForCausalLM.from_pretrained(world / "teacher")
+    with torch.no_grad():
+        p_s, p_t = (m(x).logits[y != IGNORE].double().log_softmax(-1) for m in (student, teacher))
+    got = [r for r in records(finished, "alra") if "val_ce" in r][-1]
+    labels = y[y != IGNORE][:, None]
+    assert got["val_ce"] == pytest.approx(-p_s.gather(1, labels).mean().item(), rel=1e-4)
+    assert got["val_kl"] == pytest.approx((p_t.exp() * (p_t - p_s)).sum(-1).mean().item(), rel=1e-3)
+    assert got["val_agree"] == pytest.approx((p_s.argmax(-1) == p_t.argmax(-1)).double().mean().item(), abs=1e-6)
+
+
+def test_a_student_among_others_has_the_bits_of_its_solo_run(world, finished, tmp_path):
+    for method in ("pretrain", "vanilla_kd", "alra"):
+        assert train.run(load(world, tmp_path / method, methods=method)) == 0
+        assert final_bits(tmp_path / method, method) == final_bits(finished, method), method
+
+
+def test_a_run_that_was_cut_and_resumed_has_the_bits_of_one_that_was_not(world, finished, tmp_path):
+    assert train.run(load(world, tmp_path, max_steps=3)) == 0  # between two log lines
+    assert train.run(load(world, tmp_path)) == 0
+    timed = ("tok_per_sec", "eta_sec")
+    for method in ("pretrain", "vanilla_kd", "alra"):
+        assert final_bits(tmp_path, method) == final_bits(finished, method)
+        whole, cut = (
+            [{k: v for k, v in r.items() if k not in timed} for r in records(o, method)] for o in (finished, tmp_path)
+        )
+        assert [r for r in cut if r["step"] > 4] == [r for r in whole if r["step"] > 4]
+
+
+def test_checkpoints_are_kept_to_the_last_k_and_half_written_ones_are_passed_over(world, tmp_path):
+    train.run(load(world, tmp_path, methods="alra", keep_checkpoints=1, max_steps=4))
+    folder = tmp_path / "alra" / "checkpoints"
+    assert [p.name for p in folder.iterdir()] == ["step_00000004"]
+    (folder / "step_00000005.tmp").mkdir()
+    train.run(load(world, tmp_path, methods="alra", keep_checkpoints=1))
+    assert "step_00000006" in [p.name for p in folder.iterdir()]
+
+
+def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
+    train.run(load(world, tmp_path, methods="alra", max_steps=2))
+    folder = tmp_path / "alra" / "checkpoints" / "step_00000002"
+    state = (folder / "state.json").read_text()
+    (folder / "state.json").write_text(state.replace('"method": "alra"', '"method": "pd"'))
+    with pytest.raises(CheckpointError, match=r"step_00000002: method is pd, expected alra; it belongs to another run"):
+        train.run(load(world, tmp_path, methods="alra"))
+    (folder / "state.json").write_text(state)
+    data = (folder / "optimizer.safetensors").read_bytes()
+    (folder / "optimizer.safetensors").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match=r"step_00000002: not a whole checkpoint"):
+        train.run(load(world, tmp_path, methods="alra"))
+
+
+def test_a_student_that_breaks_stops_alone_before_its_update(world, tmp_path, monkeypatch, capsys):
+    make = train.make_student
+
+    def break_one(name, cfg, device):
+        s = make(name, cfg, device)
+        if name == "vanilla_kd":
+            with torch.no_grad():
+                s.model.head[0, 0] = float("inf")
+        return s
+
+    monkeypatch.setattr(train, "make_student", break_one)
+    assert train.run(load(world, tmp_path)) == 1
+    said = capsys.readouterr().out
+    assert re.search(
+        r"vanilla_kd stopped at step 0: gradient norm nan; not finite: .*kd.*; the update was not made", said
+    )
+    assert (tmp_path / "alra" / "model").is_dir() and not (tmp_path / "vanilla_kd" / "model").exists()
+    assert json.loads((tmp_path / "vanilla_kd" / "stopped.json").read_text())["step"] == 0
+    assert train.run(load(world, tmp_path)) == 1  # said again, not tried again
+
+
+def test_a_full_disk_leaves_the_last_whole_checkpoint(world, tmp_path, monkeypatch, capsys):
+    save, calls = safetensors.torch.save_file, []
+
+    def fill_up(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[1]))
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fill_up)
+    assert configure.guard(lambda: train.run(load(world, tmp_path, methods="alra"))) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.setattr(safetensors.torch, "save_file", save)
+    assert [
+        p.name for p in train.checkpoints(train.make_student("alra", load(world, tmp_path).config, torch.device("cpu")))
+    ] == ["step_00000002"]
+    assert train.run(load(world, tmp_path, methods="alra")) == 0
+
+
+# --- signals and kills, in processes of their own
+
+
+def start(world: Path, out: Path, **changes) -> subprocess.Popen:
+    command = [sys.executable, "train.py", *flags(world, out, **changes)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def test_sigterm_saves_and_exits_0_and_the_run_goes_on(world, tmp_path):
+    keys = {
+        "methods": "alra",
+        "max_steps": 400,
+        "schedule_steps": 400,
+        "repeat_rows": True,
+        "checkpoint_every_steps": 400,
+        "val_every_steps": 400,
+    }
+    process = start(world, tmp_path, **keys)
+    while "step 2/" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by a signal after step" in said
+    (folder,) = (tmp_path / "alra" / "checkpoints").iterdir()
+    step = json.loads((folder / "state.json").read_text())["step"]
+    assert 2 <= step < 400
+    assert train.run(load(world, tmp_path, **{**keys, "max_steps": step + 1})) == 0
+
+
+@pytest.mark.slow
+def test_kill_9_loses_steps_but_never_bits(world, tmp_path):
+    keys = {
+        "methods": "pretrain,alra",
+        "max_steps": 40,
+        "schedule_steps": 40,
+        "repeat_rows": True,
+        "checkpoint_every_steps": 3,
+        "val_every_steps": 40,
+    }
+    assert train.run(load(world, tmp_path / "whole", **keys)) == 0
+    rng, kills = np.random.default_rng(3), 0
+    while kills < 4:
+        process = start(world, tmp_path / "cut", **keys)
+        while (line := process.stdout.readline()) and "step" not in line:
+            pass
+        time.sleep(rng.uniform(0, 0.4))
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+        if (tmp_path / "cut" / "alra" / "model").exists():
+            break
+    assert kills > 0 and train.run(load(world, tmp_path / "cut", **keys)) == 0
+    for method in ("pretrain", "alra"):
+        assert final_bits(tmp_path / "cut", method, 40) == final_bits(tmp_path / "whole", method, 40)
+
+
+# --- a newcomer's slips
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": "alr"}, "methods: no such method 'alr', did you mean 'alra'?"),
+        ({"data_dir": "nowhere"}, "data_dir=nowhere: no train.bin with train.json there; run prepare.py"),
+        ({"teacher": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
+        ({"teacher": "none"}, "tokenizer=None with teacher=None"),
+        ({"teacher": "none", "tokenizer": TOKENIZER}, "teacher=None: vanilla_kd learns from one"),
+        ({"student": "200m"}, "vocabulary of 4,096, student=200m has 151,936"),
+        ({"seq_len": 12}, "seq_len=12:"),
+        ({"max_steps": 25, "schedule_steps": 25}, "max_steps=25: needs 100 rows"),
+        ({"device": "gpu"}, "device=gpu:"),
+        ({"student": "300m"}, "300m: no such folder"),
+    ],
+)
+def test_slips_get_one_clear_line(world, tmp_path, changes, message):
+    with pytest.raises((ConfigError, CheckpointError), match=re.escape(message)):
+        train.run(load(world, tmp_path, **changes))
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_asked_for_where_there_is_none(world, tmp_path):
+    with pytest.raises(ConfigError, match="device=cuda:0: this machine has 0 CUDA devices"):
+        train.run(load(world, tmp_path, device="cuda"))
+
+
+def test_data_of_another_tokenizer_or_cut_short_is_refused(world, tmp_path):
+    write_rows(tmp_path / "data", "train", 97, seed=1, tokenizer_sha256="other")
+    write_rows(tmp_path / "data", "val", 7, seed=2)
+    with pytest.raises(ConfigError, match=r"not the one that .* was prepared with"):
+        train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
+    write_rows(tmp_path / "data", "train", 97, seed=1, rows=98)
+    with pytest.raises(ConfigError, match=r"train.bin: 5,432 bytes, expected 5,488 by train.json"):
+        train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
+
+
+def test_a_folder_that_holds_another_run_is_refused(world, finished):
+    with pytest.raises(ConfigError, match=r"holds another run \(lr=0.01 there, 0.02 here\)"):
+        train.run(load(world, finished, lr=2e-2))
+    assert train.run(load(world, finished)) == 0  # the same run: done, and left alone
+
+
+# --- real weights
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="the real weights are not on this machine")
+def test_a_student_of_real_weights_gets_nearer_to_them(tmp_path):
+    import prepare
+
+    stories = SHARED / "data" / "stories260k"
+    common = [f"--teacher={stories}", f"--data_dir={tmp_path / 'data'}", "--seq_len=64"]
+    text = tmp_path / "stories.txt"
+    text.write_text((stories / "sample.txt").read_text())
+    prepare.prepare(
+        configure.load([*common, f"--source={text}", "--train_rows=none", "--n_documents=none", "--val_rows=4"]).config
+    )
+    Qwen2Small = Qwen2Config(32, 64, 2, 4, 2, vocab_size=512, rope_theta=1e4)
+    init_student(Qwen2Small).save_pretrained(tmp_path / "student")
+    args = [*common, f"--student={tmp_path / 'student'}", f"--out_dir={tmp_path / 'out'}", "--methods=alra", "--max_steps=30", "--schedule_steps=30",
+            "--warmup_steps=3", "--lr=1e-2", "--micro_batch=8", "--batch_rows=8", "--repeat_rows=true", "--val_every_steps=10", "--device=cpu"]  # fmt: skip
+    assert train.run(configure.load(args)) == 0
+    kl = [r["val_kl"] for r in records(tmp_path / "out", "alra") if "val_kl" in r]
+    assert kl[0] > kl[1] > kl[2], kl

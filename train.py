@@ -1,0 +1,629 @@
+"""Distil one or more students from one teacher: AdamW, cosine, one forward of the teacher for all.
+
+    python train.py config/alra_200m.py [--key=value ...]
+    torchrun --nproc_per_node=2 train.py config/alra_200m.py
+
+The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per method with `log.jsonl`,
+`checkpoints/` and, at the end, `model/`, which Hugging Face reads. Started again, a run goes on from its newest
+checkpoint; SIGINT and SIGTERM save one and exit 0.
+
+Dimension key: B rows, T time, D width, V vocabulary.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+import configure
+from configure import Config, ConfigError
+from losses import IGNORE, METHODS, fused_head_losses
+from model import CheckpointError, Qwen2, init_student, load_config, load_tokenizer, tokenizer_hash, weights_hash
+
+PAD = 0xFFFFFFFF  # an unused place in a stored row; no token id
+# Keys that may differ when a run goes on: they change what is done when and where, not what is computed.
+FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir"}
+
+
+# --- data ------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """The rows of one `prepare.py` file, memory-mapped. The same index gives the same row for everyone."""
+
+    def __init__(self, cfg: Config, name: str):
+        folder = Path(cfg.data_dir)
+        file, manifest = folder / f"{name}.bin", folder / f"{name}.json"
+        if not manifest.is_file() or not file.is_file():
+            raise ConfigError(
+                f"data_dir={folder}: no {name}.bin with {name}.json there; run prepare.py with the same config"
+            )
+        self.manifest = json.loads(manifest.read_text())
+        self.n, width = self.manifest["rows"], self.manifest["row_len"]
+        if width != cfg.row_len:
+            raise ConfigError(
+                f"seq_len={cfg.seq_len}: {file} has rows for seq_len={width - 1}; prepare again or set it"
+            )
+        if file.stat().st_size != self.n * width * 4:
+            raise ConfigError(
+                f"{file}: {file.stat().st_size:,} bytes, expected {self.n * width * 4:,} by {manifest.name}; prepare it again"
+            )
+        self.ids = np.memmap(file, np.uint32, "r", shape=(self.n, width))
+        self.eos, self.mask_after_eos = self.manifest["eos_id"], cfg.mask_after_eos
+
+    def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:
+        """Rows of these indices -> inputs x [B, T], labels y [B, T] (IGNORE where there is none), and how many are valid."""
+        ids = self.ids[index].astype(np.int64)
+        x, y = ids[:, :-1], ids[:, 1:].copy()
+        y[y == PAD] = IGNORE
+        if self.mask_after_eos:
+            y[x == self.eos] = IGNORE
+        x = np.where(x == PAD, self.eos, x)  # causal attention keeps it from every valid position
+        n_valid = int((y != IGNORE).sum())
+        x, y = torch.from_numpy(x), torch.from_numpy(y)
+        if device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True), n_valid
+
+
+def row_order(step: int, n_rows: int, cfg: Config) -> np.ndarray:
+    """The rows of update `step`: a pure function of the step, in stored order or in a new shuffle for each pass."""
+    place = np.arange(step * cfg.batch_rows, (step + 1) * cfg.batch_rows)
+    if not cfg.shuffle:
+        return place % n_rows
+    passes = {p: np.random.default_rng((cfg.seed, p)).permutation(n_rows) for p in set(place // n_rows)}
+    return np.array([passes[i // n_rows][i % n_rows] for i in place])
+
+
+# --- students --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Student:
+    """One method's weights, optimizer and account."""
+
+    name: str  # of the method and its folder
+    model: Qwen2
+    optimizer: torch.optim.AdamW
+    folder: Path
+    overrides: dict
+    init_sha256: str
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of each term over the tokens since the last log line
+    gnorm: Tensor | None = None
+    stopped: str | None = None  # why, where it could not go on
+
+
+def make_student(name: str, cfg: Config, device: torch.device) -> Student:
+    model = init_student(cfg.student, cfg.seed)
+    sha = weights_hash(model)
+    model.to(device)
+    decayed = [p for p in model.parameters() if cfg.decay_1d or p.ndim > 1]
+    others = [p for p in model.parameters() if not (cfg.decay_1d or p.ndim > 1)]
+    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)  # fmt: skip
+    takes = set(METHODS[name].hyper) | {"w_kd", "w_ce"}
+    overrides = {k: v for k, v in cfg.overrides.items() if k in takes}
+    return Student(name, model, optimizer, Path(cfg.out_dir) / name, overrides, sha)
+
+
+def learning_rate(step: int, cfg: Config) -> float:
+    """The rate of update `step`, counted from 0: linear to `lr` at the last warm-up update, cosine to `min_lr` at the last of all."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
+
+
+# --- the step --------------------------------------------------------------------------------------------------
+
+
+def update(students: list[Student], teacher: Qwen2 | None, rows: Rows, step: int, cfg: Config, env: "Env") -> int:
+    """One optimizer step of every student from one pass of the teacher -> valid tokens seen.
+
+    A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over
+    each one's valid positions, however they are dealt out to micro-batches and processes.
+    """
+    lr, n_groups, n_valid = learning_rate(step, cfg), cfg.batch_rows // cfg.group, 0
+    mine = np.array_split(row_order(step, rows.n, cfg), env.world)[env.rank]
+    for index in np.split(mine, len(mine) // cfg.micro_batch):
+        x, y, n = rows.batch(index, env.device)
+        n_valid += n
+        with env.autocast():
+            with torch.no_grad():
+                h_t = teacher.hidden(x) if teacher else None  # [B, T, D_t]
+            h_s = [s.model.hidden(x, recompute=cfg.recompute) for s in students]  # each [B, T, D_s]
+        heads = [(h, s.model.head, s.name, s.overrides) for h, s in zip(h_s, students, strict=True)]
+        results = fused_head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group, compile=cfg.compile)
+        for s, (loss, terms) in zip(students, results, strict=True):
+            (loss * (len(index) // cfg.group / n_groups)).backward()
+            for name, value in terms.items():
+                s.sums[name] = s.sums.get(name, 0.0) + value * n
+    for s in students:
+        grads = [p.grad for p in s.model.parameters()]
+        env.sum(grads)
+        s.gnorm = torch.nn.utils.clip_grad_norm_(s.model.parameters(), cfg.clip)
+        if not torch.isfinite(s.gnorm):
+            s.stopped = f"step {step}: gradient norm {s.gnorm.item()}; {broken_terms(s)}; the update was not made"
+            continue
+        for group in s.optimizer.param_groups:
+            group["lr"] = lr
+        s.optimizer.step()
+        s.optimizer.zero_grad(set_to_none=True)
+    return n_valid
+
+
+def broken_terms(s: Student) -> str:
+    """Which of a student's terms are not finite, in words."""
+    broken = [name for name, value in s.sums.items() if not math.isfinite(value)]
+    return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
+
+
+def logits(h: Tensor, w: Tensor) -> Tensor:
+    """h [T, D], w [V, D] -> [T, V] in fp32, whatever autocast said."""
+    return h.float() @ w.float().T
+
+
+def compare(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> dict[str, Tensor]:
+    """Sums over the valid positions of one row, at temperature 1: what a validation reports, before the division.
+
+    z_s, z_t [T, V]; y [T]. CE of student and teacher, KL(teacher || student), the teacher's entropy, in nats; and
+    how often their most likely tokens are the same.
+    """
+    z_s, z_t, y = z_s[y != IGNORE], None if z_t is None else z_t[y != IGNORE], y[y != IGNORE]
+    logp_s = z_s.log_softmax(-1)
+    sums = {"ce": -logp_s.gather(1, y[:, None]).sum()}
+    if z_t is not None:
+        logp_t = z_t.log_softmax(-1)
+        entropy = -(logp_t.exp() * logp_t).sum()
+        sums["kl"] = -(logp_t.exp() * logp_s).sum() - entropy
+        sums["agree"] = (z_s.argmax(-1) == z_t.argmax(-1)).sum()
+        sums["teacher_ce"] = -logp_t.gather(1, y[:, None]).sum()
+        sums["teacher_entropy"] = entropy
+    return sums
+
+
+@torch.no_grad()
+def validate(students: list[Student], teacher: Qwen2 | None, rows: Rows, cfg: Config, env: "Env") -> dict[str, dict]:
+    """Per student: CE, KL(teacher || student) and top-1 agreement, at temperature 1, per token of the validation rows."""
+    n_rows, n_valid = min(rows.n, cfg.val_max_rows or rows.n), 0
+    sums = {s.name: {} for s in students}
+    for first in range(0, n_rows, cfg.micro_batch):
+        x, y, n = rows.batch(np.arange(first, min(first + cfg.micro_batch, n_rows)), env.device)
+        n_valid += n
+        with env.autocast():
+            h_t = teacher.hidden(x) if teacher else None
+            h_s = [s.model.hidden(x) for s in students]
+        for b in range(len(x)):  # one row's logits at a time: [T, V]
+            z_t = logits(h_t[b], teacher.head) if teacher else None
+            for s, h in zip(students, h_s, strict=True):
+                for name, value in compare(logits(h[b], s.model.head), z_t, y[b]).items():
+                    sums[s.name][name] = sums[s.name].get(name, 0.0) + value
+    return {name: {k: float(v) / n_valid for k, v in got.items()} for name, got in sums.items()}
+
+
+# --- the run ---------------------------------------------------------------------------------------------------
+
+
+def run(loaded: configure.Loaded) -> int:
+    """The whole of a run -> its exit code: 0 when every student got there, or a signal asked for the end."""
+    cfg = loaded.config
+    env = Env(cfg)
+    rows, val = Rows(cfg, "train"), Rows(cfg, "val")
+    if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
+        raise ConfigError(
+            f"max_steps={cfg.max_steps}: needs {cfg.max_steps * cfg.batch_rows:,} rows, {cfg.data_dir} has {rows.n:,}; "
+            "ask for fewer steps, prepare more rows, or set repeat_rows=True"
+        )
+    tokenizer, teacher = check_tokenizer(cfg, rows), load_teacher(cfg, env)
+    students = [make_student(name, cfg, env.device) for name in cfg.methods]
+    facts = run_facts(cfg, rows, val, teacher)
+    open_folder(loaded, students, facts, env)
+    live = [s for s in students if not s.stopped]
+    step, clock = resume(live, facts)
+    bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=None if env.first else True, dynamic_ncols=True)
+    while step < cfg.max_steps and live and not env.asked_to_stop():
+        t0 = time.perf_counter()
+        n_valid = update(live, teacher, rows, step, cfg, env)
+        clock.count(n_valid, time.perf_counter() - t0)
+        step += 1
+        for s in live:
+            if s.stopped and env.first:
+                write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
+        live = [s for s in live if not s.stopped]
+        last = step == cfg.max_steps
+        if step % cfg.log_every_steps == 0 or last:
+            log_terms(live, step, clock, cfg, env)
+        if step % cfg.val_every_steps == 0 or last:
+            log_validation(live, validate(live, teacher, val, cfg, env), step, env)
+        if step % cfg.checkpoint_every_steps == 0 or last:
+            save_checkpoints(live, step, clock, cfg, facts, env)
+        bar.update()
+    bar.close()
+    if env.signalled:
+        save_checkpoints(live, step, clock, cfg, facts, env)
+    for s in students:
+        if s.stopped:
+            env.say(f"{s.name} stopped at {s.stopped}")
+        elif step < cfg.max_steps:
+            env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
+        elif env.first:
+            s.model.save_pretrained(s.folder / "model", tokenizer)
+            write_json(s.folder / "run.json", student_facts(s, step, clock, cfg, facts))
+            env.say(f"{s.name}: {s.folder / 'model'}")
+    return 1 if any(s.stopped for s in students) else 0
+
+
+class Env:
+    """Where the run computes: device, precision, its place among the processes, and whether it was asked to stop."""
+
+    def __init__(self, cfg: Config):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.first, self.signalled = self.rank == 0, False
+        self.device = pick_device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
+            cfg.dtype, torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        )
+        n_groups = cfg.batch_rows // cfg.group
+        if n_groups % (self.world * (cfg.micro_batch // cfg.group)):
+            raise ConfigError(
+                f"{self.world} processes with micro_batch={cfg.micro_batch}: expected their product to divide batch_rows={cfg.batch_rows}"
+            )
+        if self.world > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, self._on_signal)
+
+    def _on_signal(self, *_):
+        self.signalled = True
+
+    def asked_to_stop(self) -> bool:
+        """True where any process got a signal, so that all of them stop after the same step."""
+        if self.world > 1:
+            flag = torch.tensor([float(self.signalled)], device=self.device)
+            dist.all_reduce(flag)
+            self.signalled = bool(flag.item())
+        return self.signalled
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def sum(self, tensors: list[Tensor]) -> None:
+        """Add up each tensor over the processes, in place."""
+        if self.world > 1:
+            for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
+                handle.wait()
+
+    def say(self, text: str) -> None:
+        if self.first:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """ "auto", "cpu", "cuda" or "cuda:1" -> a device that is there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        n = torch.cuda.device_count()
+        raise ConfigError(
+            f"device={name}: this machine has {n} CUDA device{'s' * (n != 1)}; set --device=cpu or another number"
+        )
+    return device
+
+
+def needs_teacher(name: str, cfg: Config) -> bool:
+    return bool(METHODS[name].w_kd if cfg.w_kd is None else cfg.w_kd)
+
+
+def check_tokenizer(cfg: Config, rows: "Rows"):
+    """The run's tokenizer, held against the one that made the rows and against the student's vocabulary."""
+    name = cfg.tokenizer or cfg.teacher
+    if name is None:
+        raise ConfigError(
+            "tokenizer=None with teacher=None: set the tokenizer that made the rows, it goes into the saved model"
+        )
+    tokenizer = load_tokenizer(name)
+    if tokenizer_hash(tokenizer) != rows.manifest["tokenizer_sha256"]:
+        raise ConfigError(
+            f"tokenizer {name}: not the one that {cfg.data_dir} was prepared with; prepare again or name that one"
+        )
+    n, v = len(tokenizer), load_config(cfg.student).vocab_size
+    if n > v:
+        raise ConfigError(
+            f"student={cfg.student}: vocabulary of {v:,}, but the tokenizer {name} has {n:,} tokens; take a larger one"
+        )
+    return tokenizer
+
+
+def load_teacher(cfg: Config, env: Env) -> Qwen2 | None:
+    """The frozen teacher, or None where no method of the run looks at it."""
+    for name in cfg.methods:
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, METHODS, n=1)
+            raise ConfigError(
+                f"methods: no such method {name!r}, "
+                + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}")
+            )
+    takers = [m for m in cfg.methods if needs_teacher(m, cfg)]
+    if not takers:
+        return None
+    if cfg.teacher is None:
+        raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
+    t, s = load_config(cfg.teacher).vocab_size, load_config(cfg.student).vocab_size
+    if t != s:
+        raise ConfigError(
+            f"teacher={cfg.teacher}: vocabulary of {t:,}, student={cfg.student} has {s:,}; logits are matched token by token, so they must be equal"
+        )
+    return Qwen2.from_pretrained(cfg.teacher, dtype=env.dtype, device=env.device)
+
+
+def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Qwen2 | None) -> dict:
+    """What a result must be read with: hashes of data and teacher, versions, commit, machine."""
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available() and cfg.device != "cpu"
+        else platform.processor() or platform.machine()
+    )
+    return {
+        "data_sha256": rows.manifest["sha256"],
+        "val_sha256": val.manifest["sha256"],
+        "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
+        "teacher_sha256": weights_hash(teacher) if teacher else None,
+        "git_commit": git.stdout.strip() or None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": device,
+    }
+
+
+def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dict) -> dict:
+    """What a score of this student must be read with; two students compare where all but the method is equal."""
+    return {
+        "method": s.name,
+        "overrides": s.overrides,
+        "student": cfg.student,
+        "teacher": cfg.teacher,
+        "seed": cfg.seed,
+        "init_sha256": s.init_sha256,
+        "step": step,
+        "schedule_steps": cfg.schedule_steps,
+        "nominal_tokens": step * cfg.batch_rows * cfg.seq_len,
+        "valid_tokens": clock.valid_tokens,
+        **facts,
+    }
+
+
+def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, env: Env) -> None:
+    """Make the run's folder, or see that the one there holds this very run."""
+    path = Path(loaded.config.out_dir) / "run.json"
+    if path.is_file():
+        before = json.loads(path.read_text())
+        now = json.loads(json.dumps(dataclasses.asdict(loaded.config)))
+        differs = [
+            f"{k}={before['config'].get(k)!r} there, {now[k]!r} here"
+            for k in now
+            if k not in FREE_KEYS and before["config"].get(k) != now[k]
+        ]
+        differs += [
+            f"{k} differs" for k in ("data_sha256", "tokenizer_sha256", "teacher_sha256") if before[k] != facts[k]
+        ]
+        if differs:
+            raise ConfigError(
+                f"out_dir={path.parent}: holds another run ({differs[0]}); set another out_dir, or remove that folder"
+            )
+    if env.first:
+        for s in students:
+            s.folder.mkdir(parents=True, exist_ok=True)
+        configure.save(loaded, path, **facts)
+    for s in students:
+        stopped = s.folder / "stopped.json"
+        s.stopped = json.loads(stopped.read_text())["why"] if stopped.is_file() else None
+        env.say(f"{s.name}: {s.model.n_params:,} parameters, initial weights {s.init_sha256[:12]}, in {s.folder}")
+
+
+# --- the account -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """What the log needs to know since its last line, and since the process began."""
+
+    begun_step: int = 0  # where this process took over
+    begun: float = field(default_factory=time.perf_counter)
+    valid_tokens: int = 0  # of all updates of the run, on this process's share of the rows
+    line_steps: int = 0  # since the last line
+    line_valid: int = 0
+    line_sec: float = 0.0  # inside updates only
+
+    def count(self, n_valid: int, seconds: float) -> None:
+        self.valid_tokens += n_valid
+        self.line_valid += n_valid
+        self.line_steps += 1
+        self.line_sec += seconds
+
+
+def log_terms(live: list[Student], step: int, clock: Clock, cfg: Config, env: Env) -> None:
+    """One line and one record per student: means over all tokens since the last line."""
+    names = sorted({name for s in live for name in s.sums})
+    counts = torch.tensor([clock.line_valid, clock.valid_tokens], dtype=torch.float64, device=env.device)
+    env.sum([counts])
+    line_valid, valid_tokens = (int(c) for c in counts.tolist())
+    left = (time.perf_counter() - clock.begun) / (step - clock.begun_step) * (cfg.max_steps - step)
+    for s in live:
+        sums = torch.stack(
+            [torch.as_tensor(s.sums[name], dtype=torch.float64, device=env.device) for name in names if name in s.sums]
+        )
+        env.sum([sums])
+        terms = dict(zip([n for n in names if n in s.sums], (sums / max(line_valid, 1)).tolist(), strict=True))
+        record = {
+            "step": step,
+            "nominal_tokens": step * cfg.batch_rows * cfg.seq_len,
+            "valid_tokens": valid_tokens,
+            "loss": terms.pop("loss"),
+            **terms,
+            "lr": learning_rate(step - 1, cfg),
+            "gnorm": float(s.gnorm),
+            "tok_per_sec": clock.line_steps * cfg.batch_rows * cfg.seq_len / clock.line_sec,
+            "mem_gib": torch.cuda.max_memory_allocated(env.device) / 2**30 if env.device.type == "cuda" else None,
+            "eta_sec": left,
+        }
+        s.sums = {}
+        if env.first:
+            append_json(s.folder / "log.jsonl", record)
+        parts = " ".join(f"{k} {v:.4f}" for k, v in {"loss": record["loss"], **terms}.items())
+        env.say(
+            f"{s.name:<10} step {step}/{cfg.max_steps}  {parts}  lr {record['lr']:.1e} gnorm {record['gnorm']:.2f}  "
+            f"{record['tok_per_sec'] / 1e3:.1f}k tok/s  eta {hours(left)}"
+        )
+    clock.line_valid, clock.line_steps, clock.line_sec = 0, 0, 0.0
+
+
+def log_validation(live: list[Student], figures: dict[str, dict], step: int, env: Env) -> None:
+    for s in live:
+        record = {"step": step, **{f"val_{name}": value for name, value in figures[s.name].items()}}
+        if env.first:
+            append_json(s.folder / "log.jsonl", record)
+        env.say(f"{s.name:<10} step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k != "step"))
+
+
+def append_json(path: Path, record: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Written under another name first: a reader sees the whole of it or nothing."""
+    new = path.with_name(path.name + ".tmp")
+    new.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(new, path)
+
+
+def hours(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m" if minutes else f"{seconds:.0f}s"
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env) -> None:
+    """One checkpoint per student, each whole under its final name or not there; then the older ones go."""
+    if not env.first:
+        return
+    for s in live:
+        final = s.folder / "checkpoints" / f"step_{step:08d}"
+        if final.exists():
+            continue
+        new = final.with_name(final.name + ".tmp")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        names = {p: name for name, p in s.model.named_parameters()}
+        moments = {f"{names[p]}/{k}": v.cpu() for p, state in s.optimizer.state.items() for k, v in state.items()}
+        safetensors.torch.save_file({k: v.cpu() for k, v in s.model.state_dict().items()}, new / "model.safetensors")
+        safetensors.torch.save_file(moments, new / "optimizer.safetensors")
+        write_json(new / "state.json", {
+            "step": step, "method": s.name, "init_sha256": s.init_sha256, **facts,
+            "sums": {k: float(v) for k, v in s.sums.items()}, "valid_tokens": clock.valid_tokens,
+            "line_valid": clock.line_valid, "line_steps": clock.line_steps, "line_sec": clock.line_sec,
+        })  # fmt: skip
+        for file in new.iterdir():
+            flush(file)
+        os.replace(new, final)
+        flush(final.parent)
+    for s in live:
+        for old in checkpoints(s)[: -cfg.keep_checkpoints]:
+            shutil.rmtree(old)
+
+
+def flush(path: Path) -> None:
+    """To the disk itself, so that a rename never outlives what it names."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def checkpoints(s: Student) -> list[Path]:
+    """A student's whole checkpoints, oldest first."""
+    return sorted(p for p in (s.folder / "checkpoints").glob("step_*") if not p.name.endswith(".tmp"))
+
+
+def resume(live: list[Student], facts: dict) -> tuple[int, Clock]:
+    """Put every student where the newest step that all of them have left it -> that step and the clock."""
+    common = set.intersection(*({p.name for p in checkpoints(s)} for s in live)) if live else set()
+    if not common:
+        for s in live:
+            (s.folder / "log.jsonl").unlink(missing_ok=True)  # of steps that were lost with the process
+        return 0, Clock()
+    for s in live:
+        state = load_checkpoint(s, s.folder / "checkpoints" / max(common), facts)
+        lines = (s.folder / "log.jsonl").read_text().splitlines() if (s.folder / "log.jsonl").exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+        (s.folder / "log.jsonl").write_text("".join(line + "\n" for line in kept))
+    clock = Clock(state["step"], **{k: state[k] for k in ("valid_tokens", "line_steps", "line_valid", "line_sec")})
+    return state["step"], clock
+
+
+def load_checkpoint(s: Student, folder: Path, facts: dict) -> dict:
+    """A checkpoint's weights and moments into `s` -> its state. `CheckpointError` where it is broken or another run's."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        moments = safetensors.torch.load_file(folder / "optimizer.safetensors")
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder}: not a whole checkpoint ({error}); remove it to go on from the one before"
+        ) from error
+    ours = {"method": s.name, "init_sha256": s.init_sha256, **{k: facts[k] for k in ("data_sha256", "teacher_sha256")}}
+    for key, value in ours.items():
+        if state.get(key) != value:
+            raise CheckpointError(f"{folder}: {key} is {state.get(key)}, expected {value}; it belongs to another run")
+    params = dict(s.model.named_parameters())
+    if weights.keys() != params.keys() or moments.keys() != {
+        f"{n}/{k}" for n in params for k in ("step", "exp_avg", "exp_avg_sq")
+    }:
+        raise CheckpointError(f"{folder}: its tensors are not this student's; it belongs to another run")
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(weights[name])
+            s.optimizer.state[p] = {k: moments[f"{name}/{k}"].to(p.device) for k in ("step", "exp_avg", "exp_avg_sq")}
+    s.sums = {k: torch.tensor(v, device=next(iter(params.values())).device) for k, v in state["sums"].items()}
+    return state
+
+
+def main() -> None:
+    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,789 @@
+"""Checkpoint in, the paper's table row out: nine zero-shot tasks, and figures over held-out rows.
+
+    python eval.py out/alra_200m/alra --data_dir data/eval      # one JSON and one Markdown table in that folder
+    python eval.py out/demo/* --tasks none                      # only the figures over val.bin, no benchmark files
+    python eval.py --table out/*/*                              # many results, the paper's rows, columns and numbers
+    torchrun --nproc_per_node=8 eval.py out/alra_200m/alra      # the same numbers, sooner
+
+Prompts, choices and metrics are those of lm-eval's own task files; this file finds the rows, checks them, and scores
+requests fast. A document's requests become one row of a tree, where each shared beginning stands once: every
+token looks at its own ancestors alone and keeps the position that it has in its request. The head runs only
+where a continuation is scored, in fp32.
+
+Dimension key: B batch, T time, N positions, R requests, V vocabulary, D width.
+"""
+
+import argparse
+import csv
+import difflib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lm_eval.api.model import TemplateLM
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+import configure
+from model import Qwen2, load_tokenizer, tokenizer_hash, weights_hash
+from tables import TEACHER_KEYS, figures, row_text, tabulate
+
+PAD = 0xFFFFFFFF  # unused tail of a row in val.bin
+N_LOGITS = 2**26  # logits that exist at a time: 256 MiB in fp32
+BINS = 15  # of the calibration error
+
+
+class EvalError(ValueError):
+    """What was asked for cannot be scored or tabulated: what, got, expected, what to do."""
+
+
+# --- the suite (paper, appendix C) -----------------------------------------------------------------------------
+
+
+def _one_of(*values):
+    return " or ".join(map(repr, values)), lambda v, row: any(v == x and type(v) is type(x) for x in values)
+
+
+_TEXT = "a string", lambda v, row: isinstance(v, str)
+_CHOICES = (
+    "{'text': [..], 'label': [..]} with equally many, at least two",
+    lambda v, row: isinstance(v, dict) and 1 < len(v.get("text") or ()) == len(v.get("label") or ()),
+)
+_ARC = {
+    "question": _TEXT,
+    "choices": _CHOICES,
+    "answerKey": ("one of the labels of the choices", lambda v, row: v in row["choices"]["label"]),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One benchmark: its place in the paper and what lm-eval's file for it reads."""
+
+    file: str  # among lm-eval's task files
+    heldout: tuple[str, int]  # split, and the number of items in the paper
+    validation: tuple[str, int] | None
+    fields: dict  # name -> (what is expected, test of value and row); types matter: piqa scores "1" as always wrong
+
+
+TASKS = {
+    "arc_challenge": Task("arc/arc_challenge.yaml", ("test", 1172), None, _ARC),
+    "arc_easy": Task("arc/arc_easy.yaml", ("test", 2376), ("validation", 570), _ARC),
+    "hellaswag": Task(
+        "hellaswag/hellaswag.yaml", ("validation", 10042), ("train", 39905),
+        {"activity_label": _TEXT, "ctx_a": _TEXT, "ctx_b": _TEXT,
+         "endings": ("a list of strings", lambda v, row: isinstance(v, list) and all(isinstance(e, str) for e in v)),
+         "label": ("an index into endings (the hub's test rows have none)",
+                   lambda v, row: str(v).isdigit() and int(v) < len(row["endings"]))},
+    ),
+    "lambada_openai": Task(
+        "lambada/lambada_openai.yaml", ("test", 5153), None,
+        {"text": ("a string of several words", lambda v, row: isinstance(v, str) and " " in v)},
+    ),
+    "openbookqa": Task(
+        "openbookqa/openbookqa.yaml", ("test", 500), None,
+        {"question_stem": _TEXT, "choices": _CHOICES,
+         "answerKey": ("one of the labels of the choices",
+                       lambda v, row: isinstance(v, str) and v.lstrip() in row["choices"]["label"])},
+    ),
+    "piqa": Task(
+        "piqa/piqa.yaml", ("validation", 1838), ("train", 16113),
+        {"goal": _TEXT, "sol1": _TEXT, "sol2": _TEXT, "label": _one_of(0, 1)},
+    ),
+    "social_iqa": Task(
+        "siqa/siqa.yaml", ("validation", 1954), None,
+        {"context": _TEXT, "question": _TEXT, "answerA": _TEXT, "answerB": _TEXT, "answerC": _TEXT,
+         "label": _one_of("1", "2", "3", 1, 2, 3)},
+    ),
+    "storycloze_2016": Task(
+        "storycloze/storycloze_2016.yaml", ("test", 1000), None,
+        {**{f"input_sentence_{i}": _TEXT for i in (1, 2, 3, 4)}, "sentence_quiz1": _TEXT, "sentence_quiz2": _TEXT,
+         "answer_right_ending": _one_of(1, 2)},
+    ),
+    "winogrande": Task(
+        "winogrande/default.yaml", ("validation", 1267), None,
+        {"sentence": ("a string with a gap '_'", lambda v, row: isinstance(v, str) and "_" in v),
+         "option1": _TEXT, "option2": _TEXT, "answer": _one_of("1", "2")},
+    ),
+}  # fmt: skip
+
+STORYCLOZE = """\
+storycloze_2016 left out: its authors give it out on request (cs.rochester.edu/nlp/rocstories), no hub carries it.
+Put "cloze_test_test__spring2016 - cloze_test_ALL_test.csv" (or .tsv, or .jsonl) at DIR/storycloze_2016/test.csv with
+--data_dir DIR, or name it: --storycloze FILE. Until then averages are over 8 of 9."""
+
+
+def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | None) -> tuple[str, Iterator[dict]]:
+    """Where a task's rows lie and the rows: local JSONL, CSV or TSV, a folder laid out like the hub, or the hub."""
+    import datasets
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    there = load_yaml(task_file(name), resolve_func=False)  # for dataset_path and dataset_name
+    source = there["dataset_path"]
+    if name == "storycloze_2016" and storycloze:
+        return storycloze, read_file(Path(storycloze))
+    if data_dir:
+        for suffix in ("jsonl", "csv", "tsv"):
+            file = Path(data_dir) / name / f"{split}.{suffix}"
+            if file.is_file():
+                return str(file), read_file(file)
+        source = Path(data_dir) / source
+        if not source.is_dir():
+            raise EvalError(
+                f"{name}: neither {Path(data_dir) / name / f'{split}.jsonl'} nor the folder {source} is there"
+            )
+    try:
+        rows = datasets.load_dataset(str(source), there.get("dataset_name"), split=split)
+    except (ValueError, OSError, RuntimeError) as error:  # no such split; no such folder, no network; a script
+        raise EvalError(
+            f"{name}: {source} did not give split {split!r} ({first_line(error)}); --data_dir reads local files"
+        ) from error
+    return f"{source} [{split}]", iter(rows)
+
+
+def read_file(file: Path) -> Iterator[dict]:
+    """Rows of a JSONL, CSV or TSV file, StoryCloze's own headings turned into lm-eval's."""
+    if not file.is_file():
+        raise EvalError(f"{file}: no such file")
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        if file.suffix == ".jsonl":
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise EvalError(f"{file}, row {number}: not JSON ({error})") from error
+                if not isinstance(row, dict):
+                    raise EvalError(f"{file}, row {number}: expected an object with fields, got {line[:40]!r}")
+                yield row
+        elif file.suffix in (".csv", ".tsv"):
+            for row in csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ","):
+                row = {_story_field(key): value for key, value in row.items() if key}
+                answer = row.get("answer_right_ending")
+                yield {**row, "answer_right_ending": int(answer) if answer in ("1", "2") else answer}
+        else:
+            raise EvalError(f"{file}: expected .jsonl, .csv or .tsv")
+
+
+def _story_field(heading: str) -> str:
+    """InputSentence1, RandomFifthSentenceQuiz1, AnswerRightEnding -> lm-eval's names; others in snake case."""
+    heading = heading.removeprefix("RandomFifth")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=Sentence)(?=\d)", "_", heading).lower()
+
+
+def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict], str]:
+    """The fields that the task reads, row by row, and a hash of them all that does not depend on the source."""
+    kept, digest, fields = [], hashlib.sha256(), TASKS[name].fields
+    for number, row in enumerate(rows, 1):
+        for field, (what, good) in fields.items():
+            if field not in row:
+                raise EvalError(f"{where}, row {number}: no field {field!r}; expected {what}")
+            if not good(row[field], row):
+                raise EvalError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
+        kept.append({field: row[field] for field in fields})
+        digest.update(json.dumps(kept[-1], sort_keys=True).encode())
+    if not kept:
+        raise EvalError(f"{where}: no rows; expected {name} items with {', '.join(fields)}")
+    return kept, digest.hexdigest()
+
+
+def task_file(name: str) -> Path:
+    import lm_eval.tasks
+
+    return Path(lm_eval.tasks.__file__).parent / TASKS[name].file
+
+
+def choose_tasks(asked: str, split: str) -> list[str]:
+    """ "all", "none" or names with commas -> names, in the paper's order."""
+    having = [name for name, task in TASKS.items() if getattr(task, split)]
+    if asked in ("all", "none"):
+        return having if asked == "all" else []
+    for name in asked.split(","):
+        if name not in TASKS:
+            near = difflib.get_close_matches(name, TASKS, n=1)
+            raise EvalError(
+                f"--tasks: no such task {name!r}, "
+                + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(TASKS)}")
+            )
+        if name not in having:
+            raise EvalError(
+                f"--tasks: {name} has no validation set in the paper's protocol; there are {', '.join(having)}"
+            )
+    return [name for name in having if name in asked.split(",")]
+
+
+# --- scoring requests ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The inputs of one document's requests, each shared beginning once."""
+
+    ids: list[int]  # [T] token of each node; a parent stands before its children
+    depth: list[int]  # [T] position in the request
+    paths: list[np.ndarray]  # per request, its nodes from the root down
+    first: int  # number of the first request
+    n_scored: int  # nodes at which some continuation token is predicted
+
+    @classmethod
+    def grow(cls, first: int, inputs: list[list[int]], n_targets: list[int]) -> "Tree":
+        node, ids, depth, paths = {}, [], [], []
+        for tokens in inputs:
+            path, parent = [], -1
+            for position, token in enumerate(tokens):
+                parent = node.setdefault((parent, token), len(ids))
+                if parent == len(ids):
+                    ids.append(token)
+                    depth.append(position)
+                path.append(parent)
+            paths.append(np.array(path))
+        scored = set().union(*(path[-n:].tolist() for path, n in zip(paths, n_targets, strict=True)))
+        return cls(ids, depth, paths, first, len(scored))
+
+
+class Scorer(TemplateLM):
+    """lm-eval's view of a `Qwen2`: log-likelihoods of continuations, by the rules of its own Hugging Face backend.
+
+    With several processes each scores its share of the batches, and all end with every score: the numbers
+    do not depend on how many there are.
+    """
+
+    def __init__(self, model: Qwen2, tokenizer, max_length: int = 512, batch_tokens: int = 8192):
+        super().__init__()
+        self.model, self.tokenizer, self.max_length, self.batch_tokens = model, tokenizer, max_length, batch_tokens
+        self._device = model.head.device
+        self.head = model.head.float()  # [V, D]
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands in for an empty context."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        return self._encode([string], add_special_tokens is not False)[string]
+
+    def _encode(self, texts, special: bool = True, quiet: bool = True) -> dict[str, list[int]]:
+        """Each text once -> its ids; `special` adds what the tokenizer adds by itself (Qwen's: nothing)."""
+        texts, ids = list(dict.fromkeys(texts)), []
+        for lo in tqdm(range(0, len(texts), 4096), "tokenizing", unit="batch", disable=quiet or None):
+            some = self.tokenizer.backend_tokenizer.encode_batch_fast(texts[lo : lo + 4096], add_special_tokens=special)
+            ids += [encoding.ids for encoding in some]
+        return dict(zip(texts, ids, strict=True))
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """As `TemplateLM.loglikelihood` and `_encode_pair`, with every text encoded once and in batches."""
+        pairs = []
+        for context, continuation in (r.args for r in requests):
+            bare = context.rstrip()
+            if context and not bare:
+                raise EvalError(
+                    f"a context of nothing but whitespace, before {continuation!r}: there is nothing to condition on"
+                )
+            pairs.append((bare, context[len(bare) :] + continuation))
+        ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm or rank() > 0)
+        plain = self._encode((e for c, e in pairs if not c), special=False)
+        prefix, encoded = [self.prefix_token_id], []
+        for request, (context, end) in zip(requests, pairs, strict=True):
+            if context:
+                head = ids[context]
+                tail = ids[context + end][len(head) :]
+            elif plain[end][:1] == prefix:
+                head, tail = prefix, plain[end][1:]
+            else:
+                head, tail = prefix, plain[end]
+            encoded.append((request.args, head, tail))
+        return self._loglikelihood_tokens(encoded, disable_tqdm, [(r.task_name, r.doc_id) for r in requests])
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, documents=None, **kwargs) -> list[tuple[float, bool]]:
+        """[((context, continuation), context ids, continuation ids)] -> log-probability (nats), all greedy?
+
+        Requests that stand together and belong to one document share a tree. Longest trees first: what does not
+        fit, fails at once.
+        """
+        trees, number = [], 0
+        documents = range(len(requests)) if documents is None else documents
+        for _, group in itertools.groupby(zip(documents, requests, strict=True), key=lambda pair: pair[0]):
+            group = [request for _, request in group]
+            for (context, continuation), head, tail in group:
+                if not head or not 0 < len(tail) <= self.max_length:
+                    raise EvalError(f"{continuation!r} after {context!r}: {len(head)} + {len(tail)} tokens; expected a "
+                                    f"context, and a continuation of 1 to max_length={self.max_length} tokens")  # fmt: skip
+            inputs = [(head + tail)[-(self.max_length + 1) :][:-1] for _, head, tail in group]
+            trees.append(Tree.grow(number, inputs, [len(tail) for _, _, tail in group]))
+            number += len(group)
+        targets = [np.array(tail) for _, _, tail in requests]
+        scores = np.zeros(number)
+        missed = np.zeros(number)  # continuation tokens that are not the greedy choice
+        batches = self._batches(trees)
+        with tqdm(total=sum(map(self._flop, batches)), desc="scoring", unit="FLOP", unit_scale=True,
+                  disable=True if disable_tqdm or rank() else None) as bar:  # fmt: skip
+            for batch in itertools.islice(batches, rank(), None, world()):
+                self._score(batch, targets, scores, missed)
+                bar.update(min(self._flop(batch) * world(), bar.total - bar.n))
+        total, wrong = sum_over_processes(np.stack((scores, missed)), self._device)
+        return [(float(s), not w) for s, w in zip(total, wrong, strict=True)]
+
+    def _batches(self, trees: list[Tree]) -> list[list[Tree]]:
+        """Trees, longest first, as many at a time as `batch_tokens` allows with padding."""
+        batches = []
+        for tree in sorted(trees, key=lambda tree: -len(tree.ids)):
+            if not batches or len(batches[-1][0].ids) * (len(batches[-1]) + 1) > self.batch_tokens:
+                batches.append([])
+            batches[-1].append(tree)
+        return batches
+
+    def _flop(self, batch: list[Tree]) -> int:
+        """Arithmetic of a batch: backbone, attention and head. What the progress bar counts."""
+        c, (n_vocab, width), t = self.model.config, self.head.shape, len(batch[0].ids)
+        per_token = sum(p.numel() for layer in self.model.model.layers for p in layer.parameters())
+        per_token += 2 * t * width * c.num_hidden_layers
+        return 2 * (len(batch) * t * per_token + sum(tree.n_scored for tree in batch) * n_vocab * width)
+
+    @torch.inference_mode()
+    def _score(self, batch: list[Tree], targets: list[np.ndarray], scores: np.ndarray, missed: np.ndarray) -> None:
+        """Add the log-probabilities of a batch to `scores`, its missed tokens to `missed`; both [R]."""
+        b, t = len(batch), len(batch[0].ids)
+        idx, positions = np.zeros((2, b, t), np.int64)
+        mask = np.zeros((b, 1, t, t), bool)
+        mask[:, :, range(t), range(t)] = True  # padding looks at itself: a row that may look nowhere is NaN
+        lower = np.tri(t, dtype=bool)
+        where, what, whose = [], [], []  # [N] position in the flat batch, target token, request
+        for row, tree in enumerate(batch):
+            idx[row, : len(tree.ids)], positions[row, : len(tree.ids)] = tree.ids, tree.depth
+            for number, path in enumerate(tree.paths, tree.first):
+                mask[row, 0][np.ix_(path, path)] |= lower[: len(path), : len(path)]
+                where.append(row * t + path[-len(targets[number]) :])
+                what.append(targets[number])
+                whose.append(np.full(len(targets[number]), number))
+        where, what, whose = map(np.concatenate, (where, what, whose))
+        if all(len(tree.paths) == 1 for tree in batch):  # plain causal rows, padded on the right
+            h = self.model.hidden(self._put(idx))
+        else:
+            h = self.model.hidden(self._put(idx), self._put(positions), self._put(mask))
+        scored, place = np.unique(where, return_inverse=True)  # choices share the position before their first token
+        h = h.flatten(0, 1)[self._put(scored)].float()  # [N, D]
+        step = max(1, N_LOGITS // len(self.head))
+        for lo in range(0, len(scored), step):
+            here = (place >= lo) & (place < lo + step)
+            logp, greedy = pick(h[lo : lo + step] @ self.head.T, self._put(place[here] - lo), self._put(what[here]))
+            np.add.at(scores, whose[here], logp.cpu().numpy())
+            np.add.at(missed, whose[here], ~greedy.cpu().numpy())
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
+        raise NotImplementedError("none of the nine tasks asks for it")
+
+    def generate_until(self, requests, disable_tqdm: bool = False):
+        raise NotImplementedError("none of the nine tasks asks for it")
+
+
+def pick(z: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """log softmax(z)[row, y] (fp64) and whether y is the first largest logit of its row. z [N, V] is used up; row, y [M]."""
+    best, z_y = z.amax(-1), z[row, y]  # [N], [M]
+    greedy = z_y == best[row]
+    if greedy.any():  # among equal logits the first is the greedy one
+        greedy[greedy.clone()] = z[row[greedy]].argmax(-1) == y[greedy]
+    log_sum = z.sub_(best[:, None]).exp_().sum(-1).double().log()
+    return (z_y - best[row]).double() - log_sum[row], greedy
+
+
+# --- several processes -----------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_processes(array: np.ndarray, device: torch.device) -> np.ndarray:
+    """Each process fills its own part and leaves 0 elsewhere, so that the sum is exact."""
+    if world() == 1:
+        return array
+    total = torch.from_numpy(array).to(device)
+    dist.all_reduce(total)
+    return total.cpu().numpy()
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto", "cpu", "cuda" or "cuda:1"; under torchrun each process takes the card of its local rank."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise EvalError(f"--device {name}: {first_line(error)}") from error
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise EvalError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+# --- the nine tasks --------------------------------------------------------------------------------------------
+
+
+def benchmarks(scorer: Scorer, names: list[str], args) -> dict[str, dict]:
+    """Scores by task: n, acc, acc_norm, perplexity, standard errors, and the hashes of what was scored."""
+    import datasets
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process that has threads
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    facts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.disable_progress_bars()
+        for name in names:
+            split, n_paper = getattr(TASKS[name], args.split)
+            where, rows = read_rows(name, split, args.data_dir, args.storycloze)
+            rows, sha = check_rows(name, where, rows)
+            facts[name] = {"n": min(len(rows), args.limit or len(rows)), "n_rows": len(rows),
+                           "n_paper": n_paper, "source": where, "data_sha256": sha}  # fmt: skip
+            file = f"{folder}/{name}.parquet"
+            datasets.Dataset.from_list(rows[: args.limit]).to_parquet(file)
+            overlay = {"include": str(task_file(name)), "task": name, "tag": None, "dataset_path": "parquet",
+                       "dataset_name": None, "dataset_kwargs": {"data_files": {"test": file}, "cache_dir": folder},
+                       "training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": None,
+                       "num_fewshot": 0}  # fmt: skip
+            Path(folder, f"{name}.yaml").write_text(json.dumps(overlay))  # JSON is YAML
+        loaded = TaskManager(include_defaults=False, include_path=folder).load(names)
+        out = lm_eval.evaluate(scorer, loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
+        for name, task in loaded["tasks"].items():
+            for key, value in out["results"][name].items():
+                metric, _, kind = key.partition(",")
+                if kind == "none":
+                    facts[name][metric] = value
+            prompts = hashlib.sha256()
+            for instance in task.instances:
+                prompts.update(json.dumps(instance.args).encode())
+            config = {k: v for k, v in task.dump_config().items() if k not in ("dataset_kwargs", "metadata")}
+            text = json.dumps(config, sort_keys=True, default=lambda f: f"{f.__module__}.{f.__qualname__}")
+            facts[name] |= {"version": out["versions"][name], "prompts_sha256": prompts.hexdigest(),
+                            "task_sha256": hashlib.sha256(text.encode()).hexdigest(), "task": json.loads(text)}  # fmt: skip
+            if args.log_samples:
+                facts[name]["samples"] = out["samples"][name]
+    return facts
+
+
+# --- figures over held-out rows --------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def over_rows(
+    students: list[Qwen2], teacher: Qwen2 | None, rows: np.ndarray, n_bytes: np.ndarray, batch_tokens: int
+) -> list[dict[str, np.ndarray]]:
+    """The summands of `tables.figures`, per student and row; the teacher runs once for all of them.
+
+    rows [n, row_len] uint32, PAD at the tail; n_bytes [V] bytes of text that a token stands for.
+    """
+    device, n_vocab = students[0].head.device, len(students[0].head)
+    heads, head_t = [m.head.float() for m in students], teacher.head.float() if teacher else None
+    keys = ("n", "ce", "text_ce", "text_bytes") + TEACHER_KEYS * bool(teacher)
+    sums = [{k: torch.zeros(len(rows), dtype=torch.float64, device=device) for k in keys} for _ in students]
+    gaps = [torch.zeros(len(rows) * BINS, dtype=torch.float64, device=device) for _ in students]
+    n_bytes = torch.from_numpy(n_bytes).to(device)
+    per_batch, step = max(1, batch_tokens // rows.shape[1]), max(1, N_LOGITS // 4 // n_vocab)
+    starts = range(0, len(rows), per_batch)[rank() :: world()]
+    for lo in tqdm(starts, "held-out rows", unit="batch", disable=True if rank() else None):
+        ids = torch.from_numpy(rows[lo : lo + per_batch].astype(np.int64)).to(device)
+        x, y = ids[:, :-1], ids[:, 1:]
+        keep = y != PAD
+        x, row, y = x.masked_fill(x == PAD, 0), lo + keep.nonzero()[:, 0], y[keep]
+        hidden = [m.hidden(x)[keep].float() for m in students]  # [N, D]
+        hidden_t = teacher.hidden(x)[keep].float() if teacher else None
+        for part in (slice(at, at + step) for at in range(0, len(y), step)):
+            r, label = row[part], y[part, None]
+            logp_t = (hidden_t[part] @ head_t.T).log_softmax(-1) if teacher else None  # [N, V]
+            top_t = logp_t.topk(5).indices if teacher else None
+            for h, head, into, gap in zip(hidden, heads, sums, gaps, strict=True):
+                logp = (h[part] @ head.T).log_softmax(-1)
+                ce, top = -logp.gather(-1, label)[:, 0], logp.topk(5)
+                of = (torch.ones_like(ce), ce, ce * (n_bytes[label[:, 0]] > 0), n_bytes[label[:, 0]])
+                if teacher:
+                    both = (top.indices[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5
+                    p_t = logp_t.exp()
+                    kl, entropy = (p_t * (logp_t - logp)).sum(-1), -(p_t * logp_t).sum(-1)
+                    of += (kl, top.indices[:, 0] == top_t[:, 0], both, -logp_t.gather(-1, label)[:, 0], entropy)
+                for key, value in zip(keys, of, strict=True):
+                    into[key].index_add_(0, r, value.double())
+                sure, right = top.values[:, 0].exp(), top.indices[:, :1] == label
+                gap.index_add_(0, r * BINS + (sure * BINS).ceil().long() - 1, (sure - right[:, 0].float()).double())
+    for into, gap in zip(sums, gaps, strict=True):
+        into["gap"] = gap.view(-1, BINS)
+    return [{k: sum_over_processes(v.cpu().numpy(), device) for k, v in into.items()} for into in sums]
+
+
+def read_val(folder: str, max_rows: int) -> tuple[np.ndarray, dict]:
+    """The first rows of val.bin and its manifest."""
+    file, manifest = Path(folder) / "val.bin", Path(folder) / "val.json"
+    if not (file.is_file() and manifest.is_file()):
+        raise EvalError(
+            f"{folder}: no val.bin with val.json there; name the folder with --rows, or --rows none to go without"
+        )
+    manifest = json.loads(manifest.read_text())
+    shape = manifest["rows"], manifest["row_len"]
+    if file.stat().st_size != 4 * shape[0] * shape[1] or not shape[0]:
+        raise EvalError(
+            f"{file}: {file.stat().st_size:,} bytes, but val.json says {shape[0]:,} rows of {shape[1]} ids; prepare it again"
+        )
+    return np.memmap(file, np.uint32, "r", shape=shape)[:max_rows], manifest
+
+
+def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
+    """Bytes of text that each token stands for, [V]; 0 for special tokens and padded rows of the vocabulary."""
+    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
+    lengths = np.zeros(n_vocab, np.int64)
+    for token, i in tokenizer.get_vocab().items():
+        if '"ByteLevel"' in decoder:
+            lengths[i] = len(token)  # one character per byte
+        else:
+            lengths[i] = 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", token) else len(token.replace("▁", " ").encode())
+    for i, token in tokenizer.added_tokens_decoder.items():
+        lengths[i] = 0 if token.special else len(token.content.encode())
+    return lengths
+
+
+# --- one checkpoint --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    name: str  # as asked for
+    folder: Path  # where its results go
+    run: dict | None  # facts of the student's training, with the run's config; None for other models
+    model: Qwen2
+    tokenizer: PreTrainedTokenizerFast
+    sha256: str  # of the fp32 weights, so that it does not depend on --dtype
+
+
+def open_checkpoint(name: str, args, device: torch.device) -> Checkpoint:
+    """A student's folder, a model folder or a hub id, held against its tokenizer."""
+    path, source, folder, run = Path(name), name, args.out, None
+    if (path / "model" / "config.json").is_file():
+        source, folder = str(path / "model"), folder or path
+        if (path / "run.json").is_file() and (path.parent / "run.json").is_file():
+            config = json.loads((path.parent / "run.json").read_text())["config"]
+            run = json.loads((path / "run.json").read_text()) | {"config": config}
+    elif path.is_dir() and not (path / "config.json").is_file():
+        inside = sorted(p.parent.parent.name for p in path.glob("*/model/config.json"))
+        what = f"a run of {', '.join(inside)}; name one" if inside else "no model/ in it; has its training ended?"
+        raise EvalError(f"{name}: {what}")
+    model = Qwen2.from_pretrained(source, device=str(device))
+    sha256, tokenizer = weights_hash(model), load_tokenizer(source)
+    n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
+    if n_ids > n_vocab:
+        raise EvalError(
+            f"{name}: vocabulary of {n_vocab:,}, its tokenizer has ids up to {n_ids - 1:,}; they do not fit"
+        )
+    if args.max_length > model.config.max_position_embeddings:
+        raise EvalError(f"--max_length {args.max_length}: {name} takes {model.config.max_position_embeddings} at most")
+    model.to(getattr(torch, args.dtype))
+    return Checkpoint(name, Path(folder or Path("out") / path.resolve().name), run, model, tokenizer, sha256)
+
+
+def of_the_runs(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
+    """What a flag says, else what the runs' configs say, which must be one thing; None: nothing, or "none"."""
+    values = [given] if given else list(dict.fromkeys(c.run["config"][key] for c in checkpoints if c.run))
+    if len(values) > 1:
+        raise EvalError(f"{key}: {values[0]} in one run, {values[1]} in another; score them apart, or set {flag}")
+    return None if not values or values[0] == "none" else values[0]
+
+
+def score(args, device: torch.device) -> None:
+    """Everything that was asked for, checkpoint by checkpoint; result files as they get done."""
+    names = choose_tasks(args.tasks, args.split)
+    if "storycloze_2016" in names and args.tasks == "all" and not has_storycloze(args):
+        names.remove("storycloze_2016")
+        say(STORYCLOZE)
+    checkpoints = [open_checkpoint(name, args, device) for name in args.paths]
+    rows_dir = of_the_runs("--rows", args.rows, "data_dir", checkpoints)
+    teacher = of_the_runs("--teacher", args.teacher, "teacher", checkpoints)
+    if not names and not rows_dir:
+        raise EvalError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
+    intrinsic = over_val(checkpoints, rows_dir, teacher, args) if rows_dir else [(None, None)] * len(checkpoints)
+    packages = ("torch", "transformers", "tokenizers", "datasets", "numpy")
+    for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
+        begun = time.perf_counter()
+        scorer = Scorer(c.model, c.tokenizer, args.max_length, args.batch_tokens)
+        result = {
+            "name": c.name, "split": args.split, "tasks": benchmarks(scorer, names, args) if names else {},
+            "intrinsic": figures_found, "weights_sha256": c.sha256, "tokenizer_sha256": tokenizer_hash(c.tokenizer),
+            "protocol": {"lm_eval": version("lm_eval"), "dtype": args.dtype, "max_length": args.max_length,
+                         "limit": args.limit},
+            "versions": {p: version(p) for p in packages}, "run": c.run,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "wall_sec": round(time.perf_counter() - begun, 1),
+        }  # fmt: skip
+        if rank() == 0:
+            write(c.folder, result, sums, alone=len(checkpoints) == 1)
+
+
+def has_storycloze(args) -> bool:
+    return bool(args.storycloze) or any(Path(args.data_dir or "", "storycloze_2016").glob("test.*"))
+
+
+def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | None, args) -> list[tuple[dict, dict]]:
+    """Per checkpoint, the figures over the first rows of val.bin with what they are of, and their summands per row."""
+    rows, manifest = read_val(rows_dir, args.max_rows)
+    for c in checkpoints:
+        if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
+            raise EvalError(
+                f"{rows_dir}: made with another tokenizer than that of {c.name}; prepare rows with that one"
+            )
+    first = checkpoints[0].model.head
+    teacher, facts = None, {"n_rows": len(rows), "rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest()}
+    if teacher_name:
+        teacher = Qwen2.from_pretrained(teacher_name, device=str(first.device))
+        facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher)}
+        teacher.to(first.dtype)
+    for name, m in [(c.name, c.model) for c in checkpoints] + [(teacher_name, teacher)] * bool(teacher):
+        if len(m.head) != len(first):
+            raise EvalError(
+                f"{name}: vocabulary of {len(m.head):,}, {checkpoints[0].name} has {len(first):,}; score it apart"
+            )
+    n_bytes = byte_lengths(checkpoints[0].tokenizer, len(first))
+    every = over_rows([c.model for c in checkpoints], teacher, rows, n_bytes, args.batch_tokens)
+    totals = [figures({key: value.sum(0) for key, value in sums.items()}) for sums in every]
+    facts["n_targets"] = int(every[0]["n"].sum())
+    return [({k: float(v) for k, v in t.items()} | facts, sums) for t, sums in zip(totals, every, strict=True)]
+
+
+def write(folder: Path, result: dict, sums: dict | None, alone: bool) -> None:
+    """eval_<split>.json, .md, and .npz with the summands per row; scores of the same weights and protocol are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"eval_{result['split']}"
+    file = stem.with_suffix(".json")
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    if all(before.get(key) == result[key] for key in ("weights_sha256", "protocol")):
+        scores = before["tasks"] | result["tasks"]
+        result["tasks"] = {name: scores[name] for name in TASKS if name in scores}
+        result["intrinsic"] = result["intrinsic"] or before["intrinsic"]
+    for name, scores in result["tasks"].items():
+        if "samples" in scores:
+            lines = (json.dumps(sample, default=str) + "\n" for sample in scores.pop("samples"))
+            (folder / f"samples_{result['split']}_{name}.jsonl").write_text("".join(lines))
+    if sums is not None:
+        np.savez_compressed(stem.with_suffix(".npz"), **sums)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    text = row_text(result)
+    stem.with_suffix(".md").write_text(text)
+    print(f"{text}\n{file}" if alone else file, flush=True)
+
+
+def say(text: str) -> None:
+    if rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description="Score checkpoints, or tabulate what was scored.")
+    p.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a student's folder out/NAME/METHOD, a model folder or a hub id; several are scored one by one; with --table: folders with results",
+    )
+    p.add_argument("--tasks", default="all", help="all, none, or names with commas")
+    p.add_argument(
+        "--split", default="heldout", choices=("heldout", "validation"), help="which of the paper's two sets"
+    )
+    p.add_argument(
+        "--data_dir", help="local files, DIR/TASK/SPLIT.jsonl or DIR/OWNER/NAME as on the hub; else from the hub"
+    )
+    p.add_argument("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv, .tsv or .jsonl")
+    p.add_argument("--limit", type=int, help="score only the first N items of each task")
+    p.add_argument(
+        "--rows",
+        metavar="DIR",
+        help="folder with val.bin for the figures over held-out rows, or none; else that of the run",
+    )
+    p.add_argument("--max_rows", type=int, default=512, help="rows of it to read, from the first")
+    p.add_argument(
+        "--teacher", metavar="NAME", help="whom to compare with on those rows, or none; else that of the run"
+    )
+    p.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of the backbone; scores are always float32"
+    )
+    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    p.add_argument(
+        "--batch_tokens", type=int, default=8192, help="tokens per forward, padding included: speed and memory only"
+    )
+    p.add_argument(
+        "--max_length",
+        type=int,
+        default=512,
+        help="tokens of context and continuation that the model sees; the rest is cut on the left",
+    )
+    p.add_argument("--log_samples", action="store_true", help="also write every item with its scores")
+    p.add_argument(
+        "--out", metavar="DIR", help="where results go; else the student's folder, or out/NAME for other models"
+    )
+    p.add_argument("--table", action="store_true", help="print the tables of the results in PATHs")
+    p.add_argument("--csv", metavar="FILE", help="with --table: also write every cell, unrounded")
+    p.add_argument("--reference", default="pretrain", help="with --table: the method that gains are measured from")
+    p.add_argument(
+        "--mixed", action="store_true", help="with --table: tabulate runs that differ in more than the method"
+    )
+    args = p.parse_args(argv)
+    for key, least in (("limit", 2), ("max_rows", 1), ("batch_tokens", 1), ("max_length", 1)):
+        if getattr(args, key) is not None and getattr(args, key) < least:
+            raise EvalError(f"--{key} {getattr(args, key)}: expected at least {least}")
+    if args.csv and not args.table:
+        raise EvalError(f"--csv {args.csv}: goes with --table")
+    if args.out and len(args.paths) > 1:
+        raise EvalError(f"--out {args.out}: holds one checkpoint's results, got {len(args.paths)} checkpoints")
+    return args
+
+
+def run(argv: list[str]) -> None:
+    args = arguments(argv)
+    if args.table:
+        text, records = tabulate(args.paths, args.reference, args.mixed)
+        print(text)
+        if args.csv:
+            with open(args.csv, "w", newline="", encoding="utf-8") as file:
+                out = csv.DictWriter(file, list(records[0]))
+                out.writeheader()
+                out.writerows(records)
+        return
+    device = pick_device(args.device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    score(args, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,6 @@ Dimension key: B rows, T time, D width, V vocabulary.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from tqdm import tqdm
 
 import configure
 from configure import Config, ConfigError
-from losses import IGNORE, METHODS, fused_head_losses
+from losses import IGNORE, fused_head_losses, keywords, needs_teacher
 from model import CheckpointError, Qwen2, init_student, load_config, load_tokenizer, tokenizer_hash, weights_hash
 
 PAD = 0xFFFFFFFF  # an unused place in a stored row; no token id
@@ -93,7 +92,20 @@ def row_order(step: int, n_rows: int, cfg: Config) -> np.ndarray:
     return np.array([passes[i // n_rows][i % n_rows] for i in place])
 
 
-# --- students --------------------------------------------------------------------------------------------------
+# --- teacher and students ---------------------------------------------------------------------------------------
+
+
+class Teacher:
+    """The frozen teacher, on a device of its own if the config says so: hidden states travel, not logits (V / D times fewer bytes)."""
+
+    def __init__(self, model: Qwen2, device: torch.device):
+        self.model, self.device = model, device
+        self.head = model.head.to(device)  # [V, D] beside the students; the same tensor where they share a device
+
+    @torch.no_grad()
+    def hidden(self, x: Tensor) -> Tensor:
+        """x [B, T] on any device -> [B, T, D] on the students'."""
+        return self.model.hidden(x.to(self.model.head.device, non_blocking=True)).to(self.device, non_blocking=True)
 
 
 @dataclass
@@ -119,8 +131,7 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     others = [p for p in model.parameters() if not (cfg.decay_1d or p.ndim > 1)]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)  # fmt: skip
-    takes = set(METHODS[name].hyper) | {"w_kd", "w_ce"}
-    overrides = {k: v for k, v in cfg.overrides.items() if k in takes}
+    overrides = {k: v for k, v in cfg.overrides.items() if k in keywords(name)}
     return Student(name, model, optimizer, Path(cfg.out_dir) / name, overrides, sha)
 
 
@@ -135,7 +146,7 @@ def learning_rate(step: int, cfg: Config) -> float:
 # --- the step --------------------------------------------------------------------------------------------------
 
 
-def update(students: list[Student], teacher: Qwen2 | None, rows: Rows, step: int, cfg: Config, env: "Env") -> int:
+def update(students: list[Student], teacher: Teacher | None, rows: Rows, step: int, cfg: Config, env: "Env") -> int:
     """One optimizer step of every student from one pass of the teacher -> valid tokens seen.
 
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over
@@ -147,9 +158,8 @@ def update(students: list[Student], teacher: Qwen2 | None, rows: Rows, step: int
         x, y, n = rows.batch(index, env.device)
         n_valid += n
         with env.autocast():
-            with torch.no_grad():
-                h_t = teacher.hidden(x) if teacher else None  # [B, T, D_t]
-            h_s = [s.model.hidden(x, recompute=cfg.recompute) for s in students]  # each [B, T, D_s]
+            h_t = teacher.hidden(x) if teacher else None  # [B, T, D_t]
+            h_s = [s.model.hidden(x, recompute=cfg.recompute).to(env.dtype) for s in students]  # each [B, T, D_s]
         heads = [(h, s.model.head, s.name, s.overrides) for h, s in zip(h_s, students, strict=True)]
         results = fused_head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group, compile=cfg.compile)
         for s, (loss, terms) in zip(students, results, strict=True):
@@ -201,7 +211,7 @@ def compare(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def validate(students: list[Student], teacher: Qwen2 | None, rows: Rows, cfg: Config, env: "Env") -> dict[str, dict]:
+def validate(students: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config, env: "Env") -> dict[str, dict]:
     """Per student: CE, KL(teacher || student) and top-1 agreement, at temperature 1, per token of the validation rows."""
     n_rows, n_valid = min(rows.n, cfg.val_max_rows or rows.n), 0
     sums = {s.name: {} for s in students}
@@ -226,6 +236,7 @@ def run(loaded: configure.Loaded) -> int:
     """The whole of a run -> its exit code: 0 when every student got there, or a signal asked for the end."""
     cfg = loaded.config
     env = Env(cfg)
+    check_methods(cfg)
     rows, val = Rows(cfg, "train"), Rows(cfg, "val")
     if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
         raise ConfigError(
@@ -335,8 +346,12 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def needs_teacher(name: str, cfg: Config) -> bool:
-    return bool(METHODS[name].w_kd if cfg.w_kd is None else cfg.w_kd)
+def check_methods(cfg: Config) -> None:
+    """Every method is in the table, and every override is a keyword of one of them."""
+    taken = frozenset().union(*(keywords(name) for name in cfg.methods))
+    for key in cfg.overrides:
+        if key not in taken:
+            raise ConfigError(f"{key}={cfg.overrides[key]}: none of methods={cfg.methods} takes it; remove it")
 
 
 def check_tokenizer(cfg: Config, rows: "Rows"):
@@ -359,16 +374,9 @@ def check_tokenizer(cfg: Config, rows: "Rows"):
     return tokenizer
 
 
-def load_teacher(cfg: Config, env: Env) -> Qwen2 | None:
+def load_teacher(cfg: Config, env: Env) -> Teacher | None:
     """The frozen teacher, or None where no method of the run looks at it."""
-    for name in cfg.methods:
-        if name not in METHODS:
-            near = difflib.get_close_matches(name, METHODS, n=1)
-            raise ConfigError(
-                f"methods: no such method {name!r}, "
-                + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}")
-            )
-    takers = [m for m in cfg.methods if needs_teacher(m, cfg)]
+    takers = [name for name in cfg.methods if needs_teacher(name)]
     if not takers:
         return None
     if cfg.teacher is None:
@@ -378,10 +386,11 @@ def load_teacher(cfg: Config, env: Env) -> Qwen2 | None:
         raise ConfigError(
             f"teacher={cfg.teacher}: vocabulary of {t:,}, student={cfg.student} has {s:,}; logits are matched token by token, so they must be equal"
         )
-    return Qwen2.from_pretrained(cfg.teacher, dtype=env.dtype, device=env.device)
+    place = pick_device(cfg.teacher_device) if cfg.teacher_device else env.device
+    return Teacher(Qwen2.from_pretrained(cfg.teacher, dtype=env.dtype, device=place), env.device)
 
 
-def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Qwen2 | None) -> dict:
+def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None) -> dict:
     """What a result must be read with: hashes of data and teacher, versions, commit, machine."""
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
@@ -395,7 +404,7 @@ def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Qwen2 | None) -> dict
         "data_sha256": rows.manifest["sha256"],
         "val_sha256": val.manifest["sha256"],
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
-        "teacher_sha256": weights_hash(teacher) if teacher else None,
+        "teacher_sha256": weights_hash(teacher.model) if teacher else None,
         "git_commit": git.stdout.strip() or None,
         "versions": {
             "python": platform.python_version(),

@@ -1,8 +1,8 @@
 """Text -> rows of token ids in a memory-mapped file, cut where a reader would pause (paper, appendix B).
 
-    python prepare.py config/alra_200m.py [--key=value ...]
-    python prepare.py --verify data/pile          hash and count everything again
-    python prepare.py --show 1000 data/pile       five rows from row 1000 on, as text
+    python prepare.py config/alra_200m.py [--key=value ...]    goes on where it was stopped or killed
+    python prepare.py --verify data/pile                       hash and count everything again
+    python prepare.py --show 1000 data/pile                    five rows from row 1000 on, as text
 
 Every document's text is tokenized with no special tokens added, and one EOS follows it. Text is only text: a
 document that spells "<|endoftext|>" gets the ids of those characters, so EOS ids and documents match one to one.
@@ -17,22 +17,27 @@ rows give the stream back.
   3. a sentence: the text up to here ends in STOPS and then any number of CLOSERS, and the next token of the stream (the
      one after the window, if need be) starts with whitespace. After the full stops of WIDE no whitespace is needed, as
      those scripts write none: the next token must then start with a whole character that is not in STOPS or CLOSERS.
-     One single "." does not end a sentence after a *word* that is one letter or digit ("J. Smith"), one to three digits
-     ("12. The", a label or the front of a number), letters with full stops between them ("U.S.", "e.g."), or in
+     One single "." does not end a sentence after a *word* that is one letter or digit ("J. Smith"), two or three
+     digits ("12. The", a label or the front of a number), single letters with full stops between them ("U.S.", "e.g."), or in
      ABBREVIATIONS. The word is what stands before the full stop back to the first character that is neither a letter,
-     a digit nor a full stop, or to the start of the row. "..." and "?!" end sentences.
+     a digit nor a full stop, or to the start of the document or row. "..." and "?!" end sentences.
 
 The three kinds have equal rank: the latest wins. Where there is none, the row keeps all `row_len` ids. A boundary after
 the first id of a row is passed over, since a row of one id has no target. What is left when the source ends is the last
 row (it may be a lone EOS). A cut depends on `row_len` + 1 ids of the stream and on nothing else: neither on
 batches, nor on workers, nor on where a run was killed.
 
+**Which rows.** The stream ends with the records, or when `train_rows` (+ `val_rows`) rows exist. Its last `val_rows` rows
+are val.bin, all before them train.bin, also where the source ends early, which is said. With `val_share` instead, whole
+documents are held out by the hash of their names (of their text where they have none), and cut as a stream of their own.
+
 **Files.** `<data_dir>/train.bin`, `val.bin`: uint32, row-major [rows, row_len], PAD in the unused tail of a row; beside
-them `train.json`, `val.json`: where the rows come from, counts and hashes. They get these names when they are
-whole. Before, `*.bin.tmp` and `prepare.state` hold the work; the same command goes on from there.
+them `train.json`, `val.json`: where the rows come from, counts and hashes. They get these names when they are whole.
+Until then `*.bin.tmp` and `prepare.state` hold the work, which the same command takes up.
 """
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -40,12 +45,15 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 import sysconfig
+import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
@@ -74,7 +82,15 @@ jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri 
 inc ltd co corp dept univ assn bros ph.d
 """
 
-EOS, LINE, STOP, OPEN, SPACE, FRESH, GAP = 1, 2, 4, 8, 16, 32, 64  # bits of a token's class, see `token_table`
+# Bits of a token's class. STOP and OPEN say that it may; the tokens before it decide.
+EOS = 1
+LINE = 2  # ends a line
+STOP = 4  # ends a sentence if whitespace follows
+OPEN = 8  # ends a sentence even if none follows
+SPACE = 16  # starts with whitespace
+FRESH = 32  # starts with a whole character that is neither a stop nor a closer
+GAP = 64  # holds whitespace, beyond which no word reaches back
+FILES = ("train.bin", "train.json", "val.bin", "val.json")
 KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
 
 
@@ -93,10 +109,14 @@ class Source(NamedTuple):
 
 
 def open_source(name: str, revision: str | None) -> Source:
-    """ "python", a local file, folder or glob, or a hub dataset. Raises `PrepareError` where there is nothing to read."""
-    near_path = name.startswith((".", "/", "~")) or name.endswith(SUFFIXES) or "*" in name or name.count("/") > 1
-    local = name == "python" or Path(name).expanduser().exists() or near_path or Path(name).parts[:1] == ("data",)
-    if local and revision is not None:
+    """Documentation and library of Python itself, a local file, folder or glob, or else a hub dataset.
+
+    Raises `PrepareError` where there is nothing to read. What looks like a path is never looked for on the hub.
+    """
+    path = Path(name).expanduser()
+    hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not name.endswith(SUFFIXES)
+    local = path.exists() or not hub or (len(path.parts) > 1 and path.parent.is_dir())
+    if revision is not None and (name == "python" or local):
         raise PrepareError(f"source_revision={revision}: only a hub dataset has revisions, and source={name} is local")
     if name == "python":
         return _memory_source(python_documents())
@@ -153,51 +173,61 @@ def _file_source(name: str) -> Source:
     total, at = sum(file.stat().st_size for file in files), {"before": 0, "tell": lambda: 0}
 
     def records(skip: int) -> Iterator[tuple[str | None, str]]:
+        at["before"] = 0
         raw = itertools.chain.from_iterable(_raw_records(f, n, at) for f, n in zip(files, names, strict=True))
-        return (parse(value) for parse, value in itertools.islice(raw, skip, None))
+        return itertools.starmap(_parse, itertools.islice(raw, skip, None))  # what is skipped is not parsed
 
     digest = hashlib.sha256()
     for file, inside in zip(files, names, strict=True):
-        digest.update(f"{inside}\0{_content_hash(file)}".encode())
+        digest.update(f"{inside}\0{quick_hash(file)}".encode())
     return Source(digest.hexdigest(), records, lambda: (at["before"] + at["tell"]()) / max(total, 1))
 
 
-def _content_hash(file: Path) -> str:
-    """sha256 of the size and of 64 blocks spread over the file: of all of it up to 64 MiB."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with open(file, "rb") as f:
-        for i in range(64):
-            f.seek(max(i * BLOCK, i * (size - BLOCK) // 63))
-            digest.update(f.read(BLOCK))
-    return digest.hexdigest()
-
-
-def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[Callable, object]]:
-    """What one file holds, as (parser, value): records that are skipped are never parsed."""
+def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[str | None, object, int]]:
+    """What one file holds: (name of the document, what `_parse` reads, its number); `at` is told how far it is."""
     import pyarrow
 
     with pyarrow.OSFile(str(file)) as raw:
         at["tell"] = lambda: 0 if raw.closed else raw.tell()
         if name.endswith(".txt"):
-            yield lambda f: (name, f.read_text("utf-8")), file
+            yield name, raw.read(), file, None
         elif name.endswith(".parquet"):
             import pyarrow.parquet
 
             table = pyarrow.parquet.ParquetFile(raw)
             if "text" not in table.schema_arrow.names:
                 raise PrepareError(f"{file}: expected a column 'text', got {', '.join(table.schema_arrow.names)}")
-            for batch in table.iter_batches(batch_size=1024, columns=["text"]):
-                for value in batch.column(0).to_pylist():
-                    yield lambda text: (None, _text({"text": text}, str(file))), value
+            for i, batch in enumerate(table.iter_batches(batch_size=1024, columns=["text"])):
+                for j, text in enumerate(batch.column(0).to_pylist()):
+                    yield None, {"text": text}, file, 1024 * i + j
         else:
             kind = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
-            stream = pyarrow.CompressedInputStream(raw, kind) if kind else raw
-            lines = (line for line in enumerate(_lines(stream, file), 1) if line[1].strip())
-            for line in lines:
-                yield lambda line: (None, _json_text(line[1], f"{file}, line {line[0]}")), line
-        size = raw.size()
-    at.update(before=at["before"] + size, tell=lambda: 0)
+            lines = _lines(pyarrow.CompressedInputStream(raw, kind) if kind else raw, file)
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield None, line, file, number
+    at.update(before=at["before"] + file.stat().st_size, tell=lambda: 0)
+
+
+def _parse(name: str | None, raw: bytes | dict, file: object, number: int | None) -> tuple[str | None, str]:
+    """A whole file (no number), a JSON line or a record -> (name, text).
+
+    A lone surrogate in JSON, which is no character and has no UTF-8, becomes U+FFFD.
+    """
+    where = file if number is None else f"{file}, record {number}"
+    try:
+        if number is None:
+            return name, raw.decode()
+        record = json.loads(raw) if isinstance(raw, bytes) else raw
+    except ValueError as error:
+        raise PrepareError(f"{where}: expected UTF-8{'' if number is None else ' JSON'} ({error})") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        got = {k: type(v).__name__ for k, v in record.items()} if isinstance(record, dict) else type(record).__name__
+        raise PrepareError(f"{where}: expected a field 'text' that holds text, got {got}")
+    if isinstance(raw, bytes) and b"\\u" in raw:
+        text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return name, text
 
 
 def _lines(stream, file: Path) -> Iterator[bytes]:
@@ -211,35 +241,16 @@ def _lines(stream, file: Path) -> Iterator[bytes]:
     yield rest
 
 
-def _json_text(line: bytes, where: str) -> str:
-    try:
-        return _text(json.loads(line), where)
-    except ValueError as error:
-        if isinstance(error, PrepareError):
-            raise
-        raise PrepareError(f"{where}: not a JSON record ({error})") from error
-
-
-def _text(record: dict, where: str) -> str:
-    """The text field; a lone surrogate, which is no character and has no UTF-8, becomes U+FFFD."""
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        got = ", ".join(f"{k}: {type(v).__name__}" for k, v in record.items()) if isinstance(record, dict) else record
-        raise PrepareError(f"{where}: expected a field 'text' that holds text, got {got}")
-    text = record["text"]
-    return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
-
-
 def _hub_source(name: str, revision: str | None) -> Source:
     """A hub dataset at one commit, so that a preparation which is killed goes on in the same bytes."""
     import huggingface_hub
 
     try:
         commit = huggingface_hub.HfApi().dataset_info(name, revision=revision).sha
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each kind of network failure has a class of its own, which changes with the library
         reason = str(error).strip().split("\n")[0]
         raise PrepareError(
-            f"source={name}: no such local file, and the hub did not give a dataset of that name ({reason}); "
-            'expected "python", a local path or a hub id'
+            f'source={name}: not "python", no local path, and no such dataset on the hub ({reason})'
         ) from error
     digest = hashlib.sha256(f"{name}\0{commit}".encode()).hexdigest()
     return Source(digest, lambda skip: dataset_records(name, commit, skip), lambda: 0.0, commit)
@@ -250,8 +261,8 @@ def dataset_records(path: str, revision: str | None, skip: int) -> Iterator[tupl
     import datasets
 
     stream = datasets.load_dataset(path, split="train", streaming=True, revision=revision)
-    for i, record in enumerate(stream.skip(skip) if skip else stream, skip):
-        yield None, _text(record, f"{path}, record {i}")
+    for number, record in enumerate(stream.skip(skip) if skip else stream, skip):
+        yield _parse(None, record, path, number)
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -260,10 +271,7 @@ def dataset_records(path: str, revision: str | None, skip: int) -> Iterator[tupl
 class Table(NamedTuple):
     """What `cut` needs to know of every token id, found once."""
 
-    flags: (
-        np.ndarray
-    )  # [V] uint8: EOS; ends a LINE; may end a sentence (STOP), even with no space after (OPEN); starts with
-    #   whitespace (SPACE); starts with a whole character that may follow a wide stop (FRESH); holds whitespace (GAP)
+    flags: np.ndarray  # [V] uint8, bits of the token's class
     pieces: list[bytes]  # [V] the bytes that each token stands for; empty for special tokens
 
 
@@ -366,52 +374,9 @@ def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], star
     return not (label or initials or word in ABBREVIATIONS.split())
 
 
-_TOKENIZER: tokenizers.Tokenizer | None = None  # of this process: what a pool's initializer leaves for its calls
+# --- workers -----------------------------------------------------------------------------------------------------
 
-
-def _start_worker(tokenizer_json: str, process: bool) -> None:
-    global _TOKENIZER
-    if process:
-        import signal
-        import threading
-
-        def follow() -> None:
-            connection.wait([parent_process().sentinel])
-            os._exit(1)
-
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each: processes scale where threads do not
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=follow, daemon=True).start()  # a killed parent leaves nobody behind
-    _TOKENIZER = tokenizers.Tokenizer.from_str(tokenizer_json)
-    _TOKENIZER.encode_special_tokens = True  # text is only text
-    _TOKENIZER.no_truncation()
-    _TOKENIZER.no_padding()
-
-
-def _encode(texts: list[str]) -> list[np.ndarray]:
-    from array import array
-
-    encodings = _TOKENIZER.encode_batch_fast(texts, add_special_tokens=False)
-    return [np.array(array("I", encoding.ids), np.uint32) for encoding in encodings]
-
-
-def _pool(tokenizer_json: str, workers: int) -> Executor:
-    """One worker: this process, and the tokenizer's own threads. More: that many processes of one thread each."""
-    if workers == 1:
-        return ThreadPoolExecutor(1, initializer=_start_worker, initargs=(tokenizer_json, False))
-    return ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer_json, True))
-
-
-def _encode_in_order(pool: Executor, workers: int, batches: Iterator[list]) -> Iterator[tuple[list, list[np.ndarray]]]:
-    """Batches of (name, text) -> (batch, ids of each document), in order; at most workers + 1 are under way."""
-    waiting: deque = deque()
-    for batch in batches:
-        waiting.append((batch, pool.submit(_encode, [text for _, text in batch])))
-        if len(waiting) > workers + 1:
-            batch, future = waiting.popleft()
-            yield batch, future.result()
-    for batch, future in waiting:
-        yield batch, future.result()
+_WORKER: dict = {}  # of this process: the tokenizer and EOS id that a pool's initializer leaves for its calls
 
 
 def batched(records: Iterator[tuple[str | None, str]]) -> Iterator[list[tuple[str | None, str]]]:
@@ -427,54 +392,105 @@ def batched(records: Iterator[tuple[str | None, str]]) -> Iterator[list[tuple[st
         yield batch
 
 
-# --- the run -----------------------------------------------------------------------------------------------------
+def encode_in_order(
+    batches: Iterator[list], tokenizer_json: str, eos: int, workers: int
+) -> Iterator[tuple[list, tuple[np.ndarray, np.ndarray]]]:
+    """Batches of (name, text) -> (batch, (ids of all its documents [n], length of each [documents])), in order.
+
+    One worker: this process and the tokenizer's own threads. More: that many processes of one thread each.
+    """
+    if workers == 1:  # two threads: while one takes its ids over into numpy, the other's batch keeps the cores busy
+        pool = ThreadPoolExecutor(2, initializer=_start_worker, initargs=(tokenizer_json, eos, False))
+    else:
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer_json, eos, True))
+    waiting: deque = deque()
+    try:
+        for batch in batches:
+            waiting.append((batch, pool.submit(_encode, [text for _, text in batch])))
+            if len(waiting) > workers + 1:  # bounds the memory
+                batch, future = waiting.popleft()
+                yield batch, future.result()
+        for batch, future in waiting:
+            yield batch, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(tokenizer_json: str, eos: int, process: bool) -> None:
+    if process:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes scale where threads do not
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_follow_parent, daemon=True).start()
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True  # text is only text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _WORKER.update(tokenizer=tokenizer, eos=eos)
+
+
+def _follow_parent() -> None:
+    """A killed parent leaves nobody behind."""
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def _encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    ids, lengths = array("I"), []
+    for encoding in _WORKER["tokenizer"].encode_batch_fast(texts, add_special_tokens=False):
+        n = len(ids)
+        ids.fromlist(encoding.ids)
+        ids.append(_WORKER["eos"])
+        lengths.append(len(ids) - n)
+    return np.frombuffer(ids, np.uint32), np.array(lengths, np.int64)
+
+
+# --- files -------------------------------------------------------------------------------------------------------
 
 
 class Stream:
-    """One stream of ids on its way into a file: what is cut, written and still in the buffer."""
+    """One stream of ids on its way into a file: what is written, and the start of the next row."""
 
-    def __init__(self, folder: Path, name: str, max_rows: int | None, saved: dict | None):
+    def __init__(self, file: Path, row_len: int, max_rows: int | None, saved: dict | None):
         saved = saved or {"ends": "", "rest": []}
-        self.file = folder / f"{name}.bin.tmp"
-        self.max_rows = max_rows
-        self.ends: list[str] = [saved["ends"]]  # one letter of KINDS for each row written
+        self.row_len, self.max_rows = row_len, max_rows
+        self.ends = [saved["ends"]]  # one letter of KINDS for each row
         self.rows = len(saved["ends"])
-        self.rest = np.array(saved["rest"], np.uint32)  # the start of the next row
-
-    def open(self, row_len: int) -> None:
-        """Drop what was written after the last commit, and go on from there."""
-        self.out = open(self.file, "r+b" if self.rows else "wb")  # noqa: SIM115
+        self.rest = np.array(saved["rest"], np.uint32)
+        self.out = open(file, "r+b" if self.rows else "wb")  # noqa: SIM115
         size = self.rows * row_len * 4
         if self.out.seek(0, os.SEEK_END) < size:
-            raise PrepareError(f"{self.file}: shorter than prepare.state says; delete the folder and start again")
-        self.out.truncate(size)
+            raise PrepareError(f"{file}: shorter than prepare.state says; delete the folder and start again")
+        self.out.truncate(size)  # what a killed run wrote after its last commit
         self.out.seek(size)
-
-    def feed(self, parts: list[np.ndarray], table: Table, row_len: int, last: bool = False) -> int:
-        """Cut and write what is whole -> how many of `parts` it took to fill max_rows; all of them where it is not full."""
-        ids = np.concatenate([self.rest, *parts])
-        ends, kinds = cut(ids, table, row_len, last)
-        full = self.max_rows is not None and self.rows + len(ends) >= self.max_rows
-        if full:
-            ends = ends[: self.max_rows - self.rows]
-            kinds = kinds[: len(ends)]
-        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)]
-        if len(ends):
-            block = np.full((len(ends), row_len), PAD, np.uint32)
-            block[np.arange(row_len) < (ends - starts)[:, None]] = ids[: ends[-1]]  # [rows, row_len]
-            self.out.write(block)
-            self.ends.append(kinds)
-            self.rows += len(ends)
-        n_used = len(parts)
-        if full and not last:  # the last row could be cut once the id after its window was there
-            seen = len(self.rest) + np.cumsum([len(part) for part in parts])
-            n_used = int(np.searchsorted(seen, starts[-1] + row_len + 1)) + 1
-        self.rest = ids[ends[-1] if len(ends) else 0 :].copy()
-        return n_used
 
     @property
     def full(self) -> bool:
         return self.rows == self.max_rows
+
+    def feed(self, ids: np.ndarray, lengths: np.ndarray, table: Table, last: bool = False) -> int:
+        """Cut and write the rows that are whole -> how many of these documents it took.
+
+        That is all of them, or where max_rows is reached, those up to the id that made the last row's cut certain.
+        """
+        n_rest = len(self.rest)
+        ids = np.concatenate([self.rest, ids])
+        ends, kinds = cut(ids, table, self.row_len, last)
+        room = len(ends) if self.max_rows is None else self.max_rows - self.rows
+        ends, kinds = ends[:room], kinds[:room]
+        if not len(ends):
+            self.rest = ids
+            return len(lengths)
+        starts = np.append(0, ends[:-1])
+        block = np.full((len(ends), self.row_len), PAD, np.uint32)
+        block[np.arange(self.row_len) < (ends - starts)[:, None]] = ids[: ends[-1]]
+        self.out.write(block)
+        self.ends.append(kinds)
+        self.rows += len(ends)
+        self.rest = ids[ends[-1] :].copy()
+        known = n_rest + np.cumsum(lengths)  # ids of the stream that were there after each document
+        return (
+            1 + int(np.searchsorted(known, starts[-1] + self.row_len + 1)) if self.full and not last else len(lengths)
+        )
 
     def save(self) -> dict:
         self.out.flush()
@@ -486,15 +502,15 @@ class Stream:
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     """Write the rows of `cfg` into `cfg.data_dir`, or go on where a killed run of the same recipe stopped.
 
-    Raises `PrepareError` where the folder holds data, or half-made data, of another recipe: nothing is overwritten.
+    Raises `PrepareError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
     """
-    from model import load_tokenizer, tokenizer_hash
+    from model import load_tokenizer, tokenizer_hash  # not above: workers need no torch
 
     name = cfg.tokenizer or cfg.teacher
     if name is None:
         raise PrepareError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
-    folder = Path(cfg.data_dir)
+    table = token_table(tokenizer)
     source = open_source(cfg.source, cfg.source_revision)
     recipe = {
         "source": cfg.source,
@@ -507,225 +523,235 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         "row_len": cfg.row_len,
         "tokenizer": name,
         "tokenizer_sha256": tokenizer_hash(tokenizer),
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(table.pieces),
         "eos_id": tokenizer.eos_token_id,
         "rule_version": RULE_VERSION,
     }
+    folder = Path(cfg.data_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    state_file = folder / "prepare.state"
     with _locked(folder):
-        state_file = folder / "prepare.state"
         state = json.loads(state_file.read_text()) if state_file.exists() else None
-        made = [json.loads((folder / f"{s}.json").read_text()) for s in SPLITS if (folder / f"{s}.json").exists()]
-        for old in [state["recipe"]] if state else made:
-            _same_recipe(folder, old, recipe)
-        if made and not state:
-            print(f"{folder}: made before by the same recipe, left as it is: {_summary(made)}")
+        there = sorted(path.name for path in folder.iterdir() if path.name in FILES)
+        if state is None and there:
+            wanted = sorted(FILES if cfg.val_rows or cfg.val_share else FILES[:2])
+            _same_recipe(folder, _manifest(folder, "train"), recipe)
+            if there != wanted:
+                raise PrepareError(
+                    f"{folder}: holds {', '.join(there)}, expected {', '.join(wanted)}; delete it and start again"
+                )
+            print(f"{folder}: made before by the same recipe and left as it is; --verify checks it")
             return
-        if not state and any((folder / f"{s}.bin").exists() for s in SPLITS):
-            raise PrepareError(
-                f"{folder}: holds a .bin file without its manifest; move it away or set another data_dir"
-            )
+        if state:
+            _same_recipe(folder, state["recipe"], recipe)
         if not state or not state["whole"]:
-            state = _write_rows(cfg, source, tokenizer, recipe, folder, state, commit_sec)
-        made = _finish(folder, state, cfg)
+            state = _write_rows(cfg, source, tokenizer, table, recipe, state, commit_sec)
+        for manifest in _finish(folder, state):
+            print(_summary(folder, manifest))
         state_file.unlink()
-    print(f"{folder}: {_summary(made)}")
 
 
-SPLITS = ("train", "val")
-
-
-def _write_rows(cfg, source, tokenizer, recipe, folder: Path, state: dict | None, commit_sec: float) -> dict:
+def _write_rows(
+    cfg: Config, source: Source, tokenizer, table: Table, recipe: dict, state: dict | None, commit_sec: float
+) -> dict:
     """Read, tokenize, cut and write until the rows or the records are all there -> the state, whole."""
-    state = state or {"recipe": recipe, "records": 0, "whole": False, "streams": {}}
-    by_hash = cfg.val_share > 0
-    max_rows = cfg.train_rows if by_hash or cfg.train_rows is None else cfg.train_rows + cfg.val_rows
-    train = Stream(folder, "train", max_rows, state["streams"].get("train"))
-    streams = {"train": train} | ({"val": Stream(folder, "val", None, state["streams"].get("val"))} if by_hash else {})
-    for stream in streams.values():
-        stream.open(cfg.row_len)
-    table, n_records, n_tokens = token_table(tokenizer), state["records"], 0
-    records = itertools.islice(source.records(n_records), cfg.n_documents and cfg.n_documents - n_records)
+    folder, saved = Path(cfg.data_dir), state["streams"] if state else {}
+    max_rows = cfg.train_rows and cfg.train_rows + cfg.val_rows
+    train = Stream(folder / "train.bin.tmp", cfg.row_len, max_rows, saved.get("train"))
+    val = Stream(folder / "val.bin.tmp", cfg.row_len, None, saved.get("val")) if cfg.val_share else None
+    streams = {"train": train} | ({"val": val} if val else {})
+    n_records, n_tokens, started = state["records"] if state else 0, 0, time.monotonic()
 
-    def commit(whole: bool) -> dict:
-        saved = {name: stream.save() for name, stream in streams.items()}
-        state = {"recipe": recipe, "records": n_records, "whole": whole, "streams": saved}
+    def commit(whole: bool = False) -> dict:
+        nonlocal committed
+        state = {"recipe": recipe, "records": n_records, "whole": whole}
+        state["streams"] = {name: stream.save() for name, stream in streams.items()}
         _write_whole(folder / "prepare.state", json.dumps(state).encode())
+        committed = time.monotonic()
         return state
 
     def share() -> float:
-        return max(source.done(), train.rows / max_rows if max_rows else 0, n_records / (cfg.n_documents or 1e18))
+        return min(1.0, max(source.done(), train.rows / (max_rows or 1e18), n_records / (cfg.n_documents or 1e18)))
 
-    started = committed = time.monotonic()
-    commit(whole=False)
-    bar = tqdm(total=1.0, initial=min(share(), 1.0), mininterval=0.5 if sys.stderr.isatty() else 30,
+    committed = 0.0
+    commit()
+    records = itertools.islice(source.records(n_records), cfg.n_documents and cfg.n_documents - n_records)
+    batches = encode_in_order(
+        batched(records), tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, cfg.prepare_workers
+    )
+    bar = tqdm(total=1.0, initial=share(), mininterval=0.5 if sys.stderr.isatty() else 30,
                bar_format="{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining}{postfix}")  # fmt: skip
-    with bar, contextlib.ExitStack() as stack:
-        pool = stack.enter_context(_pool(tokenizer.backend_tokenizer.to_str(), cfg.prepare_workers))
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        for batch, ids in _encode_in_order(pool, cfg.prepare_workers, batched(records)):
-            parts = [np.append(part, np.uint32(tokenizer.eos_token_id)) for part in ids]
-            is_val = np.array([by_hash and _held_out(document, cfg.val_share) for document in batch])
-            to_train = np.flatnonzero(~is_val)
-            n_used = train.feed([parts[i] for i in to_train], table, cfg.row_len)
-            n_batch = to_train[n_used - 1] + 1 if train.full else len(batch)
-            if by_hash:
-                streams["val"].feed([parts[i] for i in np.flatnonzero(is_val[:n_batch])], table, cfg.row_len)
-            n_records += int(n_batch)
-            n_tokens += sum(len(part) for part in parts[:n_batch])
-            now = time.monotonic()
-            bar.set_postfix_str(f"{n_records:,} documents, {sum(s.rows for s in streams.values()):,} rows, "
-                                f"{n_tokens / (now - started) / 1e3:,.0f}k tokens/s", refresh=False)  # fmt: skip
-            bar.update(max(min(share(), 1.0) - bar.n, 0))
+    with bar, contextlib.closing(batches):
+        for batch, (ids, lengths) in batches:
+            held = np.array([val is not None and _held_out(document, cfg.val_share) for document in batch])
+            of_val = np.repeat(held, lengths)
+            n = train.feed(ids[~of_val], lengths[~held], table)
+            n = int(np.flatnonzero(~held)[n - 1]) + 1 if train.full else len(batch)
+            if val:
+                of_val[lengths[:n].sum() :] = False
+                val.feed(ids[of_val], lengths[:n][held[:n]], table)
+            n_records += n
+            n_tokens += int(lengths[:n].sum())
+            speed = n_tokens / (time.monotonic() - started)
+            n_rows = sum(stream.rows for stream in streams.values())
+            bar.set_postfix_str(f"{n_records:,} documents, {n_rows:,} rows, {speed:,.0f} tokens/s", refresh=False)
+            bar.update(max(share() - bar.n, 0))
             if train.full:
                 break
-            if now - committed > commit_sec:
-                commit(whole=False)
-                committed = now
-        else:
-            for stream in streams.values():
-                stream.feed([], table, cfg.row_len, last=True)
-        if by_hash and train.full:
-            streams["val"].feed([], table, cfg.row_len, last=True)
+            if time.monotonic() - committed > commit_sec:
+                commit()
+    for stream in streams.values():
+        if not stream.full:
+            stream.feed(np.empty(0, np.uint32), np.empty(0, np.int64), table, last=True)
     if n_records == 0:
         raise PrepareError(f"source={cfg.source}: holds no record")
-    return commit(whole=True)
+    state = commit(whole=True)
+    for stream in streams.values():
+        stream.out.close()
+    return state
 
 
 def _held_out(document: tuple[str | None, str], share: float) -> bool:
-    """Whether a document goes to val: by the hash of its name, or of its text where it has none."""
-    digest = hashlib.sha256((document[0] or document[1]).encode()).digest()
+    name, text = document
+    digest = hashlib.sha256((text if name is None else name).encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def _finish(folder: Path, state: dict, cfg: Config) -> list[dict]:
+def _finish(folder: Path, state: dict) -> list[dict]:
     """Whole rows -> the files under their names, and their manifests. May be killed and repeated at any point."""
-    recipe, row_bytes = state["recipe"], state["recipe"]["row_len"] * 4
-    ends = {name: saved["ends"] for name, saved in state["streams"].items()}
-    if cfg.val_rows:
-        n = len(ends["train"])
-        n_val = min(cfg.val_rows, n)
-        if n == n_val:
-            raise PrepareError(
-                f"source={cfg.source}: gave {n:,} rows, which leaves none for training beside val_rows={cfg.val_rows:,}; "
-                f"give more text, lower val_rows, or set val_rows=0; then delete {folder} and start again"
-            )
-        if cfg.train_rows and n < cfg.train_rows + cfg.val_rows:
-            print(
-                f"the source ended after {n:,} rows, {cfg.train_rows + cfg.val_rows:,} were asked: the last {n_val:,} are val"
-            )
+    recipe, ends = state["recipe"], {name: stream["ends"] for name, stream in state["streams"].items()}
+    asked = f"train_rows={recipe['train_rows']}, val_rows={recipe['val_rows']}, val_share={recipe['val_share']}"
+    if recipe["val_rows"]:
+        n_rows, row_bytes = len(ends["train"]), recipe["row_len"] * 4
+        n_train = max(n_rows - recipe["val_rows"], 0)
+        if n_train and recipe["train_rows"] != n_train:
+            print(f"{folder}: {asked}: the source ended after {n_rows:,} rows; its last {n_rows - n_train:,} are val")
+        ends = {"train": ends["train"][:n_train], "val": ends["train"][n_train:]}
         work = folder / "train.bin.tmp"
-        if work.exists() and work.stat().st_size == n * row_bytes:
+        if n_train and work.exists() and work.stat().st_size > n_train * row_bytes:
             with open(work, "rb") as f:
-                f.seek((n - n_val) * row_bytes)
+                f.seek(n_train * row_bytes)
                 _write_whole(folder / "val.bin.tmp", f.read())
-            os.truncate(work, (n - n_val) * row_bytes)
-        ends = {"train": ends["train"][: n - n_val], "val": ends["train"][n - n_val :]}
-    made, first = [], 0
-    for name in ends:
+            os.truncate(work, n_train * row_bytes)
+    empty = [name for name in ends if not ends[name]]
+    if empty:
+        raise PrepareError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}; change one of these, "
+                           f"delete {folder} and start again")  # fmt: skip
+    made, first = [], 0  # first record of the split
+    for name, kinds in ends.items():
         work, final = folder / f"{name}.bin.tmp", folder / f"{name}.bin"
-        if not ends[name]:
-            raise PrepareError(f"val_share={cfg.val_share}: left no document in {name} of {state['records']:,}; change it, then "
-                               f"delete {folder} and start again")  # fmt: skip
         file = work if work.exists() else final
         facts = measure(file, recipe)
-        share = {kind: ends[name].count(letter) / len(ends[name]) for letter, kind in KINDS.items()}
-        n_begun = facts["documents"] + (ends[name][-1] != "e")
-        span = [0, state["records"]] if cfg.val_share else [first, first + n_begun]
+        last = first + facts["documents"] + (kinds[-1] != "e")
+        manifest = {"split": name, **recipe, **facts}
+        manifest["ends"] = {kind: kinds.count(letter) / len(kinds) for letter, kind in KINDS.items()}  # share of rows
+        manifest["records"] = [0, state["records"]] if recipe["val_share"] else [first, last]
         first += facts["documents"]
-        made.append({"split": name, **recipe, **facts, "ends": share, "records": span})
         os.replace(file, final)
-        _write_whole(folder / f"{name}.json", _lines_of_json(made[-1]))
+        _write_whole(folder / f"{name}.json", _lines_of_json(manifest))
+        made.append(manifest)
     return made
 
 
-def measure(file: Path, manifest: dict) -> dict:
+def measure(file: Path, recipe: dict) -> dict:
     """What one pass over a rows file shows: counts, lengths and hashes. Raises `PrepareError` for an impossible row."""
-    row_len, vocab_size = manifest["row_len"], manifest["vocab_size"]
-    size = file.stat().st_size
-    n_rows = size // (row_len * 4)
-    if n_rows * row_len * 4 != size:
-        raise PrepareError(f"{file}: {size:,} bytes is no multiple of a row of {row_len} ids")
+    row_len, size, counted = recipe["row_len"], file.stat().st_size, 1 << 12
+    if size == 0 or size % (row_len * 4):
+        raise PrepareError(f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
     digest, prefix_sha256, n_eos, lengths = hashlib.sha256(), None, 0, np.zeros(row_len + 1, np.int64)
-    rows = np.memmap(file, np.uint32, "r", shape=(n_rows, row_len))
-    step = 1 << 12
-    for at in range(0, n_rows, step):
-        block = np.array(rows[at : at + step])
+    rows = np.memmap(file, np.uint32, "r").reshape(-1, row_len)
+    for at in range(0, len(rows), counted):
+        block = np.array(rows[at : at + counted])
         used = block != PAD
         length = used.sum(1)
-        if (length == 0).any() or (used != (np.arange(row_len) < length[:, None])).any():
-            raise PrepareError(f"{file}: an empty row, or padding inside one, at rows {at} to {at + step}")
-        if block[used].max() >= vocab_size:
+        if not length.all() or (used != (np.arange(row_len) < length[:, None])).any():
+            raise PrepareError(f"{file}: rows {at} on: one is empty, or has padding inside; prepare it again")
+        if block[used].max() >= recipe["vocab_size"]:
             raise PrepareError(
-                f"{file}: an id of {block[used].max()} at rows {at} to {at + step}, vocabulary {vocab_size}"
+                f"{file}: rows {at} on: id {block[used].max()} of {recipe['vocab_size']}; prepare it again"
             )
-        n_eos += int((block == manifest["eos_id"]).sum())
+        n_eos += int((block == recipe["eos_id"]).sum())
         lengths += np.bincount(length, minlength=row_len + 1)
         if at < PREFIX_ROWS <= at + len(block):
             prefix = digest.copy()
             prefix.update(block[: PREFIX_ROWS - at])
             prefix_sha256 = prefix.hexdigest()
         digest.update(block)
-    n_tokens = int((lengths * np.arange(row_len + 1)).sum())
+    n_tokens = int(lengths @ np.arange(row_len + 1))
     return {
-        "rows": n_rows,
+        "rows": len(rows),
         "tokens": n_tokens,
-        "valid_targets": n_tokens - n_rows,
-        "padding_share": 1 - n_tokens / (n_rows * row_len),
-        "documents": n_eos,
+        "valid_targets": n_tokens - len(rows),
+        "padding_share": 1 - n_tokens / rows.size,
+        "documents": n_eos,  # those that end in these rows
         "length_histogram": lengths.tolist(),  # [row_len + 1] rows of each length
         "sha256": digest.hexdigest(),
-        "sha256_67200_steps": prefix_sha256,  # of the first PREFIX_ROWS rows, where there are as many
+        "sha256_67200_steps": prefix_sha256,  # of the first PREFIX_ROWS rows; None where there are fewer
+        "quick_sha256": quick_hash(file),
     }
+
+
+def quick_hash(file: Path) -> str:
+    """sha256 of a file's size and of 64 blocks spread from its first byte to its last: of all of it up to 64 MiB."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(file, "rb") as f:
+        for i in range(64):
+            f.seek(max(i * BLOCK, i * (size - BLOCK) // 63))
+            digest.update(f.read(BLOCK))
+    return digest.hexdigest()
 
 
 def verify(folder: Path) -> None:
     """Hash and count everything again; `PrepareError` names the first thing that differs from its manifest."""
-    manifests = [folder / f"{name}.json" for name in SPLITS if (folder / f"{name}.json").is_file()]
-    if not manifests:
-        raise PrepareError(f"{folder}: no train.json there; expected a folder that prepare.py has written")
-    for path in manifests:
-        manifest = json.loads(path.read_text())
-        for key, value in measure(path.with_suffix(".bin"), manifest).items():
-            if manifest[key] != value:
-                raise PrepareError(f"{path}: {key} is {manifest[key]}, the file has {value}; prepare it again")
-        print(f"{path.with_suffix('.bin')}: as its manifest says, {_summary([manifest])}, sha256 {manifest['sha256']}")
+    for name in ("train", "val") if (folder / "val.json").exists() else ("train",):
+        manifest = _manifest(folder, name)
+        for key, value in measure(folder / f"{name}.bin", manifest).items():
+            if manifest.get(key) != value:
+                raise PrepareError(
+                    f"{folder / name}.bin: {key} is {value}, the manifest says {manifest.get(key)}; prepare it again"
+                )
+        print(f"{_summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
 
 
 def show(folder: Path, first: int, n_rows: int = 5) -> None:
-    """Print rows as text, each with its length and what it ends at."""
+    """Print rows as text, each with its length and what it ends at; `folder` may be one of its .bin files."""
     from model import load_tokenizer
 
-    name = "train"
-    if folder.suffix == ".bin":
-        folder, name = folder.parent, folder.stem
-    manifest = json.loads((folder / f"{name}.json").read_text())
-    row_len = manifest["row_len"]
-    rows = np.memmap(folder / f"{name}.bin", np.uint32, "r", shape=(manifest["rows"], row_len))
-    if not 0 <= first < len(rows):
+    folder, name = (folder.parent, folder.stem) if folder.suffix == ".bin" else (folder, "train")
+    manifest = _manifest(folder, name)
+    rows = np.memmap(folder / f"{name}.bin", np.uint32, "r").reshape(-1, manifest["row_len"])
+    if first >= len(rows):
         raise PrepareError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
-    table = token_table(tokenizer)
+    flags = token_table(tokenizer).flags
     for i in range(first, min(first + n_rows, len(rows))):
         ids = rows[i][rows[i] != PAD]
-        after = rows[i + 1][rows[i + 1] != PAD] if i + 1 < len(rows) else ids[:0]
-        _, kinds = cut(np.concatenate([ids, after, ids])[: row_len + 1], table, row_len, last=False)
-        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        print(f"=== row {i}: {len(ids)} ids\n{text}⟦{KINDS[kinds[0]]}⟧")
+        hard = "eos" if flags[ids[-1]] & EOS else "line" if flags[ids[-1]] & LINE else None
+        end = hard or ("sentence" if len(ids) < manifest["row_len"] else "full length")
+        print(f"⟦row {i}: {len(ids)} ids⟧{tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)}⟦{end}⟧\n")
+
+
+def _manifest(folder: Path, name: str) -> dict:
+    for file in (folder / f"{name}.json", folder / f"{name}.bin"):
+        if not file.is_file():
+            raise PrepareError(f"{file}: not there; expected a folder that prepare.py has written to its end")
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 def _same_recipe(folder: Path, old: dict, new: dict) -> None:
-    compared = [key for key in new if key not in ("source", "tokenizer")]  # names of what has a hash
-    differ = [f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in compared if old.get(key) != new[key]]
+    compared = [key for key in new if key not in ("source", "tokenizer")]  # a place may change, its hash may not
+    differ = [key for key in compared if old.get(key) != new[key]]
+    differ += [key.removesuffix("_sha256") for key in differ if key.endswith("_sha256")]
     if differ:
-        raise PrepareError(f"{folder}: holds data of another recipe: {'; '.join(differ)}. Nothing was touched: set another "
-                           "data_dir, or delete that folder first")  # fmt: skip
+        told = "; ".join(f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in differ)
+        raise PrepareError(f"{folder}: holds data of another recipe: {told}. Nothing was touched: set another data_dir, or "
+                           "delete that folder first")  # fmt: skip
 
 
-def _summary(manifests: list[dict]) -> str:
-    parts = [f"{m['split']} {m['rows']:,} rows, {m['tokens']:,} tokens, {m['documents']:,} documents, padding "
-             f"{m['padding_share']:.1%}" for m in manifests]  # fmt: skip
-    return "; ".join(parts)
+def _summary(folder: Path, manifest: dict) -> str:
+    return (f"{folder / manifest['split']}.bin: {manifest['rows']:,} rows, {manifest['tokens']:,} tokens, "
+            f"{manifest['documents']:,} documents, padding {manifest['padding_share']:.1%}")  # fmt: skip
 
 
 def _lines_of_json(record: dict) -> bytes:
@@ -745,6 +771,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else works in this folder meanwhile; a killed process holds it no longer."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -755,14 +782,24 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def main() -> None:
+def main() -> int:
     argv = sys.argv[1:]
     if argv[:1] == ["--verify"] and len(argv) == 2:
         verify(Path(argv[1]))
     elif argv[:1] == ["--show"] and len(argv) == 3 and argv[1].isdigit():
         show(Path(argv[2]), int(argv[1]))
     else:
-        prepare(load(argv).config)
+        cfg = load(argv).config
+        try:
+            prepare(cfg)
+        except KeyboardInterrupt:
+            print(f"\n{cfg.data_dir}: stopped; the same command goes on", file=sys.stderr)
+            return 130
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise PrepareError(f"{cfg.data_dir}: the disk is full; make room, and the same command goes on") from error
+    return 0
 
 
 if __name__ == "__main__":

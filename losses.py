@@ -37,7 +37,11 @@ IGNORE = -100
 
 
 class Split(NamedTuple):
-    """Logits split at k tokens per position: those tokens one by one, all other tokens in three numbers."""
+    """Logits split at k tokens per position: those tokens one by one, all the others in three numbers.
+
+    A model's logits are taken relative to its largest one in the rest. No softmax sees that, and rounding then goes
+    with ln p instead of with the logit.
+    """
 
     in_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
     in_t: Tensor  # [N, k] teacher logits of the tokens, not tempered
@@ -58,27 +62,31 @@ class _Split(torch.autograd.Function):
         # Of the tokens, those that leave the rest; in the place of another stands the first one again.
         outside = tokens if inside is None else torch.where(inside, tokens, tokens[:, :1])
 
-        def rest(z):  # [N, V], -inf on tokens that are not in the rest
-            z = z / tau
-            z = z if below is None else z.masked_fill_(z_t >= below, -math.inf)
-            return z.scatter_(1, outside, -math.inf)
+        def rest(z):
+            """-> tempered logits [N, V] less the largest in the rest, -inf outside it; that largest one [N, 1]"""
+            x = z.clone() if below is None else z.masked_fill(z_t >= below, -math.inf)
+            x.scatter_(1, outside, -math.inf)
+            top = x.amax(-1, keepdim=True)
+            return x.sub_(top).div_(tau), top
 
-        rest_s = rest(z_s).logsumexp(-1, keepdim=True)
-        p_t = rest(z_t)
-        rest_t = p_t.logsumexp(-1, keepdim=True)
-        p_t = p_t.sub_(rest_t).exp_()  # 0 outside the rest, so the differences below may be anything finite there
-        kl = (p_t * ((z_t / tau - rest_t) - (z_s / tau - rest_s))).sum(-1)
-        ctx.save_for_backward(z_s, z_t, tokens, outside, below, rest_s, rest_t)
+        x_s, top_s = rest(z_s)
+        rest_s = x_s.logsumexp(-1, keepdim=True)
+        x_t, top_t = rest(z_t)
+        rest_t = x_t.logsumexp(-1, keepdim=True)
+        p_t = x_t.sub_(rest_t).exp_()  # 0 outside the rest, where the differences below are finite, whatever they are
+        kl = (p_t * (((z_t - top_t) / tau - rest_t) - ((z_s - top_s) / tau - rest_s))).sum(-1)
+        in_s, in_t, ln_rest_t = z_s.gather(1, tokens) - top_s, z_t.gather(1, tokens) - top_t, rest_t.squeeze(1)
+        ctx.save_for_backward(z_s, z_t, tokens, outside, below, top_s, top_t, rest_s, rest_t)
+        ctx.mark_non_differentiable(in_t, ln_rest_t)
         ctx.tau = tau
-        rest_t_out = rest_t.squeeze(1)
-        ctx.mark_non_differentiable(rest_t_out)
-        return z_s.gather(1, tokens), rest_s.squeeze(1), rest_t_out, kl
+        return in_s, in_t, rest_s.squeeze(1), ln_rest_t, kl
 
     @staticmethod
-    def backward(ctx, g_in, g_rest, _, g_kl):
-        z_s, z_t, tokens, outside, below, rest_s, rest_t = ctx.saved_tensors
+    def backward(ctx, g_in, _, g_rest, __, g_kl):
+        z_s, z_t, tokens, outside, below, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
         g_kl, g_rest = g_kl[:, None], g_rest[:, None]
-        grad = ((g_kl + g_rest) * (z_s / ctx.tau - rest_s).exp_() - g_kl * (z_t / ctx.tau - rest_t).exp_()) / ctx.tau
+        q_s, q_t = ((z_s - top_s) / ctx.tau - rest_s).exp_(), ((z_t - top_t) / ctx.tau - rest_t).exp_()
+        grad = ((g_kl + g_rest) * q_s - g_kl * q_t) / ctx.tau  # right within the rest
         if below is not None:
             grad = grad.masked_fill_(z_t >= below, 0)
         grad = grad.scatter_(1, outside, 0).scatter_add_(1, tokens, g_in)
@@ -90,8 +98,7 @@ def _split(z_s, z_t, tokens, tau, inside=None, below=None) -> Split:
 
     The first token must always be inside. `below` [N, 1] also takes every token with z_t >= below out of the rest.
     """
-    in_s, rest_s, rest_t, rest_kl = _Split.apply(z_s, z_t, tokens, inside, below, tau)
-    return Split(in_s, z_t.gather(1, tokens), rest_s, rest_t, rest_kl)
+    return Split(*_Split.apply(z_s, z_t, tokens, inside, below, tau))
 
 
 def _forward_kl(z_s, z_t, tau, below=None) -> Tensor:
@@ -129,10 +136,17 @@ def _by_logit(z, tokens) -> Tensor:
 
 def _kl(x_t, x_s, keep=None) -> Tensor:
     """KL(softmax(x_t) || softmax(x_s)) over the entries to keep, of k-sized logits  # [N, k] -> [N]"""
-    lse_t, lse_s = _lse(x_t, keep), _lse(x_s, keep)
-    p_t = (x_t - lse_t[:, None]).exp()
-    p_t = p_t if keep is None else torch.where(keep, p_t, 0.0)
-    return (p_t * ((x_t - lse_t[:, None]) - (x_s - lse_s[:, None]))).sum(-1)
+    ln_t, ln_s = _ln_softmax(x_t, keep), _ln_softmax(x_s, keep)
+    p_t = ln_t.exp() if keep is None else torch.where(keep, ln_t.exp(), 0.0)
+    return (p_t * (ln_t - ln_s)).sum(-1)
+
+
+def _ln_softmax(x, keep) -> Tensor:
+    """ln softmax over the entries to keep; finite at the others  # [N, k]"""
+    if keep is None:
+        return x.log_softmax(-1)
+    x = x - x.detach().masked_fill(~keep, -math.inf).amax(-1, keepdim=True)
+    return x - _lse(x, keep)[:, None]
 
 
 def _lse(x, keep=None) -> Tensor:
@@ -163,7 +177,7 @@ def _upper(k, device) -> Tensor:
 
 def _lower_median(x, keep) -> Tensor:
     """The lower median of the entries to keep, without waiting for their number  # [N] -> []"""
-    rising = x.detach().masked_fill(~keep, math.inf).sort().values
+    rising = x.masked_fill(~keep, math.inf).sort().values
     return rising[((keep.sum() - 1) // 2).clamp(min=0)]
 
 
@@ -266,6 +280,183 @@ def vanilla_kd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scal
     _positive(tau=tau)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
     return _close(_forward_kl(z_s, z_t, tau) * (tau**2 if t2_scaling else 1.0), valid)
+
+
+def pd(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, top_p: float = 0.95, top_k: int = 50,
+    truncate_on: str = "tempered", temper_student: bool = False,
+) -> Tensor:  # fmt: skip
+    """Pre-training distillation (Peng et al. 2025): KL(F(P_t) || P_s), F the truncated, tempered, renormalised teacher.
+
+        kept = the shortest run of largest teacher probabilities with mass >= top_p, then its first top_k
+        F    = softmax over kept of z_t / tau,     loss[u] = sum_{i in kept} F_i (ln F_i - ln p_s,i)
+
+    truncate_on     which probabilities top_p counts: "tempered" softmax(z_t / tau), as the ALRA paper words it; "raw"
+                    softmax(z_t), as PD's own paper (their sets differ widely)
+    temper_student  student at tau too; by default at 1, as in PD, so that the optimum is the sharpened teacher
+
+    No public code. Left open and closed here: the token that crosses top_p is kept; the student is normalised over the
+    full vocabulary, which pushes down what is not kept; no tau^2. For the schedule of the weight see `wsd`.
+    """
+    _positive(tau=tau)
+    _require(0 < top_p <= 1, f"top_p={top_p}: expected 0 < top_p <= 1, where 1 keeps all")
+    _one_of("tempered", "raw", truncate_on=truncate_on)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    _between(1, z_s.shape[1], top_k=top_k)
+    tokens = _top(z_t, top_k)  # [N, top_k] largest first
+    tau_p = tau if truncate_on == "tempered" else 1.0
+    p_t = ((z_t.gather(1, tokens) / tau_p) - (z_t / tau_p).logsumexp(-1, keepdim=True)).double().exp()
+    kept = p_t.cumsum(-1) - p_t < top_p if top_p < 1 else torch.ones_like(tokens, dtype=torch.bool)
+    x_t = (z_t.gather(1, tokens) / tau).masked_fill(~kept, -math.inf)
+    f = x_t.softmax(-1)  # [N, top_k], 0 where not kept
+    ln_f = torch.where(kept, x_t - x_t.logsumexp(-1, keepdim=True), 0.0)
+    z_s = z_s - z_s.detach().amax(-1, keepdim=True)  # no softmax sees it; rounding goes with ln p
+    z_s = z_s / tau if temper_student else z_s
+    logp_s = z_s.gather(1, tokens) - z_s.logsumexp(-1, keepdim=True)
+    return _close((f * (ln_f - logp_s)).sum(-1), valid)
+
+
+def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, easy_weight: float = 0.5) -> Tensor:
+    """ATKD (Zhong et al. 2024): hard positions learn target and non-targets, easy ones the non-targets alone.
+
+        TKD_u = KL of the pair (p_y, 1 - p_y);  DKD_u = KL of the softmaxes over V without y; both teacher to student
+        loss  = easy_weight mean_easy DKD + (1 - easy_weight) (mean_hard TKD + mean_hard DKD)
+
+    Hard: UNC_u = 1 - p_t,y at or above the lower median of the batch; easy: below. Each mean is over its own half, so a
+    position's number carries n_valid / n_half; an empty half counts 0 (the authors' code stops there). UNC is compared
+    as log-odds, which order the positions alike and keep apart what 1 - p rounds together. No tau^2 (authors: tau = 1,
+    easy_weight 0.2; the ALRA paper: 0.5).
+    """
+    _positive(tau=tau)
+    _between(0, 1, easy_weight=easy_weight)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    odds_s, odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
+    tkd_u = _binary_kl(odds_t, odds_s)
+    unc = -odds_t
+    easy = valid & (unc < _lower_median(unc, valid))
+    hard = valid & ~easy
+    n, n_easy, n_hard = (half.sum().clamp(min=1).to(z_s.dtype) for half in (valid, easy, hard))
+    loss = torch.where(easy, easy_weight * n / n_easy * dkd_u, (1 - easy_weight) * n / n_hard * (tkd_u + dkd_u))
+    return _close(loss, valid)
+
+
+def _target_split(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
+    """-> log-odds of the label, student's and teacher's, and the KL over all other tokens; [N] each."""
+    split = _split(z_s, z_t, y[:, None], tau)
+    return split.in_s[:, 0] / tau - split.rest_s, split.in_t[:, 0] / tau - split.rest_t, split.rest_kl
+
+
+def rld(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, tau_conf: float = 1.0, alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """RLD (Sun et al. 2025): the teacher's confidence goes to the label, its ranking below the label to the rest.
+
+        SCD_u = KL of the pairs (m, 1 - m) || (s, 1 - s), m = max_i p_t,i and s = p_s,y at tau_conf
+        MCD_u = KL(softmax_A(z_t / tau) || softmax_A(z_s / tau)), A = {i : z_t,i < z_t,y}; 0 where A is empty
+        loss  = alpha tau_conf^2 SCD_u + beta tau^2 MCD_u
+
+    A is strict, on raw teacher logits: the label, what ranks above it and what ties with it leave both distributions.
+    Open in the ALRA paper: alpha, beta, tau_conf, all 1 here (authors: 1, 0.5 to 8, 1); no warm-up.
+    """
+    _positive(tau=tau, tau_conf=tau_conf)
+    _not_negative(alpha=alpha, beta=beta)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    y = y[:, None]
+    scd_u = _binary_kl(_log_odds(z_t, z_t.argmax(-1, keepdim=True), tau_conf), _log_odds(z_s, y, tau_conf))
+    z_y = z_t.gather(1, y)
+    empty = z_y <= z_t.amin(-1, keepdim=True)  # the label is the teacher's last choice
+    mcd_u = _forward_kl(z_s, z_t, tau, below=torch.where(empty, math.inf, z_y))
+    mcd_u = mcd_u.masked_fill(empty[:, 0], 0.0)
+    return _close(alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u, valid)
+
+
+def _log_odds(z, token, tau) -> Tensor:
+    """ln(p / (1 - p)) of one token per position, the rest summed over itself  # [N, V], [N, 1] -> [N]"""
+    others = z.scatter(1, token, -math.inf)
+    top = others.detach().amax(-1, keepdim=True)
+    return (z.gather(1, token) - top)[:, 0] / tau - ((others - top) / tau).logsumexp(-1)
+
+
+def ldrld(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, d: int = 15, alpha: float = 1.0, beta: float = 1.0,
+    pair_reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """LDRLD (Xu et al. 2025): weighted pairs and the whole of the student's top d, and the KL of the rest. No label.
+
+        pairs_u = sum_{r<q} ADW(r, q) KL of the two-way softmaxes,  ADW = 2 / (1.5 + q - r) * exp(-0.05 (r + q))
+        LLKI_u  = KL(softmax_I(z_t / tau) || softmax_I(z_s / tau)),  I the student's top d, ranks r, q = 1 .. d
+        loss    = tau^2 (alpha (pairs_u + LLKI_u) / n + beta KL(softmax_R(z_t / tau) || softmax_R(z_s / tau)))
+
+    pair_reduction  "mean": n = d (d - 1) / 2 + 1, as the authors' code; "sum": n = 1, as their equation
+
+    Open in the ALRA paper: alpha, beta, both 1 here (authors' example: 10.5, 7 at d = 7, tau = 4).
+    """
+    _positive(tau=tau)
+    _not_negative(alpha=alpha, beta=beta)
+    _one_of("mean", "sum", pair_reduction=pair_reduction)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    _require(2 <= d < z_s.shape[1], f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
+    split = _split(z_s, z_t, _top(z_s, d), tau)
+    x_s, x_t = split.in_s / tau, split.in_t / tau  # [N, d] in the student's order
+    rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
+    adw = 2 / (1.5 + rank[None, :] - rank[:, None]).abs() * (-0.05 * (rank[:, None] + rank[None, :])).exp()
+    adw = torch.where(_upper(d, z_s.device), adw, 0.0)
+    pairs_u = (adw * _binary_kl(_differences(x_t), _differences(x_s))).sum((1, 2))
+    llki_u = _kl(x_t, x_s) * (adw[0, 1] if d == 2 else 1.0)  # the authors' code takes the whole of two for a pair
+    n = d * (d - 1) // 2 + 1 if pair_reduction == "mean" else 1
+    return _close(tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.rest_kl), valid)
+
+
+def tad(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, top_k: int = 10, beta: float = 2.0, norm: str = "sequence"
+) -> Tensor:
+    """TAD (Dasgupta et al. 2026): the KL of head tokens and tail mass, and the tail's own KL at a weight.
+
+        D1 = KL over K + 1 categories: the teacher's top K = top_k tokens, and all the others as one
+        D2 = KL(softmax_tail(z_t / tau) || softmax_tail(z_s / tau))
+        loss[u] = D1 + beta w_u D2,   KL(P_t || P_s) = D1 + alpha_t D2,   alpha_t the teacher's tail mass
+
+    norm  "sequence": w_u = alpha_t / its mean over the forward batch, a constant (TAD's Eq. 3, and the ALRA paper's
+          text); "unit": w_u = 1; "none": w_u = alpha_t, which at beta = 1 is the plain KL
+
+    No public code; the bucket in D1 follows from TAD's gradient. Masses stay in the log domain, so no floor is needed.
+    """
+    _positive(tau=tau)
+    _not_negative(beta=beta)
+    _one_of("sequence", "unit", "none", norm=norm)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    _require(1 <= top_k < z_s.shape[1], f"top_k={top_k}: expected 1 <= top_k < V={z_s.shape[1]}")
+    split = _split(z_s, z_t, _top(z_t, top_k), tau)
+    x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)  # [N, K + 1]
+    x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
+    ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
+    if norm == "sequence":
+        ln_sum = _lse(ln_w[None, :], valid[None, :])
+        ln_w = ln_w - torch.where(valid.any(), ln_sum - valid.sum().to(ln_sum.dtype).log(), 0.0)
+    w = 1.0 if norm == "unit" else ln_w.exp()
+    return _close(_kl(x_t, x_s) + beta * w * split.rest_kl, valid)
+
+
+def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 8) -> Tensor:
+    """BiLD (Li et al. 2025): t-LD + s-LD, on the teacher's and on the student's top k tokens.
+
+        D_ab = (z_a - z_b) / tau for a < b in the leader's order;  LD = KL(softmax(D^T) || softmax(D^S)) across the pairs
+
+    One distribution over all k (k - 1) / 2 differences, teacher to student for both leaders. No tau^2. At k = 2 there
+    is one pair and nothing to learn, so k >= 3. Blind to tokens outside both sets. The authors' KL on prompt tokens has
+    no counterpart in pre-training.
+    """
+    _positive(tau=tau)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    _between(3, z_s.shape[1], top_k=top_k)
+    once = _upper(top_k, z_s.device).flatten()
+    loss = 0.0
+    for leader in (z_t, z_s):
+        tokens = _top(leader, top_k)  # [N, k]
+        d_t, d_s = (_differences(z.gather(1, tokens) / tau).flatten(1) for z in (z_t, z_s))  # [N, k * k]
+        loss = loss + _kl(d_t, d_s, once)
+    return _close(loss, valid)
 
 
 class AlraTerms(NamedTuple):
@@ -402,7 +593,167 @@ def _effective_support(in_t, tau) -> Tensor:
     return (-(log_rho.exp() * log_rho).sum(-1)).exp()
 
 
+# Further objectives, with their authors' settings.
+
+
+def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
+    """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2."""
+    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, tau)
+    return _close((logp_s.exp() * (logp_s - logp_t)).sum(-1), valid)
+
+
+def jsd(z_s: Tensor, z_t: Tensor, y: Tensor, *, beta: float = 0.5, tau: float = 1.0) -> Tensor:
+    """Generalised Jensen-Shannon divergence in TRL's convention (GKD, Agarwal et al. 2024). No tau^2.
+
+        m = (1 - beta) p_s + beta p_t,    loss[u] = beta KL(P_t || m) + (1 - beta) KL(P_s || m)
+
+    beta = 0 is KL(P_t || P_s) and beta = 1 is KL(P_s || P_t), not the limits of the formula, which are 0.
+    """
+    _between(0, 1, beta=beta)
+    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, tau)
+    if beta in (0, 1):
+        a, b = (logp_t, logp_s) if beta == 0 else (logp_s, logp_t)
+        return _close((a.exp() * (a - b)).sum(-1), valid)
+    x = logp_t - logp_s + math.log(beta) - math.log1p(-beta)  # ln of beta p_t over (1 - beta) p_s
+    entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
+    loss = (entropy - beta * F.softplus(-x)) * logp_t.exp() - (1 - beta) * F.softplus(x) * logp_s.exp()
+    return _close(loss.sum(-1), valid)
+
+
+def tvd(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
+    """Total variation distance, 0.5 sum_i |p_s - p_t|, in 0 .. 1 (f-DISTILL, Wen et al. 2023).
+
+    Summed where the teacher has more, which is the same and keeps the gradient of a small overlap exact in fp32.
+    """
+    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
+    return _close((logp_t.exp() - logp_s.exp()).relu().sum(-1), valid)
+
+
+def dkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 4.0, alpha: float = 1.0, beta: float = 8.0) -> Tensor:
+    """DKD (Zhao et al. 2022): tau^2 (alpha TCKD + beta NCKD), KL of the target's pair and of the non-targets.
+
+    At tau = alpha = 1 with NCKD weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
+    """
+    _positive(tau=tau)
+    _not_negative(alpha=alpha, beta=beta)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    odds_s, odds_t, nckd = _target_split(z_s, z_t, y, tau)
+    return _close(tau**2 * (alpha * _binary_kl(odds_t, odds_s) + beta * nckd), valid)
+
+
+def mse_logits(z_s: Tensor, z_t: Tensor, y: Tensor, *, center: bool = False) -> Tensor:
+    """Mean over V of (z_s - z_t)^2 (Kim et al. 2021), in squared logits, not nats.
+
+    center  takes each row's mean off first. Without it the loss sees the logits' common shift, which no softmax sees.
+    """
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    gap = z_s - z_t
+    gap = gap - gap.mean(-1, keepdim=True) if center else gap
+    return _close(gap.square().mean(-1), valid)
+
+
+def adakd(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, keep: float = 0.5, c: float = 0.5, rule: str = "hellinger",
+    base: str = "reverse", detach_temperature: bool = False,
+) -> Tensor:  # fmt: skip
+    """AdaKD (code: SassyRong/AdaKD): the hardest positions alone, each at a temperature of its own.
+
+        s_u = ||sqrt p_s - sqrt p_t|| / sqrt 2,   hardest: the max(1, floor(keep n_valid)) largest s_u
+        T_u = exp(-c tanh(ln(s_u / lower median of s over the hardest))): hard is sharper, easy softer
+        loss = mean over the hardest of T_u^2 base(z_s / T_u, z_t / T_u), so each carries n_valid / n_hardest
+
+    rule  difficulty s_u: "hellinger", or "reverse_kl" KL(P_s || P_t);  base: "reverse" KL(P_s || P_t) or "forward"
+    detach_temperature  False as in the authors' code, whose gradient runs through T_u
+
+    Where the median is 0, as at equality, s_u is taken over 1 (the authors' 0 / 0 is NaN). Their schedule of `keep`
+    over training is not here. c = 0 is no temperature.
+    """
+    _require(0 < keep <= 1, f"keep={keep}: expected 0 < keep <= 1")
+    _not_negative(c=c)
+    _one_of("hellinger", "reverse_kl", rule=rule)
+    _one_of("reverse", "forward", base=base)
+    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
+    if rule == "hellinger":
+        s = torch.linalg.vector_norm((logp_s / 2).exp() - (logp_t / 2).exp(), dim=-1) / math.sqrt(2)
+    else:
+        s = (logp_s.exp() * (logp_s - logp_t)).sum(-1)
+    n_hardest = (keep * valid.sum().double()).floor().clamp(min=1)
+    hardest = valid & (_falling_rank(s, valid) < n_hardest)
+    median = _lower_median(s, hardest)
+    ratio = s / torch.where(median > 0, median, 1.0)
+    T = (-c * torch.tanh(ratio.clamp(min=1e-8).log())).exp()  # the authors' floor: at 1e-8 tanh is -1 in fp64
+    T = (T.detach() if detach_temperature else T)[:, None]
+    a, b = _log_softmax(logp_s / T), _log_softmax(logp_t / T)
+    a, b = (a, b) if base == "reverse" else (b, a)
+    loss = T[:, 0] ** 2 * (a.exp() * (a - b)).sum(-1)
+    return _close(loss * valid.sum() / n_hardest.to(loss.dtype), hardest)
+
+
+def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 2.0, keep: float = 0.2) -> Tensor:
+    """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) on the positions where the student is least sure.
+
+    Kept are the ceil(keep n_valid) positions of the forward batch with the greatest student entropy at temperature 1;
+    the mean is over them, so each carries n_valid / n_kept. None where n_valid < 3, unless keep = 1.
+    """
+    _positive(tau=tau)
+    _require(0 < keep <= 1, f"keep={keep}: expected 0 < keep <= 1")
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    logp = z_s.detach().double().log_softmax(-1)  # fp64: early students are all but equally unsure everywhere
+    entropy = -(logp.exp() * logp).sum(-1)
+    n_valid = valid.sum()
+    n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
+    kept = valid & (_falling_rank(entropy, valid) < n_kept)
+    loss = tau**2 * _forward_kl(z_s, z_t, tau) * (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
+    return _close(loss, kept)
+
+
+def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
+    """DA-KD's bidirectional discrepancy (He et al. 2025, Eq. 4): KL between two mixtures of teacher and student.
+
+        loss[u] = KL((1 - lam) p_t + lam p_s || lam p_t + (1 - lam) p_s)
+
+    The gradient runs through both. lam = 0 is KL(P_t || P_s), 1 is KL(P_s || P_t), 0.5 is 0. No public code.
+    """
+    _between(0, 1, lam=lam)
+    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
+    if lam in (0, 1):
+        a, b = (logp_t, logp_s) if lam == 0 else (logp_s, logp_t)
+        return _close((a.exp() * (a - b)).sum(-1), valid)
+    gap, bias = logp_t - logp_s, math.log(lam) - math.log1p(-lam)
+    a = (1 - lam) * logp_t.exp() + lam * logp_s.exp()
+    # ln(a / b) is odd in the gap and tends to +-bias. Taken from the limit of its own side nothing cancels; the limit
+    # of the student's side, bias, is left out and comes back as bias * sum_i p_t = bias.
+    side = gap.sign()
+    rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
+    return _close((bias * logp_t.exp() - a * (side * rise + (1 + side) * bias)).sum(-1), valid)
+
+
+def _log_softmaxes(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
+    """-> ln P_s, ln P_t over the vocabulary, valid."""
+    _positive(tau=tau)
+    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    return _log_softmax(z_s / tau), _log_softmax(z_t / tau), valid
+
+
+def _log_softmax(x) -> Tensor:
+    """As torch's, which on the CPU sums 151,936 terms one after the other: 1e-6 off in fp32, where this is 1e-7."""
+    x = x - x.detach().amax(-1, keepdim=True)
+    return x - x.logsumexp(-1, keepdim=True)
+
+
+def _falling_rank(x, valid) -> Tensor:
+    """0 for the largest valid entry, 1 for the next; equal ones by position  # [N] -> [N]"""
+    order = x.detach().masked_fill(~valid, -math.inf).sort(descending=True, stable=True).indices
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+
+
 # The table.
+
+
+def wsd(step: int, n_steps: int, peak: float) -> float:
+    """PD's warm-up, stable, decay: a weight that rises over the first 10 % of the steps, holds, falls in the last 1 %."""
+    _require(0 <= step <= n_steps, f"step={step}: expected 0 to n_steps={n_steps}")
+    return peak * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
 
 
 class Method(NamedTuple):
@@ -413,9 +764,15 @@ class Method(NamedTuple):
 
 
 METHODS: dict[str, Method] = {
-    # Table D.5: what the main comparison ran
+    # the main comparison: the paper's table of baseline configurations
     "pretrain": Method(cross_entropy, {}, 0.0, 1.0),
     "vanilla_kd": Method(vanilla_kd, {}, 0.5, 0.5),
+    "pd": Method(pd, {}, 1.0, 0.0),
+    "atkd": Method(atkd, {}, 1.0, 0.0),
+    "rld": Method(rld, {}, 1.0, 0.0),
+    "ldrld": Method(ldrld, {}, 1.0, 0.5),
+    "tad": Method(tad, {}, 0.5, 0.5),
+    "bild": Method(bild, {}, 1.0, 0.0),
     "alra": Method(alra, {}, 1.0, 0.0),
     # pair weighting
     "alra_r": Method(alra, {"pair": "pra"}, 1.0, 0.0),
@@ -427,6 +784,15 @@ METHODS: dict[str, Method] = {
     # fixed budgets: ALD + PRA-U on the student's top d
     **{f"fixed_{d}": Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"}, 1.0, 0.0)
        for d in (3, 7, 9, 15, 19, 25)},
+    # not in the paper's tables: their authors' settings and weights
+    "reverse_kl": Method(reverse_kl, {}, 1.0, 0.0),
+    "jsd": Method(jsd, {}, 1.0, 0.0),
+    "tvd": Method(tvd, {}, 1.0, 0.0),
+    "dkd": Method(dkd, {}, 1.0, 1.0),
+    "mse_logits": Method(mse_logits, {}, 1.0, 0.0),
+    "adakd": Method(adakd, {}, 1.0, 0.0),
+    "sekd": Method(sekd, {}, 0.9, 0.1),
+    "bdl": Method(bdl, {}, 1.0, 0.0),
 }  # fmt: skip
 
 

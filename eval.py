@@ -122,9 +122,9 @@ TASKS = {
 }  # fmt: skip
 
 STORYCLOZE = """\
-storycloze_2016 left out: its authors give it out on request (cs.rochester.edu/nlp/rocstories), no hub carries it.
-Put "cloze_test_test__spring2016 - cloze_test_ALL_test.csv" (or .tsv, or .jsonl) at DIR/storycloze_2016/test.csv with
---data_dir DIR, or name it: --storycloze FILE. Until then averages are over 8 of 9."""
+storycloze_2016: no copy here. Its authors give it out on request (cs.rochester.edu/nlp/rocstories); no hub carries it.
+Take "cloze_test_test__spring2016 - cloze_test_ALL_test.csv" (or .tsv, or .jsonl with lm-eval's fields), put it at
+DATA_DIR/storycloze_2016/test.csv or name it by --storycloze FILE. Without it averages are over 8 of 9."""
 
 
 def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | None) -> tuple[str, Iterator[dict]]:
@@ -132,33 +132,38 @@ def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | Non
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    there = load_yaml(task_file(name), resolve_func=False)  # for dataset_path and dataset_name
-    source = there["dataset_path"]
-    if name == "storycloze_2016" and storycloze:
-        return storycloze, read_file(Path(storycloze))
+    there = load_yaml(task_file(name), resolve_func=False)
+    source, local = there["dataset_path"], Path(data_dir or "")
+    if name == "storycloze_2016":
+        file = find_storycloze(data_dir, storycloze)
+        if not file:
+            raise EvalError(STORYCLOZE)
+        return str(file), read_file(file)
     if data_dir:
-        for suffix in ("jsonl", "csv", "tsv"):
-            file = Path(data_dir) / name / f"{split}.{suffix}"
-            if file.is_file():
-                return str(file), read_file(file)
-        source = Path(data_dir) / source
-        if not source.is_dir():
-            raise EvalError(
-                f"{name}: neither {Path(data_dir) / name / f'{split}.jsonl'} nor the folder {source} is there"
-            )
+        file, source = local / name / f"{split}.jsonl", str(local / source)
+        if file.is_file():
+            return str(file), read_file(file)
+        if not Path(source).is_dir():
+            raise EvalError(f"{name}: no {file} and no folder {source}; put one there, or leave it out by --tasks")
     try:
-        rows = datasets.load_dataset(str(source), there.get("dataset_name"), split=split)
-    except (ValueError, OSError, RuntimeError) as error:  # no such split; no such folder, no network; a script
+        rows = datasets.load_dataset(source, there.get("dataset_name"), split=split)
+    except (ValueError, OSError, RuntimeError) as error:  # no such split; no such folder or no network; a script
         raise EvalError(
-            f"{name}: {source} did not give split {split!r} ({first_line(error)}); --data_dir reads local files"
+            f"{name}: {source} gave no {split!r} ({first_line(error)}); or read files by --data_dir"
         ) from error
     return f"{source} [{split}]", iter(rows)
 
 
+def find_storycloze(data_dir: str | None, named: str | None) -> Path | None:
+    """The user's own copy: the file that was named, or the one in the data folder, if there is one."""
+    if named and not Path(named).is_file():
+        raise EvalError(f"--storycloze {named}: no such file")
+    files = [Path(data_dir, "storycloze_2016", f"test.{suffix}") for suffix in ("jsonl", "csv", "tsv") if data_dir]
+    return Path(named) if named else next((file for file in files if file.is_file()), None)
+
+
 def read_file(file: Path) -> Iterator[dict]:
     """Rows of a JSONL, CSV or TSV file, StoryCloze's own headings turned into lm-eval's."""
-    if not file.is_file():
-        raise EvalError(f"{file}: no such file")
     with file.open(encoding="utf-8-sig", newline="") as lines:
         if file.suffix == ".jsonl":
             for number, line in enumerate(lines, 1):
@@ -207,22 +212,15 @@ def task_file(name: str) -> Path:
 
 
 def choose_tasks(asked: str, split: str) -> list[str]:
-    """ "all", "none" or names with commas -> names, in the paper's order."""
+    """`all`, `none` or names with commas -> names, in the paper's order."""
     having = [name for name, task in TASKS.items() if getattr(task, split)]
-    if asked in ("all", "none"):
-        return having if asked == "all" else []
-    for name in asked.split(","):
-        if name not in TASKS:
-            near = difflib.get_close_matches(name, TASKS, n=1)
-            raise EvalError(
-                f"--tasks: no such task {name!r}, "
-                + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(TASKS)}")
-            )
+    names = {"all": having, "none": []}.get(asked, asked.split(","))
+    for name in names:
         if name not in having:
-            raise EvalError(
-                f"--tasks: {name} has no validation set in the paper's protocol; there are {', '.join(having)}"
-            )
-    return [name for name in having if name in asked.split(",")]
+            near = difflib.get_close_matches(name, having, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(having)}"
+            raise EvalError(f"--tasks: no task {name!r} in the {split} set, {hint}")
+    return [name for name in having if name in names]
 
 
 # --- scoring requests ------------------------------------------------------------------------------------------
@@ -261,7 +259,7 @@ class Scorer(TemplateLM):
     do not depend on how many there are.
     """
 
-    def __init__(self, model: Qwen2, tokenizer, max_length: int = 512, batch_tokens: int = 8192):
+    def __init__(self, model: Qwen2, tokenizer, max_length: int = 512, batch_tokens: int = 4096):
         super().__init__()
         self.model, self.tokenizer, self.max_length, self.batch_tokens = model, tokenizer, max_length, batch_tokens
         self._device = model.head.device
@@ -294,9 +292,7 @@ class Scorer(TemplateLM):
         for context, continuation in (r.args for r in requests):
             bare = context.rstrip()
             if context and not bare:
-                raise EvalError(
-                    f"a context of nothing but whitespace, before {continuation!r}: there is nothing to condition on"
-                )
+                raise EvalError(f"a context of whitespace alone, before {continuation!r}: nothing to condition on")
             pairs.append((bare, context[len(bare) :] + continuation))
         ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm or rank() > 0)
         plain = self._encode((e for c, e in pairs if not c), special=False)
@@ -332,49 +328,59 @@ class Scorer(TemplateLM):
         targets = [np.array(tail) for _, _, tail in requests]
         scores = np.zeros(number)
         missed = np.zeros(number)  # continuation tokens that are not the greedy choice
-        batches = self._batches(trees)
-        with tqdm(total=sum(map(self._flop, batches)), desc="scoring", unit="FLOP", unit_scale=True,
-                  disable=True if disable_tqdm or rank() else None) as bar:  # fmt: skip
-            for batch in itertools.islice(batches, rank(), None, world()):
+        batches = self._batches(trees)[rank() :: world()]
+        quiet = True if disable_tqdm or rank() else None
+        with tqdm(None, "scoring", sum(map(self._flop, batches)), unit="FLOP", unit_scale=True, disable=quiet) as bar:
+            for batch in batches:
                 self._score(batch, targets, scores, missed)
-                bar.update(min(self._flop(batch) * world(), bar.total - bar.n))
+                bar.update(self._flop(batch))
         total, wrong = sum_over_processes(np.stack((scores, missed)), self._device)
         return [(float(s), not w) for s, w in zip(total, wrong, strict=True)]
 
-    def _batches(self, trees: list[Tree]) -> list[list[Tree]]:
-        """Trees, longest first, as many at a time as `batch_tokens` allows with padding."""
-        batches = []
+    def _batches(self, trees: list[Tree]) -> list[list[list[Tree]]]:
+        """Trees, longest first, into rows as wide as the first one, and these into batches of `batch_tokens`."""
+        batches, rooms, width = [], [], 0  # rooms: what is left in each row of the last batch
         for tree in sorted(trees, key=lambda tree: -len(tree.ids)):
-            if not batches or len(batches[-1][0].ids) * (len(batches[-1]) + 1) > self.batch_tokens:
-                batches.append([])
-            batches[-1].append(tree)
+            row = next((i for i, room in enumerate(rooms) if room >= len(tree.ids)), len(rooms))
+            if row == len(rooms):
+                if not batches or width * (row + 1) > self.batch_tokens:
+                    batches.append([])
+                    rooms, width, row = [], len(tree.ids), 0
+                rooms.append(width)
+                batches[-1].append([])
+            rooms[row] -= len(tree.ids)
+            batches[-1][row].append(tree)
         return batches
 
-    def _flop(self, batch: list[Tree]) -> int:
+    def _flop(self, batch: list[list[Tree]]) -> int:
         """Arithmetic of a batch: backbone, attention and head. What the progress bar counts."""
-        c, (n_vocab, width), t = self.model.config, self.head.shape, len(batch[0].ids)
+        c, (n_vocab, width), t = self.model.config, self.head.shape, len(batch[0][0].ids)
         per_token = sum(p.numel() for layer in self.model.model.layers for p in layer.parameters())
         per_token += 2 * t * width * c.num_hidden_layers
-        return 2 * (len(batch) * t * per_token + sum(tree.n_scored for tree in batch) * n_vocab * width)
+        return 2 * (len(batch) * t * per_token + sum(x.n_scored for row in batch for x in row) * n_vocab * width)
 
     @torch.inference_mode()
-    def _score(self, batch: list[Tree], targets: list[np.ndarray], scores: np.ndarray, missed: np.ndarray) -> None:
-        """Add the log-probabilities of a batch to `scores`, its missed tokens to `missed`; both [R]."""
-        b, t = len(batch), len(batch[0].ids)
+    def _score(self, batch: list[list[Tree]], targets: list[np.ndarray], scores: np.ndarray, missed: np.ndarray):
+        """Add the log-probabilities of a batch to `scores` and its missed tokens to `missed`, both [R]."""
+        b, t = len(batch), len(batch[0][0].ids)
         idx, positions = np.zeros((2, b, t), np.int64)
         mask = np.zeros((b, 1, t, t), bool)
         mask[:, :, range(t), range(t)] = True  # padding looks at itself: a row that may look nowhere is NaN
         lower = np.tri(t, dtype=bool)
         where, what, whose = [], [], []  # [N] position in the flat batch, target token, request
-        for row, tree in enumerate(batch):
-            idx[row, : len(tree.ids)], positions[row, : len(tree.ids)] = tree.ids, tree.depth
-            for number, path in enumerate(tree.paths, tree.first):
-                mask[row, 0][np.ix_(path, path)] |= lower[: len(path), : len(path)]
-                where.append(row * t + path[-len(targets[number]) :])
-                what.append(targets[number])
-                whose.append(np.full(len(targets[number]), number))
+        for row, trees in enumerate(batch):
+            at = 0
+            for tree in trees:
+                end = at + len(tree.ids)
+                idx[row, at:end], positions[row, at:end] = tree.ids, tree.depth
+                for number, path in enumerate(tree.paths, tree.first):
+                    mask[row, 0][np.ix_(at + path, at + path)] |= lower[: len(path), : len(path)]
+                    where.append(row * t + at + path[-len(targets[number]) :])
+                    what.append(targets[number])
+                    whose.append(np.full(len(targets[number]), number))
+                at = end
         where, what, whose = map(np.concatenate, (where, what, whose))
-        if all(len(tree.paths) == 1 for tree in batch):  # plain causal rows, padded on the right
+        if all(len(trees) == 1 == len(trees[0].paths) for trees in batch):  # plain causal rows, padded on the right
             h = self.model.hidden(self._put(idx))
         else:
             h = self.model.hidden(self._put(idx), self._put(positions), self._put(mask))
@@ -428,7 +434,7 @@ def sum_over_processes(array: np.ndarray, device: torch.device) -> np.ndarray:
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto", "cpu", "cuda" or "cuda:1"; under torchrun each process takes the card of its local rank."""
+    """`auto`, `cpu`, `cuda` or `cuda:1`; under torchrun each process takes the card of its local rank."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -541,15 +547,13 @@ def read_val(folder: str, max_rows: int) -> tuple[np.ndarray, dict]:
     file, manifest = Path(folder) / "val.bin", Path(folder) / "val.json"
     if not (file.is_file() and manifest.is_file()):
         raise EvalError(
-            f"{folder}: no val.bin with val.json there; name the folder with --rows, or --rows none to go without"
+            f"{folder}: no val.bin with val.json there; name the folder by --rows, or go without: --rows none"
         )
     manifest = json.loads(manifest.read_text())
-    shape = manifest["rows"], manifest["row_len"]
-    if file.stat().st_size != 4 * shape[0] * shape[1] or not shape[0]:
-        raise EvalError(
-            f"{file}: {file.stat().st_size:,} bytes, but val.json says {shape[0]:,} rows of {shape[1]} ids; prepare it again"
-        )
-    return np.memmap(file, np.uint32, "r", shape=shape)[:max_rows], manifest
+    n, width = manifest["rows"], manifest["row_len"]
+    if file.stat().st_size != 4 * n * width or not n:
+        raise EvalError(f"{file}: {file.stat().st_size:,} bytes for {n:,} rows of {width} ids; prepare it again")
+    return np.memmap(file, np.uint32, "r", shape=(n, width))[:max_rows], manifest
 
 
 def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
@@ -615,7 +619,7 @@ def of_the_runs(flag: str, given: str | None, key: str, checkpoints: list[Checkp
 def score(args, device: torch.device) -> None:
     """Everything that was asked for, checkpoint by checkpoint; result files as they get done."""
     names = choose_tasks(args.tasks, args.split)
-    if "storycloze_2016" in names and args.tasks == "all" and not has_storycloze(args):
+    if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
     checkpoints = [open_checkpoint(name, args, device) for name in args.paths]
@@ -639,10 +643,6 @@ def score(args, device: torch.device) -> None:
         }  # fmt: skip
         if rank() == 0:
             write(c.folder, result, sums, alone=len(checkpoints) == 1)
-
-
-def has_storycloze(args) -> bool:
-    return bool(args.storycloze) or any(Path(args.data_dir or "", "storycloze_2016").glob("test.*"))
 
 
 def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | None, args) -> list[tuple[dict, dict]]:
@@ -705,52 +705,29 @@ def first_line(error: Exception) -> str:
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Score checkpoints, or tabulate what was scored.")
     p.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a student's folder out/NAME/METHOD, a model folder or a hub id; several are scored one by one; with --table: folders with results",
+        "paths", nargs="+", metavar="PATH", help="out/NAME/METHOD, model folder or hub id; with --table: results"
     )
-    p.add_argument("--tasks", default="all", help="all, none, or names with commas")
-    p.add_argument(
-        "--split", default="heldout", choices=("heldout", "validation"), help="which of the paper's two sets"
+    add = p.add_argument
+    add("--tasks", default="all", help="all, none, or names with commas")
+    add("--split", default="heldout", choices=("heldout", "validation"), help="which of the paper's two sets")
+    add("--data_dir", help="local DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub itself")
+    add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv, .tsv or .jsonl")
+    add("--limit", type=int, help="score the first N items of each task alone")
+    add(
+        "--rows", metavar="DIR", help="folder with val.bin, for the figures over held-out rows, or none; else the run's"
     )
-    p.add_argument(
-        "--data_dir", help="local files, DIR/TASK/SPLIT.jsonl or DIR/OWNER/NAME as on the hub; else from the hub"
-    )
-    p.add_argument("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv, .tsv or .jsonl")
-    p.add_argument("--limit", type=int, help="score only the first N items of each task")
-    p.add_argument(
-        "--rows",
-        metavar="DIR",
-        help="folder with val.bin for the figures over held-out rows, or none; else that of the run",
-    )
-    p.add_argument("--max_rows", type=int, default=512, help="rows of it to read, from the first")
-    p.add_argument(
-        "--teacher", metavar="NAME", help="whom to compare with on those rows, or none; else that of the run"
-    )
-    p.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of the backbone; scores are always float32"
-    )
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    p.add_argument(
-        "--batch_tokens", type=int, default=8192, help="tokens per forward, padding included: speed and memory only"
-    )
-    p.add_argument(
-        "--max_length",
-        type=int,
-        default=512,
-        help="tokens of context and continuation that the model sees; the rest is cut on the left",
-    )
-    p.add_argument("--log_samples", action="store_true", help="also write every item with its scores")
-    p.add_argument(
-        "--out", metavar="DIR", help="where results go; else the student's folder, or out/NAME for other models"
-    )
-    p.add_argument("--table", action="store_true", help="print the tables of the results in PATHs")
-    p.add_argument("--csv", metavar="FILE", help="with --table: also write every cell, unrounded")
-    p.add_argument("--reference", default="pretrain", help="with --table: the method that gains are measured from")
-    p.add_argument(
-        "--mixed", action="store_true", help="with --table: tabulate runs that differ in more than the method"
-    )
+    add("--max_rows", type=int, default=512, help="rows of it to read, from the first")
+    add("--teacher", metavar="NAME", help="whom to compare with on those rows, or none; else the run's")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the backbone; scores are float32")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--batch_tokens", type=int, default=4096, help="tokens per forward: speed and memory only")
+    add("--max_length", type=int, default=512, help="tokens that the model sees; longer requests lose their beginning")
+    add("--log_samples", action="store_true", help="also write every item with its scores")
+    add("--out", metavar="DIR", help="where results go; else the student's folder, or out/NAME for other models")
+    add("--table", action="store_true", help="print the tables of the results in PATHs")
+    add("--csv", metavar="FILE", help="with --table: also write every cell, unrounded")
+    add("--reference", default="pretrain", help="with --table: the method that gains are measured from")
+    add("--mixed", action="store_true", help="with --table: tabulate runs that differ in more than the method")
     args = p.parse_args(argv)
     for key, least in (("limit", 2), ("max_rows", 1), ("batch_tokens", 1), ("max_length", 1)):
         if getattr(args, key) is not None and getattr(args, key) < least:

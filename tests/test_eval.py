@@ -1,0 +1,903 @@
+"""eval.py: requests scored as lm-eval's own backend scores them, rows checked, figures and tables as defined."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import eval as ev
+import tables
+from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real weights and benchmark items are not here")
+WORDS = [
+    "the",
+    "cat",
+    "saw",
+    "a",
+    "dog",
+    "under",
+    "old",
+    "trees",
+    "while",
+    "rain",
+    "on",
+    "seven",
+    "boats",
+    "13",
+    "quiet",
+]
+
+
+def sentence(rng, n, end="."):
+    return " ".join(rng.choice(WORDS, n)).capitalize() + end
+
+
+def row_of(task, rng):
+    """A made-up item in the columns of the task's file."""
+
+    def some(lo, hi, end="."):
+        return sentence(rng, int(rng.integers(lo, hi)), end)
+
+    labelled = {"text": [some(1, 6) for _ in range(4)], "label": list("ABCD")}
+    arc = {"question": some(4, 19, "?"), "choices": labelled, "answerKey": str(rng.choice(list("ABCD")))}
+    return {
+        "arc_easy": arc,
+        "arc_challenge": {**arc, "choices": {"text": labelled["text"][:3], "label": list("123")}, "answerKey": "2"},
+        "hellaswag": {"activity_label": "Sailing", "ctx_a": some(3, 12), "ctx_b": "the dog",
+                      "endings": [f"{some(2, 9)} [step] and  {some(1, 5)}" for _ in range(4)], "label": str(rng.integers(4))},
+        "lambada_openai": {"text": some(9, 40, " boats")},
+        "openbookqa": {"question_stem": some(4, 13), "choices": labelled, "answerKey": " B"},
+        "piqa": {"goal": some(2, 9), "sol1": "take the " + some(3, 11), "sol2": "take the " + some(3, 11), "label": int(rng.integers(2))},
+        "social_iqa": {"context": some(4, 13), "question": some(3, 7, "?"), "answerA": some(1, 5), "answerB": some(1, 5),
+                       "answerC": some(1, 5), "label": str(rng.integers(1, 4))},
+        "storycloze_2016": {**{f"input_sentence_{i}": some(3, 9) for i in (1, 2, 3, 4)}, "sentence_quiz1": some(3, 9),
+                            "sentence_quiz2": some(3, 9), "answer_right_ending": int(rng.integers(1, 3))},
+        "winogrande": {"sentence": some(3, 9, " _ was ") + some(2, 5), "option1": "the cat", "option2": "the dog", "answer": "2"},
+    }[task]  # fmt: skip
+
+
+def write_rows(folder, task, split, rows):
+    file = Path(folder) / task / f"{split}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_tokenizer(n=307):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    rng = np.random.default_rng(0)
+    trainer = trainers.BpeTrainer(vocab_size=n, special_tokens=["<eos>"], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    tokenizer.train_from_iterator([sentence(rng, 13) for _ in range(50)] + ["Answer:\n yes"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def sharp(model, scale=7.0):
+    """Fresh weights, made large enough for likelihoods that differ."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.mul_(scale)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def student():
+    return sharp(init_student(Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600), 5))
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return sharp(init_student(Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False), 6))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """All nine tasks in the layout of local files, 7 items each and 5 in the validation sets."""
+    folder, rng = tmp_path_factory.mktemp("eval"), np.random.default_rng(1)
+    for name, task in ev.TASKS.items():
+        for n, part in ((7, task.heldout), (5, task.validation)):
+            if part:
+                write_rows(folder, name, part[0], [row_of(name, rng) for _ in range(n)])
+    return folder
+
+
+def ask(*pairs):
+    """(context, continuation) pairs, each a document of its own unless the contexts are equal."""
+    contexts = [c for c, _ in pairs]
+    return [Instance("loglikelihood", {}, pair, 0, ("made-up", contexts.index(pair[0]), 1)) for pair in pairs]
+
+
+def naive(model, head, tail, max_length=512):
+    """The rules in plain steps, fp64 after the logits: keep the last tokens, drop the very last one, sum over the tail."""
+    inputs = (head + tail)[-(max_length + 1) :][:-1]
+    logp = model(torch.tensor([inputs]))[0].double().log_softmax(-1)
+    total, greedy = 0.0, True
+    for at, token in enumerate(tail, len(inputs) - len(tail)):
+        total += float(logp[at, token])
+        greedy &= int(logp[at].argmax()) == token
+    return total, greedy
+
+
+def same(got, wanted, rtol=1e-5):
+    assert [g for _, g in got] == [bool(g) for _, g in wanted]
+    np.testing.assert_allclose([s for s, _ in got], [float(s) for s, _ in wanted], rtol=rtol, atol=1e-5)
+
+
+def options(*argv):
+    return ev.arguments(["x", *argv])
+
+
+# --- the rules of scoring --------------------------------------------------------------------------------------
+
+
+def test_an_empty_context_is_the_prefix_token(student, tokenizer):
+    scorer, eos = ev.Scorer(student, tokenizer), tokenizer.eos_token_id
+    plain = tokenizer.encode("the cat", add_special_tokens=False)
+    got = scorer.loglikelihood(ask(("", "the cat"), ("", "<eos>the cat")), disable_tqdm=True)
+    same(got, [naive(student, [eos], plain)] * 2)  # a continuation that begins with the prefix gives it up
+
+
+def test_whitespace_at_the_end_of_a_context_goes_to_the_continuation(student, tokenizer):
+    whole, context = tokenizer.encode("Answer:\n yes"), tokenizer.encode("Answer:")
+    got = ev.Scorer(student, tokenizer).loglikelihood(ask(("Answer:\n", " yes")), disable_tqdm=True)
+    same(got, [naive(student, context, whole[len(context) :])])
+
+
+def test_the_input_is_context_plus_tail_even_where_a_token_spans_the_join(student, tokenizer):
+    context, whole = tokenizer.encode("the ca"), tokenizer.encode("the cat")
+    assert whole[: len(context)] != context  # "cat" is one token
+    got = ev.Scorer(student, tokenizer).loglikelihood(ask(("the ca", "t saw a dog under")), disable_tqdm=True)
+    tail = tokenizer.encode("the cat saw a dog under")[len(context) :]
+    same(got, [naive(student, context, tail)])
+
+
+def test_encoding_in_batches_gives_what_lm_eval_gives_pair_by_pair(student, tokenizer):
+    rng = np.random.default_rng(2)
+    joins = ["", " ", "\n", "  \n"]
+    pairs = [(sentence(rng, 5, str(rng.choice(joins))), str(rng.choice(joins)) + sentence(rng, 3)) for _ in range(40)]
+    scorer, seen = ev.Scorer(student, tokenizer), []
+    scorer._loglikelihood_tokens = lambda requests, *rest, **kw: seen.append(requests)
+    requests = ask(*pairs, ("", "cat"), ("", "<eos> cat"), ("the ca", "t saw a dog under"))
+    scorer.loglikelihood(requests, disable_tqdm=True)
+    TemplateLM.loglikelihood(scorer, requests, disable_tqdm=True)
+    assert seen[0] == seen[1]
+
+
+def test_nothing_is_put_before_a_context(student, tokenizer):
+    seen = []
+    scorer = ev.Scorer(student, tokenizer)
+    scorer._loglikelihood_tokens = lambda requests, *rest: seen.extend(requests)
+    scorer.loglikelihood(ask(("the cat", " saw")), disable_tqdm=True)
+    assert seen[0][1] == tokenizer.encode("the cat", add_special_tokens=False)
+
+
+def test_what_is_too_long_loses_its_beginning(student, tokenizer):
+    head, tail = list(range(3, 40)), [41, 42, 43, 44, 45]
+    pair = ("", "")
+    scorer = ev.Scorer(student, tokenizer, max_length=13)
+    same(scorer._loglikelihood_tokens([(pair, head, tail)], True), [naive(student, head, tail, 13)])
+    same(scorer._loglikelihood_tokens([(pair, head, tail * 2)], True), [naive(student, head, tail * 2, 13)])
+    short = scorer._loglikelihood_tokens([(pair, head, tail)], True)[0][0]
+    assert abs(short - naive(student, head, tail)[0]) > 1e-3  # the cut is felt
+
+
+def test_a_score_is_a_sum_over_tokens(student, tokenizer):
+    scorer = ev.Scorer(student, tokenizer)
+    (one, _), (two, _) = scorer.loglikelihood(ask(("the cat saw", " a"), ("the cat saw", " a dog")), disable_tqdm=True)
+    assert two < one < 0
+
+
+def test_a_leading_space_stays(student, tokenizer):
+    a, b = ev.Scorer(student, tokenizer).loglikelihood(ask(("the cat", " saw"), ("the cat", "saw")), disable_tqdm=True)
+    assert a[0] != b[0]
+    same([a], [naive(student, tokenizer.encode("the cat"), tokenizer.encode(" saw"))])
+
+
+def test_greedy_asks_for_every_token_and_ties_go_to_the_first():
+    z = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 1.0, 1.0, 5.0]])
+    row, y = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, 3, 0])
+    logp, greedy = ev.pick(z.clone(), row, y)
+    assert greedy.tolist() == [True, False, False, True]
+    torch.testing.assert_close(logp, z.double().log_softmax(-1)[row, y], rtol=1e-6, atol=1e-6)
+
+
+def test_one_missed_token_is_not_greedy(student, tokenizer):
+    scorer, head = ev.Scorer(student, tokenizer), [5, 7, 11]
+    best = []
+    for _ in range(4):
+        best.append(int(student(torch.tensor([head + best]))[0, -1].argmax()))
+    wrong = [*best[:1], (best[1] + 1) % 311, *best[2:]]
+    got = scorer._loglikelihood_tokens([(("", ""), head, best), (("", ""), head, wrong)], True)
+    assert [greedy for _, greedy in got] == [True, False]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 61, 5003])
+def test_sharing_packing_and_batching_change_nothing(student, tokenizer, batch_tokens):
+    rng = np.random.default_rng(3)
+    requests, documents = [], []
+    for document in range(11):
+        head = rng.integers(1, 311, rng.integers(1, 29)).tolist()
+        common = rng.integers(1, 311, rng.integers(0, 5)).tolist()
+        for _ in range(rng.integers(1, 5)):
+            requests.append((("", ""), head, common + rng.integers(1, 311, rng.integers(1, 9)).tolist()))
+            documents.append(document)
+        requests.append(requests[-1])  # the same choice twice
+        documents.append(document)
+    scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
+    wanted = [naive(student, head, tail, 31) for _, head, tail in requests]
+    same(scorer._loglikelihood_tokens(requests, True, documents), wanted)
+    same(scorer._loglikelihood_tokens(requests, True), wanted)
+
+
+def test_a_tree_holds_each_shared_beginning_once():
+    tree = ev.Tree.grow(0, [[5, 6, 7], [5, 6, 8, 9], [5, 6, 7], [6]], [1, 2, 2, 1])
+    assert tree.ids == [5, 6, 7, 8, 9, 6] and tree.depth == [0, 1, 2, 2, 3, 0]
+    assert [p.tolist() for p in tree.paths] == [[0, 1, 2], [0, 1, 3, 4], [0, 1, 2], [5]]
+    assert tree.n_scored == 5  # 2; 3, 4; 1, 2; 5
+
+
+def test_the_head_runs_only_where_a_continuation_is_scored(student, tokenizer, monkeypatch):
+    seen, pick = [], ev.pick
+    monkeypatch.setattr(ev, "pick", lambda z, row, y: seen.append(len(z)) or pick(z, row, y))
+    scorer = ev.Scorer(student, tokenizer)
+    requests = [(("", ""), list(range(40)), tail) for tail in ([50, 51], [60, 61, 62], [70])]
+    scorer._loglikelihood_tokens(requests, True, [0, 0, 0])
+    assert seen == [1 + 1 + 2]  # what follows the context stands once
+
+
+def test_scores_are_fp32_whatever_the_backbone(student, tokenizer):
+    half = sharp(init_student(student.config, 5)).to(torch.bfloat16)
+    head, tail = [5, 7, 11, 13], [17, 19, 23]
+    got = ev.Scorer(half, tokenizer)._loglikelihood_tokens([(("", ""), head, tail)], True)[0][0]
+    h = half.hidden(torch.tensor([head + tail[:-1]]))[0, 3:].double()
+    logp = (h @ half.head.double().T).log_softmax(-1)
+    assert got == pytest.approx(float(logp[[0, 1, 2], tail].sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("context, continuation", [("the cat", ""), (" \n", "cat"), ("", ""), ("the cat", " dog" * 13)])
+def test_requests_without_an_answer_are_refused(student, tokenizer, context, continuation):
+    with pytest.raises(ev.EvalError, match=r"expected a context|nothing to condition on"):
+        ev.Scorer(student, tokenizer, max_length=7).loglikelihood(ask((context, continuation)), disable_tqdm=True)
+
+
+# --- the tasks -------------------------------------------------------------------------------------------------
+
+
+class Recorder(TemplateLM):
+    """Scores a request by the length of its continuation, longest best; keeps what it was asked."""
+
+    eot_token_id = 0
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        self.asked = [r.args for r in requests]
+        return [(float(len(continuation)), False) for _, continuation in self.asked]
+
+    tok_encode = _loglikelihood_tokens = loglikelihood_rolling = generate_until = None
+
+
+PROMPTS = {
+    "arc_easy": ({"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, "answerKey": "B"},
+                 [("Question: Why?\nAnswer:", " So."), ("Question: Why?\nAnswer:", " No way.")]),
+    "arc_challenge": ({"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["1", "2"]}, "answerKey": "2"},
+                      [("Question: Why?\nAnswer:", " So."), ("Question: Why?\nAnswer:", " No way.")]),
+    "hellaswag": ({"activity_label": "Sailing", "ctx_a": "It rains. [title] Go", "ctx_b": "the Dog",
+                   "endings": ["sits [step]  down.", "runs far away over there."], "label": "1"},
+                  [("Sailing: It rains.. Go The dog", " sits  down."), ("Sailing: It rains.. Go The dog", " runs far away over there.")]),
+    "lambada_openai": ({"text": "a cat saw boats"}, [("a cat saw", " boats")]),
+    "openbookqa": ({"question_stem": "Cats like", "choices": {"text": ["rain", "old boats"], "label": ["A", "B"]}, "answerKey": " B"},
+                   [("Cats like", " rain"), ("Cats like", " old boats")]),
+    "piqa": ({"goal": "dry", "sol1": "wait", "sol2": "a towel ", "label": 1},
+             [("Question: dry\nAnswer:", " wait"), ("Question: dry\nAnswer:", " a towel ")]),
+    "social_iqa": ({"context": "It fell.", "question": "Why?", "answerA": "a", "answerB": "wind", "answerC": "be", "label": "2"},
+                   [("Q: It fell. Why?\nA:", " a"), ("Q: It fell. Why?\nA:", " wind"), ("Q: It fell. Why?\nA:", " be")]),
+    "storycloze_2016": ({"input_sentence_1": "A.", "input_sentence_2": "B.", "input_sentence_3": "C.", "input_sentence_4": "D.",
+                         "sentence_quiz1": "E.", "sentence_quiz2": "Far.", "answer_right_ending": 2},
+                        [("A. B. C. D.", " E."), ("A. B. C. D.", " Far.")]),
+    "winogrande": ({"sentence": "Ann saw Bo so _ ran.", "option1": "Ann", "option2": "Bo", "answer": "1"},
+                   [("Ann saw Bo so Ann", " ran."), ("Ann saw Bo so Bo", " ran.")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ev.TASKS)
+def test_prompts_are_those_of_lm_eval(name, tmp_path):
+    row, wanted = PROMPTS[name]
+    write_rows(tmp_path, name, ev.TASKS[name].heldout[0], [row, row])
+    recorder = Recorder()
+    got = ev.benchmarks(recorder, [name], options("--data_dir", str(tmp_path)))
+    assert recorder.asked == wanted * 2
+    assert got[name]["acc"] == (
+        0.0 if name == "lambada_openai" else 1.0
+    )  # the longest is right, and ties go to the first
+
+
+def test_two_sets_of_the_protocol(data):
+    heldout = {name: (task.heldout, task.validation) for name, task in ev.TASKS.items()}
+    assert heldout == {
+        "arc_challenge": (("test", 1172), None), "arc_easy": (("test", 2376), ("validation", 570)),
+        "hellaswag": (("validation", 10042), ("train", 39905)), "lambada_openai": (("test", 5153), None),
+        "openbookqa": (("test", 500), None), "piqa": (("validation", 1838), ("train", 16113)),
+        "social_iqa": (("validation", 1954), None), "storycloze_2016": (("test", 1000), None),
+        "winogrande": (("validation", 1267), None),
+    }  # fmt: skip
+    assert list(ev.TASKS) == list(tables.COLUMNS)
+    for split, names in tables.SUITES.items():
+        assert ev.choose_tasks("all", split) == names
+        got = ev.benchmarks(Recorder(), names, options("--data_dir", str(data), "--split", split))
+        assert {scores["n"] for scores in got.values()} == {7 if split == "heldout" else 5}
+        assert [scores["n_paper"] for scores in got.values()] == [getattr(ev.TASKS[n], split)[1] for n in names]
+
+
+def test_scores_equal_those_of_lm_evals_own_backend(student, tokenizer, data, tmp_path):
+    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
+    student.save_pretrained(tmp_path / "model", tokenizer)
+    compare(tmp_path / "model", tokenizer, options("--data_dir", str(data), "--log_samples"))
+
+
+@needs_shared
+@pytest.mark.parametrize("split", ["heldout", "validation"])
+def test_scores_of_real_weights_on_real_items_equal_those_of_lm_evals_own_backend(split):
+    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
+    folder = SHARED / "stories260k"
+    argv = ("--data_dir", str(SHARED / "eval"), "--log_samples", "--limit", "5", "--split", split)
+    compare(
+        folder,
+        load_tokenizer(str(folder)),
+        options(*argv),
+        ["storycloze_2016"] + ["hellaswag"] * (split == "validation"),
+    )
+
+
+def compare(folder, tokenizer, args, without=()):
+    """Every log-likelihood, greedy flag and score of ours against those of HFLM."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM
+
+    names = [name for name in ev.choose_tasks("all", args.split) if name not in without]
+    theirs = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer=tokenizer,
+                  max_length=512, batch_size=16, logits_cache=False, device="cpu")  # fmt: skip
+    a = ev.benchmarks(ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503), names, args)
+    b = ev.benchmarks(theirs, names, args)
+    for name in names:
+        pairs = [[r[0] for sample in x[name]["samples"] for r in sample["resps"]] for x in (a, b)]
+        same(*pairs)
+        assert {k: a[name][k] for k in ("acc", "acc_norm") if k in a[name]} == {
+            k: b[name][k] for k in ("acc", "acc_norm") if k in b[name]
+        }
+        assert a[name]["prompts_sha256"] == b[name]["prompts_sha256"]
+        if name == "lambada_openai":
+            assert a[name]["perplexity"] == pytest.approx(b[name]["perplexity"], rel=1e-4)
+
+
+def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
+    wanted = ev.benchmarks(Recorder(), list(ev.TASKS), options("--data_dir", str(data)))
+    hub, calls = tmp_path / "hub", []
+    for name, task in ev.TASKS.items():
+        if name != "storycloze_2016":
+            from lm_eval.tasks._yaml_loader import load_yaml
+
+            there = load_yaml(ev.task_file(name), resolve_func=False)
+            folder, split = hub / there["dataset_path"], task.heldout[0]
+            rows = [json.loads(line) for line in (data / name / f"{split}.jsonl").read_text().splitlines()]
+            part = there.get("dataset_name") or "default"
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            datasets.Dataset.from_list(rows).to_parquet(folder / part / f"{split}.parquet")
+            parts = sorted(p.name for p in folder.iterdir() if p.is_dir())
+            configs = [
+                f'- config_name: {p}\n  data_files:\n  - split: {split}\n    path: "{p}/{split}.parquet"\n'
+                for p in parts
+            ]
+            (folder / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + "---\n")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    story = str(data / "storycloze_2016" / "test.jsonl")
+    local = ev.benchmarks(Recorder(), list(ev.TASKS), options("--data_dir", str(hub), "--storycloze", story))
+    load = datasets.load_dataset
+
+    def from_the_hub(path, name=None, **kw):
+        calls.append(path)
+        return load(path if path == "parquet" else str(hub / path), name, **kw)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
+    far = ev.benchmarks(Recorder(), list(ev.TASKS), options("--storycloze", story))
+    assert "allenai/ai2_arc" in calls and "Rowan/hellaswag" in calls
+    for name in ev.TASKS:
+        for key in ("prompts_sha256", "data_sha256", "task_sha256", "acc", "n"):
+            assert wanted[name][key] == local[name][key] == far[name][key]
+
+
+def test_storycloze_from_its_own_csv_or_tsv(data, tmp_path):
+    rows = [json.loads(line) for line in (data / "storycloze_2016" / "test.jsonl").read_text().splitlines()]
+    heads = ["InputStoryid", *(f"InputSentence{i}" for i in (1, 2, 3, 4)), "RandomFifthSentenceQuiz1",
+             "RandomFifthSentenceQuiz2", "AnswerRightEnding"]  # fmt: skip
+    hashes = []
+    for suffix, delimiter in (("csv", ","), ("tsv", "\t")):
+        file = tmp_path / f"cloze.{suffix}"
+        with file.open("w", newline="", encoding="utf-8-sig") as out:
+            lines = csv.writer(out, delimiter=delimiter)
+            lines.writerow(heads)
+            lines.writerows([i, *row.values()] for i, row in enumerate(rows))
+        got = ev.benchmarks(Recorder(), ["storycloze_2016"], options("--storycloze", str(file)))["storycloze_2016"]
+        assert got["n"] == 7 and got["n_paper"] == 1000
+        hashes.append((got["data_sha256"], got["prompts_sha256"]))
+    wanted = ev.benchmarks(Recorder(), ["storycloze_2016"], options("--data_dir", str(data)))["storycloze_2016"]
+    assert hashes == [(wanted["data_sha256"], wanted["prompts_sha256"])] * 2
+
+
+BAD = [
+    ("piqa", {"label": "1"}, r"piqa.validation\.jsonl, row 3, field 'label': expected 0 or 1, got '1'"),
+    ("piqa", {"label": True}, "field 'label': expected 0 or 1, got True"),
+    ("winogrande", {"answer": 2}, r"winogrande.validation\.jsonl, row 3, field 'answer': expected '1' or '2', got 2"),
+    ("winogrande", {"sentence": "no gap"}, "field 'sentence': expected a string with a gap"),
+    ("storycloze_2016", {"answer_right_ending": "2"}, "field 'answer_right_ending': expected 1 or 2, got '2'"),
+    ("hellaswag", {"label": ""}, "field 'label': expected an index into endings"),
+    ("hellaswag", {"endings": "abc"}, "field 'endings': expected a list of strings"),
+    ("arc_easy", {"answerKey": "E"}, "field 'answerKey': expected one of the labels"),
+    ("openbookqa", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "field 'choices': expected"),
+    ("lambada_openai", {"text": "alone"}, "field 'text': expected a string of several words"),
+    ("social_iqa", {"label": "0"}, "field 'label': expected '1' or '2' or '3'"),
+]
+
+
+@pytest.mark.parametrize("name, change, message", BAD)
+def test_bad_items_are_refused_with_file_row_and_field(name, change, message, tmp_path):
+    rng, split = np.random.default_rng(4), ev.TASKS[name].heldout[0]
+    rows = [row_of(name, rng) for _ in range(5)]
+    rows[2] = {**rows[2], **change}
+    write_rows(tmp_path, name, split, rows)
+    with pytest.raises(ev.EvalError, match=message):
+        ev.benchmarks(Recorder(), [name], options("--data_dir", str(tmp_path)))
+    del rows[2][next(iter(change))]
+    write_rows(tmp_path, name, split, rows)
+    with pytest.raises(ev.EvalError, match=f"row 3: no field '{next(iter(change))}'"):
+        ev.benchmarks(Recorder(), [name], options("--data_dir", str(tmp_path)))
+    write_rows(tmp_path, name, split, [])
+    with pytest.raises(ev.EvalError, match="no rows"):
+        ev.benchmarks(Recorder(), [name], options("--data_dir", str(tmp_path)))
+
+
+def test_files_that_are_no_files_are_refused(tmp_path):
+    def tried(*argv, name="piqa"):
+        with pytest.raises(ev.EvalError) as error:
+            ev.benchmarks(Recorder(), [name], options(*argv))
+        return str(error.value)
+
+    assert f"no {tmp_path / 'piqa' / 'validation.jsonl'}" in tried("--data_dir", str(tmp_path))
+    write_rows(tmp_path, "piqa", "validation", [])
+    (tmp_path / "piqa" / "validation.jsonl").write_text('{"goal": 1}\n{')
+    assert "row 1, field 'goal'" in tried("--data_dir", str(tmp_path))
+    (tmp_path / "piqa" / "validation.jsonl").write_text("[1]\n")
+    assert "row 1: expected an object" in tried("--data_dir", str(tmp_path))
+    (tmp_path / "piqa" / "validation.jsonl").write_text("{\n")
+    assert "row 1: not JSON" in tried("--data_dir", str(tmp_path))
+    assert "on request" in tried("--data_dir", str(tmp_path), name="storycloze_2016")
+    assert "no such file" in tried("--storycloze", str(tmp_path / "gone.csv"), name="storycloze_2016")
+    (tmp_path / "story.xml").write_text("x")
+    assert "expected .jsonl, .csv or .tsv" in tried("--storycloze", str(tmp_path / "story.xml"), name="storycloze_2016")
+
+
+def test_slips_on_the_command_line():
+    for asked, split, message in (
+        ("arc_esay", "heldout", "no task 'arc_esay' in the heldout set, did you mean 'arc_easy'"),
+        ("winogrande", "validation", "no task 'winogrande' in the validation set"),
+    ):
+        with pytest.raises(ev.EvalError, match=message):
+            ev.choose_tasks(asked, split)
+    for argv in (("--limit", "1"), ("--max_rows", "0"), ("--csv", "x.csv"), ("y", "--out", "z")):
+        with pytest.raises(ev.EvalError, match=argv[-2]):
+            options(*argv)
+    with pytest.raises(ev.EvalError, match="CUDA devices"):
+        ev.pick_device("cuda:97")
+
+
+# --- figures over held-out rows --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(5)
+    ids = rng.integers(1, 307, (11, 23), dtype=np.uint32)
+    for row, n in ((2, 17), (5, 2), (7, 19)):
+        ids[row, n:] = ev.PAD
+    ids[3, 8] = 0  # <eos> inside
+    return ids
+
+
+def test_figures_equal_plain_loops(student, teacher, tokenizer, rows):
+    n_bytes = ev.byte_lengths(tokenizer, 311)
+    sums = ev.over_rows([student], teacher, rows, n_bytes, 53)[0]
+    got = tables.figures({key: value.sum(0) for key, value in sums.items()})
+    ce = kl = ce_t = top1 = top5 = n = text_ce = text_bytes = 0
+    bins = [[] for _ in range(15)]
+    for row in rows.astype(np.int64):
+        row = row[row != ev.PAD]
+        p_s, p_t = (m(torch.tensor(row[None, :-1]))[0].double().softmax(-1).numpy() for m in (student, teacher))
+        for s, t, y in zip(p_s, p_t, row[1:], strict=True):
+            n, ce, ce_t = n + 1, ce - math.log(s[y]), ce_t - math.log(t[y])
+            kl += sum(b * math.log(b / a) for a, b in zip(s, t, strict=True))
+            best_s, best_t = np.argsort(-s), np.argsort(-t)
+            top1 += best_s[0] == best_t[0]
+            top5 += len(set(best_s[:5]) & set(best_t[:5])) / 5
+            sure = s[best_s[0]]
+            bins[math.ceil(sure * 15) - 1].append(sure - (best_s[0] == y))
+            if y:
+                text_ce, text_bytes = text_ce - math.log(s[y]), text_bytes + n_bytes[y]
+    wanted = {"ce": ce / n, "kl": kl / n, "top1": top1 / n, "top5": top5 / n, "teacher_ce": ce_t / n,
+              "bits_per_byte": text_ce / text_bytes / math.log(2), "ece": sum(abs(sum(b)) for b in bins) / n}  # fmt: skip
+    assert n == sums["n"].sum()
+    for key, value in wanted.items():
+        assert got[key] == pytest.approx(value, rel=1e-5), key
+
+
+def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, tokenizer, rows):
+    n_bytes = ev.byte_lengths(tokenizer, 311)
+    other = sharp(init_student(student.config, 8))
+    alone = ev.over_rows([student], teacher, rows, n_bytes, 1000)[0]
+    both = ev.over_rows([other, student], teacher, rows, n_bytes, 1000)[1]
+    bare = ev.over_rows([student], None, rows, n_bytes, 29)[0]
+    for key in alone:
+        np.testing.assert_array_equal(alone[key], both[key])
+        if key not in tables.TEACHER_KEYS:
+            np.testing.assert_allclose(alone[key], bare[key], rtol=1e-5, atol=1e-5)
+    assert set(tables.TEACHER_KEYS).isdisjoint(bare)
+
+
+def test_bytes_of_tokens(tokenizer):
+    text = "the cat saw Überraschung — 13 boats"
+    lengths = ev.byte_lengths(tokenizer, 311)
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert lengths[0] == 0 and not lengths[307:].any()
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["stories260k", "qwen1.5-1.8b"])
+def test_bytes_of_real_tokens(name):
+    tokenizer = load_tokenizer(str(SHARED / name))
+    text = (SHARED / "stories260k" / "sample.txt").read_text()[:997].replace("<|endoftext|>", "") + " naïve — 你好"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    added = 1 if name == "stories260k" else 0  # sentencepiece puts a space before the text
+    assert ev.byte_lengths(tokenizer, 151_936)[ids].sum() == len(text.encode()) + added
+
+
+def test_paired_bootstrap():
+    rng = np.random.default_rng(6)
+    ones = np.full(97, 30.0)
+    base = {
+        "n": ones,
+        "ce": rng.normal(90, 20, 97),
+        "text_ce": ones,
+        "text_bytes": ones,
+        "gap": rng.normal(0, 1, (97, 15)),
+    }
+    better = {**base, "ce": base["ce"] - rng.normal(3, 1, 97)}
+    low, high = tables.bootstrap(better, base)["ce"]
+    assert -0.115 < low < -0.1 < high < -0.085  # the rows' own spread, 20 / 30, cancels
+    assert tables.bootstrap(base, base)["ce"] == (0, 0) and tables.bootstrap(better, base)["ce"] == (low, high)
+    assert tables.bootstrap(better, base)["ece"] == (0, 0) and "kl" not in tables.bootstrap(better, base)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_numbers_agree_with_themselves():
+    for (size, split, method), row in tables.PAPER.items():
+        accs = [row[t] for t in tables.COLUMNS if t in row]
+        if accs:
+            assert len(accs) == 9 and split == "heldout"
+            assert sum(accs) / 9 == pytest.approx(row["avg"], abs=0.0101)
+            if method != "pretrain":
+                assert row["gain"] == pytest.approx(
+                    row["avg"] - tables.PAPER[size, split, "pretrain"]["avg"], abs=0.0101
+                )
+    assert [m for _, _, names in tables.LAYOUT for m in names].count("alra") == 4
+    assert len(tables.PAPER) == 2 * (9 + 2 + 10)  # main table, weighting; budget and anchoring with one alra in common
+
+
+def fake(folder, method, accs, seed=1234, split="heldout", student="200m", run=(), protocol=(), intrinsic=None, **task):
+    """A result file of a made-up student; accs by task, in %."""
+    facts = {"method": method, "seed": seed, "student": student, "init_sha256": f"init{seed}", "data_sha256": "data", "step": 7,
+             "teacher_sha256": None if method == "pretrain" else "teacher", "overrides": {}, "config": {"lr": 6e-4}, **dict(run)}  # fmt: skip
+    tasks = {t: {"acc": a / 100, "acc_stderr": 0.01, "n": 500, "n_rows": 500, "n_paper": getattr(ev.TASKS[t], split)[1], "source": "here",
+                 "data_sha256": t, "prompts_sha256": t, "version": 1.0, **task} for t, a in accs.items()}  # fmt: skip
+    result = {"name": str(folder), "split": split, "run": facts, "tasks": tasks, "intrinsic": intrinsic, "weights_sha256": "w",
+              "protocol": {"lm_eval": "0.4.13", "dtype": "float32", "max_length": 512, "limit": None, **dict(protocol)}}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"eval_{split}.json").write_text(json.dumps(result))
+    return result
+
+
+ALL = {t: 20.0 + i for i, t in enumerate(tables.COLUMNS)}
+
+
+def cells(text, start):
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start} |"))
+    return [c.strip() for c in line.strip("|").split("|")]
+
+
+def test_table_in_the_papers_rows_order_and_marks(tmp_path):
+    fake(tmp_path / "a" / "alra", "alra", {**ALL, "piqa": 58.654, "arc_easy": 37.0})
+    fake(tmp_path / "a" / "pretrain", "pretrain", ALL)
+    fake(tmp_path / "a" / "tad", "tad", {**ALL, "piqa": 58.649, "arc_easy": 36.0})
+    fake(tmp_path / "a" / "bdl", "bdl", {**ALL, "arc_easy": 35.0})
+    (tmp_path / "a" / "run.json").write_text("{}")
+    text, records = tables.tabulate([str(p) for p in sorted((tmp_path / "a").iterdir())])
+    firsts = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    assert firsts == ["", "---", "Pre-Train w/o KD", "*paper*", "TAD", "*paper*", "ALRA", "*paper*", "BDL"]
+    assert cells(text, "")[1:] == [
+        "ARC-C",
+        "ARC-E",
+        "HS",
+        "LAMB",
+        "OBQA",
+        "PIQA",
+        "SIQA",
+        "SC16",
+        "WG",
+        "Avg.",
+        "Δ pretrain",
+    ]
+    alra, tad = cells(text, "ALRA"), cells(text, "TAD")
+    assert alra[2] == "**37.00**" and tad[2] == "*36.00*"
+    assert alra[6] == tad[6] == "**58.65**"  # equal as printed, marked alike
+    assert alra[1] == "20.00"  # nothing to choose between
+    gain = (58.654 - 25 + 37 - 21) / 9
+    assert alra[10:] == [f"**{24 + gain:.2f}**", f"{gain:+.2f}"] and cells(text, "Pre-Train w/o KD")[10:] == [
+        "24.00",
+        "Ref.",
+    ]
+    paper = [cells(line, "*paper*") for line in text.splitlines() if line.startswith("| *paper*")]
+    assert paper[2][1:] == [
+        "21.33",
+        "37.71",
+        "28.09",
+        "19.91",
+        "24.20",
+        "58.65",
+        "35.41",
+        "52.40",
+        "51.85",
+        "36.62",
+        "+2.31",
+    ]
+    assert "SC16: 500 items, the paper has 1,000." in text and "OBQA" not in text.split("One seed each")[1]
+    cell = next(r for r in records if r["method"] == "tad" and r["column"] == "piqa")
+    assert cell == {"table": "Main results", "student": "200m", "split": "heldout", "method": "tad", "column": "piqa",
+                    "value": pytest.approx(58.649), "plus_minus": None, "n_seeds": 1, "paper": 58.76}  # fmt: skip
+
+
+def test_averages_over_fewer_tasks_say_so_on_both_sides(tmp_path):
+    eight = {t: a for t, a in ALL.items() if t != "storycloze_2016"}
+    fake(tmp_path / "alra", "alra", eight)
+    fake(tmp_path / "pretrain", "pretrain", ALL)
+    text, _ = tables.tabulate([str(tmp_path)])
+    assert cells(text, "")[10] == "Avg. (8 of 9)" and cells(text, "ALRA")[8] == "–"
+    assert float(cells(text, "ALRA")[10].strip("*")) == pytest.approx(sum(eight.values()) / 8, abs=0.005)
+    paper = tables.PAPER["200m", "heldout", "alra"]
+    shown = [cells(line, "*paper*") for line in text.splitlines() if line.startswith("| *paper*")][1]
+    assert float(shown[10]) == pytest.approx(sum(paper[t] for t in eight) / 8, abs=0.005)
+
+
+def test_ablations_have_tables_of_their_own(tmp_path):
+    three = dict.fromkeys(tables.SUITES["validation"], 40.0)
+    for method in ("alra", "fixed_3", "fixed_25", "alra_n"):
+        fake(tmp_path / method, method, three, split="validation", student="500m")
+    fake(tmp_path / "alra_r", "alra_r", ALL, student="500m")
+    text, _ = tables.tabulate([str(tmp_path)])
+    titles = [line for line in text.splitlines() if line.startswith("###")]
+    assert titles == ["### Pairwise weighting: accuracy in %, heldout", "### Local budget: accuracy in %, validation",
+                      "### Anchoring: accuracy in %, validation"]  # fmt: skip
+    assert cells(text, "Fixed-Budget d=25")[1:] == ["40.00"] * 4 + ["+0.00"]
+    budget = [cells(line, "*paper*") for line in text.splitlines() if line.startswith("| *paper*")]
+    assert budget[2][-2:] == ["40.69", "+1.42"] and budget[1][-2:] == ["39.27", "Ref."] and budget[0][-1] == "Ref."
+
+
+def test_several_seeds_become_mean_and_interval(tmp_path):
+    for seed, more in ((1, 0.0), (2, 3.0), (3, 6.0)):
+        fake(tmp_path / f"s{seed}" / "alra", "alra", {t: a + more for t, a in ALL.items()}, seed=seed)
+        fake(tmp_path / f"s{seed}" / "pretrain", "pretrain", {t: a + more - 1 for t, a in ALL.items()}, seed=seed)
+    text, records = tables.tabulate([str(tmp_path / f"s{s}" / m) for s in (1, 2, 3) for m in ("alra", "pretrain")])
+    half = 4.303 * 3 / math.sqrt(3)
+    assert cells(text, "ALRA")[1] == f"**23.00 ± {half:.2f}**" and "over 3 seeds" in text
+    assert cells(text, "ALRA")[-1] == "+1.00 ± 0.00"  # seed by seed, not mean by mean
+    assert next(r for r in records if r["column"] == "avg")["n_seeds"] == 3
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"run": {"init_sha256": "other"}}, "init_sha256 of seed 1234"),
+    ({"run": {"data_sha256": "other"}}, "data_sha256"),
+    ({"run": {"step": 8}}, "step: 7 and 8"),
+    ({"run": {"config": {"lr": 1e-3}}}, "lr: 0.0006 and 0.001"),
+    ({"protocol": {"dtype": "bfloat16"}}, "protocol: dtype"),
+    ({"protocol": {"limit": 60}}, "protocol: limit: None and 60"),
+    ({"prompts_sha256": "other"}, "arc_challenge, heldout: prompts_sha256"),
+])  # fmt: skip
+def test_runs_that_differ_are_not_tabulated_unless_asked_for(tmp_path, change, named):
+    fake(tmp_path / "x" / "pretrain", "pretrain", ALL)
+    fake(tmp_path / "y" / "alra", "alra", ALL, **change)
+    paths = [str(tmp_path / "x" / "pretrain"), str(tmp_path / "y" / "alra")]
+    with pytest.raises(tables.TableError, match=named) as error:
+        tables.tabulate(paths)
+    assert all(path in str(error.value) for path in paths)
+    text, _ = tables.tabulate(paths, mixed=True)
+    assert "Not to be compared" in text and named.split(":")[0] in text
+    fake(tmp_path / "y" / "alra", "alra", ALL)  # pretrain has no teacher, which is no difference
+    tables.tabulate(paths)
+
+
+def test_one_place_for_each_student(tmp_path):
+    fake(tmp_path / "a" / "alra", "alra", ALL)
+    fake(tmp_path / "b" / "alra", "alra", ALL)
+    with pytest.raises(tables.TableError, match="both hold alra from seed 1234"):
+        tables.tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
+    fake(tmp_path / "b" / "alra", "alra", ALL, run={"overrides": {"d_max": 9}})
+    text, _ = tables.tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert cells(text, "alra d_max=9")[1] == "20.00"
+    with pytest.raises(tables.TableError, match="no eval_"):
+        tables.tabulate([str(tmp_path)])
+    (tmp_path / "c" / "tad" / "model").mkdir(parents=True)
+    with pytest.raises(tables.TableError, match="tad: a student without results"):
+        tables.tabulate([str(tmp_path / "a" / "alra"), str(tmp_path / "c" / "tad")])
+
+
+# --- end to end ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, student, teacher, tokenizer, rows):
+    """What train.py leaves behind: two students, their facts, the rows and the teacher."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "data").mkdir()
+    rows.tofile(folder / "data" / "val.bin")
+    manifest = {"rows": len(rows), "row_len": rows.shape[1], "tokenizer_sha256": tokenizer_hash(tokenizer)}
+    (folder / "data" / "val.json").write_text(json.dumps(manifest))
+    teacher.save_pretrained(folder / "teacher", tokenizer)
+    for method, seed in (("pretrain", 5), ("alra", 9)):
+        sharp(init_student(student.config, seed)).save_pretrained(folder / "out" / method / "model", tokenizer)
+        facts = {
+            "method": method,
+            "seed": 1234,
+            "student": "tiny",
+            "init_sha256": "i",
+            "data_sha256": "d",
+            "overrides": {},
+        }
+        (folder / "out" / method / "run.json").write_text(json.dumps(facts))
+    config = {"data_dir": str(folder / "data"), "teacher": str(folder / "teacher")}
+    (folder / "out" / "run.json").write_text(json.dumps({"config": config}))
+    return folder
+
+
+def test_from_checkpoints_to_tables(finished, data, tmp_path, capsys):
+    students = [str(finished / "out" / m) for m in ("pretrain", "alra")]
+    ev.run([*students, "--tasks", "none"])
+    ev.run(["--table", str(finished / "out"), "--csv", str(tmp_path / "t.csv")])
+    text = capsys.readouterr().out
+    assert "accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
+    low, high = (float(v) for v in text.split("| alra |")[2].split("[")[1].split("]")[0].split(","))
+    ce = [json.loads((Path(s) / "eval_heldout.json").read_text())["intrinsic"]["ce"] for s in students]
+    assert low < ce[1] - ce[0] < high
+    assert len(list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))) == 2 * len(tables.FIGURES)
+    ev.run([students[1], "--data_dir", str(data), "--tasks", "arc_easy,piqa", "--limit", "3", "--log_samples"])
+    found = json.loads((finished / "out" / "alra" / "eval_heldout.json").read_text())
+    assert (
+        found["intrinsic"]["ce"] == ce[1]
+        and list(found["tasks"]) == ["arc_easy", "piqa"]
+        and found["protocol"]["limit"] == 3
+    )
+    assert (
+        found["tasks"]["piqa"]["n"] == 3 and found["tasks"]["piqa"]["n_rows"] == 7 and found["run"]["method"] == "alra"
+    )
+    assert len((finished / "out" / "alra" / "samples_heldout_piqa.jsonl").read_text().splitlines()) == 3
+    ev.run([students[1], "--data_dir", str(data), "--tasks", "winogrande", "--limit", "3", "--rows", "none"])
+    found = json.loads((finished / "out" / "alra" / "eval_heldout.json").read_text())
+    assert list(found["tasks"]) == ["arc_easy", "piqa", "winogrande"]  # same weights, same protocol: one more task
+    text = (finished / "out" / "alra" / "eval_heldout.md").read_text()
+    assert "Avg. (3 of 9)" in text and "the paper has 1,267" in text and "(--limit)" in text and "bits/byte" in text
+    ev.run([students[1], "--tasks", "none", "--max_length", "511"])
+    assert json.loads((finished / "out" / "alra" / "eval_heldout.json").read_text())["tasks"] == {}  # another protocol
+    model = ["--tasks", "none", "--rows", str(finished / "data"), "--teacher", "none", "--out", str(tmp_path / "model")]
+    ev.run([str(finished / "teacher"), *model])
+    found = json.loads((tmp_path / "model" / "eval_heldout.json").read_text())
+    assert found["run"] is None and "kl" not in found["intrinsic"]
+
+
+def test_storycloze_is_left_out_with_a_word(finished, data, tmp_path, capsys):
+    for file in data.glob("*/*.jsonl"):
+        if "storycloze" not in str(file):
+            write_rows(tmp_path / "eval", file.parent.name, file.stem, map(json.loads, file.read_text().splitlines()))
+    argv = [
+        str(finished / "out" / "alra"),
+        "--data_dir",
+        str(tmp_path / "eval"),
+        "--rows",
+        "none",
+        "--limit",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    ev.run(argv)
+    told = capsys.readouterr()
+    assert "on request" in told.err and "Avg. (8 of 9)" in told.out
+    with pytest.raises(ev.EvalError, match="on request"):
+        ev.run([*argv, "--tasks", "storycloze_2016"])
+
+
+def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, student):
+    def tried(*argv):
+        with pytest.raises(ValueError) as error:
+            ev.run([*argv, "--tasks", "none"])
+        return str(error.value)
+
+    assert "a run of alra, pretrain" in tried(str(finished / "out"))
+    assert "no such folder" in tried(str(tmp_path / "gone"))
+    assert "no model/ in it" in tried(str(tmp_path))
+    assert "nothing to score" in tried(str(finished / "teacher"))
+    assert "no val.bin" in tried(str(finished / "out" / "alra"), "--rows", str(tmp_path))
+    assert "takes 600 at most" in tried(str(finished / "out" / "alra"), "--max_length", "601")
+    small = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=293))
+    small.save_pretrained(tmp_path / "small", tokenizer)
+    assert "vocabulary of 293, its tokenizer has ids up to 306" in tried(str(tmp_path / "small"))
+    wide = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=313))
+    wide.save_pretrained(tmp_path / "wide", tokenizer)
+    assert "vocabulary of 313" in tried(str(finished / "out" / "alra"), "--teacher", str(tmp_path / "wide"))
+    student.save_pretrained(tmp_path / "other", make_tokenizer(283))
+    assert "another tokenizer" in tried(str(tmp_path / "other"), "--rows", str(finished / "data"))
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "val.json").write_text((finished / "data" / "val.json").read_text())
+    (tmp_path / "cut" / "val.bin").write_bytes((finished / "data" / "val.bin").read_bytes()[:-4])
+    assert "prepare it again" in tried(str(finished / "out" / "alra"), "--rows", str(tmp_path / "cut"))
+
+
+def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
+    argv = [
+        str(finished / "out" / "alra"),
+        "--data_dir",
+        str(data),
+        "--tasks",
+        "arc_easy,lambada_openai",
+        "--batch_tokens",
+        "97",
+    ]
+    ev.run([*argv, "--out", str(tmp_path / "one")])
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--master_port=0",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+    ]
+    done = subprocess.run([*torchrun, str(ROOT / "eval.py"), *argv, "--device", "cpu", "--out", str(tmp_path / "two")], cwd=tmp_path,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / n / "eval_heldout.json").read_text()) for n in ("one", "two"))
+    assert one["tasks"] == two["tasks"] and one["intrinsic"] == two["intrinsic"]
+
+
+def test_errors_are_one_line_and_an_exit_code(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "eval.py"), "--table", str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.startswith("TableError: ") and "Traceback" not in done.stderr

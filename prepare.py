@@ -15,7 +15,7 @@ rows give the stream back.
   2. a line: the token's text, without trailing spaces and tabs, ends in a line feed (so CR LF counts, a lone CR does
      not, and the two are never parted); or
   3. a sentence: the text up to here ends in STOPS and then any number of CLOSERS, and the next token of the stream (the
-     one after the window, if need be) starts with whitespace. After the full stops of WIDE no whitespace is needed, as
+     one after the window, if need be) starts with whitespace. Where the last stop is in WIDE no whitespace is needed, as
      those scripts write none: the next token must then start with a whole character that is not in STOPS or CLOSERS.
      One single "." does not end a sentence after a *word* that is one letter or digit ("J. Smith"), two or three
      digits ("12. The", a label or the front of a number), single letters with full stops between them ("U.S.", "e.g."), or in
@@ -75,13 +75,18 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 STOPS = ".!?…‼⁇⁈⁉؟۔।。！？｡"
 WIDE = "。！？｡"
 CLOSERS = "\"'”’»›)]}」』】》〉〕）］｝"
-ABBREVIATIONS = """
-mr mrs ms mx dr prof rev fr hon gen col capt cmdr lt maj sgt gov sen rep pres st sr jr esq messrs mme mlle
-vs viz etc al ca cf approx resp incl excl ibid ave blvd rd mt ft no nos vol vols ch chap sec fig figs eq eqs pp ed eds
-jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat
-inc ltd co corp dept univ assn bros ph.d
-"""
-
+UNDECIDED = CLOSERS + "\ufffd"  # what part of a character decodes to
+GAPS = re.compile(rb"[ \t\n\r]")
+ABBREVIATIONS = {  # lower case, without the last full stop
+    word
+    for line in (
+        "mr mrs ms mx dr prof rev fr hon gen col capt cmdr lt maj sgt gov sen rep pres st sr jr esq messrs mme mlle",
+        "vs viz etc al ca cf approx resp incl excl ibid no nos vol vols ch chap sec fig figs eq eqs pp ed eds",
+        "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat",
+        "inc ltd co corp dept univ assn bros ave blvd rd mt ft ph.d",
+    )
+    for word in line.split()
+}
 # Bits of a token's class. STOP and OPEN say that it may; the tokens before it decide.
 EOS = 1
 LINE = 2  # ends a line
@@ -277,47 +282,46 @@ class Table(NamedTuple):
 
 def token_table(tokenizer) -> Table:
     """The class of every token of a fast tokenizer (`transformers`), from the bytes that it stands for."""
-    pieces = token_bytes(tokenizer.backend_tokenizer)
-    flags = np.zeros(len(pieces), np.uint8)
-    for i, piece in enumerate(pieces):
+    pieces, flags = token_bytes(tokenizer.backend_tokenizer), []
+    for piece in pieces:
         text = piece.decode("utf-8", "replace")
-        last, first = text.rstrip(CLOSERS).rstrip("\ufffd"), text[:1]
-        # Only closers, or bytes that end a character begun elsewhere: the tokens before must tell.
-        unknown = bool(piece) and not last
-        flags[i] |= LINE * piece.rstrip(b" \t").endswith(b"\n")
-        flags[i] |= STOP * (unknown or last[-1:] in tuple(STOPS)) | OPEN * (unknown or last[-1:] in tuple(WIDE))
-        flags[i] |= SPACE * first.isspace() | FRESH * (first not in ("", "\ufffd", *STOPS, *CLOSERS))
-        flags[i] |= GAP * bool(set(piece) & set(b" \t\n\r"))
+        first, last = text[:1], text[-1:]
+        if last in UNDECIDED:  # the end of a character or a closer: what is before it tells, here or in other tokens
+            last = text.rstrip(UNDECIDED)[-1:] or WIDE[0]
+        flag = FRESH if first not in UNDECIDED and first not in STOPS else 0
+        flag |= (SPACE if first.isspace() else 0) | (GAP if GAPS.search(piece) else 0)
+        if last and last in STOPS:
+            flag |= STOP | OPEN if last in WIDE else STOP
+        elif piece.rstrip(b" \t").endswith(b"\n"):
+            flag |= LINE
+        flags.append(flag if piece else 0)
     flags[tokenizer.eos_token_id] = EOS | GAP
-    return Table(flags, pieces)
+    return Table(np.array(flags, np.uint8), pieces)
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every id. Reads byte-level vocabularies and those that write a space as U+2581."""
-    spec = json.loads(backend.to_str())
-    decoder = spec["decoder"] or {}
+    """The bytes of every id, none for special tokens. Reads byte-level vocabularies, and those with U+2581 for a space."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
-    if "ByteLevel" in kinds:
-        shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
-        hidden = [b for b in range(256) if b not in shown]
-        byte_of = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
-
-        def as_bytes(token: str) -> bytes:
-            return bytes(byte_of[c] for c in token)
-
-    elif kinds & {"Metaspace", "ByteFallback"}:
-
-        def as_bytes(token: str) -> bytes:
-            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
-
-    else:
+    byte_level = "ByteLevel" in kinds
+    if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
         raise PrepareError(f"tokenizer: decoder {sorted(kinds)}: expected a byte-level one, or one with byte fallback")
-    added = {token["id"]: b"" if token["special"] else token["content"].encode() for token in spec["added_tokens"]}
-    vocab = backend.get_vocab(with_added_tokens=True)
+    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+    hidden = [b for b in range(256) if b not in shown]  # written as the characters from U+0100 on
+    latin = {
+        ord(c): chr(b) for c, b in [*((chr(b), b) for b in shown), *((chr(256 + i), b) for i, b in enumerate(hidden))]
+    }
+    vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():
-        pieces[i] = added[i] if i in added else as_bytes(token)
+        if i in added:
+            pieces[i] = b"" if added[i].special else token.encode()
+        elif byte_level:
+            pieces[i] = token.translate(latin).encode("latin-1")
+        elif byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            pieces[i] = bytes([int(byte[1], 16)])
+        else:
+            pieces[i] = token.replace("▁", " ").encode()
     return pieces
 
 
@@ -361,17 +365,17 @@ def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], star
     text = b"".join(pieces[j] for j in ids[first : i + 1]).decode("utf-8", "replace").rstrip(CLOSERS)
     before = text.rstrip(STOPS)
     stops = text[len(before) :]
-    if not stops or not (flags[i + 1] & SPACE or (set(stops) & set(WIDE) and flags[i + 1] & FRESH)):
+    if not stops or not (flags[i + 1] & SPACE or (stops[-1] in WIDE and flags[i + 1] & FRESH)):
         return False
     if stops != ".":
         return True
     n = len(before)
     while n and (before[n - 1].isalnum() or before[n - 1] == "."):
         n -= 1
-    word = before[n:].lower()
-    label = len(word) == 1 or (len(word) <= 3 and word.isdigit())
+    word = before[n:]
+    label = len(word) == 1 or (len(word) <= 3 and word.isdecimal())
     initials = all(len(part) == 1 and part.isalpha() for part in word.split("."))
-    return not (label or initials or word in ABBREVIATIONS.split())
+    return not (label or initials or word.lower() in ABBREVIATIONS)
 
 
 # --- workers -----------------------------------------------------------------------------------------------------
@@ -448,20 +452,17 @@ def _encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Stream:
-    """One stream of ids on its way into a file: what is written, and the start of the next row."""
+    """One stream of ids on its way into a file: how much is written, and the start of the next row."""
 
     def __init__(self, file: Path, row_len: int, max_rows: int | None, saved: dict | None):
         saved = saved or {"ends": "", "rest": []}
-        self.row_len, self.max_rows = row_len, max_rows
+        self.file, self.row_len, self.max_rows = file, row_len, max_rows
         self.ends = [saved["ends"]]  # one letter of KINDS for each row
         self.rows = len(saved["ends"])
         self.rest = np.array(saved["rest"], np.uint32)
-        self.out = open(file, "r+b" if self.rows else "wb")  # noqa: SIM115
-        size = self.rows * row_len * 4
-        if self.out.seek(0, os.SEEK_END) < size:
-            raise PrepareError(f"{file}: shorter than prepare.state says; delete the folder and start again")
-        self.out.truncate(size)  # what a killed run wrote after its last commit
-        self.out.seek(size)
+        self.file.touch()
+        if self.file.stat().st_size < self.rows * row_len * 4:
+            raise PrepareError(f"{file}: shorter than prepare.state says; delete {file.parent} and start again")
 
     @property
     def full(self) -> bool:
@@ -483,7 +484,9 @@ class Stream:
         starts = np.append(0, ends[:-1])
         block = np.full((len(ends), self.row_len), PAD, np.uint32)
         block[np.arange(self.row_len) < (ends - starts)[:, None]] = ids[: ends[-1]]
-        self.out.write(block)
+        with open(self.file, "r+b") as f:
+            f.seek(self.rows * self.row_len * 4)  # over what a killed run wrote after its last commit
+            f.write(block)
         self.ends.append(kinds)
         self.rows += len(ends)
         self.rest = ids[ends[-1] :].copy()
@@ -493,8 +496,10 @@ class Stream:
         )
 
     def save(self) -> dict:
-        self.out.flush()
-        os.fsync(self.out.fileno())
+        """Everything on the disk -> what `saved` takes."""
+        with open(self.file, "r+b") as f:
+            f.truncate(self.rows * self.row_len * 4)
+            os.fsync(f.fileno())
         self.ends = ["".join(self.ends)]
         return {"ends": self.ends[0], "rest": self.rest.tolist()}
 
@@ -605,10 +610,7 @@ def _write_rows(
             stream.feed(np.empty(0, np.uint32), np.empty(0, np.int64), table, last=True)
     if n_records == 0:
         raise PrepareError(f"source={cfg.source}: holds no record")
-    state = commit(whole=True)
-    for stream in streams.values():
-        stream.out.close()
-    return state
+    return commit(whole=True)
 
 
 def _held_out(document: tuple[str | None, str], share: float) -> bool:

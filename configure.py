@@ -78,6 +78,9 @@ class Config:
     # --- the run
     out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside
     log_every_steps: int = 10  # updates between lines of the log
+    histogram_every_steps: int | None = None  # updates between histograms of d_u and of teacher probabilities
+    tensorboard: bool = False  # write the log's records for TensorBoard too
+    wandb_project: str | None = None  # send them to Weights & Biases too, under this project
     val_every_steps: int = 1_000  # updates between validations; there is always one at the end
     val_max_rows: int | None = 512  # rows of val.bin that a validation reads; None: all
     checkpoint_every_steps: int = 1_000  # updates between checkpoints; there is always one at the end
@@ -119,9 +122,9 @@ class Config:
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
         for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected 0 or more")
-        for name in ("n_documents", "train_rows", "val_max_rows"):
+        for name in ("n_documents", "train_rows", "val_max_rows", "histogram_every_steps"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name}={value}: expected at least 1, or None for all")
+            _require(value is None or value >= 1, f"{name}={value}: expected at least 1, or None")
         for name in ("beta1", "beta2", "val_share"):
             _require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: expected 0 <= {name} < 1")
         _require(self.methods, "methods=(): expected at least one name")

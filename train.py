@@ -11,6 +11,9 @@ Dimension key: B rows, T time, D width, V vocabulary.
 """
 
 import dataclasses
+import functools
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -20,8 +23,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
@@ -34,12 +39,22 @@ from tqdm import tqdm
 
 import configure
 from configure import Config, ConfigError
-from losses import IGNORE, fused_head_losses, keywords, needs_teacher
-from model import CheckpointError, Qwen2, init_student, load_config, load_tokenizer, tokenizer_hash, weights_hash
+from losses import IGNORE, alra, alra_terms, fused_head_losses, keywords, needs_teacher, resolve
+from model import (
+    CheckpointError,
+    Qwen2,
+    Qwen2Config,
+    init_student,
+    load_config,
+    load_tokenizer,
+    tokenizer_hash,
+    weights_hash,
+)
 
 PAD = 0xFFFFFFFF  # an unused place in a stored row; no token id
 # Keys that may differ when a run goes on: they change what is done when and where, not what is computed.
-FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir"}
+FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir",
+             "histogram_every_steps", "tensorboard", "wandb_project", "prepare_workers"}  # fmt: skip
 
 
 # --- data ------------------------------------------------------------------------------------------------------
@@ -88,8 +103,40 @@ def row_order(step: int, n_rows: int, cfg: Config) -> np.ndarray:
     place = np.arange(step * cfg.batch_rows, (step + 1) * cfg.batch_rows)
     if not cfg.shuffle:
         return place % n_rows
-    passes = {p: np.random.default_rng((cfg.seed, p)).permutation(n_rows) for p in set(place // n_rows)}
-    return np.array([passes[i // n_rows][i % n_rows] for i in place])
+    return np.array([shuffled(n_rows, cfg.seed, int(i) // n_rows)[i % n_rows] for i in place])
+
+
+@functools.lru_cache(maxsize=2)  # an update may reach from one pass into the next
+def shuffled(n_rows: int, seed: int, nth_pass: int) -> np.ndarray:
+    return np.random.default_rng((seed, nth_pass)).permutation(n_rows)
+
+
+class Batch(NamedTuple):
+    """One micro-batch, and what the teacher makes of it."""
+
+    x: Tensor  # [B, T] int64 inputs
+    y: Tensor  # [B, T] int64 labels, IGNORE where there is none
+    n_valid: int
+    h_t: Tensor | None  # [B, T, D_t] the teacher's last hidden states
+
+
+def batches(rows: Rows, teacher: "Teacher | None", step: int, cfg: Config, env: "Env") -> Iterator[Batch]:
+    """This process's micro-batches from update `step` on, each one asked for while the one before is still at work.
+
+    On a GPU, or with a teacher on a device of its own, the next rows and hidden states are then already under way.
+    """
+    ahead = None
+    for at in range(step, cfg.max_steps):
+        mine = np.array_split(row_order(at, rows.n, cfg), env.world)[env.rank]
+        for index in np.split(mine, len(mine) // cfg.micro_batch):
+            x, y, n_valid = rows.batch(index, env.device)
+            with env.autocast():
+                batch = Batch(x, y, n_valid, teacher.hidden(x) if teacher else None)
+            if ahead:
+                yield ahead
+            ahead = batch
+    if ahead:
+        yield ahead
 
 
 # --- teacher and students ---------------------------------------------------------------------------------------
@@ -121,6 +168,13 @@ class Student:
     sums: dict[str, Tensor] = field(default_factory=dict)  # of each term over the tokens since the last log line
     gnorm: Tensor | None = None
     stopped: str | None = None  # why, where it could not go on
+    sinks: list[Callable[[dict], None]] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
+
+    def record(self, values: dict) -> None:
+        """One more line of this student's log."""
+        append_json(self.folder / "log.jsonl", values)
+        for sink in self.sinks:
+            sink(values)
 
 
 def make_student(name: str, cfg: Config, device: torch.device) -> Student:
@@ -146,24 +200,23 @@ def learning_rate(step: int, cfg: Config) -> float:
 # --- the step --------------------------------------------------------------------------------------------------
 
 
-def update(students: list[Student], teacher: Teacher | None, rows: Rows, step: int, cfg: Config, env: "Env") -> int:
+def update(
+    students: list[Student], teacher: Teacher | None, stream: Iterator[Batch], step: int, cfg: Config, env: "Env"
+) -> int:
     """One optimizer step of every student from one pass of the teacher -> valid tokens seen.
 
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over
     each one's valid positions, however they are dealt out to micro-batches and processes.
     """
-    lr, n_groups, n_valid = learning_rate(step, cfg), cfg.batch_rows // cfg.group, 0
-    mine = np.array_split(row_order(step, rows.n, cfg), env.world)[env.rank]
-    for index in np.split(mine, len(mine) // cfg.micro_batch):
-        x, y, n = rows.batch(index, env.device)
+    n_micro, n_valid = cfg.batch_rows // cfg.micro_batch, 0  # over all processes
+    for x, y, n, h_t in itertools.islice(stream, n_micro // env.world):
         n_valid += n
         with env.autocast():
-            h_t = teacher.hidden(x) if teacher else None  # [B, T, D_t]
             h_s = [s.model.hidden(x, recompute=cfg.recompute).to(env.dtype) for s in students]  # each [B, T, D_s]
         heads = [(h, s.model.head, s.name, s.overrides) for h, s in zip(h_s, students, strict=True)]
         results = fused_head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group, compile=cfg.compile)
         for s, (loss, terms) in zip(students, results, strict=True):
-            (loss * (len(index) // cfg.group / n_groups)).backward()
+            (loss / n_micro).backward()
             for name, value in terms.items():
                 s.sums[name] = s.sums.get(name, 0.0) + value * n
     for s in students:
@@ -174,7 +227,7 @@ def update(students: list[Student], teacher: Teacher | None, rows: Rows, step: i
             s.stopped = f"step {step}: gradient norm {s.gnorm.item()}; {broken_terms(s)}; the update was not made"
             continue
         for group in s.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = learning_rate(step, cfg)
         s.optimizer.step()
         s.optimizer.zero_grad(set_to_none=True)
     return n_valid
@@ -229,6 +282,52 @@ def validate(students: list[Student], teacher: Teacher | None, rows: Rows, cfg: 
     return {name: {k: float(v) / n_valid for k, v in got.items()} for name, got in sums.items()}
 
 
+@torch.no_grad()
+def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int, cfg: Config, env: "Env") -> None:
+    """The paper's two figures of what training looks at, over the rows of update `step`, without touching the run.
+
+    `teacher.jsonl`: the teacher's probability of the label and of its own top-1 (50 equal bins of [0, 1]), how often
+    the two tokens agree, its CE and entropy, and the local budgets with the teacher's own top d_max as candidates.
+    `<method>/histograms.jsonl`: the local budgets of each ALRA student, by size from 0 to d_max.
+    """
+    if not env.first:
+        return
+    x, y, n_valid = rows.batch(row_order(step, rows.n, cfg), env.device)
+    settings = {s.name: resolve(s.name, **s.overrides) for s in live}
+    hyper = {s.name: m.hyper for s, m in zip(live, settings.values(), strict=True) if m.fn is alra}
+    hyper[""] = {k: v for k, v in cfg.overrides.items() if k in keywords("alra") - {"w_kd", "w_ce"}}  # the teacher's own
+    counts = dict.fromkeys(hyper, 0)
+    p_hist, sums = {"label": 0, "top1": 0}, {}
+    for first in range(0, len(x), cfg.group):
+        part = slice(first, first + cfg.group)
+        labels = y[part].flatten()
+        with env.autocast():
+            h_t = teacher.hidden(x[part])
+            h_s = {s.name: (s.model.hidden(x[part]), s.model.head) for s in live if s.name in hyper}
+        z_t = logits(h_t.flatten(0, 1), teacher.head)
+        valid = labels != IGNORE
+        logp = z_t[valid].log_softmax(-1)
+        of_label, top = logp.gather(1, labels[valid][:, None])[:, 0], logp.max(-1)
+        for key, p in (("label", of_label.exp()), ("top1", top.values.exp())):
+            p_hist[key] = p_hist[key] + torch.histc(p.float(), 50, 0, 1)
+        for key, value in {"p_label": of_label.exp(), "p_top1": top.values.exp(), "agree": (top.indices == labels[valid]).float(),
+                           "ce": -of_label, "entropy": -(logp.exp() * logp).sum(-1)}.items():  # fmt: skip
+            sums[key] = sums.get(key, 0.0) + float(value.sum())
+        for name in counts:
+            z_s = logits(h_s[name][0].flatten(0, 1), h_s[name][1]) if name else z_t
+            d_max = {**alra.__kwdefaults__, **hyper[name]}["d_max"]
+            d_u = alra_terms(z_s, z_t, labels, **hyper[name]).d_u[valid]
+            counts[name] = counts[name] + torch.bincount(d_u, minlength=d_max + 1)
+    for name, count in counts.items():
+        record = {"step": step, "n": n_valid, "d_u_hist": count.tolist()}
+        if not name:
+            record |= {key: value / n_valid for key, value in sums.items()}
+            record |= {f"p_{key}_hist": hist.long().tolist() for key, hist in p_hist.items()}
+        append_json(
+            Path(cfg.out_dir) / name / "histograms.jsonl" if name else Path(cfg.out_dir) / "teacher.jsonl", record
+        )
+
+
 # --- the run ---------------------------------------------------------------------------------------------------
 
 
@@ -248,11 +347,16 @@ def run(loaded: configure.Loaded) -> int:
     facts = run_facts(cfg, rows, val, teacher)
     open_folder(loaded, students, facts, env)
     live = [s for s in students if not s.stopped]
-    step, clock = resume(live, facts)
+    step, clock = resume(live, cfg, facts)
+    if env.first:
+        open_sinks(live, cfg)
+    stream = batches(rows, teacher, step, cfg, env)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=None if env.first else True, dynamic_ncols=True)
     while step < cfg.max_steps and live and not env.asked_to_stop():
+        if teacher and cfg.histogram_every_steps and step % cfg.histogram_every_steps == 0:
+            log_histograms(live, teacher, rows, step, cfg, env)
         t0 = time.perf_counter()
-        n_valid = update(live, teacher, rows, step, cfg, env)
+        n_valid = update(live, teacher, stream, step, cfg, env)
         clock.count(n_valid, time.perf_counter() - t0)
         step += 1
         for s in live:
@@ -261,7 +365,7 @@ def run(loaded: configure.Loaded) -> int:
         live = [s for s in live if not s.stopped]
         last = step == cfg.max_steps
         if step % cfg.log_every_steps == 0 or last:
-            log_terms(live, step, clock, cfg, env)
+            log_terms(live, teacher, step, clock, cfg, env)
         if step % cfg.val_every_steps == 0 or last:
             log_validation(live, validate(live, teacher, val, cfg, env), step, env)
         if step % cfg.checkpoint_every_steps == 0 or last:
@@ -461,6 +565,33 @@ def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, 
         env.say(f"{s.name}: {s.model.n_params:,} parameters, initial weights {s.init_sha256[:12]}, in {s.folder}")
 
 
+# --- arithmetic ------------------------------------------------------------------------------------------------
+
+# Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
+    """FLOPs of one token: two per weight of every matrix that multiplies it (the head too, the embedding look-up not),
+    and 2 * 2 * H * K * T / 2 per layer for causal attention; three times that where a backward pass follows."""
+    d, k = shape.hidden_size, shape.head_dim
+    attention = d * k * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads)
+    matrices = shape.num_hidden_layers * (attention + 3 * d * shape.intermediate_size) + shape.vocab_size * d
+    scores = shape.num_hidden_layers * 2 * shape.num_attention_heads * k * seq_len
+    return (2 * matrices + scores) * (3 if trained else 1)
+
+
+def mfu(tok_per_sec: float, n_students: int, teacher: "Teacher | None", cfg: Config, env: "Env") -> float | None:
+    """Share of the cards' peak that the run's own arithmetic takes, teacher counted once; None on an unknown card."""
+    if env.device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_name(env.device)
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
+    each = n_students * flops_per_token(load_config(cfg.student), cfg.seq_len, trained=True)
+    each += flops_per_token(teacher.model.config, cfg.seq_len, trained=False) if teacher else 0.0
+    return tok_per_sec * each / (peak * env.world) if peak else None
+
+
 # --- the account -----------------------------------------------------------------------------------------------
 
 
@@ -482,13 +613,15 @@ class Clock:
         self.line_sec += seconds
 
 
-def log_terms(live: list[Student], step: int, clock: Clock, cfg: Config, env: Env) -> None:
+def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Clock, cfg: Config, env: Env) -> None:
     """One line and one record per student: means over all tokens since the last line."""
     names = sorted({name for s in live for name in s.sums})
     counts = torch.tensor([clock.line_valid, clock.valid_tokens], dtype=torch.float64, device=env.device)
     env.sum([counts])
     line_valid, valid_tokens = (int(c) for c in counts.tolist())
     left = (time.perf_counter() - clock.begun) / (step - clock.begun_step) * (cfg.max_steps - step)
+    tok_per_sec = clock.line_steps * cfg.batch_rows * cfg.seq_len / clock.line_sec
+    used = mfu(tok_per_sec, len(live), teacher, cfg, env)
     for s in live:
         sums = torch.stack(
             [torch.as_tensor(s.sums[name], dtype=torch.float64, device=env.device) for name in names if name in s.sums]
@@ -503,17 +636,18 @@ def log_terms(live: list[Student], step: int, clock: Clock, cfg: Config, env: En
             **terms,
             "lr": learning_rate(step - 1, cfg),
             "gnorm": float(s.gnorm),
-            "tok_per_sec": clock.line_steps * cfg.batch_rows * cfg.seq_len / clock.line_sec,
+            "tok_per_sec": tok_per_sec,
+            "mfu": used,
             "mem_gib": torch.cuda.max_memory_allocated(env.device) / 2**30 if env.device.type == "cuda" else None,
             "eta_sec": left,
         }
         s.sums = {}
         if env.first:
-            append_json(s.folder / "log.jsonl", record)
+            s.record(record)
         parts = " ".join(f"{k} {v:.4f}" for k, v in {"loss": record["loss"], **terms}.items())
         env.say(
             f"{s.name:<10} step {step}/{cfg.max_steps}  {parts}  lr {record['lr']:.1e} gnorm {record['gnorm']:.2f}  "
-            f"{record['tok_per_sec'] / 1e3:.1f}k tok/s  eta {hours(left)}"
+            f"{tok_per_sec / 1e3:.1f}k tok/s {f'mfu {used:.0%} ' if used else ''} eta {hours(left)}"
         )
     clock.line_valid, clock.line_steps, clock.line_sec = 0, 0, 0.0
 
@@ -522,8 +656,39 @@ def log_validation(live: list[Student], figures: dict[str, dict], step: int, env
     for s in live:
         record = {"step": step, **{f"val_{name}": value for name, value in figures[s.name].items()}}
         if env.first:
-            append_json(s.folder / "log.jsonl", record)
+            s.record(record)
         env.say(f"{s.name:<10} step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k != "step"))
+
+
+def open_sinks(live: list[Student], cfg: Config) -> None:
+    """TensorBoard and Weights & Biases, where the config asks for them: both get the records of log.jsonl."""
+    for s in live:
+        if cfg.tensorboard:
+            if importlib.util.find_spec("tensorboard") is None:
+                raise ConfigError(
+                    "tensorboard=True: it is not installed; run `pip install tensorboard`, or leave it off"
+                )
+            from torch.utils.tensorboard import SummaryWriter
+
+            s.sinks.append(functools.partial(to_tensorboard, SummaryWriter(s.folder / "tensorboard")))
+        if cfg.wandb_project:
+            if importlib.util.find_spec("wandb") is None:
+                raise ConfigError(
+                    f"wandb_project={cfg.wandb_project}: wandb is not installed; run `pip install wandb`, or leave it off"
+                )
+            import wandb
+
+            name = f"{Path(cfg.out_dir).name}/{s.name}"
+            run = wandb.init(
+                project=cfg.wandb_project, name=name, id=name.replace("/", "-"), resume="allow", reinit="create_new"
+            )
+            s.sinks.append(lambda record, run=run: run.log(record, step=record["step"]))
+
+
+def to_tensorboard(writer, record: dict) -> None:
+    for key, value in record.items():
+        if key != "step" and value is not None:
+            writer.add_scalar(key, value, record["step"])
 
 
 def append_json(path: Path, record: dict) -> None:
@@ -587,20 +752,27 @@ def checkpoints(s: Student) -> list[Path]:
     return sorted(p for p in (s.folder / "checkpoints").glob("step_*") if not p.name.endswith(".tmp"))
 
 
-def resume(live: list[Student], facts: dict) -> tuple[int, Clock]:
+def resume(live: list[Student], cfg: Config, facts: dict) -> tuple[int, Clock]:
     """Put every student where the newest step that all of them have left it -> that step and the clock."""
     common = set.intersection(*({p.name for p in checkpoints(s)} for s in live)) if live else set()
+    step = int(max(common).removeprefix("step_")) if common else 0
+    for path in (*Path(cfg.out_dir).glob("*.jsonl"), *(p for s in live for p in s.folder.glob("*.jsonl"))):
+        drop_after(path, step)  # what was said of steps that were lost with the process
     if not common:
-        for s in live:
-            (s.folder / "log.jsonl").unlink(missing_ok=True)  # of steps that were lost with the process
         return 0, Clock()
     for s in live:
         state = load_checkpoint(s, s.folder / "checkpoints" / max(common), facts)
-        lines = (s.folder / "log.jsonl").read_text().splitlines() if (s.folder / "log.jsonl").exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        (s.folder / "log.jsonl").write_text("".join(line + "\n" for line in kept))
-    clock = Clock(state["step"], **{k: state[k] for k in ("valid_tokens", "line_steps", "line_valid", "line_sec")})
-    return state["step"], clock
+    clock = Clock(step, **{k: state[k] for k in ("valid_tokens", "line_steps", "line_valid", "line_sec")})
+    return step, clock
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Remove a log's records of later steps, and a last line that a kill cut short."""
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    new = path.with_name(path.name + ".tmp")
+    new.write_text("".join(kept))
+    os.replace(new, path)
 
 
 def load_checkpoint(s: Student, folder: Path, facts: dict) -> dict:

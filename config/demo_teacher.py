@@ -21,7 +21,7 @@ seq_len = 256
 
 shuffle = True
 repeat_rows = True
-max_steps = schedule_steps = 3000
+max_steps = schedule_steps = 2000
 batch_rows = 16
 micro_batch = 16
 lr = 2e-3

@@ -110,3 +110,30 @@ def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):
     assert configure.guard(lambda: None) == 0
     with pytest.raises(ZeroDivisionError):  # ours to mend: the traceback stays
         configure.guard(lambda: 1 / 0)
+
+
+PAPER = {  # appendix D.1 of the paper; None where the paper is silent
+    "batch_rows": 16, "seq_len": 512, "group": 1, "lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 512, "clip": 0.5,
+    "beta1": 0.9, "beta2": 0.98, "adam_eps": 1e-6, "weight_decay": 1e-2, "schedule_steps": 126_400, "seed": 1234,
+    "teacher": "Qwen/Qwen1.5-1.8B", "n_documents": 2_000_000, "source": "monology/pile-uncopyrighted",
+}  # fmt: skip
+MAIN = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
+TABLES = {  # methods and updates of each table of the paper
+    "main": (MAIN, 126_400),
+    "pair": (("alra_r", "alra_u", "alra"), 126_400),
+    "anchor": (("alra_n", "alra_ng", "alra", "alra_g"), 67_200),
+    "budget": (("fixed_3", "fixed_7", "fixed_9", "fixed_15", "fixed_19", "fixed_25", "alra"), 67_200),
+}
+
+
+@pytest.mark.parametrize("size", ["200m", "500m"])
+def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
+    runs = {f"{name}_{size}": ((name,), 126_400) for name in MAIN}
+    runs |= {f"table_{name}_{size}": run for name, run in TABLES.items()}
+    for name, (methods, steps) in runs.items():
+        cfg = load([str(ROOT / "config" / f"{name}.py")]).config
+        assert cfg.methods == methods and cfg.max_steps == steps and cfg.student == size, name
+        assert {key: getattr(cfg, key) for key in PAPER} == PAPER, name
+        assert cfg.out_dir == f"out/{name}" and not cfg.overrides and cfg.decay_1d and not cfg.shuffle, name
+    assert 67_200 * 16 * 512 == 550_502_400 and 126_400 * 16 * 512 == 1_035_468_800  # nominal tokens
+    assert Config().train_rows == 126_400 * 16

@@ -130,7 +130,7 @@ def gradients(world: Path, **changes) -> dict[str, list[torch.Tensor]]:
     students = [train.make_student(name, cfg, env.device) for name in cfg.methods]
     for s in students:
         s.optimizer.step = s.optimizer.zero_grad = lambda **_: None
-    train.update(students, teacher, rows, 0, cfg, env)
+    train.update(students, teacher, train.batches(rows, teacher, 0, cfg, env), 0, cfg, env)
     return {s.name: [p.grad for p in s.model.parameters()] for s in students}
 
 

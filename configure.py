@@ -90,6 +90,18 @@ class Config:
     w_kd: float | None = None  # weight of the distillation term
     w_ce: float | None = None  # weight of the causal language-modelling term
     tau: float | None = None  # temperature
+    t2_scaling: bool | None = None  # vanilla_kd: times tau^2
+    top_p: float | None = None  # pd: mass of the teacher that is kept
+    top_k: int | None = None  # pd, tad, bild: tokens
+    truncate_on: Literal["tempered", "raw"] | None = None  # pd: before or after the temperature
+    temper_student: bool | None = None  # pd: the student has the temperature too
+    easy_weight: float | None = None  # atkd: weight of the easier half
+    tau_conf: float | None = None  # rld: temperature of the confidence term
+    alpha: float | None = None  # rld, ldrld, dkd: weight of the first term
+    beta: float | None = None  # rld, ldrld, tad, dkd: weight of the second term; jsd: share of the teacher
+    d: int | None = None  # ldrld: size of the local set, tokens
+    pair_reduction: Literal["mean", "sum"] | None = None  # ldrld
+    norm: Literal["sequence", "unit", "none"] | None = None  # tad: what the tail's mass is measured by
     d_min: int | None = None  # alra: smallest local budget, tokens
     d_max: int | None = None  # alra: candidate set size and greatest local budget, tokens
     tau_p: float | None = None  # alra: temperature of the pairs
@@ -100,6 +112,13 @@ class Config:
     pair: Literal["swpra", "pra_u", "pra"] | None = None  # alra
     budget: Literal["adaptive", "fixed"] | None = None  # alra
     detach_weights: bool | None = None  # alra: no gradient through the SWPRA weights
+    center: bool | None = None  # mse_logits: take each row's mean off first
+    keep: float | None = None  # adakd, sekd: share of the positions
+    c: float | None = None  # adakd: how far temperatures spread
+    rule: Literal["hellinger", "reverse_kl"] | None = None  # adakd: difficulty
+    base: Literal["reverse", "forward"] | None = None  # adakd: KL
+    detach_temperature: bool | None = None  # adakd: no gradient through the temperatures
+    lam: float | None = None  # bdl: share of the other in each mixture
 
     @property
     def row_len(self) -> int:

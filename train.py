@@ -295,7 +295,9 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     x, y, n_valid = rows.batch(row_order(step, rows.n, cfg), env.device)
     settings = {s.name: resolve(s.name, **s.overrides) for s in live}
     hyper = {s.name: m.hyper for s, m in zip(live, settings.values(), strict=True) if m.fn is alra}
-    hyper[""] = {k: v for k, v in cfg.overrides.items() if k in keywords("alra") - {"w_kd", "w_ce"}}  # the teacher's own
+    hyper[""] = {
+        k: v for k, v in cfg.overrides.items() if k in keywords("alra") - {"w_kd", "w_ce"}
+    }  # the teacher's own
     counts = dict.fromkeys(hyper, 0)
     p_hist, sums = {"label": 0, "top1": 0}, {}
     for first in range(0, len(x), cfg.group):
@@ -347,7 +349,7 @@ def run(loaded: configure.Loaded) -> int:
     facts = run_facts(cfg, rows, val, teacher)
     open_folder(loaded, students, facts, env)
     live = [s for s in students if not s.stopped]
-    step, clock = resume(live, cfg, facts)
+    step, clock = resume(live, cfg, facts, env)
     if env.first:
         open_sinks(live, cfg)
     stream = batches(rows, teacher, step, cfg, env)
@@ -383,6 +385,9 @@ def run(loaded: configure.Loaded) -> int:
             s.model.save_pretrained(s.folder / "model", tokenizer)
             write_json(s.folder / "run.json", student_facts(s, step, clock, cfg, facts))
             env.say(f"{s.name}: {s.folder / 'model'}")
+    env.wait()
+    if env.world > 1:
+        dist.destroy_process_group()
     return 1 if any(s.stopped for s in students) else 0
 
 
@@ -425,6 +430,11 @@ class Env:
         if self.world > 1:
             for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
                 handle.wait()
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self.world > 1:
+            self.sum([torch.zeros(1, device=self.device)])
 
     def say(self, text: str) -> None:
         if self.first:
@@ -555,6 +565,7 @@ def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, 
             raise ConfigError(
                 f"out_dir={path.parent}: holds another run ({differs[0]}); set another out_dir, or remove that folder"
             )
+    env.wait()  # nobody looks for the file while it is being written
     if env.first:
         for s in students:
             s.folder.mkdir(parents=True, exist_ok=True)
@@ -752,12 +763,13 @@ def checkpoints(s: Student) -> list[Path]:
     return sorted(p for p in (s.folder / "checkpoints").glob("step_*") if not p.name.endswith(".tmp"))
 
 
-def resume(live: list[Student], cfg: Config, facts: dict) -> tuple[int, Clock]:
+def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int, Clock]:
     """Put every student where the newest step that all of them have left it -> that step and the clock."""
     common = set.intersection(*({p.name for p in checkpoints(s)} for s in live)) if live else set()
     step = int(max(common).removeprefix("step_")) if common else 0
-    for path in (*Path(cfg.out_dir).glob("*.jsonl"), *(p for s in live for p in s.folder.glob("*.jsonl"))):
-        drop_after(path, step)  # what was said of steps that were lost with the process
+    if env.first:
+        for path in (*Path(cfg.out_dir).glob("*.jsonl"), *(p for s in live for p in s.folder.glob("*.jsonl"))):
+            drop_after(path, step)  # what was said of steps that were lost with the process
     if not common:
         return 0, Clock()
     for s in live:

@@ -350,6 +350,71 @@ def test_kill_9_loses_steps_but_never_bits(world, tmp_path):
         assert final_bits(tmp_path / "cut", method, 40) == final_bits(tmp_path / "whole", method, 40)
 
 
+@pytest.mark.slow
+def test_two_processes_make_the_update_of_one(world, tmp_path):
+    """After one update Adam's first moment is the gradient times 0.1, clipped: equal to 1e-6 of its norm."""
+    keys = {"max_steps": 1, "batch_rows": 16, "checkpoint_every_steps": 1}
+    assert train.run(load(world, tmp_path / "one", **keys)) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    done = subprocess.run([*command, *flags(world, tmp_path / "two", **keys)], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for method in ("pretrain", "vanilla_kd", "alra"):
+        one, two = (
+            safetensors.torch.load_file(
+                tmp_path / n / method / "checkpoints" / "step_00000001" / "optimizer.safetensors"
+            )
+            for n in ("one", "two")
+        )
+        names = [name for name in one if name.endswith("exp_avg")]
+        a, b = (torch.cat([m[name].flatten() for name in names]).double() for m in (one, two))
+        assert (a - b).norm() / a.norm() < 1e-6 and a.norm() > 0, method
+        a, b = (records(tmp_path / n, method)[0] for n in ("one", "two"))
+        assert a["valid_tokens"] == b["valid_tokens"] and a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+
+
+def test_a_teacher_on_a_device_of_its_own_changes_no_bit(world, finished, tmp_path):
+    """Two names of the CPU: hidden states are copied over, the head is there already."""
+    assert train.run(load(world, tmp_path, methods="alra", teacher_device="cpu")) == 0
+    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+
+
+def test_histograms_hold_every_position_and_leave_the_run_alone(world, finished, tmp_path):
+    assert train.run(load(world, tmp_path, methods="vanilla_kd,alra", histogram_every_steps=3)) == 0
+    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+    teacher = [json.loads(line) for line in (tmp_path / "teacher.jsonl").read_text().splitlines()]
+    student = [json.loads(line) for line in (tmp_path / "alra" / "histograms.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in teacher] == [r["step"] for r in student] == [0, 3]
+    assert not (tmp_path / "vanilla_kd" / "histograms.jsonl").exists()
+    cfg = load(world, tmp_path).config
+    rows = train.Rows(cfg, "train")
+    x, y, n = rows.batch(train.row_order(3, rows.n, cfg), torch.device("cpu"))
+    with torch.no_grad():
+        p = AutoModelForCausalLM.from_pretrained(world / "teacher")(x).logits[y != IGNORE].double().softmax(-1)
+    got, labels = teacher[1], y[y != IGNORE]
+    assert (
+        got["n"]
+        == n
+        == sum(got["p_label_hist"])
+        == sum(got["p_top1_hist"])
+        == sum(got["d_u_hist"])
+        == sum(student[1]["d_u_hist"])
+    )
+    assert got["p_label"] == pytest.approx(p.gather(1, labels[:, None]).mean().item(), rel=1e-4)
+    assert got["p_top1"] == pytest.approx(p.max(-1).values.mean().item(), rel=1e-4)
+    assert got["agree"] == pytest.approx((p.argmax(-1) == labels).double().mean().item(), abs=1e-6)
+    assert got["entropy"] == pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-4)
+    assert len(got["d_u_hist"]) == len(student[1]["d_u_hist"]) == 8 and sum(got["d_u_hist"][:3]) == 0  # 3 .. d_max = 7
+
+
+def test_flops_are_those_of_counting_every_product():
+    shape = Qwen2Config(24, 37, 3, 4, 2, vocab_size=101)
+    matrices = 3 * (24 * 24 + 24 * 24 + 2 * 24 * 12 + 3 * 24 * 37) + 101 * 24
+    attention = 3 * 2 * (2 * 4 * 6 * 29) / 2  # scores and their use, half of them masked
+    assert train.flops_per_token(shape, 29, trained=False) == 2 * matrices + attention
+    assert train.flops_per_token(shape, 29, trained=True) == 3 * (2 * matrices + attention)
+
+
 # --- a newcomer's slips
 
 

@@ -230,7 +230,10 @@ def load(paths: list[str]) -> list[dict]:
     """The results in these folders, or one level below, each with the folder that it came from."""
     files, bare = [], []
     for path in map(Path, paths):
-        here = sorted(path.glob("eval_*.json")) or sorted(path.glob("*/eval_*.json"))
+        here = [
+            f for split in SUITES for f in (path / f"eval_{split}.json", *sorted(path.glob(f"*/eval_{split}.json")))
+        ]
+        here = [f for f in here if f.is_file()]
         files += here
         if (path / "model").is_dir() and not here:
             bare.append(path)

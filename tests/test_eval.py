@@ -214,11 +214,12 @@ def test_a_leading_space_stays(student, tokenizer):
     same([a], [naive(student, tokenizer.encode("the cat"), tokenizer.encode(" saw"))])
 
 
-def test_greedy_asks_for_every_token_and_ties_go_to_the_first():
-    z = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 1.0, 1.0, 5.0]])
-    row, y = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, 3, 0])
-    logp, greedy = ev.pick(z.clone(), row, y)
-    assert greedy.tolist() == [True, False, False, True]
+@pytest.mark.parametrize("n_logits", [1, 4, 6, 100])
+def test_logits_in_blocks_of_the_vocabulary_and_ties_go_to_the_first(n_logits):
+    z = torch.tensor([[0.0, 2.0, 2.0, 1.0, -90.0], [5.0, 1.0, 1.0, 5.0, 1.0]])
+    row, y = torch.tensor([0, 0, 1, 1, 0, 1]), torch.tensor([1, 2, 3, 0, 4, 4])
+    logp, greedy = ev.pick(torch.eye(2), z.T.contiguous(), row, y, n_logits)
+    assert greedy.tolist() == [True, False, False, True, False, False]
     torch.testing.assert_close(logp, z.double().log_softmax(-1)[row, y], rtol=1e-6, atol=1e-6)
 
 
@@ -259,7 +260,7 @@ def test_a_tree_holds_each_shared_beginning_once():
 
 def test_the_head_runs_only_where_a_continuation_is_scored(student, tokenizer, monkeypatch):
     seen, pick = [], ev.pick
-    monkeypatch.setattr(ev, "pick", lambda z, row, y: seen.append(len(z)) or pick(z, row, y))
+    monkeypatch.setattr(ev, "pick", lambda h, *rest: seen.append(len(h)) or pick(h, *rest))
     scorer = ev.Scorer(student, tokenizer)
     requests = [(("", ""), list(range(40)), tail) for tail in ([50, 51], [60, 61, 62], [70])]
     scorer._loglikelihood_tokens(requests, True, [0, 0, 0])
@@ -279,6 +280,10 @@ def test_scores_are_fp32_whatever_the_backbone(student, tokenizer):
 def test_requests_without_an_answer_are_refused(student, tokenizer, context, continuation):
     with pytest.raises(ev.EvalError, match=r"expected a context|nothing to condition on"):
         ev.Scorer(student, tokenizer, max_length=7).loglikelihood(ask((context, continuation)), disable_tqdm=True)
+
+
+def bench(lm, names, args):
+    return ev.benchmarks(lm, ev.read_items(names, args), args)
 
 
 # --- the tasks -------------------------------------------------------------------------------------------------
@@ -324,7 +329,7 @@ def test_prompts_are_those_of_lm_eval(name, tmp_path):
     row, wanted = PROMPTS[name]
     write_rows(tmp_path, name, ev.TASKS[name].heldout[0], [row, row])
     recorder = Recorder()
-    got = ev.benchmarks(recorder, [name], options("--data_dir", str(tmp_path)))
+    got = bench(recorder, [name], options("--data_dir", str(tmp_path)))
     assert recorder.asked == wanted * 2
     assert got[name]["acc"] == (
         0.0 if name == "lambada_openai" else 1.0
@@ -343,7 +348,7 @@ def test_two_sets_of_the_protocol(data):
     assert list(ev.TASKS) == list(tables.COLUMNS)
     for split, names in tables.SUITES.items():
         assert ev.choose_tasks("all", split) == names
-        got = ev.benchmarks(Recorder(), names, options("--data_dir", str(data), "--split", split))
+        got = bench(Recorder(), names, options("--data_dir", str(data), "--split", split))
         assert {scores["n"] for scores in got.values()} == {7 if split == "heldout" else 5}
         assert [scores["n_paper"] for scores in got.values()] == [getattr(ev.TASKS[n], split)[1] for n in names]
 
@@ -376,8 +381,8 @@ def compare(folder, tokenizer, args, without=()):
     names = [name for name in ev.choose_tasks("all", args.split) if name not in without]
     theirs = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer=tokenizer,
                   max_length=512, batch_size=16, logits_cache=False, device="cpu")  # fmt: skip
-    a = ev.benchmarks(ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503), names, args)
-    b = ev.benchmarks(theirs, names, args)
+    a = bench(ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503), names, args)
+    b = bench(theirs, names, args)
     for name in names:
         pairs = [[r[0] for sample in x[name]["samples"] for r in sample["resps"]] for x in (a, b)]
         same(*pairs)
@@ -390,7 +395,7 @@ def compare(folder, tokenizer, args, without=()):
 
 
 def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
-    wanted = ev.benchmarks(Recorder(), list(ev.TASKS), options("--data_dir", str(data)))
+    wanted = bench(Recorder(), list(ev.TASKS), options("--data_dir", str(data)))
     hub, calls = tmp_path / "hub", []
     for name, task in ev.TASKS.items():
         if name != "storycloze_2016":
@@ -411,7 +416,7 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     story = str(data / "storycloze_2016" / "test.jsonl")
-    local = ev.benchmarks(Recorder(), list(ev.TASKS), options("--data_dir", str(hub), "--storycloze", story))
+    local = bench(Recorder(), list(ev.TASKS), options("--data_dir", str(hub), "--storycloze", story))
     load = datasets.load_dataset
 
     def from_the_hub(path, name=None, **kw):
@@ -419,7 +424,7 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
         return load(path if path == "parquet" else str(hub / path), name, **kw)
 
     monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
-    far = ev.benchmarks(Recorder(), list(ev.TASKS), options("--storycloze", story))
+    far = bench(Recorder(), list(ev.TASKS), options("--storycloze", story))
     assert "allenai/ai2_arc" in calls and "Rowan/hellaswag" in calls
     for name in ev.TASKS:
         for key in ("prompts_sha256", "data_sha256", "task_sha256", "acc", "n"):
@@ -437,10 +442,10 @@ def test_storycloze_from_its_own_csv_or_tsv(data, tmp_path):
             lines = csv.writer(out, delimiter=delimiter)
             lines.writerow(heads)
             lines.writerows([i, *row.values()] for i, row in enumerate(rows))
-        got = ev.benchmarks(Recorder(), ["storycloze_2016"], options("--storycloze", str(file)))["storycloze_2016"]
+        got = bench(Recorder(), ["storycloze_2016"], options("--storycloze", str(file)))["storycloze_2016"]
         assert got["n"] == 7 and got["n_paper"] == 1000
         hashes.append((got["data_sha256"], got["prompts_sha256"]))
-    wanted = ev.benchmarks(Recorder(), ["storycloze_2016"], options("--data_dir", str(data)))["storycloze_2016"]
+    wanted = bench(Recorder(), ["storycloze_2016"], options("--data_dir", str(data)))["storycloze_2016"]
     assert hashes == [(wanted["data_sha256"], wanted["prompts_sha256"])] * 2
 
 
@@ -466,20 +471,20 @@ def test_bad_items_are_refused_with_file_row_and_field(name, change, message, tm
     rows[2] = {**rows[2], **change}
     write_rows(tmp_path, name, split, rows)
     with pytest.raises(ev.EvalError, match=message):
-        ev.benchmarks(Recorder(), [name], options("--data_dir", str(tmp_path)))
+        bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
     del rows[2][next(iter(change))]
     write_rows(tmp_path, name, split, rows)
     with pytest.raises(ev.EvalError, match=f"row 3: no field '{next(iter(change))}'"):
-        ev.benchmarks(Recorder(), [name], options("--data_dir", str(tmp_path)))
+        bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
     write_rows(tmp_path, name, split, [])
     with pytest.raises(ev.EvalError, match="no rows"):
-        ev.benchmarks(Recorder(), [name], options("--data_dir", str(tmp_path)))
+        bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
 
 
 def test_files_that_are_no_files_are_refused(tmp_path):
     def tried(*argv, name="piqa"):
         with pytest.raises(ev.EvalError) as error:
-            ev.benchmarks(Recorder(), [name], options(*argv))
+            bench(Recorder(), [name], options(*argv))
         return str(error.value)
 
     assert f"no {tmp_path / 'piqa' / 'validation.jsonl'}" in tried("--data_dir", str(tmp_path))
@@ -857,7 +862,7 @@ def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, studen
     assert "takes 600 at most" in tried(str(finished / "out" / "alra"), "--max_length", "601")
     small = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=293))
     small.save_pretrained(tmp_path / "small", tokenizer)
-    assert "vocabulary of 293, its tokenizer has ids up to 306" in tried(str(tmp_path / "small"))
+    assert "vocabulary of 293, but its tokenizer has ids up to 306" in tried(str(tmp_path / "small"))
     wide = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=313))
     wide.save_pretrained(tmp_path / "wide", tokenizer)
     assert "vocabulary of 313" in tried(str(finished / "out" / "alra"), "--teacher", str(tmp_path / "wide"))

@@ -21,14 +21,14 @@ import configure
 
 # Colours that differ in hue and, in grey, in lightness; line styles tell the rest apart.
 STYLE = {
-    "pretrain": ("#7f7f7f", "-"),
-    "vanilla_kd": ("#1f77b4", "-"),
-    "pd": ("#17becf", "--"),
-    "atkd": ("#2ca02c", "-"),
+    "pretrain": ("#8c8c8c", ":"),
+    "vanilla_kd": ("#1f5fa8", "-"),
+    "pd": ("#2bb5c8", "--"),
+    "atkd": ("#2c8a2c", "-"),
     "rld": ("#9467bd", "--"),
-    "ldrld": ("#8c564b", "-"),
-    "tad": ("#bcbd22", "--"),
-    "bild": ("#e377c2", ":"),
+    "ldrld": ("#6b3f2e", "-"),
+    "tad": ("#c9b616", "-"),
+    "bild": ("#e9a3cf", "--"),
     "alra": ("#d62728", "-"),
 }
 PANELS = (  # key in log.jsonl, title, unit

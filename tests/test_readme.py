@@ -1,0 +1,116 @@
+"""Every command and every line of code that the README shows, run as it stands but for its size."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+SMALL = "--device=cpu --max_steps=2 --schedule_steps=2 --warmup_steps=1 --val_max_rows=4 --val_every_steps=2 --checkpoint_every_steps=2"
+REAL = f"{SMALL} --teacher=demo/teacher --student=demo --batch_rows=2 --compile=false"  # the teacher of the paper is on the hub
+# Each command of the README -> what is added so that it ends in seconds without a hub.
+COMMANDS = {
+    "make demo": "",
+    "make test": None,  # this very run
+    "python prepare.py config/alra_200m.py": "--source=text.jsonl --tokenizer=demo/teacher --n_documents=none --train_rows=40 --val_rows=4",
+    "python train.py config/alra_200m.py": REAL,
+    "python eval.py out/alra_200m/alra": "--tasks none --max_rows 2 --device cpu",
+    "python eval.py --table out/alra_200m/alra": "",
+    "python train.py config/table_main_200m.py": REAL,
+    "torchrun --nproc_per_node=2 train.py config/alra_200m.py": f"{REAL} --out_dir=out/two",
+    "python train.py config/alra_200m.py --methods=alra,tad --lr=3e-4 --out_dir=out/try": REAL,
+    "python prepare.py --show 0 data/demo": "",
+    "python prepare.py --verify data/demo": "",
+    'python sample.py out/demo/alra --prompt "import os" --tokens 60': "",
+    "python plot.py out/demo": "",
+}
+
+
+def shown() -> list[str]:
+    """The indented commands, in order."""
+    return re.findall(r"^    ((?:python|torchrun|make) .+)$", README, re.M)
+
+
+def sh(command: str, folder: Path) -> str:
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project as a fresh clone has it, and a little text in the layout of The Pile."""
+    folder = tmp_path_factory.mktemp("clone") / "alra"
+    ignore = shutil.ignore_patterns(".git", ".venv", "data", "out", "__pycache__", ".*_cache", "*.tmp")
+    shutil.copytree(ROOT, folder, ignore=ignore)
+    text = "A line of text. Another one, which says more!\\n" * 200
+    (folder / "text.jsonl").write_text(f'{{"text": "{text}", "meta": {{}}}}\n' * 20)
+    return folder
+
+
+def demo_recipe(folder: Path) -> list[str]:
+    """The lines that `make demo` runs once it is set up."""
+    (folder / ".venv").mkdir(exist_ok=True)
+    (folder / ".venv" / "ready").touch()
+    lines = subprocess.run(
+        ["make", "-n", "demo"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert lines and all(line.startswith(".venv/bin/python ") for line in lines), lines
+    return [line.removeprefix(".venv/bin/") for line in lines]
+
+
+@pytest.mark.slow
+def test_every_command_runs(copy):
+    assert set(shown()) == set(COMMANDS), "README and this test name different commands"
+    for command in dict.fromkeys(shown()):
+        if command == "make demo":
+            for line in demo_recipe(copy):
+                said = sh(f"{line} {SMALL}" if "train.py" in line else line, copy)
+                if "--table" in line:
+                    assert all(name in said for name in ("pretrain", "vanilla_kd", "alra")), said
+            assert (copy / "out" / "demo" / "curves.png").stat().st_size > 10_000
+        elif COMMANDS[command] is not None:
+            assert sh(f"{command} {COMMANDS[command]}", copy).strip(), command
+
+
+@pytest.mark.slow
+def test_an_objective_is_added_in_three_steps_as_the_readme_says(copy):
+    """The three blocks of code are pasted where their steps say, and the command is run."""
+    block = re.compile(r"<!-- step (\d) -->\n```\w+\n(.*?)```", re.S)
+    steps = dict(block.findall(README))
+    assert list(steps) == ["1", "2", "3"]
+    losses = copy / "losses.py"
+    code = losses.read_text()
+    place = code.index("# The table.")
+    end = code.index("def needs_teacher(")
+    losses.write_text(code[:place] + steps["1"] + "\n\n" + code[place:end] + steps["2"] + "\n\n" + code[end:])
+    if not (copy / "data" / "demo").exists():
+        sh(demo_recipe(copy)[0], copy)
+    said = sh(f"{steps['3'].strip()} {SMALL}", copy)
+    assert "sqrt_kd: out/sqrt_kd/sqrt_kd/model" in said
+    check = "import torch, losses; z = torch.randn(7, 11); y = torch.arange(7); y[2] = -100; l = losses.sqrt_kd(z, z, y); print(l.abs().max() < 1e-6, l[2] == 0)"
+    assert sh(f'{sys.executable} -c "{check}"', copy).split() == ["tensor(True)", "tensor(True)"]
+
+
+def test_the_file_table_names_what_is_there():
+    named = set(re.findall(r"^\| (`[^|]+`) \|", README, re.M))
+    files = {name for cell in named for name in re.findall(r"`([^`]+)`", cell)}
+    scripts = {p.name for p in ROOT.glob("*.py")}
+    assert scripts <= files and {"config/", "demo/", "tests/", "LOG.md"} <= files, scripts - files
+    assert all((ROOT / name).exists() for name in files if name.endswith((".py", "/", ".md")))
+
+
+def test_the_choices_name_real_keys():
+    import configure
+
+    table = README[README.index("## Choices that the paper leaves open") : README.index("## Conventions")]
+    for row in table.splitlines()[4:]:
+        for key in re.findall(r"`(\w+)`", row.rsplit("|", 2)[-2]) if row.startswith("|") else []:
+            assert key in configure.TYPES, key

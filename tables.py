@@ -72,12 +72,12 @@ LAYOUT = (
     ("Main results", "heldout", tuple(_MAIN["200m"])),
     *((t, split, tuple(r[0] for r in rows)) for t, split, rows in _AVERAGES),
 )
+UPDATES = {"heldout": 126_400, "validation": 67_200}  # behind the paper's numbers
 NAMES = {
-    "pretrain": "Pre-Train w/o KD",
-    "vanilla_kd": "Vanilla KD",
-    "bild": "BiLD",
-    **{f"fixed_{d}": f"Fixed-Budget d={d}" for d in (3, 7, 9, 15, 19, 25)},
-}
+    "pretrain": "Pre-Train w/o KD", "vanilla_kd": "Vanilla KD", "pd": "PD", "atkd": "ATKD", "rld": "RLD", "ldrld": "LDRLD",
+    "tad": "TAD", "bild": "BiLD", "alra": "ALRA", "alra_r": "ALRA-R", "alra_u": "ALRA-U", "alra_n": "ALRA-N",
+    "alra_ng": "ALRA-NG", "alra_g": "ALRA-G", **{f"fixed_{d}": f"Fixed-Budget d={d}" for d in (3, 7, 9, 15, 19, 25)},
+}  # fmt: skip
 
 # --- figures over held-out rows --------------------------------------------------------------------------------
 
@@ -124,51 +124,52 @@ def bootstrap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, t
 
 def row_text(result: dict) -> str:
     """One checkpoint as Markdown: its row of the paper's table, what stands behind each score, and the paper's row."""
-    lines, tasks, run = [f"# {result['name']}, {result['split']}"], result["tasks"], result["run"] or {}
-    every = SUITES[result["split"]]
+    lines, tasks, run, found = (
+        [f"# {result['name']}, {result['split']}"],
+        result["tasks"],
+        result["run"],
+        result["intrinsic"],
+    )
     if tasks:
+        every, run = SUITES[result["split"]], run or {}
         paper = PAPER.get((run.get("student"), result["split"], run.get("method")), {})
-        accs = {name: 100 * scores["acc"] for name, scores in tasks.items()}
         rows = {
-            "acc, %": [accs.get(name) for name in every] + [sum(accs.values()) / len(accs)],
-            "± standard error": [100 * tasks[n]["acc_stderr"] if n in tasks else None for n in every] + [None],
-            "acc_norm, %": [100 * tasks[n]["acc_norm"] if "acc_norm" in tasks.get(n, {}) else None for n in every]
-            + [None],
-            "paper, acc, %": [paper.get(name) for name in every]
-            + [paper.get("avg") if len(accs) == len(every) else None],
+            "acc, %": [100 * tasks[t]["acc"] if t in tasks else None for t in every],
+            "± standard error": [100 * tasks[t]["acc_stderr"] if t in tasks else None for t in every],
+            "acc_norm, %": [100 * tasks[t]["acc_norm"] if "acc_norm" in tasks.get(t, {}) else None for t in every],
+            "paper, acc, %": [paper.get(t) for t in every],
         }
+        ends = {"acc, %": sum(100 * v["acc"] for v in tasks.values()) / len(tasks)}
+        ends["paper, acc, %"] = paper.get("avg") if len(tasks) == len(every) else None
         body = [
-            [key, *(f"{v:.2f}" if v is not None else "–" for v in values)]
-            for key, values in rows.items()
-            if any(v is not None for v in values)
+            [key, *("–" if v is None else f"{v:.2f}" for v in (*values, ends.get(key)))] for key, values in rows.items()
         ]
-        body.append(["items", *(f"{tasks[n]['n']:,}" if n in tasks else "–" for n in every), ""])
-        average = "Avg." if len(accs) == len(every) else f"Avg. ({len(accs)} of {len(every)})"
-        lines += ["", *grid(["", *(COLUMNS[name] for name in every), average], body)]
+        body.append(["items", *(f"{tasks[t]['n']:,}" if t in tasks else "–" for t in every), ""])
+        average = "Avg." if len(tasks) == len(every) else f"Avg. ({len(tasks)} of {len(every)})"
+        lines += ["", *grid(["", *(COLUMNS[t] for t in every), average], [b for b in body if set(b[1:]) != {"–"}])]
         if "perplexity" in tasks.get("lambada_openai", {}):
             lam = tasks["lambada_openai"]
             lines += ["", f"LAMBADA perplexity {lam['perplexity']:.2f} ± {lam['perplexity_stderr']:.2f}."]
-        for name, scores in tasks.items():
-            if scores["n_rows"] != scores["n_paper"]:
-                lines += [
-                    "",
-                    f"{name}: {scores['n_rows']:,} items there, the paper has {scores['n_paper']:,} ({scores['source']}).",
-                ]
-        if any(scores["n"] != scores["n_rows"] for scores in tasks.values()):
+        for t, v in tasks.items():
+            if v["n_rows"] != v["n_paper"]:
+                lines += ["", f"{t}: {v['n_rows']:,} items there, the paper has {v['n_paper']:,} ({v['source']})."]
+        if any(v["n"] != v["n_rows"] for v in tasks.values()):
             lines += ["", "Not the whole sets: only the first items of each task were scored (--limit)."]
-    if result["intrinsic"]:
-        found = result["intrinsic"]
+    if found:
         keys = [key for key in FIGURES if key in found]
+        texts = [f"{found[key] * FIGURES[key][2]:.{FIGURES[key][3]}f}" for key in keys]
+        lines += ["", *grid([FIGURES[key][0] for key in keys], [texts])]
         lines += [
             "",
-            *grid(
-                [FIGURES[key][0] for key in keys],
-                [[f"{found[key] * FIGURES[key][2]:.{FIGURES[key][3]}f}" for key in keys]],
-            ),
+            f"Over {found['n_targets']:,} targets in {found['n_rows']:,} held-out rows; {teacher_text(found)}",
         ]
-        lines += ["", f"Over {found['n_targets']:,} targets in {found['n_rows']:,} held-out rows; teacher: {found.get('teacher', 'none')}"
-                  + (f" (CE {found['teacher_ce']:.4f}, entropy {found['teacher_entropy']:.4f})." if "teacher_ce" in found else ".")]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def teacher_text(found: dict) -> str:
+    if "teacher" not in found:
+        return "no teacher."
+    return f"teacher: {found['teacher']} (CE {found['teacher_ce']:.4f}, entropy {found['teacher_entropy']:.4f})."
 
 
 def grid(head: list[str], body: list[list[str]]) -> list[str]:
@@ -193,6 +194,7 @@ RUN_FACTS = (
 )
 RUN_CONFIG = ("seq_len", "mask_after_eos", "batch_rows", "group", "shuffle", "lr", "min_lr", "warmup_steps", "beta1", "beta2",
               "adam_eps", "weight_decay", "decay_1d", "clip")  # fmt: skip
+TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 
 class TableError(ValueError):
@@ -202,7 +204,7 @@ class TableError(ValueError):
 def tabulate(paths: list[str], reference: str = "pretrain", mixed: bool = False) -> tuple[str, list[dict]]:
     """Folders with results -> Markdown, and one record per cell for a CSV file.
 
-    reference  the method that gains are measured from, where a table of the paper does not name its own
+    reference  the method that gains are measured from, but for tables of the paper with one of their own
     mixed      tabulate what cannot be compared too, and say so
     """
     results, lines, records = load(paths), [], []
@@ -211,14 +213,12 @@ def tabulate(paths: list[str], reference: str = "pretrain", mixed: bool = False)
         apart = differences(mine)
         if apart and not mixed:
             raise TableError(f"{apart[0]}; tabulate them apart, or all the same with --mixed")
-        lines += [f"## {student}", ""] if student else ["## other models", ""]
+        lines += [f"## {student or 'other models'}", ""]
         for split in SUITES:
             rows = by_method([r for r in mine if r["split"] == split and r["tasks"]])
-            for title, methods in layouts(split, rows):
-                own = LAYOUT[0][2] if title == "Main results" else methods
-                base = reference if own is LAYOUT[0][2] or reference in methods else methods[0]
+            for title, base, methods in layouts(split, rows, reference):
                 lines += accuracies(title, split, student, {m: rows[m] for m in methods}, base, records)
-        rows = by_method([r for r in mine if r["intrinsic"]], once=True)
+        rows = by_method(list({r["folder"]: r for r in reversed(mine) if r["intrinsic"]}.values()))
         if rows:
             lines += intrinsics(student, {m: rows[m] for m in in_order(rows)}, reference, records)
         if apart:
@@ -228,50 +228,42 @@ def tabulate(paths: list[str], reference: str = "pretrain", mixed: bool = False)
 
 def load(paths: list[str]) -> list[dict]:
     """The results in these folders, or one level below, each with the folder that it came from."""
-    files, bare = [], []
+    files = []
     for path in map(Path, paths):
-        here = [
-            f for split in SUITES for f in (path / f"eval_{split}.json", *sorted(path.glob(f"*/eval_{split}.json")))
-        ]
-        here = [f for f in here if f.is_file()]
-        files += here
+        names = [f"eval_{split}.json" for split in SUITES]
+        here = [f for name in names for f in (path / name, *sorted(path.glob(f"*/{name}"))) if f.is_file()]
         if (path / "model").is_dir() and not here:
-            bare.append(path)
-    if bare:
-        raise TableError(f"{bare[0]}: a student without results; first: python eval.py {' '.join(map(str, bare))}")
+            raise TableError(f"{path}: a student without results; first: python eval.py {path}")
+        files += here
     if not files:
-        raise TableError(f"{' '.join(paths)}: no eval_*.json in there; first: python eval.py out/NAME/METHOD")
-    return [
-        json.loads(f.read_text()) | {"folder": str(f.parent), "stem": str(f.with_suffix(""))}
-        for f in dict.fromkeys(files)
-    ]
+        raise TableError(f"{' '.join(paths)}: no eval_heldout.json in there; first: python eval.py out/NAME/METHOD")
+    return [json.loads(f.read_text()) | {"folder": str(f.parent), "file": f} for f in dict.fromkeys(files)]
 
 
 def student_of(result: dict) -> str | None:
     return result["run"]["student"] if result["run"] else None
 
 
-def method_of(result: dict) -> str:
-    """The method, with what was overridden in its objective; a model that is no student of a run goes by its name."""
-    if not result["run"]:
-        return result["name"]
-    return " ".join([result["run"]["method"], *(f"{k}={v}" for k, v in (result["run"].get("overrides") or {}).items())])
-
-
 def seed_of(result: dict) -> int | None:
     return result["run"]["seed"] if result["run"] else None
 
 
-def by_method(results: list[dict], once: bool = False) -> dict[str, dict[int, dict]]:
-    """method -> seed -> result; `once` takes one of a student's two sets, for what does not depend on it."""
+def method_of(result: dict) -> str:
+    """The method, with what was overridden in its objective; a model that is no student of a run goes by its name."""
+    run = result["run"]
+    if not run:
+        return result["name"]
+    return " ".join([run["method"], *(f"{k}={v}" for k, v in (run.get("overrides") or {}).items())])
+
+
+def by_method(results: list[dict]) -> dict[str, dict[int, dict]]:
+    """method -> seed -> result."""
     rows: dict = {}
     for r in results:
-        before = rows.setdefault(method_of(r), {}).setdefault(seed_of(r), r)
-        if before["folder"] != r["folder"]:
-            raise TableError(
-                f"{before['folder']} and {r['folder']} both hold {method_of(r)} from seed {seed_of(r)}; leave one out"
-            )
-        assert once or before is r
+        method, seed = method_of(r), seed_of(r)
+        other = rows.setdefault(method, {}).setdefault(seed, r)
+        if other is not r:
+            raise TableError(f"{other['folder']} and {r['folder']} both hold {method} from seed {seed}; leave one out")
     return rows
 
 
@@ -281,157 +273,126 @@ def in_order(methods) -> list[str]:
     return sorted(methods, key=lambda m: known.index(m) if m in known else len(known))
 
 
-def layouts(split: str, rows: dict) -> list[tuple[str, list[str]]]:
-    """The paper's tables for which there is something to show, with their methods; what stands in none gets into the first."""
-    tables = [(title, [m for m in names if m in rows]) for title, where, names in LAYOUT if where == split]
-    rest = [m for m in in_order(rows) if not any(m in names for _, names in tables)]
+def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list[str]]]:
+    """Title, reference and methods of the paper's tables for which there is something; the rest gets into the first."""
+    tables = [(t, names[0], [m for m in names if m in rows]) for t, where, names in LAYOUT if where == split]
+    rest = [m for m in in_order(rows) if not any(m in names for _, _, names in tables)]
     if split == "heldout":
-        tables[0][1].extend(rest)
+        tables[0] = ("Main results", reference, tables[0][2] + rest)
     else:
-        tables.append(("Other objectives", rest + ["alra"] * ("alra" in rows)))
-    shown = [(title, names) for title, names in tables if set(names) - {"alra"}]
-    return shown or ([tables[0]] if rows else [])
+        tables.append(("Other objectives", reference, [*rest, *(["alra"] if "alra" in rows else [])]))
+    shown = [table for table in tables if set(table[2]) - {"alra"}]
+    return shown or tables[: bool(rows)]
 
 
 def differences(results: list[dict]) -> list[str]:
-    """Why results must not be compared: each fact that differs, with two that differ in it. None stands for "has no such"."""
-    seen: dict = {}
-    out = []
+    """Each fact in which results differ that must not, with two that do. A fact that is None does not apply."""
+    seen, out = {}, []
     for r in results:
-        run, facts = r["run"] or {}, {f"protocol: {k}": str(v) for k, v in r["protocol"].items()}
+        run, found = r["run"] or {}, r["intrinsic"] or {}
+        facts = {f"protocol: {key}": str(value) for key, value in r["protocol"].items()}
         facts |= {key: run.get(key) for key in RUN_FACTS} | {key: run.get("config", {}).get(key) for key in RUN_CONFIG}
         facts[f"init_sha256 of seed {seed_of(r)}"] = run.get("init_sha256")
         for name, scores in r["tasks"].items():
-            facts |= {
-                f"{name}, {r['split']}: {key}": scores[key] for key in ("data_sha256", "prompts_sha256", "version", "n")
-            }
-        facts |= {f"held-out rows: {key}": (r["intrinsic"] or {}).get(key) for key in ("rows_sha256", "teacher_sha256")}
+            facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}
+        facts |= {f"held-out rows: {key}": found.get(key) for key in ("rows_sha256", "teacher_sha256")}
         for key, value in facts.items():
-            other, where = seen.setdefault(key, (value, r["folder"])) if value is not None else (None, None)
-            if other != value:
-                out.append(f"{where} and {r['folder']} differ in {key}: {str(other)[:12]} and {str(value)[:12]}")
+            first, where = seen.setdefault(key, (value, r["folder"])) if value is not None else (None, None)
+            if first != value:
+                out.append(f"{where} and {r['folder']} differ in {key}: {str(first)[:12]} and {str(value)[:12]}")
     return out
 
 
 def accuracies(title: str, split: str, student: str | None, rows: dict, base: str, records: list) -> list[str]:
-    """One table of accuracies: a column per task, the average over the tasks that all rows have, and its gain over `base`."""
-    every = SUITES[split]
-    common = [t for t in every if all(t in r["tasks"] for seeds in rows.values() for r in seeds.values())]
-    columns = [t for t in every if any(t in r["tasks"] for seeds in rows.values() for r in seeds.values())]
+    """A column per task, the average over the tasks that all rows have, and its gain over `base`; the paper's below ours."""
+    every, have = SUITES[split], [set(r["tasks"]) for seeds in rows.values() for r in seeds.values()]
+    columns = [t for t in every if t in set.union(*have)]
+    common = [t for t in every if t in set.intersection(*have)]
     ours, paper = {}, {}
     for method, seeds in rows.items():
-        ours[method] = {
-            t: {s: 100 * r["tasks"][t]["acc"] for s, r in seeds.items() if t in r["tasks"]} for t in columns
-        }
-        if common:
-            ours[method]["avg"] = {
-                s: sum(100 * r["tasks"][t]["acc"] for t in common) / len(common) for s, r in seeds.items()
-            }
-        known = PAPER.get((student, split, method), {})
-        paper[method] = {t: known.get(t) for t in columns}
-        whole = [known.get(t) for t in common]
-        paper[method]["avg"] = (
-            known.get("avg") if common == every else sum(whole) / len(whole) if whole and None not in whole else None
-        )
-    for method, cells in ours.items():
-        if common and base in ours:
-            first, mine = ours[base]["avg"], cells["avg"]
-            shared = {s: mine[s] - first[s] for s in mine if s in first}
-            cells["gain"] = shared or {None: mean(mine) - mean(first)}
-        stated = (
-            PAPER.get((student, split, method), {}).get("gain") if title == "Main results" and common == every else None
-        )
-        ends = paper[method]["avg"], paper.get(base, {}).get("avg")
-        paper[method]["gain"] = stated if stated is not None else ends[0] - ends[1] if None not in ends else None
-    heads = {t: COLUMNS[t] for t in columns} | {
-        "avg": "Avg." if common == every else f"Avg. ({len(common)} of {len(every)})",
-        "gain": f"Δ {base}",
-    }
-    body = []
+        accs = {s: {t: 100 * v["acc"] for t, v in r["tasks"].items()} for s, r in seeds.items()}
+        cells = {t: {s: a[t] for s, a in accs.items() if t in a} for t in columns}
+        cells["avg"] = {s: sum(a[t] for t in common) / len(common) for s, a in accs.items() if common}
+        ours[method], paper[method] = cells, paper_row(student, split, method, base, columns, common)
+    first = ours[base]["avg"] if base in ours else {}
+    for cells in ours.values():
+        cells["gain"] = {s: a - first[s] for s, a in cells["avg"].items() if s in first}
+    average = "Avg." if common == every else f"Avg. ({len(common)} of {len(every)})"
+    heads = {t: COLUMNS[t] for t in columns} | {"avg": average, "gain": f"Δ {base}"}
+    body, better = [], [+1] * (len(heads) - 1) + [0]
     for method, marked in zip(
-        ours,
-        mark([[cells.get(c) for c in heads] for cells in ours.values()], [+1] * (len(heads) - 1) + [0], 2),
-        strict=True,
+        rows, mark([list(c.values()) for c in ours.values()], better, [2] * len(heads)), strict=True
     ):
-        if method == base:
-            marked[-1] = "Ref."
-        body.append([NAMES.get(method, method if " " in method else method.upper().replace("_", "-")), *marked])
+        body.append([NAMES.get(method, method), *marked[:-1], "Ref." if method == base else marked[-1]])
         if any(v is not None for v in paper[method].values()):
-            gain = (
-                "Ref." if method == base else "–" if paper[method]["gain"] is None else f"{paper[method]['gain']:+.2f}"
-            )
-            body.append(
-                [
-                    "*paper*",
-                    *("–" if paper[method][c] is None else f"{paper[method][c]:.2f}" for c in list(heads)[:-1]),
-                    gain,
-                ]
-            )
-        for c in heads:
-            records.append(record(title, student, split, method, c, ours[method].get(c), paper[method].get(c)))
-    text = [f"### {title}: accuracy in %, {split}", "", *grid(["", *heads.values()], body), "", caption(rows)]
-    odd = {
-        f"{COLUMNS[t]}: {s['n']:,} items, the paper has {s['n_paper']:,}"
-        for seeds in rows.values()
-        for r in seeds.values()
-        for t, s in r["tasks"].items()
-        if s["n"] != s["n_paper"]
-    }
-    return text + [f"{line}." for line in sorted(odd)] + [""]
+            *shown, gain = paper[method].values()
+            shown = ["–" if v is None else f"{v:.2f}" for v in shown]
+            body.append(["*paper*", *shown, "Ref." if method == base else "–" if gain is None else f"{gain:+.2f}"])
+        records += [record(title, student, split, method, c, ours[method][c], paper[method][c]) for c in heads]
+    odd = {(t, v["n"], v["n_paper"]) for seeds in rows.values() for r in seeds.values() for t, v in r["tasks"].items()}
+    notes = [f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}." for t, n, n_paper in sorted(odd) if n != n_paper]
+    steps = sorted({r["run"]["step"] for seeds in rows.values() for r in seeds.values() if r["run"]})
+    if steps and any(v is not None for row in paper.values() for v in row.values()):
+        n = " or ".join(f"{step:,}" for step in steps)
+        notes.append(f"Ours after {n} updates, the paper's after {UPDATES[split]:,}.")
+    return [
+        f"### {title}: accuracy in %, {split}",
+        "",
+        *grid(["", *heads.values()], body),
+        "",
+        caption(rows),
+        *notes,
+        "",
+    ]
+
+
+def paper_row(student: str | None, split: str, method: str, base: str, columns: list[str], common: list[str]) -> dict:
+    """The paper's numbers for the columns of a table: its own average and gain where all tasks are there."""
+    known, first = (PAPER.get((student, split, m), {}) for m in (method, base))
+    whole = common == SUITES[split]
+    avg, ref = (k.get("avg") if whole else sum(map(k.get, common)) / len(common) if common and common[0] in k else None
+                for k in (known, first))  # fmt: skip
+    gain = known.get("gain") if whole and base == "pretrain" else None if avg is None or ref is None else avg - ref
+    return {t: known.get(t) for t in columns} | {"avg": avg, "gain": gain}
 
 
 def intrinsics(student: str | None, rows: dict, base: str, records: list) -> list[str]:
     """The figures over held-out rows, and their differences to `base` with 95 % intervals."""
-    keys = [key for key in FIGURES if any(key in r["intrinsic"] for seeds in rows.values() for r in seeds.values())]
-    ours = [
-        [{s: r["intrinsic"][k] * FIGURES[k][2] for s, r in seeds.items() if k in r["intrinsic"]} for k in keys]
-        for seeds in rows.values()
-    ]
-    for method, cells in zip(rows, ours, strict=True):
+    results = [r for seeds in rows.values() for r in seeds.values()]
+    keys = [key for key in FIGURES if any(key in r["intrinsic"] for r in results)]
+    cells = []
+    for method, seeds in rows.items():
+        cells.append(
+            [{s: r["intrinsic"][k] * FIGURES[k][2] for s, r in seeds.items() if k in r["intrinsic"]} for k in keys]
+        )
         records += [
-            record("Held-out rows", student, None, method, key, cell, None)
-            for key, cell in zip(keys, cells, strict=True)
+            record("Held-out rows", student, None, method, *cell, None) for cell in zip(keys, cells[-1], strict=True)
         ]
-    marked = mark(ours, [FIGURES[k][1] for k in keys], [FIGURES[k][3] for k in keys])
-    heads = [FIGURES[k][0] for k in keys]
-    found = next(iter(next(iter(rows.values())).values()))["intrinsic"]
-    text = [
-        "### Held-out rows",
-        "",
-        *grid(["", *heads], [[m, *cells] for m, cells in zip(rows, marked, strict=True)]),
-        "",
-        caption(rows),
-    ]
-    text.append(
-        f"{found['n_targets']:,} targets in {found['n_rows']:,} rows; teacher {found.get('teacher', 'none')}"
-        + (f", whose CE is {found['teacher_ce']:.4f}." if "teacher_ce" in found else ".")
-    )
-    body = (
-        [[m, *(gap(seeds, rows[base], key) for key in keys)] for m, seeds in rows.items() if m != base]
-        if base in rows
-        else []
-    )
+    marked = mark(cells, [FIGURES[k][1] for k in keys], [FIGURES[k][3] for k in keys])
+    heads, found = ["", *(FIGURES[k][0] for k in keys)], results[0]["intrinsic"]
+    lines = ["### Held-out rows", "", *grid(heads, [[m, *texts] for m, texts in zip(rows, marked, strict=True)]), ""]
+    lines += [caption(rows), f"{found['n_targets']:,} targets in {found['n_rows']:,} rows; {teacher_text(found)}", ""]
+    body = [[m, *(gap(seeds, rows[base], k) for k in keys)] for m, seeds in rows.items() if m != base and base in rows]
     if body:
-        text += [
-            "",
-            f"### Held-out rows: difference to {base}, with 95 % intervals (paired bootstrap over rows; over seeds where there are several)",
-        ]
-        text += ["", *grid(["", *heads], body)]
-    return [*text, ""]
+        what = (
+            "bootstrap over rows, the same for both"
+            if all(len(seeds) == 1 for seeds in rows.values())
+            else "over seeds"
+        )
+        lines += [f"### Held-out rows: difference to {base}, with 95 % intervals ({what})", "", *grid(heads, body), ""]
+    return lines
 
 
 def gap(mine: dict[int, dict], first: dict[int, dict], key: str) -> str:
     """A figure's difference between two methods, seed by seed."""
     _, _, factor, digits = FIGURES[key]
     seeds = [s for s in mine if s in first and key in mine[s]["intrinsic"] and key in first[s]["intrinsic"]]
-    if not seeds:
-        return "–"
     diffs = {s: factor * (mine[s]["intrinsic"][key] - first[s]["intrinsic"][key]) for s in seeds}
-    if len(seeds) > 1:
-        return f"{mean(diffs):+.{digits}f} ± {half(diffs):.{digits}f}"
-    a, b = (dict(np.load(f"{r[seeds[0]]['stem']}.npz")) for r in (mine, first))
+    if len(seeds) != 1:
+        return f"{mean(diffs):+.{digits}f} ± {half(diffs):.{digits}f}" if seeds else "–"
+    a, b = (dict(np.load(r[seeds[0]]["file"].with_suffix(".npz"))) for r in (mine, first))
     low, high = (factor * v for v in bootstrap(a, b)[key])
-    return f"{diffs[seeds[0]]:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return f"{mean(diffs):+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
 def mean(by_seed: dict) -> float:
@@ -444,20 +405,20 @@ def half(by_seed: dict) -> float | None:
     return T975[min(n - 1, 30) - 1] * float(np.std(list(by_seed.values()), ddof=1)) / math.sqrt(n) if n > 1 else None
 
 
-def mark(rows: list[list[dict | None]], better: list[int], digits) -> list[list[str]]:
-    """Cells as text: the best of a column bold, the second in italics, as printed; ties alike. `better` 0: a signed difference."""
-    out = [[""] * len(better) for _ in rows]
-    for c, sign in enumerate(better):
-        d = digits if isinstance(digits, int) else digits[c]
-        shown = [None if not row[c] else round(mean(row[c]), d) for row in rows]
-        ranks = sorted({v for v in shown if v is not None}, reverse=sign > 0)
-        for r, (row, value) in enumerate(zip(rows, shown, strict=True)):
-            if value is None:
-                out[r][c] = "–"
-                continue
-            text = f"{value:{'+' if not sign else ''}.{d}f}" + (f" ± {half(row[c]):.{d}f}" if len(row[c]) > 1 else "")
+def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[list[str]]:
+    """Cells (seed -> value) as text: the best of a column bold, the second in italics, as printed, ties alike.
+
+    better  +1 where more is better, -1 where less is, 0 for a signed difference
+    """
+    out = [["–"] * len(better) for _ in rows]
+    for c, (sign, d) in enumerate(zip(better, digits, strict=True)):
+        shown = {r: round(mean(row[c]), d) for r, row in enumerate(rows) if row[c]}
+        ranks = sorted(set(shown.values()), reverse=sign > 0)
+        for r, value in shown.items():
+            cell = rows[r][c]
+            text = f"{value:{'' if sign else '+'}.{d}f}" + (f" ± {half(cell):.{d}f}" if len(cell) > 1 else "")
             place = ranks.index(value) if sign and len(ranks) > 1 else None
-            out[r][c] = f"**{text}**" if place == 0 else f"*{text}*" if place == 1 else text
+            out[r][c] = {0: f"**{text}**", 1: f"*{text}*"}.get(place, text)
     return out
 
 
@@ -467,7 +428,9 @@ def caption(rows: dict) -> str:
     return f"{seeds}; **best**, *second*."
 
 
-def record(table: str, student, split, method: str, column: str, cell: dict | None, paper: float | None) -> dict:
-    value, pm, n = (mean(cell), half(cell), len(cell)) if cell else (None, None, 0)
+def record(
+    table: str, student: str | None, split: str | None, method: str, column: str, cell: dict, paper: float | None
+):
+    value, pm = (mean(cell), half(cell)) if cell else (None, None)
     return {"table": table, "student": student, "split": split, "method": method, "column": column, "value": value,
-            "plus_minus": pm, "n_seeds": n, "paper": paper}  # fmt: skip
+            "plus_minus": pm, "n_seeds": len(cell), "paper": paper}  # fmt: skip

@@ -647,7 +647,7 @@ def test_table_in_the_papers_rows_order_and_marks(tmp_path):
     (tmp_path / "a" / "run.json").write_text("{}")
     text, records = tables.tabulate([str(p) for p in sorted((tmp_path / "a").iterdir())])
     firsts = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
-    assert firsts == ["", "---", "Pre-Train w/o KD", "*paper*", "TAD", "*paper*", "ALRA", "*paper*", "BDL"]
+    assert firsts == ["", "---", "Pre-Train w/o KD", "*paper*", "TAD", "*paper*", "ALRA", "*paper*", "bdl"]
     assert cells(text, "")[1:] == [
         "ARC-C",
         "ARC-E",

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,19 +28,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
 from tqdm import tqdm
 
+import checkpoint
 import configure
 from configure import Config, ConfigError
 from losses import IGNORE, alra, alra_terms, fused_head_losses, keywords, needs_teacher, resolve
 from model import (
-    CheckpointError,
     Qwen2,
     Qwen2Config,
     init_student,
@@ -50,8 +47,8 @@ from model import (
     tokenizer_hash,
     weights_hash,
 )
+from rows import PAD, open_rows, row_order
 
-PAD = 0xFFFFFFFF  # an unused place in a stored row; no token id
 # Keys that may differ when a run goes on: they change what is done when and where, not what is computed.
 FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir",
              "histogram_every_steps", "tensorboard", "wandb_project", "prepare_workers"}  # fmt: skip
@@ -61,27 +58,21 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
 
 
 class Rows:
-    """The rows of one `prepare.py` file, memory-mapped. The same index gives the same row for everyone."""
+    """A rows file as batches. The same index gives the same row for everyone."""
 
     def __init__(self, cfg: Config, name: str):
-        folder = Path(cfg.data_dir)
-        file, manifest = folder / f"{name}.bin", folder / f"{name}.json"
-        if not manifest.is_file() or not file.is_file():
-            raise ConfigError(
-                f"data_dir={folder}: no {name}.bin with {name}.json there; run prepare.py with the same config"
-            )
-        self.manifest = json.loads(manifest.read_text())
-        self.n, width = self.manifest["rows"], self.manifest["row_len"]
+        self.ids, self.manifest = open_rows(cfg.data_dir, name)  # [n, seq_len + 1]
+        self.n, width = self.ids.shape
         if width != cfg.row_len:
             raise ConfigError(
-                f"seq_len={cfg.seq_len}: {file} has rows for seq_len={width - 1}; prepare again or set it"
+                f"seq_len={cfg.seq_len}: {cfg.data_dir} has rows for seq_len={width - 1}; prepare again or set it"
             )
-        if file.stat().st_size != self.n * width * 4:
-            raise ConfigError(
-                f"{file}: {file.stat().st_size:,} bytes, expected {self.n * width * 4:,} by {manifest.name}; prepare it again"
-            )
-        self.ids = np.memmap(file, np.uint32, "r", shape=(self.n, width))
         self.eos, self.mask_after_eos = self.manifest["eos_id"], cfg.mask_after_eos
+        self.batch_rows, self.shuffle_seed = cfg.batch_rows, cfg.seed if cfg.shuffle else None
+
+    def of_update(self, step: int) -> np.ndarray:
+        """The indices of an update's rows."""
+        return row_order(step, self.batch_rows, self.n, self.shuffle_seed)
 
     def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:
         """Rows of these indices -> inputs x [B, T], labels y [B, T] (IGNORE where there is none), and how many are valid."""
@@ -96,19 +87,6 @@ class Rows:
         if device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True), n_valid
-
-
-def row_order(step: int, n_rows: int, cfg: Config) -> np.ndarray:
-    """The rows of update `step`: a pure function of the step, in stored order or in a new shuffle for each pass."""
-    place = np.arange(step * cfg.batch_rows, (step + 1) * cfg.batch_rows)
-    if not cfg.shuffle:
-        return place % n_rows
-    return np.array([shuffled(n_rows, cfg.seed, int(i) // n_rows)[i % n_rows] for i in place])
-
-
-@functools.lru_cache(maxsize=2)  # an update may reach from one pass into the next
-def shuffled(n_rows: int, seed: int, nth_pass: int) -> np.ndarray:
-    return np.random.default_rng((seed, nth_pass)).permutation(n_rows)
 
 
 class Batch(NamedTuple):
@@ -127,7 +105,7 @@ def batches(rows: Rows, teacher: "Teacher | None", step: int, cfg: Config, env: 
     """
     ahead = None
     for at in range(step, cfg.max_steps):
-        mine = np.array_split(row_order(at, rows.n, cfg), env.world)[env.rank]
+        mine = np.array_split(rows.of_update(at), env.world)[env.rank]
         for index in np.split(mine, len(mine) // cfg.micro_batch):
             x, y, n_valid = rows.batch(index, env.device)
             with env.autocast():
@@ -292,7 +270,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     """
     if not env.first:
         return
-    x, y, n_valid = rows.batch(row_order(step, rows.n, cfg), env.device)
+    x, y, n_valid = rows.batch(rows.of_update(step), env.device)
     settings = {s.name: resolve(s.name, **s.overrides) for s in live}
     hyper = {s.name: m.hyper for s, m in zip(live, settings.values(), strict=True) if m.fn is alra}
     hyper[""] = {
@@ -624,6 +602,9 @@ class Clock:
         self.line_sec += seconds
 
 
+CLOCK_KEYS = ("valid_tokens", "line_steps", "line_valid", "line_sec")  # what a checkpoint keeps of it
+
+
 def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Clock, cfg: Config, env: Env) -> None:
     """One line and one record per student: means over all tokens since the last line."""
     names = sorted({name for s in live for name in s.sums})
@@ -723,49 +704,25 @@ def hours(seconds: float) -> str:
 
 
 def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env) -> None:
-    """One checkpoint per student, each whole under its final name or not there; then the older ones go."""
+    """One per student, all of them before any older one goes."""
     if not env.first:
         return
     for s in live:
-        final = s.folder / "checkpoints" / f"step_{step:08d}"
-        if final.exists():
-            continue
-        new = final.with_name(final.name + ".tmp")
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        names = {p: name for name, p in s.model.named_parameters()}
-        moments = {f"{names[p]}/{k}": v.cpu() for p, state in s.optimizer.state.items() for k, v in state.items()}
-        safetensors.torch.save_file({k: v.cpu() for k, v in s.model.state_dict().items()}, new / "model.safetensors")
-        safetensors.torch.save_file(moments, new / "optimizer.safetensors")
-        write_json(new / "state.json", {
-            "step": step, "method": s.name, "init_sha256": s.init_sha256, **facts,
-            "sums": {k: float(v) for k, v in s.sums.items()}, "valid_tokens": clock.valid_tokens,
-            "line_valid": clock.line_valid, "line_steps": clock.line_steps, "line_sec": clock.line_sec,
-        })  # fmt: skip
-        for file in new.iterdir():
-            flush(file)
-        os.replace(new, final)
-        flush(final.parent)
+        sums = {k: float(v) for k, v in s.sums.items()}
+        account = {k: v for k, v in vars(clock).items() if k in CLOCK_KEYS}
+        state = {"step": step, "method": s.name, "init_sha256": s.init_sha256, **facts, "sums": sums, **account}
+        checkpoint.save(s.folder / "checkpoints", s.model, s.optimizer, state)
     for s in live:
-        for old in checkpoints(s)[: -cfg.keep_checkpoints]:
-            shutil.rmtree(old)
-
-
-def flush(path: Path) -> None:
-    """To the disk itself, so that a rename never outlives what it names."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def checkpoints(s: Student) -> list[Path]:
-    """A student's whole checkpoints, oldest first."""
-    return sorted(p for p in (s.folder / "checkpoints").glob("step_*") if not p.name.endswith(".tmp"))
+        checkpoint.prune(s.folder / "checkpoints", cfg.keep_checkpoints)
 
 
 def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int, Clock]:
     """Put every student where the newest step that all of them have left it -> that step and the clock."""
-    common = set.intersection(*({p.name for p in checkpoints(s)} for s in live)) if live else set()
+    common = (
+        set.intersection(*({p.name for p in checkpoint.whole(s.folder / "checkpoints")} for s in live))
+        if live
+        else set()
+    )
     step = int(max(common).removeprefix("step_")) if common else 0
     if env.first:
         for path in (*Path(cfg.out_dir).glob("*.jsonl"), *(p for s in live for p in s.folder.glob("*.jsonl"))):
@@ -773,9 +730,14 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
     if not common:
         return 0, Clock()
     for s in live:
-        state = load_checkpoint(s, s.folder / "checkpoints" / max(common), facts)
-    clock = Clock(step, **{k: state[k] for k in ("valid_tokens", "line_steps", "line_valid", "line_sec")})
-    return step, clock
+        belongs = {
+            "method": s.name,
+            "init_sha256": s.init_sha256,
+            **{k: facts[k] for k in ("data_sha256", "teacher_sha256")},
+        }
+        state = checkpoint.load(s.folder / "checkpoints" / max(common), s.model, s.optimizer, belongs)
+        s.sums = {k: torch.tensor(v, device=env.device) for k, v in state["sums"].items()}
+    return step, Clock(step, **{k: state[k] for k in CLOCK_KEYS})
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -785,33 +747,6 @@ def drop_after(path: Path, step: int) -> None:
     new = path.with_name(path.name + ".tmp")
     new.write_text("".join(kept))
     os.replace(new, path)
-
-
-def load_checkpoint(s: Student, folder: Path, facts: dict) -> dict:
-    """A checkpoint's weights and moments into `s` -> its state. `CheckpointError` where it is broken or another run's."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-        weights = safetensors.torch.load_file(folder / "model.safetensors")
-        moments = safetensors.torch.load_file(folder / "optimizer.safetensors")
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: not a whole checkpoint ({error}); remove it to go on from the one before"
-        ) from error
-    ours = {"method": s.name, "init_sha256": s.init_sha256, **{k: facts[k] for k in ("data_sha256", "teacher_sha256")}}
-    for key, value in ours.items():
-        if state.get(key) != value:
-            raise CheckpointError(f"{folder}: {key} is {state.get(key)}, expected {value}; it belongs to another run")
-    params = dict(s.model.named_parameters())
-    if weights.keys() != params.keys() or moments.keys() != {
-        f"{n}/{k}" for n in params for k in ("step", "exp_avg", "exp_avg_sq")
-    }:
-        raise CheckpointError(f"{folder}: its tensors are not this student's; it belongs to another run")
-    with torch.no_grad():
-        for name, p in params.items():
-            p.copy_(weights[name])
-            s.optimizer.state[p] = {k: moments[f"{name}/{k}"].to(p.device) for k in ("step", "exp_avg", "exp_avg_sq")}
-    s.sums = {k: torch.tensor(v, device=next(iter(params.values())).device) for k, v in state["sums"].items()}
-    return state
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import train
 from configure import Config, ConfigError
 from losses import IGNORE
 from model import CheckpointError, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
+from rows import PAD, RowsError, quick_hash, row_order
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -35,10 +36,10 @@ def write_rows(folder: Path, name: str, n: int, seed: int, **changes) -> None:
     rows = rng.integers(1, 199, (n, SEQ + 1), dtype=np.uint32)
     rows[rng.random(rows.shape) < 0.1] = 0  # ends of documents
     for row, length in zip(rows, rng.integers(2, SEQ + 2, n), strict=True):
-        row[length:] = train.PAD
+        row[length:] = PAD
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.bin").write_bytes(rows.tobytes())
-    facts = {"rows": n, "row_len": SEQ + 1, "eos_id": 0, "vocab_size": V, "sha256": f"{name}{seed}",
+    facts = {"quick_sha256": quick_hash(folder / f"{name}.bin"), "rows": n, "row_len": SEQ + 1, "eos_id": 0, "vocab_size": V, "sha256": f"{name}{seed}",
              "tokenizer_sha256": tokenizer_hash(load_tokenizer(TOKENIZER))}  # fmt: skip
     (folder / f"{name}.json").write_text(json.dumps({**facts, **changes}))
 
@@ -95,15 +96,12 @@ def test_learning_rate_is_linear_then_cosine_and_ends_where_the_paper_says():
 
 
 def test_row_order_is_a_function_of_the_step_alone():
-    cfg = Config(batch_rows=4)
-    assert train.row_order(3, 97, cfg).tolist() == [12, 13, 14, 15]
-    mixed = Config(batch_rows=4, shuffle=True)
-    seen = np.concatenate([train.row_order(step, 97, mixed) for step in range(97)])  # four passes
+    assert row_order(3, 4, 97, None).tolist() == [12, 13, 14, 15]
+    seen = np.concatenate([row_order(step, 4, 97, 1234) for step in range(97)])  # four passes
     assert all(sorted(seen[i * 97 : (i + 1) * 97]) == list(range(97)) for i in range(4))
     assert seen[:97].tolist() != seen[97:194].tolist() != list(range(97))
-    assert train.row_order(40, 97, mixed).tolist() == seen[160:164].tolist()
-    other = Config(batch_rows=4, shuffle=True, seed=5)
-    assert train.row_order(0, 97, other).tolist() != seen[:4].tolist()
+    assert row_order(40, 4, 97, 1234).tolist() == seen[160:164].tolist()
+    assert row_order(0, 4, 97, 5).tolist() != seen[:4].tolist()
 
 
 def test_padding_never_reaches_a_loss(world):
@@ -111,10 +109,10 @@ def test_padding_never_reaches_a_loss(world):
     rows = train.Rows(load(world, Path("unused")).config, "train")
     x, y, n = rows.batch(np.arange(97), cpu)
     ids = rows.ids.astype(np.int64)
-    assert x.shape == y.shape == (97, SEQ) and int((y != IGNORE).sum()) == n == (ids != train.PAD).sum() - 97
+    assert x.shape == y.shape == (97, SEQ) and int((y != IGNORE).sum()) == n == (ids != PAD).sum() - 97
     assert x.max() < V and y.max() < V
     for row, labels in zip(ids, y, strict=True):
-        length = (row != train.PAD).sum()
+        length = (row != PAD).sum()
         assert labels.tolist() == row[1:length].tolist() + [IGNORE] * (SEQ + 1 - length)
     masked = train.Rows(load(world, Path("unused"), mask_after_eos=True).config, "train")
     _, y_masked, n_masked = masked.batch(np.arange(97), cpu)
@@ -287,9 +285,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(world, tmp_path, monkeypat
     assert configure.guard(lambda: train.run(load(world, tmp_path, methods="alra"))) == 1
     assert "No space left on device" in capsys.readouterr().err
     monkeypatch.setattr(safetensors.torch, "save_file", save)
-    assert [
-        p.name for p in train.checkpoints(train.make_student("alra", load(world, tmp_path).config, torch.device("cpu")))
-    ] == ["step_00000002"]
+    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == ["step_00000002"]
     assert train.run(load(world, tmp_path, methods="alra")) == 0
 
 
@@ -388,7 +384,7 @@ def test_histograms_hold_every_position_and_leave_the_run_alone(world, finished,
     assert not (tmp_path / "vanilla_kd" / "histograms.jsonl").exists()
     cfg = load(world, tmp_path).config
     rows = train.Rows(cfg, "train")
-    x, y, n = rows.batch(train.row_order(3, rows.n, cfg), torch.device("cpu"))
+    x, y, n = rows.batch(rows.of_update(3), torch.device("cpu"))
     with torch.no_grad():
         p = AutoModelForCausalLM.from_pretrained(world / "teacher")(x).logits[y != IGNORE].double().softmax(-1)
     got, labels = teacher[1], y[y != IGNORE]
@@ -423,7 +419,7 @@ def test_flops_are_those_of_counting_every_product():
     [
         ({"methods": "alr"}, "no such method 'alr', did you mean 'alra'?"),
         ({"methods": "pretrain"}, "d_max=7: none of methods=('pretrain',) takes it"),
-        ({"data_dir": "nowhere"}, "data_dir=nowhere: no train.bin with train.json there; run prepare.py"),
+        ({"data_dir": "nowhere"}, "nowhere: no train.bin with train.json there; run prepare.py"),
         ({"teacher": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
         ({"teacher": "none"}, "tokenizer=None with teacher=None"),
         ({"teacher": "none", "tokenizer": TOKENIZER}, "teacher=None: vanilla_kd learns from one"),
@@ -452,7 +448,13 @@ def test_data_of_another_tokenizer_or_cut_short_is_refused(world, tmp_path):
     with pytest.raises(ConfigError, match=r"not the one that .* was prepared with"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
     write_rows(tmp_path / "data", "train", 97, seed=1, rows=98)
-    with pytest.raises(ConfigError, match=r"train.bin: 5,432 bytes, expected 5,488 by train.json"):
+    with pytest.raises(RowsError, match=r"train.bin: 5,432 bytes, expected 5,488 by train.json"):
+        train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
+    write_rows(tmp_path / "data", "train", 97, seed=1)
+    data = bytearray((tmp_path / "data" / "train.bin").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "data" / "train.bin").write_bytes(data)
+    with pytest.raises(RowsError, match=r"train.bin: not the bytes that train.json describes"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
 
 

@@ -1,0 +1,86 @@
+"""Checkpoints that survive a kill: each is whole under its name, or not there.
+
+FOLDER/step_00001000/model.safetensors       weights
+                     optimizer.safetensors   AdamW's moments, PARAMETER/exp_avg and so on
+                     state.json              step, account, and what the run was made of
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from model import CheckpointError
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, state: dict) -> None:
+    """Weights, moments and `state` (which has `step`), written under another name, flushed to the disk, then renamed."""
+    final = folder / f"step_{state['step']:08d}"
+    if final.exists():
+        return
+    new = final.with_name(final.name + ".tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    names = {p: name for name, p in model.named_parameters()}
+    moments = {f"{names[p]}/{k}": v.cpu() for p, kept in optimizer.state.items() for k, v in kept.items()}
+    safetensors.torch.save_file({k: v.cpu() for k, v in model.state_dict().items()}, new / "model.safetensors")
+    safetensors.torch.save_file(moments, new / "optimizer.safetensors")
+    (new / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+    for path in (*new.iterdir(), new):
+        flush(path)
+    os.replace(new, final)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
+    """To the disk itself, so that a rename never outlives what it names."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def whole(folder: Path) -> list[Path]:
+    """The checkpoints that were written to their end, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if not p.name.endswith(".tmp"))
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the last `keep`. What is removed loses its name first, so that no kill leaves a part of it."""
+    for old in whole(folder)[:-keep]:
+        gone = old.with_name(old.name + ".tmp")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(old, gone)
+        shutil.rmtree(gone)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: dict) -> dict:
+    """A checkpoint into `model` and `optimizer` -> its state. `belongs` is what the state must say of its run.
+
+    Raises `CheckpointError` where it is broken or another run's.
+    """
+    try:
+        state = json.loads((path / "state.json").read_text())
+        weights = safetensors.torch.load_file(path / "model.safetensors")
+        moments = safetensors.torch.load_file(path / "optimizer.safetensors")
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: not a whole checkpoint ({error}); remove it to go on from the one before"
+        ) from error
+    for key, value in belongs.items():
+        if state.get(key) != value:
+            raise CheckpointError(f"{path}: {key} is {state.get(key)}, expected {value}; it belongs to another run")
+    params = dict(model.named_parameters())
+    if weights.keys() != params.keys() or moments.keys() != {f"{name}/{k}" for name in params for k in MOMENTS}:
+        raise CheckpointError(f"{path}: its tensors are not this student's; it belongs to another run")
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(weights[name])
+            optimizer.state[p] = {k: moments[f"{name}/{k}"].to(p.device) for k in MOMENTS}
+    return state

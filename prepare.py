@@ -95,7 +95,7 @@ OPEN = 8  # ends a sentence even if none follows
 SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
-FILES = ("train.bin", "train.json", "val.bin", "val.json")
+FILES = {"train.bin", "train.json", "val.bin", "val.json"}
 KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
 
 
@@ -491,9 +491,8 @@ class Stream:
         self.rows += len(ends)
         self.rest = ids[ends[-1] :].copy()
         known = n_rest + np.cumsum(lengths)  # ids of the stream that were there after each document
-        return (
-            1 + int(np.searchsorted(known, starts[-1] + self.row_len + 1)) if self.full and not last else len(lengths)
-        )
+        certain = np.searchsorted(known, starts[-1] + self.row_len + 1)
+        return int(certain) + 1 if self.full and not last else len(lengths)
 
     def save(self) -> dict:
         """Everything on the disk -> what `saved` takes."""
@@ -501,7 +500,7 @@ class Stream:
             f.truncate(self.rows * self.row_len * 4)
             os.fsync(f.fileno())
         self.ends = ["".join(self.ends)]
-        return {"ends": self.ends[0], "rest": self.rest.tolist()}
+        return {"ends": self.ends[0], "rest": [] if self.full else self.rest.tolist()}
 
 
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
@@ -537,14 +536,9 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     state_file = folder / "prepare.state"
     with _locked(folder):
         state = json.loads(state_file.read_text()) if state_file.exists() else None
-        there = sorted(path.name for path in folder.iterdir() if path.name in FILES)
-        if state is None and there:
-            wanted = sorted(FILES if cfg.val_rows or cfg.val_share else FILES[:2])
-            _same_recipe(folder, _manifest(folder, "train"), recipe)
-            if there != wanted:
-                raise PrepareError(
-                    f"{folder}: holds {', '.join(there)}, expected {', '.join(wanted)}; delete it and start again"
-                )
+        if not state and any(path.name in FILES for path in folder.iterdir()):
+            for name in ("train", "val") if cfg.val_rows or cfg.val_share else ("train",):
+                _same_recipe(folder, _manifest(folder, name), recipe)
             print(f"{folder}: made before by the same recipe and left as it is; --verify checks it")
             return
         if state:
@@ -605,6 +599,7 @@ def _write_rows(
                 break
             if time.monotonic() - committed > commit_sec:
                 commit()
+        bar.update(1.0 - bar.n)
     for stream in streams.values():
         if not stream.full:
             stream.feed(np.empty(0, np.uint32), np.empty(0, np.int64), table, last=True)

@@ -66,6 +66,10 @@ class Config:
     decay_1d: bool = True  # decay biases and norms too, as the pipeline of the paper does
     clip: float = 0.5  # greatest gradient norm
 
+    kd_schedule: Literal["constant", "wsd"] = (
+        "constant"  # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %
+    )
+
     # --- machine
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": cuda where there is one, else cpu
     teacher_device: str | None = None  # None: the student's

@@ -37,7 +37,7 @@ from tqdm import tqdm
 import checkpoint
 import configure
 from configure import Config, ConfigError
-from losses import IGNORE, alra, alra_terms, fused_head_losses, keywords, needs_teacher, resolve
+from losses import IGNORE, alra, alra_terms, fused_head_losses, keywords, needs_teacher, resolve, wsd
 from model import (
     Qwen2,
     Qwen2Config,
@@ -167,6 +167,14 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     return Student(name, model, optimizer, Path(cfg.out_dir) / name, overrides, sha)
 
 
+def settings(s: Student, step: int, cfg: Config) -> dict:
+    """A student's overrides in update `step`; with a schedule, w_kd follows it and w_ce is what is left to 1 (PD, Eq. 1)."""
+    if cfg.kd_schedule == "constant" or not needs_teacher(s.name):
+        return s.overrides
+    w_kd = wsd(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
+    return {**s.overrides, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
+
+
 def learning_rate(step: int, cfg: Config) -> float:
     """The rate of update `step`, counted from 0: linear to `lr` at the last warm-up update, cosine to `min_lr` at the last of all."""
     if step < cfg.warmup_steps:
@@ -191,7 +199,7 @@ def update(
         n_valid += n
         with env.autocast():
             h_s = [s.model.hidden(x, recompute=cfg.recompute).to(env.dtype) for s in students]  # each [B, T, D_s]
-        heads = [(h, s.model.head, s.name, s.overrides) for h, s in zip(h_s, students, strict=True)]
+        heads = [(h, s.model.head, s.name, settings(s, step, cfg)) for h, s in zip(h_s, students, strict=True)]
         results = fused_head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group, compile=cfg.compile)
         for s, (loss, terms) in zip(students, results, strict=True):
             (loss / n_micro).backward()

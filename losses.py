@@ -58,47 +58,41 @@ class _Split(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, z_s, z_t, tokens, inside, below, tau):
-        # Of the tokens, those that leave the rest; in the place of another stands the first one again.
-        outside = tokens if inside is None else torch.where(inside, tokens, tokens[:, :1])
+    def forward(ctx, z_s, z_t, tokens, below, tau):
+        # 1 outside the rest. Floats, written once: torch.compile turns a mask of [N, V] bool, or a write into each
+        # model's logits, into buffers of its own; what compares with this fuses into what reads it.
+        outside = torch.zeros_like(z_t).scatter_(1, tokens, 1.0)
+        outside = outside if below is None else outside + (z_t >= below)
 
         def rest(z):
-            """-> tempered logits [N, V] less the largest in the rest, -inf outside it; that largest one [N, 1]"""
-            x = z.clone() if below is None else z.masked_fill(z_t >= below, -math.inf)
-            x.scatter_(1, outside, -math.inf)
+            """-> logits [N, V] with -inf outside the rest; their largest; log sum exp of them less that, tempered [N, 1]"""
+            x = z.masked_fill(outside > 0, -math.inf)
             top = x.amax(-1, keepdim=True)
-            return x.sub_(top).div_(tau), top
+            return x, top, ((x - top) / tau).exp().sum(-1, keepdim=True).log()
 
-        x_s, top_s = rest(z_s)
-        rest_s = x_s.logsumexp(-1, keepdim=True)
-        x_t, top_t = rest(z_t)
-        rest_t = x_t.logsumexp(-1, keepdim=True)
-        p_t = x_t.sub_(rest_t).exp_()  # 0 outside the rest, where the differences below are finite, whatever they are
+        _, top_s, rest_s = rest(z_s)
+        x_t, top_t, rest_t = rest(z_t)
+        p_t = ((x_t - top_t) / tau - rest_t).exp()  # 0 outside the rest, where what follows is finite, whatever it is
         kl = (p_t * (((z_t - top_t) / tau - rest_t) - ((z_s - top_s) / tau - rest_s))).sum(-1)
         in_s, in_t, ln_rest_t = z_s.gather(1, tokens) - top_s, z_t.gather(1, tokens) - top_t, rest_t.squeeze(1)
-        ctx.save_for_backward(z_s, z_t, tokens, outside, below, top_s, top_t, rest_s, rest_t)
+        ctx.save_for_backward(z_s, z_t, tokens, below, top_s, top_t, rest_s, rest_t)
         ctx.mark_non_differentiable(in_t, ln_rest_t)
         ctx.tau = tau
         return in_s, in_t, rest_s.squeeze(1), ln_rest_t, kl
 
     @staticmethod
     def backward(ctx, g_in, _, g_rest, __, g_kl):
-        z_s, z_t, tokens, outside, below, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
+        z_s, z_t, tokens, below, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
         g_kl, g_rest = g_kl[:, None], g_rest[:, None]
-        q_s, q_t = ((z_s - top_s) / ctx.tau - rest_s).exp_(), ((z_t - top_t) / ctx.tau - rest_t).exp_()
+        q_s, q_t = ((z_s - top_s) / ctx.tau - rest_s).exp(), ((z_t - top_t) / ctx.tau - rest_t).exp()
         grad = ((g_kl + g_rest) * q_s - g_kl * q_t) / ctx.tau  # right within the rest
-        if below is not None:
-            grad = grad.masked_fill_(z_t >= below, 0)
-        grad = grad.scatter_(1, outside, 0).scatter_add_(1, tokens, g_in)
-        return grad, None, None, None, None, None
+        grad = grad if below is None else grad.masked_fill(z_t >= below, 0)
+        return grad.scatter(1, tokens, g_in), None, None, None, None
 
 
-def _split(z_s, z_t, tokens, tau, inside=None, below=None) -> Split:
-    """Splits the logits at `tokens` [N, k], of which only those marked in `inside` [N, k] leave the rest.
-
-    The first token must always be inside. `below` [N, 1] also takes every token with z_t >= below out of the rest.
-    """
-    return Split(*_Split.apply(z_s, z_t, tokens, inside, below, tau))
+def _split(z_s, z_t, tokens, tau, below=None) -> Split:
+    """Splits the logits at `tokens` [N, k], distinct ones. `below` [N, 1] also takes those with z_t >= below out."""
+    return Split(*_Split.apply(z_s, z_t, tokens, below, tau))
 
 
 def _forward_kl(z_s, z_t, tau, below=None) -> Tensor:
@@ -178,14 +172,14 @@ def _upper(k, device) -> Tensor:
 def _lower_median(x, keep) -> Tensor:
     """The lower median of the entries to keep, without waiting for their number  # [N] -> []"""
     rising = x.masked_fill(~keep, math.inf).sort().values
-    return rising[((keep.sum() - 1) // 2).clamp(min=0)]
+    return rising.gather(0, ((keep.sum(0, keepdim=True) - 1) // 2).clamp(min=0))[0]
 
 
 # Entrance and exit of an objective.
 
 
 def _open(z_s, z_t, y) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Checks, widens, and blanks ignored positions -> z_s, z_t (constant), labels (0 where ignored), valid [N] bool."""
+    """Checks and widens -> z_s, z_t (constant), labels (0 where ignored), valid [N] bool."""
     _require(z_s.ndim == 2, f"z_s: expected [N, V], got shape {tuple(z_s.shape)}")
     _require(z_s.is_floating_point(), f"z_s: expected a float dtype, got {z_s.dtype}")
     _require(y.shape == z_s.shape[:1], f"y: expected shape [N={z_s.shape[0]}] as z_s has, got {tuple(y.shape)}")
@@ -199,10 +193,21 @@ def _open(z_s, z_t, y) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         check(z_s, z_t, y)
     dtype = torch.promote_types(z_s.dtype, torch.float32)
     valid = y != IGNORE
-    ignored = ~valid[:, None]
-    z_s = z_s.to(dtype).masked_fill(ignored, 0.0)
-    z_t = None if z_t is None else z_t.detach().to(dtype).masked_fill(ignored, 0.0)
-    return z_s, z_t, y.masked_fill(~valid, 0), valid
+    z_t = None if z_t is None else z_t.detach().to(dtype)
+    return _Valid.apply(z_s.to(dtype), valid), z_t, y.masked_fill(~valid, 0), valid
+
+
+class _Valid(torch.autograd.Function):
+    """The logits as they are, but with no gradient at ignored positions, not even 0 times NaN."""
+
+    @staticmethod
+    def forward(ctx, z, valid):
+        ctx.save_for_backward(valid)
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.masked_fill(~ctx.saved_tensors[0][:, None], 0.0), None
 
 
 def _close(loss, valid) -> Tensor:
@@ -312,7 +317,7 @@ def pd(
     ln_f = torch.where(kept, x_t - x_t.logsumexp(-1, keepdim=True), 0.0)
     z_s = z_s - z_s.detach().amax(-1, keepdim=True)  # no softmax sees it; rounding goes with ln p
     z_s = z_s / tau if temper_student else z_s
-    logp_s = z_s.gather(1, tokens) - z_s.logsumexp(-1, keepdim=True)
+    logp_s = z_s.gather(1, tokens) - z_s.exp().sum(-1, keepdim=True).log()
     return _close((f * (ln_f - logp_s)).sum(-1), valid)
 
 
@@ -362,20 +367,14 @@ def rld(
     _positive(tau=tau, tau_conf=tau_conf)
     _not_negative(alpha=alpha, beta=beta)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
-    y = y[:, None]
-    scd_u = _binary_kl(_log_odds(z_t, z_t.argmax(-1, keepdim=True), tau_conf), _log_odds(z_s, y, tau_conf))
-    z_y = z_t.gather(1, y)
+    _, odds_m, _ = _target_split(z_s, z_t, z_t.argmax(-1), tau_conf)
+    odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf)
+    scd_u = _binary_kl(odds_m, odds_s)
+    z_y = z_t.gather(1, y[:, None])
     empty = z_y <= z_t.amin(-1, keepdim=True)  # the label is the teacher's last choice
     mcd_u = _forward_kl(z_s, z_t, tau, below=torch.where(empty, math.inf, z_y))
     mcd_u = mcd_u.masked_fill(empty[:, 0], 0.0)
     return _close(alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u, valid)
-
-
-def _log_odds(z, token, tau) -> Tensor:
-    """ln(p / (1 - p)) of one token per position, the rest summed over itself  # [N, V], [N, 1] -> [N]"""
-    others = z.scatter(1, token, -math.inf)
-    top = others.detach().amax(-1, keepdim=True)
-    return (z.gather(1, token) - top)[:, 0] / tau - ((others - top) / tau).logsumexp(-1)
 
 
 def ldrld(
@@ -451,10 +450,10 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 
     z_s, z_t, y, valid = _open(z_s, z_t, y)
     _between(3, z_s.shape[1], top_k=top_k)
     once = _upper(top_k, z_s.device).flatten()
+    tokens = torch.cat([_top(z_t, top_k), _top(z_s, top_k)], 1)  # [N, 2 k] the teacher's, and the student's
     loss = 0.0
-    for leader in (z_t, z_s):
-        tokens = _top(leader, top_k)  # [N, k]
-        d_t, d_s = (_differences(z.gather(1, tokens) / tau).flatten(1) for z in (z_t, z_s))  # [N, k * k]
+    for in_t, in_s in zip(*(z.gather(1, tokens).chunk(2, 1) for z in (z_t, z_s)), strict=True):  # t-LD, s-LD
+        d_t, d_s = (_differences(x / tau).flatten(1) for x in (in_t, in_s))  # [N, k * k]
         loss = loss + _kl(d_t, d_s, once)
     return _close(loss, valid)
 
@@ -541,16 +540,21 @@ def alra_terms(
         d_u = (d_min + (d_max - d_min) * share).round().clamp(d_min, d_max).long()  # Eq. 8
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] the local set I, Eq. 9
 
-    split = _split(z_s, z_t, tokens, tau, inside)
-    x_s, x_t = split.in_s / tau, split.in_t / tau
-    local_s, local_t = _lse(x_s, inside), _lse(x_t, inside)
-    odds_s, odds_t = local_s - split.rest_s, local_t - split.rest_t  # ln(alpha / (1 - alpha)), Eq. 10
-    mass, local, rest = _binary_kl(odds_t, odds_s), _kl(x_t, x_s, inside), split.rest_kl  # Eq. 14
+    split = _split(z_s, z_t, tokens, tau)
+    x_s = torch.cat(
+        [split.in_s / tau, split.rest_s[:, None]], 1
+    )  # [N, d_max + 1] the candidates, and all others as one
+    x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
+    in_local = F.pad(inside, (0, 1))  # marks I among them
+    odds_s, odds_t = (_lse(x, in_local) - _lse(x, ~in_local) for x in (x_s, x_t))  # ln(alpha / (1 - alpha)), Eq. 10
+    mass = _binary_kl(odds_t, odds_s)  # Eq. 14, and so the next two
+    local = _kl(x_t, x_s, in_local)
+    rest = _kl(x_t, x_s, ~in_local) + _ln_softmax(x_t, ~in_local)[:, -1].exp() * split.rest_kl
 
     pairs = inside[:, :, None] & inside[:, None, :] & _upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
     pair_kl = _binary_kl(_differences(split.in_t / tau_p), _differences(split.in_s / tau_p))  # Eq. 16
     if pair == "swpra":
-        p_s = (x_s - torch.logaddexp(local_s, split.rest_s)[:, None]).exp()  # full-vocabulary probabilities
+        p_s = x_s.log_softmax(-1)[:, :-1].exp()  # full-vocabulary probabilities
         p_s = p_s.detach() if detach_weights else p_s
         score = (-gamma * _differences(p_s).abs()).exp() * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
         score = torch.where(pairs, score, 0.0)
@@ -723,8 +727,8 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
     a = (1 - lam) * logp_t.exp() + lam * logp_s.exp()
     # ln(a / b) is odd in the gap and tends to +-bias. Taken from the limit of its own side nothing cancels; the limit
     # of the student's side, bias, is left out and comes back as bias * sum_i p_t = bias.
-    side = gap.sign()
-    rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
+    side = 2 * (gap >= 0).to(gap.dtype) - 1
+    rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
     return _close((bias * logp_t.exp() - a * (side * rise + (1 + side) * bias)).sum(-1), valid)
 
 
@@ -738,7 +742,7 @@ def _log_softmaxes(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
 def _log_softmax(x) -> Tensor:
     """As torch's, which on the CPU sums 151,936 terms one after the other: 1e-6 off in fp32, where this is 1e-7."""
     x = x - x.detach().amax(-1, keepdim=True)
-    return x - x.logsumexp(-1, keepdim=True)
+    return x - x.exp().sum(-1, keepdim=True).log()
 
 
 def _falling_rank(x, valid) -> Tensor:
@@ -910,16 +914,17 @@ class _Head:
     """One student's sums over the forward batches of a call: loss, terms, and gradients where they are wanted."""
 
     def __init__(self, h_s, w_s, method, overrides, y, compile):
-        row = resolve(method, **overrides)
-        self.inputs = h_s, w_s
-        self.objective = functools.partial(_objective, row)
-        if compile:
-            self.objective = _compiled(method, tuple(sorted(overrides.items())), w_s.shape[0])
-        self.h, self.w = _operands(h_s, w_s, y)
         wanted = torch.is_grad_enabled()
+        self.inputs = h_s, w_s
+        self.h, self.w = _operands(h_s, w_s, y)
         self.dh = torch.zeros_like(h_s) if wanted and h_s.requires_grad else None
         self.dw = torch.zeros_like(self.w, dtype=_wide(w_s)) if wanted and w_s.requires_grad else None
         self.loss, self.sums = 0.0, {}
+        gradient = self.dh is not None or self.dw is not None
+        if compile:
+            self.evaluate = _compiled(method, tuple(sorted(overrides.items())), gradient, w_s.shape[0])
+        else:
+            self.evaluate = functools.partial(_evaluate, resolve(method, **overrides), gradient)
 
     def add(self, rows, z_t, y, n_groups):
         """One forward batch: value, gradient of the logits, and from that the gradients of hidden states and head."""
@@ -927,20 +932,17 @@ class _Head:
         broken = z_s.device.type == "cpu" and not _all_finite(z_s)
         if broken:  # no objective takes such logits; the results below become NaN, as they do by themselves on a GPU
             z_s.zero_()
-        gradient = self.dh is not None or self.dw is not None
-        with torch.set_grad_enabled(gradient):
-            loss, sums = self.objective(z_s.requires_grad_(gradient), z_t, y)
-        dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else None
-        del z_s
-        self.loss = self.loss + loss.detach() * (math.nan if broken else 1 / n_groups)
+        loss, sums, dz = self.evaluate(z_s, z_t, y)
+        self.loss = self.loss + loss * (math.nan if broken else 1 / n_groups)
         for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0) + (value * math.nan if broken and key != "n_valid" else value)
         if dz is not None:
+            del z_s
             dz = dz.mul_(1 / n_groups).to(self.w.dtype)  # on a GPU in the operands' dtype, as plain autocast does
             if self.dh is not None:
                 self.dh[rows] = _mm(dz, self.w).view_as(self.dh[rows]).to(self.dh.dtype)
             if self.dw is not None:
-                self.dw += _mm(dz.t(), self.h[rows].flatten(0, 1))
+                _mm(dz.t(), self.h[rows].flatten(0, 1), onto=self.dw)
 
     def result(self):
         n_valid = self.sums.pop("n_valid").clamp(min=1)
@@ -973,31 +975,45 @@ def _logits(h, w, rows) -> Tensor:
     return _mm(h[rows].flatten(0, 1), w.t())
 
 
-def _mm(a, b) -> Tensor:
-    """a @ b, accumulated and written in fp32 (fp64 stays fp64)."""
-    narrow = a.dtype in (torch.bfloat16, torch.float16)
-    return torch.mm(a, b, out_dtype=torch.float32) if narrow else torch.mm(a, b)
+def _mm(a, b, onto=None) -> Tensor:
+    """a @ b, accumulated and written in fp32 (fp64 stays fp64), or added onto a tensor."""
+    if a.dtype in (torch.bfloat16, torch.float16):
+        product = torch.mm(a, b, out_dtype=torch.float32)
+        return product if onto is None else onto.add_(product)
+    return torch.mm(a, b) if onto is None else onto.addmm_(a, b)
 
 
 def _wide(x) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _evaluate(method, gradient, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """`_objective`, and the gradient of its loss in z_s where that is wanted."""
+    if not gradient:
+        with torch.no_grad():
+            return *_objective(method, z_s, z_t, y), None
+    if torch.compiler.is_compiling():  # one graph for both directions: nothing of [N, V] is kept from one to the other
+        dz, (loss, sums) = torch.func.grad_and_value(lambda z: _objective(method, z, z_t, y), has_aux=True)(z_s)
+        return loss, sums, dz
+    with torch.enable_grad():
+        loss, sums = _objective(method, z_s.requires_grad_(), z_t, y)
+    dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
+    return loss.detach(), sums, dz
+
+
 @functools.cache
-def _compiled(method: str, overrides: tuple, V: int) -> Callable:
-    """`_objective` of one method and its settings under torch.compile."""
+def _compiled(method: str, overrides: tuple, gradient: bool, V: int) -> Callable:
+    """`_evaluate` of one method and its settings under torch.compile, once per shape."""
     row = resolve(method, **dict(overrides))
-
-    def objective(z_s, z_t, y):
-        return _objective(row, z_s, z_t, y)
-
     nothing = torch.zeros(1, V, device="meta")
-    objective(
-        nothing, nothing, torch.zeros(1, dtype=torch.int64, device="meta")
-    )  # a refusal here is a plain ValueError
-    code = objective.__code__.replace(co_name=f"objective_{method}")  # its own: dynamo counts recompilations by code
-    objective = types.FunctionType(code, globals(), code.co_name, None, objective.__closure__)
-    return torch.compile(objective, dynamic=False, fullgraph=True)
+    _objective(row, nothing, nothing, nothing.long()[:, 0])  # refuses what it must as a plain ValueError, not dynamo's
+
+    def evaluate(z_s, z_t, y):
+        return _evaluate(row, gradient, z_s, z_t, y)
+
+    code = evaluate.__code__.replace(co_name=f"evaluate_{method}")  # its own: dynamo counts recompilations by code
+    evaluate = types.FunctionType(code, globals(), code.co_name, None, evaluate.__closure__)
+    return torch.compile(evaluate, dynamic=False, fullgraph=True)
 
 
 def _fused_shapes(students, h_t, w_t, y, group) -> None:

@@ -699,6 +699,24 @@ def test_a_tokenizer_that_does_not_give_its_text_back_is_refused():
 # --- verify and show
 
 
+def test_quick_hash_sees_every_byte_of_a_small_file_and_both_ends_of_a_large_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "BLOCK", 4)
+    file = tmp_path / "x"
+
+    def hash_of(content):
+        file.write_bytes(content)
+        return prepare.quick_hash(file)
+
+    for size in (1, 3, 97, 256):
+        flipped = [bytes(i == at for i in range(size)) for at in range(size)]
+        assert len({hash_of(content) for content in [bytes(size), bytes(size + 1), *flipped]}) == size + 2
+    large = bytearray(7919)
+    for at in (0, 3, -4, -1):
+        changed = large.copy()
+        changed[at] = 1
+        assert hash_of(changed) != hash_of(large)
+
+
 def test_verify_finds_a_changed_byte_and_a_short_file(small, tmp_path, capsys):
     folder = tmp_path / "a"
     with pytest.raises(prepare.PrepareError, match=r"train\.json: not there"):

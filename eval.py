@@ -5,8 +5,8 @@
     python eval.py --table out/*/*                              # many results, the paper's rows, columns and numbers
     torchrun --nproc_per_node=8 eval.py out/alra_200m/alra      # the same numbers, sooner
 
-Prompts, choices and metrics are those of lm-eval's own task files; this file finds the rows, checks them, and scores
-requests fast. A document's requests become one row of a tree, where each shared beginning stands once: every
+Prompts, choices and metrics are those of lm-eval's own task files (tasks.py finds and checks their rows); here requests
+are scored, fast. A document's requests become one row of a tree, where each shared beginning stands once: every
 token looks at its own ancestors alone and keeps the position that it has in its request. The head runs only
 where a continuation is scored, in fp32.
 
@@ -15,7 +15,6 @@ Dimension key: B batch, T time, N positions, R requests, V vocabulary, D width.
 
 import argparse
 import csv
-import difflib
 import hashlib
 import itertools
 import json
@@ -25,7 +24,6 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -41,186 +39,11 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from model import Qwen2, load_tokenizer, tokenizer_hash, weights_hash
 from tables import TEACHER_KEYS, figures, row_text, tabulate
+from tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, first_line, read_items, task_file
 
 PAD = 0xFFFFFFFF  # unused tail of a row in val.bin
 N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
 BINS = 15  # of the calibration error
-
-
-class EvalError(ValueError):
-    """What was asked for cannot be scored or tabulated: what, got, expected, what to do."""
-
-
-# --- the suite (paper, appendix C) -----------------------------------------------------------------------------
-
-
-def _one_of(*values):
-    return " or ".join(map(repr, values)), lambda v, row: any(v == x and type(v) is type(x) for x in values)
-
-
-_TEXT = "a string", lambda v, row: isinstance(v, str)
-_CHOICES = (
-    "{'text': [..], 'label': [..]} with equally many, at least two",
-    lambda v, row: isinstance(v, dict) and 1 < len(v.get("text") or ()) == len(v.get("label") or ()),
-)
-_ARC = {
-    "question": _TEXT,
-    "choices": _CHOICES,
-    "answerKey": ("one of the labels of the choices", lambda v, row: v in row["choices"]["label"]),
-}
-
-
-@dataclass(frozen=True)
-class Task:
-    """One benchmark: its place in the paper and what lm-eval's file for it reads."""
-
-    file: str  # among lm-eval's task files
-    heldout: tuple[str, int]  # split, and the number of items in the paper
-    validation: tuple[str, int] | None
-    fields: dict  # name -> (what is expected, test of value and row); types matter: piqa scores "1" as always wrong
-
-
-TASKS = {
-    "arc_challenge": Task("arc/arc_challenge.yaml", ("test", 1172), None, _ARC),
-    "arc_easy": Task("arc/arc_easy.yaml", ("test", 2376), ("validation", 570), _ARC),
-    "hellaswag": Task(
-        "hellaswag/hellaswag.yaml", ("validation", 10042), ("train", 39905),
-        {"activity_label": _TEXT, "ctx_a": _TEXT, "ctx_b": _TEXT,
-         "endings": ("a list of strings", lambda v, row: isinstance(v, list) and all(isinstance(e, str) for e in v)),
-         "label": ("an index into endings (the hub's test rows have none)",
-                   lambda v, row: str(v).isdigit() and int(v) < len(row["endings"]))},
-    ),
-    "lambada_openai": Task(
-        "lambada/lambada_openai.yaml", ("test", 5153), None,
-        {"text": ("a string of several words", lambda v, row: isinstance(v, str) and " " in v)},
-    ),
-    "openbookqa": Task(
-        "openbookqa/openbookqa.yaml", ("test", 500), None,
-        {"question_stem": _TEXT, "choices": _CHOICES,
-         "answerKey": ("one of the labels of the choices",
-                       lambda v, row: isinstance(v, str) and v.lstrip() in row["choices"]["label"])},
-    ),
-    "piqa": Task(
-        "piqa/piqa.yaml", ("validation", 1838), ("train", 16113),
-        {"goal": _TEXT, "sol1": _TEXT, "sol2": _TEXT, "label": _one_of(0, 1)},
-    ),
-    "social_iqa": Task(
-        "siqa/siqa.yaml", ("validation", 1954), None,
-        {"context": _TEXT, "question": _TEXT, "answerA": _TEXT, "answerB": _TEXT, "answerC": _TEXT,
-         "label": _one_of("1", "2", "3", 1, 2, 3)},
-    ),
-    "storycloze_2016": Task(
-        "storycloze/storycloze_2016.yaml", ("test", 1000), None,
-        {**{f"input_sentence_{i}": _TEXT for i in (1, 2, 3, 4)}, "sentence_quiz1": _TEXT, "sentence_quiz2": _TEXT,
-         "answer_right_ending": _one_of(1, 2)},
-    ),
-    "winogrande": Task(
-        "winogrande/default.yaml", ("validation", 1267), None,
-        {"sentence": ("a string with a gap '_'", lambda v, row: isinstance(v, str) and "_" in v),
-         "option1": _TEXT, "option2": _TEXT, "answer": _one_of("1", "2")},
-    ),
-}  # fmt: skip
-
-STORYCLOZE = """\
-storycloze_2016: no copy here. Its authors give it out on request (cs.rochester.edu/nlp/rocstories); no hub carries it.
-Take "cloze_test_test__spring2016 - cloze_test_ALL_test.csv" (or .tsv, or .jsonl with lm-eval's fields), put it at
-DATA_DIR/storycloze_2016/test.csv or name it by --storycloze FILE. Without it averages are over 8 of 9."""
-
-
-def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | None) -> tuple[str, Iterator[dict]]:
-    """Where a task's rows lie and the rows: local JSONL, CSV or TSV, a folder laid out like the hub, or the hub."""
-    import datasets
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    there = load_yaml(task_file(name), resolve_func=False)
-    source, local = there["dataset_path"], Path(data_dir or "")
-    if name == "storycloze_2016":
-        file = find_storycloze(data_dir, storycloze)
-        if not file:
-            raise EvalError(STORYCLOZE)
-        return str(file), read_file(file)
-    if data_dir:
-        file, source = local / name / f"{split}.jsonl", str(local / source)
-        if file.is_file():
-            return str(file), read_file(file)
-        if not Path(source).is_dir():
-            raise EvalError(f"{name}: no {file} and no folder {source}; put one there, or leave it out by --tasks")
-    try:
-        rows = datasets.load_dataset(source, there.get("dataset_name"), split=split)
-    except (ValueError, OSError, RuntimeError) as error:  # no such split; no such folder or no network; a script
-        raise EvalError(
-            f"{name}: {source} gave no {split!r} ({first_line(error)}); or read files by --data_dir"
-        ) from error
-    return f"{source} [{split}]", iter(rows)
-
-
-def find_storycloze(data_dir: str | None, named: str | None) -> Path | None:
-    """The user's own copy: the file that was named, or the one in the data folder, if there is one."""
-    if named and not Path(named).is_file():
-        raise EvalError(f"--storycloze {named}: no such file")
-    files = [Path(data_dir, "storycloze_2016", f"test.{suffix}") for suffix in ("jsonl", "csv", "tsv") if data_dir]
-    return Path(named) if named else next((file for file in files if file.is_file()), None)
-
-
-def read_file(file: Path) -> Iterator[dict]:
-    """Rows of a JSONL, CSV or TSV file, StoryCloze's own headings turned into lm-eval's."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        if file.suffix == ".jsonl":
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise EvalError(f"{file}, row {number}: not JSON ({error})") from error
-                if not isinstance(row, dict):
-                    raise EvalError(f"{file}, row {number}: expected an object with fields, got {line[:40]!r}")
-                yield row
-        elif file.suffix in (".csv", ".tsv"):
-            for row in csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ","):
-                row = {_story_field(key): value for key, value in row.items() if key}
-                answer = row.get("answer_right_ending")
-                yield {**row, "answer_right_ending": int(answer) if answer in ("1", "2") else answer}
-        else:
-            raise EvalError(f"{file}: expected .jsonl, .csv or .tsv")
-
-
-def _story_field(heading: str) -> str:
-    """InputSentence1, RandomFifthSentenceQuiz1, AnswerRightEnding -> lm-eval's names; others in snake case."""
-    heading = heading.removeprefix("RandomFifth")
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=Sentence)(?=\d)", "_", heading).lower()
-
-
-def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict], str]:
-    """The fields that the task reads, row by row, and a hash of them all that does not depend on the source."""
-    kept, digest, fields = [], hashlib.sha256(), TASKS[name].fields
-    for number, row in enumerate(rows, 1):
-        for field, (what, good) in fields.items():
-            if field not in row:
-                raise EvalError(f"{where}, row {number}: no field {field!r}; expected {what}")
-            if not good(row[field], row):
-                raise EvalError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
-        kept.append({field: row[field] for field in fields})
-        digest.update(json.dumps(kept[-1], sort_keys=True).encode())
-    if not kept:
-        raise EvalError(f"{where}: no rows; expected {name} items with {', '.join(fields)}")
-    return kept, digest.hexdigest()
-
-
-def task_file(name: str) -> Path:
-    import lm_eval.tasks
-
-    return Path(lm_eval.tasks.__file__).parent / TASKS[name].file
-
-
-def choose_tasks(asked: str, split: str) -> list[str]:
-    """`all`, `none` or names with commas -> names, in the paper's order."""
-    having = [name for name, task in TASKS.items() if getattr(task, split)]
-    names = {"all": having, "none": []}.get(asked, asked.split(","))
-    for name in names:
-        if name not in having:
-            near = difflib.get_close_matches(name, having, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(having)}"
-            raise EvalError(f"--tasks: no task {name!r} in the {split} set, {hint}")
-    return [name for name in having if name in names]
 
 
 # --- scoring requests ------------------------------------------------------------------------------------------
@@ -469,23 +292,6 @@ def pick_device(name: str) -> torch.device:
 # --- the nine tasks --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Items:
-    """A task's rows, read and checked."""
-
-    where: str
-    rows: list[dict]
-    sha256: str
-
-
-def read_items(names: list[str], args) -> dict[str, Items]:
-    items = {}
-    for name in names:
-        where, rows = read_rows(name, getattr(TASKS[name], args.split)[0], args.data_dir, args.storycloze)
-        items[name] = Items(where, *check_rows(name, where, rows))
-    return items
-
-
 def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]:
     """Scores by task: n, acc, acc_norm, perplexity, standard errors, and the hashes of what was scored."""
     import datasets
@@ -649,7 +455,9 @@ def score(args, device: torch.device) -> None:
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
-    items = read_items(names, args)  # what is wrong with them shows before anything is computed
+    items = read_items(
+        names, args.split, args.data_dir, args.storycloze
+    )  # what is wrong with them shows before anything is computed
     checkpoints = [open_checkpoint(name, args, device) for name in args.paths]
     for c in checkpoints * bool(args.limit and items):
         before = read_json(c.folder / f"eval_{args.split}.json")
@@ -732,10 +540,6 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Score checkpoints, or tabulate what was scored.")
     add = p.add_argument
@@ -743,7 +547,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--tasks", default="all", help="all, none, or names with commas")
     add("--split", default="heldout", choices=("heldout", "validation"), help="which of the paper's two sets")
     add("--data_dir", help="local DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub itself")
-    add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv, .tsv or .jsonl")
+    add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv, .tsv, .jsonl, .parquet")
     add("--limit", type=int, help="score the first N items of each task alone")
     add("--rows", metavar="DIR", help="folder with val.bin for the figures over held-out rows, or none; else the run's")
     add("--max_rows", type=int, default=512, help="rows of it to read, from the first")

@@ -11,12 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-DRAWS = 2_000  # of the paired bootstrap
+from tasks import COLUMNS, SUITES
 
-# The suite in the paper's order, task -> heading, and the tasks of its two sets.
-COLUMNS = {"arc_challenge": "ARC-C", "arc_easy": "ARC-E", "hellaswag": "HS", "lambada_openai": "LAMB", "openbookqa": "OBQA",
-           "piqa": "PIQA", "social_iqa": "SIQA", "storycloze_2016": "SC16", "winogrande": "WG"}  # fmt: skip
-SUITES = {"heldout": list(COLUMNS), "validation": ["arc_easy", "hellaswag", "piqa"]}
+DRAWS = 2_000  # of the paired bootstrap
 
 # --- the paper's numbers ---------------------------------------------------------------------------------------
 
@@ -290,7 +287,7 @@ def differences(results: list[dict]) -> list[str]:
     seen, out = {}, []
     for r in results:
         run, found = r["run"] or {}, r["intrinsic"] or {}
-        facts = {f"protocol: {key}": str(value) for key, value in r["protocol"].items()}
+        facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in r["protocol"].items()}
         facts |= {key: run.get(key) for key in RUN_FACTS} | {key: run.get("config", {}).get(key) for key in RUN_CONFIG}
         facts[f"init_sha256 of seed {seed_of(r)}"] = run.get("init_sha256")
         for name, scores in r["tasks"].items():

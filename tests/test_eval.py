@@ -1,4 +1,4 @@
-"""eval.py: requests scored as lm-eval's own backend scores them, rows checked, figures and tables as defined."""
+"""eval.py, tasks.py and tables.py: requests scored as lm-eval's own backend scores them, rows checked, figures and tables as defined."""
 
 import csv
 import json
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eval as ev
 import tables
+import tasks
 from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +116,7 @@ def teacher():
 def data(tmp_path_factory):
     """All nine tasks in the layout of local files, 7 items each and 5 in the validation sets."""
     folder, rng = tmp_path_factory.mktemp("eval"), np.random.default_rng(1)
-    for name, task in ev.TASKS.items():
+    for name, task in tasks.TASKS.items():
         for n, part in ((7, task.heldout), (5, task.validation)):
             if part:
                 write_rows(folder, name, part[0], [row_of(name, rng) for _ in range(n)])
@@ -258,6 +259,15 @@ def test_a_tree_holds_each_shared_beginning_once():
     assert tree.n_scored == 5  # 2; 3, 4; 1, 2; 5
 
 
+def test_no_position_looks_nowhere(student, tokenizer, monkeypatch):
+    """Padding too: softmax over nothing is NaN, and NaN times a weight of zero is NaN."""
+    masks, hidden = [], student.hidden
+    monkeypatch.setattr(type(student), "hidden", lambda self, *given: masks.append(given[2]) or hidden(*given))
+    requests = [(("", ""), list(range(n)), tail) for n in (20, 9) for tail in ([50, 51], [60])]
+    ev.Scorer(student, tokenizer)._loglikelihood_tokens(requests, True, [0, 0, 1, 1])
+    assert masks[0].shape[0] == 2 and masks[0].any(-1).all() and not masks[0].tril().ne(masks[0]).any()
+
+
 def test_the_head_runs_only_where_a_continuation_is_scored(student, tokenizer, monkeypatch):
     seen, pick = [], ev.pick
     monkeypatch.setattr(ev, "pick", lambda h, *rest: seen.append(len(h)) or pick(h, *rest))
@@ -278,12 +288,12 @@ def test_scores_are_fp32_whatever_the_backbone(student, tokenizer):
 
 @pytest.mark.parametrize("context, continuation", [("the cat", ""), (" \n", "cat"), ("", ""), ("the cat", " dog" * 13)])
 def test_requests_without_an_answer_are_refused(student, tokenizer, context, continuation):
-    with pytest.raises(ev.EvalError, match=r"expected a context|nothing to condition on"):
+    with pytest.raises(tasks.EvalError, match=r"expected a context|nothing to condition on"):
         ev.Scorer(student, tokenizer, max_length=7).loglikelihood(ask((context, continuation)), disable_tqdm=True)
 
 
 def bench(lm, names, args):
-    return ev.benchmarks(lm, ev.read_items(names, args), args)
+    return ev.benchmarks(lm, tasks.read_items(names, args.split, args.data_dir, args.storycloze), args)
 
 
 # --- the tasks -------------------------------------------------------------------------------------------------
@@ -324,10 +334,10 @@ PROMPTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ev.TASKS)
+@pytest.mark.parametrize("name", tasks.TASKS)
 def test_prompts_are_those_of_lm_eval(name, tmp_path):
     row, wanted = PROMPTS[name]
-    write_rows(tmp_path, name, ev.TASKS[name].heldout[0], [row, row])
+    write_rows(tmp_path, name, tasks.TASKS[name].heldout[0], [row, row])
     recorder = Recorder()
     got = bench(recorder, [name], options("--data_dir", str(tmp_path)))
     assert recorder.asked == wanted * 2
@@ -337,7 +347,7 @@ def test_prompts_are_those_of_lm_eval(name, tmp_path):
 
 
 def test_two_sets_of_the_protocol(data):
-    heldout = {name: (task.heldout, task.validation) for name, task in ev.TASKS.items()}
+    heldout = {name: (task.heldout, task.validation) for name, task in tasks.TASKS.items()}
     assert heldout == {
         "arc_challenge": (("test", 1172), None), "arc_easy": (("test", 2376), ("validation", 570)),
         "hellaswag": (("validation", 10042), ("train", 39905)), "lambada_openai": (("test", 5153), None),
@@ -345,12 +355,12 @@ def test_two_sets_of_the_protocol(data):
         "social_iqa": (("validation", 1954), None), "storycloze_2016": (("test", 1000), None),
         "winogrande": (("validation", 1267), None),
     }  # fmt: skip
-    assert list(ev.TASKS) == list(tables.COLUMNS)
+    assert list(tasks.TASKS) == list(tables.COLUMNS)
     for split, names in tables.SUITES.items():
-        assert ev.choose_tasks("all", split) == names
+        assert tasks.choose_tasks("all", split) == names
         got = bench(Recorder(), names, options("--data_dir", str(data), "--split", split))
         assert {scores["n"] for scores in got.values()} == {7 if split == "heldout" else 5}
-        assert [scores["n_paper"] for scores in got.values()] == [getattr(ev.TASKS[n], split)[1] for n in names]
+        assert [scores["n_paper"] for scores in got.values()] == [getattr(tasks.TASKS[n], split)[1] for n in names]
 
 
 def test_scores_equal_those_of_lm_evals_own_backend(student, tokenizer, data, tmp_path):
@@ -378,7 +388,7 @@ def compare(folder, tokenizer, args, without=()):
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
-    names = [name for name in ev.choose_tasks("all", args.split) if name not in without]
+    names = [name for name in tasks.choose_tasks("all", args.split) if name not in without]
     theirs = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer=tokenizer,
                   max_length=512, batch_size=16, logits_cache=False, device="cpu")  # fmt: skip
     a = bench(ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503), names, args)
@@ -395,13 +405,13 @@ def compare(folder, tokenizer, args, without=()):
 
 
 def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
-    wanted = bench(Recorder(), list(ev.TASKS), options("--data_dir", str(data)))
+    wanted = bench(Recorder(), list(tasks.TASKS), options("--data_dir", str(data)))
     hub, calls = tmp_path / "hub", []
-    for name, task in ev.TASKS.items():
+    for name, task in tasks.TASKS.items():
         if name != "storycloze_2016":
             from lm_eval.tasks._yaml_loader import load_yaml
 
-            there = load_yaml(ev.task_file(name), resolve_func=False)
+            there = load_yaml(tasks.task_file(name), resolve_func=False)
             folder, split = hub / there["dataset_path"], task.heldout[0]
             rows = [json.loads(line) for line in (data / name / f"{split}.jsonl").read_text().splitlines()]
             part = there.get("dataset_name") or "default"
@@ -416,7 +426,7 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     story = str(data / "storycloze_2016" / "test.jsonl")
-    local = bench(Recorder(), list(ev.TASKS), options("--data_dir", str(hub), "--storycloze", story))
+    local = bench(Recorder(), list(tasks.TASKS), options("--data_dir", str(hub), "--storycloze", story))
     load = datasets.load_dataset
 
     def from_the_hub(path, name=None, **kw):
@@ -424,14 +434,14 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
         return load(path if path == "parquet" else str(hub / path), name, **kw)
 
     monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
-    far = bench(Recorder(), list(ev.TASKS), options("--storycloze", story))
+    far = bench(Recorder(), list(tasks.TASKS), options("--storycloze", story))
     assert "allenai/ai2_arc" in calls and "Rowan/hellaswag" in calls
-    for name in ev.TASKS:
+    for name in tasks.TASKS:
         for key in ("prompts_sha256", "data_sha256", "task_sha256", "acc", "n"):
             assert wanted[name][key] == local[name][key] == far[name][key]
 
 
-def test_storycloze_from_its_own_csv_or_tsv(data, tmp_path):
+def test_storycloze_from_its_own_csv_or_tsv_or_parquet(data, tmp_path):
     rows = [json.loads(line) for line in (data / "storycloze_2016" / "test.jsonl").read_text().splitlines()]
     heads = ["InputStoryid", *(f"InputSentence{i}" for i in (1, 2, 3, 4)), "RandomFifthSentenceQuiz1",
              "RandomFifthSentenceQuiz2", "AnswerRightEnding"]  # fmt: skip
@@ -445,8 +455,11 @@ def test_storycloze_from_its_own_csv_or_tsv(data, tmp_path):
         got = bench(Recorder(), ["storycloze_2016"], options("--storycloze", str(file)))["storycloze_2016"]
         assert got["n"] == 7 and got["n_paper"] == 1000
         hashes.append((got["data_sha256"], got["prompts_sha256"]))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "cloze.parquet")
+    got = bench(Recorder(), ["storycloze_2016"], options("--storycloze", str(tmp_path / "cloze.parquet")))
+    hashes.append((got["storycloze_2016"]["data_sha256"], got["storycloze_2016"]["prompts_sha256"]))
     wanted = bench(Recorder(), ["storycloze_2016"], options("--data_dir", str(data)))["storycloze_2016"]
-    assert hashes == [(wanted["data_sha256"], wanted["prompts_sha256"])] * 2
+    assert hashes == [(wanted["data_sha256"], wanted["prompts_sha256"])] * 3
 
 
 BAD = [
@@ -466,24 +479,24 @@ BAD = [
 
 @pytest.mark.parametrize("name, change, message", BAD)
 def test_bad_items_are_refused_with_file_row_and_field(name, change, message, tmp_path):
-    rng, split = np.random.default_rng(4), ev.TASKS[name].heldout[0]
+    rng, split = np.random.default_rng(4), tasks.TASKS[name].heldout[0]
     rows = [row_of(name, rng) for _ in range(5)]
     rows[2] = {**rows[2], **change}
     write_rows(tmp_path, name, split, rows)
-    with pytest.raises(ev.EvalError, match=message):
+    with pytest.raises(tasks.EvalError, match=message):
         bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
     del rows[2][next(iter(change))]
     write_rows(tmp_path, name, split, rows)
-    with pytest.raises(ev.EvalError, match=f"row 3: no field '{next(iter(change))}'"):
+    with pytest.raises(tasks.EvalError, match=f"row 3: no field '{next(iter(change))}'"):
         bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
     write_rows(tmp_path, name, split, [])
-    with pytest.raises(ev.EvalError, match="no rows"):
+    with pytest.raises(tasks.EvalError, match="no rows"):
         bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
 
 
 def test_files_that_are_no_files_are_refused(tmp_path):
     def tried(*argv, name="piqa"):
-        with pytest.raises(ev.EvalError) as error:
+        with pytest.raises(tasks.EvalError) as error:
             bench(Recorder(), [name], options(*argv))
         return str(error.value)
 
@@ -498,7 +511,9 @@ def test_files_that_are_no_files_are_refused(tmp_path):
     assert "on request" in tried("--data_dir", str(tmp_path), name="storycloze_2016")
     assert "no such file" in tried("--storycloze", str(tmp_path / "gone.csv"), name="storycloze_2016")
     (tmp_path / "story.xml").write_text("x")
-    assert "expected .jsonl, .csv or .tsv" in tried("--storycloze", str(tmp_path / "story.xml"), name="storycloze_2016")
+    assert "expected .jsonl, .csv, .tsv or .parquet" in tried(
+        "--storycloze", str(tmp_path / "story.xml"), name="storycloze_2016"
+    )
 
 
 def test_slips_on_the_command_line():
@@ -506,12 +521,12 @@ def test_slips_on_the_command_line():
         ("arc_esay", "heldout", "no task 'arc_esay' in the heldout set, did you mean 'arc_easy'"),
         ("winogrande", "validation", "no task 'winogrande' in the validation set"),
     ):
-        with pytest.raises(ev.EvalError, match=message):
-            ev.choose_tasks(asked, split)
+        with pytest.raises(tasks.EvalError, match=message):
+            tasks.choose_tasks(asked, split)
     for argv in (("--limit", "1"), ("--max_rows", "0"), ("--csv", "x.csv"), ("y", "--out", "z")):
-        with pytest.raises(ev.EvalError, match=argv[-2]):
+        with pytest.raises(tasks.EvalError, match=argv[-2]):
             options(*argv)
-    with pytest.raises(ev.EvalError, match="CUDA devices"):
+    with pytest.raises(tasks.EvalError, match="CUDA devices"):
         ev.pick_device("cuda:97")
 
 
@@ -565,6 +580,15 @@ def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, tokeni
         if key not in tables.TEACHER_KEYS:
             np.testing.assert_allclose(alone[key], bare[key], rtol=1e-5, atol=1e-5)
     assert set(tables.TEACHER_KEYS).isdisjoint(bare)
+
+
+def test_a_certain_student_falls_into_the_last_bin(student, tokenizer, rows):
+    certain = sharp(init_student(student.config, 5), 900.0)
+    gap = ev.over_rows([certain], None, rows, ev.byte_lengths(tokenizer, 311), 1000)[0]["gap"]
+    z = certain(torch.from_numpy(rows[:1, :-1].astype(np.int64)))[0]
+    assert (z.softmax(-1).amax(-1) == 1).any()  # exactly, in fp32
+    wrong = (z.argmax(-1).numpy() != rows[0, 1:]).sum()
+    assert gap[0].sum() == pytest.approx(wrong, abs=0.5) and gap[0, -1] > 0.9 * wrong
 
 
 def test_bytes_of_tokens(tokenizer):
@@ -622,9 +646,9 @@ def fake(folder, method, accs, seed=1234, split="heldout", student="200m", run=(
     """A result file of a made-up student; accs by task, in %."""
     facts = {"method": method, "seed": seed, "student": student, "init_sha256": f"init{seed}", "data_sha256": "data", "step": 7,
              "teacher_sha256": None if method == "pretrain" else "teacher", "overrides": {}, "config": {"lr": 6e-4}, **dict(run)}  # fmt: skip
-    tasks = {t: {"acc": a / 100, "acc_stderr": 0.01, "n": 500, "n_rows": 500, "n_paper": getattr(ev.TASKS[t], split)[1], "source": "here",
+    scores = {t: {"acc": a / 100, "acc_stderr": 0.01, "n": 500, "n_rows": 500, "n_paper": getattr(tasks.TASKS[t], split)[1], "source": "here",
                  "data_sha256": t, "prompts_sha256": t, "version": 1.0, **task} for t, a in accs.items()}  # fmt: skip
-    result = {"name": str(folder), "split": split, "run": facts, "tasks": tasks, "intrinsic": intrinsic, "weights_sha256": "w",
+    result = {"name": str(folder), "split": split, "run": facts, "tasks": scores, "intrinsic": intrinsic, "weights_sha256": "w",
               "protocol": {"lm_eval": "0.4.13", "dtype": "float32", "max_length": 512, "limit": None, **dict(protocol)}}  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"eval_{split}.json").write_text(json.dumps(result))
@@ -732,8 +756,8 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
     ({"run": {"data_sha256": "other"}}, "data_sha256"),
     ({"run": {"step": 8}}, "step: 7 and 8"),
     ({"run": {"config": {"lr": 1e-3}}}, "lr: 0.0006 and 0.001"),
-    ({"protocol": {"dtype": "bfloat16"}}, "protocol: dtype"),
-    ({"protocol": {"limit": 60}}, "protocol: limit: None and 60"),
+    ({"protocol": {"dtype": "bfloat16"}}, "protocol, heldout: dtype"),
+    ({"protocol": {"limit": 60}}, "protocol, heldout: limit: None and 60"),
     ({"prompts_sha256": "other"}, "arc_challenge, heldout: prompts_sha256"),
 ])  # fmt: skip
 def test_runs_that_differ_are_not_tabulated_unless_asked_for(tmp_path, change, named):
@@ -844,7 +868,7 @@ def test_storycloze_is_left_out_with_a_word(finished, data, tmp_path, capsys):
     ev.run(argv)
     told = capsys.readouterr()
     assert "on request" in told.err and "Avg. (8 of 9)" in told.out
-    with pytest.raises(ev.EvalError, match="on request"):
+    with pytest.raises(tasks.EvalError, match="on request"):
         ev.run([*argv, "--tasks", "storycloze_2016"])
 
 

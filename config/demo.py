@@ -18,11 +18,11 @@ val_share = 0.05
 seq_len = 256
 
 shuffle = True
-max_steps = schedule_steps = 160
+max_steps = schedule_steps = 140
 batch_rows = micro_batch = 8
 lr = 3e-3
 min_lr = 3e-4
 warmup_steps = 20
-val_every_steps = 40
+val_every_steps = 35
 val_max_rows = 64
-checkpoint_every_steps = 80
+checkpoint_every_steps = 70

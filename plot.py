@@ -50,6 +50,7 @@ def read_logs(folders: list[Path]) -> dict[str, dict[str, list[tuple[float, floa
         raise ValueError(
             f"{', '.join(map(str, folders))}: no log.jsonl there or one folder below; expected a run's folder"
         )
+    logs.sort(key=lambda log: [*STYLE, log.parent.name].index(log.parent.name))  # the paper's order, then the others
     methods = [log.parent.name for log in logs]
     curves = {}
     for log in logs:

@@ -70,10 +70,12 @@ class _Split(torch.autograd.Function):
             top = x.amax(-1, keepdim=True)
             return x, top, ((x - top) / tau).exp().sum(-1, keepdim=True).log()
 
-        _, top_s, rest_s = rest(z_s)
+        x_s, top_s, rest_s = rest(z_s)
         x_t, top_t, rest_t = rest(z_t)
-        p_t = ((x_t - top_t) / tau - rest_t).exp()  # 0 outside the rest, where what follows is finite, whatever it is
-        kl = (p_t * (((z_t - top_t) / tau - rest_t) - ((z_s - top_s) / tau - rest_s))).sum(-1)
+        # 0 outside the rest, where the differences are finite, whatever they are. That p_s - p_t sums to 0 takes off what
+        # rounding of the two logsumexps, one error in every token alike, would add to the KL.
+        p_s, p_t = ((x_s - top_s) / tau - rest_s).exp(), ((x_t - top_t) / tau - rest_t).exp()
+        kl = (p_t * (((z_t - top_t) / tau - rest_t) - ((z_s - top_s) / tau - rest_s)) + (p_s - p_t)).sum(-1)
         in_s, in_t, ln_rest_t = z_s.gather(1, tokens) - top_s, z_t.gather(1, tokens) - top_t, rest_t.squeeze(1)
         ctx.save_for_backward(z_s, z_t, tokens, below, top_s, top_t, rest_s, rest_t)
         ctx.mark_non_differentiable(in_t, ln_rest_t)
@@ -315,9 +317,9 @@ def pd(
     x_t = (z_t.gather(1, tokens) / tau).masked_fill(~kept, -math.inf)
     f = x_t.softmax(-1)  # [N, top_k], 0 where not kept
     ln_f = torch.where(kept, x_t - x_t.logsumexp(-1, keepdim=True), 0.0)
-    z_s = z_s - z_s.detach().amax(-1, keepdim=True)  # no softmax sees it; rounding goes with ln p
-    z_s = z_s / tau if temper_student else z_s
-    logp_s = z_s.gather(1, tokens) - z_s.exp().sum(-1, keepdim=True).log()
+    tau_s = tau if temper_student else 1.0
+    top_s = z_s.detach().amax(-1, keepdim=True)  # taken off: no softmax sees it, and rounding goes with ln p
+    logp_s = (z_s.gather(1, tokens) - top_s) / tau_s - ((z_s - top_s) / tau_s).exp().sum(-1, keepdim=True).log()
     return _close((f * (ln_f - logp_s)).sum(-1), valid)
 
 
@@ -684,7 +686,9 @@ def adakd(
     n_hardest = (keep * valid.sum().double()).floor().clamp(min=1)
     hardest = valid & (_falling_rank(s, valid) < n_hardest)
     median = _lower_median(s, hardest)
-    ratio = s / torch.where(median > 0, median, 1.0)
+    median = torch.where(median > 0, median, 1.0)
+    # Twice, on the way in and on the way back: what stands elsewhere reaches neither the value nor the median's gradient.
+    ratio = torch.where(hardest, torch.where(hardest, s, 1.0) / median, 1.0)
     T = (-c * torch.tanh(ratio.clamp(min=1e-8).log())).exp()  # the authors' floor: at 1e-8 tanh is -1 in fp64
     T = (T.detach() if detach_temperature else T)[:, None]
     a, b = _log_softmax(logp_s / T), _log_softmax(logp_t / T)

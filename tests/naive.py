@@ -156,7 +156,9 @@ def bild(z_s, z_t, y, tau=3.0, top_k=8):
         for leader in (t, s):
             j = top(leader, top_k)
             pairs = [(j[a], j[b]) for a in range(top_k) for b in range(a + 1, top_k)]
-            out[u] = out[u] + kl(softmax([t[a] - t[b] for a, b in pairs], tau), softmax([s[a] - s[b] for a, b in pairs], tau))
+            out[u] = out[u] + kl(
+                softmax([t[a] - t[b] for a, b in pairs], tau), softmax([s[a] - s[b] for a, b in pairs], tau)
+            )
     return gather(z_s, out)
 
 
@@ -187,7 +189,7 @@ def alra_terms(z_s, z_t, y, d_min=3, d_max=25, tau=1.0, tau_p=1.0, gamma=5.0, ep
         p_s, p_t = softmax(s, tau), softmax(t, tau)
         d_u = min(max(round(d_min + (d_max - d_min) * support[u] / (mean + eps)), d_min), d_max)  # Eq. 8
         d_u = d_max if budget == "fixed" else d_u
-        local = sorted(chosen[u], key=lambda i: (-t[i].item(), i))[:d_u]  # Eq. 9  # noqa: B023
+        local = sorted(chosen[u], key=lambda i: (-t[i].item(), i))[:d_u]  # Eq. 9
         rest = [i for i in range(len(t)) if i not in local]
         alpha_s, alpha_t = sum(p_s[i] for i in local), sum(p_t[i] for i in local)  # Eq. 10
         pairs = [(i, j) for n, i in enumerate(local) for j in local[n + 1 :]]  # Eq. 15
@@ -196,13 +198,16 @@ def alra_terms(z_s, z_t, y, d_min=3, d_max=25, tau=1.0, tau_p=1.0, gamma=5.0, ep
             r[i, j] = kl(softmax([t[i], t[j]], tau_p), softmax([s[i], s[j]], tau_p))
         p_w = [p.detach() for p in p_s] if detach_weights else p_s
         score = {(i, j): torch.exp(-gamma * abs(p_w[i] - p_w[j])) * (p_w[i] + p_w[j]) for i, j in pairs}  # Eq. 19
-        kappa = {"pra": lambda ij: 1.0, "pra_u": lambda ij: 1 / len(pairs),  # noqa: B023
-                 "swpra": lambda ij: score[ij] / (sum(score.values()) + eps)}[pair]  # Eq. 18, 20  # noqa: B023  # fmt: skip
+        total = sum(score.values())
+        if pair == "swpra":
+            kappa = {ij: score[ij] / (total + eps) for ij in pairs}  # Eq. 20
+        else:
+            kappa = {ij: 1.0 if pair == "pra" else 1 / len(pairs) for ij in pairs}  # Eq. 18
         out[u] = {
             "mass": pair_kl(alpha_t, alpha_s),
             "local": kl(conditional(p_t, local), conditional(p_s, local)),
             "rest": kl(conditional(p_t, rest), conditional(p_s, rest)),  # Eq. 14
-            "pair": sum(kappa(ij) * r[ij] for ij in pairs),  # Eq. 17
+            "pair": sum(kappa[ij] * r[ij] for ij in pairs),  # Eq. 17
             "d_u": d_u, "support": support[u], "alpha_t": alpha_t, "tokens": chosen[u], "set": local,
         }  # fmt: skip
     return out

@@ -1,0 +1,648 @@
+"""Every objective: against naive loops, in identities, in fp32 and bf16, on bad input, and in memory.
+
+The recorded numbers of the authors' codes are in test_golden.py, the fused head in test_fused.py.
+"""
+
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import losses
+from losses import IGNORE, METHODS, method_loss
+from tests import naive
+
+# One row per objective; the paper's variants of ALRA differ in settings that the naive comparison goes through.
+ROWS = [name for name in METHODS if METHODS[name].fn is not losses.alra or name in ("alra", "alra_g", "fixed_7")]
+KD_ROWS = [name for name in ROWS if name != "pretrain"]
+FIRST_TIER = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra", "fixed_7"]
+
+
+def case(seed=0, n=7, v=61, student=1.5, teacher=3.0, ignored=(2,), dtype=torch.float64):
+    """Random logits and labels, some positions ignored."""
+    g = torch.Generator().manual_seed(seed)
+    z_s, z_t = (scale * torch.randn(n, v, generator=g, dtype=torch.float64) for scale in (student, teacher))
+    y = torch.randint(v, (n,), generator=g)
+    y[list(ignored)] = IGNORE
+    return z_s.to(dtype), z_t.to(dtype), y
+
+
+def value_and_gradient(fn, z_s, z_t, y, **settings):
+    """[N] and its gradient, each position weighted differently so that none can stand in for another."""
+    z_s = z_s.clone().requires_grad_()
+    loss = fn(z_s, z_t, y, **settings)
+    (gradient,) = torch.autograd.grad((loss * torch.arange(1, len(y) + 1)).sum(), z_s, allow_unused=True)
+    return loss.detach(), torch.zeros_like(z_s) if gradient is None else gradient
+
+
+def kd(name, z_s, z_t, y, **settings):
+    """The objective of a row of METHODS alone, per position."""
+    row = METHODS[name]
+    return row.fn(z_s, z_t, y, **{**row.hyper, **settings})
+
+
+def kl(z_s, z_t, tau=1.0):
+    logp_s, logp_t = (z_s / tau).log_softmax(-1), (z_t / tau).log_softmax(-1)
+    return (logp_t.exp() * (logp_t - logp_s)).sum(-1)
+
+
+# Against naive loops typed from the papers.
+
+SETTINGS = [
+    ("cross_entropy", {}),
+    ("vanilla_kd", {}),
+    ("vanilla_kd", {"tau": 2.0, "t2_scaling": True}),
+    ("pd", {"top_k": 11}),
+    ("pd", {"top_k": 3, "tau": 2.0}),
+    ("pd", {"top_k": 37, "top_p": 1.0, "temper_student": True}),
+    ("pd", {"top_k": 17, "truncate_on": "raw", "top_p": 0.8}),
+    ("atkd", {}),
+    ("atkd", {"tau": 2.0, "easy_weight": 0.2}),
+    ("rld", {}),
+    ("rld", {"tau": 4.0, "tau_conf": 2.0, "alpha": 0.7, "beta": 8.0}),
+    ("ldrld", {}),
+    ("ldrld", {"d": 2, "tau": 4.0}),
+    ("ldrld", {"d": 5, "pair_reduction": "sum", "alpha": 10.5, "beta": 7.0}),
+    ("tad", {}),
+    ("tad", {"norm": "unit", "beta": 0.5, "top_k": 1}),
+    ("tad", {"norm": "none", "tau": 2.0, "top_k": 36}),
+    ("bild", {}),
+    ("bild", {"top_k": 3, "tau": 1.0}),
+    ("alra", {"d_max": 13}),
+    ("alra", {"d_max": 7, "lambda_pair": 0.3, "detach_weights": False}),
+    ("alra", {"d_max": 7, "tau": 2.0, "tau_p": 3.0, "gamma": 2.0, "eps": 1e-2}),
+    ("alra", {"d_max": 7, "anchor": "none"}),
+    ("alra", {"d_max": 7, "anchor": "label"}),
+    ("alra", {"d_max": 7, "anchor": "both"}),
+    ("alra", {"d_min": 2, "d_max": 2, "anchor": "both"}),
+    ("alra", {"d_max": 7, "pair": "pra"}),
+    ("alra", {"d_max": 7, "pair": "pra_u"}),
+    ("alra", {"d_max": 7, "budget": "fixed", "pair": "pra_u"}),
+    ("alra", {"d_max": 17, "gamma": 0.0, "lambda_pair": 0.0}),
+    ("reverse_kl", {"tau": 2.0}),
+    ("jsd", {}),
+    ("jsd", {"beta": 0.1, "tau": 2.0}),
+    ("jsd", {"beta": 0.0}),
+    ("jsd", {"beta": 1.0}),
+    ("tvd", {}),
+    ("dkd", {}),
+    ("dkd", {"tau": 1.0, "alpha": 0.3, "beta": 2.0}),
+    ("mse_logits", {}),
+    ("mse_logits", {"center": True}),
+    ("adakd", {}),
+    ("adakd", {"rule": "reverse_kl", "base": "forward", "keep": 1.0, "c": 0.6}),
+    ("adakd", {"detach_temperature": True}),
+    ("sekd", {}),
+    ("sekd", {"tau": 1.0, "keep": 0.5}),
+    ("sekd", {"keep": 1.0}),
+    ("bdl", {}),
+    ("bdl", {"lam": 0.3}),
+    ("bdl", {"lam": 0.0}),
+    ("bdl", {"lam": 1.0}),
+]
+
+
+def awkward(kind):
+    """Logits on which shortcuts fail."""
+    z_s, z_t, y = case(seed=5, v=37)
+    if kind == "initial":  # a student at initialisation, and labels that are the teacher's last choice
+        z_s, y = 0.02 * z_s, torch.where(y == IGNORE, y, z_t.argmin(-1))
+    elif kind == "ties":  # as in bf16 logits: many equal values, within and across the borders of every set
+        z_s, z_t = (z_s * 2).round() / 2, (z_t * 2).round() / 2
+    elif kind == "shifted":
+        z_s, z_t = z_s + 50, z_t - 20
+    elif kind == "top":  # the label is the teacher's first choice
+        y = torch.where(y == IGNORE, y, z_t.argmax(-1))
+    return z_s, z_t, y
+
+
+@pytest.mark.parametrize("kind", ["plain", "initial", "ties", "shifted", "top"])
+@pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=lambda x: x if isinstance(x, str) else ",".join(x))
+def test_naive_loops_agree(name, settings, kind):
+    z_s, z_t, y = awkward(kind)
+    got = value_and_gradient(getattr(losses, name), z_s, z_t, y, **settings)
+    expected = value_and_gradient(getattr(naive, name), z_s, z_t, y, **settings)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_every_objective_is_held_against_naive_loops():
+    assert {row.fn.__name__ for row in METHODS.values()} == {name for name, _ in SETTINGS}
+
+
+# ALRA's sets and pieces.
+
+
+@pytest.mark.parametrize("anchor", ["none", "teacher", "label", "both"])
+@pytest.mark.parametrize("kind", ["plain", "initial", "ties"])
+def test_alra_pieces_are_those_of_the_paper(anchor, kind):
+    z_s, z_t, y = awkward(kind)
+    settings = {"d_max": 7, "tau": 1.5, "anchor": anchor}
+    got, expected = losses.alra_terms(z_s, z_t, y, **settings), naive.alra_terms(z_s, z_t, y, **settings)
+    for u, piece in expected.items():
+        assert set(got.tokens[u].tolist()) == set(piece["tokens"])
+        assert got.tokens[u, : piece["d_u"]].tolist() == piece["set"]
+        assert int(got.d_u[u]) == piece["d_u"]
+        assert float(got.support[u]) == pytest.approx(piece["support"], rel=1e-12)
+        assert float(got.log_alpha_t[u].exp()) == pytest.approx(float(piece["alpha_t"]), rel=1e-12)
+        for key in ("mass", "local", "rest", "pair"):
+            assert float(getattr(got, key)[u]) == pytest.approx(float(piece[key]), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "label", "expected"),
+    [
+        ("none", 8, {0, 1, 2, 3}),
+        ("teacher", 8, {0, 1, 2, 9}),  # the lowest-ranked proposal goes
+        ("label", 8, {0, 1, 2, 8}),
+        ("both", 8, {0, 1, 8, 9}),  # the last two go
+        ("both", 3, {0, 1, 3, 9}),  # 3 ranks lowest but is an anchor: 2 goes
+        ("both", 0, {0, 1, 2, 9}),
+        ("both", 9, {0, 1, 2, 9}),  # the anchors are one token
+        ("label", IGNORE, {0, 1, 2, 3}),
+    ],
+)
+def test_a_missing_anchor_replaces_the_lowest_proposal_that_is_none(anchor, label, expected):
+    z_s, z_t = -torch.arange(11.0)[None], torch.zeros(1, 11)  # student ranks 0, 1, 2, ...; teacher's top-1 is 9
+    z_t[0, 9] = 1.0
+    y = torch.tensor([0 if label == IGNORE else label])
+    terms = losses.alra_terms(z_s, z_t, y, d_min=2, d_max=4, anchor=anchor)
+    assert set(terms.tokens[0].tolist()) == expected or label == IGNORE
+
+
+def test_budgets_follow_the_valid_positions_of_the_call_alone():
+    z_s, z_t, y = case(n=13, ignored=(1, 4))
+    z_t[3] *= 0.1  # one diffuse position moves the mean
+    d_u = losses.alra_terms(z_s, z_t, y).d_u
+    kept = y != IGNORE
+    assert torch.equal(d_u[kept], losses.alra_terms(z_s[kept], z_t[kept], y[kept]).d_u)
+    assert not torch.equal(d_u[:3][kept[:3]], losses.alra_terms(z_s[:3], z_t[:3], y[:3]).d_u[kept[:3]])
+    assert d_u[kept].min() >= 3 and d_u[kept].max() == 25
+
+
+def test_budgets_are_the_same_integers_in_fp32():
+    z_s, z_t, y = case(n=211, v=101, dtype=torch.float32)
+    narrow, wide = (losses.alra_terms(z_s.to(d), z_t.to(d), y) for d in (torch.float32, torch.float64))
+    assert torch.equal(narrow.d_u, wide.d_u) and torch.equal(narrow.tokens, wide.tokens)
+
+
+def test_pair_weights_are_constants_unless_asked():
+    z_s, z_t, y = case()
+    settings = {"lambda_pair": 9.0, "d_max": 7}
+    detached, through = (
+        value_and_gradient(losses.alra, z_s, z_t, y, detach_weights=d, **settings) for d in (True, False)
+    )
+    assert torch.equal(detached[0], through[0]) and not torch.allclose(detached[1], through[1])
+
+
+@pytest.mark.parametrize("k", [1, 5, 23])
+def test_the_largest_logits_come_lowest_index_first_where_equal(k):
+    g = torch.Generator().manual_seed(k)
+    for z in (torch.randint(0, 4, (17, 23), generator=g).float(), torch.zeros(3, 23), torch.randn(5, 23, generator=g)):
+        assert losses._top(z, k).tolist() == [naive.top(row, k) for row in z]
+
+
+# Identities.
+
+
+@pytest.mark.parametrize("teacher", [3.0, 9.0])
+def test_the_exact_coefficients_give_the_full_kl(teacher):
+    z_s, z_t, y = case(teacher=teacher, ignored=())
+    t = losses.alra_terms(z_s, z_t, y, tau=1.5)
+    whole = t.mass + t.log_alpha_t.exp() * t.local + t.log_rest_t.exp() * t.rest  # Eq. 13
+    torch.testing.assert_close(whole, kl(z_s, z_t, 1.5), rtol=1e-11, atol=1e-13)
+
+
+def test_a_constant_adaptive_budget_without_anchor_is_the_fixed_one():
+    z_s, z_t, y = case()
+    adaptive = losses.alra(z_s, z_t, y, d_min=7, d_max=7, anchor="none", pair="pra_u")
+    torch.testing.assert_close(adaptive, losses.alra(z_s, z_t, y, d_max=7, budget="fixed", pair="pra_u"))
+    torch.testing.assert_close(adaptive, kd("fixed_7", z_s, z_t, y))
+
+
+def test_rld_is_dkd_where_the_label_is_the_teachers_first_choice():
+    z_s, z_t, y = case(ignored=())
+    y = z_t.argmax(-1)
+    rld = losses.rld(z_s, z_t, y, tau=2.0, tau_conf=2.0, alpha=0.3, beta=1.7)
+    torch.testing.assert_close(rld, losses.dkd(z_s, z_t, y, tau=2.0, alpha=0.3, beta=1.7))
+
+
+def test_dkd_with_the_exact_coefficient_is_the_full_kl():
+    z_s, z_t, y = case(ignored=())
+    target, others = (losses.dkd(z_s, z_t, y, tau=1.0, alpha=a, beta=1.0 - a) for a in (1.0, 0.0))
+    p_y = z_t.softmax(-1).gather(1, y[:, None])[:, 0]
+    torch.testing.assert_close(target + (1 - p_y) * others, kl(z_s, z_t))
+
+
+def test_full_kl_in_other_words():
+    z_s, z_t, y = case(ignored=())
+    full, reverse = kl(z_s, z_t), kl(z_t, z_s)
+    torch.testing.assert_close(losses.vanilla_kd(z_s, z_t, y, tau=1.0), full)
+    torch.testing.assert_close(losses.tad(z_s, z_t, y, norm="none", beta=1.0), full)
+    torch.testing.assert_close(losses.pd(z_s, z_t, y, tau=1.0, top_p=1.0, top_k=61), full)
+    torch.testing.assert_close(losses.jsd(z_s, z_t, y, beta=0.0), full)
+    torch.testing.assert_close(losses.jsd(z_s, z_t, y, beta=1.0), reverse)
+    torch.testing.assert_close(losses.bdl(z_s, z_t, y, lam=0.0), full)
+    torch.testing.assert_close(losses.bdl(z_s, z_t, y, lam=1.0), reverse)
+    torch.testing.assert_close(losses.bdl(z_s, z_t, y, lam=0.5), torch.zeros_like(full), rtol=0, atol=1e-14)
+    torch.testing.assert_close(losses.sekd(z_s, z_t, y, tau=1.0, keep=1.0), full)
+    torch.testing.assert_close(losses.adakd(z_s, z_t, y, keep=1.0, c=0.0), reverse)
+
+
+def test_jsd_and_bdl_tend_to_their_ends():
+    z_s, z_t, y = case(ignored=(), student=0.5, teacher=0.5)
+    torch.testing.assert_close(losses.bdl(z_s, z_t, y, lam=1e-9), kl(z_s, z_t), rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses.jsd(z_s, z_t, y, beta=1e-9) / 1e-9, kl(z_s, z_t), rtol=1e-4, atol=0)
+
+
+def test_tad_gradient_is_the_closed_form():
+    z_s, z_t, y = case(ignored=())
+    z_s.requires_grad_()
+    (gradient,) = torch.autograd.grad(losses.tad(z_s, z_t, y).sum(), z_s)
+    p_s, p_t = z_s.detach().softmax(-1), z_t.softmax(-1)
+    tail = torch.ones_like(p_s).scatter(1, z_t.topk(10).indices, 0.0)
+    alpha_s, alpha_t = ((tail * p).sum(-1, keepdim=True) for p in (p_s, p_t))
+    b = 2.0 / alpha_t.mean()
+    torch.testing.assert_close(gradient, (p_s - p_t) + tail * (b - 1) * (p_s * alpha_t / alpha_s - p_t))
+
+
+@pytest.mark.parametrize("name", KD_ROWS)
+def test_an_equal_student_has_nothing_to_learn(name):
+    if name in ("rld", "pd"):
+        pytest.skip("its optimum is not the teacher")
+    _, z_t, y = case()
+    shift = 0.0 if name in ("mse_logits", "adakd") else 3.0  # adakd divides rounding by rounding there
+    loss, gradient = value_and_gradient(lambda *a: kd(name, *a), z_t + shift, z_t, y)
+    assert loss.abs().max() < 1e-12
+    assert name == "tvd" or gradient.abs().max() < 1e-12  # at its kink tvd has any slope
+
+
+# What holds for all.
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_ignored_positions_change_nothing(name):
+    z_s, z_t, y = case(n=11, ignored=(0, 3, 10))
+    kept = y != IGNORE
+    clean = value_and_gradient(lambda *a: kd(name, *a), z_s, z_t, y)
+    for rubbish in (1e4, math.nan, math.inf, -math.inf):
+        z_s[~kept], z_t[~kept] = rubbish, -rubbish
+        z_s[3, 1:], z_t[3, 5:] = 0.0, 1.0
+        loss, gradient = value_and_gradient(lambda *a: kd(name, *a), z_s, z_t, y)
+        assert torch.equal(loss, clean[0]) and torch.equal(gradient, clean[1])
+        assert not loss[~kept].any() and not gradient[~kept].any()
+    alone = kd(name, z_s[kept], z_t[kept], y[kept])
+    torch.testing.assert_close(alone, clean[0][kept], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("n_valid", [0, 1, 2])
+def test_few_or_no_valid_positions(name, n_valid):
+    z_s, z_t, y = case(n=5, ignored=range(n_valid, 5), dtype=torch.float32)
+    z_s.requires_grad_()
+    loss, terms = method_loss(name, z_s, z_t, y)
+    (gradient,) = torch.autograd.grad(loss, z_s)
+    assert loss.isfinite() and gradient.isfinite().all() and all(t.isfinite() for t in terms.values())
+    if n_valid == 0:
+        assert loss == 0 and not gradient.any() and not any(terms.values())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_shift_of_a_rows_logits_changes_nothing(name):
+    z_s, z_t, y = case()
+    settings = {"center": True} if name == "mse_logits" else {}
+    plain, moved = (kd(name, z_s + a, z_t + b, y, **settings) for a, b in ((0, 0), (50, -20)))
+    torch.testing.assert_close(plain, moved, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_names_of_tokens_do_not_matter(name):
+    z_s, z_t, y = case()
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(1))
+    renamed = torch.where(y == IGNORE, y, order.argsort()[y.clamp(min=0)])
+    plain, permuted = kd(name, z_s, z_t, y), kd(name, z_s[:, order], z_t[:, order], renamed)
+    torch.testing.assert_close(plain, permuted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_order_of_positions_does_not_matter(name):
+    z_s, z_t, y = case(n=11)
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
+    plain, permuted = kd(name, z_s, z_t, y), kd(name, z_s[order], z_t[order], y[order])
+    torch.testing.assert_close(plain[order], permuted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", KD_ROWS)
+def test_the_teacher_is_constant(name):
+    z_s, z_t, y = case()
+    z_s.requires_grad_()
+    z_t.requires_grad_()
+    kd(name, z_s, z_t, y).sum().backward()
+    assert z_t.grad is None and z_s.grad.any()
+    assert torch.equal(z_s.detach(), case()[0]) and torch.equal(z_t.detach(), case()[1])  # and written to neither
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_narrow_logits_are_widened_not_computed_with(name):
+    z_s, z_t, y = (x.bfloat16() if x.is_floating_point() else x for x in case(v=101))
+    assert torch.equal(kd(name, z_s, z_t, y), kd(name, z_s.float(), z_t.float(), y))
+    assert kd(name, z_s.double(), z_t, y).dtype == torch.float64
+
+
+# Sound numbers.
+
+
+def regimes(n, v):
+    """Students and teachers that fp32 has trouble with, rounded to fp32."""
+    g = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(n, v, generator=g) for _ in range(3))
+    y = torch.randint(v, (n,), generator=g)
+    y[1] = IGNORE
+    confident = b.clone()
+    confident[torch.arange(n), torch.randint(v, (n,), generator=g)] += 30  # rest mass 1e-13 * v: 1 - p is 0 in fp32
+    yield "initial student, flat teacher", 0.02 * a, b, y
+    yield "initial student, peaked teacher", 0.02 * a, 6 * b, y
+    yield "initial student, confident teacher", 0.02 * a, confident, y
+    yield "random student, confident teacher", 2 * c, confident, y
+    yield "student near a peaked teacher", 6 * b + 0.5 * c, 6 * b, y
+    yield "student near a flat teacher", b + 0.3 * c, b, y
+    yield "logits far from 0", 3 * a + 50, 4 * b - 20, y
+
+
+# In slope tvd jumps where p_s = p_t, and among 151,936 tokens some pair is equal to 1e-7.
+KINK = {("tvd", 151_936): 1e-2}
+
+
+def assert_near(got, expected, gradient_bar, regime):
+    """The 3e-7 nats: k-sized KLs may be so small that they drown in the rounding of ln p."""
+    (loss, gradient), (loss_64, gradient_64) = got, expected
+    assert (loss - loss_64).norm() <= 1e-5 * loss_64.norm() + 3e-7, regime
+    assert (gradient - gradient_64).norm() <= gradient_bar * gradient_64.norm(), regime
+
+
+@pytest.mark.parametrize(("n", "v"), [(13, 1009), (3, 151_936)])
+@pytest.mark.parametrize("name", ROWS)
+def test_fp32_is_within_1e_5_of_fp64(name, n, v):
+    fn = lambda *a: kd(name, *a)  # noqa: E731
+    for regime, z_s, z_t, y in regimes(n, v):
+        narrow, wide = (value_and_gradient(fn, z_s.to(d), z_t.to(d), y) for d in (torch.float32, torch.float64))
+        assert_near(narrow, wide, KINK.get((name, v), 1e-5), regime)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bf16_is_no_worse_than_rounding_the_logits(name):
+    fn = lambda *a: kd(name, *a)  # noqa: E731
+    for regime, z_s, z_t, y in regimes(13, 1009):
+        z_s, z_t = z_s.bfloat16(), z_t.bfloat16()
+        narrow, wide = value_and_gradient(fn, z_s, z_t, y), value_and_gradient(fn, z_s.double(), z_t.double(), y)
+        assert narrow[1].dtype == torch.bfloat16
+        assert_near(narrow, wide, 6e-3, regime)
+
+
+def test_an_extremely_confident_teacher():
+    """Rest mass 1e-40: no fp32 number. What is left of every term is still right."""
+    z_s, z_t, y = case(v=101, dtype=torch.float32)
+    z_t[:, 5] += 90
+    for name in KD_ROWS:
+        fn = lambda *a: kd(name, *a)  # noqa: B023, E731
+        narrow, wide = (value_and_gradient(fn, z_s.to(d), z_t.to(d), y) for d in (torch.float32, torch.float64))
+        assert_near(narrow, wide, 1e-5, name)
+
+
+# The table of methods.
+
+# method: weights, temperature, and what else the paper's tables say of it
+BASELINES = {
+    "pretrain": (0.0, 1.0, {}),
+    "vanilla_kd": (0.5, 0.5, {"tau": 0.5, "t2_scaling": False}),
+    "pd": (1.0, 0.0, {"tau": 0.5, "top_p": 0.95, "top_k": 50, "truncate_on": "tempered", "temper_student": False}),
+    "atkd": (1.0, 0.0, {"tau": 1.0, "easy_weight": 0.5}),
+    "rld": (1.0, 0.0, {"tau": 1.0, "tau_conf": 1.0, "alpha": 1.0, "beta": 1.0}),
+    "ldrld": (1.0, 0.5, {"tau": 1.0, "d": 15, "alpha": 1.0, "beta": 1.0, "pair_reduction": "mean"}),
+    "tad": (0.5, 0.5, {"tau": 1.0, "top_k": 10, "beta": 2.0, "norm": "sequence"}),
+    "bild": (1.0, 0.0, {"tau": 3.0, "top_k": 8}),
+}
+ALRA = {"d_min": 3, "d_max": 25, "gamma": 5.0, "tau": 1.0, "tau_p": 1.0, "lambda_pair": 1.0, "eps": 1e-6,
+        "anchor": "teacher", "pair": "swpra", "budget": "adaptive", "detach_weights": True}  # fmt: skip
+VARIANTS = {  # adaptive, ground truth, teacher top-1, pairwise loss
+    "alra": (True, False, True, "swpra"),
+    "alra_n": (True, False, False, "swpra"),
+    "alra_ng": (True, True, False, "swpra"),
+    "alra_g": (True, True, True, "swpra"),
+    "alra_r": (True, False, True, "pra"),
+    "alra_u": (True, False, True, "pra_u"),
+}
+
+
+def settings_of(name):
+    row = losses.resolve(name)
+    defaults = {} if row.fn is losses.cross_entropy else dict(row.fn.__kwdefaults__ or {})
+    return {**defaults, **row.hyper}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_the_baselines_are_those_of_the_paper(name):
+    row = METHODS[name]
+    assert (row.w_kd, row.w_ce, settings_of(name)) == BASELINES[name]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_variants_are_those_of_the_paper(name):
+    _, label, teacher, pair = VARIANTS[name]
+    anchor = {(False, False): "none", (True, False): "label", (False, True): "teacher", (True, True): "both"}
+    assert settings_of(name) == {**ALRA, "anchor": anchor[label, teacher], "pair": pair}
+    assert (METHODS[name].w_kd, METHODS[name].w_ce) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("d", [3, 7, 9, 15, 19, 25])
+def test_the_fixed_budgets_are_those_of_the_paper(d):
+    assert settings_of(f"fixed_{d}") == {**ALRA, "budget": "fixed", "d_max": d, "pair": "pra_u"}
+    assert (METHODS[f"fixed_{d}"].w_kd, METHODS[f"fixed_{d}"].w_ce) == (1.0, 0.0)
+
+
+def test_a_methods_loss_is_its_weighted_terms():
+    z_s, z_t, y = case()
+    n = (y != IGNORE).sum()
+    for name, row in METHODS.items():
+        loss, terms = method_loss(name, z_s, z_t, y)
+        ce = losses.cross_entropy(z_s, None, y).sum() / n
+        expected = row.w_ce * ce + (row.w_kd * kd(name, z_s, z_t, y).sum() / n if name != "pretrain" else 0)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(terms["loss"], loss)
+        torch.testing.assert_close(terms["ce"], ce)
+        assert ("kd" in terms) == losses.needs_teacher(name)
+        assert list(terms) == [key for key in losses.TERMS if key in terms]
+        assert ({"mass", "local", "rest", "pair", "d_u"} <= set(terms)) == (row.fn is losses.alra)
+        assert not any(t.requires_grad for t in terms.values())
+    parts = method_loss("alra", z_s, z_t, y, lambda_pair=0.5)[1]
+    torch.testing.assert_close(parts["kd"], parts["mass"] + parts["local"] + parts["rest"] + 0.5 * parts["pair"])
+
+
+def test_overrides_reach_the_objective():
+    z_s, z_t, y = case()
+    z_s.requires_grad_()
+    loss, terms = method_loss("tad", z_s, z_t, y, w_kd=0.25, w_ce=0.0, top_k=5)
+    torch.testing.assert_close(loss, 0.25 * losses.tad(z_s, z_t, y, top_k=5).sum() / 6)
+    assert terms["ce"] > 0  # reported, though of weight 0
+    (without,) = torch.autograd.grad(loss, z_s)
+    (with_ce,) = torch.autograd.grad(method_loss("tad", z_s, z_t, y, w_kd=0.25, w_ce=1.0, top_k=5)[0], z_s)
+    assert not torch.allclose(without, with_ce)
+    assert losses.keywords("bild") == {"w_kd", "w_ce", "tau", "top_k"}
+    assert losses.keywords("pretrain") == {"w_kd", "w_ce"}
+    assert "d_max" in losses.keywords("fixed_7") and losses.METHODS["tad"].hyper == {}
+
+
+def test_pretrain_needs_no_teacher():
+    z_s, _, y = case()
+    loss, terms = method_loss("pretrain", z_s, None, y)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(z_s, y))
+    assert list(terms) == ["loss", "ce"]
+
+
+def test_the_weight_of_pd_warms_up_holds_and_decays():
+    assert [losses.wsd(s, 1000, 0.9) for s in (0, 50, 100, 500, 990, 1000)] == pytest.approx(
+        [0, 0.45, 0.9, 0.9, 0.9, 0]
+    )
+    assert losses.wsd(995, 1000, 0.9) == pytest.approx(0.45)
+    with pytest.raises(ValueError, match=r"step=11: expected 0 to n_steps=10"):
+        losses.wsd(11, 10, 0.9)
+
+
+# Bad input.
+
+
+def refused(message, call):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_bad_shapes_are_refused_by_name():
+    z_s, z_t, y = case()
+    for fn in {row.fn for row in METHODS.values()} - {losses.cross_entropy}:
+        refused("z_t: expected shape (7, 61) as z_s has, got (7, 60)", lambda fn=fn: fn(z_s, z_t[:, 1:], y))
+        refused("y: expected shape [N=7] as z_s has, got (6,)", lambda fn=fn: fn(z_s, z_t, y[1:]))
+    refused("z_s: expected [N, V], got shape (1, 7, 61)", lambda: losses.alra(z_s[None], z_t[None], y))
+    refused("z_s: expected a float dtype, got torch.int64", lambda: losses.alra(z_s.long(), z_t, y))
+    refused("z_t: expected a float dtype as z_s has, got torch.int64", lambda: losses.alra(z_s, z_t.long(), y))
+    refused("y: expected int64 labels, got torch.int32", lambda: losses.alra(z_s, z_t, y.int()))
+    refused("z_t: tad needs teacher logits, got None", lambda: method_loss("tad", z_s, None, y))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("alra", {"d_max": 61}, "d_max=61: expected 2 <= d_max < V=61"),
+        ("alra", {"d_max": 1}, "d_max=1: expected 2 <= d_max < V=61"),
+        ("alra", {"d_min": 1}, "d_min=1: expected 2 <= d_min <= d_max=25"),
+        ("alra", {"d_min": 9, "d_max": 7}, "d_min=9: expected 2 <= d_min <= d_max=7"),
+        ("alra", {"anchor": "top"}, "anchor='top': expected one of 'none', 'teacher', 'label', 'both'"),
+        ("alra", {"pair": "pra-u"}, "pair='pra-u': expected one of 'swpra', 'pra_u', 'pra'"),
+        ("alra", {"budget": 7}, "budget=7: expected one of 'adaptive', 'fixed'"),
+        ("alra", {"eps": 0.0}, "eps=0.0: expected more than 0"),
+        ("alra", {"gamma": -1.0}, "gamma=-1.0: expected 0 or more"),
+        ("alra", {"lambda_pair": math.nan}, "lambda_pair=nan: expected 0 or more"),
+        ("alra", {"tau_p": 0.0}, "tau_p=0.0: expected more than 0"),
+        ("vanilla_kd", {"tau": -0.5}, "tau=-0.5: expected more than 0"),
+        ("pd", {"top_k": 62}, "top_k=62: expected 1 to 61"),
+        ("pd", {"top_p": 1.5}, "top_p=1.5: expected 0 < top_p <= 1"),
+        ("pd", {"truncate_on": "cooked"}, "truncate_on='cooked': expected one of 'tempered', 'raw'"),
+        ("atkd", {"easy_weight": 1.5}, "easy_weight=1.5: expected 0 to 1"),
+        ("rld", {"tau_conf": math.inf}, "tau_conf=inf: expected more than 0"),
+        ("ldrld", {"d": 61}, "d=61: expected 2 <= d < V=61"),
+        ("ldrld", {"pair_reduction": "max"}, "pair_reduction='max': expected one of 'mean', 'sum'"),
+        ("tad", {"top_k": 61}, "top_k=61: expected 1 <= top_k < V=61"),
+        ("tad", {"norm": "batch"}, "norm='batch': expected one of 'sequence', 'unit', 'none'"),
+        ("bild", {"top_k": 2}, "top_k=2: expected 3 to 61"),
+        ("bild", {"top_k": 62}, "top_k=62: expected 3 to 61"),
+        ("jsd", {"beta": 2.0}, "beta=2.0: expected 0 to 1"),
+        ("adakd", {"keep": 0.0}, "keep=0.0: expected 0 < keep <= 1"),
+        ("sekd", {"keep": 1.1}, "keep=1.1: expected 0 < keep <= 1"),
+        ("bdl", {"lam": -0.1}, "lam=-0.1: expected 0 to 1"),
+        ("tad", {"w_ce": -1.0}, "w_ce=-1.0: expected 0 or more"),
+        ("tad", {"d_max": 7}, "tad takes no d_max; it takes beta, norm, tau, top_k, w_ce, w_kd"),
+        ("aldra", {}, "no such method 'aldra', did you mean 'alra'?"),
+    ],
+)
+def test_bad_settings_are_refused_by_name_value_and_bound(name, settings, message):
+    z_s, z_t, y = case()
+    refused(message, lambda: method_loss(name, z_s, z_t, y, **settings))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bad_values_at_valid_positions_are_refused(name):
+    z_s, z_t, y = case(ignored=(2,))
+    for label in (61, -1, -7):
+        wrong = y.clone()
+        wrong[4] = label
+        refused(f"y: expected labels of 0 to V-1=60, or IGNORE=-100, got {label} at position 4",
+                lambda wrong=wrong: method_loss(name, z_s, z_t, wrong))  # fmt: skip
+    for value in (math.nan, math.inf, -math.inf):
+        broken = z_s.clone()
+        broken[[2, 3], 59] = value
+        refused(f"z_s: expected finite logits at valid positions, got {value} at [3, 59]",
+                lambda broken=broken: method_loss(name, broken, z_t, y))  # fmt: skip
+        if name != "pretrain":
+            refused(f"z_t: expected finite logits at valid positions, got {value} at [3, 59]",
+                    lambda broken=broken: method_loss(name, z_s, broken, y))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_checks_of_shape_and_range_do_not_wait_for_the_device(name):
+    """On the meta device any look at a value raises, as it would make a GPU wait."""
+    z_s, z_t, y = (x.to("meta") for x in case(dtype=torch.float32))
+    loss, _ = method_loss(name, z_s.requires_grad_(), z_t, y)
+    assert torch.autograd.grad(loss, z_s)[0].shape == z_s.shape
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("name", FIRST_TIER)
+def test_little_of_vocabulary_size_is_kept_for_the_backward(name):
+    """Besides the logits: nothing for the objective (one tensor for PD), one for the cross-entropy; and never a mask."""
+    z_s, z_t, y = case(n=11, v=997, dtype=torch.float32)
+    z_s.requires_grad_()
+    kept = {}
+
+    def pack(x):
+        if x.numel() >= z_s.numel() and x.data_ptr() not in (z_s.data_ptr(), z_t.data_ptr()):
+            kept[x.data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        method_loss(name, z_s, z_t, y)
+    assert len(kept) <= (METHODS[name].w_ce > 0) + (name == "pd"), [x.shape for x in kept.values()]
+    assert not [x for x in kept.values() if x.dtype == torch.bool or x.numel() > z_s.numel()]
+
+
+def status(key):
+    """Bytes, from /proc/self/status."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", text)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs /proc and a C++ compiler")
+@pytest.mark.parametrize("name", ["tad", "rld"])
+def test_compiled_peak_is_the_gradient_and_two_temporaries(name):
+    n, v = 61, 151_936  # 37 MB a tensor: large enough for malloc to hand each back when it is freed
+    z_s, z_t, y = case(n=n, v=v, dtype=torch.float32)
+    evaluate = losses._compiled(name, (), True, v)
+
+    def run():
+        with torch.no_grad():
+            return evaluate(z_s, z_t, y)
+
+    _, _, gradient = run()
+    (expected,) = torch.autograd.grad(method_loss(name, z_s.requires_grad_(), z_t, y)[0], z_s)
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    del gradient, expected
+    z_s.requires_grad_(False)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    run()
+    assert (status("VmHWM") - before) / (4 * n * v) < 3.2

@@ -284,8 +284,9 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise EvalError(f"--device {name}: {first_line(error)}") from error
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise EvalError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    n = torch.cuda.device_count()
+    if device.type not in N_LOGITS or (device.index or 0) >= max(n, 1) or (device.type == "cuda" and not n):
+        raise EvalError(f"--device {name}: expected cpu, or cuda with one of this machine's {n} CUDA devices")
     return device
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +258,13 @@ def test_a_tree_holds_each_shared_beginning_once():
     assert tree.ids == [5, 6, 7, 8, 9, 6] and tree.depth == [0, 1, 2, 2, 3, 0]
     assert [p.tolist() for p in tree.paths] == [[0, 1, 2], [0, 1, 3, 4], [0, 1, 2], [5]]
     assert tree.n_scored == 5  # 2; 3, 4; 1, 2; 5
+
+
+def test_trees_fill_rows_and_rows_fill_batches(student, tokenizer):
+    trees = [ev.Tree.grow(i, [list(range(n))], [1]) for i, n in enumerate((4, 11, 3, 5, 7, 2, 2))]
+    batches = ev.Scorer(student, tokenizer, batch_tokens=23)._batches(trees)
+    sizes = [[[len(tree.ids) for tree in row] for row in batch] for batch in batches]
+    assert sizes == [[[11], [7]], [[5], [4], [3, 2], [2]]]
 
 
 def test_no_position_looks_nowhere(student, tokenizer, monkeypatch):
@@ -526,8 +534,9 @@ def test_slips_on_the_command_line():
     for argv in (("--limit", "1"), ("--max_rows", "0"), ("--csv", "x.csv"), ("y", "--out", "z")):
         with pytest.raises(tasks.EvalError, match=argv[-2]):
             options(*argv)
-    with pytest.raises(tasks.EvalError, match="CUDA devices"):
-        ev.pick_device("cuda:97")
+    for name in ("cuda:97", "meta", "gpu"):
+        with pytest.raises(tasks.EvalError, match=f"--device {name}"):
+            ev.pick_device(name)
 
 
 # --- figures over held-out rows --------------------------------------------------------------------------------
@@ -824,6 +833,8 @@ def test_from_checkpoints_to_tables(finished, data, tmp_path, capsys):
     assert "accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
     low, high = (float(v) for v in text.split("| alra |")[2].split("[")[1].split("]")[0].split(","))
     ce = [json.loads((Path(s) / "eval_heldout.json").read_text())["intrinsic"]["ce"] for s in students]
+    best, second = ("pretrain", "alra") if ce[0] < ce[1] else ("alra", "pretrain")
+    assert cells(text, best)[1] == f"**{min(ce):.4f}**" and cells(text, second)[1] == f"*{max(ce):.4f}*"
     assert low < ce[1] - ce[0] < high
     assert len(list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))) == 2 * len(tables.FIGURES)
     ev.run([students[1], "--data_dir", str(data), "--tasks", "arc_easy,piqa", "--limit", "3", "--log_samples"])
@@ -870,6 +881,24 @@ def test_storycloze_is_left_out_with_a_word(finished, data, tmp_path, capsys):
     assert "on request" in told.err and "Avg. (8 of 9)" in told.out
     with pytest.raises(tasks.EvalError, match="on request"):
         ev.run([*argv, "--tasks", "storycloze_2016"])
+
+
+def test_scores_of_whole_sets_are_not_lost_to_a_trial(finished, data, tmp_path):
+    argv = [str(finished / "out" / "pretrain"), "--data_dir", str(data), "--tasks", "piqa", "--rows", "none"]
+    ev.run(argv)
+    with pytest.raises(tasks.EvalError, match="pretrain holds scores of whole sets"):
+        ev.run([*argv, "--limit", "3"])
+    ev.run([*argv, "--limit", "3", "--out", str(tmp_path)])
+
+
+def test_runs_with_different_rows_are_scored_apart(finished, tmp_path):
+    shutil.copytree(finished / "out", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
+    config = {"config": {**config, "data_dir": "elsewhere"}}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(config))
+    both = [str(folder / "out" / "alra") for folder in (finished, tmp_path)]
+    with pytest.raises(tasks.EvalError, match=r"data_dir: .* in one run, elsewhere in another"):
+        ev.run([*both, "--tasks", "none"])
 
 
 def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, student):

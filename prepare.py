@@ -397,16 +397,16 @@ def batched(records: Iterator[tuple[str | None, str]]) -> Iterator[list[tuple[st
 
 
 def encode_in_order(
-    batches: Iterator[list], tokenizer_json: str, eos: int, workers: int
+    batches: Iterator[list], tokenizer: tokenizers.Tokenizer, eos: int, workers: int
 ) -> Iterator[tuple[list, tuple[np.ndarray, np.ndarray]]]:
     """Batches of (name, text) -> (batch, (ids of all its documents [n], length of each [documents])), in order.
 
     One worker: this process and the tokenizer's own threads. More: that many processes of one thread each.
     """
     if workers == 1:  # two threads: while one takes its ids over into numpy, the other's batch keeps the cores busy
-        pool = ThreadPoolExecutor(2, initializer=_start_worker, initargs=(tokenizer_json, eos, False))
+        pool = ThreadPoolExecutor(2, initializer=_start_worker, initargs=(tokenizer, eos, False))
     else:
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer_json, eos, True))
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer, eos, True))
     waiting: deque = deque()
     try:
         for batch in batches:
@@ -420,12 +420,11 @@ def encode_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(tokenizer_json: str, eos: int, process: bool) -> None:
+def _start_worker(tokenizer: tokenizers.Tokenizer, eos: int, process: bool) -> None:
     if process:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes scale where threads do not
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_follow_parent, daemon=True).start()
-    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
     tokenizer.encode_special_tokens = True  # text is only text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -576,7 +575,7 @@ def _write_rows(
     commit()
     records = itertools.islice(source.records(n_records), cfg.n_documents and cfg.n_documents - n_records)
     batches = encode_in_order(
-        batched(records), tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, cfg.prepare_workers
+        batched(records), tokenizer.backend_tokenizer, tokenizer.eos_token_id, cfg.prepare_workers
     )
     bar = tqdm(total=1.0, initial=share(), mininterval=0.5 if sys.stderr.isatty() else 30,
                bar_format="{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining}{postfix}")  # fmt: skip

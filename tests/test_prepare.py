@@ -334,6 +334,11 @@ def test_asked_rows_are_a_prefix_and_val_comes_right_after(small, tmp_path):
     every = (tmp_path / "all/train.bin").read_bytes()
     assert (tmp_path / "some/train.bin").read_bytes() == every[: 41 * 31 * 4]
     assert (tmp_path / "some/val.bin").read_bytes() == every[41 * 31 * 4 : 48 * 31 * 4]
+    eos = load_tokenizer(small[0]).eos_token_id
+    rows = stored(tmp_path / "some/train.bin", 31)
+    train, val = (json.loads((tmp_path / f"some/{name}.json").read_text())["records"] for name in ("train", "val"))
+    assert rows[-1][-1] != eos  # so that one document stands in both
+    assert train == [0, joined(rows).count(eos) + 1] and val[0] == train[1] - 1
     prepare.prepare(config(small, tmp_path / "few", source, n_documents=17, val_rows=0))
     few = stored(tmp_path / "few/train.bin", 31)
     assert joined(few) == stream_of(small[1][:17], load_tokenizer(small[0]))

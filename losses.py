@@ -65,17 +65,18 @@ class _Split(torch.autograd.Function):
         outside = outside if below is None else outside + (z_t >= below)
 
         def rest(z):
-            """-> logits [N, V] with -inf outside the rest; their largest; log sum exp of them less that, tempered [N, 1]"""
+            """-> logits [N, V], -inf outside the rest; their largest; log sum exp of them less that, tempered; [N, 1] fp64"""
             x = z.masked_fill(outside > 0, -math.inf)
             top = x.amax(-1, keepdim=True)
-            return x, top, ((x - top) / tau).exp().sum(-1, keepdim=True).log()
+            return x, top, ((x - top) / tau).exp().sum(-1, keepdim=True).double().log()
 
-        x_s, top_s, rest_s = rest(z_s)
-        x_t, top_t, rest_t = rest(z_t)
-        # 0 outside the rest, where the differences are finite, whatever they are. That p_s - p_t sums to 0 takes off what
-        # rounding of the two logsumexps, one error in every token alike, would add to the KL.
-        p_s, p_t = ((x_s - top_s) / tau - rest_s).exp(), ((x_t - top_t) / tau - rest_t).exp()
-        kl = (p_t * (((z_t - top_t) / tau - rest_t) - ((z_s - top_s) / tau - rest_s)) + (p_s - p_t)).sum(-1)
+        _, top_s, exact_s = rest(z_s)
+        x_t, top_t, exact_t = rest(z_t)
+        rest_s, rest_t = exact_s.to(z_s.dtype), exact_t.to(z_t.dtype)
+        p_t = ((x_t - top_t) / tau - rest_t).exp()  # 0 outside the rest, where what follows is finite, whatever it is
+        kl = (p_t * (((z_t - top_t) / tau - rest_t) - ((z_s - top_s) / tau - rest_s))).sum(-1)
+        # What fp32 rounds off the two logarithms, alike in every token, goes straight into a KL that may be smaller.
+        kl = kl + ((exact_s - rest_s) - (exact_t - rest_t)).to(kl.dtype).squeeze(1)
         in_s, in_t, ln_rest_t = z_s.gather(1, tokens) - top_s, z_t.gather(1, tokens) - top_t, rest_t.squeeze(1)
         ctx.save_for_backward(z_s, z_t, tokens, below, top_s, top_t, rest_s, rest_t)
         ctx.mark_non_differentiable(in_t, ln_rest_t)

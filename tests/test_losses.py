@@ -377,10 +377,10 @@ def regimes(n, v):
 KINK = {("tvd", 151_936): 1e-2}
 
 
-def assert_near(got, expected, gradient_bar, regime):
-    """The 3e-7 nats: k-sized KLs may be so small that they drown in the rounding of ln p."""
+def assert_near(got, expected, gradient_bar, name, regime):
+    """The 3e-7 nats: a KL may be so small that it drowns in the rounding of ln p. dkd takes one times tau^2 beta = 128."""
     (loss, gradient), (loss_64, gradient_64) = got, expected
-    assert (loss - loss_64).norm() <= 1e-5 * loss_64.norm() + 3e-7, regime
+    assert (loss - loss_64).norm() <= 1e-5 * loss_64.norm() + 3e-7 * (128 if name == "dkd" else 1), regime
     assert (gradient - gradient_64).norm() <= gradient_bar * gradient_64.norm(), regime
 
 
@@ -390,7 +390,7 @@ def test_fp32_is_within_1e_5_of_fp64(name, n, v):
     fn = lambda *a: kd(name, *a)  # noqa: E731
     for regime, z_s, z_t, y in regimes(n, v):
         narrow, wide = (value_and_gradient(fn, z_s.to(d), z_t.to(d), y) for d in (torch.float32, torch.float64))
-        assert_near(narrow, wide, KINK.get((name, v), 1e-5), regime)
+        assert_near(narrow, wide, KINK.get((name, v), 1e-5), name, regime)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -400,7 +400,7 @@ def test_bf16_is_no_worse_than_rounding_the_logits(name):
         z_s, z_t = z_s.bfloat16(), z_t.bfloat16()
         narrow, wide = value_and_gradient(fn, z_s, z_t, y), value_and_gradient(fn, z_s.double(), z_t.double(), y)
         assert narrow[1].dtype == torch.bfloat16
-        assert_near(narrow, wide, 6e-3, regime)
+        assert_near(narrow, wide, 6e-3, name, regime)
 
 
 def test_an_extremely_confident_teacher():
@@ -410,7 +410,7 @@ def test_an_extremely_confident_teacher():
     for name in KD_ROWS:
         fn = lambda *a: kd(name, *a)  # noqa: B023, E731
         narrow, wide = (value_and_gradient(fn, z_s.to(d), z_t.to(d), y) for d in (torch.float32, torch.float64))
-        assert_near(narrow, wide, 1e-5, name)
+        assert_near(narrow, wide, 1e-5, name, name)
 
 
 # The table of methods.
@@ -626,6 +626,7 @@ def status(key):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs /proc and a C++ compiler")
 @pytest.mark.parametrize("name", ["tad", "rld"])
 def test_compiled_peak_is_the_gradient_and_two_temporaries(name):

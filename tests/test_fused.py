@@ -1,0 +1,279 @@
+"""The fused head and loss against the plain path: values, gradients, batches cut in every way, several students."""
+
+import math
+
+import pytest
+import torch
+
+import losses
+from losses import IGNORE, METHODS, fused_head_loss, fused_head_losses, method_loss
+
+B, T, D_S, D_T, V = 4, 7, 5, 11, 61
+FIRST_TIER = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"]
+
+
+def case(b=B, t=T, v=V, dtype=torch.float32, seed=0):
+    """Hidden states, heads and labels; sequences of unequal valid length, one of them with none."""
+    g = torch.Generator().manual_seed(seed)
+    h_s, w_s, h_t, w_t = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+                          for shape in ((b, t, D_S), (v, D_S), (b, t, D_T), (v, D_T)))  # fmt: skip
+    y = torch.randint(v, (b, t), generator=g)
+    for row in range(1, b):
+        y[row, 1 + (5 * row) % t :] = IGNORE
+    y[b // 2] = IGNORE
+    return h_s.requires_grad_(), w_s.requires_grad_(), h_t, w_t, y
+
+
+def plain(h_s, w_s, h_t, w_t, y, method, group=1, **overrides):
+    """What the fused path must equal: full logits, one method_loss per group, terms weighted by positions."""
+    each, n_valid = [], []
+    for rows in torch.arange(len(y)).split(group):
+        z_s, z_t = (h_s[rows] @ w_s.T).flatten(0, 1), (h_t[rows] @ w_t.T).flatten(0, 1)
+        each.append(method_loss(method, z_s, z_t, y[rows].flatten(), **overrides))
+        n_valid.append(int((y[rows] != IGNORE).sum()))
+    loss = sum(loss for loss, _ in each) / len(each)
+    terms = {key: sum(t[key] * n for (_, t), n in zip(each, n_valid, strict=True)) / sum(n_valid) for key in each[0][1]}
+    return loss, terms
+
+
+def run(fn, h_s, w_s, h_t, w_t, y, *args, scale=1.0, **kwargs):
+    """-> loss, terms, gradients of h_s and w_s."""
+    h_s, w_s = (x.detach().clone().requires_grad_() for x in (h_s, w_s))
+    loss, terms = fn(h_s, w_s, h_t, w_t, y, *args, **kwargs)
+    (loss * scale).backward()
+    return loss.detach(), terms, h_s.grad, w_s.grad
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("name", METHODS)
+def test_values_and_gradients_are_those_of_the_plain_path(name, group):
+    inputs = case(dtype=torch.float64)
+    fused, expected = (run(fn, *inputs, name, group, scale=3.0) for fn in (fused_head_loss, plain))
+    for a, b in zip(fused, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+    assert fused[2].any() and not fused[2][inputs[-1] == IGNORE].any()
+
+
+def test_overrides_are_passed_on():
+    inputs = case(dtype=torch.float64)
+    overrides = {"d_max": 5, "w_ce": 0.5, "lambda_pair": 3.0}
+    fused, expected = (run(fn, *inputs, "alra", **overrides) for fn in (fused_head_loss, plain))
+    for a, b in zip(fused, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", FIRST_TIER)
+def test_micro_batches_of_any_size_give_one_gradient(name):
+    inputs = case(b=16, dtype=torch.float64)
+    found = []
+    for rows in (16, 4, 1):
+        h_s, w_s = (x.detach().clone().requires_grad_() for x in inputs[:2])
+        for cut in torch.arange(16).split(rows):
+            loss, _ = fused_head_loss(h_s[cut], w_s, inputs[2][cut], inputs[3], inputs[4][cut], name)
+            (loss * rows / 16).backward()
+        found.append((h_s.grad, w_s.grad))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+def test_a_group_is_one_forward_batch():
+    inputs = case(dtype=torch.float64)
+    one, two = (fused_head_loss(*inputs, "alra", group)[1]["d_u"] for group in (1, 2))
+    assert one != two
+    assert torch.equal(
+        fused_head_loss(*inputs, "vanilla_kd", 1)[1]["kd"], fused_head_loss(*inputs, "vanilla_kd", 1)[1]["kd"]
+    )
+    kl_one, kl_two = (fused_head_loss(*inputs, "vanilla_kd", group)[1]["kd"] for group in (1, 2))
+    torch.testing.assert_close(kl_one, kl_two)  # no statistic: only the averaging of the loss differs
+
+
+def test_a_head_that_is_the_embedding_too_gets_both_gradients():
+    _, w_s, h_t, w_t, y = case(dtype=torch.float64)
+    x = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+    found = []
+    for fn in (fused_head_loss, plain):
+        table = w_s.detach().clone().requires_grad_()
+        loss, _ = fn(torch.tanh(table[x]), table, h_t, w_t, y, "tad")
+        loss.backward()
+        found.append(table.grad)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-13)
+
+
+def test_students_of_one_teacher_get_the_bits_they_would_get_alone():
+    students, alone = [], []
+    _, _, h_t, w_t, y = case()
+    for seed, name in enumerate(FIRST_TIER):
+        h_s, w_s, *_ = case(seed=seed)
+        overrides = {"d_max": 9} if name == "alra" else {}
+        students.append((h_s, w_s, name, overrides))
+        alone.append(run(fused_head_loss, h_s, w_s, h_t, w_t, y, name, **overrides))
+    together = fused_head_losses(students, h_t, w_t, y)
+    sum(loss for loss, _ in together).backward()
+    for (loss, terms), (h_s, w_s, *_), expected in zip(together, students, alone, strict=True):
+        assert torch.equal(loss, expected[0]) and terms.keys() == expected[1].keys()
+        assert all(torch.equal(terms[key], expected[1][key]) for key in terms)
+        assert torch.equal(h_s.grad, expected[2]) and torch.equal(w_s.grad, expected[3])
+
+
+@pytest.mark.parametrize("what", ["hidden", "head"])
+def test_a_broken_student_leaves_the_others_as_they_are(what):
+    h_s, w_s, h_t, w_t, y = case()
+    broken = [h_s.detach().clone(), w_s.detach().clone()]
+    broken[what == "head"].view(-1)[0] = math.nan
+    (bad, bad_terms), (good, good_terms) = fused_head_losses(
+        [(*broken, "alra", {}), (h_s, w_s, "tad", {})], h_t, w_t, y
+    )
+    assert bad.isnan() and bad_terms["loss"].isnan() and set(bad_terms) == set(losses.TERMS)
+    expected, expected_terms = fused_head_loss(h_s, w_s, h_t, w_t, y, "tad")
+    assert torch.equal(good, expected) and torch.equal(good_terms["kd"], expected_terms["kd"])
+    with pytest.raises(ValueError, match="z_t: expected finite logits"):
+        fused_head_loss(h_s, w_s, h_t, w_t * math.inf, y, "tad")
+
+
+@pytest.mark.parametrize("name", ["pretrain", "tad", "alra"])
+def test_what_stands_at_ignored_positions_changes_nothing(name):
+    h_s, w_s, h_t, w_t, y = case()
+    clean = run(fused_head_loss, h_s, w_s, h_t, w_t, y, name)
+    with torch.no_grad():
+        h_s[y == IGNORE] = math.nan
+        h_t[y == IGNORE] = math.inf
+    for a, b in zip(clean, run(fused_head_loss, h_s, w_s, h_t, w_t, y, name), strict=True):
+        assert a == b if isinstance(a, dict) else torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", FIRST_TIER)
+def test_bf16_operands_give_fp32_logits(name):
+    """As the plain path in fp32 on the same rounded operands; gradients are rounded once, on the way out."""
+    inputs = [x.detach().bfloat16() if x.is_floating_point() else x for x in case(t=13)]
+    fused = run(fused_head_loss, *inputs, name)
+    expected = run(plain, *(x.float() if x.is_floating_point() else x for x in inputs), name)
+    assert fused[2].dtype == fused[3].dtype == torch.bfloat16 and fused[0].dtype == torch.float32
+    torch.testing.assert_close(fused[0], expected[0], rtol=1e-5, atol=0)
+    for a, b in zip(fused[2:], expected[2:], strict=True):
+        assert (a - b).norm() <= 4e-3 * b.norm()
+
+
+def test_fp32_master_weights_meet_bf16_hidden_states_as_under_autocast():
+    h_s, w_s, h_t, w_t, y = case()
+    narrow = h_s.detach().bfloat16(), w_s.detach().bfloat16(), h_t.bfloat16(), w_t.bfloat16()
+    mixed = run(fused_head_loss, narrow[0], w_s.detach(), narrow[2], w_t, y, "alra")
+    same = run(fused_head_loss, *narrow, y, "alra")
+    assert torch.equal(mixed[0], same[0])
+    assert mixed[3].dtype == torch.float32 and torch.equal(mixed[3].bfloat16(), same[3])
+
+
+def test_autocast_around_it_changes_nothing():
+    inputs = case()
+    expected = run(fused_head_loss, *inputs, "alra")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(fused_head_loss, *inputs, "alra")
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[3], expected[3])
+
+
+def test_without_gradients_the_value_is_the_same():
+    h_s, w_s, h_t, w_t, y = case()
+    expected, terms = fused_head_loss(h_s, w_s, h_t, w_t, y, "alra")
+    with torch.no_grad():
+        loss, found = fused_head_loss(h_s, w_s, h_t, w_t, y, "alra")
+    assert torch.equal(loss, expected) and found == terms and not loss.requires_grad
+    loss, _ = fused_head_loss(h_s.detach(), w_s.detach(), h_t, w_t, y, "alra")
+    assert torch.equal(loss, expected) and not loss.requires_grad
+
+
+def test_only_what_asks_for_a_gradient_gets_one():
+    h_s, w_s, h_t, w_t, y = case()
+    both = run(fused_head_loss, h_s, w_s, h_t, w_t, y, "tad")
+    for frozen, learning in ((0, 1), (1, 0)):
+        inputs = [h_s.detach().clone(), w_s.detach().clone()]
+        inputs[learning].requires_grad_()
+        fused_head_loss(*inputs, h_t, w_t, y, "tad")[0].backward()
+        assert inputs[frozen].grad is None and torch.equal(inputs[learning].grad, both[2 + learning])
+    fused_head_loss(h_s, w_s, h_t, w_t, y, "tad", w_kd=0.0, w_ce=0.0)[0].backward()
+    assert not h_s.grad.any() and not w_s.grad.any()
+
+
+def test_backward_runs_once():
+    loss, _ = fused_head_loss(*case(), "tad")
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward a second time"):
+        loss.backward()
+
+
+def test_no_valid_position_is_a_loss_of_zero():
+    h_s, w_s, h_t, w_t, y = case()
+    loss, terms = fused_head_loss(h_s, w_s, h_t, w_t, torch.full_like(y, IGNORE), "alra")
+    loss.backward()
+    assert loss == 0 and not any(terms.values()) and not h_s.grad.any() and not w_s.grad.any()
+
+
+def test_a_method_without_teacher_takes_none():
+    h_s, w_s, h_t, w_t, y = case()
+    alone, _ = fused_head_loss(h_s, w_s, None, None, y, "pretrain")
+    assert torch.equal(alone, fused_head_loss(h_s, w_s, h_t, w_t, y, "pretrain")[0])
+    with pytest.raises(ValueError, match="z_t: tad needs teacher logits, got None"):
+        fused_head_loss(h_s, w_s, None, None, y, "tad")
+
+
+def test_one_groups_logits_are_the_most_that_exist(monkeypatch):
+    sizes = []
+    real = losses._mm
+    monkeypatch.setattr(losses, "_mm", lambda *a, **k: sizes.append((out := real(*a, **k)).shape) or out)
+    fused_head_loss(*case(), "alra")
+    assert max(n for n, v in sizes if v == V) == T
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group": 3}, r"group=3: expected a divisor of the B=4 sequences"),
+        ({"group": 0}, r"group=0: expected a divisor"),
+        ({"y": lambda y: y[:, 1:]}, r"h_s: expected \[B=4, T=6, D\] as y has, got \(4, 7, 5\)"),
+        ({"y": lambda y: y.flatten()}, r"y: expected \[B, T\], got shape \(28,\)"),
+        ({"y": lambda y: y.clamp(max=0) + V}, r"y: expected labels of 0 to V-1=60, or IGNORE=-100, got 61"),
+        ({"w_s": lambda w: w[:, 1:]}, r"w_s: expected \[V=61, D=5\], got \(61, 4\)"),
+        ({"w_t": lambda w: w[1:]}, r"w_t: expected \[V=61, D=11\], got \(60, 11\)"),
+        ({"h_t": lambda h: h[1:]}, r"h_t: expected \[B=4, T=7, D\] as y has, got \(3, 7, 11\)"),
+        ({"h_t": lambda h: None}, r"h_t, w_t: expected both or neither"),
+        ({"method": "alrra"}, r"no such method 'alrra', did you mean 'alra'\?"),
+        ({"d_max": 61}, r"d_max=61: expected 2 <= d_max < V=61"),
+        ({"top_k": 5}, r"alra takes no top_k"),
+    ],
+)
+def test_bad_input_is_refused_by_name(change, message):
+    inputs = dict(zip(("h_s", "w_s", "h_t", "w_t", "y"), case(), strict=True)) | {"method": "alra"}
+    changed = {key: value(inputs[key]) if callable(value) else value for key, value in change.items()}
+    with pytest.raises(ValueError, match=message):
+        fused_head_loss(**{**inputs, **changed})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
+@pytest.mark.parametrize("name", ["vanilla_kd", "rld"])
+def test_compiled_it_is_the_same(name):
+    inputs = case()
+    compiled, eager = (run(fused_head_loss, *inputs, name, compile=c) for c in (True, False))
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        torch.testing.assert_close(fused_head_loss(*inputs, name, compile=True)[0], eager[0], rtol=1e-5, atol=0)
+
+
+def test_compiled_it_refuses_as_plainly():
+    with pytest.raises(ValueError, match="d_max=61: expected 2 <= d_max < V=61"):
+        fused_head_loss(*case(), "alra", compile=True, d_max=61)
+    assert len({losses._compiled(name, (), True, V) for name in ("tad", "rld", "tad")}) == 2  # one of each
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FIRST_TIER)
+def test_on_a_gpu_it_is_the_plain_path_in_fp64(name, dtype, compile):
+    inputs = [x.detach().to(dtype) if x.is_floating_point() else x for x in case(t=13)]
+    expected = run(plain, *(x.double() if x.is_floating_point() else x for x in inputs), name)
+    found = run(fused_head_loss, *(x.cuda() for x in inputs), name, compile=compile)
+    torch.testing.assert_close(found[0].double().cpu(), expected[0], rtol=1e-5, atol=1e-6)
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert (a.cpu() - b).norm() <= (1e-5 if dtype == torch.float32 else 6e-3) * b.norm()

@@ -60,7 +60,7 @@ def demo_recipe(folder: Path) -> list[str]:
     (folder / ".venv").mkdir(exist_ok=True)
     (folder / ".venv" / "ready").touch()
     lines = subprocess.run(
-        ["make", "-n", "demo"], cwd=folder, capture_output=True, text=True, check=True
+        ["make", "-n", "--no-print-directory", "demo"], cwd=folder, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines and all(line.startswith(".venv/bin/python ") for line in lines), lines
     return [line.removeprefix(".venv/bin/") for line in lines]

@@ -306,7 +306,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(world, tmp_path, monkeypat
 
 def start(world: Path, out: Path, **changes) -> subprocess.Popen:
     command = [sys.executable, "train.py", *flags(world, out, **changes)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums are cut by threads: as many, same bits
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 

@@ -37,11 +37,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from model import Qwen2, load_tokenizer, tokenizer_hash, weights_hash
+from model import Qwen2, load_tokenizer, pick_device, tokenizer_hash, weights_hash
+from rows import PAD, open_rows
 from tables import TEACHER_KEYS, figures, row_text, tabulate
-from tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, first_line, read_items, task_file
+from tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, read_items, task_file
 
-PAD = 0xFFFFFFFF  # unused tail of a row in val.bin
 N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
 BINS = 15  # of the calibration error
 
@@ -274,22 +274,6 @@ def sum_over_processes(array: np.ndarray, device: torch.device) -> np.ndarray:
     return total.cpu().numpy()
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:1`; under torchrun each process takes the card of its local rank."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise EvalError(f"--device {name}: {first_line(error)}") from error
-    n = torch.cuda.device_count()
-    if device.type not in N_LOGITS or (device.index or 0) >= max(n, 1) or (device.type == "cuda" and not n):
-        raise EvalError(f"--device {name}: expected cpu, or cuda with one of this machine's {n} CUDA devices")
-    return device
-
-
 # --- the nine tasks --------------------------------------------------------------------------------------------
 
 
@@ -378,18 +362,6 @@ def over_rows(
     for into, gap in zip(sums, gaps, strict=True):
         into["gap"] = gap.view(-1, BINS)
     return [{k: sum_over_processes(v.cpu().numpy(), device) for k, v in into.items()} for into in sums]
-
-
-def read_val(folder: str, max_rows: int) -> tuple[np.ndarray, dict]:
-    """The first rows of val.bin and its manifest."""
-    file, manifest = Path(folder) / "val.bin", Path(folder) / "val.json"
-    if not (file.is_file() and manifest.is_file()):
-        raise EvalError(f"{folder}: no val.bin with val.json there; name their folder by --rows, or --rows none")
-    manifest = json.loads(manifest.read_text())
-    n, width = manifest["rows"], manifest["row_len"]
-    if file.stat().st_size != 4 * n * width or not n:
-        raise EvalError(f"{file}: {file.stat().st_size:,} bytes for {n:,} rows of {width} ids; prepare it again")
-    return np.memmap(file, np.uint32, "r", shape=(n, width))[:max_rows], manifest
 
 
 def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
@@ -490,7 +462,8 @@ def score(args, device: torch.device) -> None:
 
 def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | None, args) -> list[tuple[dict, dict]]:
     """Per checkpoint, the figures over the first rows of val.bin with what they are of, and their summands per row."""
-    rows, manifest = read_val(rows_dir, args.max_rows)
+    rows, manifest = open_rows(rows_dir, "val")
+    rows = rows[: args.max_rows]
     for c in checkpoints:
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
             raise EvalError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")

@@ -312,6 +312,18 @@ def find_folder(name: str) -> Path:
         raise CheckpointError(f"{name}: no such local folder, and the hub did not give it ({why})") from error
 
 
+def pick_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:1` -> a device that is there; under torchrun `cuda` is each process's own card."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    n = torch.cuda.device_count()
+    if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
+        raise ValueError(f"device {name}: expected cpu, or cuda with one of this machine's {n} CUDA devices")
+    return torch.device(name)
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a local folder or hub id, from its tokenizer.json alone.
 

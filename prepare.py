@@ -63,13 +63,12 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
+from rows import BLOCK, PAD, quick_hash
 
 RULE_VERSION = 1
-PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 PREFIX_ROWS = 67_200 * 16  # rows of the paper's 550M-token setting, which has a hash of its own
 COMMIT_SEC = 5.0  # work that a kill can cost
 BATCH_CHARS, BATCH_DOCUMENTS = 1 << 21, 2048  # of one call of the tokenizer; they bound the memory
-BLOCK = 1 << 20  # bytes read at a time
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 
 STOPS = ".!?…‼⁇⁈⁉؟۔।。！？｡"
@@ -655,9 +654,9 @@ def measure(file: Path, recipe: dict) -> dict:
     if size == 0 or size % (row_len * 4):
         raise PrepareError(f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
     digest, prefix_sha256, n_eos, lengths = hashlib.sha256(), None, 0, np.zeros(row_len + 1, np.int64)
-    rows = np.memmap(file, np.uint32, "r").reshape(-1, row_len)
-    for at in range(0, len(rows), counted):
-        block = np.array(rows[at : at + counted])
+    n_rows = size // (row_len * 4)
+    for at in range(0, n_rows, counted):  # read, not mapped: the pages of a map count as this process's memory
+        block = np.fromfile(file, np.uint32, counted * row_len, offset=at * row_len * 4).reshape(-1, row_len)
         used = block != PAD
         length = used.sum(1)
         if not length.all() or (used != (np.arange(row_len) < length[:, None])).any():
@@ -675,27 +674,16 @@ def measure(file: Path, recipe: dict) -> dict:
         digest.update(block)
     n_tokens = int(lengths @ np.arange(row_len + 1))
     return {
-        "rows": len(rows),
+        "rows": n_rows,
         "tokens": n_tokens,
-        "valid_targets": n_tokens - len(rows),
-        "padding_share": 1 - n_tokens / rows.size,
+        "valid_targets": n_tokens - n_rows,
+        "padding_share": 1 - n_tokens / (n_rows * row_len),
         "documents": n_eos,  # those that end in these rows
         "length_histogram": lengths.tolist(),  # [row_len + 1] rows of each length
         "sha256": digest.hexdigest(),
         "sha256_67200_steps": prefix_sha256,  # of the first PREFIX_ROWS rows; None where there are fewer
         "quick_sha256": quick_hash(file),
     }
-
-
-def quick_hash(file: Path) -> str:
-    """sha256 of a file's size and of 64 blocks spread from its first byte to its last: of all of it up to 64 MiB."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with open(file, "rb") as f:
-        for i in range(64):
-            f.seek(max(i * BLOCK, i * (size - BLOCK) // 63))
-            digest.update(f.read(BLOCK))
-    return digest.hexdigest()
 
 
 def verify(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
-BLOCK = 1 << 20  # bytes of a block of `quick_hash`
+BLOCK = 1 << 20  # bytes read at a time
 
 
 class RowsError(ValueError):

@@ -44,6 +44,7 @@ from model import (
     init_student,
     load_config,
     load_tokenizer,
+    pick_device,
     tokenizer_hash,
     weights_hash,
 )
@@ -383,7 +384,7 @@ class Env:
     def __init__(self, cfg: Config):
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.first, self.signalled = self.rank == 0, False
-        self.device = pick_device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.device = pick_device(cfg.device)
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
             cfg.dtype, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         )
@@ -426,24 +427,6 @@ class Env:
         if self.first:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
-
-
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """ "auto", "cpu", "cuda" or "cuda:1" -> a device that is there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{local_rank}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        n = torch.cuda.device_count()
-        raise ConfigError(
-            f"device={name}: this machine has {n} CUDA device{'s' * (n != 1)}; set --device=cpu or another number"
-        )
-    return device
 
 
 def check_methods(cfg: Config) -> None:

@@ -1,8 +1,8 @@
 """How the files in demo/teacher were made; none of it is needed to run the demo.
 
-    python demo/make.py tokenizer                                  4,096 entries, from the training documents
-    python prepare.py config/demo.py && python train.py config/demo_teacher.py
-    python demo/make.py weights out/demo_teacher/pretrain/model    bfloat16 weights beside the tokenizer
+python demo/make.py tokenizer                                  4,096 entries, from the training documents
+python prepare.py config/demo.py && python train.py config/demo_teacher.py
+python demo/make.py weights out/demo_teacher/pretrain/model    bfloat16 weights beside the tokenizer
 """
 
 import sys
@@ -31,7 +31,9 @@ def make_tokenizer() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[EOS], initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[EOS], initial_alphabet=alphabet)
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
     fast.save_pretrained(ROOT / "demo/teacher")
     print(f"{len(fast):,} entries in demo/teacher")

@@ -20,6 +20,7 @@ import zstandard
 from transformers import PreTrainedTokenizerFast
 
 import prepare
+import rows
 from configure import Config
 from model import load_tokenizer
 from tests.naive_rows import SHORT_FORMS, naive_rows
@@ -705,12 +706,12 @@ def test_a_tokenizer_that_does_not_give_its_text_back_is_refused():
 
 
 def test_quick_hash_sees_every_byte_of_a_small_file_and_both_ends_of_a_large_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BLOCK", 4)
+    monkeypatch.setattr(rows, "BLOCK", 4)
     file = tmp_path / "x"
 
     def hash_of(content):
         file.write_bytes(content)
-        return prepare.quick_hash(file)
+        return rows.quick_hash(file)
 
     for size in (1, 3, 97, 256):
         flipped = [bytes(i == at for i in range(size)) for at in range(size)]

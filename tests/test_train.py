@@ -438,7 +438,7 @@ def test_flops_are_those_of_counting_every_product():
         ({"student": "200m"}, "vocabulary of 4,096, student=200m has 151,936"),
         ({"seq_len": 12}, "seq_len=12:"),
         ({"max_steps": 25, "schedule_steps": 25}, "max_steps=25: needs 100 rows"),
-        ({"device": "gpu"}, "device=gpu:"),
+        ({"device": "gpu"}, "device gpu: expected cpu, or cuda"),
         ({"student": "300m"}, "300m: no such folder"),
     ],
 )
@@ -450,7 +450,9 @@ def test_slips_get_one_clear_line(world, tmp_path, changes, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_cuda_asked_for_where_there_is_none(world, tmp_path):
-    with pytest.raises(ConfigError, match="device=cuda:0: this machine has 0 CUDA devices"):
+    with pytest.raises(
+        ValueError, match="device cuda:0: expected cpu, or cuda with one of this machine's 0 CUDA devices"
+    ):
         train.run(load(world, tmp_path, device="cuda"))
 
 

@@ -435,6 +435,10 @@ def check_methods(cfg: Config) -> None:
     for key in cfg.overrides:
         if key not in taken:
             raise ConfigError(f"{key}={cfg.overrides[key]}: none of methods={cfg.methods} takes it; remove it")
+    if cfg.kd_schedule != "constant" and cfg.compile:
+        raise ConfigError(
+            "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
+        )
 
 
 def check_tokenizer(cfg: Config, rows: "Rows"):

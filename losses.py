@@ -434,8 +434,7 @@ def tad(
     x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
     ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     if norm == "sequence":
-        ln_sum = _lse(ln_w[None, :], valid[None, :])
-        ln_w = ln_w - torch.where(valid.any(), ln_sum - valid.sum().to(ln_sum.dtype).log(), 0.0)
+        ln_w = ln_w - _lse(ln_w[None, :], valid[None, :]) + valid.sum().to(ln_w.dtype).log()
     w = 1.0 if norm == "unit" else ln_w.exp()
     return _close(_kl(x_t, x_s) + beta * w * split.rest_kl, valid)
 

@@ -51,6 +51,7 @@ import sysconfig
 import threading
 import time
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -86,7 +87,7 @@ ABBREVIATIONS = {  # lower case, without the last full stop
     )
     for word in line.split()
 }
-# Bits of a token's class. STOP and OPEN say that it may; the tokens before it decide.
+# Bits of a token's class. STOP and OPEN say that it may; the tokens before it decide. `cut` relies on the order.
 EOS = 1
 LINE = 2  # ends a line
 STOP = 4  # ends a sentence if whitespace follows
@@ -332,22 +333,21 @@ def cut(ids: np.ndarray, table: Table, row_len: int, last: bool) -> tuple[np.nda
           fewer than row_len + 1 ids stay over.
     """
     flags = table.flags[ids]
-    hard = np.flatnonzero(flags & (EOS | LINE))
-    here, after = flags[:-1], flags[1:]
-    soft = np.flatnonzero(((here & STOP > 0) & (after & SPACE > 0)) | ((here & OPEN > 0) & (after & FRESH > 0)))
+    hard = np.flatnonzero(flags & (EOS | LINE)).tolist()
+    soft = np.flatnonzero(flags[:-1] >> 2 & flags[1:] >> 4 & 3).tolist()  # STOP then SPACE, or OPEN then FRESH
     start, ends, kinds = 0, [], []
     while len(ids) - start > row_len:
         stop = start + row_len
-        i = np.searchsorted(hard, stop) - 1
+        i = bisect_left(hard, stop) - 1
         end = hard[i] if i >= 0 and hard[i] > start else -1
         kind = "-" if end < 0 else "e" if flags[end] & EOS else "l"
-        for j in range(np.searchsorted(soft, stop) - 1, -1, -1):
+        for j in range(bisect_left(soft, stop) - 1, -1, -1):
             if soft[j] <= max(end, start):
                 break
-            if _ends_sentence(ids, flags, table.pieces, start, int(soft[j])):
+            if _ends_sentence(ids, flags, table.pieces, start, soft[j]):
                 end, kind = soft[j], "s"
                 break
-        start = stop if end < 0 else int(end) + 1
+        start = stop if end < 0 else end + 1
         ends.append(start)
         kinds.append(kind)
     if last and start < len(ids):

@@ -225,11 +225,7 @@ def _mean(x, valid) -> Tensor:
 
 def check(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> None:
     """Refuses labels out of range and logits that are not finite at a valid position. Waits for the device."""
-    V = z_s.shape[-1]
-    bad = (y != IGNORE) & ((y < 0) | (y >= V))
-    if bad.any():
-        u = int(bad.nonzero()[0])
-        raise ValueError(f"y: expected labels of 0 to V-1={V - 1}, or IGNORE={IGNORE}, got {int(y[u])} at position {u}")
+    _check_labels(y, z_s.shape[-1])
     for name, z in (("z_s", z_s), ("z_t", z_t)):
         if z is None or _all_finite(z):
             continue
@@ -238,6 +234,13 @@ def check(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> None:
             u = int(bad.nonzero()[0])
             i = int((~z[u].detach().isfinite()).nonzero()[0])
             raise ValueError(f"{name}: expected finite logits at valid positions, got {float(z[u, i])} at [{u}, {i}]")
+
+
+def _check_labels(y, V) -> None:
+    bad = (y != IGNORE) & ((y < 0) | (y >= V))
+    if bad.any():
+        at = bad.nonzero()[0].tolist()
+        raise ValueError(f"y: expected labels of 0 to V-1={V - 1}, or IGNORE={IGNORE}, got {int(y[tuple(at)])} at {at}")
 
 
 def _all_finite(z) -> bool:
@@ -461,7 +464,7 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 
 
 
 class AlraTerms(NamedTuple):
-    """ALRA's pieces, [N] each but for the last two; what stands at ignored positions has no meaning, but in `loss`."""
+    """ALRA's pieces, [N] each but for the last two. At ignored positions only `loss` has a meaning."""
 
     loss: Tensor  # mass + local + rest + lambda_pair * pair; 0 where ignored
     mass: Tensor  # KL(b_t || b_s), Eq. 14
@@ -477,22 +480,10 @@ class AlraTerms(NamedTuple):
 
 
 def alra(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
-    *,
-    d_min: int = 3,
-    d_max: int = 25,
-    tau: float = 1.0,
-    tau_p: float = 1.0,
-    gamma: float = 5.0,
-    lambda_pair: float = 1.0,
-    eps: float = 1e-6,
-    anchor: str = "teacher",
-    pair: str = "swpra",
-    budget: str = "adaptive",
-    detach_weights: bool = True,
-) -> Tensor:
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, d_min: int = 3, d_max: int = 25, tau: float = 1.0, tau_p: float = 1.0,
+    gamma: float = 5.0, lambda_pair: float = 1.0, eps: float = 1e-6, anchor: str = "teacher", pair: str = "swpra",
+    budget: str = "adaptive", detach_weights: bool = True,
+) -> Tensor:  # fmt: skip
     """Adaptive Local Relational Alignment (Eq. 22): ALD + lambda_pair * SWPRA, all divergences teacher to student.
 
         loss[u] = KL(b_t || b_s) + KL(p~_t,I || p~_s,I) + KL(p~_t,R || p~_s,R)            (Eq. 14)
@@ -511,17 +502,18 @@ def alra(
     detach_weights   no gradient through SWPRA's weights. Open in the paper, which calls them contributions: a student
                      that could move the weights would lower its loss by driving pairs apart
     """
-    return alra_terms(
-        z_s, z_t, y, d_min=d_min, d_max=d_max, tau=tau, tau_p=tau_p, gamma=gamma, lambda_pair=lambda_pair, eps=eps,
-        anchor=anchor, pair=pair, budget=budget, detach_weights=detach_weights,
-    ).loss  # fmt: skip
+    return _alra_terms(z_s, z_t, y, d_min, d_max, tau, tau_p, gamma, lambda_pair, eps, anchor, pair, budget, detach_weights).loss  # fmt: skip
 
 
-def alra_terms(
-    z_s, z_t, y, *, d_min=3, d_max=25, tau=1.0, tau_p=1.0, gamma=5.0, lambda_pair=1.0, eps=1e-6, anchor="teacher",
-    pair="swpra", budget="adaptive", detach_weights=True,
-) -> AlraTerms:  # fmt: skip
-    """ALRA piece by piece, in the order of the paper's Algorithm 1. Arguments as of `alra`."""
+def alra_terms(z_s: Tensor, z_t: Tensor, y: Tensor, **settings) -> AlraTerms:
+    """ALRA piece by piece. Settings as of `alra`, with its defaults."""
+    return _alra_terms(z_s, z_t, y, **{**alra.__kwdefaults__, **settings})
+
+
+def _alra_terms(
+    z_s, z_t, y, d_min, d_max, tau, tau_p, gamma, lambda_pair, eps, anchor, pair, budget, detach_weights
+) -> AlraTerms:
+    """In the order of the paper's Algorithm 1."""
     _positive(tau=tau, tau_p=tau_p, eps=eps)
     _not_negative(gamma=gamma, lambda_pair=lambda_pair)
     _one_of("none", "teacher", "label", "both", anchor=anchor)
@@ -543,15 +535,15 @@ def alra_terms(
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] the local set I, Eq. 9
 
     split = _split(z_s, z_t, tokens, tau)
-    x_s = torch.cat(
-        [split.in_s / tau, split.rest_s[:, None]], 1
-    )  # [N, d_max + 1] the candidates, and all others as one
-    x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
-    in_local = F.pad(inside, (0, 1))  # marks I among them
-    odds_s, odds_t = (_lse(x, in_local) - _lse(x, ~in_local) for x in (x_s, x_t))  # ln(alpha / (1 - alpha)), Eq. 10
+    # The candidates, and all other tokens as one more: [N, d_max + 1]. The rest R is that one and the candidates outside
+    # I; its KL is the KL of these, and that within the one more by its share, as in Eq. 13.
+    x_s, x_t = (torch.cat([x / tau, rest[:, None]], 1)
+                for x, rest in ((split.in_s, split.rest_s), (split.in_t, split.rest_t)))  # fmt: skip
+    in_local, in_rest = F.pad(inside, (0, 1)), ~F.pad(inside, (0, 1))
+    odds_s, odds_t = (_lse(x, in_local) - _lse(x, in_rest) for x in (x_s, x_t))  # ln(alpha / (1 - alpha)), Eq. 10
     mass = _binary_kl(odds_t, odds_s)  # Eq. 14, and so the next two
     local = _kl(x_t, x_s, in_local)
-    rest = _kl(x_t, x_s, ~in_local) + _ln_softmax(x_t, ~in_local)[:, -1].exp() * split.rest_kl
+    rest = _kl(x_t, x_s, in_rest) + _ln_softmax(x_t, in_rest)[:, -1].exp() * split.rest_kl
 
     pairs = inside[:, :, None] & inside[:, None, :] & _upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
     pair_kl = _binary_kl(_differences(split.in_t / tau_p), _differences(split.in_s / tau_p))  # Eq. 16
@@ -760,6 +752,7 @@ def _falling_rank(x, valid) -> Tensor:
 
 def wsd(step: int, n_steps: int, peak: float) -> float:
     """PD's warm-up, stable, decay: a weight that rises over the first 10 % of the steps, holds, falls in the last 1 %."""
+    _require(n_steps >= 1, f"n_steps={n_steps}: expected at least 1")
     _require(0 <= step <= n_steps, f"step={step}: expected 0 to n_steps={n_steps}")
     return peak * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
 
@@ -902,9 +895,9 @@ def fused_head_losses(
     Each result has the bits that the student would get alone. A student whose logits are not finite gets a loss that
     is not finite, and leaves the others as they are.
     """
-    _fused_shapes(students, h_t, w_t, y, group)
+    _check_fused(students, h_t, w_t, y, group)
     n_groups = y.shape[0] // group
-    teacher = None if h_t is None else _operands(h_t, w_t, y)
+    teacher = _operands(h_t, w_t, y) if h_t is not None and any(needs_teacher(s[2]) for s in students) else None
     heads = [_Head(*student, y, compile) for student in students]
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         for rows in (slice(g * group, (g + 1) * group) for g in range(n_groups)):
@@ -1020,7 +1013,8 @@ def _compiled(method: str, overrides: tuple, gradient: bool, V: int) -> Callable
     return torch.compile(evaluate, dynamic=False, fullgraph=True)
 
 
-def _fused_shapes(students, h_t, w_t, y, group) -> None:
+def _check_fused(students, h_t, w_t, y, group) -> None:
+    """Shapes, the group, and on the CPU the labels."""
     _require(y.ndim == 2, f"y: expected [B, T], got shape {tuple(y.shape)}")
     B, V = y.shape[0], students[0][1].shape[0]
     _require(group >= 1 and B % group == 0, f"group={group}: expected a divisor of the B={B} sequences")
@@ -1031,3 +1025,5 @@ def _fused_shapes(students, h_t, w_t, y, group) -> None:
                  f"{h_name}: expected [B={B}, T={y.shape[1]}, D] as y has, got {tuple(h.shape)}")  # fmt: skip
         _require(w.shape == (V, h.shape[2]),
                  f"{w_name}: expected [V={V}, D={h.shape[2]}], got {tuple(w.shape)}")  # fmt: skip
+    if y.device.type == "cpu":
+        _check_labels(y, V)

@@ -262,6 +262,9 @@ def test_compiled_it_is_the_same(name):
 def test_compiled_it_refuses_as_plainly():
     with pytest.raises(ValueError, match="d_max=61: expected 2 <= d_max < V=61"):
         fused_head_loss(*case(), "alra", compile=True, d_max=61)
+    *inputs, y = case()
+    with pytest.raises(ValueError, match=r"got 61 at \[0, 2\]"):
+        fused_head_loss(*inputs, y.index_fill(1, torch.tensor(2), V), "tad", compile=True)
     assert len({losses._compiled(name, (), True, V) for name in ("tad", "rld", "tad")}) == 2  # one of each
 
 

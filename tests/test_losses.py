@@ -592,7 +592,7 @@ def test_bad_values_at_valid_positions_are_refused(name):
     for label in (61, -1, -7):
         wrong = y.clone()
         wrong[4] = label
-        refused(f"y: expected labels of 0 to V-1=60, or IGNORE=-100, got {label} at position 4",
+        refused(f"y: expected labels of 0 to V-1=60, or IGNORE=-100, got {label} at [4]",
                 lambda wrong=wrong: method_loss(name, z_s, z_t, wrong))  # fmt: skip
     for value in (math.nan, math.inf, -math.inf):
         broken = z_s.clone()

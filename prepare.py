@@ -55,6 +55,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +70,7 @@ from rows import BLOCK, PAD, quick_hash
 RULE_VERSION = 1
 PREFIX_ROWS = 67_200 * 16  # rows of the paper's 550M-token setting, which has a hash of its own
 COMMIT_SEC = 5.0  # work that a kill can cost
-BATCH_CHARS, BATCH_DOCUMENTS = 1 << 21, 2048  # of one call of the tokenizer; they bound the memory
+BATCH_CHARS, BATCH_DOCUMENTS = 1 << 20, 2048  # of one call of the tokenizer; they bound the memory
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 
 STOPS = ".!?…‼⁇⁈⁉؟۔।。！？｡"
@@ -415,6 +416,9 @@ def encode_in_order(
                 yield batch, future.result()
         for batch, future in waiting:
             yield batch, future.result()
+    except BrokenProcessPool as error:
+        raise PrepareError(f"prepare_workers={workers}: one was killed, for want of memory perhaps; the same command goes "
+                           "on, also with fewer") from error  # fmt: skip
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -580,7 +584,7 @@ def _write_rows(
                bar_format="{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining}{postfix}")  # fmt: skip
     with bar, contextlib.closing(batches):
         for batch, (ids, lengths) in batches:
-            held = np.array([val is not None and _held_out(document, cfg.val_share) for document in batch])
+            held = np.array([val is not None and held_out(document, cfg.val_share) for document in batch])
             of_val = np.repeat(held, lengths)
             n = train.feed(ids[~of_val], lengths[~held], table)
             n = int(np.flatnonzero(~held)[n - 1]) + 1 if train.full else len(batch)
@@ -606,7 +610,7 @@ def _write_rows(
     return commit(whole=True)
 
 
-def _held_out(document: tuple[str | None, str], share: float) -> bool:
+def held_out(document: tuple[str | None, str], share: float) -> bool:
     name, text = document
     digest = hashlib.sha256((text if name is None else name).encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
@@ -708,11 +712,14 @@ def show(folder: Path, first: int, n_rows: int = 5) -> None:
     if first >= len(rows):
         raise PrepareError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
-    flags = token_table(tokenizer).flags
+    table = token_table(tokenizer)
     for i in range(first, min(first + n_rows, len(rows))):
         ids = rows[i][rows[i] != PAD]
-        hard = "eos" if flags[ids[-1]] & EOS else "line" if flags[ids[-1]] & LINE else None
-        end = hard or ("sentence" if len(ids) < manifest["row_len"] else "full length")
+        if i + 1 < len(rows):  # the first id of the next row decides on a sentence
+            end = KINDS[cut(np.append(ids, rows[i + 1, 0]), table, len(ids), last=False)[1][0]]
+        else:
+            end = "eos" if ids[-1] == manifest["eos_id"] else "end of the file"
+        end = "no boundary" if end == "none" else end
         print(f"⟦row {i}: {len(ids)} ids⟧{tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)}⟦{end}⟧\n")
 
 

@@ -3,8 +3,10 @@
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -362,7 +364,7 @@ def test_held_out_documents_do_not_depend_on_batches(small, tmp_path, monkeypatc
         prepare.prepare(config(small, tmp_path / str(chars), source, val_rows=0, val_share=0.3, train_rows=train_rows))
     assert files_of(tmp_path / "1") == files_of(tmp_path / "500") == files_of(tmp_path / str(10**9))
     tokenizer = load_tokenizer(small[0])
-    held = [prepare._held_out((None, text), 0.3) for text in small[1]]
+    held = [prepare.held_out((None, text), 0.3) for text in small[1]]
     val = joined(stored(tmp_path / "1/val.bin", 31))
     wanted = stream_of([text for text, h in zip(small[1], held, strict=True) if h], tokenizer)
     assert 10 < sum(held) < 40 and val == wanted[: len(val)]
@@ -441,8 +443,8 @@ def test_the_text_of_python_itself():
     assert not [n for n in names if "/test" in n or "site-packages" in n or "lib2to3" in n or "encodings" in n]
     assert 4e6 < sum(len(text) for _, text in documents) < 4e7
     assert names != sorted(names) and len(set(names)) == len(names)
-    held = [name for name, text in documents if prepare._held_out((name, text + "changed"), 0.1)]
-    assert held == [name for name, text in documents if prepare._held_out((name, text), 0.1)]
+    held = [name for name, text in documents if prepare.held_out((name, text + "changed"), 0.1)]
+    assert held == [name for name, text in documents if prepare.held_out((name, text), 0.1)]
     assert 0.05 < len(held) / len(names) < 0.15
 
 
@@ -621,6 +623,18 @@ def test_a_changed_source_or_rule_is_refused(small, tmp_path, monkeypatch):
     prepare.prepare(config(small, tmp_path / "half", moved))
 
 
+def test_a_worker_that_is_killed_is_told(tokenizer_of):
+    def batches():
+        yield [(None, "a")]
+        multiprocessing.active_children()[0].kill()
+        for _ in range(9):
+            yield [(None, "b")]
+
+    tokenizer = tokenizer_of("byte_level")[0].backend_tokenizer
+    with pytest.raises(prepare.PrepareError, match="prepare_workers=2: one was killed"):
+        list(prepare.encode_in_order(batches(), tokenizer, 0, 2))
+
+
 def test_two_at_once_are_refused(small, tmp_path):
     (tmp_path / "a").mkdir()
     with prepare._locked(tmp_path / "a"), pytest.raises(prepare.PrepareError, match="is at work there"):
@@ -759,6 +773,17 @@ def test_show_prints_rows_as_text_with_what_they_end_at(small, tmp_path, capsys)
     assert capsys.readouterr().out.endswith(f"{END}⟦eos⟧\n\n")
     with pytest.raises(prepare.PrepareError, match="expected a row from 0 to 0"):
         prepare.show(tmp_path / "a/val.bin", 1)
+
+
+def test_show_names_the_boundary_that_the_rule_chose(small, tmp_path, capsys):
+    tokenizer = load_tokenizer(small[0])
+    prepare.prepare(config(small, tmp_path / "a", write_jsonl(tmp_path / "t.jsonl", small[1]), val_rows=0))
+    wanted = naive_rows(stream_of(small[1], tokenizer), tokenizer, 31)
+    assert any(len(ids) == 31 and kind == "sentence" for ids, kind in wanted)
+    capsys.readouterr()
+    prepare.show(tmp_path / "a", 0, len(wanted))
+    shown = re.findall("⟦([a-z ]+)⟧\n\n(?=⟦row|$)", capsys.readouterr().out)
+    assert shown == ["no boundary" if kind == "none" else kind for _, kind in wanted]
 
 
 def test_command_line(small, tmp_path, monkeypatch, capsys):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import configure  # noqa: E402
 from model import Qwen2, load_tokenizer  # noqa: E402
-from prepare import _held_out, python_documents  # noqa: E402
+from prepare import held_out, python_documents  # noqa: E402
 
 EOS, VOCAB = "<|endoftext|>", 4096
 
@@ -25,7 +25,7 @@ EOS, VOCAB = "<|endoftext|>", 4096
 def make_tokenizer() -> None:
     """Byte-level BPE with digits apart, as the teacher of the paper has it, on the documents that are not held out."""
     share = configure.load([str(ROOT / "config/demo.py")]).config.val_share
-    texts = (text for name, text in python_documents() if not _held_out((name, text), share))
+    texts = (text for name, text in python_documents() if not held_out((name, text), share))
     tokenizer = Tokenizer(models.BPE())
     digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])

@@ -7,6 +7,7 @@ type does not always fail there: piqa with string labels gets an accuracy of 0.
 import csv
 import difflib
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -24,13 +25,23 @@ def _one_of(*values):
     return " or ".join(map(repr, values)), lambda v, row: any(v == x and type(v) is type(x) for x in values)
 
 
+def _says(v) -> bool:
+    return isinstance(v, str) and bool(v.strip())
+
+
+def _texts(v) -> bool:
+    return isinstance(v, list) and len(v) > 1 and all(map(_says, v))
+
+
 _TEXT = "a string", lambda v, row: isinstance(v, str)
+_WORDS = "a string that is not blank", lambda v, row: _says(v)
 _CHOICES = (
-    "{'text': [..], 'label': [..]} with equally many, at least two",
-    lambda v, row: isinstance(v, dict) and 1 < len(v.get("text") or ()) == len(v.get("label") or ()),
-)
+    "{'text': [..], 'label': [..]} of strings that are not blank, equally many, at least two",
+    lambda v, row: isinstance(v, dict) and all(_texts(v.get(k)) for k in ("text", "label"))
+    and len(v["text"]) == len(v["label"]),
+)  # fmt: skip
 _ARC = {
-    "question": _TEXT,
+    "question": _WORDS,
     "choices": _CHOICES,
     "answerKey": ("one of the labels of the choices", lambda v, row: v in row["choices"]["label"]),
 }
@@ -59,32 +70,34 @@ TASKS = {
     ),
     "lambada_openai": Task(
         "LAMB", "lambada/lambada_openai.yaml", ("test", 5153), None,
-        {"text": ("a string of several words", lambda v, row: isinstance(v, str) and " " in v)},
+        {"text": ("words, a space and the last word",
+                  lambda v, row: isinstance(v, str) and all(map(_says, v.rpartition(" ")[::2])))},
     ),
     "openbookqa": Task(
         "OBQA", "openbookqa/openbookqa.yaml", ("test", 500), None,
-        {"question_stem": _TEXT, "choices": _CHOICES,
+        {"question_stem": _WORDS, "choices": _CHOICES,
          "answerKey": ("one of the labels of the choices",
                        lambda v, row: isinstance(v, str) and v.lstrip() in row["choices"]["label"])},
     ),
     "piqa": Task(
         "PIQA", "piqa/piqa.yaml", ("validation", 1838), ("train", 16113),
-        {"goal": _TEXT, "sol1": _TEXT, "sol2": _TEXT, "label": _one_of(0, 1)},
+        {"goal": _WORDS, "sol1": _WORDS, "sol2": _WORDS, "label": _one_of(0, 1)},
     ),
     "social_iqa": Task(
         "SIQA", "siqa/siqa.yaml", ("validation", 1954), None,
-        {"context": _TEXT, "question": _TEXT, "answerA": _TEXT, "answerB": _TEXT, "answerC": _TEXT,
+        {"context": _WORDS, "question": _WORDS, "answerA": _WORDS, "answerB": _WORDS, "answerC": _WORDS,
          "label": _one_of("1", "2", "3", 1, 2, 3)},
     ),
     "storycloze_2016": Task(
         "SC16", "storycloze/storycloze_2016.yaml", ("test", 1000), None,
-        {**{f"input_sentence_{i}": _TEXT for i in (1, 2, 3, 4)}, "sentence_quiz1": _TEXT, "sentence_quiz2": _TEXT,
+        {**{f"input_sentence_{i}": _WORDS for i in (1, 2, 3, 4)}, "sentence_quiz1": _WORDS, "sentence_quiz2": _WORDS,
          "answer_right_ending": _one_of(1, 2)},
     ),
     "winogrande": Task(
         "WG", "winogrande/default.yaml", ("validation", 1267), None,
-        {"sentence": ("a string with a gap '_'", lambda v, row: isinstance(v, str) and "_" in v),
-         "option1": _TEXT, "option2": _TEXT, "answer": _one_of("1", "2")},
+        {"sentence": ("a string with a gap '_' and words after it",
+                      lambda v, row: isinstance(v, str) and _says(v.partition("_")[2])),
+         "option1": _WORDS, "option2": _WORDS, "answer": _one_of("1", "2")},
     ),
 }  # fmt: skip
 
@@ -138,23 +151,28 @@ def read_file(file: Path) -> Iterator[dict]:
     if file.suffix == ".parquet":
         yield from pyarrow.parquet.read_table(file).to_pylist()
         return
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        if file.suffix == ".jsonl":
+    if file.suffix == ".jsonl":
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise EvalError(f"{file}, row {number}: not JSON ({error})") from error
+                except ValueError as error:
+                    raise EvalError(f"{file}, row {number}: not JSON in UTF-8 ({error})") from error
                 if not isinstance(row, dict):
                     raise EvalError(f"{file}, row {number}: expected an object with fields, got {line[:40]!r}")
                 yield row
-        elif file.suffix in (".csv", ".tsv"):
-            for row in csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ","):
-                row = {_story_field(key): value for key, value in row.items() if key}
-                answer = row.get("answer_right_ending")
-                yield {**row, "answer_right_ending": int(answer) if answer in ("1", "2") else answer}
-        else:
-            raise EvalError(f"{file}: expected .jsonl, .csv, .tsv or .parquet")
+    elif file.suffix in (".csv", ".tsv"):
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise EvalError(f"{file}: expected UTF-8 ({error}); save it as such") from error
+        lines = io.StringIO(text, newline="")
+        for row in csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ","):
+            row = {_story_field(key): value for key, value in row.items() if key}
+            answer = row.get("answer_right_ending")
+            yield {**row, "answer_right_ending": int(answer) if answer in ("1", "2") else answer}
+    else:
+        raise EvalError(f"{file}: expected .jsonl, .csv, .tsv or .parquet")
 
 
 def _story_field(heading: str) -> str:
@@ -172,6 +190,9 @@ def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict],
                 raise EvalError(f"{where}, row {number}: no field {field!r}; expected {what}")
             if not good(row[field], row):
                 raise EvalError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
+            if kept and type(row[field]) is not type(kept[0][field]):
+                raise EvalError(f"{where}, row {number}, field {field!r}: {row[field]!r}, and {kept[0][field]!r} in row 1; "
+                                "expected one type throughout")  # fmt: skip
         kept.append({field: row[field] for field in fields})
         digest.update(json.dumps(kept[-1], sort_keys=True).encode())
     if not kept:

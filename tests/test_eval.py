@@ -481,7 +481,16 @@ BAD = [
     ("hellaswag", {"endings": "abc"}, "field 'endings': expected a list of strings"),
     ("arc_easy", {"answerKey": "E"}, "field 'answerKey': expected one of the labels"),
     ("openbookqa", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "field 'choices': expected"),
-    ("lambada_openai", {"text": "alone"}, "field 'text': expected a string of several words"),
+    ("hellaswag", {"label": 1}, "field 'label': 1, and '[0-3]' in row 1; expected one type throughout"),
+    ("arc_easy", {"choices": {"text": "abcd", "label": "ABCD"}}, "field 'choices': expected"),
+    ("arc_challenge", {"choices": {"text": [1, 2], "label": ["1", "2"]}}, "field 'choices': expected"),
+    ("openbookqa", {"choices": {"text": ["", "b"], "label": ["A", "B"]}}, "field 'choices': expected"),
+    ("openbookqa", {"question_stem": " "}, "field 'question_stem': expected a string that is not blank"),
+    ("piqa", {"sol2": ""}, "field 'sol2': expected a string that is not blank"),
+    ("winogrande", {"sentence": "a gap at the end _ "}, "field 'sentence': expected a string with a gap '_' and words"),
+    ("lambada_openai", {"text": "alone"}, "field 'text': expected words, a space and the last word"),
+    ("lambada_openai", {"text": "a cat saw "}, "field 'text': expected words, a space and the last word"),
+    ("lambada_openai", {"text": " boats"}, "field 'text': expected words, a space and the last word"),
     ("social_iqa", {"label": "0"}, "field 'label': expected '1' or '2' or '3'"),
 ]
 
@@ -517,6 +526,10 @@ def test_files_that_are_no_files_are_refused(tmp_path):
     assert "row 1: expected an object" in tried("--data_dir", str(tmp_path))
     (tmp_path / "piqa" / "validation.jsonl").write_text("{\n")
     assert "row 1: not JSON" in tried("--data_dir", str(tmp_path))
+    (tmp_path / "piqa" / "validation.jsonl").write_bytes(b'{"goal": "\xe9"}\n')
+    assert "row 1: not JSON in UTF-8" in tried("--data_dir", str(tmp_path))
+    (tmp_path / "story.csv").write_bytes(b"InputSentence1\n\xe9\n")
+    assert "story.csv: expected UTF-8" in tried("--storycloze", str(tmp_path / "story.csv"), name="storycloze_2016")
     assert "on request" in tried("--data_dir", str(tmp_path), name="storycloze_2016")
     assert "no such file" in tried("--storycloze", str(tmp_path / "gone.csv"), name="storycloze_2016")
     (tmp_path / "story.xml").write_text("x")

@@ -385,8 +385,9 @@ def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
         if (low, high) != (None, None) and (None in (low, high) or not low <= row["mean"] <= high):
             raise ValueError(f"{row}: expected low <= mean <= high, or None for both ends")
     figure, ((axis,),) = grid(1, 1, 7.2, 0.9 + 0.27 * len(rows))
-    for i, (row, look) in enumerate(zip(rows, looks(r["name"] for r in rows).values(), strict=True)):
-        mean, low, high = row["mean"], row["low"], row["high"]
+    style = looks(dict.fromkeys(row["name"] for row in rows))
+    for i, row in enumerate(rows):
+        mean, low, high, look = row["mean"], row["low"], row["high"], style[row["name"]]
         text = f"{mean:+.4f}"
         if low is not None:
             axis.plot((low, high), (i, i), color=look["color"], linewidth=1.6, solid_capstyle="butt")

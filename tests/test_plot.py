@@ -260,11 +260,12 @@ def test_the_manifest_has_the_keys_that_are_drawn():
 def test_forest_keeps_the_tables_order_and_its_numbers(tmp_path):
     rows = [{"name": "pretrain", "mean": 0.5, "low": 0.25, "high": 0.625, "p": 0.01},
             {"name": "vanilla_kd", "mean": 0.0, "low": None, "high": None},
-            {"name": "fixed_7", "mean": -0.125, "low": -0.25, "high": 0.125}]  # fmt: skip
+            {"name": "fixed_7", "mean": -0.125, "low": -0.25, "high": 0.125},
+            {"name": "fixed_7", "mean": 0.25, "low": 0.25, "high": 0.25}]  # fmt: skip
     plot.forest(rows, tmp_path / "new" / "f.png", "against vanilla_kd", "difference [nats per token]")
     assert small_png(tmp_path / "new" / "f.png")
     assert (tmp_path / "new" / "f.csv").read_text().splitlines() == [
-        "name,mean,low,high", "pretrain,0.5,0.25,0.625", "vanilla_kd,0.0,,", "fixed_7,-0.125,-0.25,0.125"]  # fmt: skip
+        "name,mean,low,high", "pretrain,0.5,0.25,0.625", "vanilla_kd,0.0,,", "fixed_7,-0.125,-0.25,0.125", "fixed_7,0.25,0.25,0.25"]  # fmt: skip
     for bad in ({"low": 0.75}, {"high": 0.25}, {"low": None}):
         with pytest.raises(ValueError, match=r"'pretrain'.*: expected low <= mean <= high, or None"):
             plot.forest([rows[1], rows[0] | bad], tmp_path / "bad.png", "", "")
@@ -278,6 +279,17 @@ def test_a_method_is_drawn_in_its_very_colour(tmp_path):
     assert len(painted) <= 256 and (255, 255, 255) in painted
     for color, _, _ in plot.STYLE.values():
         assert tuple(int(color[i : i + 2], 16) for i in (1, 3, 5)) in painted
+
+
+def test_a_methods_colour_outlives_a_thousand_commoner_ones(tmp_path):
+    image = Image.new("RGB", (1009, 3))
+    image.putdata([(i % 256, i // 256 * 50, 200) for _ in range(3) for i in range(1009)])
+    image.putpixel((0, 0), (0xD6, 0x27, 0x28))  # once; all others stand there two or three times
+    image.save(tmp_path / "i.png")
+    plot.few_colours(tmp_path / "i.png")
+    with Image.open(tmp_path / "i.png") as image:
+        painted = image.convert("RGB")
+    assert painted.getpixel((0, 0)) == (0xD6, 0x27, 0x28) and len(painted.getcolors()) <= 256
 
 
 def test_many_methods_over_many_steps_stay_small(tmp_path):

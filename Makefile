@@ -1,4 +1,6 @@
 # make demo    set up, then distil three small students from the shipped teacher, score and plot them (minutes on two cores)
+# make replicate          every method, variant and study over five seeds: hours; started again it goes on (README)
+# make replicate QUICK=1  the same path in minutes, into out/replicate_quick
 # make test    set up, then run the tests
 # make check   style of the code
 
@@ -12,6 +14,9 @@ demo: .venv/ready
 	$(BIN)/python eval.py --table out/demo/*
 	$(BIN)/python plot.py out/demo
 
+replicate: .venv/ready
+	$(BIN)/python replicate.py $(if $(QUICK),--quick)
+
 test: .venv/ready
 	$(BIN)/python -m pytest
 
@@ -24,4 +29,4 @@ check: .venv/ready
 	$(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-test.txt
 	touch $@
 
-.PHONY: demo test check
+.PHONY: demo replicate test check

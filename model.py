@@ -63,6 +63,7 @@ PRESETS = {
     "200m": Qwen2Config(768, 2112, 12, 12, 12),  # 203.4M parameters
     "500m": Qwen2Config(1024, 2816, 24, 16, 16),  # 464.0M
     "1.8b": Qwen2Config(2048, 5504, 24, 16, 16, tie_word_embeddings=False),  # the teacher, 1.837B
+    "mini": Qwen2Config(64, 172, 2, 2, 2, vocab_size=4096, rope_theta=1e4, max_position_embeddings=1024),  # 0.36M
     "demo": Qwen2Config(128, 344, 3, 4, 4, vocab_size=4096, rope_theta=1e4, max_position_embeddings=1024),  # 1.12M
     "demo_teacher": Qwen2Config(
         256, 688, 6, 4, 4, vocab_size=4096, rope_theta=1e4, max_position_embeddings=1024

@@ -96,8 +96,9 @@ def test_every_keyword_of_every_method_is_a_key_and_the_other_way_round():
 
 
 def test_every_config_file_loads():
+    mini = ROOT / "config" / "mini_main.py"  # the other mini_*.py say what differs from it
     for path in sorted((ROOT / "config").glob("*.py")):
-        load([str(path)])
+        load([str(p) for p in ([mini] if path.name.startswith("mini_") else []) + [path]])
 
 
 def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):

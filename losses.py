@@ -36,6 +36,18 @@ IGNORE = -100
 # Vocabulary-wide parts that the objectives share.
 
 
+BLOCK = 128  # tokens; what a pass over the vocabulary is cut into. 151,936 = 1,187 * 128
+
+
+def _by_block(f, *zs) -> tuple[Tensor, ...]:
+    """f on [N, V] cut into blocks: f([N, blocks, BLOCK], ..) -> [N, blocks] each; a last, shorter block comes by itself."""
+    V = zs[0].shape[1]
+    whole = V - V % BLOCK
+    parts = [f(*(z[:, :whole].unflatten(1, (-1, BLOCK)) for z in zs))] if whole else []
+    parts += [f(*(z[:, None, whole:] for z in zs))] if whole < V else []
+    return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+
+
 class Split(NamedTuple):
     """Logits split at k tokens per position: those tokens one by one, all the others in three numbers.
 
@@ -51,70 +63,164 @@ class Split(NamedTuple):
 
 
 class _Split(torch.autograd.Function):
-    """The one place where a loss walks the vocabulary in pieces, with the gradient written out.
+    """The one place where a loss walks the vocabulary, with the gradient written out: one pass there, one back.
 
-    The rest is summed in the log domain over the rest itself, never as `1 - p`, which cancels in fp32. Autograd would
-    keep four tensors of [N, V] for this; written out, it is the logits themselves and one gradient.
+    Forward, each block is read once, for its largest logits and its sums relative to them. Blocks without a token of
+    the split belong to the rest whole; of the others (k at most) the rest is gathered and summed by itself. So the rest
+    is summed over the rest, never as `1 - p`, which cancels in fp32, and no mask of [N, V] is made. Back, what is
+    written at the tokens is replaced by their own gradient. Autograd would keep four tensors of [N, V]; here it is the
+    logits themselves.
     """
 
     @staticmethod
-    def forward(ctx, z_s, z_t, tokens, below, tau):
-        # 1 outside the rest. Floats, written once: torch.compile turns a mask of [N, V] bool, or a write into each
-        # model's logits, into buffers of its own; what compares with this fuses into what reads it.
-        outside = torch.zeros_like(z_t).scatter_(1, tokens, 1.0)
-        outside = outside if below is None else outside + (z_t >= below)
+    def forward(ctx, z_s, z_t, tokens, below, tau, valid):
+        def sums(x_s, x_t):
+            """[N, blocks, BLOCK] -> largest logits; sums of e_s, e_t and e_t * (ln e_t - ln e_s), e relative to them"""
+            out = None if below is None else x_t >= below[:, :, None]
+            top_s, top_t = (_masked(x, out).amax(-1) for x in (x_s, x_t))
+            ln_s, ln_t = ((x - _finite(top, out)[:, :, None]) / tau for x, top in ((x_s, top_s), (x_t, top_t)))
+            e_s, e_t = _masked(ln_s, out).exp(), _masked(ln_t, out).exp()
+            return top_s, top_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_t - ln_s)).sum(-1)
 
-        def rest(z):
-            """-> logits [N, V], -inf outside the rest; their largest; log sum exp of them less that, tempered; [N, 1] fp64"""
-            x = z.masked_fill(outside > 0, -math.inf)
-            top = x.amax(-1, keepdim=True)
-            return x, top, ((x - top) / tau).exp().sum(-1, keepdim=True).double().log()
+        max_s, max_t, sum_s, sum_t, cross = _by_block(sums, z_s, z_t)
+        mixed = torch.zeros_like(max_t, dtype=torch.bool).scatter(1, tokens // BLOCK, True)
+        mixed = mixed if below is None else mixed | (max_t == -math.inf)
+        more_s, more_t = _rest_of_mixed(z_s, z_t, tokens, below)
 
-        _, top_s, exact_s = rest(z_s)
-        x_t, top_t, exact_t = rest(z_t)
+        def rest(z_max, z_sum, more):
+            """-> largest logit of the rest [N, 1]; factor of each block; ln of the sum of exp(z - largest), fp64 [N, 1]"""
+            top = torch.cat([z_max.masked_fill(mixed, -math.inf), more], 1).amax(-1, keepdim=True)
+            factor = ((z_max - top) / tau).exp().masked_fill(mixed, 0.0)
+            e_more = ((more - top) / tau).exp()
+            total = (factor * z_sum).sum(-1, keepdim=True, dtype=torch.float64) + e_more.sum(-1, keepdim=True)
+            return top, factor, e_more, total
+
+        top_s, _, _, total_s = rest(max_s, sum_s, more_s)
+        top_t, factor, e_more, total_t = rest(max_t, sum_t, more_t)
+        # sum over the rest of e_t (ln e_t - ln e_s), in what each block's are relative to
+        shift = ((max_t - top_t) - (max_s - top_s)) / tau
+        gap = torch.where(mixed, 0.0, factor * (cross + sum_t * shift)).sum(-1, keepdim=True, dtype=torch.float64)
+        gap = gap + torch.where(e_more > 0, e_more * ((more_t - top_t) - (more_s - top_s)) / tau, 0.0).sum(
+            -1, keepdim=True
+        )
+        exact_s, exact_t = total_s.log(), total_t.log()
+        kl = (gap / total_t + (exact_s - exact_t)).to(z_s.dtype)
         rest_s, rest_t = exact_s.to(z_s.dtype), exact_t.to(z_t.dtype)
-        p_t = ((x_t - top_t) / tau - rest_t).exp()  # 0 outside the rest, where what follows is finite, whatever it is
-        kl = (p_t * (((z_t - top_t) / tau - rest_t) - ((z_s - top_s) / tau - rest_s))).sum(-1)
-        # What fp32 rounds off the two logarithms, alike in every token, goes straight into a KL that may be smaller.
-        kl = kl + ((exact_s - rest_s) - (exact_t - rest_t)).to(kl.dtype).squeeze(1)
         in_s, in_t, ln_rest_t = z_s.gather(1, tokens) - top_s, z_t.gather(1, tokens) - top_t, rest_t.squeeze(1)
-        ctx.save_for_backward(z_s, z_t, tokens, below, top_s, top_t, rest_s, rest_t)
+        ctx.save_for_backward(z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t)
         ctx.mark_non_differentiable(in_t, ln_rest_t)
         ctx.tau = tau
-        return in_s, in_t, rest_s.squeeze(1), ln_rest_t, kl
+        return in_s, in_t, rest_s.squeeze(1), ln_rest_t, kl.squeeze(1)
 
     @staticmethod
     def backward(ctx, g_in, _, g_rest, __, g_kl):
-        z_s, z_t, tokens, below, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
-        g_kl, g_rest = g_kl[:, None], g_rest[:, None]
+        z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
+        g_kl, g_rest, ignored = g_kl[:, None], g_rest[:, None], ~valid[:, None]
         q_s, q_t = ((z_s - top_s) / ctx.tau - rest_s).exp(), ((z_t - top_t) / ctx.tau - rest_t).exp()
         grad = ((g_kl + g_rest) * q_s - g_kl * q_t) / ctx.tau  # right within the rest
-        grad = grad if below is None else grad.masked_fill(z_t >= below, 0)
-        return grad.scatter(1, tokens, g_in), None, None, None, None
+        grad = grad if below is None else grad.masked_fill(z_t >= below, 0.0)
+        grad = grad.masked_fill(ignored, 0.0)  # not even 0 times NaN
+        grad = grad.scatter(1, tokens, g_in.masked_fill(ignored, 0.0)) if tokens.shape[1] else grad
+        return grad, None, None, None, None, None
 
 
-def _split(z_s, z_t, tokens, tau, below=None) -> Split:
+def _masked(x, out) -> Tensor:
+    return x if out is None else x.masked_fill(out, -math.inf)
+
+
+def _finite(top, out) -> Tensor:
+    """Where a whole block is out, 0 does for its largest logit."""
+    return top if out is None else top.masked_fill(top == -math.inf, 0.0)
+
+
+def _rest_of_mixed(z_s, z_t, tokens, below) -> tuple[Tensor, Tensor]:
+    """Logits of the blocks that hold a token, -inf at the tokens and where the rest is not; each block once  # [N, k * BLOCK]"""
+    k, V = tokens.shape[1], z_s.shape[1]
+    if not k:
+        return z_s[:, :0], z_t[:, :0]
+    block = tokens // BLOCK
+    first = (block[:, :, None] == block[:, None, :]).long().argmax(-1)  # [N, k] the first token of the same block
+    member = _members(block)
+    out = (member >= V) | (first != torch.arange(k, device=first.device)).repeat_interleave(BLOCK, 1)
+    out = out.scatter(1, first * BLOCK + tokens % BLOCK, True)
+    member = member.clamp(max=V - 1)
+    more_t = z_t.gather(1, member)
+    out = out if below is None else out | (more_t >= below)
+    return z_s.gather(1, member).masked_fill(out, -math.inf), more_t.masked_fill(out, -math.inf)
+
+
+def _members(block) -> Tensor:
+    """The tokens of blocks, in order; those of a last block may go beyond V  # [N, k] -> [N, k * BLOCK]"""
+    return (block[:, :, None] * BLOCK + torch.arange(BLOCK, device=block.device)).flatten(1)
+
+
+def _split(z_s, z_t, tokens, tau, valid, below=None) -> Split:
     """Splits the logits at `tokens` [N, k], distinct ones. `below` [N, 1] also takes those with z_t >= below out."""
-    return Split(*_Split.apply(z_s, z_t, tokens, below, tau))
+    return Split(*_Split.apply(z_s, z_t, tokens, below, tau, valid))
 
 
-def _forward_kl(z_s, z_t, tau, below=None) -> Tensor:
+def _forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
     """KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, or over the tokens with z_t < below  # [N]"""
     nothing = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
-    return _split(z_s, z_t, nothing, tau, below=below).rest_kl
+    return _split(z_s, z_t, nothing, tau, valid, below=below).rest_kl
+
+
+class _LogP(torch.autograd.Function):
+    """ln softmax(z / tau) at k tokens, with the gradient written out; a pass there, a pass back, as in `_Split`."""
+
+    @staticmethod
+    def forward(ctx, z, tokens, tau, valid):
+        def sums(x):
+            top = x.amax(-1)
+            return top, ((x - top[:, :, None]) / tau).exp().sum(-1)
+
+        largest, total = _by_block(sums, z)
+        top = largest.amax(-1, keepdim=True)
+        total = (((largest - top) / tau).exp() * total).sum(-1, keepdim=True, dtype=torch.float64).log().to(z.dtype)
+        ctx.save_for_backward(z, tokens, valid, top, total)
+        ctx.tau = tau
+        return (z.gather(1, tokens) - top) / tau - total
+
+    @staticmethod
+    def backward(ctx, g):
+        z, tokens, valid, top, total = ctx.saved_tensors
+        g, ignored = g / ctx.tau, ~valid[:, None]
+        grad = -g.sum(-1, keepdim=True) * ((z - top) / ctx.tau - total).exp()
+        return grad.masked_fill(ignored, 0.0).scatter_add(1, tokens, g.masked_fill(ignored, 0.0)), None, None, None
+
+
+def _log_p(z, tokens, tau, valid) -> Tensor:
+    """ln softmax(z / tau) at `tokens`  # [N, V], [N, k] -> [N, k]"""
+    return _LogP.apply(z, tokens, tau, valid)
 
 
 @torch.no_grad()
 def _top(z, k) -> Tensor:
     """The k tokens of the largest logits, largest first, equal ones by lowest index  # [N, V] -> [N, k]
 
-    torch.topk promises nothing about equal values. The tokens above the k-th value are certain; of those equal to it
-    a second selection takes the lowest indices.
+    They lie in the k blocks of the largest maxima, equal ones by lowest index: each of those holds a token that goes
+    before any token of another block.
     """
-    V = z.shape[-1]
+    V = z.shape[1]
+    if V <= 2 * k * BLOCK:
+        return _top_of_few(z, k)
+    (largest,) = _by_block(lambda x: (x.amax(-1),), z)
+    member = _members(_top_of_few(largest, k).sort(-1).values)  # [N, k * BLOCK], rising
+    inside = member.clamp(max=V - 1)
+    return inside.gather(1, _top_of_few(z.gather(1, inside).masked_fill(member >= V, -math.inf), k))
+
+
+@torch.no_grad()
+def _top_of_few(z, k) -> Tensor:
+    """`_top` in one go. torch.topk promises nothing about equal values.
+
+    The entries above the k-th value are certain; of those equal to it a second selection takes the lowest indices.
+    """
+    if k == 1:
+        return z.argmax(-1, keepdim=True)  # the lowest of equal ones
     value, token = z.topk(k)
     last = value[:, -1:]
-    lowest_first = torch.arange(V, 0, -1, device=z.device, dtype=z.dtype)  # exact in fp32 up to V = 2^24
+    lowest_first = torch.arange(z.shape[1], 0, -1, device=z.device, dtype=z.dtype)  # exact in fp32 up to V = 2^24
     tied = z.clone().eq_(last).mul_(lowest_first).topk(k).indices
     above = value > last
     place = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
@@ -152,13 +258,34 @@ def _lse(x, keep=None) -> Tensor:
 
 
 def _binary_kl(odds_t, odds_s) -> Tensor:
-    """KL between two-way distributions given by their log-odds ln(p / (1 - p)); any shape.
+    """KL between two-way distributions given by their log-odds ln(p / (1 - p)); any shape. The teacher's are constant.
 
     The log-odds of a region is the difference of two logsumexps: exact where p or 1 - p is tiny.
     """
-    yes = F.logsigmoid(odds_t).exp() * (F.logsigmoid(odds_t) - F.logsigmoid(odds_s))
-    no = F.logsigmoid(-odds_t).exp() * (F.logsigmoid(-odds_t) - F.logsigmoid(-odds_s))
-    return yes + no
+    return _BinaryKL.apply(odds_t, odds_s)
+
+
+class _BinaryKL(torch.autograd.Function):
+    """Written out: autograd takes three times the exponentials, which over all pairs is what ALRA's own part costs."""
+
+    @staticmethod
+    def forward(ctx, odds_t, odds_s):
+        (yes_t, ln_yes_t, no_t, ln_no_t), (_, ln_yes_s, _, ln_no_s) = _two_way(odds_t), _two_way(odds_s)
+        ctx.save_for_backward(odds_t, odds_s)
+        return yes_t * (ln_yes_t - ln_yes_s) + no_t * (ln_no_t - ln_no_s)
+
+    @staticmethod
+    def backward(ctx, g):
+        (yes_t, _, no_t, _), (yes_s, _, no_s, _) = (_two_way(odds) for odds in ctx.saved_tensors)
+        return None, g * (no_t * yes_s - yes_t * no_s)  # p_s - p_t, with nothing cancelled where both are near 1
+
+
+def _two_way(odds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> p, ln p, 1 - p, ln(1 - p) of ln(p / (1 - p)); from one exponential, which is never above 1."""
+    e = (-odds.abs()).exp()
+    less, more, ln = e / (1 + e), 1 / (1 + e), e.log1p()
+    up = odds >= 0
+    return (torch.where(up, more, less), odds.clamp(max=0) - ln, torch.where(up, less, more), (-odds).clamp(max=0) - ln)
 
 
 def _differences(x) -> Tensor:
@@ -181,8 +308,12 @@ def _lower_median(x, keep) -> Tensor:
 # Entrance and exit of an objective.
 
 
-def _open(z_s, z_t, y) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Checks and widens -> z_s, z_t (constant), labels (0 where ignored), valid [N] bool."""
+def _open(z_s, z_t, y, guard=False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Checks and widens -> z_s, z_t (constant), labels (0 where ignored), valid [N] bool.
+
+    `guard` keeps NaN at ignored positions out of the gradient. `_split` does so itself, in the pass that it makes
+    anyway; where the gradient reaches z_s through it alone, a guard would be a pass more.
+    """
     _require(z_s.ndim == 2, f"z_s: expected [N, V], got shape {tuple(z_s.shape)}")
     _require(z_s.is_floating_point(), f"z_s: expected a float dtype, got {z_s.dtype}")
     _require(y.shape == z_s.shape[:1], f"y: expected shape [N={z_s.shape[0]}] as z_s has, got {tuple(y.shape)}")
@@ -197,7 +328,8 @@ def _open(z_s, z_t, y) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     dtype = torch.promote_types(z_s.dtype, torch.float32)
     valid = y != IGNORE
     z_t = None if z_t is None else z_t.detach().to(dtype)
-    return _Valid.apply(z_s.to(dtype), valid), z_t, y.masked_fill(~valid, 0), valid
+    z_s = z_s.to(dtype)
+    return _Valid.apply(z_s, valid) if guard else z_s, z_t, y.masked_fill(~valid, 0), valid
 
 
 class _Valid(torch.autograd.Function):
@@ -279,7 +411,7 @@ def _one_of(*choices, **settings) -> None:
 def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
     """Causal language modelling (second term of Eq. 23): -ln q_s[y], q_s = softmax(z_s) at temperature 1. No teacher."""
     z_s, _, y, valid = _open(z_s, None, y)
-    return _close(F.cross_entropy(z_s, y, reduction="none"), valid)
+    return _close(-_log_p(z_s, y[:, None], 1.0, valid)[:, 0], valid)
 
 
 def vanilla_kd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scaling: bool = False) -> Tensor:
@@ -290,7 +422,7 @@ def vanilla_kd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scal
     """
     _positive(tau=tau)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
-    return _close(_forward_kl(z_s, z_t, tau) * (tau**2 if t2_scaling else 1.0), valid)
+    return _close(_forward_kl(z_s, z_t, tau, valid) * (tau**2 if t2_scaling else 1.0), valid)
 
 
 def pd(
@@ -316,14 +448,12 @@ def pd(
     _between(1, z_s.shape[1], top_k=top_k)
     tokens = _top(z_t, top_k)  # [N, top_k] largest first
     tau_p = tau if truncate_on == "tempered" else 1.0
-    p_t = ((z_t.gather(1, tokens) / tau_p) - (z_t / tau_p).logsumexp(-1, keepdim=True)).double().exp()
+    p_t = _log_p(z_t, tokens, tau_p, valid).double().exp()
     kept = p_t.cumsum(-1) - p_t < top_p if top_p < 1 else torch.ones_like(tokens, dtype=torch.bool)
     x_t = (z_t.gather(1, tokens) / tau).masked_fill(~kept, -math.inf)
     f = x_t.softmax(-1)  # [N, top_k], 0 where not kept
     ln_f = torch.where(kept, x_t - x_t.logsumexp(-1, keepdim=True), 0.0)
-    tau_s = tau if temper_student else 1.0
-    top_s = z_s.detach().amax(-1, keepdim=True)  # taken off: no softmax sees it, and rounding goes with ln p
-    logp_s = (z_s.gather(1, tokens) - top_s) / tau_s - ((z_s - top_s) / tau_s).exp().sum(-1, keepdim=True).log()
+    logp_s = _log_p(z_s, tokens, tau if temper_student else 1.0, valid)
     return _close((f * (ln_f - logp_s)).sum(-1), valid)
 
 
@@ -341,7 +471,7 @@ def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, easy_weight: 
     _positive(tau=tau)
     _between(0, 1, easy_weight=easy_weight)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
-    odds_s, odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
+    odds_s, odds_t, dkd_u = _target_split(z_s, z_t, y, tau, valid)
     tkd_u = _binary_kl(odds_t, odds_s)
     unc = -odds_t
     easy = valid & (unc < _lower_median(unc, valid))
@@ -351,9 +481,9 @@ def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, easy_weight: 
     return _close(loss, valid)
 
 
-def _target_split(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
+def _target_split(z_s, z_t, y, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
     """-> log-odds of the label, student's and teacher's, and the KL over all other tokens; [N] each."""
-    split = _split(z_s, z_t, y[:, None], tau)
+    split = _split(z_s, z_t, y[:, None], tau, valid)
     return split.in_s[:, 0] / tau - split.rest_s, split.in_t[:, 0] / tau - split.rest_t, split.rest_kl
 
 
@@ -373,12 +503,12 @@ def rld(
     _positive(tau=tau, tau_conf=tau_conf)
     _not_negative(alpha=alpha, beta=beta)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
-    _, odds_m, _ = _target_split(z_s, z_t, z_t.argmax(-1), tau_conf)
-    odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf)
+    _, odds_m, _ = _target_split(z_s, z_t, _top(z_t, 1)[:, 0], tau_conf, valid)
+    odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
     scd_u = _binary_kl(odds_m, odds_s)
     z_y = z_t.gather(1, y[:, None])
     empty = z_y <= z_t.amin(-1, keepdim=True)  # the label is the teacher's last choice
-    mcd_u = _forward_kl(z_s, z_t, tau, below=torch.where(empty, math.inf, z_y))
+    mcd_u = _forward_kl(z_s, z_t, tau, valid, below=torch.where(empty, math.inf, z_y))
     mcd_u = mcd_u.masked_fill(empty[:, 0], 0.0)
     return _close(alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u, valid)
 
@@ -402,7 +532,7 @@ def ldrld(
     _one_of("mean", "sum", pair_reduction=pair_reduction)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
     _require(2 <= d < z_s.shape[1], f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    split = _split(z_s, z_t, _top(z_s, d), tau)
+    split = _split(z_s, z_t, _top(z_s, d), tau, valid)
     x_s, x_t = split.in_s / tau, split.in_t / tau  # [N, d] in the student's order
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
     adw = 2 / (1.5 + rank[None, :] - rank[:, None]).abs() * (-0.05 * (rank[:, None] + rank[None, :])).exp()
@@ -432,7 +562,7 @@ def tad(
     _one_of("sequence", "unit", "none", norm=norm)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
     _require(1 <= top_k < z_s.shape[1], f"top_k={top_k}: expected 1 <= top_k < V={z_s.shape[1]}")
-    split = _split(z_s, z_t, _top(z_t, top_k), tau)
+    split = _split(z_s, z_t, _top(z_t, top_k), tau, valid)
     x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)  # [N, K + 1]
     x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
     ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
@@ -457,7 +587,8 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 
     once = _upper(top_k, z_s.device).flatten()
     tokens = torch.cat([_top(z_t, top_k), _top(z_s, top_k)], 1)  # [N, 2 k] the teacher's, and the student's
     loss = 0.0
-    for in_t, in_s in zip(*(z.gather(1, tokens).chunk(2, 1) for z in (z_t, z_s)), strict=True):  # t-LD, s-LD
+    both = (z.gather(1, tokens).masked_fill(~valid[:, None], 0.0).chunk(2, 1) for z in (z_t, z_s))
+    for in_t, in_s in zip(*both, strict=True):  # t-LD, s-LD
         d_t, d_s = (_differences(x / tau).flatten(1) for x in (in_t, in_s))  # [N, k * k]
         loss = loss + _kl(d_t, d_s, once)
     return _close(loss, valid)
@@ -534,7 +665,7 @@ def _alra_terms(
         d_u = (d_min + (d_max - d_min) * share).round().clamp(d_min, d_max).long()  # Eq. 8
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] the local set I, Eq. 9
 
-    split = _split(z_s, z_t, tokens, tau)
+    split = _split(z_s, z_t, tokens, tau, valid)
     # The candidates, and all other tokens as one more: [N, d_max + 1]. The rest R is that one and the candidates outside
     # I; its KL is the KL of these, and that within the one more by its share, as in Eq. 13.
     x_s, x_t = (torch.cat([x / tau, rest[:, None]], 1)
@@ -570,7 +701,7 @@ def _anchored(tokens, z_t, y, anchor) -> Tensor:
     tokens  [N, k]  student's proposals, best first
     ->      [N, k]  the same number of distinct tokens
     """
-    top_1 = z_t.argmax(-1)  # a_u; torch gives the lowest index of equal ones
+    top_1 = _top(z_t, 1)[:, 0]  # a_u
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
     rank = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     for a in anchors:
@@ -635,7 +766,7 @@ def dkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 4.0, alpha: float =
     _positive(tau=tau)
     _not_negative(alpha=alpha, beta=beta)
     z_s, z_t, y, valid = _open(z_s, z_t, y)
-    odds_s, odds_t, nckd = _target_split(z_s, z_t, y, tau)
+    odds_s, odds_t, nckd = _target_split(z_s, z_t, y, tau, valid)
     return _close(tau**2 * (alpha * _binary_kl(odds_t, odds_s) + beta * nckd), valid)
 
 
@@ -644,7 +775,7 @@ def mse_logits(z_s: Tensor, z_t: Tensor, y: Tensor, *, center: bool = False) -> 
 
     center  takes each row's mean off first. Without it the loss sees the logits' common shift, which no softmax sees.
     """
-    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    z_s, z_t, y, valid = _open(z_s, z_t, y, guard=True)
     gap = z_s - z_t
     gap = gap - gap.mean(-1, keepdim=True) if center else gap
     return _close(gap.square().mean(-1), valid)
@@ -703,7 +834,7 @@ def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 2.0, keep: float =
     n_valid = valid.sum()
     n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
     kept = valid & (_falling_rank(entropy, valid) < n_kept)
-    loss = tau**2 * _forward_kl(z_s, z_t, tau) * (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
+    loss = tau**2 * _forward_kl(z_s, z_t, tau, valid) * (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
     return _close(loss, kept)
 
 
@@ -731,7 +862,7 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
 def _log_softmaxes(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
     """-> ln P_s, ln P_t over the vocabulary, valid."""
     _positive(tau=tau)
-    z_s, z_t, y, valid = _open(z_s, z_t, y)
+    z_s, z_t, y, valid = _open(z_s, z_t, y, guard=True)
     return _log_softmax(z_s / tau), _log_softmax(z_t / tau), valid
 
 
@@ -916,7 +1047,7 @@ class _Head:
         self.h, self.w = _operands(h_s, w_s, y)
         self.dh = torch.zeros_like(h_s) if wanted and h_s.requires_grad else None
         self.dw = torch.zeros_like(self.w, dtype=_wide(w_s)) if wanted and w_s.requires_grad else None
-        self.loss, self.sums = 0.0, {}
+        self.loss, self.sums, self.compile = 0.0, {}, compile
         gradient = self.dh is not None or self.dw is not None
         if compile:
             self.evaluate = _compiled(method, tuple(sorted(overrides.items())), gradient, w_s.shape[0])
@@ -926,8 +1057,8 @@ class _Head:
     def add(self, rows, z_t, y, n_groups):
         """One forward batch: value, gradient of the logits, and from that the gradients of hidden states and head."""
         z_s = _logits(self.h, self.w, rows)  # [N, V] fp32
-        broken = z_s.device.type == "cpu" and not _all_finite(z_s)
-        if broken:  # no objective takes such logits; the results below become NaN, as they do by themselves on a GPU
+        broken = z_s.device.type == "cpu" and not self.compile and not _all_finite(z_s)
+        if broken:  # refused as they are; the results below become NaN, as they do by themselves compiled or on a GPU
             z_s.zero_()
         loss, sums, dz = self.evaluate(z_s, z_t, y)
         self.loss = self.loss + loss * (math.nan if broken else 1 / n_groups)
@@ -935,11 +1066,11 @@ class _Head:
             self.sums[key] = self.sums.get(key, 0) + (value * math.nan if broken and key != "n_valid" else value)
         if dz is not None:
             del z_s
-            dz = dz.mul_(1 / n_groups).to(self.w.dtype)  # on a GPU in the operands' dtype, as plain autocast does
+            dz = dz.to(self.w.dtype)  # on a GPU in the operands' dtype, as plain autocast does
             if self.dh is not None:
-                self.dh[rows] = _mm(dz, self.w).view_as(self.dh[rows]).to(self.dh.dtype)
+                self.dh[rows] = _mm(dz, self.w).div_(n_groups).view_as(self.dh[rows]).to(self.dh.dtype)
             if self.dw is not None:
-                _mm(dz.t(), self.h[rows].flatten(0, 1), onto=self.dw)
+                _mm(dz.t(), self.h[rows].flatten(0, 1), onto=self.dw, alpha=1 / n_groups)
 
     def result(self):
         n_valid = self.sums.pop("n_valid").clamp(min=1)
@@ -972,12 +1103,12 @@ def _logits(h, w, rows) -> Tensor:
     return _mm(h[rows].flatten(0, 1), w.t())
 
 
-def _mm(a, b, onto=None) -> Tensor:
-    """a @ b, accumulated and written in fp32 (fp64 stays fp64), or added onto a tensor."""
+def _mm(a, b, onto=None, alpha=1.0) -> Tensor:
+    """a @ b, accumulated and written in fp32 (fp64 stays fp64), or alpha times that added onto a tensor."""
     if a.dtype in (torch.bfloat16, torch.float16):
         product = torch.mm(a, b, out_dtype=torch.float32)
-        return product if onto is None else onto.add_(product)
-    return torch.mm(a, b) if onto is None else onto.addmm_(a, b)
+        return product if onto is None else onto.add_(product, alpha=alpha)
+    return torch.mm(a, b) if onto is None else onto.addmm_(a, b, alpha=alpha)
 
 
 def _wide(x) -> torch.dtype:

@@ -116,16 +116,17 @@ def test_students_of_one_teacher_get_the_bits_they_would_get_alone():
         assert torch.equal(h_s.grad, expected[2]) and torch.equal(w_s.grad, expected[3])
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("what", ["hidden", "head"])
-def test_a_broken_student_leaves_the_others_as_they_are(what):
+def test_a_broken_student_leaves_the_others_as_they_are(what, compile):
     h_s, w_s, h_t, w_t, y = case()
     broken = [h_s.detach().clone(), w_s.detach().clone()]
     broken[what == "head"].view(-1)[0] = math.nan
     (bad, bad_terms), (good, good_terms) = fused_head_losses(
-        [(*broken, "alra", {}), (h_s, w_s, "tad", {})], h_t, w_t, y
+        [(*broken, "alra", {}), (h_s, w_s, "tad", {})], h_t, w_t, y, compile=compile
     )
     assert bad.isnan() and bad_terms["loss"].isnan() and set(bad_terms) == set(losses.TERMS)
-    expected, expected_terms = fused_head_loss(h_s, w_s, h_t, w_t, y, "tad")
+    expected, expected_terms = fused_head_loss(h_s, w_s, h_t, w_t, y, "tad", compile=compile)
     assert torch.equal(good, expected) and torch.equal(good_terms["kd"], expected_terms["kd"])
     with pytest.raises(ValueError, match="z_t: expected finite logits"):
         fused_head_loss(h_s, w_s, h_t, w_t * math.inf, y, "tad")

@@ -36,14 +36,17 @@ IGNORE = -100
 # Vocabulary-wide parts that the objectives share.
 
 
-BLOCK = 128  # tokens; what a pass over the vocabulary is cut into. 151,936 = 1,187 * 128
+def _block_size(V) -> int:
+    """Tokens that a pass over the vocabulary takes at a time: about sqrt(V / k), what is done per block and per token."""
+    return 128 if V >= 2**15 else 32  # 151,936 = 1,187 * 128
 
 
 def _by_block(f, *zs) -> tuple[Tensor, ...]:
-    """f on [N, V] cut into blocks: f([N, blocks, BLOCK], ..) -> [N, blocks] each; a last, shorter block comes by itself."""
+    """f on [N, V] cut into blocks: f([N, blocks, size], ..) -> [N, blocks] each; a last, shorter block comes by itself."""
     V = zs[0].shape[1]
-    whole = V - V % BLOCK
-    parts = [f(*(z[:, :whole].unflatten(1, (-1, BLOCK)) for z in zs))] if whole else []
+    size = _block_size(V)
+    whole = V - V % size
+    parts = [f(*(z[:, :whole].unflatten(1, (-1, size)) for z in zs))] if whole else []
     parts += [f(*(z[:, None, whole:] for z in zs))] if whole < V else []
     return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
@@ -75,15 +78,16 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z_s, z_t, tokens, below, tau, valid):
         def sums(x_s, x_t):
-            """[N, blocks, BLOCK] -> largest logits; sums of e_s, e_t and e_t * (ln e_t - ln e_s), e relative to them"""
+            """[N, blocks, size] -> largest logits; sums of e_s, e_t and e_t * (ln e_t - ln e_s), e relative to them"""
             out = None if below is None else x_t >= below[:, :, None]
             top_s, top_t = (_masked(x, out).amax(-1) for x in (x_s, x_t))
             ln_s, ln_t = ((x - _finite(top, out)[:, :, None]) / tau for x, top in ((x_s, top_s), (x_t, top_t)))
-            e_s, e_t = _masked(ln_s, out).exp(), _masked(ln_t, out).exp()
+            # exp2, as Inductor on the CPU would write an exp that is used twice to memory, all [N, V] of it
+            e_s, e_t = _masked(ln_s, out).exp(), (_masked(ln_t, out) * math.log2(math.e)).exp2()
             return top_s, top_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_t - ln_s)).sum(-1)
 
         max_s, max_t, sum_s, sum_t, cross = _by_block(sums, z_s, z_t)
-        mixed = torch.zeros_like(max_t, dtype=torch.bool).scatter(1, tokens // BLOCK, True)
+        mixed = torch.zeros_like(max_t, dtype=torch.bool).scatter(1, tokens // _block_size(z_t.shape[1]), True)
         mixed = mixed if below is None else mixed | (max_t == -math.inf)
         more_s, more_t = _rest_of_mixed(z_s, z_t, tokens, below)
 
@@ -134,24 +138,25 @@ def _finite(top, out) -> Tensor:
 
 
 def _rest_of_mixed(z_s, z_t, tokens, below) -> tuple[Tensor, Tensor]:
-    """Logits of the blocks that hold a token, -inf at the tokens and where the rest is not; each block once  # [N, k * BLOCK]"""
+    """Logits of the blocks that hold a token, -inf at the tokens and where the rest is not; each block once  # [N, k * size]"""
     k, V = tokens.shape[1], z_s.shape[1]
     if not k:
         return z_s[:, :0], z_t[:, :0]
-    block = tokens // BLOCK
+    size = _block_size(V)
+    block = tokens // size
     first = (block[:, :, None] == block[:, None, :]).long().argmax(-1)  # [N, k] the first token of the same block
-    member = _members(block)
-    out = (member >= V) | (first != torch.arange(k, device=first.device)).repeat_interleave(BLOCK, 1)
-    out = out.scatter(1, first * BLOCK + tokens % BLOCK, True)
+    member = _members(block, size)
+    out = (member >= V) | (first != torch.arange(k, device=first.device)).repeat_interleave(size, 1)
+    out = out.scatter(1, first * size + tokens % size, True)
     member = member.clamp(max=V - 1)
     more_t = z_t.gather(1, member)
     out = out if below is None else out | (more_t >= below)
     return z_s.gather(1, member).masked_fill(out, -math.inf), more_t.masked_fill(out, -math.inf)
 
 
-def _members(block) -> Tensor:
-    """The tokens of blocks, in order; those of a last block may go beyond V  # [N, k] -> [N, k * BLOCK]"""
-    return (block[:, :, None] * BLOCK + torch.arange(BLOCK, device=block.device)).flatten(1)
+def _members(block, size) -> Tensor:
+    """The tokens of blocks, in order; those of a last block may go beyond V  # [N, k] -> [N, k * size]"""
+    return (block[:, :, None] * size + torch.arange(size, device=block.device)).flatten(1)
 
 
 def _split(z_s, z_t, tokens, tau, valid, below=None) -> Split:
@@ -186,6 +191,9 @@ class _LogP(torch.autograd.Function):
         z, tokens, valid, top, total = ctx.saved_tensors
         g, ignored = g / ctx.tau, ~valid[:, None]
         grad = -g.sum(-1, keepdim=True) * ((z - top) / ctx.tau - total).exp()
+        if tokens.shape[1] == 1:  # one token fuses into the pass, and the pass into another term's
+            grad = grad + torch.where(torch.arange(z.shape[1], device=z.device) == tokens, g, 0.0)
+            return grad.masked_fill(ignored, 0.0), None, None, None
         return grad.masked_fill(ignored, 0.0).scatter_add(1, tokens, g.masked_fill(ignored, 0.0)), None, None, None
 
 
@@ -202,10 +210,11 @@ def _top(z, k) -> Tensor:
     before any token of another block.
     """
     V = z.shape[1]
-    if V <= 2 * k * BLOCK:
+    size = _block_size(V)
+    if 2 * k * size >= V:
         return _top_of_few(z, k)
     (largest,) = _by_block(lambda x: (x.amax(-1),), z)
-    member = _members(_top_of_few(largest, k).sort(-1).values)  # [N, k * BLOCK], rising
+    member = _members(_top_of_few(largest, k).sort(-1).values, size)  # [N, k * size], rising
     inside = member.clamp(max=V - 1)
     return inside.gather(1, _top_of_few(z.gather(1, inside).masked_fill(member >= V, -math.inf), k))
 

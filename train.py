@@ -721,7 +721,8 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
     step = int(max(common).removeprefix("step_")) if common else 0
     if env.first:
         for path in (*Path(cfg.out_dir).glob("*.jsonl"), *(p for s in live for p in s.folder.glob("*.jsonl"))):
-            drop_after(path, step)  # what was said of steps that were lost with the process
+            # what was said of steps that were lost with the process; a histogram is of the weights before its step
+            drop_after(path, step if path.name == "log.jsonl" else step - 1)
     if not common:
         return 0, Clock()
     for s in live:

@@ -1,0 +1,65 @@
+"""bench.py: its yardsticks compute what the objectives compute, and its numbers are measured."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+from losses import method_loss
+
+
+@pytest.mark.parametrize(("name", "eager"), [("alra", bench.eager_alra), ("vanilla_kd", bench.eager_vanilla_kd)])
+def test_the_obvious_implementation_is_the_same_loss(name, eager):
+    z_s, z_t, y = (
+        z.double() if z.is_floating_point() else z for z in bench.random_logits(29, 211, torch.device("cpu"))
+    )
+    grads = []
+    for loss in (lambda z: eager(z, z_t, y), lambda z: method_loss(name, z, z_t, y)[0]):
+        z = z_s.clone().requires_grad_()
+        value = loss(z)
+        grads.append((value.item(), torch.autograd.grad(value, z)[0]))
+    assert grads[0][0] == pytest.approx(grads[1][0], rel=1e-7)
+    assert torch.allclose(grads[0][1], grads[1][1], rtol=1e-5, atol=1e-9)
+
+
+def test_ratios_are_of_what_was_measured():
+    cpu = torch.device("cpu")
+    found = bench.measure({"slow": lambda: time.sleep(0.06), "fast": lambda: time.sleep(0.02)}, 3, cpu)
+    line = bench.row("x", "slow", found, "fast")
+    assert len(found["slow"]["sec"]) == 3 and 0.06 <= line["sec"] < 0.2
+    assert 1.5 < line["time_ratio"] <= line["time_ratio_range"][1] < 5
+    assert bench.row("x", "fast", found, None)["against"] is None
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak memory"
+)
+def test_memory_is_the_peak_and_not_what_is_left():
+    def case():
+        torch.ones(64 * 2**18).sum()  # 64 MiB, gone afterwards
+
+    found = bench.measure({"case": case}, 3, torch.device("cpu"))
+    assert 60 < bench.row("x", "case", found, None)["mib"] < 80
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of lm-eval
+def test_every_section_writes_a_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    out = tmp_path / "small"
+    bench.run([*["loss", "fused", "rows", "step", "steps"], "--n=13", "--vocab=4096", "--d_s=24", "--d_t=40", "--repeats=1", "--rows=2",
+               "--student=mini", "--teacher=demo_teacher", "--methods=vanilla_kd,alra", "--device=cpu", f"--out={out}"])  # fmt: skip
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert {line["section"] for line in found["lines"]} == {"loss", "fused", "rows", "step", "steps"}
+    assert all(line["sec"] > 0 for line in found["lines"]) and found["machine"]["torch"] == torch.__version__
+    assert out.with_suffix(".md").read_text().count("\n| ") == len(found["lines"]) + 1
+
+
+def test_slips_are_named():
+    with pytest.raises(ValueError, match="speed: expected one of loss, fused"):
+        bench.arguments(["speed"])
+    with pytest.raises(ValueError, match="compare with vanilla_kd; add it"):
+        bench.arguments(["loss", "--methods=alra"])

@@ -24,5 +24,6 @@ lr = 3e-3
 min_lr = 3e-4
 warmup_steps = 20
 val_every_steps = 35
+histogram_every_steps = 20  # for plot.py
 val_max_rows = 64
 checkpoint_every_steps = 70

@@ -29,6 +29,11 @@ COMMANDS = {
     "python prepare.py --verify data/demo": "",
     'python sample.py out/demo/alra --prompt "import os" --tokens 60': "",
     "python plot.py out/demo": "",
+    "python plot.py --pairs --sets --out=out": "",
+    "python plot.py --rows data/demo": "",
+    "python bench.py fused": "--n=13 --vocab=4096 --d_s=24 --d_t=40 --repeats=1 --methods=vanilla_kd,alra --device=cpu",
+    "make replicate": None,  # hours; tests/test_replicate.py runs it small
+    "python replicate.py --report": "",
 }
 
 

@@ -19,6 +19,7 @@ median of the rounds, the ratio's round by round, and the range. Memory is the p
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -100,7 +101,6 @@ def measure(cases: dict[str, Callable], repeats: int, device: torch.device) -> d
     found = {name: {"sec": [], "mib": []} for name in cases}
     for i in range(repeats):
         for name, case in cases.items():
-            gc.collect()
             before = start_memory(device)
             synchronize(device)
             begun = time.perf_counter()
@@ -118,7 +118,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def start_memory(device: torch.device) -> float | None:
-    """Forget the peak so far -> MiB in use now; None where the system does not tell."""
+    """Give back what is free and forget the peak so far -> MiB in use now; None where the system does not tell."""
+    gc.collect()
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device) / 2**20
@@ -341,6 +344,9 @@ def bench_steps(args, device: torch.device) -> list[dict]:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         peak = next((flops for key, flops in train.PEAK_FLOPS.items() if key in card), None)
         note = f"{rate:,.0f} tokens/s, MFU {f'{rate * per_token / peak:.1%}' if peak else 'not known here'}"
+        if len(methods) > 1:
+            one_by_one = sum(statistics.median(found[m]["sec"]) for m in methods)
+            note += f"; {statistics.median(found[name]['sec']) / one_by_one:.2f} of the time of all one by one"
         lines.append(row("steps", name, found, "vanilla_kd" if "vanilla_kd" in found else None, note))
         del case
         gc.collect()
@@ -491,11 +497,12 @@ def run(argv: list[str]) -> None:
     about, lines = machine(device), []
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "data_dir", "source", "tokenizer")}  # no paths
     for name in args.sections:
         say(name)
         torch.manual_seed(1234)
         lines += SECTIONS[name](args, device)
-        out.with_suffix(".json").write_text(json.dumps({"machine": about, "settings": vars(args), "lines": lines}, indent=1) + "\n")  # fmt: skip
+        out.with_suffix(".json").write_text(json.dumps({"machine": about, "settings": settings, "lines": lines}, indent=1) + "\n")  # fmt: skip
         out.with_suffix(".md").write_text(markdown(lines, about, args))
     print(out.with_suffix(".md").read_text())
 

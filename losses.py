@@ -92,7 +92,7 @@ class _Split(torch.autograd.Function):
         more_s, more_t = _rest_of_mixed(z_s, z_t, tokens, below)
 
         def rest(z_max, z_sum, more):
-            """-> largest logit of the rest [N, 1]; factor of each block; ln of the sum of exp(z - largest), fp64 [N, 1]"""
+            """-> largest logit of the rest [N, 1], factor of each block's sums, e of the gathered, sum of all e [N, 1] fp64"""
             top = torch.cat([z_max.masked_fill(mixed, -math.inf), more], 1).amax(-1, keepdim=True)
             factor = ((z_max - top) / tau).exp().masked_fill(mixed, 0.0)
             e_more = ((more - top) / tau).exp()
@@ -104,9 +104,8 @@ class _Split(torch.autograd.Function):
         # sum over the rest of e_t (ln e_t - ln e_s), in what each block's are relative to
         shift = ((max_t - top_t) - (max_s - top_s)) / tau
         gap = torch.where(mixed, 0.0, factor * (cross + sum_t * shift)).sum(-1, keepdim=True, dtype=torch.float64)
-        gap = gap + torch.where(e_more > 0, e_more * ((more_t - top_t) - (more_s - top_s)) / tau, 0.0).sum(
-            -1, keepdim=True
-        )
+        shift = ((more_t - top_t) - (more_s - top_s)) / tau
+        gap = gap + torch.where(e_more > 0, e_more * shift, 0.0).sum(-1, keepdim=True)
         exact_s, exact_t = total_s.log(), total_t.log()
         kl = (gap / total_t + (exact_s - exact_t)).to(z_s.dtype)
         rest_s, rest_t = exact_s.to(z_s.dtype), exact_t.to(z_t.dtype)

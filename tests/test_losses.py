@@ -216,6 +216,38 @@ def test_the_largest_logits_come_lowest_index_first_where_equal(k):
         assert losses._top(z, k).tolist() == [naive.top(row, k) for row in z]
 
 
+@pytest.mark.parametrize("size", [1, 3, 8])  # 199 = 24 * 8 + 7
+@pytest.mark.parametrize("k", [1, 5, 12])
+def test_the_largest_logits_are_found_by_way_of_their_blocks(k, size, monkeypatch):
+    monkeypatch.setattr(losses, "_block_size", lambda V: size)
+    g = torch.Generator().manual_seed(k)
+    for z in (
+        torch.randint(0, 30, (17, 199), generator=g).float(),
+        torch.zeros(3, 199),
+        torch.randn(5, 199, generator=g),
+    ):
+        z[1, -3:] = 99.0  # in the last, shorter block
+        assert losses._top(z, k).tolist() == [naive.top(row, k) for row in z]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "top"])
+@pytest.mark.parametrize("name", FIRST_TIER)
+def test_the_size_of_blocks_changes_nothing(name, kind, monkeypatch):
+    z_s, z_t, y = case(n=11, v=199)
+    if kind == "ties":
+        z_s, z_t = z_s.round(), z_t.round()
+    if kind == "top":  # the teacher is sure of tokens that share a block, and of the last
+        z_t[:, 8:13] += 30
+        z_t[3, -1] += 90
+    found = []
+    for size in (1, 8, 199, 1000):
+        monkeypatch.setattr(losses, "_block_size", lambda V, size=size: size)
+        found.append(value_and_gradient(METHODS[name].fn, z_s, z_t, y, **METHODS[name].hyper))
+    for value, grad in found[1:]:
+        assert torch.allclose(value, found[0][0], rtol=1e-11, atol=1e-13)
+        assert torch.allclose(grad, found[0][1], rtol=1e-10, atol=1e-13)
+
+
 # Identities.
 
 

@@ -79,7 +79,7 @@ def files_of(name: str, flags: list[str]) -> tuple[str, ...]:
 
 
 def plan(out: Path, flags: list[str], rates: dict[str, float], seeds: range, only: tuple[str, ...]) -> list[Run]:
-    """The runs of all configs: those that differ in nothing but the methods are one run per learning rate."""
+    """The runs of all configs, studies last: those that differ in nothing but the methods are one run per learning rate."""
     names, shared = {}, {}
     for name in NAMES:
         cfg = configure.load(files_of(name, flags)).config
@@ -89,7 +89,7 @@ def plan(out: Path, flags: list[str], rates: dict[str, float], seeds: range, onl
             if not only or method in only:
                 shared.setdefault((settings, first, rates.get(method, rates.get("alra", cfg.lr))), []).append(method)
     return [Run(out / f"{name}_lr{lr:g}_seed{seed}", files_of(name, flags), tuple(methods), lr, seed, cfg.max_steps, name)
-            for seed in seeds for (cfg, name, lr), methods in shared.items()]  # fmt: skip
+            for (cfg, name, lr), methods in shared.items() for seed in seeds]  # fmt: skip
 
 
 def rate_runs(out: Path, flags: list[str], wanted: dict[float, list[str]]) -> list[Run]:

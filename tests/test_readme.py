@@ -104,6 +104,13 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(copy):
     assert sh(f'{sys.executable} -c "{check}"', copy).split() == ["tensor(True)", "tensor(True)"]
 
 
+def test_the_replications_table_is_the_reports():
+    report = ROOT / "replication" / "README.md"
+    section = README[README.index("<!-- replication -->") : README.index("<!-- end of replication -->")]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 10 and set(rows) <= set(report.read_text().splitlines())
+
+
 def test_the_file_table_names_what_is_there():
     named = set(re.findall(r"^\| (`[^|]+`) \|", README, re.M))
     files = {name for cell in named for name in re.findall(r"`([^`]+)`", cell)}

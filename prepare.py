@@ -54,9 +54,9 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import active_children, connection, get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
@@ -408,15 +408,26 @@ def encode_in_order(
     else:
         pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer, eos, True))
     waiting: deque = deque()
+
+    def submit(texts: list[str]) -> Future:
+        try:
+            return pool.submit(_encode, texts)
+        except OSError as error:  # the pool's own pipe: closed by its other thread when a worker has died
+            raise BrokenProcessPool(str(error)) from error
+
     try:
         for batch in batches:
-            waiting.append((batch, pool.submit(_encode, [text for _, text in batch])))
+            waiting.append((batch, submit([text for _, text in batch])))
             if len(waiting) > workers + 1:  # bounds the memory
                 batch, future = waiting.popleft()
                 yield batch, future.result()
         for batch, future in waiting:
             yield batch, future.result()
     except BrokenProcessPool as error:
+        for (
+            child
+        ) in active_children():  # the pool asks the others to end and waits; one that starts up may not have heard
+            child.kill()
         raise PrepareError(f"prepare_workers={workers}: one was killed, for want of memory perhaps; the same command goes "
                            "on, also with fewer") from error  # fmt: skip
     finally:

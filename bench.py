@@ -1,6 +1,6 @@
 """Speed and memory beside what one would have without this project: ratios first, in one run.
 
-    python bench.py loss fused rows step prepare eval            the sections asked for; all of them without a name
+    python bench.py loss fused rows step prepare eval       the sections asked for; without a name, all but `steps`
     python bench.py fused --n=1024 --d_s=1024 --repeats=9   other sizes
     python bench.py steps --teacher=1.8b --student=500m     every method, and all nine at once, on a GPU
 
@@ -45,10 +45,7 @@ import losses
 import prepare
 import train
 from losses import METHODS, fused_head_loss, method_loss
-from model import PRESETS, Qwen2Config, init_student, load_tokenizer, pick_device
-
-NINE = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
-
+from model import PRESETS, Qwen2Config, device_name, init_student, load_tokenizer, pick_device
 
 # --- what one would write at first ---------------------------------------------------------------------------------
 
@@ -296,7 +293,7 @@ def bench_step(args, device: torch.device) -> list[dict]:
         return case
 
     found = {}
-    for name, make in {"ours": lambda: our_step(("alra",), shape, teacher_shape, x, y, device), "transformers": hugging_face}.items():  # fmt: skip
+    for name, make in {"ours": lambda: our_step(("alra",), args, x, y, device)[0], "transformers": hugging_face}.items():  # fmt: skip
         # one after the other, as both do not fit a small machine; memory counts all that the case holds
         before, case = start_memory(device), make()
         found |= {name: measure({name: case}, args.repeats, device)[name]}
@@ -306,44 +303,38 @@ def bench_step(args, device: torch.device) -> list[dict]:
     return [row("step", "ours", found, "transformers", f"{args.student} student, one row of {args.n}, AdamW; not in turn")]  # fmt: skip
 
 
-def our_step(methods: tuple[str, ...], shape, teacher_shape, x: Tensor, y: Tensor, device: torch.device, rows: int = 1):
-    """train.py's own update on random rows -> a function that makes one."""
-    cfg = configure.Config(methods=methods, batch_rows=rows, micro_batch=rows, out_dir="out/bench", warmup_steps=0, compile=True, device=str(device))  # fmt: skip
+def our_step(methods: tuple[str, ...], args, x: Tensor, y: Tensor, device: torch.device) -> tuple[Callable, Callable]:
+    """train.py's own update of fresh students on these rows -> a function that makes one, and MFU by tokens per second."""
+    rows = len(x)
+    cfg = configure.Config(methods=methods, student=args.student, batch_rows=rows, micro_batch=rows, seq_len=args.n, out_dir="out/bench", warmup_steps=0, compile=True, device=str(device))  # fmt: skip
     env = train.Env(cfg)
-    students = []
-    for name in methods:
-        model = init_student(shape, cfg.seed).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=1e-2, fused=True)  # fmt: skip
-        students.append(train.Student(name, model, optimizer, Path(cfg.out_dir), {}, ""))
+    students = [train.make_student(name, cfg, device) for name in methods]
     teacher = None
     if any(map(losses.needs_teacher, methods)):
-        teacher = train.Teacher(init_student(teacher_shape, 1).to(device, env.dtype).requires_grad_(False), device)
+        teacher = train.Teacher(init_student(args.teacher, 1).to(device, env.dtype).requires_grad_(False), device)
 
     def case():
         with env.autocast():
             h_t = teacher.hidden(x) if teacher else None
         train.update(students, teacher, itertools.repeat(train.Batch(x, y, y.numel(), h_t)), 0, cfg, env)
 
-    return case
+    return case, lambda tok_per_sec: train.mfu(tok_per_sec, len(methods), teacher, cfg, env)
 
 
 def bench_steps(args, device: torch.device) -> list[dict]:
-    shape, teacher_shape = PRESETS[args.student], PRESETS[args.teacher]
+    shape = PRESETS[args.student]
     tokens = (2, args.rows, args.n)
     x, y = torch.randint(0, shape.vocab_size, tokens, generator=torch.Generator().manual_seed(1234)).to(device)
     found, lines = {}, []
     for methods in [(name,) for name in args.methods] + [args.methods]:
         name = methods[0] if len(methods) == 1 else f"all {len(methods)}"
         before = start_memory(device)
-        case = our_step(methods, shape, teacher_shape, x, y, device, args.rows)
+        case, used = our_step(methods, args, x, y, device)
         found |= measure({name: case}, args.repeats, device)
         found[name]["mib"] = [peak_memory(device, before)]
-        per_token = len(methods) * train.flops_per_token(shape, args.n, trained=True)
-        per_token += train.flops_per_token(teacher_shape, args.n, trained=False) if methods != ("pretrain",) else 0.0
         rate = args.rows * args.n / statistics.median(found[name]["sec"])
-        card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        peak = next((flops for key, flops in train.PEAK_FLOPS.items() if key in card), None)
-        note = f"{rate:,.0f} tokens/s, MFU {f'{rate * per_token / peak:.1%}' if peak else 'not known here'}"
+        share = used(rate)
+        note = f"{rate:,.0f} tokens/s, MFU {'not known here' if share is None else f'{share:.1%}'}"
         if len(methods) > 1:
             one_by_one = sum(statistics.median(found[m]["sec"]) for m in methods)
             note += f"; {statistics.median(found[name]['sec']) / one_by_one:.2f} of the time of all one by one"
@@ -421,10 +412,8 @@ def bench_eval(args, device: torch.device) -> list[dict]:
 def machine(device: torch.device) -> dict:
     """What the numbers were measured on."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # fmt: skip
-    info = Path("/proc/cpuinfo")
-    cpu = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []  # fmt: skip
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else (cpu or [platform.machine()])[0],
+        "device": device_name(device),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "commit": git.stdout.strip() or None, "date": time.strftime("%F"),
     }  # fmt: skip
@@ -463,7 +452,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all but `steps` without a name")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--methods", default=",".join(NINE), help="names of losses.METHODS")
+    parser.add_argument("--methods", default=",".join(tuple(METHODS)[:9]), help="names of losses.METHODS")
     parser.add_argument("--n", type=int, default=512, help="positions, and inputs per row")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--d_s", type=int, default=768, help="width of the student's head")

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -323,6 +324,16 @@ def pick_device(name: str) -> torch.device:
     if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
         raise ValueError(f"device {name}: expected cpu, or cuda with one of this machine's {n} CUDA devices")
     return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's where the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:

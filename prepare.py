@@ -424,10 +424,8 @@ def encode_in_order(
         for batch, future in waiting:
             yield batch, future.result()
     except BrokenProcessPool as error:
-        for (
-            child
-        ) in active_children():  # the pool asks the others to end and waits; one that starts up may not have heard
-            child.kill()
+        for child in active_children():
+            child.kill()  # the pool asks the others to end and waits; one that starts up may not have heard
         raise PrepareError(f"prepare_workers={workers}: one was killed, for want of memory perhaps; the same command goes "
                            "on, also with fewer") from error  # fmt: skip
     finally:

@@ -18,7 +18,6 @@ import fcntl
 import itertools
 import json
 import math
-import platform
 import shutil
 import signal
 import subprocess
@@ -135,9 +134,8 @@ def work(jobs: list[Job], out: Path, at_a_time: int, bar: tqdm, lock) -> None:
             while waiting and len(busy) < at_a_time:
                 job = waiting.pop(0)
                 done[job.name] = job.run.done() if job.run else 0
-                with (out / "logs" / f"{job.name}.txt").open(
-                    "a"
-                ) as log:  # the lock is theirs too, should this process be killed
+                with (out / "logs" / f"{job.name}.txt").open("a") as log:
+                    # the lock is theirs too, should this process be killed
                     process = subprocess.Popen([sys.executable, *job.argv], cwd=ROOT, stdout=log, stderr=log, pass_fds=[lock.fileno()])  # fmt: skip
                 busy[process] = (job, time.perf_counter())
             time.sleep(0.3)
@@ -260,23 +258,15 @@ def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
     lines = []
     for run, m in ((r, m) for r in runs for m in r.methods):
         folder, whole = run.folder / m, json.loads((run.folder / "run.json").read_text())
-        line = {
-            "settings": run.settings,
-            "method": m,
-            "lr": run.lr,
-            "seed": run.seed,
-            "group": whole["config"]["group"],
-        }
+        line = {"settings": run.settings, "method": m, "lr": run.lr, "seed": run.seed, "group": whole["config"]["group"]}  # fmt: skip
         if (folder / "stopped.json").is_file():
             line["stopped"] = json.loads((folder / "stopped.json").read_text())["why"]
         else:
             facts, scored = (json.loads((folder / f).read_text()) for f in ("run.json", "eval_heldout.json"))
             line |= scored["intrinsic"] | {"weights_sha256": scored["weights_sha256"]}
             line |= {k: facts[k] for k in ("overrides", "step", "valid_tokens", "init_sha256")}
-        line |= {"wall_sec": walls.get(run.folder.name), "students_in_run": len(run.methods), "hardware": hardware(whole["machine"])}  # fmt: skip
-        lines.append(
-            line | {k: whole[k] for k in ("data_sha256", "val_sha256", "teacher_sha256", "git_commit", "versions")}
-        )
+        line |= {"wall_sec": walls.get(run.folder.name), "students_in_run": len(run.methods), "hardware": whole["machine"]}  # fmt: skip
+        lines.append(line | {k: whole[k] for k in ("data_sha256", "val_sha256", "teacher_sha256", "git_commit", "versions")})  # fmt: skip
         if run.seed == FIGURE_SEED and run.settings == "main":
             copy_logs(run, m, results / "logs")
     results.mkdir(parents=True, exist_ok=True)
@@ -295,14 +285,6 @@ def copy_logs(run: Run, method: str, to: Path) -> None:
     for name in others:
         if (run.folder / name).is_file() and (method == "alra" or not (to / name).is_file()):
             shutil.copy(run.folder / name, to / name)
-
-
-def hardware(machine: str) -> str:
-    """train.py names the GPU, or the kind of CPU; the CPU's own name says more, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if machine not in (platform.processor(), platform.machine()) or not info.is_file():
-        return machine
-    return next((line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), machine)  # fmt: skip
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -377,10 +359,8 @@ def one_section(name: str, title: str, rows: list, students: dict, records: list
     body = []
     for me, texts in zip(shown, marked, strict=True):
         some = list(students[me].values())
-        rates, shares = (
-            sorted({x["lr"] for x in some}),
-            [x["wall_sec"] / x["students_in_run"] for x in some if x["wall_sec"]],
-        )
+        rates = sorted({x["lr"] for x in some})
+        shares = [x["wall_sec"] / x["students_in_run"] for x in some if x["wall_sec"]]
         seconds = f"{sum(shares) / len(shares):.0f}" if shares else "–"
         body.append([labels[me], " ".join(f"{lr:g}" for lr in rates), str(len(some)), *texts, seconds])
     lines = [f"## {title}", "", *tables.grid(["", "lr", "n", *(h[0] for h in heads.values()), "s"], body), ""]

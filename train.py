@@ -41,6 +41,7 @@ from losses import IGNORE, alra, alra_terms, fused_head_losses, keywords, needs_
 from model import (
     Qwen2,
     Qwen2Config,
+    device_name,
     init_student,
     load_config,
     load_tokenizer,
@@ -333,7 +334,7 @@ def run(loaded: configure.Loaded) -> int:
         )
     tokenizer, teacher = check_tokenizer(cfg, rows), load_teacher(cfg, env)
     students = [make_student(name, cfg, env.device) for name in cfg.methods]
-    facts = run_facts(cfg, rows, val, teacher)
+    facts = run_facts(rows, val, teacher, env.device)
     open_folder(loaded, students, facts, env)
     live = [s for s in students if not s.stopped]
     step, clock = resume(live, cfg, facts, env)
@@ -477,15 +478,10 @@ def load_teacher(cfg: Config, env: Env) -> Teacher | None:
     return Teacher(Qwen2.from_pretrained(cfg.teacher, dtype=env.dtype, device=place), env.device)
 
 
-def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None) -> dict:
+def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.device) -> dict:
     """What a result must be read with: hashes of data and teacher, versions, commit, machine."""
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available() and cfg.device != "cpu"
-        else platform.processor() or platform.machine()
     )
     return {
         "data_sha256": rows.manifest["sha256"],
@@ -499,7 +495,7 @@ def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None) -> di
             "transformers": transformers.__version__,
             "numpy": np.__version__,
         },
-        "machine": device,
+        "machine": device_name(device),
     }
 
 

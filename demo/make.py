@@ -1,8 +1,10 @@
-"""How the files in demo/teacher were made; none of it is needed to run the demo.
+"""How the files in demo/teacher were made.
 
-python demo/make.py tokenizer                                  4,096 entries, from the training documents
-python prepare.py config/demo.py && python train.py config/demo_teacher.py
-python demo/make.py weights out/demo_teacher/pretrain/model    bfloat16 weights beside the tokenizer
+    python demo/make.py tokenizer                                  4,096 entries, from the training documents
+    python prepare.py config/demo.py && python train.py config/demo_teacher.py
+    python demo/make.py weights out/demo_teacher/pretrain/model    bfloat16 weights beside the tokenizer
+
+None of it is needed to run the demo.
 """
 
 import sys

@@ -617,9 +617,7 @@ def test_a_changed_source_or_rule_is_refused(small, tmp_path, monkeypatch):
     with pytest.raises(prepare.PrepareError, match="source_sha256 was"):
         prepare.prepare(config(small, tmp_path / "half", source))
     source.write_bytes(content)
-    moved = source.rename(tmp_path / "moved" if False else tmp_path / "t2.jsonl").rename(
-        source
-    )  # a move and back is no change
+    moved = source.rename(tmp_path / "t2.jsonl").rename(source)  # a move and back is no change
     prepare.prepare(config(small, tmp_path / "half", moved))
 
 

@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
@@ -45,7 +46,7 @@ import losses
 import prepare
 import train
 from losses import METHODS, fused_head_loss, method_loss
-from model import PRESETS, Qwen2Config, device_name, init_student, load_tokenizer, pick_device
+from model import PRESETS, Qwen2Config, device_name, init_student, load_tokenizer, pick_device, tokenizer_hash
 
 # --- what one would write at first ---------------------------------------------------------------------------------
 
@@ -356,27 +357,32 @@ def hf_config(shape: Qwen2Config) -> transformers.Qwen2Config:
 
 
 def bench_prepare(args, device: torch.device) -> list[dict]:
-    """All that prepare.py does after loading, beside encode_batch_fast on the same batches."""
-    cfg = configure.load(["config/demo.py", f"--source={args.source}", f"--tokenizer={args.tokenizer}"]).config
-    cfg = dataclasses.replace(cfg, seq_len=args.n)
-    tokenizer = load_tokenizer(args.tokenizer)._tokenizer
+    """All that prepare.py does, with and without its start, beside encode_batch_fast on the same batches."""
+    cfg = configure.Config(source=args.source, tokenizer=args.tokenizer, seq_len=args.n, train_rows=None, val_rows=64)
+    tokenizer = load_tokenizer(args.tokenizer)
     records = prepare.open_source(args.source, None).records(0)
     texts = [[text for _, text in batch] for batch in prepare.batched(records)]
+    n_chars = sum(map(len, itertools.chain(*texts)))
 
     def whole():
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # fmt: skip
             prepare.prepare(dataclasses.replace(cfg, data_dir=folder))
+
+    once = {"model.load_tokenizer": tokenizer, "model.tokenizer_hash": tokenizer_hash(tokenizer), "prepare.token_table": prepare.token_table(tokenizer)}  # fmt: skip
+
+    def loaded():
+        with contextlib.ExitStack() as stack:
+            for name, value in once.items():
+                stack.enter_context(mock.patch(name, return_value=value))
+            whole()
 
     def tokenizer_alone():
         for batch in texts:
-            tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
 
-    found = measure({"prepare.py": whole, "tokenizer alone": tokenizer_alone}, args.repeats, torch.device("cpu"))
-    return [row("prepare", "prepare.py", found, "tokenizer alone", f"{sum(map(len, itertools.chain(*texts))) / 1e6:.1f} M characters")]  # fmt: skip
+    cases = {"prepare.py, once loaded": loaded, "prepare.py, loading included": whole, "tokenizer alone": tokenizer_alone}  # fmt: skip
+    found = measure(cases, args.repeats, torch.device("cpu"))
+    return [row("prepare", case, found, "tokenizer alone", f"{n_chars / 1e6:.1f} M characters") for case in list(cases)[:2]]  # fmt: skip
 
 
 def bench_eval(args, device: torch.device) -> list[dict]:

@@ -231,7 +231,7 @@ def _parse(name: str | None, raw: bytes | dict, file: object, number: int | None
     if not isinstance(text, str):
         got = {k: type(v).__name__ for k, v in record.items()} if isinstance(record, dict) else type(record).__name__
         raise PrepareError(f"{where}: expected a field 'text' that holds text, got {got}")
-    if isinstance(raw, bytes) and b"\\u" in raw:
+    if isinstance(raw, bytes) and not text.isascii() and b"\\u" in raw:
         text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     return name, text
 
@@ -403,9 +403,11 @@ def encode_in_order(
 
     One worker: this process and the tokenizer's own threads. More: that many processes of one thread each.
     """
-    if workers == 1:  # two threads: while one takes its ids over into numpy, the other's batch keeps the cores busy
-        pool = ThreadPoolExecutor(2, initializer=_start_worker, initargs=(tokenizer, eos, False))
+    if workers == 1:  # three threads: while one takes its ids over into numpy, the others' batches keep the cores busy
+        ahead = 4  # bounds the memory
+        pool = ThreadPoolExecutor(3, initializer=_start_worker, initargs=(tokenizer, eos, False))
     else:
+        ahead = workers + 1
         pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer, eos, True))
     waiting: deque = deque()
 
@@ -418,7 +420,7 @@ def encode_in_order(
     try:
         for batch in batches:
             waiting.append((batch, submit([text for _, text in batch])))
-            if len(waiting) > workers + 1:  # bounds the memory
+            if len(waiting) > ahead:
                 batch, future = waiting.popleft()
                 yield batch, future.result()
         for batch, future in waiting:

@@ -152,8 +152,9 @@ class Scorer(TemplateLM):
         scores = np.zeros(number)
         missed = np.zeros(number)  # continuation tokens that are not the greedy choice
         batches = self._batches(trees)[rank() :: world()]
-        quiet = True if disable_tqdm or rank() else None
-        with tqdm(None, "scoring", sum(map(self._flop, batches)), unit="FLOP", unit_scale=True, disable=quiet) as bar:
+        quiet = disable_tqdm or rank() > 0
+        flop = sum(map(self._flop, batches))
+        with progress(None, "scoring", flop, unit="FLOP", unit_scale=True, disable=quiet) as bar:
             for batch in batches:
                 self._score(batch, targets, scores, missed)
                 bar.update(self._flop(batch))
@@ -254,6 +255,12 @@ def pick(h: Tensor, w: Tensor, row: Tensor, y: Tensor, n_logits: int) -> tuple[T
     return (z_y - best[row]).double() - total.log()[row], greedy
 
 
+def progress(*args, **kwargs) -> tqdm:
+    """A bar with the time that is left; where nobody watches, a line of it every half minute."""
+    seconds = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(*args, mininterval=seconds, maxinterval=max(10.0, seconds), **kwargs)
+
+
 # --- several processes -----------------------------------------------------------------------------------------
 
 
@@ -334,7 +341,7 @@ def over_rows(
     n_bytes = torch.from_numpy(n_bytes).to(device)
     per_batch, step = max(1, batch_tokens // rows.shape[1]), max(1, 2**24 // n_vocab)
     starts = range(0, len(rows), per_batch)[rank() :: world()]
-    for lo in tqdm(starts, "held-out rows", unit="batch", disable=True if rank() else None):
+    for lo in progress(starts, "held-out rows", unit="batch", disable=rank() > 0):
         ids = torch.from_numpy(rows[lo : lo + per_batch].astype(np.int64)).to(device)
         x, y = ids[:, :-1], ids[:, 1:]
         keep = y != PAD

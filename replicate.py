@@ -34,7 +34,7 @@ import configure
 import tables
 
 ROOT = Path(__file__).resolve().parent
-NAMES = ("main", "pair", "anchor", "budget", "detach", "group4", "group16")  # config/mini_*.py
+NAMES = ("main", "pair", "anchor", "budget", "detach", "group4", "group16", "long")  # config/mini_*.py
 LADDER = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # learning rates, the middle ones first
 FIGURE_SEED = 1  # whose logs the figures are drawn from; only its runs count d_u and the teacher's probabilities
 QUICK = ("--max_steps=40", "--schedule_steps=40", "--warmup_steps=4", "--val_max_rows=32")
@@ -238,7 +238,7 @@ def same_settings(out: Path, flags: list[str], rows: int) -> None:
     """Write down what the folder's runs have in common, or see that it is still so."""
     every = {name: dataclasses.asdict(configure.load(files_of(name, flags)).config) for name in NAMES}
     now, file = json.loads(json.dumps({"eval_rows": rows, **every})), out / "settings.json"
-    before = json.loads(file.read_text()) if file.is_file() else now
+    before = now | json.loads(file.read_text()) if file.is_file() else now  # a study that is new differs from nothing
     if before != now:
         differs = [f"{name}.{key}={before[name][key]!r} there, {now[name][key]!r} here"
                    for name in NAMES for key in now[name] if before[name].get(key) != now[name][key]]  # fmt: skip
@@ -310,6 +310,9 @@ STUDIES = (
     ("detach", "Gradient through the SWPRA weights", [("alra (through weights)", ("detach", "alra"), ALRA)]),
     ("group", "Forward batches of 4 and 16 sequences, each method against itself at one",
      [(f"{m} ({n})", (f"group{n}", m), ("main", m)) for m in ("vanilla_kd", "atkd", "tad", "alra") for n in (4, 16)]),
+    ("long", "Four times the updates, at the same learning rates",
+     [(m, ("long", m), ("long", ref)) for ref, methods in (("vanilla_kd", ("pretrain", "vanilla_kd", "tad", "alra")), ("alra", ("fixed_9", "alra_n")))
+      for m in methods]),
 )  # fmt: skip
 COMPARED = ("ce", "kl", "top1")  # of tables.FIGURES: these differences are tested
 
@@ -493,7 +496,8 @@ def comparable(lines: list[dict]) -> None:
     """One teacher, one text, the same held-out rows for all; one set of initial weights for each seed."""
     seen: dict = {}
     for x in lines:
-        facts = {k: x.get(k) for k in ("data_sha256", "val_sha256", "teacher_sha256", "rows_sha256", "step")}
+        facts = {k: x.get(k) for k in ("data_sha256", "val_sha256", "teacher_sha256", "rows_sha256")}
+        facts[f"step of {x['settings']}"] = x.get("step")
         facts[f"init_sha256 of seed {x['seed']}"] = x.get("init_sha256")
         for key, value in facts.items():
             if value is not None and seen.setdefault(key, value) != value:
@@ -510,7 +514,7 @@ def figures(results: Path, out: Path, records: list[dict]) -> None:
         rows = [{"name": r["method"], "mean": r["difference"], "low": r["low"], "high": r["high"]}
                 for r in records if r["table"] == name and r["figure"] == k and "difference" in r]  # fmt: skip
         if rows:
-            less = {"main": "vanilla_kd", "group": "the same at one sequence"}.get(name, "alra")
+            less = {"main": "vanilla_kd", "group": "the same at one sequence", "long": "vanilla_kd, of ALRA for its variants"}.get(name, "alra")  # fmt: skip
             plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{tables.FIGURES[k][0]}, less that of {less}; mean and 95 % interval")  # fmt: skip
     if (results / "logs" / "run.json").is_file():
         plot.run([str(results / "logs"), f"--out={out}"])

@@ -68,8 +68,8 @@ def test_rates_climb_until_both_neighbours_of_the_best_are_known():
 def test_every_method_and_variant_is_run_once_per_seed_and_shares_what_it_can():
     runs = replicate.plan(Path("o"), [], {}, range(1, 4), ())
     students = [(r.seed, r.settings, m) for r in runs for m in r.methods]
-    assert len(students) == len(set(students)) == 3 * 29
-    assert [(r.settings, len(r.methods)) for r in runs if r.seed == 2] == [("main", 20), ("detach", 1), ("group4", 4), ("group16", 4)]  # fmt: skip
+    assert len(students) == len(set(students)) == 3 * 35
+    assert [(r.settings, len(r.methods)) for r in runs if r.seed == 2] == [("main", 20), ("detach", 1), ("group4", 4), ("group16", 4), ("long", 6)]  # fmt: skip
     wanted = {me for _, _, rows in replicate.layout() for _, *both in rows for me in both}
     assert {(s, m) for _, s, m in students} == wanted
     slow = dict.fromkeys(runs[0].methods[:9], 1e-3) | {"alra": 1e-2, "pd": 3e-3}

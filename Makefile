@@ -15,7 +15,7 @@ demo: .venv/ready
 	$(BIN)/python plot.py out/demo
 
 replicate: .venv/ready
-	$(BIN)/python replicate.py $(if $(QUICK),--quick)
+	OMP_NUM_THREADS=1 $(BIN)/python replicate.py --jobs=2 $(if $(QUICK),--quick,--compile=True)
 
 test: .venv/ready
 	$(BIN)/python -m pytest

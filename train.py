@@ -325,7 +325,7 @@ def run(loaded: configure.Loaded) -> int:
     """The whole of a run -> its exit code: 0 when every student got there, or a signal asked for the end."""
     cfg = loaded.config
     env = Env(cfg)
-    check_methods(cfg)
+    check_methods(cfg, env.device)
     rows, val = Rows(cfg, "train"), Rows(cfg, "val")
     if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
         raise ConfigError(
@@ -430,8 +430,8 @@ class Env:
             sys.stdout.flush()
 
 
-def check_methods(cfg: Config) -> None:
-    """Every method is in the table, and every override is a keyword of one of them."""
+def check_methods(cfg: Config, device: torch.device) -> None:
+    """Every method is in the table, every override is a keyword of one of them, and they can be compiled if they are to be."""
     taken = frozenset().union(*(keywords(name) for name in cfg.methods))
     for key in cfg.overrides:
         if key not in taken:
@@ -440,6 +440,16 @@ def check_methods(cfg: Config) -> None:
         raise ConfigError(
             "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
         )
+    if cfg.compile and device.type == "cpu":
+        from torch._inductor import cpp_builder  # not above: it takes a second, and few runs need it
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise ConfigError(
+                "compile=True: no C++ compiler works here; install g++, name one in CXX, or set compile=False"
+            ) from error
 
 
 def check_tokenizer(cfg: Config, rows: "Rows"):

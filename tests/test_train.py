@@ -455,6 +455,15 @@ def test_slips_get_one_clear_line(world, tmp_path, changes, message):
     assert not (tmp_path / "run.json").exists()
 
 
+def test_no_compiler_is_told_before_anything_is_made(world, tmp_path):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
+        pytest.raises(ConfigError, match="no C\\+\\+ compiler works here"),
+    ):
+        train.run(load(world, tmp_path, compile="true", device="cpu"))
+    assert not (tmp_path / "run.json").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_cuda_asked_for_where_there_is_none(world, tmp_path):
     with pytest.raises(

@@ -8,7 +8,7 @@
 
 OUT is the first folder given, or `out`. Other scripts call `curves`, `budget`, `anchoring`, `pairs`, `sets`,
 `row_lengths` and `forest` on data of their own. A method has the same colour, line and marker in every figure, and no
-two of the table share both line and marker: print without colour will do.
+two of the table share both line and marker (forests draw a dot for a numeral): print without colour will do.
 """
 
 import argparse
@@ -180,7 +180,11 @@ def few_colours(path: Path) -> None:
 
 
 def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> None:
-    """Every term of every student over the tokens of training, the teacher as a level; `points` as of `read_curves`."""
+    """Every term of every student over the tokens of training, the teacher as a level; `points` as of `read_curves`.
+
+    A term with one value for each student is drawn by student, in the legend's order; one that spans a factor of more
+    than 20 gets a logarithmic axis.
+    """
     panels = [key for key in PANELS if any(key in of for of in points.values())]
     if not panels:
         raise ValueError(f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
@@ -188,17 +192,25 @@ def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
     figure, axes = grid(-(-len(panels) // cols), cols, 3.9, 2.7)
     style = looks(points)
     for axis, key in zip(axes.flat, panels, strict=False):
+        once = all(len(of[key]) == 1 for of in points.values() if key in of)
         for i, (name, of) in enumerate(points.items()):
             if key in of:
-                x, y = np.array(of[key]).T
+                x, y = np.array(of[key]).T if not once else ([i], [of[key][0][1]])
                 every = max(1, len(x) // 6)
                 axis.plot(x, y, label=name, markevery=(i * every // len(points), every), **style[name])
         for level, (label, line) in LEVELS.items() if key == "val_ce" else ():
             for y in sorted({round(of[level][-1][1], 4) for of in points.values() if level in of}):
                 axis.axhline(y, **TEACHER | {"linestyle": line}, label=label)
         title, unit = PANELS[key]
-        axis.set(title=title, xlabel="nominal tokens seen", ylabel=f"{key} [{unit}]")
-        axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
+        axis.set(title=title, ylabel=f"{key} [{unit}]")
+        values = [y for of in points.values() for _, y in of.get(key, ())]
+        if min(values) > 0 and max(values) > 20 * min(values):
+            axis.set_yscale("log")
+        if once:
+            axis.set(xlabel="students, as in the legend", xticks=[])
+        else:
+            axis.set(xlabel="nominal tokens seen")
+            axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -280,7 +292,7 @@ def anchoring(records: list[dict], path: Path) -> None:
         running = np.cumsum(n * values) / np.cumsum(n)
         axis.plot(steps, values, ".", color=color, markersize=4, alpha=0.5, label=f"{label}, each step")
         axis.plot(steps, running, color=color, linestyle=line, marker=marker, markersize=4.5,
-                  markevery=max(1, len(steps) // 6), label=f"running mean, at the end {running[-1]:.3f}")  # fmt: skip
+                  markevery=max(1, len(steps) // 6), label=f"{label}, running mean: {running[-1]:.3f}")  # fmt: skip
         lines += [("step", key, *point) for point in zip(steps, values, strict=True)]
         lines += [("running_mean", key, *point) for point in zip(steps, running, strict=True)]
         if key != "agree":
@@ -290,7 +302,7 @@ def anchoring(records: list[dict], path: Path) -> None:
             lines += [("density", key, *point) for point in zip((edges[1:] + edges[:-1]) / 2, heights, strict=True)]
     unit = "teacher's probability"
     density.set(title=f"density over {n.sum():,} positions", xlabel=unit, ylabel="density [per unit of probability]")
-    means.set(title="means", xlabel="step [updates]", ylabel=unit, ylim=(0, 1.02))
+    means.set(title="mean over positions", xlabel="step [updates]", ylabel=unit, ylim=(0, 1.02))
     agree.set(title="agreement", xlabel="step [updates]", ylabel="share of positions", ylim=(0, 1.02))
     for axis in (density, means, agree):
         axis.legend()
@@ -320,8 +332,9 @@ def pairs(path: Path, gammas: Sequence[float] = (0.0, 1.0, 5.0, 20.0)) -> None:
         for axis, surface, title in zip(column, (factor, score), ("gap factor", "pair score"), strict=True):
             filled = axis.contourf(p_i, p_j, surface, np.linspace(0, 1, 11), cmap="viridis")
             filled.set_clip_path(plt.Polygon([(0, 0), (1, 0), (0, 1)], transform=axis.transData))
-            axis.plot((0, 0.5), (0, 0.5), color="white", linestyle="--", linewidth=1)
+            axis.plot((0, 0.5), (0, 0.5), color="#d62728", linestyle="--", linewidth=0.9)
             axis.plot((1, 0), (0, 1), color="black", linewidth=0.8)
+            title = "pair mass" if axis is column[1] and not gamma else title  # all that is left of the score
             axis.set(title=f"{title}, $\\gamma$ = {gamma:g}", aspect="equal", xlabel="$p_i$ [probability]",
                      ylabel="$p_j$ [probability]")  # fmt: skip
             axis.grid(False)

@@ -386,7 +386,9 @@ def one_section(name: str, title: str, rows: list, students: dict, records: list
         for k, cell in zip(heads, values, strict=True):
             records.append({"table": name, "method": labels[me], "figure": k, "n_seeds": len(cell), "mean": tables.mean(cell), "half": tables.half(cell)})  # fmt: skip
     heads_d = [h for k in COMPARED for h in (f"Δ {heads[k][0]}", "p")]
-    return lines + ([*tables.grid(["", "less", *heads_d], body), ""] if body else [])
+    return lines + (
+        [*tables.grid(["", "less", *heads_d], body), "", f"![{title}](forest_{name}_ce.png)", ""] if body else []
+    )
 
 
 def p_text(p: float | None) -> str:
@@ -438,9 +440,21 @@ def learning_rates(lines: list[dict]) -> list[str]:
     body = [[m, *("–" if (m, lr) not in ce else "stopped" if ce[m, lr] is None else f"**{ce[m, lr]:.4f}**" if best[m] == (ce[m, lr], lr)
                   else f"{ce[m, lr]:.4f}" for lr in rates)] for m in methods]  # fmt: skip
     at_end = [m for m in methods if best[m][1] in (LADDER[0], LADDER[-1])]
-    return ["## Learning rates", "", "Held-out CE of seed 0, nats per token, over the rows that `val_max_rows` names; not among the seeds above.", "",
+    return ["## Learning rates", "", "Held-out CE of seed 0, which is not among the seeds above, in nats per token, over the first `val_max_rows` of the rows that are scored.", "",
             *tables.grid(["", *(f"{lr:g}" for lr in rates)], body), "",
             f"Best at an end of the ladder, so that a rate beyond might do better: {', '.join(at_end) or 'none'}.", ""]  # fmt: skip
+
+
+FIGURES = [
+    "## What training looked at", "",
+    f"Seed {FIGURE_SEED} alone, from `logs/`; each picture has its numbers beside it as CSV. Forests above: intervals over seeds, not corrected.", "",
+    "![Curves](curves.png)", "", "Every term of the nine methods, over the tokens of training; validation at the end.", "",
+    "![Curves of the variants](curves_variants.png)", "", "The same of ALRA's variants and fixed budgets.", "",
+    "![Local budgets](budget.png)", "", "ALRA's local budgets in the first and the last tenth of training, and by the teacher's own candidates.", "",
+    "![Anchoring](anchoring.png)", "", "The teacher's probability of the label and of its own top-1 on the rows of training.", "",
+    "![Pair scores](pairs.png)", "", "SWPRA's pair scores before normalisation, by gamma; needs no run.", "",
+    "![Evaluation sets](sets.png)", "", "Sizes of the nine tasks' sets; needs no run.", "",
+]  # fmt: skip
 
 
 def report(results: Path, out: Path, draw: bool = True) -> None:
@@ -456,6 +470,8 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
     cfg = json.loads((results / "settings.json").read_text())["main"]
     some, records = next(iter(next(iter(students.values())).values())), []
     seeds = sorted({x["seed"] for x in lines})
+    seen = read_lines(results / "logs" / "teacher.jsonl")
+    taught = sum(x["ce"] * x["n"] for x in seen) / sum(x["n"] for x in seen) if seen else None  # on rows of training
     hours = sum(x["wall_sec"] for x in read_lines(results / "runs.jsonl")) / 3600
 
     def every(key):
@@ -473,14 +489,26 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
         f"Versions: {'; '.join(sorted({', '.join(f'{k} {v}' for k, v in x['versions'].items()) for x in lines}))}.", "",
         "± is half a 95 % t interval over seeds. Differences are paired by seed: same initial weights, same rows in the same order. "
         "p: paired t test, Holm-corrected over a table's rows, figure by figure. **Best**, *second* of a column. lr: learning rate. "
-        "s: wall time of the run over the students in it, which shared one pass of the teacher.", "",
+        "s: wall time of the run over the students in it, which shared one pass of the teacher and the cores with other runs: no measure of a "
+        "method. Less: what a difference is taken from.", "",
+        "How far this is from the paper, beside the sizes (`config/mini_main.py` has the rest):", "",
+        "- The paper scores benchmarks; these students are at chance there, so text and teacher are what they are scored on.",
+        *([f"- On the rows of training the teacher's CE is {taught:.2f}, on the held-out ones {some['teacher_ce']:.2f}: it teaches on text that it knows better."] if taught else []),
+        "- Rates: the best of seed 0 for each of the nine methods, threefold steps; variants and studies take ALRA's or their method's. The rows that "
+        "chose them are among those scored, for all methods alike.",
+        "- The paper stops its budget and anchor studies at 67,200 of 126,400 updates of a schedule; here the cosine ends with the run.",
+        "- `fixed_d` is, as in the paper, a fixed budget with neither anchor nor teacher's ranking, and PRA-U: its neighbour is `alra_n`, not `alra`.", "",
     ]  # fmt: skip
     stopped = [f"{x['method']} ({x['settings']}, seed {x['seed']}): {x['stopped']}" for x in lines if "stopped" in x]
     text += ["Stopped, and in no table:", "", *(f"- {s}" for s in stopped), ""] if stopped else []
     for name, title, rows in layout():
         if any(students.get(me) for _, me, ref in rows if me != ref):
             text += one_section(name, title, rows, students, records)
-    text += ordering(students) + learning_rates(read_lines(results / "rates.jsonl"))
+    text += (
+        FIGURES * (results / "logs" / "run.json").is_file()
+        + ordering(students)
+        + learning_rates(read_lines(results / "rates.jsonl"))
+    )
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text("\n".join(text).rstrip() + "\n")
     with (out / "tables.csv").open("w", newline="") as file:
@@ -515,9 +543,16 @@ def figures(results: Path, out: Path, records: list[dict]) -> None:
                 for r in records if r["table"] == name and r["figure"] == k and "difference" in r]  # fmt: skip
         if rows:
             less = {"main": "vanilla_kd", "group": "the same at one sequence", "long": "vanilla_kd, of ALRA for its variants"}.get(name, "alra")  # fmt: skip
-            plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{tables.FIGURES[k][0]}, less that of {less}; mean and 95 % interval")  # fmt: skip
+            plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{tables.FIGURES[k][0]}, less that of {less}; mean and 95 % interval, not corrected")  # fmt: skip
     if (results / "logs" / "run.json").is_file():
-        plot.run([str(results / "logs"), f"--out={out}"])
+        plot.run([str(results / "logs"), f"--out={out}", "--figures=budget,anchoring"])
+        points = plot.read_curves(plot.find_logs([results / "logs"]))
+        main = tables.LAYOUT[0][2]
+        plot.curves({m: of for m, of in points.items() if m in main}, out / "curves.png")
+        variants = {m: of for m, of in points.items() if m not in main or m == "alra"}
+        if len(variants) > 1:
+            plot.curves(variants, out / "curves_variants.png")
+    plot.run(["--pairs", "--sets", f"--out={out}"])
 
 
 # --- command ---------------------------------------------------------------------------------------------------
@@ -535,10 +570,11 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--methods", type=lambda text: tuple(text.split(",")), default=(), help="only these, with commas")
     add("--rows", type=int, help="held-out rows that eval.py reads; default: 512, quick 64")
     add("--out", type=Path, help="folder of the runs; default: out/replicate, quick out/replicate_quick")
-    add("--results", type=Path, help="folder of results and report; default: replication, quick OUT/replication")
+    add("--results", type=Path, help="folder of results and report; default: replication, of a part OUT/replication")
     args, rest = parser.parse_known_args(argv)
     args.out = args.out or Path("out/replicate_quick" if args.quick else "out/replicate")
-    args.results = args.results or (args.out / "replication" if args.quick else Path("replication"))
+    part = not args.report and (args.quick or args.methods or args.seeds or args.rows)  # never over the whole
+    args.results = args.results or (args.out / "replication" if part else Path("replication"))
     args.seeds, args.rows = args.seeds or (2 if args.quick else 5), args.rows or (64 if args.quick else 512)
     for flag in rest:
         if not flag.startswith("--"):

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+from scipy.special import stdtrit
 
 from tasks import COLUMNS, SUITES
 
@@ -177,8 +178,6 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
 # --- many results ----------------------------------------------------------------------------------------------
 
 # 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom
-T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-        2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
 # What must be equal for two students to stand in one table, beside the initial weights and the protocol of scoring.
 RUN_FACTS = (
     "data_sha256",
@@ -397,9 +396,9 @@ def mean(by_seed: dict) -> float:
 
 
 def half(by_seed: dict) -> float | None:
-    """Half the 95 % interval of the mean over seeds, None for one seed (more than 31 count as 31: a little wide)."""
+    """Half the 95 % interval of the mean over seeds, by Student's t; None for one seed."""
     n = len(by_seed)
-    return T975[min(n - 1, 30) - 1] * float(np.std(list(by_seed.values()), ddof=1)) / math.sqrt(n) if n > 1 else None
+    return float(stdtrit(n - 1, 0.975) * np.std(list(by_seed.values()), ddof=1)) / math.sqrt(n) if n > 1 else None
 
 
 def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[list[str]]:

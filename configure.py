@@ -175,6 +175,14 @@ def load(argv: list[str]) -> "Loaded":
     impossible combination.
     """
     values, origin = {}, {}
+    if {"-h", "--help"} & set(argv):
+        print(
+            sys.modules["__main__"].__doc__,
+            "\nconfigure.py says what each key means; with their defaults they are\n",
+            sep="",
+        )
+        print(*(f"    --{f.name}={f.default}" for f in dataclasses.fields(Config)), sep="\n")
+        sys.exit(0)
     for arg in argv:
         if arg.startswith("--"):
             key, sep, text = arg[2:].partition("=")

@@ -401,6 +401,8 @@ class Checkpoint:
 def open_checkpoint(name: str, args, device: torch.device) -> Checkpoint:
     """A student's folder, a model folder or a hub id, held against its tokenizer."""
     path, source, folder, run = Path(name), name, args.out, None
+    if path.name == "model" and (path.parent / "run.json").is_file():
+        path = path.parent  # a student by its weights' own folder
     if (path / "model" / "config.json").is_file():
         source, folder = str(path / "model"), folder or path
         facts, whole = read_json(path / "run.json"), read_json(path.parent / "run.json")
@@ -439,16 +441,17 @@ def score(args, device: torch.device) -> None:
         names, args.split, args.data_dir, args.storycloze
     )  # what is wrong with them shows before anything is computed
     checkpoints = [open_checkpoint(name, args, device) for name in args.paths]
-    for c in checkpoints * bool(args.limit and items):
-        before = read_json(c.folder / f"eval_{args.split}.json")
-        if before.get("tasks") and before["protocol"]["limit"] is None and before["weights_sha256"] == c.sha256:
-            raise EvalError(
-                f"--limit {args.limit}: {c.folder} holds scores of whole sets; put these elsewhere by --out"
-            )
     rows_dir = of_the_runs("--rows", args.rows, "data_dir", checkpoints)
     teacher = of_the_runs("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:
         raise EvalError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
+    protocol = {"lm_eval": version("lm_eval"), "dtype": args.dtype, "max_length": args.max_length, "limit": args.limit}
+    for i, c in enumerate(checkpoints):
+        if c.folder in [other.folder for other in checkpoints[:i]]:
+            raise EvalError(
+                f"{c.name}: its results would go to {c.folder}, like another's; score it apart, with an --out"
+            )
+        nothing_lost(c, read_json(c.folder / f"eval_{args.split}.json"), protocol, bool(items), args)
     intrinsic = over_val(checkpoints, rows_dir, teacher, args) if rows_dir else [(None, None)] * len(checkpoints)
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
@@ -457,14 +460,33 @@ def score(args, device: torch.device) -> None:
         result = {
             "name": c.name, "split": args.split, "tasks": benchmarks(scorer, items, args) if items else {},
             "intrinsic": figures_found, "weights_sha256": c.sha256, "tokenizer_sha256": tokenizer_hash(c.tokenizer),
-            "protocol": {"lm_eval": version("lm_eval"), "dtype": args.dtype, "max_length": args.max_length,
-                         "limit": args.limit},
-            "versions": {p: version(p) for p in packages}, "run": c.run,
+            "protocol": protocol, "versions": {p: version(p) for p in packages}, "run": c.run,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "wall_sec": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
         if rank() == 0:
             write(c.folder, result, sums, alone=len(checkpoints) == 1)
+
+
+def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, args) -> None:
+    """Refuse to write over results that this call would not make again."""
+    if not before:
+        return
+    if before["weights_sha256"] != c.sha256 and (
+        args.out or c.run is None
+    ):  # a student's own folder follows its weights
+        raise EvalError(f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them")
+    differs = [
+        f"{k} {before['protocol'][k]} there, {v} here" for k, v in protocol.items() if before["protocol"][k] != v
+    ]
+    if (
+        scoring
+        and before["tasks"]
+        and before["protocol"]["limit"] is None
+        and differs
+        and before["weights_sha256"] == c.sha256
+    ):
+        raise EvalError(f"{c.folder} holds scores of whole sets ({differs[0]}); put these elsewhere by --out")
 
 
 def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | None, args) -> list[tuple[dict, dict]]:
@@ -491,15 +513,21 @@ def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | N
 
 
 def write(folder: Path, result: dict, sums: dict | None, alone: bool) -> None:
-    """eval_<split>.json, .md, and .npz with the summands per row; scores of the same weights and protocol are kept."""
+    """eval_<split>.json, .md, and .npz with the summands per row; scores of the same weights and protocol are kept, and
+    so are the figures over held-out rows, which no --limit touches.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"eval_{result['split']}"
     file = stem.with_suffix(".json")
     before = read_json(file)
-    if all(before.get(key) == result[key] for key in ("weights_sha256", "protocol")):
-        scores = before["tasks"] | result["tasks"]
-        result["tasks"] = {name: scores[name] for name in TASKS if name in scores}
+    same_weights = before.get("weights_sha256") == result["weights_sha256"]
+    if same_weights and before["protocol"]["dtype"] == result["protocol"]["dtype"]:
         result["intrinsic"] = result["intrinsic"] or before["intrinsic"]
+        if before["tasks"] and not result["tasks"]:
+            result["protocol"] = before["protocol"]
+        if before["protocol"] == result["protocol"]:
+            scores = before["tasks"] | result["tasks"]
+            result["tasks"] = {name: scores[name] for name in TASKS if name in scores}
     for name, scores in result["tasks"].items():
         if "samples" in scores:
             lines = (json.dumps(sample, default=str) + "\n" for sample in scores.pop("samples"))

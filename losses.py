@@ -946,8 +946,11 @@ def needs_teacher(name: str) -> bool:
 
 def keywords(name: str) -> frozenset[str]:
     """What may override the method's row: its objective's settings, `w_kd` and `w_ce`."""
-    settings = inspect.signature(resolve(name).fn).parameters.values()
-    return frozenset({"w_kd", "w_ce"} | {p.name for p in settings if p.kind is p.KEYWORD_ONLY})
+    method = resolve(name)
+    settings = {p.name for p in inspect.signature(method.fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    astray = sorted(set(method.hyper) - settings)
+    _require(not astray, f"METHODS[{name!r}]: {method.fn.__name__} takes no {', '.join(astray)}")
+    return frozenset({"w_kd", "w_ce"} | settings)
 
 
 def resolve(name: str, **overrides) -> Method:
@@ -997,6 +1000,11 @@ def _objective(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
                 each |= {key: getattr(parts, key) for key in ("mass", "local", "rest", "pair", "d_u")}
             else:
                 each["kd"] = method.fn(z_s, z_t, y, **method.hyper)
+        got = tuple(each["kd"].shape)
+        _require(
+            got == tuple(y.shape),
+            f"{method.fn.__name__}: expected one number per position, {tuple(y.shape)}, got {got}",
+        )
     weighted = [weight[key] * value for key, value in each.items() if weight.get(key)]
     each["loss"] = sum(weighted, torch.zeros_like(each["ce"]))
     sums = {key: _close(each[key].detach(), valid).sum() for key in sorted(each, key=TERMS.index)}

@@ -549,6 +549,8 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     state_file = folder / "prepare.state"
     with _locked(folder):
         state = json.loads(state_file.read_text()) if state_file.exists() else None
+        if state and not state["records"]:
+            state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):
             for name in ("train", "val") if cfg.val_rows or cfg.val_share else ("train",):
                 _same_recipe(folder, _manifest(folder, name), recipe)
@@ -556,6 +558,8 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
             return
         if state:
             _same_recipe(folder, state["recipe"], recipe)
+        if state:
+            print(f"{folder}: going on after {state['records']:,} documents", file=sys.stderr)
         if not state or not state["whole"]:
             state = _write_rows(cfg, source, tokenizer, table, recipe, state, commit_sec)
         for manifest in _finish(folder, state):
@@ -744,9 +748,10 @@ def _manifest(folder: Path, name: str) -> dict:
 def _same_recipe(folder: Path, old: dict, new: dict) -> None:
     compared = [key for key in new if key not in ("source", "tokenizer")]  # a place may change, its hash may not
     differ = [key for key in compared if old.get(key) != new[key]]
-    differ += [key.removesuffix("_sha256") for key in differ if key.endswith("_sha256")]
+    for place in [key.removesuffix("_sha256") for key in differ if key.endswith("_sha256")]:
+        differ += [place] * (old.get(place) != new[place])
     if differ:
-        told = "; ".join(f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in differ)
+        told = "; ".join(f"{key} was {old.get(key)!r:.20}, now {new[key]!r:.20}" for key in differ)
         raise PrepareError(f"{folder}: holds data of another recipe: {told}. Nothing was touched: set another data_dir, or "
                            "delete that folder first")  # fmt: skip
 
@@ -790,6 +795,8 @@ def main() -> int:
         verify(Path(argv[1]))
     elif argv[:1] == ["--show"] and len(argv) == 3 and argv[1].isdigit():
         show(Path(argv[2]), int(argv[1]))
+    elif argv[:1] in (["--verify"], ["--show"]):
+        raise PrepareError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
     else:
         cfg = load(argv).config
         try:

@@ -186,7 +186,6 @@ RUN_FACTS = (
     "step",
     "schedule_steps",
     "nominal_tokens",
-    "valid_tokens",
 )
 RUN_CONFIG = ("seq_len", "mask_after_eos", "batch_rows", "group", "shuffle", "lr", "min_lr", "warmup_steps", "beta1", "beta2",
               "adam_eps", "weight_decay", "decay_1d", "clip")  # fmt: skip
@@ -204,6 +203,9 @@ def tabulate(paths: list[str], reference: str = "pretrain", mixed: bool = False)
     mixed      tabulate what cannot be compared too, and say so
     """
     results, lines, records = load(paths), [], []
+    made = in_order({method_of(r) for r in results})
+    if reference not in ("pretrain", *made):
+        raise TableError(f"--reference {reference}: none of the results is of it; there are {', '.join(made)}")
     for student in dict.fromkeys(student_of(r) for r in results):
         mine = [r for r in results if student_of(r) == student]
         apart = differences(mine)
@@ -286,9 +288,10 @@ def differences(results: list[dict]) -> list[str]:
     seen, out = {}, []
     for r in results:
         run, found = r["run"] or {}, r["intrinsic"] or {}
-        facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in r["protocol"].items()}
+        protocol = {key: value for key, value in r["protocol"].items() if r["tasks"] or key == "dtype"}
+        facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in protocol.items()}
         facts |= {key: run.get(key) for key in RUN_FACTS} | {key: run.get("config", {}).get(key) for key in RUN_CONFIG}
-        facts[f"init_sha256 of seed {seed_of(r)}"] = run.get("init_sha256")
+        facts |= {f"{key} of seed {seed_of(r)}": run.get(key) for key in ("init_sha256", "valid_tokens")}
         for name, scores in r["tasks"].items():
             facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}
         facts |= {f"held-out rows: {key}": found.get(key) for key in ("rows_sha256", "teacher_sha256")}

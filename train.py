@@ -338,6 +338,8 @@ def run(loaded: configure.Loaded) -> int:
     open_folder(loaded, students, facts, env)
     live = [s for s in students if not s.stopped]
     step, clock = resume(live, cfg, facts, env)
+    if step:
+        env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")
     if env.first:
         open_sinks(live, cfg)
     stream = batches(rows, teacher, step, cfg, env)
@@ -392,7 +394,7 @@ class Env:
         n_groups = cfg.batch_rows // cfg.group
         if n_groups % (self.world * (cfg.micro_batch // cfg.group)):
             raise ConfigError(
-                f"{self.world} processes with micro_batch={cfg.micro_batch}: expected their product to divide batch_rows={cfg.batch_rows}"
+                f"{self.world} processes with micro_batch={cfg.micro_batch}: expected their product to divide batch_rows={cfg.batch_rows}; set a smaller --micro_batch"
             )
         if self.world > 1:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")

@@ -712,3 +712,17 @@ def test_compiled_peak_is_the_gradient_and_two_temporaries(name):
     before = status("VmRSS")
     run()
     assert (status("VmHWM") - before) / (4 * n * v) < 3.2
+
+
+def test_an_objective_of_the_readers_own_is_held_to_the_contract(monkeypatch):
+    z, y = torch.randn(7, 11), torch.arange(7)
+    monkeypatch.setitem(losses.METHODS, "mine", losses.Method(losses.reverse_kl, {"tua": 2.0}, 1.0, 0.0))
+    with pytest.raises(ValueError, match=r"METHODS\['mine'\]: reverse_kl takes no tua"):
+        losses.keywords("mine")
+
+    def scalar(z_s, z_t, y):
+        return (z_s - z_t).square().mean()
+
+    monkeypatch.setitem(losses.METHODS, "mine", losses.Method(scalar, {}, 1.0, 0.0))
+    with pytest.raises(ValueError, match=r"scalar: expected one number per position, \(7,\), got \(\)"):
+        losses.method_loss("mine", z, z, y)

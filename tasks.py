@@ -107,7 +107,8 @@ SUITES = {split: [name for name, task in TASKS.items() if getattr(task, split)] 
 STORYCLOZE = """\
 storycloze_2016: no copy here. Its authors give it out on request (cs.rochester.edu/nlp/rocstories); no hub carries it.
 Take "cloze_test_test__spring2016 - cloze_test_ALL_test.csv" (or .tsv; .jsonl, .parquet with lm-eval's fields), put it
-at DATA_DIR/storycloze_2016/test.csv or name it by --storycloze FILE. Without it averages are over 8 of 9."""
+at DATA_DIR/storycloze_2016/test.csv or name it by --storycloze FILE. A CSV has commas and the columns InputSentence1 to 4,
+RandomFifthSentenceQuiz1 and 2 and AnswerRightEnding, as they were sent. Without it averages are over 8 of 9."""
 STORY_FILES = ("jsonl", "csv", "tsv", "parquet")
 
 
@@ -187,7 +188,7 @@ def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict],
     for number, row in enumerate(rows, 1):
         for field, (what, good) in fields.items():
             if field not in row:
-                raise EvalError(f"{where}, row {number}: no field {field!r}; expected {what}")
+                raise EvalError(f"{where}, row {number}: no field {field!r}, only {', '.join(map(str, row))}; expected {what}")
             if not good(row[field], row):
                 raise EvalError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
             if kept and type(row[field]) is not type(kept[0][field]):

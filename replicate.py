@@ -545,10 +545,10 @@ def figures(results: Path, out: Path, records: list[dict]) -> None:
             less = {"main": "vanilla_kd", "group": "the same at one sequence", "long": "vanilla_kd, of ALRA for its variants"}.get(name, "alra")  # fmt: skip
             plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{tables.FIGURES[k][0]}, less that of {less}; mean and 95 % interval, not corrected")  # fmt: skip
     if (results / "logs" / "run.json").is_file():
-        plot.run([str(results / "logs"), f"--out={out}", "--figures=budget,anchoring"])
+        plot.run([str(results / "logs"), f"--out={out}"])
         points = plot.read_curves(plot.find_logs([results / "logs"]))
         main = tables.LAYOUT[0][2]
-        plot.curves({m: of for m, of in points.items() if m in main}, out / "curves.png")
+        plot.curves({m: of for m, of in points.items() if m in main} or points, out / "curves.png")
         variants = {m: of for m, of in points.items() if m not in main or m == "alra"}
         if len(variants) > 1:
             plot.curves(variants, out / "curves_variants.png")

@@ -188,7 +188,8 @@ def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict],
     for number, row in enumerate(rows, 1):
         for field, (what, good) in fields.items():
             if field not in row:
-                raise EvalError(f"{where}, row {number}: no field {field!r}, only {', '.join(map(str, row))}; expected {what}")
+                there = ", ".join(map(str, row))
+                raise EvalError(f"{where}, row {number}: no field {field!r}, only {there}; expected {what}")
             if not good(row[field], row):
                 raise EvalError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
             if kept and type(row[field]) is not type(kept[0][field]):

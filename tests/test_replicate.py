@@ -206,10 +206,20 @@ def test_a_killed_replication_goes_on_and_ends_in_a_report(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (out / "main_lr0.003_seed1" / "pd" / "run.json").stat().st_mtime_ns == made  # not run again
     lines = replicate.read_lines(out / "replication" / "results.jsonl")
-    assert [(x["method"], x["seed"]) for x in lines] == [("pretrain", 1), ("pd", 1), ("pretrain", 2), ("pd", 2)]
-    a, b, c, d = lines
+    kept = [
+        ("main", "pretrain", 1),
+        ("main", "pd", 1),
+        ("main", "pretrain", 2),
+        ("main", "pd", 2),
+        ("long", "pretrain", 1),
+        ("long", "pretrain", 2),
+    ]
+    assert [(x["settings"], x["method"], x["seed"]) for x in lines] == kept
+    a, b, c, d, *longer = lines
+    assert [x["weights_sha256"] for x in longer] == [a["weights_sha256"], c["weights_sha256"]]  # as many updates, here
     assert a["init_sha256"] == b["init_sha256"] != c["init_sha256"] == d["init_sha256"]
-    assert all(x["ce"] > 0 and x["kl"] > 0 and x["teacher_sha256"] and x["step"] == 3 for x in lines)
+    assert all(x["ce"] > 0 and x["kl"] > 0 and x["step"] == 3 for x in lines)
+    assert [bool(x["teacher_sha256"]) for x in lines] == [True] * 4 + [False] * 2  # pretrain alone asks for no teacher
     assert len({x["weights_sha256"] for x in lines}) == 4
     assert (out / "replication" / "curves.png").is_file() and "| pd | 0.003 | 2 |" in (out / "replication" / "README.md").read_text()  # fmt: skip
     cfg = json.loads((out / "main_lr0.003_seed2" / "run.json").read_text())["config"]

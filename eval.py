@@ -437,9 +437,8 @@ def score(args, device: torch.device) -> None:
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
-    items = read_items(
-        names, args.split, args.data_dir, args.storycloze
-    )  # what is wrong with them shows before anything is computed
+    # what is wrong with the items shows before anything is computed
+    items = read_items(names, args.split, args.data_dir, args.storycloze)
     checkpoints = [open_checkpoint(name, args, device) for name in args.paths]
     rows_dir = of_the_runs("--rows", args.rows, "data_dir", checkpoints)
     teacher = of_the_runs("--teacher", args.teacher, "teacher", checkpoints)
@@ -472,20 +471,12 @@ def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, arg
     """Refuse to write over results that this call would not make again."""
     if not before:
         return
-    if before["weights_sha256"] != c.sha256 and (
-        args.out or c.run is None
-    ):  # a student's own folder follows its weights
+    same, there = before["weights_sha256"] == c.sha256, before["protocol"]
+    if not same and (args.out or c.run is None):  # a student's own folder follows its weights
         raise EvalError(f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them")
-    differs = [
-        f"{k} {before['protocol'][k]} there, {v} here" for k, v in protocol.items() if before["protocol"][k] != v
-    ]
-    if (
-        scoring
-        and before["tasks"]
-        and before["protocol"]["limit"] is None
-        and differs
-        and before["weights_sha256"] == c.sha256
-    ):
+    differs = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
+    whole = before["tasks"] and there["limit"] is None
+    if same and scoring and whole and differs:
         raise EvalError(f"{c.folder} holds scores of whole sets ({differs[0]}); put these elsewhere by --out")
 
 

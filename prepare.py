@@ -48,16 +48,16 @@ import re
 import signal
 import sys
 import sysconfig
-import threading
 import time
 from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, connection, get_context, parent_process
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -380,8 +380,6 @@ def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], star
 
 # --- workers -----------------------------------------------------------------------------------------------------
 
-_WORKER: dict = {}  # of this process: the tokenizer and EOS id that a pool's initializer leaves for its calls
-
 
 def batched(records: Iterator[tuple[str | None, str]]) -> Iterator[list[tuple[str | None, str]]]:
     """Records in lists of at most BATCH_DOCUMENTS, and of BATCH_CHARS plus one document."""
@@ -403,62 +401,85 @@ def encode_in_order(
 
     One worker: this process and the tokenizer's own threads. More: that many processes of one thread each.
     """
-    if workers == 1:  # three threads: while one takes its ids over into numpy, the others' batches keep the cores busy
-        ahead = 4  # bounds the memory
-        pool = ThreadPoolExecutor(3, initializer=_start_worker, initargs=(tokenizer, eos, False))
-    else:
-        ahead = workers + 1
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (tokenizer, eos, True))
-    waiting: deque = deque()
-
-    def submit(texts: list[str]) -> Future:
-        try:
-            return pool.submit(_encode, texts)
-        except OSError as error:  # the pool's own pipe: closed by its other thread when a worker has died
-            raise BrokenProcessPool(str(error)) from error
-
-    try:
+    with contextlib.ExitStack() as stack:
+        if workers == 1:  # three threads: while one takes its ids over into numpy, the others keep the cores busy
+            encode, threads, ahead = _encoder(tokenizer, eos), 3, 4  # batches ahead bound the memory
+        else:
+            encode, threads, ahead = stack.enter_context(_processes(tokenizer, eos, workers)), workers, workers + 1
+        pool = ThreadPoolExecutor(threads)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        waiting: deque = deque()
         for batch in batches:
-            waiting.append((batch, submit([text for _, text in batch])))
+            waiting.append((batch, pool.submit(encode, [text for _, text in batch])))
             if len(waiting) > ahead:
                 batch, future = waiting.popleft()
                 yield batch, future.result()
         for batch, future in waiting:
             yield batch, future.result()
-    except BrokenProcessPool as error:
-        for child in active_children():
-            child.kill()  # the pool asks the others to end and waits; one that starts up may not have heard
-        raise PrepareError(f"prepare_workers={workers}: one was killed, for want of memory perhaps; the same command goes "
-                           "on, also with fewer") from error  # fmt: skip
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(tokenizer: tokenizers.Tokenizer, eos: int, process: bool) -> None:
-    if process:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes scale where threads do not
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=_follow_parent, daemon=True).start()
+def _encoder(tokenizer: tokenizers.Tokenizer, eos: int) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray]]:
+    """The function of texts to (their ids, EOS after each, one after another [n]; the length of each [texts])."""
     tokenizer.encode_special_tokens = True  # text is only text
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    _WORKER.update(tokenizer=tokenizer, eos=eos)
+
+    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = array("I"), []
+        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            n = len(ids)
+            ids.fromlist(encoding.ids)
+            ids.append(eos)
+            lengths.append(len(ids) - n)
+        return np.frombuffer(ids, np.uint32), np.array(lengths, np.int64)
+
+    return encode
 
 
-def _follow_parent() -> None:
-    """A killed parent leaves nobody behind."""
-    connection.wait([parent_process().sentinel])
-    os._exit(1)
+@contextlib.contextmanager
+def _processes(tokenizer: tokenizers.Tokenizer, eos: int, n: int) -> Iterator[Callable]:
+    """The same function, for up to n threads at once: each call is done by one of n processes, at the end of a pipe."""
+    children, idle = [], SimpleQueue()
+
+    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        child, pipe = idle.get()
+        try:
+            pipe.send(texts)
+            return pipe.recv()
+        except (EOFError, OSError) as error:
+            child.join(9)
+            raise PrepareError(f"prepare_workers={n}: one ended early (exit code {child.exitcode}; -9: killed, for want of "
+                               "memory perhaps); the same command goes on, also with fewer") from error  # fmt: skip
+        finally:
+            idle.put((child, pipe))  # a dead one too: the next call is not to wait for it
+
+    try:
+        for _ in range(n):
+            pipe, far_end = get_context("spawn").Pipe()
+            child = get_context("spawn").Process(target=_work, args=(far_end,), daemon=True)
+            child.start()
+            far_end.close()  # the child's death closes the pipe, and so does ours
+            children.append((child, pipe))
+        for child, pipe in children:  # all have started up meanwhile
+            with contextlib.suppress(OSError):  # a dead one is told of at its first call
+                pipe.send((tokenizer, eos))
+            idle.put((child, pipe))
+        yield encode
+    finally:
+        for child, pipe in children:
+            child.kill()
+            child.join()
+            pipe.close()
 
 
-def _encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    ids, lengths = array("I"), []
-    for encoding in _WORKER["tokenizer"].encode_batch_fast(texts, add_special_tokens=False):
-        n = len(ids)
-        ids.fromlist(encoding.ids)
-        ids.append(_WORKER["eos"])
-        lengths.append(len(ids) - n)
-    return np.frombuffer(ids, np.uint32), np.array(lengths, np.int64)
+def _work(pipe: Connection) -> None:
+    """A worker process: texts come, ids go, until the other end is closed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes scale where threads do not
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, OSError):
+        encode = _encoder(*pipe.recv())
+        while True:
+            pipe.send(encode(pipe.recv()))
 
 
 # --- files -------------------------------------------------------------------------------------------------------

@@ -621,16 +621,18 @@ def test_a_changed_source_or_rule_is_refused(small, tmp_path, monkeypatch):
     prepare.prepare(config(small, tmp_path / "half", moved))
 
 
-def test_a_worker_that_is_killed_is_told(tokenizer_of):
+@pytest.mark.parametrize("fed", [0, 1, 5])
+def test_a_worker_that_is_killed_is_told(fed, tokenizer_of):
     def batches():
-        yield [(None, "a")]
-        multiprocessing.active_children()[0].kill()
-        for _ in range(9):
-            yield [(None, "b")]
+        for n in range(9):
+            if n == fed:
+                multiprocessing.active_children()[0].kill()
+            yield [(None, "a")]
 
     tokenizer = tokenizer_of("byte_level")[0].backend_tokenizer
-    with pytest.raises(prepare.PrepareError, match="prepare_workers=2: one was killed"):
+    with pytest.raises(prepare.PrepareError, match=r"prepare_workers=2: one ended early \(exit code -9;"):
         list(prepare.encode_in_order(batches(), tokenizer, 0, 2))
+    assert not multiprocessing.active_children()
 
 
 def test_two_at_once_are_refused(small, tmp_path):

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from model import Qwen2, load_tokenizer, pick_device, tokenizer_hash, weights_hash
+from model import Qwen2, device_name, load_tokenizer, pick_device, tokenizer_hash, weights_hash
 from rows import PAD, open_rows
 from tables import TEACHER_KEYS, figures, row_text, tabulate
 from tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, read_items, task_file
@@ -460,7 +460,7 @@ def score(args, device: torch.device) -> None:
             "name": c.name, "split": args.split, "tasks": benchmarks(scorer, items, args) if items else {},
             "intrinsic": figures_found, "weights_sha256": c.sha256, "tokenizer_sha256": tokenizer_hash(c.tokenizer),
             "protocol": protocol, "versions": {p: version(p) for p in packages}, "run": c.run,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "device": device_name(device),
             "wall_sec": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
         if rank() == 0:

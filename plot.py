@@ -29,6 +29,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 from PIL import Image  # matplotlib brings it
 
 import configure
+from tables import read_lines
 from tasks import TASKS
 
 FIGURES = ("curves", "budget", "anchoring")  # those drawn from a run's logs
@@ -83,7 +84,7 @@ def read_log(path: Path, how: str = "") -> list[dict]:
     """
     if not path.is_file():
         raise MissingLog(f"{path}: no such log{how}")
-    records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    records = read_lines(path)
     if how and not records:
         raise MissingLog(f"{path}: no record yet{how}")
     return list({(r["step"], *sorted(r)): r for r in records}.values())

@@ -69,7 +69,7 @@ class Run:
     def done(self) -> int:
         """Updates of students that are behind it; those of one run go in step."""
         left = [m for m in self.methods if not self.ended(m)]
-        log = read_lines(self.folder / left[0] / "log.jsonl") if left else []
+        log = tables.read_lines(self.folder / left[0] / "log.jsonl") if left else []
         return self.steps * (len(self.methods) - len(left)) + len(left) * (log[-1]["step"] if log else 0)
 
 
@@ -113,7 +113,7 @@ def held_out_ce(run: Run, method: str) -> float:
     """What train.py's last validation said; infinite where the student had to stop."""
     if (run.folder / method / "stopped.json").is_file():
         return math.inf
-    return read_lines(run.folder / method / "log.jsonl")[-1]["val_ce"]
+    return tables.read_lines(run.folder / method / "log.jsonl")[-1]["val_ce"]
 
 
 # --- running it ------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def same_settings(out: Path, flags: list[str], rows: int) -> None:
 def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
     """All that the report needs, from the runs' folders into `results`: one line per student, and the logs of one seed."""
     walls: dict = {}
-    for line in read_lines(out / "runs.jsonl"):
+    for line in tables.read_lines(out / "runs.jsonl"):
         walls[line["run"]] = round(walls.get(line["run"], 0.0) + line["wall_sec"], 1)
     shutil.rmtree(results / "logs", ignore_errors=True)
     lines = []
@@ -273,7 +273,7 @@ def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
     write_lines(results / "results.jsonl", sorted(lines, key=lambda x: (NAMES.index(x["settings"]), x["seed"])))
     write_lines(results / "rates.jsonl", [{"method": m, "lr": lr, "val_ce": ce if ce < math.inf else None}
                                           for m, by_rate in found.items() for lr, ce in sorted(by_rate.items())])  # fmt: skip
-    write_lines(results / "runs.jsonl", read_lines(out / "runs.jsonl"))
+    write_lines(results / "runs.jsonl", tables.read_lines(out / "runs.jsonl"))
     shutil.copy(out / "settings.json", results)
 
 
@@ -285,12 +285,6 @@ def copy_logs(run: Run, method: str, to: Path) -> None:
     for name in others:
         if (run.folder / name).is_file() and (method == "alra" or not (to / name).is_file()):
             shutil.copy(run.folder / name, to / name)
-
-
-def read_lines(file: Path) -> list[dict]:
-    """The records of a log; a line that is still being written does not count."""
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def write_lines(file: Path, lines: list[dict]) -> None:
@@ -459,7 +453,7 @@ FIGURES = [
 
 def report(results: Path, out: Path, draw: bool = True) -> None:
     """The committed logs in `results` -> README.md, tables.csv and the figures in `out`."""
-    lines = read_lines(results / "results.jsonl")
+    lines = tables.read_lines(results / "results.jsonl")
     if not lines:
         raise ReplicateError(f"{results}: no results.jsonl there; first: python replicate.py")
     comparable(lines)
@@ -470,9 +464,9 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
     cfg = json.loads((results / "settings.json").read_text())["main"]
     some, records = next(iter(next(iter(students.values())).values())), []
     seeds = sorted({x["seed"] for x in lines})
-    seen = read_lines(results / "logs" / "teacher.jsonl")
+    seen = tables.read_lines(results / "logs" / "teacher.jsonl")
     taught = sum(x["ce"] * x["n"] for x in seen) / sum(x["n"] for x in seen) if seen else None  # on rows of training
-    hours = sum(x["wall_sec"] for x in read_lines(results / "runs.jsonl")) / 3600
+    hours = sum(x["wall_sec"] for x in tables.read_lines(results / "runs.jsonl")) / 3600
 
     def every(key):
         return ", ".join(sorted({str(x[key]) for x in lines}))
@@ -507,7 +501,7 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
     text += (
         FIGURES * (results / "logs" / "run.json").is_file()
         + ordering(students)
-        + learning_rates(read_lines(results / "rates.jsonl"))
+        + learning_rates(tables.read_lines(results / "rates.jsonl"))
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text("\n".join(text).rstrip() + "\n")

@@ -224,6 +224,12 @@ def tabulate(paths: list[str], reference: str = "pretrain", mixed: bool = False)
     return "\n".join(lines), records
 
 
+def read_lines(path: Path) -> list[dict]:
+    """The records of a log, none where there is none; a line that is still being written does not count."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def load(paths: list[str]) -> list[dict]:
     """The results in these folders, or one level below, each with the folder that it came from."""
     files = []

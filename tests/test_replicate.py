@@ -199,13 +199,13 @@ def test_a_killed_replication_goes_on_and_ends_in_a_report(tmp_path):
     first.send_signal(signal.SIGTERM)  # the first run has ended, the second has begun
     _, said = first.communicate(timeout=60)
     assert first.returncode == 143, said
-    before = replicate.read_lines(runs)
+    before = replicate.tables.read_lines(runs)
     assert [(x["run"], x["rc"]) for x in before] == [("main_lr0.003_seed1", 0), ("main_lr0.003_seed2", None)]
     made = (out / "main_lr0.003_seed1" / "pd" / "run.json").stat().st_mtime_ns
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (out / "main_lr0.003_seed1" / "pd" / "run.json").stat().st_mtime_ns == made  # not run again
-    lines = replicate.read_lines(out / "replication" / "results.jsonl")
+    lines = replicate.tables.read_lines(out / "replication" / "results.jsonl")
     kept = [
         ("main", "pretrain", 1),
         ("main", "pd", 1),

@@ -450,7 +450,7 @@ def score(args, device: torch.device) -> None:
             raise EvalError(
                 f"{c.name}: its results would go to {c.folder}, like another's; score it apart, with an --out"
             )
-        nothing_lost(c, read_json(c.folder / f"eval_{args.split}.json"), protocol, bool(items), args)
+        nothing_lost(c, read_json(c.folder / f"eval_{args.split}.json"), protocol, bool(items), bool(rows_dir), args)
     intrinsic = over_val(checkpoints, rows_dir, teacher, args) if rows_dir else [(None, None)] * len(checkpoints)
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
@@ -467,17 +467,23 @@ def score(args, device: torch.device) -> None:
             write(c.folder, result, sums, alone=len(checkpoints) == 1)
 
 
-def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, args) -> None:
+def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, over_rows: bool, args) -> None:
     """Refuse to write over results that this call would not make again."""
     if not before:
         return
-    same, there = before["weights_sha256"] == c.sha256, before["protocol"]
-    if not same and (args.out or c.run is None):  # a student's own folder follows its weights
-        raise EvalError(f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them")
+    there = before["protocol"]
+    if before["weights_sha256"] != c.sha256:
+        if args.out or c.run is None:  # a student's own folder follows its weights
+            raise EvalError(
+                f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
+            )
+        return
     differs = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
-    whole = before["tasks"] and there["limit"] is None
-    if same and scoring and whole and differs:
-        raise EvalError(f"{c.folder} holds scores of whole sets ({differs[0]}); put these elsewhere by --out")
+    other_dtype = there["dtype"] != protocol["dtype"]  # a file's scores and figures are of one dtype
+    scores = before["tasks"] and there["limit"] is None and differs and (scoring or other_dtype)
+    if scores or (before["intrinsic"] and other_dtype and not over_rows):
+        what = "scores of whole sets" if scores else "figures over held-out rows"
+        raise EvalError(f"{c.folder} holds {what} ({', '.join(differs)}); put these elsewhere by --out")
 
 
 def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | None, args) -> list[tuple[dict, dict]]:

@@ -917,6 +917,32 @@ def test_scores_of_whole_sets_are_not_lost_to_a_trial(finished, data, tmp_path):
     ev.run([*argv, "--limit", "3", "--out", str(tmp_path)])
 
 
+def test_neither_scores_nor_figures_are_lost_to_another_dtype(finished, data, tmp_path):
+    scores = [
+        str(finished / "out" / "alra"),
+        "--data_dir",
+        str(data),
+        "--out",
+        str(tmp_path),
+        "--tasks",
+        "piqa",
+        "--rows",
+        "none",
+    ]
+    figures = [scores[0], "--tasks", "none", "--teacher", "none"]
+    ev.run(scores)
+    with pytest.raises(tasks.EvalError, match=r"holds scores of whole sets \(dtype float32 there, bfloat16 here\)"):
+        ev.run([*figures, "--out", str(tmp_path), "--dtype", "bfloat16"])
+    ev.run([*figures, "--out", str(tmp_path / "rows")])
+    with pytest.raises(
+        tasks.EvalError, match=r"holds figures over held-out rows \(dtype float32 there, bfloat16 here\)"
+    ):
+        ev.run([*scores, "--out", str(tmp_path / "rows"), "--dtype", "bfloat16"])
+    ev.run([*scores, "--out", str(tmp_path / "rows")])
+    both = json.loads((tmp_path / "rows" / "eval_heldout.json").read_text())
+    assert both["tasks"]["piqa"]["n"] and both["intrinsic"]["ce"] > 0
+
+
 def test_runs_with_different_rows_are_scored_apart(finished, tmp_path):
     shutil.copytree(finished / "out", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "run.json").read_text())["config"]

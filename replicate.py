@@ -1,7 +1,7 @@
 """Every method, variant and study of the paper at a scale that one machine can afford: several seeds, paired.
 
     python replicate.py --jobs=2                  hours on two cores; started again it goes on where it was
-    python replicate.py --quick                   two seeds, few updates, no choice of learning rates: minutes
+    python replicate.py --quick                   two seeds, short rows, no choice of learning rates: minutes
     python replicate.py --compile=True            --key=value of configure.py goes on to every run
     python replicate.py --report                  tables and figures anew, from the committed logs alone
 
@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parent
 NAMES = ("main", "pair", "anchor", "budget", "detach", "group4", "group16", "long")  # config/mini_*.py
 LADDER = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # learning rates, the middle ones first
 FIGURE_SEED = 1  # whose logs the figures are drawn from; only its runs count d_u and the teacher's probabilities
-QUICK = ("--max_steps=40", "--schedule_steps=40", "--warmup_steps=4", "--val_max_rows=32")
+QUICK = ("--max_steps=200", "--schedule_steps=200", "--warmup_steps=20", "--val_max_rows=32",
+         "--seq_len=32", "--data_dir=data/mini_quick")  # fmt: skip
 AT_A_TIME = 32  # students per process of eval.py, where they share the teacher's pass
 
 
@@ -80,8 +81,11 @@ def files_of(name: str, flags: list[str]) -> tuple[str, ...]:
 def plan(out: Path, flags: list[str], rates: dict[str, float], seeds: range, only: tuple[str, ...]) -> list[Run]:
     """The runs of all configs, studies last: those that differ in nothing but the methods are one run per learning rate."""
     names, shared = {}, {}
+    steps = configure.load(files_of("main", flags)).config.max_steps
     for name in NAMES:
         cfg = configure.load(files_of(name, flags)).config
+        if name == "long" and cfg.max_steps == steps:  # a flag has set both: no longer runs
+            continue
         settings = dataclasses.replace(cfg, methods=("pretrain",), out_dir="")
         first = names.setdefault(settings, name)
         for method in cfg.methods:
@@ -557,7 +561,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                                      epilog="Other --key=value flags go on to every run; configure.py lists them.")  # fmt: skip
     add = parser.add_argument
-    add("--quick", action="store_true", help="two seeds, few updates, one learning rate for all: minutes")
+    add("--quick", action="store_true", help="two seeds, 200 updates of rows of 32, one learning rate for all: minutes")
     add("--report", action="store_true", help="only write the tables and figures anew, from --results")
     add("--seeds", type=int, help="how many, from 1 on; default: 5, quick 2")
     add("--jobs", type=int, default=1, help="runs at a time")

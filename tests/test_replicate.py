@@ -226,5 +226,6 @@ def test_a_killed_replication_goes_on_and_ends_in_a_report(tmp_path):
     assert all(x["teacher_sha256"] for x in lines)
     assert len({x["weights_sha256"] for x in lines}) == 4
     assert (out / "replication" / "curves.png").is_file() and "| pd | 0.003 | 2 |" in (out / "replication" / "README.md").read_text()  # fmt: skip
+    assert "- Rates: one for all methods" in (out / "replication" / "README.md").read_text()  # none were tried
     cfg = json.loads((out / "main_lr0.003_seed2" / "run.json").read_text())["config"]
     assert cfg["seed"] == 2 and cfg["seq_len"] == 31 and cfg["histogram_every_steps"] is None

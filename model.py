@@ -360,28 +360,27 @@ def read_weights(model: Qwen2, folder: Path) -> None:
     wanted = dict(model.state_dict())
     absent, twin = set(wanted), None
     for file in weight_files(folder):
-        try:
-            tensors = safetensors.safe_open(file, framework="pt")
-        except safetensors.SafetensorError as error:
-            raise CheckpointError(f"{file}: not a whole safetensors file ({error}); fetch or write it again") from error
-        with tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                if name.endswith("rotary_emb.inv_freq"):
-                    continue  # a constant that old checkpoints carry
+        for name in tensor_names(file):
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # a constant that old checkpoints carry
+            with safetensors.safe_open(
+                file, framework="pt"
+            ) as tensors:  # anew: all that was read of it counts as memory
                 source = tensors.get_tensor(name)
-                if name == "lm_head.weight" and model.config.tie_word_embeddings:
-                    twin = source  # some writers store the tied head twice
-                    continue
-                if name not in wanted:
-                    raise CheckpointError(
-                        f"{file}: extra tensor {name} {tuple(source.shape)}; config.json has no place for it"
-                    )
-                if source.shape != wanted[name].shape:
-                    raise CheckpointError(
-                        f"{file}: {name} is {tuple(source.shape)}, expected {tuple(wanted[name].shape)} by config.json"
-                    )
-                wanted[name].copy_(source)
-                absent.discard(name)
+            if name == "lm_head.weight" and model.config.tie_word_embeddings:
+                twin = source  # some writers store the tied head twice
+                continue
+            if name not in wanted:
+                raise CheckpointError(
+                    f"{file}: extra tensor {name} {tuple(source.shape)}; config.json has no place for it"
+                )
+            if source.shape != wanted[name].shape:
+                raise CheckpointError(
+                    f"{file}: {name} is {tuple(source.shape)}, expected {tuple(wanted[name].shape)} by config.json"
+                )
+            wanted[name].copy_(source)
+            absent.discard(name)
+            del source
     if json.loads((folder / "config.json").read_text())["model_type"] == "llama":
         for name in [n for n in absent if n.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]:
             wanted[name].zero_()
@@ -392,6 +391,14 @@ def read_weights(model: Qwen2, folder: Path) -> None:
         )
     if twin is not None and not torch.equal(twin.to(model.head), model.head):
         raise CheckpointError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
+
+
+def tensor_names(file: Path) -> list[str]:
+    try:
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            return list(tensors.keys())
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file ({error}); fetch or write it again") from error
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import bench
 from model import (
     PRESETS,
     CheckpointError,
@@ -277,3 +278,15 @@ def test_tokenizer_files_travel_with_the_model(tmp_path):
     assert json.loads((tmp_path / "m" / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
     with pytest.raises(CheckpointError, match="no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak memory"
+)
+def test_loading_never_holds_the_file_and_the_weights_at_once(tmp_path):
+    init_student(Qwen2Config(512, 4096, 4, 4, 4, vocab_size=1000)).save_pretrained(tmp_path / "m")
+    size = (tmp_path / "m" / "model.safetensors").stat().st_size / 2**20
+    before = bench.start_memory(torch.device("cpu"))
+    model = Qwen2.from_pretrained(str(tmp_path / "m"))
+    peak = bench.peak_memory(torch.device("cpu"), before)
+    assert size > 100 and peak < 1.4 * size and model.head.any()

@@ -345,48 +345,54 @@ def holm(ps: list[float | None]) -> list[float | None]:
 
 def paired(mine: dict, first: dict, key: str) -> dict[int, float]:
     """A figure's difference by seed, in the unit of print."""
-    return {s: tables.FIGURES[key][2] * (mine[s][key] - first[s][key]) for s in mine if s in first}
+    return {s: tables.FIGURES[key].factor * (mine[s][key] - first[s][key]) for s in mine if s in first}
 
 
 def one_section(name: str, title: str, rows: list, students: dict, records: list) -> list[str]:
     """A table's means and its paired differences as Markdown; a record per cell."""
-    heads, cells, diffs = {k: tables.FIGURES[k] for k in tables.FIGURES}, [], {}
     rows = [row for row in rows if students.get(row[1])]
-    shown = [*{ref: None for _, me, ref in rows if ref != me and ref not in [r[1] for r in rows] and ref in students}, *(me for _, me, _ in rows)]  # fmt: skip
-    labels = {ref: ref[1] for ref in shown} | {me: label for label, me, _ in rows}
-    for me in shown:
-        cells.append([{s: x[k] * heads[k][2] for s, x in students[me].items()} for k in heads])
-    marked = tables.mark(cells, [h[1] for h in heads.values()], [h[3] for h in heads.values()])
-    body = []
-    for me, texts in zip(shown, marked, strict=True):
-        some = list(students[me].values())
-        rates = sorted({x["lr"] for x in some})
-        shares = [x["wall_sec"] / x["students_in_run"] for x in some if x["wall_sec"]]
-        seconds = f"{sum(shares) / len(shares):.0f}" if shares else "–"
-        body.append([labels[me], " ".join(f"{lr:g}" for lr in rates), str(len(some)), *texts, seconds])
-    lines = [f"## {title}", "", *tables.grid(["", "lr", "n", *(h[0] for h in heads.values()), "s"], body), ""]
     against = [row for row in rows if row[1] != row[2] and students.get(row[2])]
-    for k in COMPARED:
-        diffs[k] = [paired(students[me], students[ref], k) for _, me, ref in against]
-    corrected = {k: holm([p_value(list(d.values())) for d in diffs[k]]) for k in COMPARED}
+    inside = {me: label for label, me, _ in rows}
+    labels = {ref: ref[1] for _, _, ref in against if ref not in inside} | inside
+    text = [f"## {title}", "", *means(name, labels, students, records), ""]
+    if against:
+        text += [*differences(name, against, students, records), "", f"![{title}](forest_{name}_ce.png)", ""]
+    return text
+
+
+def means(name: str, labels: dict, students: dict, records: list) -> list[str]:
+    """Mean and interval over seeds of every figure, a line per student, with its rate, seeds and time."""
+    every = tables.FIGURES.values()
+    cells = [
+        [{s: x[k] * f.factor for s, x in students[me].items()} for k, f in tables.FIGURES.items()] for me in labels
+    ]
+    marked = tables.mark(cells, [f.sense for f in every], [f.digits for f in every])
     body = []
-    for i, (label, _me, ref) in enumerate(against):
-        body.append([label, ref[1]])
-        for k in COMPARED:
-            d, p = diffs[k][i], corrected[k][i]
-            mid, half = tables.mean(d), tables.half(d)
-            digits = heads[k][3]
-            body[-1] += [f"{mid:+.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else ""), p_text(p)]
+    for (me, label), line, texts in zip(labels.items(), cells, marked, strict=True):
+        runs = students[me].values()
+        rates = " ".join(f"{lr:g}" for lr in sorted({x["lr"] for x in runs}))
+        shares = [x["wall_sec"] / x["students_in_run"] for x in runs if x["wall_sec"]]
+        seconds = f"{sum(shares) / len(shares):.0f}" if shares else "–"
+        body.append([label, rates, str(len(runs)), *texts, seconds])
+        for k, cell in zip(tables.FIGURES, line, strict=True):
+            records.append({"table": name, "method": label, "figure": k, "n_seeds": len(cell),
+                            "mean": tables.mean(cell), "half": tables.half(cell)})  # fmt: skip
+    return tables.grid(["", "lr", "n", *(f.heading for f in every), "s"], body)
+
+
+def differences(name: str, against: list, students: dict, records: list) -> list[str]:
+    """Mean, interval and p of each student less its reference, paired by seed; a figure's p are one family."""
+    body = [[label, ref[1]] for label, _, ref in against]
+    for k in COMPARED:
+        digits, gaps = tables.FIGURES[k].digits, [paired(students[me], students[ref], k) for _, me, ref in against]
+        plain = [p_value(list(gap.values())) for gap in gaps]
+        for line, gap, p, p_holm in zip(body, gaps, plain, holm(plain), strict=True):
+            mid, half = tables.mean(gap), tables.half(gap)
             low, high = (None, None) if half is None else (mid - half, mid + half)
-            records.append({"table": name, "method": label, "reference": ref[1], "figure": k, "n_seeds": len(d), "difference": mid,
-                            "low": low, "high": high, "p": p_value(list(d.values())), "p_holm": p})  # fmt: skip
-    for me, values in zip(shown, cells, strict=True):
-        for k, cell in zip(heads, values, strict=True):
-            records.append({"table": name, "method": labels[me], "figure": k, "n_seeds": len(cell), "mean": tables.mean(cell), "half": tables.half(cell)})  # fmt: skip
-    heads_d = [h for k in COMPARED for h in (f"Δ {heads[k][0]}", "p")]
-    return lines + (
-        [*tables.grid(["", "less", *heads_d], body), "", f"![{title}](forest_{name}_ce.png)", ""] if body else []
-    )
+            line += [f"{mid:+.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else ""), p_text(p_holm)]
+            records.append({"table": name, "method": line[0], "reference": line[1], "figure": k, "n_seeds": len(gap),
+                            "difference": mid, "low": low, "high": high, "p": p, "p_holm": p_holm})  # fmt: skip
+    return tables.grid(["", "less", *(h for k in COMPARED for h in (f"Δ {tables.FIGURES[k].heading}", "p"))], body)
 
 
 def p_text(p: float | None) -> str:
@@ -397,49 +403,62 @@ def ordering(students: dict) -> list[str]:
     """How far our order of methods is the paper's, per table, student of the paper and figure; counted pair by pair."""
     body, ranks = [], []
     for title, split, names in tables.LAYOUT:
-        methods = [m for m in names if students.get(("main", m))]
-        if len(methods) < 2:
+        seeds = {m: students["main", m] for m in names if students.get(("main", m))}
+        if len(seeds) < 2:
             continue
-        paper = {size: {m: tables.PAPER[size, split, m]["avg"] for m in methods} for size in ("200m", "500m")}
-        ours = {k: {m: -tables.FIGURES[k][1] * tables.mean({s: x[k] for s, x in students["main", m].items()}) for m in methods} for k in COMPARED}  # fmt: skip
-        columns = [{m: -v for m, v in p.items()} for p in paper.values()] + list(ours.values())
-        ranks += [[title if not i else "", m, *(str(1 + sum(v < c[m] for v in c.values())) for c in columns)] for i, m in enumerate(methods)]  # fmt: skip
+        # less is better in all of these
+        paper = {size: [-tables.PAPER[size, split, m]["avg"] for m in seeds] for size in ("200m", "500m")}
+        ours = {k: [-tables.FIGURES[k].sense * tables.mean({s: x[k] for s, x in runs.items()}) for runs in seeds.values()]
+                for k in COMPARED}  # fmt: skip
+        columns = [*paper.values(), *ours.values()]
+        for i, m in enumerate(seeds):
+            ranks.append([title if not i else "", m, *(str(1 + sum(v < c[i] for v in c)) for c in columns)])
         for (size, theirs), (k, mine) in itertools.product(paper.items(), ours.items()):
-            same, other = [0, 0], [0, 0]  # all, and those whose paired interval leaves out 0
-            for a, b in itertools.combinations(methods, 2):
-                agree = (theirs[a] - theirs[b]) * (mine[b] - mine[a])
-                gaps = paired(students["main", a], students["main", b], k)
-                half = tables.half(gaps) if gaps else None
-                sure = half is not None and abs(tables.mean(gaps)) > half
-                into = same if agree > 0 else other if agree < 0 else None
-                if into:
-                    into[0] += 1
-                    into[1] += sure
-            tau = stats.kendalltau([-theirs[m] for m in methods], [mine[m] for m in methods])
-            body.append([title, size, tables.FIGURES[k][0], f"{tau.statistic:+.2f}", p_text(tau.pvalue),
-                         *(f"{n} ({sure})" for n, sure in (same, other))])  # fmt: skip
+            tau = stats.kendalltau(theirs, mine)
+            body.append([title, size, tables.FIGURES[k].heading, f"{tau.statistic:+.2f}", p_text(tau.pvalue),
+                         *pairs(theirs, mine, list(seeds.values()), k)])  # fmt: skip
     if not body:
         return []
+    figures = [f"our {tables.FIGURES[k].heading.split(',')[0]}" for k in COMPARED]
     return ["## The paper's ordering and ours", "",
             "Kendall's tau-b between the paper's averages over tasks (more is better) and our figure. Pairs of methods in the same and",
             "in the opposite order; in brackets, those whose paired 95 % interval over our seeds (not corrected) leaves out 0.", "",
             *tables.grid(["", "paper's student", "our figure", "tau", "p", "same", "opposite"], body), "",
-            "Ranks, 1 is best:", "",
-            *tables.grid(["", "method", "paper 200m", "paper 500m", *(f"our {tables.FIGURES[k][0].split(',')[0]}" for k in COMPARED)], ranks), ""]  # fmt: skip
+            "Ranks, 1 is best:", "", *tables.grid(["", "method", "paper 200m", "paper 500m", *figures], ranks), ""]  # fmt: skip
+
+
+def pairs(theirs: list[float], mine: list[float], seeds: list[dict], key: str) -> tuple[str, str]:
+    """Pairs of methods in the same and in the opposite order; in brackets, those whose paired interval leaves out 0."""
+    counts = {+1: [0, 0], -1: [0, 0]}
+    for a, b in itertools.combinations(range(len(seeds)), 2):
+        agree = np.sign((theirs[a] - theirs[b]) * (mine[a] - mine[b]))
+        gaps = paired(seeds[a], seeds[b], key)
+        half = tables.half(gaps) if gaps else None
+        if agree:
+            counts[agree][0] += 1
+            counts[agree][1] += half is not None and abs(tables.mean(gaps)) > half
+    return tuple(f"{n} ({sure})" for n, sure in counts.values())
 
 
 def learning_rates(lines: list[dict]) -> list[str]:
     """What the choice was made from."""
     if not lines:
         return []
-    methods, rates = list(dict.fromkeys(x["method"] for x in lines)), sorted({x["lr"] for x in lines})
-    ce = {(x["method"], x["lr"]): x["val_ce"] for x in lines}
-    best = {m: min((v, lr) for (n, lr), v in ce.items() if n == m and v is not None) for m in methods}
-    body = [[m, *("–" if (m, lr) not in ce else "stopped" if ce[m, lr] is None else f"**{ce[m, lr]:.4f}**" if best[m] == (ce[m, lr], lr)
-                  else f"{ce[m, lr]:.4f}" for lr in rates)] for m in methods]  # fmt: skip
-    at_end = [m for m in methods if best[m][1] in (LADDER[0], LADDER[-1])]
-    return ["## Learning rates", "", "Held-out CE of seed 0, which is not among the seeds above, in nats per token, over the first `val_max_rows` of the rows that are scored.", "",
-            *tables.grid(["", *(f"{lr:g}" for lr in rates)], body), "",
+    rates, tried = sorted({x["lr"] for x in lines}), {}
+    for x in lines:
+        tried.setdefault(x["method"], {})[x["lr"]] = math.inf if x["val_ce"] is None else x["val_ce"]
+    best = {m: min(by_rate, key=by_rate.get) for m, by_rate in tried.items()}
+
+    def cell(m: str, lr: float) -> str:
+        if lr not in tried[m]:
+            return "–"
+        text = f"{tried[m][lr]:.4f}" if tried[m][lr] < math.inf else "stopped"
+        return f"**{text}**" if lr == best[m] else text
+
+    at_end = [m for m, lr in best.items() if lr in (LADDER[0], LADDER[-1])]
+    return ["## Learning rates", "",
+            "Held-out CE of seed 0, which is not among the seeds above, in nats per token, over the first `val_max_rows` of the rows that are scored.", "",
+            *tables.grid(["", *(f"{lr:g}" for lr in rates)], [[m, *(cell(m, lr) for lr in rates)] for m in tried]), "",
             f"Best at an end of the ladder, so that a rate beyond might do better: {', '.join(at_end) or 'none'}.", ""]  # fmt: skip
 
 
@@ -538,7 +557,7 @@ def figures(results: Path, out: Path, records: list[dict]) -> None:
                 for r in records if r["table"] == name and r["figure"] == k and "difference" in r]  # fmt: skip
         if rows:
             less = {"main": "vanilla_kd", "group": "the same at one sequence", "long": "vanilla_kd, of ALRA for its variants"}.get(name, "alra")  # fmt: skip
-            plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{tables.FIGURES[k][0]}, less that of {less}; mean and 95 % interval, not corrected")  # fmt: skip
+            plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{tables.FIGURES[k].heading}, less that of {less}; mean and 95 % interval, not corrected")  # fmt: skip
     if (results / "logs" / "run.json").is_file():
         plot.run([str(results / "logs"), f"--out={out}"])
         points = plot.read_curves(plot.find_logs([results / "logs"]))

@@ -8,6 +8,7 @@ protocol of scoring.
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -79,14 +80,21 @@ NAMES = {
 
 # --- figures over held-out rows --------------------------------------------------------------------------------
 
-# key -> heading, +1 where more is better, factor and digits in print
+
+class Figure(NamedTuple):
+    heading: str
+    sense: int  # +1 where more is better, -1 where less is
+    factor: int  # to the unit of print
+    digits: int  # in print
+
+
 FIGURES = {
-    "ce": ("CE, nats/token", -1, 1, 4),
-    "bits_per_byte": ("bits/byte", -1, 1, 4),
-    "kl": ("KL to teacher, nats", -1, 1, 4),
-    "top1": ("top-1 agreement, %", +1, 100, 2),
-    "top5": ("top-5 agreement, %", +1, 100, 2),
-    "ece": ("ECE, %", -1, 100, 2),
+    "ce": Figure("CE, nats/token", -1, 1, 4),
+    "bits_per_byte": Figure("bits/byte", -1, 1, 4),
+    "kl": Figure("KL to teacher, nats", -1, 1, 4),
+    "top1": Figure("top-1 agreement, %", +1, 100, 2),
+    "top5": Figure("top-5 agreement, %", +1, 100, 2),
+    "ece": Figure("ECE, %", -1, 100, 2),
 }
 
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
@@ -154,9 +162,9 @@ def row_text(result: dict) -> str:
         if any(v["n"] != v["n_rows"] for v in tasks.values()):
             lines += ["", "Not the whole sets: only the first items of each task were scored (--limit)."]
     if found:
-        keys = [key for key in FIGURES if key in found]
-        texts = [f"{found[key] * FIGURES[key][2]:.{FIGURES[key][3]}f}" for key in keys]
-        lines += ["", *grid([FIGURES[key][0] for key in keys], [texts])]
+        some = {figure: found[key] for key, figure in FIGURES.items() if key in found}
+        texts = [f"{value * f.factor:.{f.digits}f}" for f, value in some.items()]
+        lines += ["", *grid([f.heading for f in some], [texts])]
         lines += [
             "",
             f"Over {found['n_targets']:,} targets in {found['n_rows']:,} held-out rows; {teacher_text(found)}",
@@ -368,13 +376,13 @@ def intrinsics(student: str | None, rows: dict, base: str, records: list) -> lis
     cells = []
     for method, seeds in rows.items():
         cells.append(
-            [{s: r["intrinsic"][k] * FIGURES[k][2] for s, r in seeds.items() if k in r["intrinsic"]} for k in keys]
+            [{s: r["intrinsic"][k] * FIGURES[k].factor for s, r in seeds.items() if k in r["intrinsic"]} for k in keys]
         )
         records += [
             record("Held-out rows", student, None, method, *cell, None) for cell in zip(keys, cells[-1], strict=True)
         ]
-    marked = mark(cells, [FIGURES[k][1] for k in keys], [FIGURES[k][3] for k in keys])
-    heads, found = ["", *(FIGURES[k][0] for k in keys)], results[0]["intrinsic"]
+    marked = mark(cells, [FIGURES[k].sense for k in keys], [FIGURES[k].digits for k in keys])
+    heads, found = ["", *(FIGURES[k].heading for k in keys)], results[0]["intrinsic"]
     lines = ["### Held-out rows", "", *grid(heads, [[m, *texts] for m, texts in zip(rows, marked, strict=True)]), ""]
     lines += [caption(rows), f"{found['n_targets']:,} targets in {found['n_rows']:,} rows; {teacher_text(found)}", ""]
     body = [[m, *(gap(seeds, rows[base], k) for k in keys)] for m, seeds in rows.items() if m != base and base in rows]

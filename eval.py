@@ -357,6 +357,8 @@ def over_rows(
             for h, head, into, gap in zip(hidden, heads, sums, gaps, strict=True):
                 logp = (h[part] @ head.T).log_softmax(-1)
                 ce, top = -logp.gather(-1, label)[:, 0], logp.topk(5)
+                if not ce.isfinite().all():
+                    raise EvalError("a held-out token's probability is not a number or 0; the weights have diverged")
                 of = (torch.ones_like(ce), ce, ce * (n_bytes[label[:, 0]] > 0), n_bytes[label[:, 0]])
                 if teacher:
                     both = (top.indices[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5
@@ -444,13 +446,21 @@ def score(args, device: torch.device) -> None:
     teacher = of_the_runs("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:
         raise EvalError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
+    rows = open_rows(rows_dir, "val")[0][: args.max_rows] if rows_dir else None
     protocol = {"lm_eval": version("lm_eval"), "dtype": args.dtype, "max_length": args.max_length, "limit": args.limit}
     for i, c in enumerate(checkpoints):
         if c.folder in [other.folder for other in checkpoints[:i]]:
             raise EvalError(
                 f"{c.name}: its results would go to {c.folder}, like another's; score it apart, with an --out"
             )
-        nothing_lost(c, read_json(c.folder / f"eval_{args.split}.json"), protocol, bool(items), bool(rows_dir), args)
+        before = read_json(c.folder / f"eval_{args.split}.json")
+        if before and before["weights_sha256"] == c.sha256:
+            nothing_lost(c, before, protocol, bool(items), rows, teacher)
+        elif before and (args.out or c.run is None):  # a student's own folder follows its weights
+            raise EvalError(
+                f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
+            )
+        c.folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before anything is computed
     intrinsic = over_val(checkpoints, rows_dir, teacher, args) if rows_dir else [(None, None)] * len(checkpoints)
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
@@ -467,23 +477,27 @@ def score(args, device: torch.device) -> None:
             write(c.folder, result, sums, alone=len(checkpoints) == 1)
 
 
-def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, over_rows: bool, args) -> None:
-    """Refuse to write over results that this call would not make again."""
-    if not before:
-        return
-    there = before["protocol"]
-    if before["weights_sha256"] != c.sha256:
-        if args.out or c.run is None:  # a student's own folder follows its weights
-            raise EvalError(
-                f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
-            )
-        return
-    differs = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
+def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows, teacher: str | None) -> None:
+    """Refuse to write over results that this call would not make again; `before` is what the file holds."""
+    found, there = before["intrinsic"], before["protocol"]
+    changed = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
     other_dtype = there["dtype"] != protocol["dtype"]  # a file's scores and figures are of one dtype
-    scores = before["tasks"] and there["limit"] is None and differs and (scoring or other_dtype)
-    if scores or (before["intrinsic"] and other_dtype and not over_rows):
-        what = "scores of whole sets" if scores else "figures over held-out rows"
-        raise EvalError(f"{c.folder} holds {what} ({', '.join(differs)}); put these elsewhere by --out")
+    if before["tasks"] and there["limit"] is None and changed and (scoring or other_dtype):
+        raise EvalError(f"{c.folder} holds scores of whole sets ({', '.join(changed)}); put these elsewhere by --out")
+    changed = changed if other_dtype else []
+    if found and rows is not None:
+        if rows_hash(rows[: found["n_rows"]]) != found["rows_sha256"]:
+            changed.append(f"of {found['n_rows']:,} rows that are not among the {len(rows):,} here")
+        if found.get("teacher", teacher) != teacher:
+            changed.append(f"teacher {found['teacher']} there, {teacher} here")
+    if found and changed:
+        raise EvalError(
+            f"{c.folder} holds figures over held-out rows ({', '.join(changed)}); put these elsewhere by --out"
+        )
+
+
+def rows_hash(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows.tobytes()).hexdigest()
 
 
 def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | None, args) -> list[tuple[dict, dict]]:
@@ -493,8 +507,12 @@ def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | N
     for c in checkpoints:
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
             raise EvalError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
+        if rows.shape[1] - 1 > c.model.config.max_position_embeddings:
+            raise EvalError(
+                f"{rows_dir}: rows of {rows.shape[1] - 1} inputs, {c.name} takes {c.model.config.max_position_embeddings} at most"
+            )
     first = checkpoints[0].model.head
-    teacher, facts = None, {"n_rows": len(rows), "rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest()}
+    teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:
         teacher = Qwen2.from_pretrained(teacher_name, device=str(first.device))
         facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher)}
@@ -513,11 +531,13 @@ def write(folder: Path, result: dict, sums: dict | None, alone: bool) -> None:
     """eval_<split>.json, .md, and .npz with the summands per row; scores of the same weights and protocol are kept, and
     so are the figures over held-out rows, which no --limit touches.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"eval_{result['split']}"
     file = stem.with_suffix(".json")
     before = read_json(file)
     same_weights = before.get("weights_sha256") == result["weights_sha256"]
+    if not same_weights or (before["protocol"] != result["protocol"] and result["tasks"]):
+        for old in folder.glob(f"samples_{result['split']}_*.jsonl"):  # of scores that go now
+            old.unlink()
     if same_weights and before["protocol"]["dtype"] == result["protocol"]["dtype"]:
         result["intrinsic"] = result["intrinsic"] or before["intrinsic"]
         if before["tasks"] and not result["tasks"]:
@@ -531,14 +551,21 @@ def write(folder: Path, result: dict, sums: dict | None, alone: bool) -> None:
             (folder / f"samples_{result['split']}_{name}.jsonl").write_text("".join(lines))
     if sums is not None:
         np.savez_compressed(stem.with_suffix(".npz"), **sums)
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    elif not result["intrinsic"]:
+        stem.with_suffix(".npz").unlink(missing_ok=True)
+    whole = file.with_suffix(".json.tmp")
+    whole.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(whole, file)
     text = row_text(result)
     stem.with_suffix(".md").write_text(text)
     print(f"{text}\n{file}" if alone else file, flush=True)
 
 
 def read_json(file: Path) -> dict:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        return json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise EvalError(f"{file}: not whole JSON ({error}); remove it") from error
 
 
 def say(text: str) -> None:

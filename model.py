@@ -207,7 +207,7 @@ class Qwen2(nn.Module):
         """
         folder = find_folder(name)
         with torch.device("meta"):
-            model = cls(load_config(str(folder)))
+            model = cls(load_config(str(folder / "config.json")))  # never a preset of the same name
         model.to(dtype).to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
@@ -230,9 +230,12 @@ class Qwen2(nn.Module):
         (new / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
         weights = {name: p.detach().cpu().contiguous() for name, p in self.state_dict().items()}
         safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
-            shutil.rmtree(folder)
+            os.replace(folder, old)
         os.replace(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
@@ -377,6 +380,12 @@ def read_weights(model: Qwen2, folder: Path) -> None:
             if source.shape != wanted[name].shape:
                 raise CheckpointError(
                     f"{file}: {name} is {tuple(source.shape)}, expected {tuple(wanted[name].shape)} by config.json"
+                )
+            if name not in absent:
+                raise CheckpointError(f"{file}: {name} is in another file of that folder too; remove one of them")
+            if not source.is_floating_point():
+                raise CheckpointError(
+                    f"{file}: {name} is {source.dtype}, expected floating point; take the weights as they were trained"
                 )
             wanted[name].copy_(source)
             absent.discard(name)

@@ -54,7 +54,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -200,12 +200,13 @@ def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[str | None, 
         elif name.endswith(".parquet"):
             import pyarrow.parquet
 
-            table = pyarrow.parquet.ParquetFile(raw)
+            with _readable(file):
+                table = pyarrow.parquet.ParquetFile(raw)
             if "text" not in table.schema_arrow.names:
                 raise PrepareError(f"{file}: expected a column 'text', got {', '.join(table.schema_arrow.names)}")
-            for i, batch in enumerate(table.iter_batches(batch_size=1024, columns=["text"])):
+            for i, batch in enumerate(_told(table.iter_batches(batch_size=1024, columns=["text"]), file)):
                 for j, text in enumerate(batch.column(0).to_pylist()):
-                    yield None, {"text": text}, file, 1024 * i + j
+                    yield None, {"text": text}, file, 1024 * i + j + 1
         else:
             kind = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
             lines = _lines(pyarrow.CompressedInputStream(raw, kind) if kind else raw, file)
@@ -225,7 +226,7 @@ def _parse(name: str | None, raw: bytes | dict, file: object, number: int | None
         if number is None:
             return name, raw.decode()
         record = json.loads(raw) if isinstance(raw, bytes) else raw
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PrepareError(f"{where}: expected UTF-8{'' if number is None else ' JSON'} ({error})") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
@@ -238,13 +239,28 @@ def _parse(name: str | None, raw: bytes | dict, file: object, number: int | None
 
 def _lines(stream, file: Path) -> Iterator[bytes]:
     rest = b""
-    try:
-        while block := stream.read(BLOCK):
-            *lines, rest = (rest + block).split(b"\n") if b"\n" in block else [rest + block]
-            yield from lines
-    except OSError as error:
-        raise PrepareError(f"{file}: cannot be read to its end ({error}); fetch it again") from error
+    for block in _told(iter(lambda: stream.read(BLOCK), b""), file):
+        *lines, rest = (rest + block).split(b"\n") if b"\n" in block else [rest + block]
+        yield from lines
     yield rest
+
+
+def _told(items: Iterator, file: Path) -> Iterator:
+    """The same items; an error of reading them names the file."""
+    while True:
+        with _readable(file):
+            item = next(items, None)
+        if item is None:
+            return
+        yield item
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # what pyarrow raises is one of them
+        raise PrepareError(f"{file}: cannot be read to its end ({error}); fetch it again") from error
 
 
 def _hub_source(name: str, revision: str | None) -> Source:
@@ -267,7 +283,7 @@ def dataset_records(path: str, revision: str | None, skip: int) -> Iterator[tupl
     import datasets
 
     stream = datasets.load_dataset(path, split="train", streaming=True, revision=revision)
-    for number, record in enumerate(stream.skip(skip) if skip else stream, skip):
+    for number, record in enumerate(stream.skip(skip) if skip else stream, skip + 1):
         yield _parse(None, record, path, number)
 
 
@@ -401,14 +417,13 @@ def encode_in_order(
 
     One worker: this process and the tokenizer's own threads. More: that many processes of one thread each.
     """
+    # one worker, three threads: while one takes its ids over into numpy, the others keep the cores busy
+    pool = ThreadPoolExecutor(3 if workers == 1 else workers)
+    ahead = 4 if workers == 1 else workers + 1  # batches; bounds the memory
+    waiting: deque = deque()
     with contextlib.ExitStack() as stack:
-        if workers == 1:  # three threads: while one takes its ids over into numpy, the others keep the cores busy
-            encode, threads, ahead = _encoder(tokenizer, eos), 3, 4  # batches ahead bound the memory
-        else:
-            encode, threads, ahead = stack.enter_context(_processes(tokenizer, eos, workers)), workers, workers + 1
-        pool = ThreadPoolExecutor(threads)
-        stack.callback(pool.shutdown, cancel_futures=True)
-        waiting: deque = deque()
+        stack.callback(pool.shutdown, cancel_futures=True)  # after the processes: without them, nothing to wait for
+        encode = _encoder(tokenizer, eos) if workers == 1 else stack.enter_context(_processes(tokenizer, eos, workers))
         for batch in batches:
             waiting.append((batch, pool.submit(encode, [text for _, text in batch])))
             if len(waiting) > ahead:
@@ -453,6 +468,8 @@ def _processes(tokenizer: tokenizers.Tokenizer, eos: int, n: int) -> Iterator[Ca
         finally:
             idle.put((child, pipe))  # a dead one too: the next call is not to wait for it
 
+    resource_tracker.ensure_running()  # starting it would undo what comes next
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # of the children for good: Ctrl-C is for their parent
     try:
         for _ in range(n):
             pipe, far_end = get_context("spawn").Pipe()
@@ -460,22 +477,22 @@ def _processes(tokenizer: tokenizers.Tokenizer, eos: int, n: int) -> Iterator[Ca
             child.start()
             far_end.close()  # the child's death closes the pipe, and so does ours
             children.append((child, pipe))
-        for child, pipe in children:  # all have started up meanwhile
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for child, pipe in children:  # they start up side by side
             with contextlib.suppress(OSError):  # a dead one is told of at its first call
                 pipe.send((tokenizer, eos))
             idle.put((child, pipe))
         yield encode
     finally:
-        for child, pipe in children:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for child, _ in children:
             child.kill()
             child.join()
-            pipe.close()
 
 
 def _work(pipe: Connection) -> None:
     """A worker process: texts come, ids go, until the other end is closed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes scale where threads do not
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         encode = _encoder(*pipe.recv())
         while True:
@@ -728,7 +745,10 @@ def measure(file: Path, recipe: dict) -> dict:
 
 def verify(folder: Path) -> None:
     """Hash and count everything again; `PrepareError` names the first thing that differs from its manifest."""
-    for name in ("train", "val") if (folder / "val.json").exists() else ("train",):
+    if (folder / "prepare.state").exists():
+        raise PrepareError(f"{folder}: not finished; the command that began it goes on")
+    recipe = _manifest(folder, "train")
+    for name in ("train", "val") if recipe.get("val_rows") or recipe.get("val_share") else ("train",):
         manifest = _manifest(folder, name)
         for key, value in measure(folder / f"{name}.bin", manifest).items():
             if manifest.get(key) != value:

@@ -258,8 +258,7 @@ def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
     walls: dict = {}
     for line in tables.read_lines(out / "runs.jsonl"):
         walls[line["run"]] = round(walls.get(line["run"], 0.0) + line["wall_sec"], 1)
-    shutil.rmtree(results / "logs", ignore_errors=True)
-    lines = []
+    lines, shown = [], []
     for run, m in ((r, m) for r in runs for m in r.methods):
         folder, whole = run.folder / m, json.loads((run.folder / "run.json").read_text())
         line = {"settings": run.settings, "method": m, "lr": run.lr, "seed": run.seed, "group": whole["config"]["group"]}  # fmt: skip
@@ -272,7 +271,10 @@ def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
         line |= {"wall_sec": walls.get(run.folder.name), "students_in_run": len(run.methods), "hardware": whole["machine"]}  # fmt: skip
         lines.append(line | {k: whole[k] for k in ("data_sha256", "val_sha256", "teacher_sha256", "git_commit", "versions")})  # fmt: skip
         if run.seed == FIGURE_SEED and run.settings == "main":
-            copy_logs(run, m, results / "logs")
+            shown.append((run, m))
+    shutil.rmtree(results / "logs", ignore_errors=True)  # now that all is read
+    for run, m in shown:
+        copy_logs(run, m, results / "logs")
     results.mkdir(parents=True, exist_ok=True)
     write_lines(results / "results.jsonl", sorted(lines, key=lambda x: (NAMES.index(x["settings"]), x["seed"])))
     write_lines(results / "rates.jsonl", [{"method": m, "lr": lr, "val_ce": ce if ce < math.inf else None}
@@ -351,7 +353,8 @@ def paired(mine: dict, first: dict, key: str) -> dict[int, float]:
 def one_section(name: str, title: str, rows: list, students: dict, records: list) -> list[str]:
     """A table's means and its paired differences as Markdown; a record per cell."""
     rows = [row for row in rows if students.get(row[1])]
-    against = [row for row in rows if row[1] != row[2] and students.get(row[2])]
+    against = [(label, me, ref) for label, me, ref in rows
+               if ref != me and students[me].keys() & students.get(ref, {}).keys()]  # fmt: skip
     inside = {me: label for label, me, _ in rows}
     labels = {ref: ref[1] for _, _, ref in against if ref not in inside} | inside
     text = [f"## {title}", "", *means(name, labels, students, records), ""]
@@ -484,6 +487,10 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
     for x in lines:
         if "stopped" not in x:
             students.setdefault((x["settings"], x["method"]), {})[x["seed"]] = x
+    if not students:
+        raise ReplicateError(
+            f"{results}: all students stopped, {lines[0]['method']} since {lines[0]['stopped']}; nothing to report"
+        )
     cfg = json.loads((results / "settings.json").read_text())["main"]
     some, records = next(iter(next(iter(students.values())).values())), []
     seeds = sorted({x["seed"] for x in lines})
@@ -587,9 +594,13 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--results", type=Path, help="folder of results and report; default: replication, of a part OUT/replication")
     args, rest = parser.parse_known_args(argv)
     args.out = args.out or Path("out/replicate_quick" if args.quick else "out/replicate")
-    part = not args.report and (args.quick or args.methods or args.seeds or args.rows)  # never over the whole
+    part = args.quick or args.methods or args.seeds or args.rows  # never over the whole
     args.results = args.results or (args.out / "replication" if part else Path("replication"))
     args.seeds, args.rows = args.seeds or (2 if args.quick else 5), args.rows or (64 if args.quick else 512)
+    if args.report and rest:
+        raise ReplicateError(
+            f"{rest[0]}: --report makes no runs; it takes --results, or what says which runs these were"
+        )
     for flag in rest:
         if not flag.startswith("--"):
             raise ReplicateError(f"{flag}: expected --key=value")

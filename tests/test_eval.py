@@ -12,6 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -943,6 +944,54 @@ def test_neither_scores_nor_figures_are_lost_to_another_dtype(finished, data, tm
     assert both["tasks"]["piqa"]["n"] and both["intrinsic"]["ce"] > 0
 
 
+def test_figures_are_not_lost_to_fewer_rows_or_another_teacher(finished, tmp_path):
+    teacher = ["--teacher", str(finished / "teacher")]
+    argv = [str(finished / "out" / "alra"), "--tasks", "none", "--out", str(tmp_path), *teacher, "--max_rows", "3"]
+    ev.run(argv)
+    for worse, said in (
+        (["--max_rows", "2"], "of 3 rows that are not among the 2 here"),
+        (["--teacher", "none"], "there, None here"),
+        (["--dtype", "bfloat16"], "dtype float32 there, bfloat16 here"),
+    ):
+        with pytest.raises(tasks.EvalError, match=f"holds figures over held-out rows .*{said}"):
+            ev.run([*argv, *worse])
+    ev.run([*argv, "--max_rows", "4"])  # more of the same rows
+    assert json.loads((tmp_path / "eval_heldout.json").read_text())["intrinsic"]["n_rows"] == 4
+
+
+def test_nothing_of_older_weights_stays_beside_new_results(finished, data, tmp_path):
+    shutil.copytree(finished / "out", tmp_path / "out")
+    folder = tmp_path / "out" / "alra"
+    argv = [str(folder), "--data_dir", str(data), "--tasks"]
+    ev.run([*argv, "piqa", "--log_samples"])
+    beside = [folder / "eval_heldout.npz", folder / "samples_heldout_piqa.jsonl"]
+    assert all(file.is_file() for file in beside)
+    ev.run([*argv, "arc_easy", "--rows", "none"])  # the same weights: all is kept
+    assert all(file.is_file() for file in beside)
+    shutil.rmtree(folder / "model")
+    shutil.copytree(finished / "out" / "pretrain" / "model", folder / "model")
+    ev.run([*argv, "arc_easy", "--rows", "none"])
+    found = json.loads((folder / "eval_heldout.json").read_text())
+    assert list(found["tasks"]) == ["arc_easy"] and not found["intrinsic"] and not any(f.exists() for f in beside)
+
+
+def test_a_student_that_diverged_and_rows_too_long_are_told(finished, tmp_path):
+    shutil.copytree(finished / "out" / "alra", tmp_path / "alra")
+    file = tmp_path / "alra" / "model" / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights["model.norm.weight"][0] = math.nan
+    safetensors.torch.save_file(weights, file)
+    config = json.loads((finished / "out" / "run.json").read_text())["config"]
+    argv = ["--tasks", "none", "--rows", config["data_dir"]]
+    with pytest.raises(tasks.EvalError, match="the weights have diverged"):
+        ev.run([str(tmp_path / "alra" / "model"), *argv, "--out", str(tmp_path / "a")])
+    shape = json.loads((finished / "out" / "alra" / "model" / "config.json").read_text())
+    shutil.copytree(finished / "out" / "alra" / "model", tmp_path / "short")
+    (tmp_path / "short" / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 4}))
+    with pytest.raises(tasks.EvalError, match=r"rows of .* inputs, .*short takes 4 at most"):
+        ev.run([str(tmp_path / "short"), *argv, "--max_length", "4", "--out", str(tmp_path / "b")])
+
+
 def test_runs_with_different_rows_are_scored_apart(finished, tmp_path):
     shutil.copytree(finished / "out", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
@@ -970,7 +1019,9 @@ def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, studen
     assert "vocabulary of 293, but its tokenizer has ids up to 306" in tried(str(tmp_path / "small"))
     wide = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=313))
     wide.save_pretrained(tmp_path / "wide", tokenizer)
-    assert "vocabulary of 313" in tried(str(finished / "out" / "alra"), "--teacher", str(tmp_path / "wide"))
+    assert "vocabulary of 313" in tried(
+        str(finished / "out" / "alra"), "--teacher", str(tmp_path / "wide"), "--out", str(tmp_path / "o")
+    )
     student.save_pretrained(tmp_path / "other", make_tokenizer(283))
     assert "another tokenizer" in tried(str(tmp_path / "other"), "--rows", str(finished / "data"))
     (tmp_path / "cut").mkdir()

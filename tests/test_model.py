@@ -87,6 +87,27 @@ def test_sharded_checkpoints_are_read(tmp_path):
     assert weights_hash(Qwen2.from_pretrained(str(tmp_path / "s"))) == weights_hash(model)
 
 
+def test_a_folder_with_a_presets_name_has_its_own_shape(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = random_model(SMALL)
+    model.save_pretrained("mini")
+    assert Qwen2.from_pretrained("mini").config == model.config != PRESETS["mini"]
+    init_student(SMALL, seed=5).save_pretrained("mini")  # over what is there
+    assert weights_hash(Qwen2.from_pretrained("mini")) == weights_hash(init_student(SMALL, seed=5))
+    assert [path.name for path in tmp_path.iterdir()] == ["mini"]
+
+
+def test_a_tensor_in_two_files_and_quantized_weights_are_refused(tmp_path):
+    random_model(SMALL).save_pretrained(tmp_path / "m")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "m").save_pretrained(tmp_path / "s", max_shard_size="10KB")
+    first, last = (sorted((tmp_path / "s").glob("*.safetensors"))[i] for i in (0, -1))
+    both = safetensors.torch.load_file(first) | safetensors.torch.load_file(last)
+    safetensors.torch.save_file(both, last, {"format": "pt"})
+    refuse(tmp_path / "s", "is in another file of that folder too")
+    weights(tmp_path / "m", lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)}))
+    refuse(tmp_path / "m", r"model.norm.weight is torch.int8, expected floating point")
+
+
 @needs_shared
 def test_real_weights_give_transformers_logits_and_sensible_text():
     model = Qwen2.from_pretrained(str(STORIES))

@@ -655,14 +655,18 @@ def test_sources_that_cannot_be_are_named(small, tmp_path):
     whole = zstandard.ZstdCompressor().compress(np.random.default_rng(0).bytes(99_999))
     (tmp_path / "torn.jsonl.zst").write_bytes(whole[:5000])
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "column.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "null.parquet").read_bytes()[:-9])
+    (tmp_path / "deep.jsonl").write_text(good + '{"text":' + "[" * 200_000 + "\n")
     for name, said in (
         ("column.jsonl", "record 2: expected a field 'text' that holds text, got {'content': 'str'}"), ("number.jsonl", "got {'text': 'int'}"),
         ("list.jsonl", "got list"), ("torn.jsonl", "record 2: expected UTF-8 JSON"), ("latin.jsonl", "record 1: expected UTF-8 JSON"),
         ("latin.txt", "expected UTF-8"), ("empty.jsonl", "holds no record"), ("folder", "no .jsonl"), ("notes.md", "expected a file that ends in"),
         ("torn.jsonl.zst", "cannot be read to its end"), ("column.parquet", "expected a column 'text', got body"), ("gone.jsonl", "no such file"),
-        ("gone", "no such file"), ("gone/*.txt", "no such file"),
+        ("null.parquet", "null.parquet, record 2: .* got {'text': 'NoneType'}"), ("torn.parquet", "torn.parquet: cannot be read to its end"),
+        ("deep.jsonl", "record 2: expected UTF-8 JSON"), ("gone", "no such file"), ("gone/*.txt", "no such file"),
     ):  # fmt: skip
-        with pytest.raises(prepare.PrepareError, match=said.replace("{", r"\{").replace("*", r"\*")):
+        with pytest.raises(prepare.PrepareError, match=said.replace("{", r"\{").replace("/*", r"/\*")):
             prepare.prepare(config(small, tmp_path / "out" / name.replace("*", "x"), tmp_path / name))
     with pytest.raises(prepare.PrepareError, match="only a hub dataset has revisions"):
         prepare.prepare(config(small, tmp_path / "out/r", tmp_path / "column.jsonl", source_revision="main"))
@@ -744,6 +748,12 @@ def test_verify_finds_a_changed_byte_and_a_short_file(small, tmp_path, capsys):
     prepare.prepare(config(small, folder, write_jsonl(tmp_path / "t.jsonl", small[1])))
     prepare.verify(folder)
     assert capsys.readouterr().out.count("as the manifest says") == 2
+    for name, gone, said in (("prepare.state", False, "not finished"), ("val.json", True, r"val\.json: not there")):
+        saved = (folder / "val.json").read_bytes()
+        (folder / name).unlink() if gone else (folder / name).write_text("{}")
+        with pytest.raises(prepare.PrepareError, match=said):
+            prepare.verify(folder)
+        (folder / name).write_bytes(saved) if gone else (folder / name).unlink()
     content = (folder / "train.bin").read_bytes()
     one, other = np.frombuffer(content[:8], np.uint32)
     changes = {

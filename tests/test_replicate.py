@@ -108,6 +108,7 @@ def test_a_run_is_what_its_config_says_and_only_one_seed_counts_histograms():
         (["--lr=1e-3"], "--lr=1e-3: this the replication sets itself"),
         (["config/demo.py"], "config/demo.py: expected --key=value"),
         (["--seeds=-1"], "--seeds -1: expected at least 1"),
+        (["--report", "--reslts=x"], "--reslts=x: --report makes no runs"),
     ],
 )
 def test_refusals(argv, message):
@@ -166,6 +167,22 @@ def test_students_that_stopped_are_told_and_left_out(tmp_path):
     text = (tmp_path / "README.md").read_text()
     assert "- vanilla_kd (main, seed 1): step 3: gradient norm inf" in text and "| vanilla_kd | 0.003 | 2 |" in text
     assert "main,alra,ce,2,,,vanilla_kd,-1.5," in (tmp_path / "tables.csv").read_text()
+
+
+def test_nothing_is_reported_where_all_stopped_nor_compared_where_no_seed_is_shared(tmp_path):
+    made_up(tmp_path, {"alra": [4.0]}, stopped="step 3: gradient norm inf")
+    with pytest.raises(replicate.ReplicateError, match="all students stopped, alra since step 3"):
+        replicate.report(tmp_path, tmp_path, draw=False)
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
+    lines = replicate.tables.read_lines(tmp_path / "results.jsonl")
+    for line in lines:
+        line["seed"] += 2 * (line["method"] == "alra")
+        line["init_sha256"] = str(line["seed"])
+    replicate.write_lines(tmp_path / "results.jsonl", lines)
+    replicate.report(tmp_path, tmp_path, draw=False)
+    assert "| alra | 0.003 | 2 |" in (tmp_path / "README.md").read_text()
+    sheet = (tmp_path / "tables.csv").read_text()
+    assert "main,alra,ce,2," in sheet and ",vanilla_kd," not in sheet.replace("main,vanilla_kd,", "")
 
 
 @pytest.mark.parametrize(("key", "value"), [("init_sha256", "other"), ("data_sha256", "other"), ("step", 299)])

@@ -465,20 +465,31 @@ def learning_rates(lines: list[dict]) -> list[str]:
             f"Best at an end of the ladder, so that a rate beyond might do better: {', '.join(at_end) or 'none'}.", ""]  # fmt: skip
 
 
-FIGURES = [
-    "## What training looked at", "",
-    f"Seed {FIGURE_SEED} alone, from `logs/`; each picture has its numbers beside it as CSV. Forests above: intervals over seeds, not corrected.", "",
-    "![Curves](curves.png)", "", "Every term of the nine methods, over the tokens of training; validation at the end.", "",
-    "![Curves of the variants](curves_variants.png)", "", "The same of ALRA's variants and fixed budgets.", "",
-    "![Local budgets](budget.png)", "", "ALRA's local budgets in the first and the last tenth of training, and by the teacher's own candidates.", "",
-    "![Anchoring](anchoring.png)", "", "The teacher's probability of the label and of its own top-1 on the rows of training.", "",
-    "![Pair scores](pairs.png)", "", "SWPRA's pair scores before normalisation, by gamma; needs no run.", "",
-    "![Evaluation sets](sets.png)", "", "Sizes of the nine tasks' sets; needs no run.", "",
-]  # fmt: skip
+PICTURES = (
+    ("curves", "Curves", "Every term of the nine methods, over the tokens of training; validation at the end."),
+    ("curves_variants", "Curves of the variants", "The same of ALRA's variants and fixed budgets."),
+    (
+        "budget",
+        "Local budgets",
+        "ALRA's local budgets in the first and the last tenth of training, and by the teacher's own candidates.",
+    ),
+    ("anchoring", "Anchoring", "The teacher's probability of the label and of its own top-1 on the rows of training."),
+    ("pairs", "Pair scores", "SWPRA's pair scores before normalisation, by gamma; needs no run."),
+    ("sets", "Evaluation sets", "Sizes of the nine tasks' sets; needs no run."),
+)
+
+
+def pictures(folder: Path) -> list[str]:
+    """Those of PICTURES that could be drawn from the logs in `folder`."""
+    text = [f"Seed {FIGURE_SEED} alone, from `logs/`; each picture has its numbers beside it as CSV. Forests above: intervals over seeds, not corrected.", ""]  # fmt: skip
+    for name, title, what in PICTURES:
+        if (folder / f"{name}.png").is_file():
+            text += [f"![{title}]({name}.png)", "", what, ""]
+    return ["## What training looked at", "", *text] if (folder / "logs" / "run.json").is_file() else []
 
 
 def report(results: Path, out: Path, draw: bool = True) -> None:
-    """The committed logs in `results` -> README.md, tables.csv and the figures in `out`."""
+    """The committed logs in `results` -> README.md, tables.csv and the figures in `out`; it links those that `results` has."""
     lines = tables.read_lines(results / "results.jsonl")
     if not lines:
         raise ReplicateError(f"{results}: no results.jsonl there; first: python replicate.py")
@@ -529,16 +540,16 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
     for name, title, rows in layout():
         if any(students.get(me) for _, me, ref in rows if me != ref):
             text += one_section(name, title, rows, students, records)
-    text += FIGURES * (results / "logs" / "run.json").is_file() + ordering(students) + learning_rates(rates)
     out.mkdir(parents=True, exist_ok=True)
+    if draw:
+        figures(results, out, records)
+    text += pictures(results) + ordering(students) + learning_rates(rates)
     (out / "README.md").write_text("\n".join(text).rstrip() + "\n")
     with (out / "tables.csv").open("w", newline="") as file:
         keys = ("table", "method", "figure", "n_seeds", "mean", "half", "reference", "difference", "low", "high", "p", "p_holm")  # fmt: skip
         sheet = csv.DictWriter(file, keys, restval="", lineterminator="\n")
         sheet.writeheader()
         sheet.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
-    if draw:
-        figures(results, out, records)
 
 
 def comparable(lines: list[dict]) -> None:

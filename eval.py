@@ -446,7 +446,8 @@ def score(args, device: torch.device) -> None:
     teacher = of_the_runs("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:
         raise EvalError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
-    rows = open_rows(rows_dir, "val")[0][: args.max_rows] if rows_dir else None
+    rows, manifest = open_rows(rows_dir, "val") if rows_dir else (None, None)
+    rows = rows[: args.max_rows] if rows_dir else None
     protocol = {"lm_eval": version("lm_eval"), "dtype": args.dtype, "max_length": args.max_length, "limit": args.limit}
     for i, c in enumerate(checkpoints):
         if c.folder in [other.folder for other in checkpoints[:i]]:
@@ -461,7 +462,10 @@ def score(args, device: torch.device) -> None:
                 f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
             )
         c.folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before anything is computed
-    intrinsic = over_val(checkpoints, rows_dir, teacher, args) if rows_dir else [(None, None)] * len(checkpoints)
+    intrinsic = [(None, None)] * len(checkpoints)
+    if rows_dir:
+        fitting(rows_dir, rows, manifest, checkpoints)
+        intrinsic = over_val(checkpoints, rows, teacher, args)
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
         begun = time.perf_counter()
@@ -500,17 +504,21 @@ def rows_hash(rows: np.ndarray) -> str:
     return hashlib.sha256(rows.tobytes()).hexdigest()
 
 
-def over_val(checkpoints: list[Checkpoint], rows_dir: str, teacher_name: str | None, args) -> list[tuple[dict, dict]]:
-    """Per checkpoint, the figures over the first rows of val.bin with what they are of, and their summands per row."""
-    rows, manifest = open_rows(rows_dir, "val")
-    rows = rows[: args.max_rows]
+def fitting(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[Checkpoint]) -> None:
+    """Refuse rows of another tokenizer, or longer than a model's context."""
+    n = rows.shape[1] - 1
     for c in checkpoints:
+        most = c.model.config.max_position_embeddings
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
             raise EvalError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
-        if rows.shape[1] - 1 > c.model.config.max_position_embeddings:
-            raise EvalError(
-                f"{rows_dir}: rows of {rows.shape[1] - 1} inputs, {c.name} takes {c.model.config.max_position_embeddings} at most"
-            )
+        if n > most:
+            raise EvalError(f"{rows_dir}: rows of {n} inputs, {c.name} takes {most} at most; prepare shorter ones")
+
+
+def over_val(
+    checkpoints: list[Checkpoint], rows: np.ndarray, teacher_name: str | None, args
+) -> list[tuple[dict, dict]]:
+    """Per checkpoint, the figures over the first rows of val.bin with what they are of, and their summands per row."""
     first = checkpoints[0].model.head
     teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:

@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import difflib
 import json
+import os
 import sys
 import types
 import typing
@@ -216,7 +217,17 @@ def save(loaded: Loaded, path: Path, **facts) -> None:
     """The resolved config, where each value came from, and further facts of the run, as JSON."""
     values = dataclasses.asdict(loaded.config)
     origin = {key: loaded.origin.get(key, "default") for key in values}
-    path.write_text(json.dumps({"config": values, "origin": origin, **facts}, indent=1) + "\n")
+    write_whole(path, json.dumps({"config": values, "origin": origin, **facts}, indent=1) + "\n")
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """A file that is there in full or not at all, whatever happens."""
+    work = path.with_name(path.name + ".new")
+    with work.open("wb") as f:
+        f.write(content.encode() if isinstance(content, str) else content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(work, path)
 
 
 def _run_file(path: str) -> dict:

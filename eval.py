@@ -561,9 +561,7 @@ def write(folder: Path, result: dict, sums: dict | None, alone: bool) -> None:
         np.savez_compressed(stem.with_suffix(".npz"), **sums)
     elif not result["intrinsic"]:
         stem.with_suffix(".npz").unlink(missing_ok=True)
-    whole = file.with_suffix(".json.tmp")
-    whole.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(whole, file)
+    configure.write_whole(file, json.dumps(result, indent=1) + "\n")
     text = row_text(result)
     stem.with_suffix(".md").write_text(text)
     print(f"{text}\n{file}" if alone else file, flush=True)

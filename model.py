@@ -366,9 +366,8 @@ def read_weights(model: Qwen2, folder: Path) -> None:
         for name in tensor_names(file):
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a constant that old checkpoints carry
-            with safetensors.safe_open(
-                file, framework="pt"
-            ) as tensors:  # anew: all that was read of it counts as memory
+            # opened anew each time: all that was read of an open file counts as memory
+            with safetensors.safe_open(file, framework="pt") as tensors:
                 source = tensors.get_tensor(name)
             if name == "lm_head.weight" and model.config.tie_word_embeddings:
                 twin = source  # some writers store the tied head twice

@@ -64,7 +64,7 @@ import numpy as np
 import tokenizers
 from tqdm import tqdm
 
-from configure import Config, guard, load
+from configure import Config, guard, load, write_whole
 from rows import BLOCK, PAD, quick_hash
 
 RULE_VERSION = 1
@@ -590,13 +590,12 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):
-            for name in ("train", "val") if cfg.val_rows or cfg.val_share else ("train",):
+            for name in _splits(recipe):
                 _same_recipe(folder, _manifest(folder, name), recipe)
             print(f"{folder}: made before by the same recipe and left as it is; --verify checks it")
             return
         if state:
             _same_recipe(folder, state["recipe"], recipe)
-        if state:
             print(f"{folder}: going on after {state['records']:,} documents", file=sys.stderr)
         if not state or not state["whole"]:
             state = _write_rows(cfg, source, tokenizer, table, recipe, state, commit_sec)
@@ -620,7 +619,7 @@ def _write_rows(
         nonlocal committed
         state = {"recipe": recipe, "records": n_records, "whole": whole}
         state["streams"] = {name: stream.save() for name, stream in streams.items()}
-        _write_whole(folder / "prepare.state", json.dumps(state).encode())
+        write_whole(folder / "prepare.state", json.dumps(state))
         committed = time.monotonic()
         return state
 
@@ -683,7 +682,7 @@ def _finish(folder: Path, state: dict) -> list[dict]:
         if n_train and work.exists() and work.stat().st_size > n_train * row_bytes:
             with open(work, "rb") as f:
                 f.seek(n_train * row_bytes)
-                _write_whole(folder / "val.bin.tmp", f.read())
+                write_whole(folder / "val.bin.tmp", f.read())
             os.truncate(work, n_train * row_bytes)
     empty = [name for name in ends if not ends[name]]
     if empty:
@@ -700,7 +699,7 @@ def _finish(folder: Path, state: dict) -> list[dict]:
         manifest["records"] = [0, state["records"]] if recipe["val_share"] else [first, last]
         first += facts["documents"]
         os.replace(file, final)
-        _write_whole(folder / f"{name}.json", _lines_of_json(manifest))
+        write_whole(folder / f"{name}.json", _lines_of_json(manifest))
         made.append(manifest)
     return made
 
@@ -747,8 +746,7 @@ def verify(folder: Path) -> None:
     """Hash and count everything again; `PrepareError` names the first thing that differs from its manifest."""
     if (folder / "prepare.state").exists():
         raise PrepareError(f"{folder}: not finished; the command that began it goes on")
-    recipe = _manifest(folder, "train")
-    for name in ("train", "val") if recipe.get("val_rows") or recipe.get("val_share") else ("train",):
+    for name in _splits(_manifest(folder, "train")):
         manifest = _manifest(folder, name)
         for key, value in measure(folder / f"{name}.bin", manifest).items():
             if manifest.get(key) != value:
@@ -779,6 +777,10 @@ def show(folder: Path, first: int, n_rows: int = 5) -> None:
         print(f"⟦row {i}: {len(ids)} ids⟧{tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)}⟦{end}⟧\n")
 
 
+def _splits(recipe: dict) -> tuple[str, ...]:
+    return ("train", "val") if recipe["val_rows"] or recipe["val_share"] else ("train",)
+
+
 def _manifest(folder: Path, name: str) -> dict:
     for file in (folder / f"{name}.json", folder / f"{name}.bin"):
         if not file.is_file():
@@ -805,16 +807,6 @@ def _summary(folder: Path, manifest: dict) -> str:
 def _lines_of_json(record: dict) -> bytes:
     """One line for each key: a manifest is read by people too."""
     return ("{\n" + ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in record.items()) + "\n}\n").encode()
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """A file that is there in full or not at all, whatever happens."""
-    work = path.with_name(path.name + ".new")
-    with open(work, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(work, path)
 
 
 @contextlib.contextmanager

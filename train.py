@@ -692,10 +692,7 @@ def append_json(path: Path, record: dict) -> None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Written under another name first: a reader sees the whole of it or nothing."""
-    new = path.with_name(path.name + ".tmp")
-    new.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(new, path)
+    configure.write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def hours(seconds: float) -> str:
@@ -748,9 +745,7 @@ def drop_after(path: Path, step: int) -> None:
     """Remove a log's records of later steps, and a last line that a kill cut short."""
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    new = path.with_name(path.name + ".tmp")
-    new.write_text("".join(kept))
-    os.replace(new, path)
+    configure.write_whole(path, "".join(kept))
 
 
 def main() -> None:

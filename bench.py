@@ -173,7 +173,12 @@ def bench_loss(args, device: torch.device) -> list[dict]:
 
     def compiled(name: str) -> Callable:
         objective = functools.partial(METHODS[name].fn, **METHODS[name].hyper)
-        both = torch.func.grad_and_value(lambda z_s, z_t, y: objective(z_s, z_t, y).mean())
+
+        def mean(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
+            found = objective(z_s, z_t, y)
+            return (found.loss if isinstance(found, tuple) else found).mean()
+
+        both = torch.func.grad_and_value(mean)
         both = torch.compile(both, dynamic=False, fullgraph=True)
         return lambda: both(z_s, z_t, y)
 

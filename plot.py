@@ -58,6 +58,7 @@ PANELS = {  # key in log.jsonl -> title, unit
     "rest": ("ALRA: rest term", NATS),
     "pair": ("ALRA: pair term", NATS),
     "d_u": ("ALRA: mean local budget $d_u$", "tokens"),
+    "support": ("ALRA: mean effective support", "tokens"),
     "val_ce": ("validation cross-entropy", NATS),
     "val_kl": ("validation KL(teacher || student)", NATS),
     "val_agree": ("validation top-1 agreement with teacher", "share of tokens"),

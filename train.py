@@ -37,7 +37,7 @@ from tqdm import tqdm
 import checkpoint
 import configure
 from configure import Config, ConfigError
-from losses import IGNORE, alra, alra_terms, fused_head_losses, keywords, needs_teacher, resolve, wsd
+from losses import IGNORE, alra_terms, fused_head_losses, kd_weight, keywords, needs_teacher, resolve
 from model import (
     Qwen2,
     Qwen2Config,
@@ -173,7 +173,7 @@ def settings(s: Student, step: int, cfg: Config) -> dict:
     """A student's overrides in update `step`; with a schedule, w_kd follows it and w_ce is what is left to 1 (PD, Eq. 1)."""
     if cfg.kd_schedule == "constant" or not needs_teacher(s.name):
         return s.overrides
-    w_kd = wsd(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
+    w_kd = kd_weight(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
     return {**s.overrides, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
 
 
@@ -282,7 +282,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
         return
     x, y, n_valid = rows.batch(rows.of_update(step), env.device)
     settings = {s.name: resolve(s.name, **s.overrides) for s in live}
-    hyper = {s.name: m.hyper for s, m in zip(live, settings.values(), strict=True) if m.fn is alra}
+    hyper = {s.name: m.hyper for s, m in zip(live, settings.values(), strict=True) if m.fn is alra_terms}
     hyper[""] = {
         k: v for k, v in cfg.overrides.items() if k in keywords("alra") - {"w_kd", "w_ce"}
     }  # the teacher's own
@@ -305,7 +305,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
             sums[key] = sums.get(key, 0.0) + float(value.sum())
         for name in counts:
             z_s = logits(h_s[name][0].flatten(0, 1), h_s[name][1]) if name else z_t
-            d_max = {**alra.__kwdefaults__, **hyper[name]}["d_max"]
+            d_max = {**alra_terms.__kwdefaults__, **hyper[name]}["d_max"]
             d_u = alra_terms(z_s, z_t, labels, **hyper[name]).d_u[valid]
             counts[name] = counts[name] + torch.bincount(d_u, minlength=d_max + 1)
     for name, count in counts.items():

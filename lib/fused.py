@@ -1,0 +1,135 @@
+"""Head and loss in one: the logits of one forward batch exist at a time, and only gradients leave.
+
+Written once, around any objective. It never sees a method's name: it is handed a function of logits.
+
+Dimension key: B rows, T time, D width, V vocabulary, N = group * T positions of a forward batch.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.checks import IGNORE, check_labels, require
+
+Evaluate = Callable[[bool, Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor], Tensor | None]]
+
+
+def head_losses(
+    students: list[tuple[Tensor, Tensor, Evaluate]], h_t: Tensor | None, w_t: Tensor | None, y: Tensor, group: int = 1
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Each student's loss and terms over the forward batches of y; the teacher's logits are computed once for all.
+
+    students  (h_s [B, T, D_s], w_s [V, D_s], evaluate) each: last hidden states, head weight, and
+              evaluate(gradient, z_s [N, V], z_t [N, V], y [N]) -> mean loss [], sums of its terms with n_valid, dz or None
+    h_t, w_t  [B, T, D_t], [V, D_t]; None where no student has a teacher
+    y         [B, T] labels, IGNORE where not in T_B
+    group     rows per forward batch, a divisor of B
+
+    -> per student: loss [], the mean over forward batches, differentiable in h_s and w_s, once; and the detached means of
+       its terms over all valid positions. Each student gets the bits that it would get alone.
+    """
+    _check(students, h_t, w_t, y, group)
+    n_batches = y.shape[0] // group
+    teacher = None if h_t is None else _operands(h_t, w_t, y)
+    work = [_Work.begin(*student, y) for student in students]
+    with torch.autocast(y.device.type, enabled=False), torch.no_grad():
+        for rows in (slice(i * group, (i + 1) * group) for i in range(n_batches)):
+            z_t = None if teacher is None else _logits(*teacher, rows)  # [N, V] fp32
+            for s in work:
+                _add(s, rows, z_t, y[rows].flatten(), n_batches)
+    return [_finish(s) for s in work]
+
+
+class _Work(NamedTuple):
+    """One student's operands, and its sums over the forward batches of a call."""
+
+    inputs: tuple[Tensor, Tensor]  # h_s, w_s as they came
+    h: Tensor  # [B, T, D] as multiplied
+    w: Tensor  # [V, D] as multiplied
+    evaluate: Evaluate
+    dh: Tensor | None  # [B, T, D] gradient of h_s, where wanted
+    dw: Tensor | None  # [V, D] gradient of w_s in fp32 or wider, where wanted
+    sums: dict[str, Tensor]  # mean losses by "mean", and the terms
+
+    @classmethod
+    def begin(cls, h_s, w_s, evaluate, y):
+        h, w = _operands(h_s, w_s, y)
+        wanted = torch.is_grad_enabled()
+        dh = torch.zeros_like(h_s) if wanted and h_s.requires_grad else None
+        dw = torch.zeros_like(w, dtype=_wide(w_s)) if wanted and w_s.requires_grad else None
+        return cls((h_s, w_s), h, w, evaluate, dh, dw, {})
+
+
+def _add(s: _Work, rows: slice, z_t: Tensor | None, y: Tensor, n_batches: int) -> None:
+    """One forward batch: its loss, and from the gradient of its logits those of the hidden states and the head."""
+    loss, sums, dz = s.evaluate(s.dh is not None or s.dw is not None, _logits(s.h, s.w, rows), z_t, y)
+    for key, value in {"mean": loss * (1 / n_batches), **sums}.items():
+        s.sums[key] = s.sums.get(key, 0) + value
+    if dz is None:
+        return
+    dz = dz.to(s.w.dtype)  # on a GPU in the operands' dtype, as under autocast
+    if s.dh is not None:
+        s.dh[rows] = _mm(dz, s.w).div_(n_batches).view_as(s.dh[rows]).to(s.dh.dtype)
+    if s.dw is not None:
+        _mm(dz.t(), s.h[rows].flatten(0, 1), onto=s.dw, alpha=1 / n_batches)
+
+
+def _finish(s: _Work) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, n_valid = s.sums.pop("mean"), s.sums.pop("n_valid").clamp(min=1)
+    return _Attach.apply(*s.inputs, loss, s.dh, s.dw), {key: value / n_valid for key, value in s.sums.items()}
+
+
+class _Attach(torch.autograd.Function):
+    """Attach gradients that are already computed to a loss. They are given away: backward runs once."""
+
+    @staticmethod
+    def forward(ctx, h_s, w_s, loss, dh, dw):
+        ctx.gradients, ctx.dtype = (dh, dw), w_s.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.gradients is None:
+            raise RuntimeError("fused_head_loss: backward a second time; its gradients were given away the first time")
+        (dh, dw), ctx.gradients = ctx.gradients, None
+        return dh if dh is None else dh.mul_(g), dw if dw is None else dw.mul_(g).to(ctx.dtype), None, None, None
+
+
+def _operands(h, w, y) -> tuple[Tensor, Tensor]:
+    """h [B, T, D] and w [V, D] as multiplied: in h's dtype; on the CPU widened to fp32. Ignored positions are 0."""
+    h, w = h.detach().masked_fill((y == IGNORE)[..., None], 0.0), w.detach().to(h.dtype)
+    return (h, w) if h.is_cuda else (h.to(_wide(h)), w.to(_wide(h)))
+
+
+def _logits(h, w, rows) -> Tensor:
+    return _mm(h[rows].flatten(0, 1), w.t())
+
+
+def _mm(a, b, onto=None, alpha=1.0) -> Tensor:
+    """a @ b, accumulated and written in fp32 (fp64 stays fp64), or alpha times that added onto a tensor."""
+    if a.dtype in (torch.bfloat16, torch.float16):
+        product = torch.mm(a, b, out_dtype=torch.float32)
+        return product if onto is None else onto.add_(product, alpha=alpha)
+    return torch.mm(a, b) if onto is None else onto.addmm_(a, b, alpha=alpha)
+
+
+def _wide(x) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _check(students, h_t, w_t, y, group) -> None:
+    """Shapes, the group, and on the CPU the labels."""
+    require(y.ndim == 2, f"y: expected [B, T], got shape {tuple(y.shape)}")
+    B, V = y.shape[0], students[0][1].shape[0]
+    require(group >= 1 and B % group == 0, f"group={group}: expected a divisor of the B={B} sequences")
+    require((h_t is None) == (w_t is None), "h_t, w_t: expected both or neither")
+    pairs = [("h_s", h_s, "w_s", w_s) for h_s, w_s, _ in students]
+    pairs += [("h_t", h_t, "w_t", w_t)] if h_t is not None else []
+    for h_name, h, w_name, w in pairs:
+        fits = h.ndim == 3 and h.shape[:2] == y.shape
+        require(fits, f"{h_name}: expected [B={B}, T={y.shape[1]}, D] as y has, got {tuple(h.shape)}")
+        require(w.shape == (V, h.shape[2]), f"{w_name}: expected [V={V}, D={h.shape[2]}], got {tuple(w.shape)}")
+    if y.device.type == "cpu":
+        check_labels(y, V)

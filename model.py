@@ -87,6 +87,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
+class Linear(nn.Linear):
+    """Multiplies in the input's dtype. The weight stays as it is stored: fp32 master weights, bf16 products on a GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -96,7 +103,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)
+        return self.weight.to(x.dtype) * x32.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -104,10 +111,10 @@ class Attention(nn.Module):
         super().__init__()
         d, k = config.hidden_size, config.head_dim
         self.head_dim = k
-        self.q_proj = nn.Linear(d, config.num_attention_heads * k)
-        self.k_proj = nn.Linear(d, config.num_key_value_heads * k)
-        self.v_proj = nn.Linear(d, config.num_key_value_heads * k)
-        self.o_proj = nn.Linear(config.num_attention_heads * k, d, bias=False)
+        self.q_proj = Linear(d, config.num_attention_heads * k)
+        self.k_proj = Linear(d, config.num_key_value_heads * k)
+        self.v_proj = Linear(d, config.num_key_value_heads * k)
+        self.o_proj = Linear(config.num_attention_heads * k, d, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)  # [B, T, H or G, K]
@@ -123,9 +130,9 @@ class MLP(nn.Module):
     def __init__(self, config: Qwen2Config):
         super().__init__()
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, f, bias=False)
-        self.up_proj = nn.Linear(d, f, bias=False)
-        self.down_proj = nn.Linear(f, d, bias=False)
+        self.gate_proj = Linear(d, f, bias=False)
+        self.up_proj = Linear(d, f, bias=False)
+        self.down_proj = Linear(f, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -160,7 +167,7 @@ class Qwen2(nn.Module):
         self.config = config
         self.model = Backbone(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def head(self) -> Tensor:
@@ -168,17 +175,20 @@ class Qwen2(nn.Module):
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def hidden(
-        self, idx: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, recompute: bool = False
-    ) -> Tensor:
+        self, idx: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, recompute: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         """Last hidden states, after the final norm.
 
         idx        [B, T] int64 token ids
         positions  [T] or [B, T] int64 rotary positions; None: 0, 1, .. T - 1
         mask       [B, 1, T, T] bool, True where a query (row) may look at a key (column); None: causal
         recompute  keep only each layer's input for the backward pass: less memory, a third more arithmetic
-        ->         [B, T, D]
+        dtype      of activations and products; None: the weights'. Statistics of norms, angles and softmaxes are fp32
+        ->         [B, T, D] in `dtype`
         """
         x = self.model.embed_tokens(idx)  # [B, T, D]
+        x = x if dtype is None else x.to(dtype)
         if positions is None:
             positions = torch.arange(idx.shape[1], device=idx.device)
         cos, sin = (t.to(x.dtype).unsqueeze(-3) for t in rotary(positions, self.config))  # [(B,) 1, T, K]

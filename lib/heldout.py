@@ -1,0 +1,109 @@
+"""The one scorer of held-out rows: how good a student's distribution is, and how far it is from its teacher's.
+
+train.py reports some of these figures during a run, eval.py all of them, row by row. Temperature 1, fp32 logits.
+
+Dimension key: B rows of a batch, T time, N positions, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lib import vocab
+from lib.checks import IGNORE
+
+BINS = 15  # of the calibration error
+TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
+N_LOGITS = 2**24  # logits of one model that exist at a time
+
+Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]
+
+
+@torch.no_grad()
+def row_sums(
+    students: list[Model],
+    teacher: Model | None,
+    batches: Iterable[tuple[int, Tensor, Tensor]],
+    n_rows: int,
+    n_bytes: Tensor | None = None,
+) -> list[dict[str, Tensor]]:
+    """Per student the summands of `figures`, for each row: [n_rows] fp64, `gap` [n_rows, BINS].
+
+    students, teacher  (hidden, head) each; the teacher runs once for all students
+    batches            (number of the first row, inputs x [B, T], labels y [B, T] with IGNORE where there is none)
+    n_bytes            [V] bytes of text that each token stands for; None: no sums over text
+
+    Raises ValueError where a probability is not a number or 0.
+    """
+    device, n_vocab = students[0][1].device, len(students[0][1])
+    heads = [head.float() for _, head in students]
+    head_t = teacher[1].float() if teacher else None
+    keys = ["n", "ce", *(["text_ce", "text_bytes"] if n_bytes is not None else []), *(TEACHER_KEYS if teacher else [])]
+    sums = [{key: torch.zeros(n_rows, dtype=torch.float64, device=device) for key in keys} for _ in students]
+    gaps = [torch.zeros(n_rows * BINS, dtype=torch.float64, device=device) for _ in students]
+    step = max(1, N_LOGITS // n_vocab)
+    for first, x, y in batches:
+        keep = y != IGNORE
+        row, label = first + keep.nonzero()[:, 0], y[keep][:, None]  # [N], [N, 1]
+        h_s = [hidden(x)[keep].float() for hidden, _ in students]  # each [N, D]
+        h_t = teacher[0](x)[keep].float() if teacher else None
+        for part in (slice(at, at + step) for at in range(0, len(row), step)):
+            of_teacher = _of_teacher(h_t[part] @ head_t.T, label[part]) if teacher else None
+            for h, head, into, gap in zip(h_s, heads, sums, gaps, strict=True):
+                found, sure, right = _of_student(h[part] @ head.T, label[part], of_teacher, n_bytes)
+                for key in keys:
+                    into[key].index_add_(0, row[part], found[key].double())
+                bins = row[part] * BINS + (sure * BINS).ceil().long() - 1
+                gap.index_add_(0, bins, (sure - right.float()).double())
+    for into, gap in zip(sums, gaps, strict=True):
+        into["gap"] = gap.view(-1, BINS)
+    return sums
+
+
+def _of_teacher(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """-> ln p [N, V], p [N, V], its five most likely tokens [N, 5], and the teacher's own figures [N]"""
+    logp = z.log_softmax(-1)
+    p = logp.exp()
+    own = {"teacher_ce": -logp.gather(1, label)[:, 0], "teacher_entropy": -(p * logp).sum(-1)}
+    return logp, p, vocab.top(z, 5), own
+
+
+def _of_student(
+    z: Tensor, label: Tensor, of_teacher, n_bytes: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """-> figures [N] by name; the probability of the most likely token [N]; whether that is the label [N]"""
+    logp, top = z.log_softmax(-1), vocab.top(z, 5)
+    ce = -logp.gather(1, label)[:, 0]
+    if not ce.isfinite().all():
+        raise ValueError("a held-out token's probability is not a number or 0; the weights have diverged")
+    found = {"n": torch.ones_like(ce), "ce": ce}
+    if n_bytes is not None:
+        length = n_bytes[label[:, 0]]
+        found |= {"text_ce": ce * (length > 0), "text_bytes": length}
+    if of_teacher is not None:
+        logp_t, p_t, top_t, own = of_teacher
+        kl = (p_t * (logp_t - logp)).sum(-1)
+        both = (top[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5
+        found |= {"kl": kl, "top1": (top[:, 0] == top_t[:, 0]), "top5": both, **own}
+    return found, logp.gather(1, top[:, :1])[:, 0].exp(), top[:, 0] == label[:, 0]
+
+
+def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Sums over rows -> the figures: [..] each; `gap` is [.., BINS].
+
+    ce             cross-entropy, nats per target; every target but padding counts
+    bits_per_byte  the same over the targets that stand for text, by their bytes: comparable across tokenizers
+    kl             KL(teacher || student), nats per target
+    top1, top5     share of the student's k most likely tokens that are among the teacher's k
+    ece            expected calibration error of the student's most likely token, 15 bins of equal width (Guo et al. 2017)
+    """
+    n = sums["n"]
+    out = {"ce": sums["ce"] / n}
+    if "text_ce" in sums:
+        out["bits_per_byte"] = sums["text_ce"] / sums["text_bytes"] / math.log(2)
+    if "kl" in sums:
+        out |= {key: sums[key] / n for key in TEACHER_KEYS}
+    return out | {"ece": np.abs(sums["gap"]).sum(-1) / n}

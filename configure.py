@@ -34,7 +34,8 @@ class ConfigError(ValueError):
 class Config:
     # --- who learns from whom
     methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS; all share one teacher forward
-    student: str = "200m"  # a preset of model.PRESETS, or a config.json of the Hugging Face form (or its folder)
+    student: str = "200m"  # its shape: a preset of model.PRESETS, or a Hugging Face config.json (or its folder)
+    student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
     teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id; None where no method needs one
     tokenizer: str | None = None  # local folder or hub id; None: the teacher's
     seed: int = 1234  # of the student's initial weights

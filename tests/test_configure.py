@@ -106,6 +106,16 @@ def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
     assert sum("wsd" in text for text in lines) == 1  # no comment stands twice
 
 
+def test_train_says_its_methods(capsys, monkeypatch):
+    import train
+
+    monkeypatch.setattr("sys.argv", ["train.py", "-h"])
+    with pytest.raises(SystemExit):
+        train.main()
+    said = capsys.readouterr().out.split("\nmethods\n")[1]
+    assert set(re.findall(r"\w+", said)) == set(train.METHODS)
+
+
 def test_every_field_is_read_somewhere():
     code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "eval.py"))
     unread = [f for f in configure.TYPES if f not in configure.OVERRIDES and not re.search(rf"\bcfg\.{f}\b", code)]

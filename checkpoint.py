@@ -5,9 +5,11 @@ FOLDER/step_00001000/model.safetensors       weights
                      state.json              step, account, and what the run was made of
 """
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors
@@ -27,16 +29,33 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, state: di
         return
     new = final.with_name(final.name + ".tmp")
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
     names = {p: name for name, p in model.named_parameters()}
     moments = {f"{names[p]}/{k}": v.cpu() for p, kept in optimizer.state.items() for k, v in kept.items()}
-    safetensors.torch.save_file({k: v.cpu() for k, v in model.state_dict().items()}, new / "model.safetensors")
-    safetensors.torch.save_file(moments, new / "optimizer.safetensors")
-    (new / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-    for path in (*new.iterdir(), new):
-        flush(path)
-    os.replace(new, final)
-    flush(folder)
+    with writing(new):
+        new.mkdir(parents=True)
+        safetensors.torch.save_file({k: v.cpu() for k, v in model.state_dict().items()}, new / "model.safetensors")
+        safetensors.torch.save_file(moments, new / "optimizer.safetensors")
+        (new / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+        for path in (*new.iterdir(), new):
+            flush(path)
+        os.replace(new, final)
+        flush(folder)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While `path` is written: a full disk, or whatever else the system says, is one clear line.
+
+    safetensors raises an error of its own there, which is no OSError. A folder that was begun is removed, for its room.
+    """
+    try:
+        yield
+    except (OSError, safetensors.SafetensorError) as error:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        raise CheckpointError(
+            f"{path}: not written ({error}); make room there, and the same command goes on from the last whole checkpoint"
+        ) from error
 
 
 def flush(path: Path) -> None:

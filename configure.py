@@ -11,12 +11,16 @@ combination raises `ConfigError`. The resolved config is written into the run's 
 import ast
 import dataclasses
 import difflib
+import inspect
+import io
 import json
 import os
 import sys
+import textwrap
+import tokenize
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -30,7 +34,8 @@ class ConfigError(ValueError):
 class Config:
     # --- who learns from whom
     methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS; all share one teacher forward
-    student: str = "200m"  # a preset of model.PRESETS, or a config.json of the Hugging Face form (or its folder)
+    student: str = "200m"  # its shape: a preset of model.PRESETS, or a Hugging Face config.json (or its folder)
+    student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
     teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id; None where no method needs one
     tokenizer: str | None = None  # local folder or hub id; None: the teacher's
     seed: int = 1234  # of the student's initial weights
@@ -169,20 +174,16 @@ class Config:
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
 
 
-def load(argv: list[str]) -> "Loaded":
+def load(argv: list[str], methods: Iterable[str] = ()) -> "Loaded":
     """Config files and `--key=value` flags, in order -> the config and where each value came from.
 
+    `--help` prints all keys, and `methods` where the script has them, and ends the process.
     Raises `ConfigError` for a file that is not there or does not run, an unknown key, a wrong type or an
     impossible combination.
     """
     values, origin = {}, {}
     if {"-h", "--help"} & set(argv):
-        print(
-            sys.modules["__main__"].__doc__,
-            "\nconfigure.py says what each key means; with their defaults they are\n",
-            sep="",
-        )
-        print(*(f"    --{f.name}={f.default}" for f in dataclasses.fields(Config)), sep="\n")
+        print(help_text(sys.modules["__main__"].__doc__ or "", methods))
         sys.exit(0)
     for arg in argv:
         if arg.startswith("--"):
@@ -204,10 +205,39 @@ class Loaded:
     origin: dict = field(default_factory=dict)  # key -> file or "command line"; absent: the default
 
 
+def help_text(about: str, methods: Iterable[str] = ()) -> str:
+    """What `--help` prints: the script's own text, every key with its default, type and comment, and the methods.
+
+    The headings and comments are those of `Config`'s source, so that they are written once.
+    """
+    source = inspect.getsource(Config)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("#- ") for t in tokens if t.type == tokenize.COMMENT}  # by line
+    lines, done = [about.strip()], 0
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            lines += [f"\n{comments[n]}" for n in range(done + 1, node.lineno) if n in comments]
+            done = node.end_lineno
+            words = " ".join(comments[n] for n in range(node.lineno, done + 1) if n in comments)
+            key, default = node.target.id, Config.__dataclass_fields__[node.target.id].default
+            value = ",".join(default) if isinstance(default, tuple) else default
+            lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
+    if methods:
+        names = textwrap.wrap(", ".join(methods), 120, initial_indent="    ", subsequent_indent="    ")
+        lines += ["\nmethods", *names]
+    return "\n".join(lines)
+
+
 def guard(main: Callable[[], int | None]) -> int:
-    """Run a script's `main` -> its exit code; what a user can mend is told in one line, without a traceback."""
+    """Run a script's `main` -> its exit code; what a user can mend is told in one line, without a traceback.
+
+    Ctrl-C is told in one line too, with the exit code that a shell gives it.
+    """
     try:
         return main() or 0
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

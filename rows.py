@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
+# What readers need of a manifest.
+MANIFEST = {"rows": int, "row_len": int, "eos_id": int, "sha256": str, "quick_sha256": str, "tokenizer_sha256": str}
 BLOCK = 1 << 20  # bytes read at a time
 
 
@@ -23,7 +25,14 @@ def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
     file, manifest = Path(folder) / f"{name}.bin", Path(folder) / f"{name}.json"
     if not manifest.is_file() or not file.is_file():
         raise RowsError(f"{folder}: no {name}.bin with {name}.json there; run prepare.py with the same config")
-    facts = json.loads(manifest.read_text())
+    try:
+        facts = json.loads(manifest.read_text())
+    except ValueError as error:
+        raise RowsError(f"{manifest}: not JSON ({error}); prepare it again") from error
+    for key, kind in MANIFEST.items():
+        value = facts.get(key) if isinstance(facts, dict) else None
+        if not isinstance(value, kind):
+            raise RowsError(f"{manifest}: {key} is {value!r}, expected {kind.__name__}; prepare it again")
     n, width, size = facts["rows"], facts["row_len"], file.stat().st_size
     if size != n * width * 4:
         raise RowsError(f"{file}: {size:,} bytes, expected {n * width * 4:,} by {manifest.name}; prepare it again")

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -37,11 +37,13 @@ from tqdm import tqdm
 import checkpoint
 import configure
 from configure import Config, ConfigError
-from losses import IGNORE, alra_terms, fused_head_losses, kd_weight, keywords, needs_teacher, resolve
+from losses import IGNORE, METHODS, alra_terms, fused_head_losses, kd_weight, keywords, needs_teacher, resolve
 from model import (
+    PRESETS,
     Qwen2,
     Qwen2Config,
     device_name,
+    find_folder,
     init_student,
     load_config,
     load_tokenizer,
@@ -51,9 +53,13 @@ from model import (
 )
 from rows import PAD, open_rows, row_order
 
-# Keys that may differ when a run goes on: they change what is done when and where, not what is computed.
+# Keys that may differ when a run goes on: they change what is done when and where, not what is learnt. Those of the
+# second line name files whose content is compared instead (SAME_FACTS); those of the last only prepare.py reads.
 FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir",
-             "histogram_every_steps", "tensorboard", "wandb_project", "prepare_workers"}  # fmt: skip
+             "data_dir", "teacher", "tokenizer",
+             "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
+             "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers"}  # fmt: skip
+SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
 
 # --- data ------------------------------------------------------------------------------------------------------
@@ -158,7 +164,12 @@ class Student:
 
 
 def make_student(name: str, cfg: Config, device: torch.device) -> Student:
-    model = init_student(cfg.student, cfg.seed)
+    """A student before its first update, the same weights for every method of the run.
+
+    A parameter group may have an `lr_factor` (1 where it has none): `update` multiplies the schedule's rate by it. For
+    muP or a slower head, split `groups` here and give each its factor; a resumed run comes through here again.
+    """
+    model = first_weights(cfg)
     sha = weights_hash(model)
     model.to(device)
     decayed = [p for p in model.parameters() if cfg.decay_1d or p.ndim > 1]
@@ -167,6 +178,13 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)  # fmt: skip
     overrides = {k: v for k, v in cfg.overrides.items() if k in keywords(name)}
     return Student(name, model, optimizer, Path(cfg.out_dir) / name, overrides, sha)
+
+
+def first_weights(cfg: Config) -> Qwen2:
+    """The weights that every student starts from, in fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
+    if cfg.student_weights is None:
+        return init_student(cfg.student, cfg.seed)
+    return Qwen2.from_pretrained(cfg.student_weights).requires_grad_(True).train()
 
 
 def settings(s: Student, step: int, cfg: Config) -> dict:
@@ -210,15 +228,34 @@ def update(
     for s in students:
         grads = [p.grad for p in s.model.parameters()]
         env.sum(grads)
-        s.gnorm = torch.nn.utils.clip_grad_norm_(s.model.parameters(), cfg.clip)
+        s.gnorm = clip_gradients(s.model.parameters(), cfg.clip)
         if not torch.isfinite(s.gnorm):
             s.stopped = f"step {step}: gradient norm {s.gnorm.item()}; {broken_terms(s)}; the update was not made"
             continue
         for group in s.optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg)
+            group["lr"] = learning_rate(step, cfg) * group.get("lr_factor", 1.0)
         s.optimizer.step()
         s.optimizer.zero_grad(set_to_none=True)
     return n_valid
+
+
+def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
+    """Scale all gradients by one factor, so that their common norm is at most `most` -> the norm before, fp32.
+
+    On a GPU torch adds the squares in a tree. On the CPU it adds them one after the other in fp32, and the norm is 2 % low
+    for 67M equal elements. There they are added in fp64, 1M elements at a time: 0.4 ms per million parameters, where
+    torch's norm in fp64 of a whole tensor takes 20.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in parameters]
+    if grads[0].is_cuda:
+        norm = torch.nn.utils.get_total_norm(grads)
+    else:
+        blocks = [block for g in grads for block in g.flatten().split(1 << 20)]
+        norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
+    torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    return norm
 
 
 def broken_terms(s: Student) -> str:
@@ -323,9 +360,16 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
 
 def run(loaded: configure.Loaded) -> int:
     """The whole of a run -> its exit code: 0 when every student got there, or a signal asked for the end."""
-    cfg = loaded.config
+    cfg = fit_processes(loaded.config, int(os.environ.get("WORLD_SIZE", 1)))
     env = Env(cfg)
+    if cfg.micro_batch != loaded.config.micro_batch:
+        env.say(
+            f"micro_batch={loaded.config.micro_batch}: lowered to {cfg.micro_batch}, the most that fits {env.world} processes; the result is the same"
+        )
     check_methods(cfg, env.device)
+    if env.first:
+        check_sinks(cfg)
+    check_student(cfg, env)
     rows, val = Rows(cfg, "train"), Rows(cfg, "val")
     if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
         raise ConfigError(
@@ -342,6 +386,7 @@ def run(loaded: configure.Loaded) -> int:
         env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")
     if env.first:
         open_sinks(live, cfg)
+    env.hold_signals()
     stream = batches(rows, teacher, step, cfg, env)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=None if env.first else True, dynamic_ncols=True)
     while step < cfg.max_steps and live and not env.asked_to_stop():
@@ -372,7 +417,8 @@ def run(loaded: configure.Loaded) -> int:
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
         elif env.first:
-            s.model.save_pretrained(s.folder / "model", tokenizer)
+            with checkpoint.writing(s.folder / "model.tmp"):
+                s.model.save_pretrained(s.folder / "model", tokenizer)
             write_json(s.folder / "run.json", student_facts(s, step, clock, cfg, facts))
             env.say(f"{s.name}: {s.folder / 'model'}")
     env.wait()
@@ -391,13 +437,11 @@ class Env:
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
             cfg.dtype, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         )
-        n_groups = cfg.batch_rows // cfg.group
-        if n_groups % (self.world * (cfg.micro_batch // cfg.group)):
-            raise ConfigError(
-                f"{self.world} processes with micro_batch={cfg.micro_batch}: expected their product to divide batch_rows={cfg.batch_rows}; set a smaller --micro_batch"
-            )
         if self.world > 1:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def hold_signals(self) -> None:
+        """From here on SIGINT and SIGTERM end the run after its update; before, they end the process, as nothing is to be saved."""
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._on_signal)
 
@@ -430,6 +474,46 @@ class Env:
         if self.first:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+
+def fit_processes(cfg: Config, world: int) -> Config:
+    """The config with the greatest micro_batch up to the one asked for that fits each process's share of the rows."""
+    if cfg.batch_rows % (world * cfg.group):
+        raise ConfigError(
+            f"{world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}; start another number of processes, or set --batch_rows"
+        )
+    share = cfg.batch_rows // world
+    sizes = range(cfg.group, min(cfg.micro_batch, share) + 1, cfg.group)
+    return dataclasses.replace(cfg, micro_batch=max(m for m in sizes if share % m == 0))
+
+
+def holds_weights(name: str) -> bool:
+    return any(find_folder(name).glob("*.safetensors"))
+
+
+def check_student(cfg: Config, env: Env) -> None:
+    """`student_weights` have the student's shape; a `student` whose own weights stay unused is said."""
+    shape = load_config(cfg.student)
+    if cfg.student_weights is not None:
+        there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
+        for key, value in vars(there).items():
+            if value != getattr(shape, key):
+                raise ConfigError(
+                    f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
+                )
+    elif cfg.student not in PRESETS and not cfg.student.endswith(".json") and holds_weights(cfg.student):
+        env.say(
+            f"student={cfg.student}: only the shape is taken from there, the weights are drawn anew; --student_weights={cfg.student} starts from its weights"
+        )
+
+
+def check_sinks(cfg: Config) -> None:
+    """The packages that the config asks for are there."""
+    asked = {"tensorboard": f"tensorboard={cfg.tensorboard}" if cfg.tensorboard else None,
+             "wandb": f"wandb_project={cfg.wandb_project}" if cfg.wandb_project else None}  # fmt: skip
+    for package, key in asked.items():
+        if key and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{key}: {package} is not installed; run `pip install {package}`, or leave it off")
 
 
 def check_methods(cfg: Config, device: torch.device) -> None:
@@ -500,6 +584,7 @@ def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.devi
         "val_sha256": val.manifest["sha256"],
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
         "teacher_sha256": weights_hash(teacher.model) if teacher else None,
+        "teacher_shape": dataclasses.asdict(teacher.model.config) if teacher else None,  # the hash is of weights alone
         "git_commit": git.stdout.strip() or None,
         "versions": {
             "python": platform.python_version(),
@@ -517,6 +602,7 @@ def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dic
         "method": s.name,
         "overrides": s.overrides,
         "student": cfg.student,
+        "student_weights": cfg.student_weights,
         "teacher": cfg.teacher,
         "seed": cfg.seed,
         "init_sha256": s.init_sha256,
@@ -532,16 +618,17 @@ def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, 
     """Make the run's folder, or see that the one there holds this very run."""
     path = Path(loaded.config.out_dir) / "run.json"
     if path.is_file():
-        before = json.loads(path.read_text())
+        try:
+            before = json.loads(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON ({error}); set another out_dir, or remove that folder") from error
         now = json.loads(json.dumps(dataclasses.asdict(loaded.config)))
         differs = [
             f"{k}={before['config'].get(k)!r} there, {now[k]!r} here"
             for k in now
             if k not in FREE_KEYS and before["config"].get(k) != now[k]
         ]
-        differs += [
-            f"{k} differs" for k in ("data_sha256", "tokenizer_sha256", "teacher_sha256") if before[k] != facts[k]
-        ]
+        differs += [f"{k} differs" for k in SAME_FACTS if before.get(k) != facts[k]]
         if differs:
             raise ConfigError(
                 f"out_dir={path.parent}: holds another run ({differs[0]}); set another out_dir, or remove that folder"
@@ -592,7 +679,7 @@ class Clock:
     """What the log needs to know since its last line, and since the process began."""
 
     begun_step: int = 0  # where this process took over
-    begun: float = field(default_factory=time.perf_counter)
+    begun: float = field(default_factory=lambda: time.perf_counter())
     valid_tokens: int = 0  # of all updates of the run, on this process's share of the rows
     line_steps: int = 0  # since the last line
     line_valid: int = 0
@@ -659,18 +746,10 @@ def open_sinks(live: list[Student], cfg: Config) -> None:
     """TensorBoard and Weights & Biases, where the config asks for them: both get the records of log.jsonl."""
     for s in live:
         if cfg.tensorboard:
-            if importlib.util.find_spec("tensorboard") is None:
-                raise ConfigError(
-                    "tensorboard=True: it is not installed; run `pip install tensorboard`, or leave it off"
-                )
             from torch.utils.tensorboard import SummaryWriter
 
             s.sinks.append(functools.partial(to_tensorboard, SummaryWriter(s.folder / "tensorboard")))
         if cfg.wandb_project:
-            if importlib.util.find_spec("wandb") is None:
-                raise ConfigError(
-                    f"wandb_project={cfg.wandb_project}: wandb is not installed; run `pip install wandb`, or leave it off"
-                )
             import wandb
 
             name = f"{Path(cfg.out_dir).name}/{s.name}"
@@ -749,7 +828,7 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def main() -> None:
-    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:]))))
+    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], METHODS))))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,40 @@ def test_the_resolved_config_is_written_whole(tmp_path):
     assert got["commit"] == "abc"
 
 
+def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
+    with pytest.raises(SystemExit) as ended:
+        load(["config/demo.py", "--help"], ("alra", "beta_kd"))
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    lines = said.splitlines()
+    for name in configure.TYPES:
+        (line,) = [text for text in lines if text.startswith(f"    --{name}=")]
+        assert len(line.split("  ")) > 3 or name in ("pair_reduction",), line  # key, type, comment
+    assert "    --lr=0.0006  (float)  peak learning rate" in lines
+    assert (
+        "    --methods=alra  (names, comma-separated)  names in losses.METHODS; all share one teacher forward" in lines
+    )
+    assert lines.index("optimisation (paper, appendix D.1)") + 1 == next(
+        i for i, text in enumerate(lines) if text.startswith("    --max_steps=")
+    )
+    (source,) = [text for text in lines if text.startswith("    --source=")]
+    assert source.endswith(
+        '  hub dataset; local file, folder or glob; or "python": its own docs and library'
+    )  # its comment is a line below
+    assert lines[-2:] == ["methods", "    alra, beta_kd"]
+    assert sum("wsd" in text for text in lines) == 1  # no comment stands twice
+
+
+def test_train_says_its_methods(capsys, monkeypatch):
+    import train
+
+    monkeypatch.setattr("sys.argv", ["train.py", "-h"])
+    with pytest.raises(SystemExit):
+        train.main()
+    said = capsys.readouterr().out.split("\nmethods\n")[1]
+    assert set(re.findall(r"\w+", said)) == set(train.METHODS)
+
+
 def test_every_field_is_read_somewhere():
     code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "eval.py"))
     unread = [f for f in configure.TYPES if f not in configure.OVERRIDES and not re.search(rf"\bcfg\.{f}\b", code)]
@@ -107,9 +141,17 @@ def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):
 
     assert configure.guard(main) == 1
     assert capsys.readouterr().err == "ConfigError: lr=0: expected more than 0\n"
-    assert configure.guard(lambda: None) == 0
+    assert configure.guard(lambda: None) == 0 and configure.guard(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):  # ours to mend: the traceback stays
         configure.guard(lambda: 1 / 0)
+
+
+def test_guard_turns_ctrl_c_into_one_line_and_130(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    assert configure.guard(main) == 130
+    assert capsys.readouterr().err == "\nstopped\n"
 
 
 PAPER = {  # appendix D.1 of the paper; None where the paper is silent

@@ -822,7 +822,7 @@ def finished(tmp_path_factory, student, teacher, tokenizer, rows):
     (folder / "data").mkdir()
     rows.tofile(folder / "data" / "val.bin")
     manifest = {"rows": len(rows), "row_len": rows.shape[1], "tokenizer_sha256": tokenizer_hash(tokenizer)}
-    manifest["quick_sha256"] = quick_hash(folder / "data" / "val.bin")
+    manifest |= {"quick_sha256": quick_hash(folder / "data" / "val.bin"), "eos_id": 0, "sha256": "val"}
     (folder / "data" / "val.json").write_text(json.dumps(manifest))
     teacher.save_pretrained(folder / "teacher", tokenizer)
     for method, seed in (("pretrain", 5), ("alra", 9)):

@@ -1,7 +1,10 @@
 """The loop: data order, the meaning of a batch, resuming, refusing, and the whole path on real input."""
 
+import dataclasses
 import errno
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -9,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +26,8 @@ import configure
 import train
 from configure import Config, ConfigError
 from losses import IGNORE, METHODS
-from model import CheckpointError, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
-from rows import PAD, RowsError, quick_hash, row_order
+from model import CheckpointError, Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
+from rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -161,6 +165,149 @@ def test_group_changes_the_meaning_on_purpose(world):
     assert (a - b).norm() / a.norm() > 1e-3  # rows are of unequal length
 
 
+def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(world):
+    got = gradients(world, methods="pretrain", d_max="none", batch_rows=4, micro_batch=2)["pretrain"]
+    x, y, _ = train.Rows(load(world, Path("unused")).config, "train").batch(np.arange(4), torch.device("cpu"))
+    model = init_student(SHAPE).double()
+    rows = []
+    for ids, labels in zip(x, y, strict=True):
+        logp = model(ids[None])[0].log_softmax(-1)
+        rows.append(-logp[labels != IGNORE].gather(1, labels[labels != IGNORE][:, None]).mean())
+    wanted = torch.autograd.grad(sum(rows) / 4, list(model.parameters()))
+    for g, w in zip(got, wanted, strict=True):
+        assert (g - w).norm() <= 1e-5 * w.norm() + 1e-9
+
+
+# --- the optimizer
+
+
+def trained(world: Path, n: int, prepare=lambda student: None, **changes) -> tuple[train.Student, list, list]:
+    """`n` updates of `pretrain` -> the student, its gradients before the clip and its weights, after 0 .. n updates."""
+    keys = {"methods": "pretrain", "d_max": "none", "lr": 1e-2, **changes}
+    cfg = load(world, Path("unused"), **keys).config
+    env, rows = train.Env(cfg), train.Rows(cfg, "train")
+    student, grads = train.make_student("pretrain", cfg, env.device), []
+    prepare(student)
+    weights = [[p.detach().double() for p in student.model.parameters()]]
+    env.sum = lambda tensors: grads.append([g.double() for g in tensors])  # between the backward pass and the clip
+    stream = train.batches(rows, None, 0, cfg, env)
+    for step in range(n):
+        train.update([student], None, stream, step, cfg, env)
+        weights.append([p.detach().double() for p in student.model.parameters()])
+    return student, grads, weights
+
+
+@pytest.mark.parametrize("decay_1d", [True, False])
+def test_updates_are_those_of_an_adamw_written_by_hand(world, decay_1d):
+    """In fp64, from the gradients that reached the clip: two updates of warm-up, two of the cosine, some clipped."""
+    lr, min_lr, warmup, total, decay, beta1, beta2, eps, clip = 1e-2, 1e-3, 2, 5, 0.1, 0.8, 0.95, 1e-4, 1.5
+    _, grads, weights = trained(world, 4, lr=lr, min_lr=min_lr, warmup_steps=warmup, schedule_steps=total, max_steps=4, clip=clip,
+                                weight_decay=decay, beta1=beta1, beta2=beta2, adam_eps=eps, decay_1d=decay_1d)  # fmt: skip
+    w = list(weights[0])
+    m, v = [torch.zeros_like(p) for p in w], [torch.zeros_like(p) for p in w]
+    norms = []
+    for n in range(1, 5):
+        rate = lr * n / warmup if n <= warmup else min_lr + (lr - min_lr) * (1 + math.cos(math.pi * (n - warmup) / (total - warmup))) / 2  # fmt: skip
+        norms.append(math.sqrt(sum(float((g * g).sum()) for g in grads[n - 1])))
+        scale = clip / norms[-1] if norms[-1] > clip else 1.0
+        for i, g in enumerate(grads[n - 1]):
+            if decay_1d or w[i].ndim > 1:
+                w[i] = w[i] - rate * decay * w[i]
+            m[i] = beta1 * m[i] + (1 - beta1) * scale * g
+            v[i] = beta2 * v[i] + (1 - beta2) * (scale * g) ** 2
+            w[i] = w[i] - rate * (m[i] / (1 - beta1**n)) / ((v[i] / (1 - beta2**n)).sqrt() + eps)
+        for i, p in enumerate(weights[n]):
+            way, rounding = (w[i] - weights[0][i]).norm(), 1e-7 * w[i].norm()
+            assert (p - w[i]).norm() < 1e-5 * way + 2 * rounding < 1e-3 * way, (n, i)
+    assert min(norms) < clip < max(norms)
+
+
+def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(world, tmp_path, monkeypatch):
+    make = train.make_student
+
+    def head_apart(name, cfg, device):
+        s = make(name, cfg, device)
+        (group,) = s.optimizer.param_groups
+        head, others = s.model.head, [p for p in s.model.parameters() if p is not s.model.head]
+        s.optimizer.param_groups[:] = [{**group, "params": [head], "lr_factor": 0.25}, {**group, "params": others}]
+        return s
+
+    monkeypatch.setattr(train, "make_student", head_apart)
+    student, _, weights = trained(world, 1, weight_decay=0.0, adam_eps=1e-12, clip=1e9)
+    ways = {n: (a - b).abs().max() for (n, _), a, b in zip(student.model.named_parameters(), *weights, strict=True)}
+    head = ways.pop("model.embed_tokens.weight")
+    assert head == pytest.approx(0.25 * 0.5e-2, rel=1e-3)  # Adam's first step is the rate; warm-up is half way
+    assert all(way == pytest.approx(0.5e-2, rel=1e-3) for way in ways.values())
+    keys = {"methods": "pretrain", "d_max": "none"}
+    assert train.run(load(world, tmp_path / "whole", **keys)) == 0
+    assert train.run(load(world, tmp_path / "cut", **keys, max_steps=3)) == 0
+    assert train.run(load(world, tmp_path / "cut", **keys)) == 0
+    assert final_bits(tmp_path / "whole", "pretrain") == final_bits(tmp_path / "cut", "pretrain")
+
+
+def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
+    """torch's own norm of these is 0.2 % low on one thread of a CPU: it adds in fp32."""
+    n, most = 1 << 22, 0.05
+    big, small, unused = (torch.nn.Parameter(torch.zeros(k)) for k in (n, 3, 5))
+    big.grad, small.grad = torch.full((n,), 1e-4), torch.full((3,), 0.1)
+    norm = math.sqrt(n * float(big.grad[0]) ** 2 + 3 * float(small.grad[0]) ** 2)
+    assert train.clip_gradients(iter((big, unused, small)), 1.0).item() == pytest.approx(norm, rel=1e-6)
+    assert big.grad[0] == torch.tensor(1e-4) and small.grad[0] == torch.tensor(0.1)  # below the bound: untouched
+    assert train.clip_gradients([big, small], most).item() == pytest.approx(norm, rel=1e-6)
+    scale = most / (norm + 1e-6)
+    for p, g in ((big, 1e-4), (small, 0.1)):
+        assert p.grad.double().sub(g * scale).abs().max() < 1e-6 * g * scale
+
+
+# --- student_weights
+
+
+def test_a_student_goes_on_from_the_bits_that_a_run_saved(world, finished, tmp_path, capsys):
+    there = finished / "alra" / "model"
+    loaded = load(world, tmp_path, student=there, student_weights=there, seed=99)
+    for name in ("pretrain", "alra"):
+        model = train.make_student(name, loaded.config, torch.device("cpu")).model
+        saved = safetensors.torch.load_file(there / "model.safetensors")
+        assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters()) and model.training
+        assert saved.keys() == model.state_dict().keys()
+        assert all(torch.equal(saved[k], p) for k, p in model.state_dict().items())
+    assert train.run(loaded) == 0
+    said = capsys.readouterr().out
+    facts = {m: json.loads((tmp_path / m / "run.json").read_text()) for m in ("pretrain", "vanilla_kd", "alra")}
+    start = weights_hash(Qwen2.from_pretrained(str(there)))
+    assert {f["init_sha256"] for f in facts.values()} == {start} and start[:12] in said and "only the shape" not in said
+    assert facts["alra"]["student_weights"] == str(there)
+    first, again = ([r["val_ce"] for r in records(out, "pretrain") if "val_ce" in r] for out in (finished, tmp_path))
+    assert again[0] < first[0]  # it had learnt something
+    with pytest.raises(ConfigError, match=r"holds another run \(student_weights=.* there, None here\)"):
+        train.run(load(world, tmp_path, student=there, seed=99))
+
+
+def test_weights_of_another_shape_are_refused(world, tmp_path):
+    there = world / "teacher"
+    message = f"student_weights={there}: hidden_size is 24 there, but 16 in student={world / 'student'}; set --student={there}"  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        train.run(load(world, tmp_path, student_weights=there))
+    with pytest.raises(ConfigError, match=r"hidden_size is 24 there, but 768 in student=200m"):
+        train.run(load(world, tmp_path, student="200m", student_weights=there))
+    with pytest.raises(CheckpointError, match=r"no/such: no such folder|no such local folder"):
+        train.run(load(world, tmp_path, student_weights="./no/such"))
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_folder_whose_weights_are_not_used_is_said(world, tmp_path, capsys):
+    folder = world / "student"
+    line = f"student={folder}: only the shape is taken from there, the weights are drawn anew; --student_weights={folder} starts from its weights\n"
+    keys = {"methods": "pretrain", "d_max": "none", "max_steps": 1}
+    train.run(load(world, tmp_path / "a", **keys))
+    assert line in capsys.readouterr().out
+    (tmp_path / "shape").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "shape")
+    train.run(load(world, tmp_path / "b", **keys, student=tmp_path / "shape"))
+    train.run(load(world, tmp_path / "c", **keys, student=folder / "config.json"))
+    assert "only the shape" not in capsys.readouterr().out
+
+
 # --- whole runs
 
 
@@ -287,24 +434,151 @@ def test_a_student_that_breaks_stops_alone_before_its_update(world, tmp_path, mo
     assert train.run(load(world, tmp_path)) == 1  # said again, not tried again
 
 
-def test_a_full_disk_leaves_the_last_whole_checkpoint(world, tmp_path, monkeypatch, capsys):
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"  # what safetensors says of it
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), safetensors.SafetensorError(FULL)])
+@pytest.mark.parametrize(("n_written", "where"), [(3, "checkpoints/step_00000004.tmp"), (6, "model.tmp")])
+def test_a_full_disk_leaves_the_last_whole_checkpoint(
+    world, finished, tmp_path, monkeypatch, capsys, error, n_written, where
+):
     save, calls = safetensors.torch.save_file, []
 
     def fill_up(*args, **kwargs):
         calls.append(1)
-        if len(calls) > 3:
-            raise OSError(errno.ENOSPC, "No space left on device", str(args[1]))
+        if len(calls) > n_written:
+            raise error
         return save(*args, **kwargs)
 
     monkeypatch.setattr(safetensors.torch, "save_file", fill_up)
     assert configure.guard(lambda: train.run(load(world, tmp_path, methods="alra"))) == 1
-    assert "No space left on device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.search(rf"^CheckpointError: .*{where}: not written \(.*No space left.*\); make room there, and the same", said, re.M)  # fmt: skip
+    assert not (tmp_path / "alra" / where).exists()  # its room is free again
     monkeypatch.setattr(safetensors.torch, "save_file", save)
-    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == ["step_00000002"]
+    steps = [2, 4, 6] if where == "model.tmp" else [2]
+    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == [
+        f"step_{s:08d}" for s in steps[-2:]
+    ]
     assert train.run(load(world, tmp_path, methods="alra")) == 0
+    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+
+
+# --- the account: MFU, the time that is left, and who else gets the records
+
+
+def test_mfu_is_the_share_of_all_cards(world, monkeypatch):
+    cfg = load(world, Path("unused")).config
+    teacher = types.SimpleNamespace(model=types.SimpleNamespace(config=Qwen2Config(24, 31, 2, 2, 2, vocab_size=V)))
+    flops = 3 * train.flops_per_token(SHAPE, SEQ, True) + train.flops_per_token(teacher.model.config, SEQ, False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    for world_size in (1, 3):
+        env = types.SimpleNamespace(device=torch.device("cuda:0"), world=world_size)
+        assert train.mfu(5e9, 3, teacher, cfg, env) == pytest.approx(5e9 * flops / (world_size * 989e12), rel=1e-12)
+    student = 5e9 * train.flops_per_token(SHAPE, SEQ, True) / (3 * 989e12)
+    assert train.mfu(5e9, 1, None, cfg, env) == pytest.approx(student, rel=1e-12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some other card")
+    assert train.mfu(5e9, 3, teacher, cfg, env) is None
+    assert train.mfu(5e9, 3, teacher, cfg, types.SimpleNamespace(device=torch.device("cpu"), world=1)) is None
+
+
+def test_the_time_that_is_left_counts_from_where_this_process_began(world, tmp_path, monkeypatch):
+    """A clock that goes on by a second each time it is read: at the start, twice in an update, once for a line."""
+    monkeypatch.setattr(train.time, "perf_counter", itertools.count(1000.0).__next__)
+    keys = {"methods": "pretrain", "d_max": "none", "log_every_steps": 1, "val_every_steps": 9}
+    assert train.run(load(world, tmp_path, **keys, max_steps=2)) == 0
+    assert train.run(load(world, tmp_path, **keys)) == 0
+    lines = [r for r in records(tmp_path, "pretrain") if "loss" in r]
+    assert [r["eta_sec"] for r in lines] == [3, 0, 9, 6, 3, 0]  # 3 s per update, times the updates of this command
+    assert {r["tok_per_sec"] for r in lines} == {4 * SEQ}  # a second inside each update
+    other = load(world, tmp_path / "b", **{**keys, "log_every_steps": 4, "checkpoint_every_steps": 3})
+    assert train.run(other) == 0
+    lines = [r for r in records(tmp_path / "b", "pretrain") if "loss" in r]
+    assert [(r["step"], r["eta_sec"], r["tok_per_sec"]) for r in lines] == [(4, 9 / 4 * 2, 52), (6, 0, 52)]
+
+
+def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monkeypatch):
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    scalars, started, logged = [], [], []
+
+    class Writer:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def add_scalar(self, key, value, step):
+            scalars.append((self.folder, step, key, value))
+
+    class WandbRun:
+        def __init__(self, name):
+            self.name = name
+
+        def log(self, record, step):
+            logged.append((self.name, step, record))
+
+    def init(**keys):
+        started.append(keys)
+        return WandbRun(keys["name"])
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=sys.__spec__))
+    out, keys = tmp_path / "out", {"methods": "pretrain,alra", "tensorboard": True, "wandb_project": "distil"}
+    assert train.run(load(world, out, **keys, max_steps=4)) == 0
+    assert train.run(load(world, out, **keys)) == 0
+    assert (
+        started[:2]
+        == started[2:]
+        == [
+            {"project": "distil", "name": f"out/{m}", "id": f"out-{m}", "resume": "allow", "reinit": "create_new"}
+            for m in ("pretrain", "alra")
+        ]
+    )
+    for method in ("pretrain", "alra"):
+        wanted = records(out, method)
+        assert len(wanted) == 6  # three of training and two of validation, then the one at the cut
+        assert [(step, r) for name, step, r in logged if name == f"out/{method}"] == [(r["step"], r) for r in wanted]
+        got = [s for s in scalars if s[0] == out / method / "tensorboard"]
+        assert [s[1:] for s in got] == [(r["step"], k, v) for r in wanted for k, v in r.items() if k != "step" and v is not None]  # fmt: skip
 
 
 # --- signals and kills, in processes of their own
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """A run in this process leaves its signal handlers behind."""
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for sign, handler in before.items():
+        signal.signal(sign, handler)
+
+
+def test_ctrl_c_while_the_run_loads_is_one_line_and_130(world, tmp_path, monkeypatch, capsys):
+    def loading(cfg, env):
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(train, "load_teacher", loading)
+    assert configure.guard(lambda: train.run(load(world, tmp_path))) == 130
+    assert capsys.readouterr().err == "\nstopped\n" and not (tmp_path / "run.json").exists()
+
+
+def test_ctrl_c_in_an_update_saves_after_it_and_exits_0(world, finished, tmp_path, monkeypatch, capsys):
+    update = train.update
+
+    def interrupted(students, teacher, stream, step, cfg, env):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return update(students, teacher, stream, step, cfg, env)
+
+    monkeypatch.setattr(train, "update", interrupted)
+    assert train.run(load(world, tmp_path)) == 0
+    assert "alra: stopped by a signal after step 3; the same command goes on from there" in capsys.readouterr().out
+    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == ["step_00000002", "step_00000003"]
+    monkeypatch.setattr(train, "update", update)
+    assert train.run(load(world, tmp_path)) == 0
+    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 
 
 def start(world: Path, out: Path, **changes) -> subprocess.Popen:
@@ -363,13 +637,20 @@ def test_kill_9_loses_steps_but_never_bits(world, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_make_the_update_of_one(world, tmp_path):
-    """After one update Adam's first moment is the gradient times 0.1, clipped: equal to 1e-6 of its norm."""
-    keys = {"max_steps": 1, "batch_rows": 16, "checkpoint_every_steps": 1}
+    """After one update Adam's first moment is the gradient times 0.1, clipped: equal to 1e-6 of its norm.
+
+    A micro-batch of all rows is lowered to what one of two processes has.
+    """
+    keys = {"max_steps": 1, "batch_rows": 16, "micro_batch": 16, "checkpoint_every_steps": 1}
     assert train.run(load(world, tmp_path / "one", **keys)) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     done = subprocess.run([*command, *flags(world, tmp_path / "two", **keys)], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+    assert (
+        done.stdout.count("micro_batch=16: lowered to 8, the most that fits 2 processes; the result is the same") == 1
+    )
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["config"]["micro_batch"] == 16  # as it was asked for
     for method in ("pretrain", "vanilla_kd", "alra"):
         one, two = (
             safetensors.torch.load_file(
@@ -455,6 +736,59 @@ def test_slips_get_one_clear_line(world, tmp_path, changes, message):
     assert not (tmp_path / "run.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("processes", "rows", "asked", "group", "fits"),
+    [(1, 8, 8, 1, 8), (2, 8, 8, 1, 4), (2, 8, 2, 1, 2), (4, 8, 8, 2, 2), (2, 24, 24, 2, 12), (2, 24, 8, 2, 6), (3, 45, 9, 1, 5)],
+)  # fmt: skip
+def test_micro_batch_is_lowered_to_what_fits_the_processes(world, processes, rows, asked, group, fits):
+    cfg = load(world, Path("unused"), batch_rows=rows, micro_batch=asked, group=group).config
+    fitted = train.fit_processes(cfg, processes)
+    assert fitted.micro_batch == fits and dataclasses.replace(fitted, micro_batch=asked) == cfg
+
+
+def test_processes_that_would_cut_a_forward_batch_are_refused(world):
+    cfg = load(world, Path("unused"), batch_rows=8, micro_batch=4, group=4).config
+    with pytest.raises(ConfigError, match=r"4 processes with group=4: expected their product to divide batch_rows=8;"):
+        train.fit_processes(cfg, 4)
+    with pytest.raises(ConfigError, match=r"3 processes with group=4"):
+        train.fit_processes(cfg, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensorboard": True}, "tensorboard=True: tensorboard is not installed; run `pip install tensorboard`"),
+        ({"wandb_project": "distil"}, "wandb_project=distil: wandb is not installed; run `pip install wandb`"),
+    ],
+)
+def test_a_package_that_is_not_there_is_told_before_anything_is_made(world, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        train.run(load(world, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "train.json: not JSON (Expecting property name"),
+        ("{}", "train.json: rows is None, expected int; prepare it again"),
+        ("[1]", "train.json: rows is None, expected int"),
+        ('{"rows": "97"}', "train.json: rows is '97', expected int"),
+    ],
+)
+def test_a_broken_manifest_is_told_with_its_path(world, tmp_path, text, message):
+    write_rows(tmp_path, "train", 97, seed=1)
+    whole = json.loads((tmp_path / "train.json").read_text())
+    (tmp_path / "train.json").write_text(text)
+    with pytest.raises(RowsError, match=re.escape(f"{tmp_path / message}")):
+        train.run(load(world, tmp_path / "out", data_dir=tmp_path))
+    for key in MANIFEST:
+        (tmp_path / "train.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+        with pytest.raises(RowsError, match=f"{key} is None"):
+            open_rows(tmp_path, "train")
+
+
 def test_no_compiler_is_told_before_anything_is_made(world, tmp_path):
     with (
         torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
@@ -492,6 +826,70 @@ def test_a_folder_that_holds_another_run_is_refused(world, finished):
     with pytest.raises(ConfigError, match=r"holds another run \(lr=0.01 there, 0.02 here\)"):
         train.run(load(world, finished, lr=2e-2))
     assert train.run(load(world, finished)) == 0  # the same run: done, and left alone
+
+
+COMPARED = {
+    "methods": "pretrain,alra", "student": "STUDENT/config.json", "seed": 5, "seq_len": 12, "shuffle": True, "repeat_rows": True,
+    "mask_after_eos": True, "schedule_steps": 7, "batch_rows": 8, "group": 2, "lr": 2e-2, "min_lr": 1e-5, "warmup_steps": 1,
+    "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-5, "weight_decay": 0.1, "decay_1d": False, "clip": 1.0, "kd_schedule": "wsd",
+    "student_weights": "STUDENT", "teacher_device": "cpu", "dtype": "float32", "recompute": True, "compile": True, "device": "auto",
+}  # fmt: skip
+
+
+def differing(world, finished, **changes) -> str:
+    """What `open_folder` says of these changes, "" where it takes them for the same run."""
+    facts = json.loads((finished / "run.json").read_text())
+    values = {k: str(v).replace("STUDENT", str(world / "student")) for k, v in changes.items()}
+    loaded = load(world, **{"out": finished, **values})
+    try:
+        train.open_folder(loaded, [], facts, types.SimpleNamespace(wait=lambda: None, first=False))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", COMPARED)
+def test_a_run_goes_on_only_with_what_it_learns_by(world, finished, key):
+    assert f"holds another run ({key}=" in differing(world, finished, **{key: COMPARED[key]})
+
+
+def test_every_key_of_a_run_is_compared_or_free():
+    assert set(COMPARED) | train.FREE_KEYS | set(configure.OVERRIDES) == set(configure.TYPES)
+    assert not train.FREE_KEYS & {*COMPARED, *configure.OVERRIDES}
+
+
+def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_path):
+    """Moved data, teacher and tokenizer, other validations, and keys that prepare.py alone reads."""
+    run = tmp_path / "run"
+    keys = {"methods": "alra", "max_steps": 6}
+    assert train.run(load(world, run, **keys, schedule_steps=6)) == 0
+    moved = tmp_path / "moved"
+    for name in ("data", "teacher"):
+        shutil.copytree(world / name, moved / name)
+    free = {"data_dir": moved / "data", "teacher": moved / "teacher", "tokenizer": TOKENIZER, "val_every_steps": 1, "val_max_rows": 2,
+            "source": "x", "source_revision": "y", "n_documents": 5, "train_rows": 9, "val_rows": 0, "val_share": 0.1, "prepare_workers": 2,
+            "micro_batch": 4, "log_every_steps": 1, "checkpoint_every_steps": 1, "keep_checkpoints": 1, "histogram_every_steps": 1}  # fmt: skip
+    assert train.run(load(world, run, **{**keys, **free})) == 0
+    write_rows(moved / "data", "val", 7, seed=3)
+    with pytest.raises(ConfigError, match=r"holds another run \(val_sha256 differs\)"):
+        train.run(load(world, run, **{**keys, **free}))
+    write_rows(moved / "data", "val", 7, seed=2)
+    write_rows(moved / "data", "train", 97, seed=3)
+    with pytest.raises(ConfigError, match=r"holds another run \(data_sha256 differs\)"):
+        train.run(load(world, run, **{**keys, **free}))
+    write_rows(moved / "data", "train", 97, seed=1)
+    shape = json.loads((moved / "teacher" / "config.json").read_text())
+    (moved / "teacher" / "config.json").write_text(json.dumps({**shape, "rms_norm_eps": 1e-5}))
+    with pytest.raises(ConfigError, match=r"holds another run \(teacher_shape differs\)"):
+        train.run(load(world, run, **{**keys, **free}))
+    init_student(Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4), seed=8).save_pretrained(
+        moved / "teacher", load_tokenizer(TOKENIZER)
+    )
+    with pytest.raises(ConfigError, match=r"holds another run \(teacher_sha256 differs\)"):
+        train.run(load(world, run, **{**keys, **free}))
+    (run / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"run.json: not JSON \(.*; set another out_dir, or remove that folder"):
+        train.run(load(world, run, **keys))
 
 
 # --- real weights

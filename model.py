@@ -369,6 +369,26 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The id that the tokenizer by itself puts before a text (its BOS); None where it puts nothing there.
+
+    What it puts after a text is not followed. Raises `CheckpointError` for a tokenizer that puts several ids before a
+    text, or one that is no special token: who trains on them must see them in the text.
+    """
+    backend = tokenizer.backend_tokenizer
+    bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    n_before = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), None)
+    added, special = whole[:n_before], [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    if not added:
+        return None
+    if len(added) > 1 or n_before is None or added[0] not in special:
+        raise CheckpointError(
+            f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
+            "bos=none, or take another tokenizer"
+        )
+    return added[0]
+
+
 def _is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     """Whether a `Qwen2Tokenizer` made of this tokenizer's files in `folder` gives the same ids and text."""
     return _deciding(Qwen2Tokenizer.from_pretrained(folder)) == _deciding(tokenizer)

@@ -4,8 +4,11 @@
     python prepare.py --verify data/pile                       hash and count everything again
     python prepare.py --show 1000 data/pile                    five rows from row 1000 on, as text
 
-Every document's text is tokenized with no special tokens added, and one EOS follows it. Text is only text: a
-document that spells "<|endoftext|>" gets the ids of those characters, so EOS ids and documents match one to one.
+Each document is tokenized with no special tokens added, and one EOS follows it. Where the tokenizer by itself puts a
+BOS before a text, so does `bos="auto"`; `bos="none"` does not. What a tokenizer puts after a text is left out, and one
+that puts several ids before it is refused. A BOS that is the EOS itself is not added: that of the document before
+stands there. BOS and EOS have no text, and are targets like other tokens (a BOS is predicted from an EOS). Text is only
+text: a document that spells "<|endoftext|>" gets the ids of those characters, so EOS ids and documents match one to one.
 The ids of all documents form one stream. It is cut into rows of at most `row_len` = seq_len + 1 ids; joined, the
 rows give the stream back.
 
@@ -411,7 +414,7 @@ def batched(records: Iterator[tuple[str | None, str]]) -> Iterator[list[tuple[st
 
 
 def encode_in_order(
-    batches: Iterator[list], tokenizer: tokenizers.Tokenizer, eos: int, workers: int
+    batches: Iterator[list], tokenizer: tokenizers.Tokenizer, eos: int, workers: int, bos: int | None = None
 ) -> Iterator[tuple[list, tuple[np.ndarray, np.ndarray]]]:
     """Batches of (name, text) -> (batch, (ids of all its documents [n], length of each [documents])), in order.
 
@@ -423,7 +426,8 @@ def encode_in_order(
     waiting: deque = deque()
     with contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, cancel_futures=True)  # after the processes: without them, nothing to wait for
-        encode = _encoder(tokenizer, eos) if workers == 1 else stack.enter_context(_processes(tokenizer, eos, workers))
+        how = (tokenizer, eos, bos)
+        encode = _encoder(*how) if workers == 1 else stack.enter_context(_processes(how, workers))
         for batch in batches:
             waiting.append((batch, pool.submit(encode, [text for _, text in batch])))
             if len(waiting) > ahead:
@@ -433,8 +437,10 @@ def encode_in_order(
             yield batch, future.result()
 
 
-def _encoder(tokenizer: tokenizers.Tokenizer, eos: int) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray]]:
-    """The function of texts to (their ids, EOS after each, one after another [n]; the length of each [texts])."""
+def _encoder(
+    tokenizer: tokenizers.Tokenizer, eos: int, bos: int | None
+) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray]]:
+    """The function of texts to (the ids of their documents, one after another [n]; the length of each [texts])."""
     tokenizer.encode_special_tokens = True  # text is only text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -443,6 +449,8 @@ def _encoder(tokenizer: tokenizers.Tokenizer, eos: int) -> Callable[[list[str]],
         ids, lengths = array("I"), []
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             n = len(ids)
+            if bos is not None:
+                ids.append(bos)
             ids.fromlist(encoding.ids)
             ids.append(eos)
             lengths.append(len(ids) - n)
@@ -452,8 +460,8 @@ def _encoder(tokenizer: tokenizers.Tokenizer, eos: int) -> Callable[[list[str]],
 
 
 @contextlib.contextmanager
-def _processes(tokenizer: tokenizers.Tokenizer, eos: int, n: int) -> Iterator[Callable]:
-    """The same function, for up to n threads at once: each call is done by one of n processes, at the end of a pipe."""
+def _processes(how: tuple, n: int) -> Iterator[Callable]:
+    """`_encoder(*how)`, for up to n threads at once: each call is done by one of n processes, at the end of a pipe."""
     children, idle = [], SimpleQueue()
 
     def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -480,7 +488,7 @@ def _processes(tokenizer: tokenizers.Tokenizer, eos: int, n: int) -> Iterator[Ca
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for child, pipe in children:  # they start up side by side
             with contextlib.suppress(OSError):  # a dead one is told of at its first call
-                pipe.send((tokenizer, eos))
+                pipe.send(how)
             idle.put((child, pipe))
         yield encode
     finally:
@@ -559,12 +567,13 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `PrepareError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
     """
-    from model import load_tokenizer, tokenizer_hash  # not above: workers need no torch
+    from model import leading_bos, load_tokenizer, tokenizer_hash  # not above: workers need no torch
 
     name = cfg.tokenizer or cfg.teacher
     if name is None:
         raise PrepareError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
+    bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     table = token_table(tokenizer)
     source = open_source(cfg.source, cfg.source_revision)
     recipe = {
@@ -580,6 +589,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         "tokenizer_sha256": tokenizer_hash(tokenizer),
         "vocab_size": len(table.pieces),
         "eos_id": tokenizer.eos_token_id,
+        "bos": None if bos == tokenizer.eos_token_id else bos,  # id before each document; data without the key has none
         "rule_version": RULE_VERSION,
     }
     folder = Path(cfg.data_dir)
@@ -630,7 +640,7 @@ def _write_rows(
     commit()
     records = itertools.islice(source.records(n_records), cfg.n_documents and cfg.n_documents - n_records)
     batches = encode_in_order(
-        batched(records), tokenizer.backend_tokenizer, tokenizer.eos_token_id, cfg.prepare_workers
+        batched(records), tokenizer.backend_tokenizer, recipe["eos_id"], cfg.prepare_workers, recipe["bos"]
     )
     bar = tqdm(total=1.0, initial=share(), mininterval=0.5 if sys.stderr.isatty() else 30,
                bar_format="{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining}{postfix}")  # fmt: skip

@@ -53,7 +53,7 @@ from rows import PAD, open_rows, row_order
 
 # Keys that may differ when a run goes on: they change what is done when and where, not what is computed.
 FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir",
-             "histogram_every_steps", "tensorboard", "wandb_project", "prepare_workers"}  # fmt: skip
+             "histogram_every_steps", "tensorboard", "wandb_project", "prepare_workers", "bos"}  # fmt: skip
 
 
 # --- data ------------------------------------------------------------------------------------------------------
@@ -496,6 +496,7 @@ def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.devi
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     return {
+        "bos": rows.manifest.get("bos"),  # the id before each document; rows without the key have none
         "data_sha256": rows.manifest["sha256"],
         "val_sha256": val.manifest["sha256"],
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],

@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import bench
+import sample
 from model import (
     PRESETS,
     CheckpointError,
@@ -20,6 +21,7 @@ from model import (
     Qwen2Config,
     find_folder,
     init_student,
+    leading_bos,
     load_config,
     load_tokenizer,
     tokenizer_hash,
@@ -402,6 +404,21 @@ def same_there(folder: str) -> PreTrainedTokenizerFast:
     x = torch.tensor([x[:97]])
     torch.testing.assert_close(Qwen2.from_pretrained(folder)(x), model(x).logits, rtol=1e-5, atol=1e-5)
     return ours
+
+
+@pytest.mark.parametrize(("run", "first"), [(None, "bos"), ({"bos": 256}, "bos"), ({"bos": None}, "eos"), ({}, "eos")])
+def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_path, monkeypatch, capsys):
+    tokenizer, prompts = adds_bos(), []
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    init_student(Qwen2Config(12, 17, 1, 2, 1, vocab_size=307)).save_pretrained(tmp_path / "alra" / "model", tokenizer)
+    if run is not None:
+        run = {key: ids["bos"] for key in run if run[key]} or run
+        (tmp_path / "alra" / "run.json").write_text(json.dumps(run))
+    monkeypatch.setattr(sample, "generate", lambda model, prompt, *rest: prompts.append(prompt) or prompt)
+    for name in ("alra", "alra/model"):
+        sample.run([str(tmp_path / name), "--prompt", "if x"])
+    assert prompts == [[ids[first], *tokenizer.encode("if x", add_special_tokens=False)]] * 2
+    assert capsys.readouterr().out == "if x\nif x\n" and leading_bos(tokenizer) == ids["bos"]
 
 
 def test_the_folder_of_a_student_with_qwens_tokenizer_is_as_it_was(tmp_path):

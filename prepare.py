@@ -100,6 +100,9 @@ SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
 FILES = {"train.bin", "train.json", "val.bin", "val.json"}
+STATE_KEYS = ("recipe", "records", "whole", "streams")  # without which a record is damaged
+MANIFEST_KEYS = ("split", "row_len", "tokenizer", "vocab_size", "eos_id", "val_rows", "val_share", "rows", "tokens", "documents",
+                 "padding_share", "sha256")  # fmt: skip
 KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
 
 
@@ -596,7 +599,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "prepare.state"
     with _locked(folder):
-        state = json.loads(state_file.read_text()) if state_file.exists() else None
+        state = _read_json(state_file, STATE_KEYS, f"delete {folder} and start again") if state_file.exists() else None
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):
@@ -795,7 +798,19 @@ def _manifest(folder: Path, name: str) -> dict:
     for file in (folder / f"{name}.json", folder / f"{name}.bin"):
         if not file.is_file():
             raise PrepareError(f"{file}: not there; expected a folder that prepare.py has written to its end")
-    return json.loads((folder / f"{name}.json").read_text())
+    return _read_json(folder / f"{name}.json", MANIFEST_KEYS, f"delete {folder} and prepare it again")
+
+
+def _read_json(file: Path, keys: tuple[str, ...], remedy: str) -> dict:
+    """A record that this script has written; `PrepareError` where it is damaged or another's."""
+    try:
+        record = json.loads(file.read_text())
+    except ValueError as error:
+        raise PrepareError(f"{file}: not whole JSON ({error}); {remedy}") from error
+    absent = [key for key in keys if not isinstance(record, dict) or key not in record]
+    if absent:
+        raise PrepareError(f"{file}: no {absent[0]!r} in it, so prepare.py did not write it; {remedy}")
+    return record
 
 
 def _same_recipe(folder: Path, old: dict, new: dict) -> None:

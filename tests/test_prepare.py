@@ -21,6 +21,7 @@ import tokenizers
 import zstandard
 from transformers import PreTrainedTokenizerFast
 
+import configure
 import model
 import prepare
 import rows
@@ -742,6 +743,36 @@ def test_a_worker_that_is_killed_is_told(fed, tokenizer_of):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize(("content", "said"), [
+    (b'{"recipe": {"row_', "not whole JSON (Unterminated string"), (b"", "not whole JSON (Expecting value"), (b"\xff\xfe", "not whole JSON ("),
+    (b"{}", "no {key!r} in it, so prepare.py did not write it"), (b"[1, 2]", "no {key!r} in it"), (b"null", "no {key!r} in it"),
+    (b'{"streams": {}, "split": "train"}', "no {second!r} in it"),
+])  # fmt: skip
+def test_damaged_records_are_told_by_their_path_with_the_remedy(content, said, small, tmp_path, monkeypatch, capsys):
+    source, folder = write_jsonl(tmp_path / "t.jsonl", small[1]), tmp_path / "half"
+    half_made(small, tmp_path, monkeypatch, source)
+    whole = tmp_path / "whole"
+    prepare.prepare(config(small, whole, source))
+    capsys.readouterr()
+
+    def told(call, file, keys, remedy):
+        file.write_bytes(content)
+        before = files_of(file.parent)
+        assert configure.guard(call) == 1
+        line = capsys.readouterr().err
+        assert line.startswith(f"PrepareError: {file}: {said.format(key=keys[0], second=keys[1])}"), line
+        assert line.endswith(f"; {remedy}\n") and files_of(file.parent) == before and line.count("\n") == 1
+
+    call = lambda: prepare.prepare(config(small, folder, source))  # noqa: E731
+    told(call, folder / "prepare.state", ("recipe", "recipe"), f"delete {folder} and start again")
+    for call in (
+        lambda: prepare.prepare(config(small, whole, source)),
+        lambda: prepare.verify(whole),
+        lambda: prepare.show(whole, 0),
+    ):
+        told(call, whole / "train.json", ("split", "row_len"), f"delete {whole} and prepare it again")
+
+
 def test_two_at_once_are_refused(small, tmp_path):
     (tmp_path / "a").mkdir()
     with prepare._locked(tmp_path / "a"), pytest.raises(prepare.PrepareError, match="is at work there"):
@@ -809,6 +840,19 @@ def test_too_little_text_for_a_split_is_said(small, tmp_path, capsys):
         prepare.prepare(config(small, tmp_path / "b", source, val_rows=0, val_share=1e-6))
     prepare.prepare(config(small, tmp_path / "c", write_jsonl(source, small[1]), train_rows=5000))
     assert "the source ended after" in capsys.readouterr().out
+
+
+def test_the_readmes_flags_for_ones_own_text_hold_out_documents_from_everywhere(small, tmp_path):
+    readme = (Path(prepare.__file__).parent / "README.md").read_text()
+    flags = re.search(r"`(--train_rows=None [^`]+)`", readme)[1].split()
+    (tmp_path / "texts").mkdir()
+    for i in range(300):
+        (tmp_path / f"texts/{i:03}.txt").write_text(f"Document {i}.")
+    places = [f"--source={tmp_path / 'texts'}", f"--data_dir={tmp_path / 'a'}", f"--tokenizer={small[0]}"]
+    prepare.prepare(load([*flags, *places]).config)
+    text = load_tokenizer(small[0]).decode(joined(stored(tmp_path / "a/val.bin", 513)))
+    numbers = [int(n) for n in re.findall(r"Document (\d+)", text)]
+    assert 1 <= len(numbers) <= 9 and numbers != list(range(300 - len(numbers), 300))
 
 
 def test_no_tokenizer(small, tmp_path):

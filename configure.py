@@ -48,13 +48,14 @@ class Config:
     source_revision: str | None = None  # hub only: a commit or tag
     n_documents: int | None = 2_000_000  # records to read, in the source's own order; None: all
     train_rows: int | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
-    val_rows: int = 2_048  # rows taken after the training rows; 0 with val_share
+    val_rows: int = 2_048  # the last rows of the stream, thus of the last file; own text: rather 0, and val_share
     val_share: float = 0.0  # share of documents held out by hash, instead of val_rows
+    bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
     seq_len: int = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
     prepare_workers: int = 1  # tokenizer processes; any number gives the same bytes
     shuffle: bool = False  # visit the rows in an order drawn from `seed`, a new one for each pass
     repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are
-    mask_after_eos: bool = False  # leave the first token of a document out of the loss (its input is EOS)
+    mask_after_eos: bool = False  # leave the token after an EOS (the first of a document, or its BOS) out of the loss
 
     # --- optimisation (paper, appendix D.1)
     max_steps: int = 126_400  # updates of this run; may end before schedule_steps

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from model import Qwen2, device_name, load_tokenizer, pick_device, tokenizer_hash, weights_hash
+from model import Qwen2, device_name, leading_bos, load_tokenizer, pick_device, tokenizer_hash, weights_hash
 from rows import PAD, open_rows
 from tables import TEACHER_KEYS, figures, row_text, tabulate
 from tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, read_items, task_file
@@ -80,10 +80,15 @@ class Scorer(TemplateLM):
 
     With several processes each scores its share of the batches, and all end with every score: the numbers
     do not depend on how many there are.
+
+    bos  the id that stood before each document in training and stands before each context here; None: none did;
+         "auto": the one that the tokenizer adds by itself
     """
 
-    def __init__(self, model: Qwen2, tokenizer, max_length: int = 512, batch_tokens: int = 4096):
+    def __init__(self, model: Qwen2, tokenizer, max_length: int = 512, batch_tokens: int = 4096, bos="auto"):
         super().__init__()
+        self.bos = leading_bos(tokenizer) if bos == "auto" else bos
+        self.prefix = tokenizer.bos_token_id if bos == "auto" else bos
         self.model, self.tokenizer, self.max_length, self.batch_tokens = model, tokenizer, max_length, batch_tokens
         self._device = model.head.device
         self.head = model.head.float()  # [V, D]
@@ -95,18 +100,18 @@ class Scorer(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """What stands in for an empty context."""
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos
+        return self.eot_token_id if self.prefix is None else self.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         return self._encode([string], add_special_tokens is not False)[string]
 
     def _encode(self, texts, special: bool = True, quiet: bool = True) -> dict[str, list[int]]:
-        """Each text once -> its ids; `special` adds what the tokenizer adds by itself (Qwen's: nothing)."""
+        """Each text once -> its ids; `special` puts the BOS before them, if there is one (Qwen has none)."""
         texts, ids = list(dict.fromkeys(texts)), []
+        before = [self.bos] if special and self.bos is not None else []
         for lo in tqdm(range(0, len(texts), 4096), "tokenizing", unit="batch", disable=quiet or None):
-            some = self.tokenizer.backend_tokenizer.encode_batch_fast(texts[lo : lo + 4096], add_special_tokens=special)
-            ids += [encoding.ids for encoding in some]
+            some = self.tokenizer.backend_tokenizer.encode_batch_fast(texts[lo : lo + 4096], add_special_tokens=False)
+            ids += [before + encoding.ids for encoding in some]
         return dict(zip(texts, ids, strict=True))
 
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -331,7 +336,8 @@ def over_rows(
 ) -> list[dict[str, np.ndarray]]:
     """The summands of `tables.figures`, per student and row; the teacher runs once for all of them.
 
-    rows [n, row_len] uint32, PAD at the tail; n_bytes [V] bytes of text that a token stands for.
+    rows [n, row_len] uint32, PAD at the tail; n_bytes [V] bytes of text that a token stands for. A BOS and an EOS are
+    targets like any other, but have no text: bits per byte leave them out.
     """
     device, n_vocab = students[0].head.device, len(students[0].head)
     heads, head_t = [m.head.float() for m in students], teacher.head.float() if teacher else None
@@ -469,7 +475,7 @@ def score(args, device: torch.device) -> None:
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
         begun = time.perf_counter()
-        scorer = Scorer(c.model, c.tokenizer, args.max_length, args.batch_tokens)
+        scorer = Scorer(c.model, c.tokenizer, args.max_length, args.batch_tokens, c.run.get("bos") if c.run else "auto")
         result = {
             "name": c.name, "split": args.split, "tasks": benchmarks(scorer, items, args) if items else {},
             "intrinsic": figures_found, "weights_sha256": c.sha256, "tokenizer_sha256": tokenizer_hash(c.tokenizer),
@@ -511,6 +517,9 @@ def fitting(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[C
         most = c.model.config.max_position_embeddings
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
             raise EvalError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
+        if c.run and manifest.get("bos") != c.run.get("bos"):
+            raise EvalError(f"{rows_dir}: rows with bos={manifest.get('bos')}, but {c.name} was trained on rows with "
+                            f"bos={c.run.get('bos')}; prepare some as for that run")  # fmt: skip
         if n > most:
             raise EvalError(f"{rows_dir}: rows of {n} inputs, {c.name} takes {most} at most; prepare shorter ones")
 

@@ -1,7 +1,8 @@
 """The Qwen2 decoder: Hugging Face weights in and out, and students from a seed.
 
 Modules carry the names of the Hugging Face checkpoint, so its tensors and ours are the same dictionary. Llama
-checkpoints without rope scaling are the same decoder with zero biases and are read too.
+checkpoints without rope scaling are read too: they are the same decoder with zero biases, or (`attention_bias`) with a
+bias on the attention's output that must be zero.
 
 Dimension key: B batch, T time, D width, H query heads, G key/value heads, K width of a head, V vocabulary.
 """
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 INIT_STD = 0.02
 
@@ -208,6 +209,11 @@ class Qwen2(nn.Module):
         """Parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
+    @property
+    def _o_biases(self) -> set[str]:
+        """Tensors [D] of zeros that a `llama` checkpoint with `attention_bias` has besides ours."""
+        return {f"model.layers.{i}.self_attn.o_proj.bias" for i in range(self.config.num_hidden_layers)}
+
     @classmethod
     def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
         """A Hugging Face `qwen2` or `llama` checkpoint from a local folder or the hub, weights as `dtype`.
@@ -223,7 +229,12 @@ class Qwen2(nn.Module):
         return model.requires_grad_(False).eval()
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
-        """A folder that `transformers.AutoModelForCausalLM` loads; it appears whole or not at all."""
+        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids.
+
+        It appears whole or not at all. `AutoTokenizer` reads every tokenizer beside a `qwen2` model as Qwen's own. With
+        another tokenizer the same decoder is therefore written as a `llama` with `attention_bias`, whose bias on the
+        attention's output is zero.
+        """
         folder = Path(folder)
         new = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(new, ignore_errors=True)
@@ -231,14 +242,21 @@ class Qwen2(nn.Module):
         shape = dataclasses.asdict(self.config)
         if shape["head_dim"] * shape["num_attention_heads"] == shape["hidden_size"]:
             del shape["head_dim"]  # the default; older readers do not know the key
-        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
-        hf = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "torch_dtype": dtype,
-              "initializer_range": INIT_STD, "attention_dropout": 0.0, "use_sliding_window": False, **shape}  # fmt: skip
+        kind, parts = "qwen2", {"use_sliding_window": False}
         if tokenizer is not None:
-            hf["bos_token_id"] = hf["eos_token_id"] = tokenizer.eos_token_id
             tokenizer.save_pretrained(new)
+            if not _is_qwens(tokenizer, new):
+                kind, parts = "llama", {"attention_bias": True}
+        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
+        hf = {"architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[kind]], "model_type": kind,
+              "hidden_act": "silu", "torch_dtype": dtype, "initializer_range": INIT_STD, "attention_dropout": 0.0, **parts, **shape}  # fmt: skip
+        if tokenizer is not None:
+            eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+            hf |= {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
         (new / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
         weights = {name: p.detach().cpu().contiguous() for name, p in self.state_dict().items()}
+        if kind == "llama":
+            weights |= {name: torch.zeros_like(weights["model.norm.weight"]) for name in self._o_biases}
         safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
@@ -295,9 +313,7 @@ def load_config(name: str) -> Qwen2Config:
         if r.get("rope_type", r.get("type", "default")) != "default":
             raise CheckpointError(f"{path}: rope scaling {r}: expected none; take a checkpoint without it")
     for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False),
-                        ("attention_bias", False), ("partial_rotary_factor", 1.0)):  # fmt: skip
-        if key == "attention_bias" and kind == "qwen2":
-            continue  # its q, k, v always have biases
+                        ("partial_rotary_factor", 1.0)):  # fmt: skip
         if hf.get(key, wanted) != wanted:
             raise CheckpointError(f"{path}: {key}={hf[key]!r}, expected {wanted!r}; this decoder has no such part")
     defaults = {"tie_word_embeddings": False, "num_key_value_heads": hf.get("num_attention_heads"), "head_dim": None,
@@ -363,6 +379,47 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The id that the tokenizer by itself puts before a text (its BOS); None where it puts nothing there.
+
+    What it puts after a text is not followed. Raises `CheckpointError` for a tokenizer that puts several ids before a
+    text, or one that is no special token: who trains on them must see them in the text.
+    """
+    backend = tokenizer.backend_tokenizer
+    bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    n_before = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), None)
+    added, special = whole[:n_before], [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    if not added:
+        return None
+    if len(added) > 1 or n_before is None or added[0] not in special:
+        raise CheckpointError(
+            f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
+            "bos=none, or take another tokenizer"
+        )
+    return added[0]
+
+
+def _is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
+    """Whether a `Qwen2Tokenizer` made of this tokenizer's files in `folder` gives the same ids and text."""
+    return _deciding(Qwen2Tokenizer.from_pretrained(folder)) == _deciding(tokenizer)
+
+
+def _deciding(tokenizer: PreTrainedTokenizerFast) -> dict:
+    """The parts of a tokenizer that decide on ids and text; an empty setting is an absent one."""
+
+    def plain(part):
+        if isinstance(part, list):
+            return [plain(x) for x in part]
+        if not isinstance(part, dict):
+            return part
+        return {key: plain(value) for key, value in part.items() if key != "trim_offsets" and value not in (None, "")}
+
+    parts = plain(json.loads(tokenizer.backend_tokenizer.to_str()))
+    if parts.get("decoder", {}).get("type") == "ByteLevel":
+        parts["decoder"] = "ByteLevel"  # its settings do nothing
+    return parts
+
+
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     """sha256 of all that decides which ids a text gets."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
@@ -370,8 +427,13 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 def read_weights(model: Qwen2, folder: Path) -> None:
     """Copy a folder's safetensors into `model`, tensor by tensor; every tensor once, none left over."""
-    wanted = dict(model.state_dict())
-    absent, twin = set(wanted), None
+    facts, zeros, wanted = json.loads((folder / "config.json").read_text()), set(), dict(model.state_dict())
+    if facts["model_type"] == "llama" and facts.get("attention_bias"):
+        zeros = model._o_biases
+    elif facts["model_type"] == "llama":
+        for name in [n for n in wanted if n.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias"))]:
+            wanted.pop(name).zero_()
+    absent, twin = wanted.keys() | zeros, None
     for file in weight_files(folder):
         for name in tensor_names(file):
             if name.endswith("rotary_emb.inv_freq"):
@@ -381,6 +443,11 @@ def read_weights(model: Qwen2, folder: Path) -> None:
                 source = tensors.get_tensor(name)
             if name == "lm_head.weight" and model.config.tie_word_embeddings:
                 twin = source  # some writers store the tied head twice
+                continue
+            if name in zeros:
+                if source.any():
+                    raise CheckpointError(f"{file}: {name} is not zero, as expected; this decoder has no such bias")
+                absent.discard(name)
                 continue
             if name not in wanted:
                 raise CheckpointError(
@@ -399,10 +466,6 @@ def read_weights(model: Qwen2, folder: Path) -> None:
             wanted[name].copy_(source)
             absent.discard(name)
             del source
-    if json.loads((folder / "config.json").read_text())["model_type"] == "llama":
-        for name in [n for n in absent if n.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))]:
-            wanted[name].zero_()
-            absent.discard(name)
     if absent:
         raise CheckpointError(
             f"{folder}: missing tensor {min(absent)} ({len(absent)} in all); the checkpoint is not whole"

@@ -4,8 +4,11 @@
     python prepare.py --verify data/pile                       hash and count everything again
     python prepare.py --show 1000 data/pile                    five rows from row 1000 on, as text
 
-Every document's text is tokenized with no special tokens added, and one EOS follows it. Text is only text: a
-document that spells "<|endoftext|>" gets the ids of those characters, so EOS ids and documents match one to one.
+Each document is tokenized with no special tokens added, and one EOS follows it. Where the tokenizer by itself puts a
+BOS before a text, so does `bos="auto"`; `bos="none"` does not. What a tokenizer puts after a text is left out, and one
+that puts several ids before it is refused. A BOS that is the EOS itself is not added: that of the document before
+stands there. BOS and EOS have no text, and are targets like other tokens (a BOS is predicted from an EOS). Text is only
+text: a document that spells "<|endoftext|>" gets the ids of those characters, so EOS ids and documents match one to one.
 The ids of all documents form one stream. It is cut into rows of at most `row_len` = seq_len + 1 ids; joined, the
 rows give the stream back.
 
@@ -97,6 +100,9 @@ SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
 FILES = {"train.bin", "train.json", "val.bin", "val.json"}
+STATE_KEYS = ("recipe", "records", "whole", "streams")  # without which a record is damaged
+MANIFEST_KEYS = ("split", "row_len", "tokenizer", "vocab_size", "eos_id", "val_rows", "val_share", "rows", "tokens", "documents",
+                 "padding_share", "sha256")  # fmt: skip
 KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
 
 
@@ -411,7 +417,7 @@ def batched(records: Iterator[tuple[str | None, str]]) -> Iterator[list[tuple[st
 
 
 def encode_in_order(
-    batches: Iterator[list], tokenizer: tokenizers.Tokenizer, eos: int, workers: int
+    batches: Iterator[list], tokenizer: tokenizers.Tokenizer, eos: int, workers: int, bos: int | None = None
 ) -> Iterator[tuple[list, tuple[np.ndarray, np.ndarray]]]:
     """Batches of (name, text) -> (batch, (ids of all its documents [n], length of each [documents])), in order.
 
@@ -423,7 +429,8 @@ def encode_in_order(
     waiting: deque = deque()
     with contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, cancel_futures=True)  # after the processes: without them, nothing to wait for
-        encode = _encoder(tokenizer, eos) if workers == 1 else stack.enter_context(_processes(tokenizer, eos, workers))
+        how = (tokenizer, eos, bos)
+        encode = _encoder(*how) if workers == 1 else stack.enter_context(_processes(how, workers))
         for batch in batches:
             waiting.append((batch, pool.submit(encode, [text for _, text in batch])))
             if len(waiting) > ahead:
@@ -433,8 +440,10 @@ def encode_in_order(
             yield batch, future.result()
 
 
-def _encoder(tokenizer: tokenizers.Tokenizer, eos: int) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray]]:
-    """The function of texts to (their ids, EOS after each, one after another [n]; the length of each [texts])."""
+def _encoder(
+    tokenizer: tokenizers.Tokenizer, eos: int, bos: int | None
+) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray]]:
+    """The function of texts to (the ids of their documents, one after another [n]; the length of each [texts])."""
     tokenizer.encode_special_tokens = True  # text is only text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -443,6 +452,8 @@ def _encoder(tokenizer: tokenizers.Tokenizer, eos: int) -> Callable[[list[str]],
         ids, lengths = array("I"), []
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             n = len(ids)
+            if bos is not None:
+                ids.append(bos)
             ids.fromlist(encoding.ids)
             ids.append(eos)
             lengths.append(len(ids) - n)
@@ -452,8 +463,8 @@ def _encoder(tokenizer: tokenizers.Tokenizer, eos: int) -> Callable[[list[str]],
 
 
 @contextlib.contextmanager
-def _processes(tokenizer: tokenizers.Tokenizer, eos: int, n: int) -> Iterator[Callable]:
-    """The same function, for up to n threads at once: each call is done by one of n processes, at the end of a pipe."""
+def _processes(how: tuple, n: int) -> Iterator[Callable]:
+    """`_encoder(*how)`, for up to n threads at once: each call is done by one of n processes, at the end of a pipe."""
     children, idle = [], SimpleQueue()
 
     def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -480,7 +491,7 @@ def _processes(tokenizer: tokenizers.Tokenizer, eos: int, n: int) -> Iterator[Ca
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for child, pipe in children:  # they start up side by side
             with contextlib.suppress(OSError):  # a dead one is told of at its first call
-                pipe.send((tokenizer, eos))
+                pipe.send(how)
             idle.put((child, pipe))
         yield encode
     finally:
@@ -559,12 +570,13 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `PrepareError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
     """
-    from model import load_tokenizer, tokenizer_hash  # not above: workers need no torch
+    from model import leading_bos, load_tokenizer, tokenizer_hash  # not above: workers need no torch
 
     name = cfg.tokenizer or cfg.teacher
     if name is None:
         raise PrepareError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
+    bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     table = token_table(tokenizer)
     source = open_source(cfg.source, cfg.source_revision)
     recipe = {
@@ -580,13 +592,14 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         "tokenizer_sha256": tokenizer_hash(tokenizer),
         "vocab_size": len(table.pieces),
         "eos_id": tokenizer.eos_token_id,
+        "bos": None if bos == tokenizer.eos_token_id else bos,  # id before each document; data without the key has none
         "rule_version": RULE_VERSION,
     }
     folder = Path(cfg.data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "prepare.state"
     with _locked(folder):
-        state = json.loads(state_file.read_text()) if state_file.exists() else None
+        state = _read_json(state_file, STATE_KEYS, f"delete {folder} and start again") if state_file.exists() else None
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):
@@ -630,7 +643,7 @@ def _write_rows(
     commit()
     records = itertools.islice(source.records(n_records), cfg.n_documents and cfg.n_documents - n_records)
     batches = encode_in_order(
-        batched(records), tokenizer.backend_tokenizer, tokenizer.eos_token_id, cfg.prepare_workers
+        batched(records), tokenizer.backend_tokenizer, recipe["eos_id"], cfg.prepare_workers, recipe["bos"]
     )
     bar = tqdm(total=1.0, initial=share(), mininterval=0.5 if sys.stderr.isatty() else 30,
                bar_format="{percentage:5.1f}% |{bar:20}| {elapsed}<{remaining}{postfix}")  # fmt: skip
@@ -785,7 +798,19 @@ def _manifest(folder: Path, name: str) -> dict:
     for file in (folder / f"{name}.json", folder / f"{name}.bin"):
         if not file.is_file():
             raise PrepareError(f"{file}: not there; expected a folder that prepare.py has written to its end")
-    return json.loads((folder / f"{name}.json").read_text())
+    return _read_json(folder / f"{name}.json", MANIFEST_KEYS, f"delete {folder} and prepare it again")
+
+
+def _read_json(file: Path, keys: tuple[str, ...], remedy: str) -> dict:
+    """A record that this script has written; `PrepareError` where it is damaged or another's."""
+    try:
+        record = json.loads(file.read_text())
+    except ValueError as error:
+        raise PrepareError(f"{file}: not whole JSON ({error}); {remedy}") from error
+    absent = [key for key in keys if not isinstance(record, dict) or key not in record]
+    if absent:
+        raise PrepareError(f"{file}: no {absent[0]!r} in it, so prepare.py did not write it; {remedy}")
+    return record
 
 
 def _same_recipe(folder: Path, old: dict, new: dict) -> None:

@@ -4,13 +4,14 @@ python sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0.8
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 import torch
 
 import configure
-from model import Qwen2, load_tokenizer
+from model import Qwen2, leading_bos, load_tokenizer
 
 
 @torch.no_grad()
@@ -42,7 +43,10 @@ def run(argv: list[str]) -> None:
     inside = Path(args.checkpoint) / "model"
     name = str(inside) if inside.is_dir() else args.checkpoint
     model, tokenizer = Qwen2.from_pretrained(name), load_tokenizer(name)
-    prompt = [tokenizer.eos_token_id, *tokenizer.encode(args.prompt, add_special_tokens=False)]
+    run = Path(name).parent / "run.json"  # of a student: says which id stood before its documents
+    student = Path(name).name == "model" and run.is_file()
+    bos = json.loads(run.read_text()).get("bos") if student else leading_bos(tokenizer)
+    prompt = [tokenizer.eos_token_id if bos is None else bos, *tokenizer.encode(args.prompt, add_special_tokens=False)]
     ids = generate(model, prompt, args.tokens, args.temperature, args.top_k, args.seed)
     print(tokenizer.decode(ids[1:], skip_special_tokens=False))
 

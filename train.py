@@ -58,7 +58,8 @@ from rows import PAD, open_rows, row_order
 FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir",
              "data_dir", "teacher", "tokenizer",
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
-             "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers"}  # fmt: skip
+             "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
+             "bos"}  # fmt: skip
 SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
 
@@ -580,6 +581,7 @@ def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.devi
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     return {
+        "bos": rows.manifest.get("bos"),  # the id before each document; rows without the key have none
         "data_sha256": rows.manifest["sha256"],
         "val_sha256": val.manifest["sha256"],
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],

@@ -4,7 +4,8 @@
     python prepare.py config/demo.py && python train.py config/demo_teacher.py
     python demo/make.py weights out/demo_teacher/pretrain/model    bfloat16 weights beside the tokenizer
 
-None of it is needed to run the demo.
+None of it is needed to run the demo. The second file of weights holds the zeros that `Qwen2.save_pretrained` writes for a
+tokenizer that is not Qwen's.
 """
 
 import sys

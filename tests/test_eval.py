@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import eval as ev
@@ -186,6 +186,56 @@ def test_encoding_in_batches_gives_what_lm_eval_gives_pair_by_pair(student, toke
     scorer.loglikelihood(requests, disable_tqdm=True)
     TemplateLM.loglikelihood(scorer, requests, disable_tqdm=True)
     assert seen[0] == seen[1]
+
+
+def adds_bos(vocab=307):
+    tokenizer = make_tokenizer(vocab)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
+
+
+def test_a_context_begins_as_the_tokenizer_or_the_training_says(student):
+    tokenizer = adds_bos()
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in ("the cat", " saw"))
+    assert bos not in head and tokenizer.encode("the cat") == [bos, *head]
+    for how, before, prefix in (({}, [bos], bos), ({"bos": bos}, [bos], bos), ({"bos": None}, [], eos)):
+        scorer, seen = ev.Scorer(student, tokenizer, **how), []
+        scorer._loglikelihood_tokens = lambda requests, *rest, seen=seen, **kw: seen.append(requests)
+        requests = ask(("the cat", " saw"), ("", " saw"))
+        scorer.loglikelihood(requests, disable_tqdm=True)
+        TemplateLM.loglikelihood(scorer, requests, disable_tqdm=True)
+        assert seen[0] == seen[1]
+        assert [r[1:] for r in seen[0]] == [([*before, *head], tail), ([prefix], tail)]
+
+
+@pytest.mark.parametrize(("facts", "wanted"), [(None, "auto"), ({}, None), ({"bos": None}, None), ({"bos": 307}, 307)])
+def test_a_student_is_scored_with_the_bos_of_its_rows(facts, wanted, rows, tmp_path, monkeypatch):
+    """Facts of the student's run (None: no run) -> the BOS of its contexts; rows with another BOS are refused."""
+    tokenizer, seen, folder = adds_bos(), [], tmp_path / "out" / "alra"
+    model = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=311))
+    model.save_pretrained(folder / "model" if facts is not None else folder, tokenizer)
+    if facts is not None:
+        (folder / "run.json").write_text(json.dumps({"method": "alra"} | facts))
+        (folder.parent / "run.json").write_text(json.dumps({"config": {"data_dir": None, "teacher": None}}))
+    monkeypatch.setattr(ev, "Scorer", lambda *args: seen.append(args[4]))
+    (tmp_path / "data").mkdir()
+    rows[:3].tofile(tmp_path / "data" / "val.bin")
+    manifest = {"rows": 3, "row_len": rows.shape[1], "tokenizer_sha256": tokenizer_hash(tokenizer)}
+    manifest["quick_sha256"] = quick_hash(tmp_path / "data" / "val.bin")
+    for bos in (None, 307):
+        (tmp_path / "data" / "val.json").write_text(json.dumps(manifest | {"bos": bos}))
+        argv = [str(folder), "--tasks", "none", "--rows", str(tmp_path / "data"), "--out", str(tmp_path / f"{bos}")]
+        if wanted in (bos, "auto"):
+            ev.run(argv)
+        else:
+            with pytest.raises(
+                ev.EvalError, match=f"rows with bos={bos}, but .* was trained on rows with bos={wanted}"
+            ):
+                ev.run(argv)
+    assert set(seen) == {wanted} and tokenizer.bos_token_id == 307
 
 
 def test_nothing_is_put_before_a_context(student, tokenizer):

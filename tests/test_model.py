@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import bench
+import sample
 from model import (
     PRESETS,
     CheckpointError,
@@ -19,6 +21,7 @@ from model import (
     Qwen2Config,
     find_folder,
     init_student,
+    leading_bos,
     load_config,
     load_tokenizer,
     tokenizer_hash,
@@ -28,7 +31,8 @@ from model import (
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "data" / "stories260k"
 needs_shared = pytest.mark.skipif(not STORIES.is_dir(), reason="the real weights are not on this machine")
-DEMO_TEACHER = Path(__file__).resolve().parents[1] / "demo" / "teacher"
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_TEACHER = ROOT / "demo" / "teacher"
 
 SMALL = Qwen2Config(24, 37, 3, 4, 4, vocab_size=101, rope_theta=1e4)
 KINDS = {
@@ -229,7 +233,11 @@ def test_a_tied_head_stored_twice_is_read_where_it_is_the_same(folder):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True"),
+        (
+            {"model_type": "llama", "attention_bias": True},
+            "missing tensor model.layers.0.self_attn.o_proj.bias (3 in all)",
+        ),
+        ({"model_type": "llama"}, "extra tensor model.layers.0.self_attn.k_proj.bias"),
         ({"hidden_size": None}, "no hidden_size"),
     ],
 )
@@ -299,6 +307,163 @@ def test_tokenizer_files_travel_with_the_model(tmp_path):
     assert json.loads((tmp_path / "m" / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
     with pytest.raises(CheckpointError, match="no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+NASTY = """def f(x):\n\treturn x["k"]  # naïve\r\n\n\n    if x != 3.14159 and 2026 >= 1_000_000:\n        pass
+It's we'LL they've; 你好。世界 नमस्ते 🙂🙃 e\u0301 é \u00a0\u3000 ½ Ⅷ İ  <|endoftext|> <s>x</s> <|im_start|>user<|im_end|> <unk>\x00\ufffd
+ leading, trailing   \t \n"""
+
+
+def byte_level(**special) -> PreTrainedTokenizerFast:
+    """A small byte-level tokenizer with the splits of Qwen's, but no NFC before them."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = json.loads(transformers.Qwen2Tokenizer().backend_tokenizer.to_str())["pre_tokenizer"]["pretokenizers"][0]
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(split["pattern"]["Regex"]), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", *special.values()],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([NASTY], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", **special)
+
+
+def qwens_splits(nfc: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = byte_level()
+    if nfc:
+        tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
+    return tokenizer
+
+
+def adds_bos() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level(bos_token="<s>")
+    template = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    vocab = {"[UNK]": 0, "<|endoftext|>": 1, "def": 2, "##x": 3, "it": 4}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def real(name: str) -> PreTrainedTokenizerFast:
+    if not (SHARED / "data" / name).is_dir():
+        pytest.skip(f"needs shared/data/{name}")
+    return load_tokenizer(str(SHARED / "data" / name))
+
+
+SAVED_WITH = {  # a tokenizer and the kind of model that its folder must name
+    "demo": (lambda: load_tokenizer(str(DEMO_TEACHER)), "llama"),
+    "stories260k": (lambda: real("stories260k"), "llama"),
+    "qwen1.5": (lambda: real("qwen1.5-1.8b"), "qwen2"),
+    "small, as Qwen's": (lambda: qwens_splits(nfc=True), "qwen2"),
+    "small, without NFC": (qwens_splits, "llama"),
+    "small, with BOS": (adds_bos, "llama"),
+    "WordPiece": (word_pieces, "llama"),
+}
+
+
+@pytest.mark.parametrize("name", SAVED_WITH)
+def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp_path):
+    make, kind = SAVED_WITH[name]
+    tokenizer, folder = make(), str(tmp_path / "m")
+    model = random_model(Qwen2Config(12, 17, 2, 3, 1, vocab_size=max(tokenizer.get_vocab().values()) + 3))
+    model.save_pretrained(folder, tokenizer)
+    ours = same_there(folder)
+    assert tokenizer_hash(ours) == tokenizer_hash(tokenizer) and ours(NASTY).input_ids == tokenizer(NASTY).input_ids
+    assert weights_hash(Qwen2.from_pretrained(folder)) == weights_hash(model)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    assert (config["model_type"], config["eos_token_id"], config["bos_token_id"]) == (
+        kind,
+        eos,
+        eos if bos is None else bos,
+    )
+
+
+def same_there(folder: str) -> PreTrainedTokenizerFast:
+    """What transformers' own classes make of a folder, against what ours make of it; -> our tokenizer."""
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    x = ours(NASTY).input_ids
+    assert theirs(NASTY).input_ids == x and theirs.decode(x) == ours.decode(x)
+    assert theirs(NASTY, add_special_tokens=False).input_ids == ours(NASTY, add_special_tokens=False).input_ids
+    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"], told
+    x = torch.tensor([x[:97]])
+    torch.testing.assert_close(Qwen2.from_pretrained(folder)(x), model(x).logits, rtol=1e-5, atol=1e-5)
+    return ours
+
+
+@pytest.mark.parametrize(("run", "first"), [(None, "bos"), ({"bos": 256}, "bos"), ({"bos": None}, "eos"), ({}, "eos")])
+def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_path, monkeypatch, capsys):
+    tokenizer, prompts = adds_bos(), []
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    init_student(Qwen2Config(12, 17, 1, 2, 1, vocab_size=307)).save_pretrained(tmp_path / "alra" / "model", tokenizer)
+    if run is not None:
+        run = {key: ids["bos"] for key in run if run[key]} or run
+        (tmp_path / "alra" / "run.json").write_text(json.dumps(run))
+    monkeypatch.setattr(sample, "generate", lambda model, prompt, *rest: prompts.append(prompt) or prompt)
+    for name in ("alra", "alra/model"):
+        sample.run([str(tmp_path / name), "--prompt", "if x"])
+    assert prompts == [[ids[first], *tokenizer.encode("if x", add_special_tokens=False)]] * 2
+    assert capsys.readouterr().out == "if x\nif x\n" and leading_bos(tokenizer) == ids["bos"]
+
+
+def test_the_folder_of_a_student_with_qwens_tokenizer_is_as_it_was(tmp_path):
+    init_student(SMALL).save_pretrained(tmp_path / "m", qwens_splits(nfc=True))
+    assert (tmp_path / "m" / "config.json").read_text().splitlines()[:8] == [
+        "{",
+        ' "architectures": [',
+        '  "Qwen2ForCausalLM"',
+        " ],",
+        ' "model_type": "qwen2",',
+        ' "hidden_act": "silu",',
+        ' "torch_dtype": "float32",',
+        ' "initializer_range": 0.02,',
+    ]
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert list(config)[5:7] == ["attention_dropout", "use_sliding_window"] and not config["use_sliding_window"]
+
+
+def test_transformers_reads_the_demos_teacher_as_we_do():
+    same_there(str(DEMO_TEACHER))
+    teacher = weights_hash(Qwen2.from_pretrained(str(DEMO_TEACHER)))
+    line = (ROOT / "replication" / "results.jsonl").read_text().splitlines()[0]
+    assert teacher == json.loads(line)["teacher_sha256"]
+    run = json.loads((ROOT / "replication" / "logs" / "run.json").read_text())
+    assert tokenizer_hash(load_tokenizer(str(DEMO_TEACHER))) == run["tokenizer_sha256"]
+
+
+def test_a_bias_on_the_attentions_output_is_refused_by_name(tmp_path):
+    init_student(SMALL).save_pretrained(tmp_path / "m", qwens_splits())
+    name = "model.layers.1.self_attn.o_proj.bias"
+    weights(tmp_path / "m", lambda t: t[name].__setitem__(5, 1e-3))
+    refuse(tmp_path / "m", f"{name} is not zero")
+    weights(tmp_path / "m", lambda t: t.pop(name))
+    refuse(tmp_path / "m", f"missing tensor {name} (1 in all)")
+
+
+def test_the_readmes_lines_load_a_student(tmp_path, monkeypatch):
+    lines = re.search(r"<!-- load -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    monkeypatch.chdir(tmp_path)
+    student, names = init_student("demo"), {}
+    student.save_pretrained("out/demo/alra/model", load_tokenizer(str(DEMO_TEACHER)))
+    exec(lines, names)
+    x = names["tokenizer"](NASTY, return_tensors="pt").input_ids
+    assert x.tolist()[0] == load_tokenizer(str(DEMO_TEACHER))(NASTY).input_ids
+    torch.testing.assert_close(names["model"](x).logits, student(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(

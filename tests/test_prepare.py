@@ -21,10 +21,13 @@ import tokenizers
 import zstandard
 from transformers import PreTrainedTokenizerFast
 
+import configure
+import model
 import prepare
 import rows
-from configure import Config
-from model import load_tokenizer
+import train
+from configure import Config, load
+from model import CheckpointError, Qwen2Config, init_student, leading_bos, load_tokenizer
 from tests.naive_rows import SHORT_FORMS, naive_rows
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -267,6 +270,111 @@ def test_last_document_that_a_full_stream_takes_does_not_depend_on_batches(tmp_p
                     break
             taken.add((n, (tmp_path / f"{max_rows}-{size}").read_bytes()))
         assert len(taken) == 1 and n < 60
+
+
+# --- BOS
+
+
+def with_template(single, tokenizer_of, name="byte_level", **named):
+    """A tokenizer that adds to a text what `single` says; <s> is a special token of it, and "<" is none."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer_of(name)[0].backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{"eos_token": END, "bos_token": "<s>", **named})
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in set(single.split()) - {"$A"}]
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=ids
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(("single", "found"), [
+    ("$A", None), ("<s> $A", "<s>"), (f"<s> $A {END}", "<s>"), (f"$A {END}", None), (f"{END} $A", END),
+    ("<s> <s> $A", "refused"), ("< $A", "refused"),
+])  # fmt: skip
+def test_the_bos_is_the_one_id_that_a_tokenizer_puts_before_a_text(single, found, tokenizer_of):
+    tokenizer = with_template(single, tokenizer_of)
+    if found == "refused":
+        with pytest.raises(CheckpointError, match=r"expected at most one special token before it: set bos=none"):
+            leading_bos(tokenizer)
+    else:
+        assert leading_bos(tokenizer) == (found and tokenizer.convert_tokens_to_ids(found))
+
+
+def test_real_tokenizers_add_no_bos(tokenizer_of):
+    assert leading_bos(load_tokenizer(str(Path(prepare.__file__).parent / "demo/teacher"))) is None
+    assert [leading_bos(tokenizer_of(name)[0]) for name in ("qwen1.5-1.8b", "stories260k")] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_each_document_begins_with_the_bos_that_the_tokenizer_adds(name, small, tmp_path, tokenizer_of):
+    tokenizer = with_template(f"<s> $A {END}", tokenizer_of, name)
+    tokenizer.save_pretrained(tmp_path / "t")
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    source, texts = write_jsonl(tmp_path / "t.jsonl", ["<s> is text. " + t for t in small[1]]), small[1]
+    documents = [stream_of(["<s> is text. " + t], tokenizer) for t in texts]
+    knobs = {"tokenizer": str(tmp_path / "t")}
+    for bos_key, first in (("auto", [bos]), ("none", [])):
+        stream = joined([*first, *document] for document in documents)
+        prepare.prepare(config(small, tmp_path / bos_key, source, bos=bos_key, **knobs))
+        rows = stored(tmp_path / bos_key / "train.bin", 31) + stored(tmp_path / bos_key / "val.bin", 31)
+        assert rows == [ids for ids, _ in naive_rows(stream, tokenizer, 31)]
+        made = [json.loads((tmp_path / bos_key / f"{split}.json").read_text()) for split in ("train", "val")]
+        assert [m["bos"] for m in made] == [bos if first else None] * 2 and made[0]["eos_id"] == eos
+        assert sum(m["documents"] for m in made) == len(texts) and sum(m["tokens"] for m in made) == len(stream)
+    prepare.prepare(config(small, tmp_path / "two", source, prepare_workers=2, **knobs))
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "auto")
+    with pytest.raises(prepare.PrepareError, match=f"bos was {bos}, now None"):
+        prepare.prepare(config(small, tmp_path / "auto", source, bos="none", **knobs))
+
+
+def test_a_bos_that_is_the_eos_is_not_added_again(small, tmp_path, tokenizer_of):
+    with_template(f"{END} $A", tokenizer_of, bos_token=END).save_pretrained(tmp_path / "t")
+    source = write_jsonl(tmp_path / "t.jsonl", small[1])
+    prepare.prepare(config(small, tmp_path / "a", source, tokenizer=str(tmp_path / "t")))
+    prepare.prepare(config(small, tmp_path / "b", source))
+    assert ids_of(tmp_path / "a") == ids_of(tmp_path / "b")
+    assert json.loads((tmp_path / "a/train.json").read_text())["bos"] is None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_data_from_before_there_was_a_bos_has_none(whole, small, tmp_path, monkeypatch, capsys, tokenizer_of):
+    source, folder = write_jsonl(tmp_path / "t.jsonl", small[1]), tmp_path / "half"
+    if whole:
+        prepare.prepare(config(small, folder, source))
+    else:
+        half_made(small, tmp_path, monkeypatch, source)
+    for file in [folder / "train.json", folder / "val.json"] if whole else [folder / "prepare.state"]:
+        facts = json.loads(file.read_text())
+        (facts if whole else facts["recipe"]).pop("bos")
+        file.write_text(json.dumps(facts))
+    monkeypatch.setattr(model, "leading_bos", lambda tokenizer: 7)
+    with pytest.raises(prepare.PrepareError, match="bos was None, now 7"):
+        prepare.prepare(config(small, folder, source))
+    prepare.prepare(config(small, folder, source, bos="none"))
+    assert ("left as it is" if whole else "going on") in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("bos", ["auto", "none"])
+def test_a_run_keeps_the_bos_of_its_rows_for_its_scores(bos, small, tmp_path, tokenizer_of):
+    tokenizer = with_template("<s> $A", tokenizer_of)
+    tokenizer.save_pretrained(tmp_path / "t")
+    shape = Qwen2Config(8, 11, 1, 2, 1, vocab_size=421, max_position_embeddings=64)
+    init_student(shape).save_pretrained(tmp_path / "shape")
+    source = write_jsonl(tmp_path / "t.jsonl", small[1])
+    prepare.prepare(config(small, tmp_path / "a", source, tokenizer=str(tmp_path / "t"), bos=bos))
+    keys = {"methods": "pretrain", "teacher": "None", "tokenizer": tmp_path / "t", "student": tmp_path / "shape", "seq_len": 30,
+            "data_dir": tmp_path / "a", "out_dir": tmp_path / "out", "warmup_steps": 0, "device": "cpu", "val_max_rows": 3}  # fmt: skip
+
+    def run(n):
+        return train.run(load([f"--{k}={v}" for k, v in {**keys, "max_steps": n}.items()]))
+
+    assert run(1) == 0
+    facts = json.loads((tmp_path / "out/pretrain/run.json").read_text())
+    assert facts["bos"] == (tokenizer.bos_token_id if bos == "auto" else None)
+    run_file = tmp_path / "out/run.json"
+    before = json.loads(run_file.read_text())
+    del before["config"]["bos"], before["bos"]  # a run from before there was such a key goes on
+    run_file.write_text(json.dumps(before))
+    assert run(2) == 0
 
 
 # --- whole runs
@@ -635,6 +743,36 @@ def test_a_worker_that_is_killed_is_told(fed, tokenizer_of):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize(("content", "said"), [
+    (b'{"recipe": {"row_', "not whole JSON (Unterminated string"), (b"", "not whole JSON (Expecting value"), (b"\xff\xfe", "not whole JSON ("),
+    (b"{}", "no {key!r} in it, so prepare.py did not write it"), (b"[1, 2]", "no {key!r} in it"), (b"null", "no {key!r} in it"),
+    (b'{"streams": {}, "split": "train"}', "no {second!r} in it"),
+])  # fmt: skip
+def test_damaged_records_are_told_by_their_path_with_the_remedy(content, said, small, tmp_path, monkeypatch, capsys):
+    source, folder = write_jsonl(tmp_path / "t.jsonl", small[1]), tmp_path / "half"
+    half_made(small, tmp_path, monkeypatch, source)
+    whole = tmp_path / "whole"
+    prepare.prepare(config(small, whole, source))
+    capsys.readouterr()
+
+    def told(call, file, keys, remedy):
+        file.write_bytes(content)
+        before = files_of(file.parent)
+        assert configure.guard(call) == 1
+        line = capsys.readouterr().err
+        assert line.startswith(f"PrepareError: {file}: {said.format(key=keys[0], second=keys[1])}"), line
+        assert line.endswith(f"; {remedy}\n") and files_of(file.parent) == before and line.count("\n") == 1
+
+    call = lambda: prepare.prepare(config(small, folder, source))  # noqa: E731
+    told(call, folder / "prepare.state", ("recipe", "recipe"), f"delete {folder} and start again")
+    for call in (
+        lambda: prepare.prepare(config(small, whole, source)),
+        lambda: prepare.verify(whole),
+        lambda: prepare.show(whole, 0),
+    ):
+        told(call, whole / "train.json", ("split", "row_len"), f"delete {whole} and prepare it again")
+
+
 def test_two_at_once_are_refused(small, tmp_path):
     (tmp_path / "a").mkdir()
     with prepare._locked(tmp_path / "a"), pytest.raises(prepare.PrepareError, match="is at work there"):
@@ -702,6 +840,19 @@ def test_too_little_text_for_a_split_is_said(small, tmp_path, capsys):
         prepare.prepare(config(small, tmp_path / "b", source, val_rows=0, val_share=1e-6))
     prepare.prepare(config(small, tmp_path / "c", write_jsonl(source, small[1]), train_rows=5000))
     assert "the source ended after" in capsys.readouterr().out
+
+
+def test_the_readmes_flags_for_ones_own_text_hold_out_documents_from_everywhere(small, tmp_path):
+    readme = (Path(prepare.__file__).parent / "README.md").read_text()
+    flags = re.search(r"`(--train_rows=None [^`]+)`", readme)[1].split()
+    (tmp_path / "texts").mkdir()
+    for i in range(300):
+        (tmp_path / f"texts/{i:03}.txt").write_text(f"Document {i}.")
+    places = [f"--source={tmp_path / 'texts'}", f"--data_dir={tmp_path / 'a'}", f"--tokenizer={small[0]}"]
+    prepare.prepare(load([*flags, *places]).config)
+    text = load_tokenizer(small[0]).decode(joined(stored(tmp_path / "a/val.bin", 513)))
+    numbers = [int(n) for n in re.findall(r"Document (\d+)", text)]
+    assert 1 <= len(numbers) <= 9 and numbers != list(range(300 - len(numbers), 300))
 
 
 def test_no_tokenizer(small, tmp_path):

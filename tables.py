@@ -5,6 +5,7 @@ Rows stand in one table only where they can be compared: same initial weights pe
 protocol of scoring.
 """
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
+import configure
 from tasks import COLUMNS, SUITES
 
 DRAWS = 2_000  # of the paired bootstrap
@@ -185,18 +187,21 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
 
 # --- many results ----------------------------------------------------------------------------------------------
 
-# 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom
-# What must be equal for two students to stand in one table, beside the initial weights and the protocol of scoring.
-RUN_FACTS = (
-    "data_sha256",
-    "tokenizer_sha256",
-    "teacher_sha256",
-    "step",
-    "schedule_steps",
-    "nominal_tokens",
-)
-RUN_CONFIG = ("seq_len", "mask_after_eos", "batch_rows", "group", "shuffle", "lr", "min_lr", "warmup_steps", "beta1", "beta2",
-              "adam_eps", "weight_decay", "decay_1d", "clip")  # fmt: skip
+# Two students stand in one table where these facts, their initial weights, the protocol of scoring and every config key
+# but those of MAY_DIFFER are equal.
+RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nominal_tokens")
+# Config keys that two such students need not share. A key that stands in neither list nor Config must be equal too, so
+# that a key of tomorrow is compared from its first day on. A result without some key counts as made at its default.
+MAY_DIFFER = {
+    "methods", "student", "seed", *configure.OVERRIDES,  # rows and tables of their own; initial weights compared by seed
+    "teacher", "tokenizer",  # places: the hashes are compared
+    "data_dir", "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
+    "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
+    "micro_batch", "device", "teacher_device", "recompute", "compile",  # speed and memory
+    "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
+    "val_every_steps", "val_max_rows", "checkpoint_every_steps", "keep_checkpoints",
+}  # fmt: skip
+DEFAULTS = json.loads(json.dumps(dataclasses.asdict(configure.Config())))
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 
@@ -300,11 +305,13 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
 def differences(results: list[dict]) -> list[str]:
     """Each fact in which results differ that must not, with two that do. A fact that is None does not apply."""
     seen, out = {}, []
+    keys = sorted({*DEFAULTS}.union(*(r["run"]["config"] for r in results if r["run"])) - MAY_DIFFER)
     for r in results:
         run, found = r["run"] or {}, r["intrinsic"] or {}
         protocol = {key: value for key, value in r["protocol"].items() if r["tasks"] or key == "dtype"}
         facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in protocol.items()}
-        facts |= {key: run.get(key) for key in RUN_FACTS} | {key: run.get("config", {}).get(key) for key in RUN_CONFIG}
+        facts |= {key: run.get(key) for key in RUN_FACTS}
+        facts |= {key: str((DEFAULTS | run["config"]).get(key, "not there")) for key in keys if run}
         facts |= {f"{key} of seed {seed_of(r)}": run.get(key) for key in ("init_sha256", "valid_tokens")}
         for name, scores in r["tasks"].items():
             facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}

@@ -19,6 +19,7 @@ from lm_eval.api.model import TemplateLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import configure
 import eval as ev
 import tables
 import tasks
@@ -780,6 +781,9 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
     ({"run": {"data_sha256": "other"}}, "data_sha256"),
     ({"run": {"step": 8}}, "step: 7 and 8"),
     ({"run": {"config": {"lr": 1e-3}}}, "lr: 0.0006 and 0.001"),
+    ({"run": {"config": {"kd_schedule": "wsd"}}}, "kd_schedule: constant and wsd"),
+    ({"run": {"config": {"clip": 1.0}}}, "clip: 0.5 and 1.0"),  # one of them does not have it: made at the default
+    ({"run": {"config": {"of_tomorrow": None}}}, "of_tomorrow: not there and None"),
     ({"protocol": {"dtype": "bfloat16"}}, "protocol, heldout: dtype"),
     ({"protocol": {"limit": 60}}, "protocol, heldout: limit: None and 60"),
     ({"prompts_sha256": "other"}, "arc_challenge, heldout: prompts_sha256"),
@@ -795,6 +799,24 @@ def test_runs_that_differ_are_not_tabulated_unless_asked_for(tmp_path, change, n
     assert "Not to be compared" in text and named.split(":")[0] in text
     fake(tmp_path / "y" / "alra", "alra", ALL)  # pretrain has no teacher, which is no difference
     tables.tabulate(paths)
+
+
+def test_seeds_that_differ_in_a_setting_are_not_averaged(tmp_path):
+    for seed, schedule in ((1, "constant"), (2, "wsd")):
+        fake(tmp_path / str(seed), "pd", ALL, seed=seed, run={"config": {"kd_schedule": schedule}})
+    with pytest.raises(tables.TableError, match="differ in kd_schedule: constant and wsd"):
+        tables.tabulate([str(tmp_path)])
+
+
+def test_what_may_differ_is_named_and_all_else_is_compared(tmp_path):
+    assert set(configure.TYPES) >= tables.MAY_DIFFER
+    fake(tmp_path / "pretrain", "pretrain", ALL, run={"config": dict(tables.DEFAULTS)})
+    fake(tmp_path / "alra", "alra", ALL, run={"config": tables.DEFAULTS | dict.fromkeys(tables.MAY_DIFFER, "other")})
+    tables.tabulate([str(tmp_path)])
+    for key in set(tables.DEFAULTS) - tables.MAY_DIFFER:
+        fake(tmp_path / "alra", "alra", ALL, run={"config": tables.DEFAULTS | {key: "other"}})
+        with pytest.raises(tables.TableError, match=f"differ in {key}: "):
+            tables.tabulate([str(tmp_path)])
 
 
 def test_one_place_for_each_student(tmp_path):

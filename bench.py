@@ -27,6 +27,7 @@ import io
 import itertools
 import json
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -313,7 +314,10 @@ def our_step(methods: tuple[str, ...], args, x: Tensor, y: Tensor, device: torch
     """train.py's own update of fresh students on these rows -> a function that makes one, and MFU by tokens per second."""
     rows = len(x)
     cfg = configure.Config(methods=methods, student=args.student, batch_rows=rows, micro_batch=rows, seq_len=args.n, out_dir="out/bench", warmup_steps=0, compile=True, device=str(device))  # fmt: skip
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     env = train.Env(cfg)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # a run takes signals as a wish to end after its step; here they end the program
     students = [train.make_student(name, cfg, device) for name in methods]
     teacher = None
     if any(map(losses.needs_teacher, methods)):

@@ -1,9 +1,14 @@
 """Checkpoint in, the paper's table row out: nine zero-shot tasks, and figures over held-out rows.
 
     python eval.py out/alra_200m/alra --data_dir data/eval      # one JSON and one Markdown table in that folder
-    python eval.py out/demo/* --tasks none                      # only the figures over val.bin, no benchmark files
+    python eval.py out/demo --tasks none                        # all its students; only the figures over val.bin
     python eval.py --table out/*/*                              # many results, the paper's rows, columns and numbers
+    python eval.py --table out/alra_200m --metric acc_norm      # the same with acc_norm where a task has it
     torchrun --nproc_per_node=8 eval.py out/alra_200m/alra      # the same numbers, sooner
+
+A run's folder stands for its students, and so does `out/NAME/*`; those that are still in training are named and left
+out. Results go into the student's own folder, those of any other model into out/eval/NAME. Several get one table where
+they can be compared.
 
 Prompts, choices and metrics are those of lm-eval's own task files (tasks.py finds and checks their rows); here requests
 are scored, fast. A document's requests become one row of a tree, where each shared beginning stands once: every
@@ -37,9 +42,18 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from model import Qwen2, device_name, leading_bos, load_tokenizer, pick_device, tokenizer_hash, weights_hash
+from model import (
+    Qwen2,
+    device_name,
+    find_folder,
+    leading_bos,
+    load_tokenizer,
+    pick_device,
+    tokenizer_hash,
+    weights_hash,
+)
 from rows import PAD, open_rows
-from tables import TEACHER_KEYS, figures, row_text, tabulate
+from tables import TEACHER_KEYS, TableError, figures, read_json, row_text, stand_for, tabulate
 from tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, read_items, task_file
 
 N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
@@ -406,8 +420,8 @@ class Checkpoint:
     sha256: str  # of the fp32 weights, so that it does not depend on --dtype
 
 
-def open_checkpoint(name: str, args, device: torch.device) -> Checkpoint:
-    """A student's folder, a model folder or a hub id, held against its tokenizer."""
+def locate(name: str, args) -> tuple[str, Path, dict | None]:
+    """A student's folder, a model folder or a hub id -> the model's folder, where its results go, and facts of its run."""
     path, source, folder, run = Path(name), name, args.out, None
     if path.name == "model" and (path.parent / "run.json").is_file():
         path = path.parent  # a student by its weights' own folder
@@ -417,8 +431,18 @@ def open_checkpoint(name: str, args, device: torch.device) -> Checkpoint:
         run = facts | {"config": whole["config"]} if facts and whole else None
     elif path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent.parent.name for p in path.glob("*/model/config.json"))
-        what = f"a run of {', '.join(inside)}; name one" if inside else "no model/ in it; has its training ended?"
+        what = f"a folder of {', '.join(inside)}; name one" if inside else "no model/ in it; has its training ended?"
         raise EvalError(f"{name}: {what}")
+    source = str(find_folder(source))
+    if not folder:
+        folder = Path("out", "eval", path.resolve().name)
+        if any((place / "run.json").is_file() for place in (folder, folder.parent)):
+            raise EvalError(f"{name}: its results would go to {folder}, which is a run's; set another --out")
+    return source, Path(folder), run
+
+
+def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args, device: torch.device) -> Checkpoint:
+    """What `locate` has found, loaded and held against its tokenizer."""
     model = Qwen2.from_pretrained(source, device=str(device))
     sha256, tokenizer = weights_hash(model), load_tokenizer(source)
     n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
@@ -427,7 +451,7 @@ def open_checkpoint(name: str, args, device: torch.device) -> Checkpoint:
     if args.max_length > model.config.max_position_embeddings:
         raise EvalError(f"--max_length {args.max_length}: {name} takes {model.config.max_position_embeddings} at most")
     model.to(getattr(torch, args.dtype))
-    return Checkpoint(name, Path(folder or Path("out") / path.resolve().name), run, model, tokenizer, sha256)
+    return Checkpoint(name, folder, run, model, tokenizer, sha256)
 
 
 def of_the_runs(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
@@ -440,14 +464,22 @@ def of_the_runs(flag: str, given: str | None, key: str, checkpoints: list[Checkp
 
 
 def score(args, device: torch.device) -> None:
-    """Everything that was asked for, checkpoint by checkpoint; result files as they get done."""
+    """Everything that was asked for, checkpoint by checkpoint; result files as they get done, and their table."""
+    paths, unfinished = stand_for(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
+    if not paths:
+        raise EvalError(f"{' '.join(args.paths)}: nothing there whose training has ended; expected out/NAME or a model")
+    if unfinished:
+        say(f"left out, as training has not ended there: {', '.join(unfinished)}")
+    if args.out and len(paths) > 1:
+        raise EvalError(f"--out {args.out}: holds one checkpoint's results, got {len(paths)} checkpoints")
+    places = [locate(name, args) for name in paths]  # what is not there shows before the hub is asked for anything
     names = choose_tasks(args.tasks, args.split)
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
     # what is wrong with the items shows before anything is computed
     items = read_items(names, args.split, args.data_dir, args.storycloze)
-    checkpoints = [open_checkpoint(name, args, device) for name in args.paths]
+    checkpoints = [open_checkpoint(name, *at, args, device) for name, at in zip(paths, places, strict=True)]
     rows_dir = of_the_runs("--rows", args.rows, "data_dir", checkpoints)
     teacher = of_the_runs("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:
@@ -472,7 +504,7 @@ def score(args, device: torch.device) -> None:
     if rows_dir:
         fitting(rows_dir, rows, manifest, checkpoints)
         intrinsic = over_val(checkpoints, rows, teacher, args)
-    packages = ("torch", "transformers", "tokenizers", "datasets", "numpy")
+    texts, packages = [], ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
         begun = time.perf_counter()
         scorer = Scorer(c.model, c.tokenizer, args.max_length, args.batch_tokens, c.run.get("bos") if c.run else "auto")
@@ -484,7 +516,19 @@ def score(args, device: torch.device) -> None:
             "wall_sec": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
         if rank() == 0:
-            write(c.folder, result, sums, alone=len(checkpoints) == 1)
+            texts.append(write(c.folder, result, sums))
+    if rank() == 0:
+        print(together([c.folder for c in checkpoints], texts, args))
+
+
+def together(folders: list[Path], texts: list[str], args) -> str:
+    """The table of several checkpoints' results where they may be compared, else (or of one) each one's own."""
+    if len(folders) == 1:
+        return texts[0]
+    try:
+        return tabulate(list(map(str, folders)), args.reference, args.mixed, args.metric, [args.split])[0]
+    except TableError as error:
+        return "\n".join([*texts, f"Each by itself: {error}"])
 
 
 def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows, teacher: str | None) -> None:
@@ -544,9 +588,9 @@ def over_val(
     return [({k: float(v) for k, v in t.items()} | facts, sums) for t, sums in zip(totals, every, strict=True)]
 
 
-def write(folder: Path, result: dict, sums: dict | None, alone: bool) -> None:
+def write(folder: Path, result: dict, sums: dict | None) -> str:
     """eval_<split>.json, .md, and .npz with the summands per row; scores of the same weights and protocol are kept, and
-    so are the figures over held-out rows, which no --limit touches.
+    so are the figures over held-out rows, which no --limit touches. -> the Markdown
     """
     stem = folder / f"eval_{result['split']}"
     file = stem.with_suffix(".json")
@@ -573,14 +617,8 @@ def write(folder: Path, result: dict, sums: dict | None, alone: bool) -> None:
     configure.write_whole(file, json.dumps(result, indent=1) + "\n")
     text = row_text(result)
     stem.with_suffix(".md").write_text(text)
-    print(f"{text}\n{file}" if alone else file, flush=True)
-
-
-def read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise EvalError(f"{file}: not whole JSON ({error}); remove it") from error
+    print(file, flush=True)
+    return text
 
 
 def say(text: str) -> None:
@@ -591,7 +629,12 @@ def say(text: str) -> None:
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Score checkpoints, or tabulate what was scored.")
     add = p.add_argument
-    add("paths", nargs="+", metavar="PATH", help="out/NAME/METHOD, model folder or hub id; with --table: results")
+    add(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="out/NAME or out/NAME/METHOD, model folder or hub id; with --table: results",
+    )
     add("--tasks", default="all", help="all, none, or names with commas")
     add("--split", default="heldout", choices=("heldout", "validation"), help="which of the paper's two sets")
     add("--data_dir", help="local DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub itself")
@@ -605,26 +648,25 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--batch_tokens", type=int, default=4096, help="tokens per forward: speed and memory only")
     add("--max_length", type=int, default=512, help="tokens that the model sees; longer requests lose their beginning")
     add("--log_samples", action="store_true", help="also write every item with its scores")
-    add("--out", metavar="DIR", help="where results go; else the student's folder, or out/NAME for other models")
+    add("--out", metavar="DIR", help="where results go; else the student's folder, or out/eval/NAME for other models")
     add("--table", action="store_true", help="print the tables of the results in PATHs")
     add("--csv", metavar="FILE", help="with --table: also write every cell, unrounded")
-    add("--reference", default="pretrain", help="with --table: the method that gains are measured from")
-    add("--mixed", action="store_true", help="with --table: tabulate runs that differ in more than the method")
+    add("--reference", default="pretrain", help="of tables: the method that gains are measured from")
+    add("--mixed", action="store_true", help="tabulate also runs that differ in more than the method")
+    add("--metric", default="acc", choices=("acc", "acc_norm"), help="of tables; acc_norm where a task has it")
     args = p.parse_args(argv)
     for key, least in (("limit", 2), ("max_rows", 1), ("batch_tokens", 1), ("max_length", 1)):
         if getattr(args, key) is not None and getattr(args, key) < least:
             raise EvalError(f"--{key} {getattr(args, key)}: expected at least {least}")
     if args.csv and not args.table:
         raise EvalError(f"--csv {args.csv}: goes with --table")
-    if args.out and len(args.paths) > 1:
-        raise EvalError(f"--out {args.out}: holds one checkpoint's results, got {len(args.paths)} checkpoints")
     return args
 
 
 def run(argv: list[str]) -> None:
     args = arguments(argv)
     if args.table:
-        text, records = tabulate(args.paths, args.reference, args.mixed)
+        text, records = tabulate(args.paths, args.reference, args.mixed, args.metric)
         print(text)
         if args.csv:
             with open(args.csv, "w", newline="", encoding="utf-8") as file:

@@ -34,6 +34,10 @@ from tasks import TASKS
 
 FIGURES = ("curves", "budget", "anchoring")  # those drawn from a run's logs
 LINES = ("-", "--", "-.", ":")
+# For methods that STYLE does not list: colours far from all of its own and from each other (CIELAB, 30 at least).
+OTHERS = ("#0000ff", "#dd00ff", "#000099", "#550044", "#00dd00", "#334400", "#aacc88", "#00dd99", "#885500", "#00aaff",
+          "#ff77cc", "#885577")  # fmt: skip
+OTHER_MARKERS = "H1234+x"  # of none in STYLE
 STYLE = {  # colour, line and marker of a method, in the paper's order
     "pretrain": ("#8c8c8c", ":", "o"), "vanilla_kd": ("#1f5fa8", "-", "s"), "pd": ("#2bb5c8", "--", "^"),
     "atkd": ("#2c8a2c", "-", "v"), "rld": ("#9467bd", "--", "D"), "ldrld": ("#6b3f2e", "-", "P"),
@@ -133,18 +137,34 @@ def read_budgets(logs: dict[str, Path]) -> dict[str, tuple[list[dict], list[dict
 
 
 def looks(names: Iterable[str]) -> dict[str, dict]:
-    """Each curve as its method looks everywhere. A method's second run gets another line, and hollow markers."""
-    out, seen = {}, []
+    """Each curve as its method looks everywhere. A method's second run gets another line, and hollow markers.
+
+    A method that STYLE does not list looks as its name says, alike in every figure. Only where two such names in one
+    figure say the same colour, line and marker, the later of them in the alphabet takes the next free look.
+    """
+    out, seen, names = {}, [], list(names)
+    methods = {name: name.split(" (")[0] for name in names}
+    style, n = dict(STYLE), len(OTHERS) * len(OTHER_MARKERS) * len(LINES)
+    for method in sorted(set(methods.values()) - STYLE.keys()):
+        place = zlib.crc32(method.encode())
+        every = (other_look((place + i) % n) for i in range(n))
+        style[method] = next((look for look in every if look not in style.values()), other_look(place % n))
     for name in names:
-        method = name.split(" (")[0]
-        key = zlib.crc32(method.encode())  # one of our reader's own looks alike everywhere too
-        color, line, marker = STYLE.get(method, (f"C{key % 10}", "-.", "H1234+x"[key // 10 % 7]))
+        method = methods[name]
+        color, line, marker = style[method]
         nth = seen.count(method)
         seen.append(method)
         line = LINES[(LINES.index(line) + nth) % len(LINES)]
         out[name] = {"color": color, "linestyle": line, "linewidth": 1.8 if method == "alra" else 1.3, "marker": marker,
                      "markersize": 7 if marker[0] in "*$" else 4.5, "markerfacecolor": "white" if nth else color}  # fmt: skip
     return out
+
+
+def other_look(place: int) -> tuple[str, str, str]:
+    """Colour, line and marker number `place` of those that no method of STYLE has."""
+    place, color = divmod(place, len(OTHERS))
+    line, marker = divmod(place, len(OTHER_MARKERS))
+    return OTHERS[color], LINES[line], OTHER_MARKERS[marker]
 
 
 def grid(rows: int, cols: int, width: float, height: float):
@@ -169,7 +189,9 @@ def few_colours(path: Path) -> None:
         pixels = np.asarray(image.convert("RGB")).astype(np.int64)  # [H, W, 3]
     codes, where, counts = np.unique(pixels @ (1 << 16, 1 << 8, 1), return_inverse=True, return_counts=True)
     colors = np.stack((codes >> 16, codes >> 8 & 255, codes & 255), 1)
-    ours = [tuple(round(255 * part) for part in to_rgb(color)) for color, _, _ in STYLE.values()]
+    ours = [
+        tuple(round(255 * part) for part in to_rgb(color)) for color in (*(c for c, _, _ in STYLE.values()), *OTHERS)
+    ]
     common = colors[np.argsort(-counts, kind="stable")[:256]].tolist()
     palette = np.array([*dict.fromkeys([*ours, *map(tuple, common)])][:256])
     nearest = ((palette**2).sum(1) - 2 * colors @ palette.T).argmin(1).astype(np.uint8)

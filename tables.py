@@ -1,19 +1,22 @@
 """Result files in, the paper's tables out, its numbers beside ours.
 
-`eval.py --table out/*/*` prints them. A method that was run from several seeds is one row, mean and 95 % interval.
+`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is one row, mean and 95 % interval.
 Rows stand in one table only where they can be compared: same initial weights per seed, data, budget, optimisation and
 protocol of scoring.
 """
 
+import dataclasses
 import json
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
 
-from tasks import COLUMNS, SUITES
+import configure
+from tasks import COLUMNS, SUITES, EvalError
 
 DRAWS = 2_000  # of the paired bootstrap
 
@@ -185,18 +188,21 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
 
 # --- many results ----------------------------------------------------------------------------------------------
 
-# 97.5 % quantiles of Student's t, 1 to 30 degrees of freedom
-# What must be equal for two students to stand in one table, beside the initial weights and the protocol of scoring.
-RUN_FACTS = (
-    "data_sha256",
-    "tokenizer_sha256",
-    "teacher_sha256",
-    "step",
-    "schedule_steps",
-    "nominal_tokens",
-)
-RUN_CONFIG = ("seq_len", "mask_after_eos", "batch_rows", "group", "shuffle", "lr", "min_lr", "warmup_steps", "beta1", "beta2",
-              "adam_eps", "weight_decay", "decay_1d", "clip")  # fmt: skip
+# Two students stand in one table where these facts, their initial weights, the protocol of scoring and every config key
+# but those of MAY_DIFFER are equal.
+RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nominal_tokens")
+# Config keys that two such students need not share. A key that stands in neither list nor Config must be equal too, so
+# that a key of tomorrow is compared from its first day on. A result without some key counts as made at its default.
+MAY_DIFFER = {
+    "methods", "student", "seed", *configure.OVERRIDES,  # rows and tables of their own; initial weights compared by seed
+    "teacher", "tokenizer",  # places: the hashes are compared
+    "data_dir", "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
+    "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
+    "micro_batch", "device", "teacher_device", "recompute", "compile",  # speed and memory
+    "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
+    "val_every_steps", "val_max_rows", "checkpoint_every_steps", "keep_checkpoints",
+}  # fmt: skip
+DEFAULTS = json.loads(json.dumps(dataclasses.asdict(configure.Config())))
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 
@@ -204,13 +210,24 @@ class TableError(ValueError):
     """Results that cannot be read or must not stand in one table."""
 
 
-def tabulate(paths: list[str], reference: str = "pretrain", mixed: bool = False) -> tuple[str, list[dict]]:
+def tabulate(
+    paths: list[str],
+    reference: str = "pretrain",
+    mixed: bool = False,
+    metric: str = "acc",
+    splits: Iterable[str] = tuple(SUITES),
+) -> tuple[str, list[dict]]:
     """Folders with results -> Markdown, and one record per cell for a CSV file.
 
     reference  the method that gains are measured from, but for tables of the paper with one of their own
     mixed      tabulate what cannot be compared too, and say so
+    metric     "acc", or "acc_norm" for the tasks that have it
+    splits     whose results to read
     """
-    results, lines, records = load(paths), [], []
+    folders, left_out = stand_for(
+        paths, lambda folder: any((folder / f"eval_{split}.json").is_file() for split in splits)
+    )
+    results, lines, records = load(folders or paths, splits), [], []
     made = in_order({method_of(r) for r in results})
     if reference not in ("pretrain", *made):
         raise TableError(f"--reference {reference}: none of the results is of it; there are {', '.join(made)}")
@@ -223,12 +240,14 @@ def tabulate(paths: list[str], reference: str = "pretrain", mixed: bool = False)
         for split in SUITES:
             rows = by_method([r for r in mine if r["split"] == split and r["tasks"]])
             for title, base, methods in layouts(split, rows, reference):
-                lines += accuracies(title, split, student, {m: rows[m] for m in methods}, base, records)
+                lines += accuracies(title, split, student, {m: rows[m] for m in methods}, base, metric, records)
         rows = by_method(list({r["folder"]: r for r in reversed(mine) if r["intrinsic"]}.values()))
         if rows:
             lines += intrinsics(student, {m: rows[m] for m in in_order(rows)}, reference, records)
         if apart:
             lines += ["Not to be compared as they stand:", "", *(f"- {line}" for line in apart), ""]
+    if left_out:
+        lines += [f"Left out, since not scored: {', '.join(left_out)}.", ""]
     return "\n".join(lines), records
 
 
@@ -238,11 +257,41 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def load(paths: list[str]) -> list[dict]:
+def read_json(file: Path) -> dict:
+    """What a JSON file holds; {} where there is none."""
+    try:
+        return json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise EvalError(f"{file}: not whole JSON ({error}); remove it") from error
+
+
+def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
+    """Paths of a command -> the folders that they stand for, and those of students that are not `done`.
+
+    A run's folder stands for its methods. Files are passed over: RUN/* names them too, and so it stands for RUN. Any other
+    path stands for itself.
+    """
+    whole = {path.parent for path in map(Path, paths) if path.is_file()}
+    found, left_out = [], []
+    for name, path in zip(paths, map(Path, paths), strict=True):
+        run = path if "config" in read_json(path / "run.json") and not (path / "model").is_dir() else path.parent
+        config = read_json(run / "run.json").get("config", {})
+        if run == path:
+            inside = sorted(folder for folder in path.glob("*/") if done(folder))
+            for folder in dict.fromkeys([*(path / method for method in config.get("methods", ())), *inside]):
+                (found if done(folder) else left_out).append(str(folder))
+        elif path.parent in whole and config and path.is_dir() and not done(path):
+            left_out += [name] * (path.name in config.get("methods", ()))  # others are no students
+        elif not path.is_file():
+            found.append(name)  # as it was written: ./a/b is no hub id
+    return found, left_out
+
+
+def load(paths: list[str], splits: Iterable[str]) -> list[dict]:
     """The results in these folders, or one level below, each with the folder that it came from."""
     files = []
     for path in map(Path, paths):
-        names = [f"eval_{split}.json" for split in SUITES]
+        names = [f"eval_{split}.json" for split in splits]
         here = [f for name in names for f in (path / name, *sorted(path.glob(f"*/{name}"))) if f.is_file()]
         if (path / "model").is_dir() and not here:
             raise TableError(f"{path}: a student without results; first: python eval.py {path}")
@@ -300,11 +349,13 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
 def differences(results: list[dict]) -> list[str]:
     """Each fact in which results differ that must not, with two that do. A fact that is None does not apply."""
     seen, out = {}, []
+    keys = sorted({*DEFAULTS}.union(*(r["run"]["config"] for r in results if r["run"])) - MAY_DIFFER)
     for r in results:
         run, found = r["run"] or {}, r["intrinsic"] or {}
         protocol = {key: value for key, value in r["protocol"].items() if r["tasks"] or key == "dtype"}
         facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in protocol.items()}
-        facts |= {key: run.get(key) for key in RUN_FACTS} | {key: run.get("config", {}).get(key) for key in RUN_CONFIG}
+        facts |= {key: run.get(key) for key in RUN_FACTS}
+        facts |= {key: str((DEFAULTS | run["config"]).get(key, "not there")) for key in keys if run}
         facts |= {f"{key} of seed {seed_of(r)}": run.get(key) for key in ("init_sha256", "valid_tokens")}
         for name, scores in r["tasks"].items():
             facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}
@@ -316,14 +367,16 @@ def differences(results: list[dict]) -> list[str]:
     return out
 
 
-def accuracies(title: str, split: str, student: str | None, rows: dict, base: str, records: list) -> list[str]:
+def accuracies(
+    title: str, split: str, student: str | None, rows: dict, base: str, metric: str, records: list
+) -> list[str]:
     """A column per task, the average over the tasks that all rows have, and its gain over `base`; the paper's below ours."""
     every, have = SUITES[split], [set(r["tasks"]) for seeds in rows.values() for r in seeds.values()]
     columns = [t for t in every if t in set.union(*have)]
     common = [t for t in every if t in set.intersection(*have)]
     ours, paper = {}, {}
     for method, seeds in rows.items():
-        accs = {s: {t: 100 * v["acc"] for t, v in r["tasks"].items()} for s, r in seeds.items()}
+        accs = {s: {t: 100 * v.get(metric, v["acc"]) for t, v in r["tasks"].items()} for s, r in seeds.items()}
         cells = {t: {s: a[t] for s, a in accs.items() if t in a} for t in columns}
         cells["avg"] = {s: sum(a[t] for t in common) / len(common) for s, a in accs.items() if common}
         ours[method], paper[method] = cells, paper_row(student, split, method, base, columns, common)
@@ -341,15 +394,19 @@ def accuracies(title: str, split: str, student: str | None, rows: dict, base: st
             *shown, gain = paper[method].values()
             shown = ["–" if v is None else f"{v:.2f}" for v in shown]
             body.append(["*paper*", *shown, "Ref." if method == base else "–" if gain is None else f"{gain:+.2f}"])
-        records += [record(title, student, split, method, c, ours[method][c], paper[method][c]) for c in heads]
+        records += [record(title, student, split, method, c, ours[method][c], paper[method][c], metric) for c in heads]
     odd = {(t, v["n"], v["n_paper"]) for seeds in rows.values() for r in seeds.values() for t, v in r["tasks"].items()}
     notes = [f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}." for t, n, n_paper in sorted(odd) if n != n_paper]
     steps = sorted({r["run"]["step"] for seeds in rows.values() for r in seeds.values() if r["run"]})
     if steps and any(v is not None for row in paper.values() for v in row.values()):
         n = " or ".join(f"{step:,}" for step in steps)
         notes.append(f"Ours after {n} updates, the paper's after {UPDATES[split]:,}.")
+    if metric != "acc":
+        having = {t for seeds in rows.values() for r in seeds.values() for t, v in r["tasks"].items() if metric in v}
+        named = ", ".join(COLUMNS[t] for t in columns if t in having) or "no task"
+        notes.append(f"{metric} for {named}, acc for the others; the paper says that its numbers are acc.")
     return [
-        f"### {title}: accuracy in %, {split}",
+        f"### {title}: accuracy in %{', ' + metric + ' where a task has it' if metric != 'acc' else ''}, {split}",
         "",
         *grid(["", *heads.values()], body),
         "",
@@ -442,8 +499,15 @@ def caption(rows: dict) -> str:
 
 
 def record(
-    table: str, student: str | None, split: str | None, method: str, column: str, cell: dict, paper: float | None
-):
+    table: str,
+    student: str | None,
+    split: str | None,
+    method: str,
+    column: str,
+    cell: dict,
+    paper: float | None,
+    metric: str | None = None,
+) -> dict:
     value, pm = (mean(cell), half(cell)) if cell else (None, None)
-    return {"table": table, "student": student, "split": split, "method": method, "column": column, "value": value,
-            "plus_minus": pm, "n_seeds": len(cell), "paper": paper}  # fmt: skip
+    return {"table": table, "student": student, "split": split, "method": method, "column": column, "metric": metric,
+            "value": value, "plus_minus": pm, "n_seeds": len(cell), "paper": paper}  # fmt: skip

@@ -1,6 +1,7 @@
 """bench.py: its yardsticks compute what the objectives compute, and its numbers are measured."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_every_section_writes_a_table(tmp_path, monkeypatch):
     assert {line["section"] for line in found["lines"]} == {"loss", "fused", "rows", "step", "steps"}
     assert all(line["sec"] > 0 for line in found["lines"]) and found["machine"]["torch"] == torch.__version__
     assert out.with_suffix(".md").read_text().count("\n| ") == len(found["lines"]) + 1
+
+
+def test_a_signal_ends_the_benchmark():
+    """Making a training step must not leave train.py's own handlers behind, which only take note."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    args = bench.arguments(["steps", "--student=mini", "--n=7", "--device=cpu"])
+    x = torch.zeros(1, 7, dtype=torch.int64)
+    bench.our_step(("pretrain",), args, x, x, torch.device("cpu"))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_slips_are_named():

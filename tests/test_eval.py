@@ -1,9 +1,11 @@
 """eval.py, tasks.py and tables.py: requests scored as lm-eval's own backend scores them, rows checked, figures and tables as defined."""
 
 import csv
+import importlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from lm_eval.api.model import TemplateLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import configure
 import eval as ev
 import tables
 import tasks
@@ -598,7 +601,7 @@ def test_slips_on_the_command_line():
             tasks.choose_tasks(asked, split)
     for argv in (("--limit", "1"), ("--max_rows", "0"), ("--csv", "x.csv"), ("y", "--out", "z")):
         with pytest.raises(tasks.EvalError, match=argv[-2]):
-            options(*argv)
+            ev.run(["x", *argv])
     for name in ("cuda:97", "meta", "gpu"):
         with pytest.raises(ValueError, match=f"device {name}"):
             ev.pick_device(name)
@@ -784,8 +787,28 @@ def test_table_in_the_papers_rows_order_and_marks(tmp_path):
     ]
     assert "SC16: 500 items, the paper has 1,000." in text and "OBQA" not in text.split("One seed each")[1]
     cell = next(r for r in records if r["method"] == "tad" and r["column"] == "piqa")
-    assert cell == {"table": "Main results", "student": "200m", "split": "heldout", "method": "tad", "column": "piqa",
+    assert cell == {"table": "Main results", "student": "200m", "split": "heldout", "method": "tad", "column": "piqa", "metric": "acc",
                     "value": pytest.approx(58.649), "plus_minus": None, "n_seeds": 1, "paper": 58.76}  # fmt: skip
+
+
+def test_acc_norm_where_a_task_has_it(tmp_path):
+    for method, norm in (("pretrain", 0.5), ("alra", 0.6)):
+        result = fake(tmp_path / method, method, ALL)
+        result["tasks"]["piqa"]["acc_norm"] = result["tasks"]["arc_easy"]["acc_norm"] = norm
+        (tmp_path / method / "eval_heldout.json").write_text(json.dumps(result))
+    text, records = tables.tabulate([str(tmp_path)], metric="acc_norm")
+    assert "### Main results: accuracy in %, acc_norm where a task has it, heldout" in text
+    assert "acc_norm for ARC-E, PIQA, acc for the others" in text
+    mean = (sum(ALL.values()) - ALL["piqa"] - ALL["arc_easy"] + 120) / 9
+    alra = cells(text, "ALRA")
+    assert [alra[i].strip("*") for i in (1, 2, 6, 10, 11)] == [
+        "20.00",
+        "60.00",
+        "60.00",
+        f"{mean:.2f}",
+        f"+{20 / 9:.2f}",
+    ]
+    assert {r["metric"] for r in records} == {"acc_norm"} and "acc_norm" not in tables.tabulate([str(tmp_path)])[0]
 
 
 def test_averages_over_fewer_tasks_say_so_on_both_sides(tmp_path):
@@ -830,6 +853,9 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
     ({"run": {"data_sha256": "other"}}, "data_sha256"),
     ({"run": {"step": 8}}, "step: 7 and 8"),
     ({"run": {"config": {"lr": 1e-3}}}, "lr: 0.0006 and 0.001"),
+    ({"run": {"config": {"kd_schedule": "wsd"}}}, "kd_schedule: constant and wsd"),
+    ({"run": {"config": {"clip": 1.0}}}, "clip: 0.5 and 1.0"),  # one of them does not have it: made at the default
+    ({"run": {"config": {"of_tomorrow": None}}}, "of_tomorrow: not there and None"),
     ({"protocol": {"dtype": "bfloat16"}}, "protocol, heldout: dtype"),
     ({"protocol": {"limit": 60}}, "protocol, heldout: limit: None and 60"),
     ({"prompts_sha256": "other"}, "arc_challenge, heldout: prompts_sha256"),
@@ -845,6 +871,24 @@ def test_runs_that_differ_are_not_tabulated_unless_asked_for(tmp_path, change, n
     assert "Not to be compared" in text and named.split(":")[0] in text
     fake(tmp_path / "y" / "alra", "alra", ALL)  # pretrain has no teacher, which is no difference
     tables.tabulate(paths)
+
+
+def test_seeds_that_differ_in_a_setting_are_not_averaged(tmp_path):
+    for seed, schedule in ((1, "constant"), (2, "wsd")):
+        fake(tmp_path / str(seed), "pd", ALL, seed=seed, run={"config": {"kd_schedule": schedule}})
+    with pytest.raises(tables.TableError, match="differ in kd_schedule: constant and wsd"):
+        tables.tabulate([str(tmp_path)])
+
+
+def test_what_may_differ_is_named_and_all_else_is_compared(tmp_path):
+    assert set(configure.TYPES) >= tables.MAY_DIFFER
+    fake(tmp_path / "pretrain", "pretrain", ALL, run={"config": dict(tables.DEFAULTS)})
+    fake(tmp_path / "alra", "alra", ALL, run={"config": tables.DEFAULTS | dict.fromkeys(tables.MAY_DIFFER, "other")})
+    tables.tabulate([str(tmp_path)])
+    for key in set(tables.DEFAULTS) - tables.MAY_DIFFER:
+        fake(tmp_path / "alra", "alra", ALL, run={"config": tables.DEFAULTS | {key: "other"}})
+        with pytest.raises(tables.TableError, match=f"differ in {key}: "):
+            tables.tabulate([str(tmp_path)])
 
 
 def test_one_place_for_each_student(tmp_path):
@@ -934,8 +978,88 @@ def test_from_checkpoints_to_tables(finished, data, tmp_path, capsys):
     with pytest.raises(tasks.EvalError, match=r"model: holds results of other weights than .*pretrain"):
         ev.run([students[0], *model])
     copy = shutil.copytree(finished / "teacher", tmp_path / "copy" / "teacher")
-    with pytest.raises(tasks.EvalError, match="would go to out/teacher, like another's"):
+    with pytest.raises(tasks.EvalError, match="would go to out/eval/teacher, like another's"):
         ev.run([str(copy), str(finished / "teacher"), *model[:-2]])
+
+
+@pytest.fixture
+def unended(finished, tmp_path):
+    """A run of which two students have ended and one has not."""
+    shutil.copytree(finished / "out", tmp_path / "out")
+    (tmp_path / "out" / "tad").mkdir()
+    (tmp_path / "out" / "pictures").mkdir()
+    file = tmp_path / "out" / "run.json"
+    run = json.loads(file.read_text())
+    run["config"]["methods"] = ["tad", "pretrain", "alra"]
+    file.write_text(json.dumps(run))
+    for old in (tmp_path / "out").glob("*/eval_*"):
+        old.unlink()
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_runs_folder_stands_for_its_students(unended, capsys, whole):
+    paths = [str(unended)] if whole else [str(p) for p in sorted(unended.iterdir())]
+    ev.run([*paths, "--tasks", "none"])
+    told = capsys.readouterr()
+    assert f"left out, as training has not ended there: {unended / 'tad'}\n" in told.err
+    rows = [line.split(" | ")[0] for line in told.out.splitlines()[:10] if line.startswith("| ")]
+    assert rows == ["| ", "| ---", "| pretrain", "| alra"]  # one table, of both
+    ev.run(["--table", *paths])
+    again = capsys.readouterr().out
+    assert again.splitlines()[:6] == told.out[told.out.index("## tiny") :].splitlines()[:6]
+    assert f"Left out, since not scored: {unended / 'tad'}." in again
+
+
+def test_an_unfinished_student_that_is_named_is_an_error(unended):
+    for paths, said in ((["tad"], "has its training ended?"), (["alra", "tad"], "tad: no model/ in it"),
+                        (["run.json"], "nothing there whose training has ended")):  # fmt: skip
+        with pytest.raises(tasks.EvalError, match=re.escape(said)):
+            ev.run([*(str(unended / p) for p in paths), "--tasks", "none"])
+    for method in ("alra", "pretrain"):
+        shutil.rmtree(unended / method / "model")
+    with pytest.raises(tasks.EvalError, match="nothing there whose training has ended"):
+        ev.run([str(unended), "--tasks", "none"])
+    with pytest.raises(tables.TableError, match=r"no eval_heldout\.json in there"):
+        ev.run(["--table", str(unended)])
+
+
+def test_students_that_cannot_be_compared_are_shown_each_by_itself(unended, capsys):
+    for method, lr in (("alra", 1e-3), ("pretrain", 1e-4)):
+        folder = unended.parent / f"lr{lr}"
+        shutil.copytree(unended / method, folder / method)
+        run = json.loads((unended / "run.json").read_text())
+        run["config"] |= {"lr": lr, "methods": [method]}
+        (folder / "run.json").write_text(json.dumps(run))
+    ev.run([str(unended.parent / f"lr{lr}") for lr in (1e-3, 1e-4)] + ["--tasks", "none"])
+    told = capsys.readouterr().out
+    assert told.count("# ") == 2 and re.search(r"Each by itself: .* differ in lr: 0.001 and 0.0001", told)
+
+
+def test_a_model_that_is_no_student_is_scored_where_no_run_can_be(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = [str(finished / "teacher"), "--tasks", "none", "--rows", str(finished / "data"), "--teacher", "none"]
+    ev.run(argv)
+    assert [str(file) for file in Path().glob("out/**/*.json")] == ["out/eval/teacher/eval_heldout.json"]
+    (tmp_path / "out" / "eval" / "run.json").write_text("{}")
+    with pytest.raises(tasks.EvalError, match="would go to out/eval/teacher, which is a run's"):
+        ev.run(argv)
+
+
+def test_what_is_not_there_is_told_before_the_hub_is_asked(tmp_path, monkeypatch):
+    def far(*args, **kw):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", far)
+    monkeypatch.setattr(datasets, "load_dataset", far)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "run").mkdir(parents=True)
+    for name, said in (("out/none", "no such folder"), ("./x/y", "no such folder"), ("/none", "no such folder"),
+                       ("out/a/b", "no such folder"), ("none", "no such folder"), ("out/run", "no model/ in it")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}: {said}"):
+            ev.run([name])
+    with pytest.raises(AssertionError, match="the hub was asked"):
+        ev.run(["owner/name"])
 
 
 def test_storycloze_is_left_out_with_a_word(finished, data, tmp_path, capsys):
@@ -1058,7 +1182,6 @@ def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, studen
             ev.run([*argv, "--tasks", "none"])
         return str(error.value)
 
-    assert "a run of alra, pretrain" in tried(str(finished / "out"))
     assert "no such folder" in tried(str(tmp_path / "gone"))
     assert "no model/ in it" in tried(str(tmp_path))
     assert "nothing to score" in tried(str(finished / "teacher"))
@@ -1105,6 +1228,18 @@ def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / n / "eval_heldout.json").read_text()) for n in ("one", "two"))
     assert one["tasks"] == two["tasks"] and one["intrinsic"] == two["intrinsic"]
+
+
+@pytest.mark.parametrize("name", ["eval", "plot", "sample", "bench", "replicate"])
+def test_every_script_runs_under_the_guard(name, monkeypatch):
+    """What ends with Ctrl-C or with a user's slip is told in one place."""
+    script, ran = importlib.import_module(name), []
+    monkeypatch.setattr(sys, "argv", [name, "--x"])
+    monkeypatch.setattr(script, "run", ran.append)
+    monkeypatch.setattr(configure, "guard", lambda main: main() or 130)
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 130 and ran == [["--x"]]
 
 
 def test_errors_are_one_line_and_an_exit_code(tmp_path):

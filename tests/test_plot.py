@@ -118,10 +118,31 @@ def test_a_line_being_written_and_a_step_logged_twice_are_told_apart(tmp_path):
 
 
 def test_every_method_has_a_look_of_its_own_also_without_colour():
-    assert set(plot.STYLE) == set(losses.METHODS)
+    assert set(plot.STYLE) <= set(losses.METHODS)
+    drawn = [(of["color"], of["linestyle"], of["marker"]) for of in plot.looks(losses.METHODS).values()]
+    assert len(set(drawn)) == len(losses.METHODS)
     assert len({color for color, _, _ in plot.STYLE.values()}) == len(plot.STYLE)
     assert len({(line, marker) for _, line, marker in plot.STYLE.values()}) == len(plot.STYLE)
     assert plot.looks(["mine", "yours"])["yours"] == plot.looks(["yours"])["yours"]  # whatever stands beside it
+
+
+def test_a_method_of_ones_own_has_no_other_methods_colour_and_no_others_look():
+    """400 names, and 336 looks for them: some names would look alike."""
+    known = {color for color, _, _ in plot.STYLE.values()}
+    names = [f"mine_{i}" for i in range(400)]
+    alone = {name: plot.looks([name])[name] for name in names}
+    assert known.isdisjoint(plot.OTHERS) and {look["color"] for look in alone.values()} == set(plot.OTHERS)
+    places = {}
+    for name, look in alone.items():
+        places.setdefault((look["color"], look["linestyle"], look["marker"]), []).append(name)
+    first, second = next(two[:2] for two in places.values() if len(two) > 1)
+    for order in ([first, "alra", second], [second, first]):  # they would look alike: the second of the alphabet moves
+        found = plot.looks(order)
+        assert found[min(first, second)] == alone[min(first, second)]
+        moved = found[max(first, second)]
+        assert moved["color"] != alone[max(first, second)]["color"] and moved["color"] in plot.OTHERS
+    some = plot.looks(names[:336]).values()
+    assert len({(look["color"], look["linestyle"], look["marker"]) for look in some}) == 336
 
 
 def test_budget_counts_by_hand(logged, capsys):
@@ -272,24 +293,27 @@ def test_forest_keeps_the_tables_order_and_its_numbers(tmp_path):
 
 
 def test_a_method_is_drawn_in_its_very_colour(tmp_path):
-    rows = [{"name": name, "mean": i / 10, "low": i / 10 - 1, "high": i / 10 + 1} for i, name in enumerate(plot.STYLE)]
+    names = [*plot.STYLE, "mine"]
+    rows = [{"name": name, "mean": i / 10, "low": i / 10 - 1, "high": i / 10 + 1} for i, name in enumerate(names)]
     plot.forest(rows, tmp_path / "f.png", "", "")
     with Image.open(tmp_path / "f.png") as image:
         painted = {color for _, color in image.convert("RGB").getcolors(1 << 24)}
     assert len(painted) <= 256 and (255, 255, 255) in painted
-    for color, _, _ in plot.STYLE.values():
+    for color in (of["color"] for of in plot.looks(names).values()):
         assert tuple(int(color[i : i + 2], 16) for i in (1, 3, 5)) in painted
 
 
 def test_a_methods_colour_outlives_a_thousand_commoner_ones(tmp_path):
     image = Image.new("RGB", (1009, 3))
     image.putdata([(i % 256, i // 256 * 50, 200) for _ in range(3) for i in range(1009)])
-    image.putpixel((0, 0), (0xD6, 0x27, 0x28))  # once; all others stand there two or three times
+    rare = [tuple(int(color[i : i + 2], 16) for i in (1, 3, 5)) for color in ("#d62728", plot.OTHERS[8])]
+    for x, color in enumerate(rare):
+        image.putpixel((x, 0), color)  # once; all others stand there two or three times
     image.save(tmp_path / "i.png")
     plot.few_colours(tmp_path / "i.png")
     with Image.open(tmp_path / "i.png") as image:
         painted = image.convert("RGB")
-    assert painted.getpixel((0, 0)) == (0xD6, 0x27, 0x28) and len(painted.getcolors()) <= 256
+    assert [painted.getpixel((x, 0)) for x in (0, 1)] == rare and len(painted.getcolors()) <= 256
 
 
 def test_many_methods_over_many_steps_stay_small(tmp_path):

@@ -73,6 +73,69 @@ def test_a_bad_file_is_refused_by_name(text, message, tmp_path):
         load([write(tmp_path, text)])
 
 
+ONE = ("max_steps", "schedule_steps", "batch_rows", "micro_batch", "group", "seq_len", "prepare_workers", "log_every_steps",
+       "val_every_steps", "checkpoint_every_steps", "keep_checkpoints", "n_documents", "train_rows", "val_max_rows",
+       "histogram_every_steps")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused", "taken"),
+    [
+        (ONE, 0, 1),
+        (("lr", "min_lr", "clip", "adam_eps"), 0.0, 1e-9),
+        (("weight_decay", "warmup_steps", "val_rows", "seed"), -1, 0),
+        (("beta1", "beta2", "val_share"), 1.0, 0.999),
+        (("beta1", "beta2", "val_share"), -0.1, 0.0),
+    ],
+)
+def test_each_number_has_its_bound(keys, refused, taken):
+    base = {"max_steps": 1, "warmup_steps": 0, "val_rows": 0, "min_lr": 1e-9}  # so that no key stands against another
+    for key in keys:
+        with pytest.raises(ConfigError, match=rf"^{key}=-?[\d.]+: expected "):
+            Config(**{**base, key: refused})
+        Config(**{**base, key: taken})
+
+
+@pytest.mark.parametrize(
+    ("refused", "taken", "message"),
+    [
+        ({"min_lr": 2e-3, "lr": 1e-3}, {"min_lr": 1e-3, "lr": 1e-3}, "min_lr=0.002: expected at most lr=0.001"),
+        ({"schedule_steps": 9}, {"schedule_steps": 10}, "max_steps=10: expected at most schedule_steps=9"),
+        ({"warmup_steps": 10}, {"warmup_steps": 9}, "warmup_steps=10: expected less than schedule_steps=10"),
+        ({"group": 3, "micro_batch": 12}, {"group": 4}, "group=3: expected a divisor of batch_rows=20"),
+        ({"group": 4, "micro_batch": 10}, {"group": 10}, "micro_batch=10: expected a multiple of group=4"),
+        ({"micro_batch": 8}, {"micro_batch": 10}, "micro_batch=8: expected a divisor of batch_rows=20"),
+        ({"val_share": 0.1}, {"val_share": 0.0}, "val_rows=2048 with val_share=0.1: set one of them to 0"),
+    ],
+)
+def test_keys_that_stand_against_each_other(refused, taken, message):
+    base = {"max_steps": 10, "schedule_steps": 10, "warmup_steps": 0, "batch_rows": 20, "micro_batch": 20}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Config(**{**base, **refused})
+    Config(**{**base, **taken})
+
+
+def test_words_that_stand_for_values():
+    cfg = load(
+        ["--compile=true", "--recompute=false", "--train_rows=none", "--val_max_rows=None", "--anchor=none"]
+    ).config
+    assert cfg.compile is True and cfg.recompute is False and cfg.train_rows is None and cfg.val_max_rows is None
+    assert cfg.row_len == cfg.seq_len + 1 == 513
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / "state.json"
+    configure.write_whole(path, "old")
+
+    def full(handle):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(configure.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        configure.write_whole(path, "new and longer")
+    assert path.read_text() == "old"
+
+
 def test_the_resolved_config_is_written_whole(tmp_path):
     loaded = load(["--seed=7"])
     configure.save(loaded, tmp_path / "run.json", commit="abc")
@@ -141,6 +204,8 @@ def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):
 
     assert configure.guard(main) == 1
     assert capsys.readouterr().err == "ConfigError: lr=0: expected more than 0\n"
+    assert configure.guard(lambda: Path("/no/such/file").read_text()) == 1
+    assert capsys.readouterr().err == "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'\n"
     assert configure.guard(lambda: None) == 0 and configure.guard(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):  # ours to mend: the traceback stays
         configure.guard(lambda: 1 / 0)

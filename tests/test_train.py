@@ -356,6 +356,19 @@ def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(world, tmp_path
         assert record["loss"] == pytest.approx(0.5 * record["kd"] + 0.5 * record["ce"], rel=1e-5)
 
 
+def test_the_first_line_of_the_log_is_of_the_initial_weights(world, tmp_path):
+    """CE per token, not per row or micro-batch; the rows are of unequal length."""
+    keys = {"methods": "pretrain", "d_max": "none", "max_steps": 1, "log_every_steps": 1}
+    train.run(load(world, tmp_path, **keys))
+    x, y, n = train.Rows(load(world, tmp_path).config, "train").batch(np.arange(4), torch.device("cpu"))
+    with torch.no_grad():
+        logp = init_student(SHAPE)(x).double().log_softmax(-1)
+    ce = -logp[y != IGNORE].gather(1, y[y != IGNORE][:, None]).mean().item()
+    got = records(tmp_path, "pretrain")[0]
+    assert got["ce"] == got["loss"] == pytest.approx(ce, rel=1e-6) and got["valid_tokens"] == n
+    assert got["lr"] == train.learning_rate(0, load(world, tmp_path).config) == 0.5e-2
+
+
 def test_validation_figures_are_those_of_the_plain_formulas(world, finished):
     cfg = load(world, finished).config
     val = train.Rows(cfg, "val")
@@ -414,13 +427,14 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
 
 
 def test_a_student_that_breaks_stops_alone_before_its_update(world, tmp_path, monkeypatch, capsys):
-    make = train.make_student
+    make, broken = train.make_student, []
 
     def break_one(name, cfg, device):
         s = make(name, cfg, device)
         if name == "vanilla_kd":
             with torch.no_grad():
                 s.model.head[0, 0] = float("inf")
+            broken.append(s)
         return s
 
     monkeypatch.setattr(train, "make_student", break_one)
@@ -429,6 +443,8 @@ def test_a_student_that_breaks_stops_alone_before_its_update(world, tmp_path, mo
     assert re.search(
         r"vanilla_kd stopped at step 0: gradient norm nan; not finite: .*kd.*; the update was not made", said
     )
+    weights = torch.cat([p.flatten() for p in broken[0].model.parameters()])
+    assert weights.isfinite().sum() == len(weights) - 1 and not (tmp_path / "vanilla_kd" / "log.jsonl").exists()
     assert (tmp_path / "alra" / "model").is_dir() and not (tmp_path / "vanilla_kd" / "model").exists()
     assert json.loads((tmp_path / "vanilla_kd" / "stopped.json").read_text())["step"] == 0
     assert train.run(load(world, tmp_path)) == 1  # said again, not tried again
@@ -573,7 +589,7 @@ def test_ctrl_c_in_an_update_saves_after_it_and_exits_0(world, finished, tmp_pat
         return update(students, teacher, stream, step, cfg, env)
 
     monkeypatch.setattr(train, "update", interrupted)
-    assert train.run(load(world, tmp_path)) == 0
+    assert configure.guard(lambda: train.run(load(world, tmp_path))) == 0
     assert "alra: stopped by a signal after step 3; the same command goes on from there" in capsys.readouterr().out
     assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == ["step_00000002", "step_00000003"]
     monkeypatch.setattr(train, "update", update)
@@ -738,7 +754,7 @@ def test_slips_get_one_clear_line(world, tmp_path, changes, message):
 
 @pytest.mark.parametrize(
     ("processes", "rows", "asked", "group", "fits"),
-    [(1, 8, 8, 1, 8), (2, 8, 8, 1, 4), (2, 8, 2, 1, 2), (4, 8, 8, 2, 2), (2, 24, 24, 2, 12), (2, 24, 8, 2, 6), (3, 45, 9, 1, 5)],
+    [(1, 8, 8, 1, 8), (2, 8, 8, 1, 4), (2, 8, 2, 1, 2), (4, 8, 8, 2, 2), (2, 24, 24, 2, 12), (2, 24, 8, 2, 6), (3, 45, 9, 1, 5), (3, 30, 6, 2, 2)],
 )  # fmt: skip
 def test_micro_batch_is_lowered_to_what_fits_the_processes(world, processes, rows, asked, group, fits):
     cfg = load(world, Path("unused"), batch_rows=rows, micro_batch=asked, group=group).config

@@ -10,8 +10,7 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/python prepare.py config/demo.py
 	$(BIN)/python train.py config/demo.py
-	$(BIN)/python eval.py out/demo/pretrain out/demo/vanilla_kd out/demo/alra --tasks none
-	$(BIN)/python eval.py --table out/demo/*
+	$(BIN)/python eval.py out/demo --tasks none
 	$(BIN)/python plot.py out/demo
 
 replicate: .venv/ready

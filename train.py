@@ -630,7 +630,7 @@ def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, 
             for k in now
             if k not in FREE_KEYS and before["config"].get(k) != now[k]
         ]
-        differs += [f"{k} differs" for k in SAME_FACTS if before.get(k) != facts[k]]
+        differs += [f"{k} differs" for k in SAME_FACTS if k in before and before[k] != facts[k]]  # older runs have fewer
         if differs:
             raise ConfigError(
                 f"out_dir={path.parent}: holds another run ({differs[0]}); set another out_dir, or remove that folder"

@@ -1,7 +1,7 @@
 # ALRA: adaptive local set, ALD and SWPRA.
 # 200M student, the paper's Table 1, first block.
 #
-#   python prepare.py config/alra_200m.py     2.8B tokens of The Pile, once for every run
+#   python prepare.py config/alra_200m.py     about 1.0B tokens of Pile-Uncopyrighted, once for every run
 #   python train.py config/alra_200m.py
 #   python eval.py out/alra_200m/alra
 #
@@ -17,3 +17,4 @@ out_dir = "out/alra_200m"
 
 max_steps = 126_400  # * 16 rows * 512 inputs = 1.035B nominal tokens
 compile = True
+histogram_every_steps = 250  # for the paper's Figures 3 and 4: 506 times 16 rows, as many as its 8,000 sequences

@@ -2,8 +2,8 @@
 # 200M student.
 #
 #   python train.py config/table_anchor_200m.py
-#   python eval.py out/table_anchor_200m/* --split validation
-#   python eval.py --table out/table_anchor_200m/*
+#   python eval.py out/table_anchor_200m --split validation
+#   python eval.py --table out/table_anchor_200m
 #
 # Not yet run here.
 # Cost, computed and not measured: 4.5e18 FLOP, 19 GiB at micro_batch=1. At 40 % of the card's peak that is

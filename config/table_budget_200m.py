@@ -2,8 +2,8 @@
 # 200M student.
 #
 #   python train.py config/table_budget_200m.py
-#   python eval.py out/table_budget_200m/* --split validation
-#   python eval.py --table out/table_budget_200m/*
+#   python eval.py out/table_budget_200m --split validation
+#   python eval.py --table out/table_budget_200m
 #
 # Not yet run here.
 # Cost, computed and not measured: 6.5e18 FLOP, 30 GiB at micro_batch=1. At 40 % of the card's peak that is

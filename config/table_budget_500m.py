@@ -2,8 +2,8 @@
 # 500M student.
 #
 #   python train.py config/table_budget_500m.py
-#   python eval.py out/table_budget_500m/* --split validation
-#   python eval.py --table out/table_budget_500m/*
+#   python eval.py out/table_budget_500m --split validation
+#   python eval.py --table out/table_budget_500m
 #
 # Not yet run here.
 # Cost, computed and not measured: 12.7e18 FLOP, 58 GiB at micro_batch=1. At 40 % of the card's peak that is

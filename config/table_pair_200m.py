@@ -2,8 +2,8 @@
 # 200M student.
 #
 #   python train.py config/table_pair_200m.py
-#   python eval.py out/table_pair_200m/*
-#   python eval.py --table out/table_pair_200m/*
+#   python eval.py out/table_pair_200m
+#   python eval.py --table out/table_pair_200m
 #
 # Not yet run here.
 # Cost, computed and not measured: 7.1e18 FLOP, 16 GiB at micro_batch=1. At 40 % of the card's peak that is

@@ -23,6 +23,7 @@ COMMANDS = {
     "python eval.py out/alra_200m/alra": "--tasks none --max_rows 2 --device cpu",
     "python eval.py --table out/alra_200m/alra": "",
     "python train.py config/table_main_200m.py": REAL,
+    "python eval.py out/table_main_200m": "--tasks none --max_rows 2 --device cpu",
     "torchrun --nproc_per_node=2 train.py config/alra_200m.py": f"{REAL} --out_dir=out/two",
     "python train.py config/alra_200m.py --methods=alra,tad --lr=3e-4 --out_dir=out/try": REAL,
     "python prepare.py --show 0 data/demo": "",
@@ -77,8 +78,9 @@ def test_every_command_runs(copy):
     for command in dict.fromkeys(shown()):
         if command == "make demo":
             for line in demo_recipe(copy):
-                said = sh(f"{line} {SMALL}" if "train.py" in line else line, copy)
-                if "--table" in line:
+                more = {"train.py": SMALL, "eval.py": "--max_rows 4"}.get(line.split()[1], "")
+                said = sh(f"{line} {more}", copy)
+                if "eval.py" in line:
                     assert all(name in said for name in ("pretrain", "vanilla_kd", "alra")), said
             assert (copy / "out" / "demo" / "curves.png").stat().st_size > 10_000
         elif COMMANDS[command] is not None:
@@ -119,10 +121,41 @@ def test_the_file_table_names_what_is_there():
     assert all((ROOT / name).exists() for name in files if name.endswith((".py", "/", ".md")))
 
 
+def cells(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading, without its head."""
+    section = README[README.index(f"\n## {heading}\n") :].split("\n## ")[1]
+    rows = [line.strip("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows[2:]]
+
+
 def test_the_choices_name_real_keys():
     import configure
+    import eval as ev
 
-    table = README[README.index("## Choices that the paper leaves open") : README.index("## Conventions")]
-    for row in table.splitlines()[4:]:
-        for key in re.findall(r"`(\w+)`", row.rsplit("|", 2)[-2]) if row.startswith("|") else []:
-            assert key in configure.TYPES, key
+    choices = cells("Choices that the paper leaves open")
+    named = [key for *_, others in choices for key in re.findall(r"`(\w+)`", others)]
+    assert len(choices) > 20 and len(named) > 15 and all(len(row) == 3 for row in choices)
+    for key in named:
+        assert key in configure.TYPES, key
+    flags = [key for *_, others in choices for key in re.findall(r"`--(\w+)`", others)]
+    assert {"metric", "limit"} == set(flags) <= vars(ev.arguments(["x"])).keys()
+
+
+def test_every_row_of_the_speed_table_stands_in_the_file_that_it_names():
+    speed = cells("Speed")
+    assert len(speed) == 7
+    for what, _, time, memory, file in speed:
+        line = rf"\| {time} \[[^]]*\] \| {memory or '[^|]*'} \||; {time} of the time of all one by one"
+        assert re.search(line, (ROOT / file.strip("`")).read_text()), what
+
+
+def test_data_is_what_the_code_reads():
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    import configure
+    import tasks
+
+    named = re.findall(r"hub, `([^`]+)`", str(cells("Data and licences")))
+    files = [load_yaml(tasks.task_file(n), resolve_func=False) for n in tasks.TASKS if n != "storycloze_2016"]
+    cfg = configure.Config()
+    assert set(named) == {cfg.source, cfg.teacher, *(file["dataset_path"] for file in files)}

@@ -14,7 +14,6 @@ import difflib
 import inspect
 import io
 import json
-import os
 import sys
 import textwrap
 import tokenize
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from lib.files import write_whole
 
 
 class ConfigError(ValueError):
@@ -97,54 +98,22 @@ class Config:
     checkpoint_every_steps: int = 1_000  # updates between checkpoints; there is always one at the end
     keep_checkpoints: int = 2  # the last ones; older ones are removed
 
-    # --- objective overrides: None keeps what losses.METHODS says; others apply to every method that has the keyword
-    w_kd: float | None = None  # weight of the distillation term
-    w_ce: float | None = None  # weight of the causal language-modelling term
-    tau: float | None = None  # temperature
-    t2_scaling: bool | None = None  # vanilla_kd: times tau^2
-    top_p: float | None = None  # pd: mass of the teacher that is kept
-    top_k: int | None = None  # pd, tad, bild: tokens
-    truncate_on: Literal["tempered", "raw"] | None = None  # pd: before or after the temperature
-    temper_student: bool | None = None  # pd: the student has the temperature too
-    easy_weight: float | None = None  # atkd: weight of the easier half
-    tau_conf: float | None = None  # rld: temperature of the confidence term
-    alpha: float | None = None  # rld, ldrld, dkd: weight of the first term
-    beta: float | None = None  # rld, ldrld, tad, dkd: weight of the second term; jsd: share of the teacher
-    d: int | None = None  # ldrld: size of the local set, tokens
-    pair_reduction: Literal["mean", "sum"] | None = None  # ldrld
-    norm: Literal["sequence", "unit", "none"] | None = None  # tad: what the tail's mass is measured by
-    d_min: int | None = None  # alra: smallest local budget, tokens
-    d_max: int | None = None  # alra: candidate set size and greatest local budget, tokens
-    tau_p: float | None = None  # alra: temperature of the pairs
-    gamma: float | None = None  # alra: sensitivity to the student's probability gap
-    lambda_pair: float | None = None  # alra: weight of the pairwise term
-    eps: float | None = None  # alra: added to the two denominators
-    anchor: Literal["none", "teacher", "label", "both"] | None = None  # alra
-    pair: Literal["swpra", "pra_u", "pra"] | None = None  # alra
-    budget: Literal["adaptive", "fixed"] | None = None  # alra
-    detach_weights: bool | None = None  # alra: no gradient through the SWPRA weights
-    center: bool | None = None  # mse_logits: take each row's mean off first
-    keep: float | None = None  # adakd, sekd: share of the positions
-    c: float | None = None  # adakd: how far temperatures spread
-    rule: Literal["hellinger", "reverse_kl"] | None = None  # adakd: difficulty
-    base: Literal["reverse", "forward"] | None = None  # adakd: KL
-    detach_temperature: bool | None = None  # adakd: no gradient through the temperatures
-    lam: float | None = None  # bdl: share of the other in each mixture
+    # --- settings of the methods
+    hyper: dict = field(
+        default_factory=dict, hash=False
+    )  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one
 
     @property
     def row_len(self) -> int:
         """Ids in a stored row: the inputs and the last target."""
         return self.seq_len + 1
 
-    @property
-    def overrides(self) -> dict:
-        """The objective overrides that are set, by keyword."""
-        every = {name: getattr(self, name) for name in OVERRIDES}
-        return {name: value for name, value in every.items() if value is not None}
-
     def __post_init__(self):
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name), TYPES[f.name]))
+        for name, of in self.hyper.items():
+            named = isinstance(name, str) and isinstance(of, dict) and all(isinstance(key, str) for key in of)
+            _require(named, f'hyper={self.hyper!r}: expected settings by method, like {{"alra": {{"gamma": 3.0}}}}')
         for name in ("max_steps", "schedule_steps", "batch_rows", "micro_batch", "group", "seq_len", "prepare_workers",
                      "log_every_steps", "val_every_steps", "checkpoint_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
@@ -182,21 +151,28 @@ def load(argv: list[str], methods: Iterable[str] = ()) -> "Loaded":
     Raises `ConfigError` for a file that is not there or does not run, an unknown key, a wrong type or an
     impossible combination.
     """
-    values, origin = {}, {}
+    values, origin, hyper = {}, {}, {}
     if {"-h", "--help"} & set(argv):
         print(help_text(sys.modules["__main__"].__doc__ or "", methods))
         sys.exit(0)
     for arg in argv:
-        if arg.startswith("--"):
+        if not arg.startswith("--"):
+            found = _run_file(arg)
+        else:
             key, sep, text = arg[2:].partition("=")
-            _known(key, arg)
+            if "." not in key:
+                _known(key, arg)
             if not sep:
                 raise ConfigError(f"{arg}: expected --{key}=VALUE")
-            values[key], origin[key] = _parse(arg, text, TYPES[key]), "command line"
-        else:
-            for key, value in _run_file(arg).items():
-                _known(key, arg)
-                values[key], origin[key] = value, arg
+            method, dot, setting = key.partition(".")
+            found = {"hyper": {method: {setting: _literal(text)}}} if dot else {key: _parse(arg, text, TYPES[key])}
+        for key, value in found.items():
+            _known(key, arg)
+            if key == "hyper" and isinstance(value, dict) and all(isinstance(of, dict) for of in value.values()):
+                for method, of in value.items():  # several sources add up
+                    hyper.setdefault(method, {}).update(of)
+                value = hyper
+            values[key], origin[key] = value, "command line" if arg.startswith("--") else arg
     return Loaded(Config(**values), origin)
 
 
@@ -221,6 +197,7 @@ def help_text(about: str, methods: Iterable[str] = ()) -> str:
             done = node.end_lineno
             words = " ".join(comments[n] for n in range(node.lineno, done + 1) if n in comments)
             key, default = node.target.id, Config.__dataclass_fields__[node.target.id].default
+            default = {} if default is dataclasses.MISSING else default
             value = ",".join(default) if isinstance(default, tuple) else default
             lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
     if methods:
@@ -251,16 +228,6 @@ def save(loaded: Loaded, path: Path, **facts) -> None:
     write_whole(path, json.dumps({"config": values, "origin": origin, **facts}, indent=1) + "\n")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """A file that is there in full or not at all, whatever happens."""
-    work = path.with_name(path.name + ".new")
-    with work.open("wb") as f:
-        f.write(content.encode() if isinstance(content, str) else content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(work, path)
-
-
 def _run_file(path: str) -> dict:
     """The public names that a config file assigns."""
     if not path.endswith(".py"):
@@ -279,10 +246,26 @@ def _run_file(path: str) -> dict:
 
 
 def _known(key: str, where: str) -> None:
-    if key not in TYPES:
-        near = difflib.get_close_matches(key, TYPES, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else "; configure.py lists them all"
-        raise ConfigError(f"{where}: no such key {key!r}{hint}")
+    """ConfigError for a key that is none of `Config`; a setting of a method is told with the way to set it."""
+    if key in TYPES:
+        return
+    from losses import METHODS, keywords  # not above: it takes a second, and only this error needs it
+
+    owners = {setting: name for name in reversed(METHODS) for setting in keywords(name)}
+    near = difflib.get_close_matches(key, [*TYPES, *owners], n=1)
+    setting = key if key in owners else near[0] if near else None
+    hint = "" if key in owners else f", did you mean {near[0]!r}?" if near else "; configure.py lists them all"
+    if setting in owners:
+        hint += f"{'' if hint else ';'} settings belong to a method: --{owners[setting]}.{setting}=VALUE"
+    raise ConfigError(f"{where}: no such key {key!r}{hint}")
+
+
+def _literal(text: str) -> object:
+    """The text as a Python literal where it is one, else as it stands."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _parse(arg: str, text: str, kind) -> object:
@@ -293,11 +276,10 @@ def _parse(arg: str, text: str, kind) -> object:
         return tuple(part for part in text.split(",") if part)
     if str in _members(kind):
         return text
-    literal = {"true": "True", "false": "False"}.get(text, text)
-    try:
-        return ast.literal_eval(literal)
-    except (ValueError, SyntaxError):
-        raise ConfigError(f"{arg}: expected {_name(kind)}, got {text!r}") from None
+    value = _literal(text)
+    if isinstance(value, str):
+        raise ConfigError(f"{arg}: expected {_name(kind)}, got {text!r}")
+    return value
 
 
 def _typed(key: str, value: object, kind) -> object:
@@ -348,5 +330,3 @@ def _require(ok, message: str) -> None:
 
 
 TYPES = typing.get_type_hints(Config)
-_FIELDS = list(TYPES)
-OVERRIDES = tuple(_FIELDS[_FIELDS.index("w_kd") :])  # the last block of Config

@@ -428,6 +428,7 @@ def resolve(name: str, **overrides) -> Method:
         if kind in (bool, int, float):  # the objective itself checks choices
             fits = type(value) is kind or (kind is float and type(value) is int)
             require(fits, f"{name}.{key}={value!r}: expected {kind.__name__}, got {type(value).__name__}")
+            overrides[key] = kind(value)
     weights = {key: overrides.pop(key) for key in ("w_kd", "w_ce") if key in overrides}
     not_negative(**weights)
     return method._replace(hyper={**method.hyper, **overrides}, **weights)

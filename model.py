@@ -1,34 +1,46 @@
-"""The Qwen2 decoder: Hugging Face weights in and out, and students from a seed.
+"""The decoder: its shapes, its forward pass, and students from a seed.
 
-Modules carry the names of the Hugging Face checkpoint, so its tensors and ours are the same dictionary. Llama
-checkpoints without rope scaling are read too: they are the same decoder with zero biases, or (`attention_bias`) with a
-bias on the attention's output that must be zero.
+It is Qwen2 (Qwen1.5, 2, 2.5), and Llama without rope scaling, which is the same decoder with zero biases. Modules carry
+the names of the Hugging Face checkpoint, so its tensors and ours are the same dictionary (lib/hf.py reads and writes).
+
+Precision, on a GPU (`dtype="auto"`); on the CPU everything is fp32:
+
+    | number                                                            | dtype                             |
+    |-------------------------------------------------------------------|-----------------------------------|
+    | student's weights, their gradients, AdamW's moments               | fp32                              |
+    | teacher's weights                                                 | bf16                              |
+    | activations and residual stream; operands of every product        | bf16                              |
+    | accumulation inside a product; logits                             | fp32                              |
+    | statistics of norms, rotary angles, softmaxes, losses, sums over V | fp32 (fp64 for some sizes [N], [N, k]) |
+    | gradient of the logits, as an operand of the head's products      | bf16                              |
+
+`Linear` casts its weight to the dtype of its input; nothing else casts. `hidden(dtype=...)` sets that dtype once.
 
 Dimension key: B batch, T time, D width, H query heads, G key/value heads, K width of a head, V vocabulary.
 """
 
 import dataclasses
-import hashlib
 import json
-import os
-import platform
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from lib.hf import (  # noqa: F401  some of these are looked for here by those who load a model
+    CheckpointError,
+    find_folder,
+    load_tokenizer,
+    read_weights,
+    save_folder,
+    tokenizer_hash,
+    weights_hash,
+)
 
 INIT_STD = 0.02
-
-
-class CheckpointError(ValueError):
-    """A checkpoint, model folder or tokenizer that cannot be used as asked."""
 
 
 @dataclass(frozen=True)
@@ -209,11 +221,6 @@ class Qwen2(nn.Module):
         """Parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
-    @property
-    def _o_biases(self) -> set[str]:
-        """Tensors [D] of zeros that a `llama` checkpoint with `attention_bias` has besides ours."""
-        return {f"model.layers.{i}.self_attn.o_proj.bias" for i in range(self.config.num_hidden_layers)}
-
     @classmethod
     def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
         """A Hugging Face `qwen2` or `llama` checkpoint from a local folder or the hub, weights as `dtype`.
@@ -229,41 +236,12 @@ class Qwen2(nn.Module):
         return model.requires_grad_(False).eval()
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
-        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids.
-
-        It appears whole or not at all. `AutoTokenizer` reads every tokenizer beside a `qwen2` model as Qwen's own. With
-        another tokenizer the same decoder is therefore written as a `llama` with `attention_bias`, whose bias on the
-        attention's output is zero.
-        """
-        folder = Path(folder)
-        new = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
+        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids."""
         shape = dataclasses.asdict(self.config)
         if shape["head_dim"] * shape["num_attention_heads"] == shape["hidden_size"]:
             del shape["head_dim"]  # the default; older readers do not know the key
-        kind, parts = "qwen2", {"use_sliding_window": False}
-        if tokenizer is not None:
-            tokenizer.save_pretrained(new)
-            if not _is_qwens(tokenizer, new):
-                kind, parts = "llama", {"attention_bias": True}
-        dtype = str(next(self.parameters()).dtype).removeprefix("torch.")
-        hf = {"architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[kind]], "model_type": kind,
-              "hidden_act": "silu", "torch_dtype": dtype, "initializer_range": INIT_STD, "attention_dropout": 0.0, **parts, **shape}  # fmt: skip
-        if tokenizer is not None:
-            eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-            hf |= {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
-        (new / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
-        weights = {name: p.detach().cpu().contiguous() for name, p in self.state_dict().items()}
-        if kind == "llama":
-            weights |= {name: torch.zeros_like(weights["model.norm.weight"]) for name in self._o_biases}
-        safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(new, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        shape = {"initializer_range": INIT_STD, "attention_dropout": 0.0, **shape}
+        save_folder(Path(folder), shape, self.state_dict(), tokenizer)
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
@@ -285,17 +263,8 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
     return model
 
 
-def weights_hash(model: nn.Module) -> str:
-    """sha256 over the names and bytes of every tensor: equal hashes, equal weights."""
-    digest = hashlib.sha256()
-    for name, p in model.state_dict().items():
-        digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
-        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def load_config(name: str) -> Qwen2Config:
-    """A preset's name, a config.json, or a model folder or hub id -> the shape. `CheckpointError` where we can't run it."""
+    """A preset's name, a config.json, a model folder or a hub id -> the shape. `CheckpointError` for another decoder."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
@@ -323,179 +292,3 @@ def load_config(name: str) -> Qwen2Config:
     if absent:
         raise CheckpointError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
     return Qwen2Config(**fields)
-
-
-def find_folder(name: str) -> Path:
-    """A local folder, or the local copy of a hub repository `owner/name` (fetched where it is not there yet)."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if name.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
-        raise CheckpointError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name'")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        why = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{name}: no such local folder, and the hub did not give it ({why})") from error
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:1` -> a device that is there; under torchrun `cuda` is each process's own card."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    n = torch.cuda.device_count()
-    if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
-        raise ValueError(f"device {name}: expected cpu, or cuda with one of this machine's {n} CUDA devices")
-    return torch.device(name)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's where the system tells it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local folder or hub id, from its tokenizer.json alone.
-
-    `AutoTokenizer` would choose a class by the model's type and rewrite the pre-tokenizer of small vocabularies.
-    """
-    folder = find_folder(name)
-    if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{name}: no tokenizer.json there; expected a folder or hub id with a fast tokenizer")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    if tokenizer.eos_token_id is None:
-        raise CheckpointError(f"{name}: the tokenizer names no eos_token, which ends every document")
-    return tokenizer
-
-
-def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The id that the tokenizer by itself puts before a text (its BOS); None where it puts nothing there.
-
-    What it puts after a text is not followed. Raises `CheckpointError` for a tokenizer that puts several ids before a
-    text, or one that is no special token: who trains on them must see them in the text.
-    """
-    backend = tokenizer.backend_tokenizer
-    bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-    n_before = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), None)
-    added, special = whole[:n_before], [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    if not added:
-        return None
-    if len(added) > 1 or n_before is None or added[0] not in special:
-        raise CheckpointError(
-            f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
-            "bos=none, or take another tokenizer"
-        )
-    return added[0]
-
-
-def _is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
-    """Whether a `Qwen2Tokenizer` made of this tokenizer's files in `folder` gives the same ids and text."""
-    return _deciding(Qwen2Tokenizer.from_pretrained(folder)) == _deciding(tokenizer)
-
-
-def _deciding(tokenizer: PreTrainedTokenizerFast) -> dict:
-    """The parts of a tokenizer that decide on ids and text; an empty setting is an absent one."""
-
-    def plain(part):
-        if isinstance(part, list):
-            return [plain(x) for x in part]
-        if not isinstance(part, dict):
-            return part
-        return {key: plain(value) for key, value in part.items() if key != "trim_offsets" and value not in (None, "")}
-
-    parts = plain(json.loads(tokenizer.backend_tokenizer.to_str()))
-    if parts.get("decoder", {}).get("type") == "ByteLevel":
-        parts["decoder"] = "ByteLevel"  # its settings do nothing
-    return parts
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """sha256 of all that decides which ids a text gets."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def read_weights(model: Qwen2, folder: Path) -> None:
-    """Copy a folder's safetensors into `model`, tensor by tensor; every tensor once, none left over."""
-    facts, zeros, wanted = json.loads((folder / "config.json").read_text()), set(), dict(model.state_dict())
-    if facts["model_type"] == "llama" and facts.get("attention_bias"):
-        zeros = model._o_biases
-    elif facts["model_type"] == "llama":
-        for name in [n for n in wanted if n.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias"))]:
-            wanted.pop(name).zero_()
-    absent, twin = wanted.keys() | zeros, None
-    for file in weight_files(folder):
-        for name in tensor_names(file):
-            if name.endswith("rotary_emb.inv_freq"):
-                continue  # a constant that old checkpoints carry
-            # opened anew each time: all that was read of an open file counts as memory
-            with safetensors.safe_open(file, framework="pt") as tensors:
-                source = tensors.get_tensor(name)
-            if name == "lm_head.weight" and model.config.tie_word_embeddings:
-                twin = source  # some writers store the tied head twice
-                continue
-            if name in zeros:
-                if source.any():
-                    raise CheckpointError(f"{file}: {name} is not zero, as expected; this decoder has no such bias")
-                absent.discard(name)
-                continue
-            if name not in wanted:
-                raise CheckpointError(
-                    f"{file}: extra tensor {name} {tuple(source.shape)}; config.json has no place for it"
-                )
-            if source.shape != wanted[name].shape:
-                raise CheckpointError(
-                    f"{file}: {name} is {tuple(source.shape)}, expected {tuple(wanted[name].shape)} by config.json"
-                )
-            if name not in absent:
-                raise CheckpointError(f"{file}: {name} is in another file of that folder too; remove one of them")
-            if not source.is_floating_point():
-                raise CheckpointError(
-                    f"{file}: {name} is {source.dtype}, expected floating point; take the weights as they were trained"
-                )
-            wanted[name].copy_(source)
-            absent.discard(name)
-            del source
-    if absent:
-        raise CheckpointError(
-            f"{folder}: missing tensor {min(absent)} ({len(absent)} in all); the checkpoint is not whole"
-        )
-    if twin is not None and not torch.equal(twin.to(model.head), model.head):
-        raise CheckpointError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
-
-
-def tensor_names(file: Path) -> list[str]:
-    try:
-        with safetensors.safe_open(file, framework="pt") as tensors:
-            return list(tensors.keys())
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file ({error}); fetch or write it again") from error
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: one, or the shards that its index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        gone = [s for s in shards if Path(s).name != s or not (folder / s).is_file()]
-        if gone:
-            raise CheckpointError(f"{folder}: shard {gone[0]} is named in the index but not there")
-        return [folder / s for s in shards]
-    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
-    if pickles:
-        raise CheckpointError(
-            f"{folder}: {pickles[0]} is a pickle, which can run code; expected model.safetensors: convert it first"
-        )
-    raise CheckpointError(f"{folder}: no model.safetensors there; expected a Hugging Face model folder")

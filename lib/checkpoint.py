@@ -17,7 +17,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from model import CheckpointError
+from lib.files import read_lines, write_lines
+from lib.hf import CheckpointError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
@@ -103,3 +104,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: di
             p.copy_(weights[name])
             optimizer.state[p] = {k: moments[f"{name}/{k}"].to(p.device) for k in MOMENTS}
     return state
+
+
+def drop_after(log: Path, step: int) -> None:
+    """Remove a log's records of later steps, and a last line that a kill cut short."""
+    write_lines(log, [record for record in read_lines(log) if record["step"] <= step])

@@ -1,0 +1,36 @@
+"""Prepared rows as inputs and labels.
+
+Dimension key: B rows, T time.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lib.checks import IGNORE
+from lib.rows import PAD, RowsError, open_rows
+
+
+class Rows:
+    """A rows file as batches. The same index gives the same row to everyone."""
+
+    def __init__(self, folder: str, name: str, seq_len: int, mask_after_eos: bool):
+        self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
+        self.n, width = self.ids.shape
+        if width != seq_len + 1:
+            raise RowsError(f"seq_len={seq_len}: {folder} has rows for seq_len={width - 1}; prepare again or set it")
+        self.eos, self.mask_after_eos = self.manifest["eos_id"], mask_after_eos
+
+    def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:
+        """Rows of these indices -> inputs x [B, T], labels y [B, T] (IGNORE where there is none), number of labels."""
+        ids = self.ids[index].astype(np.int64)
+        x, y = ids[:, :-1], ids[:, 1:].copy()
+        y[y == PAD] = IGNORE
+        if self.mask_after_eos:
+            y[x == self.eos] = IGNORE
+        x = np.where(x == PAD, self.eos, x)  # causal attention keeps padding from every valid position
+        n_valid = int((y != IGNORE).sum())
+        x, y = torch.from_numpy(x), torch.from_numpy(y)
+        if device.type == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True), n_valid

@@ -1,0 +1,237 @@
+"""Hugging Face folders: finding them, tokenizers, weights in and out.
+
+Only safetensors are read, so that a foreign folder cannot run code. What a refusal says: what, got, expected, what to do.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, model folder or tokenizer that cannot be used as asked."""
+
+
+def find_folder(name: str) -> Path:
+    """A local folder, or the local copy of a hub repository `owner/name` (fetched where it is not there yet)."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
+        raise CheckpointError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{name}: no such local folder, and the hub did not give it ({why})") from error
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a local folder or hub id, from its tokenizer.json alone.
+
+    `AutoTokenizer` would choose a class by the model's type and rewrite the pre-tokenizer of small vocabularies.
+    """
+    folder = find_folder(name)
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{name}: no tokenizer.json there; expected a folder or hub id with a fast tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise CheckpointError(f"{name}: the tokenizer names no eos_token, which ends every document")
+    return tokenizer
+
+
+def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The id that the tokenizer by itself puts before a text (its BOS); None where it puts nothing there.
+
+    What it puts after a text is not followed. Raises `CheckpointError` for a tokenizer that puts several ids before a
+    text, or one that is no special token: who trains on them must see them in the text.
+    """
+    backend = tokenizer.backend_tokenizer
+    bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    n_before = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), None)
+    added, special = whole[:n_before], [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    if not added:
+        return None
+    if len(added) > 1 or n_before is None or added[0] not in special:
+        raise CheckpointError(
+            f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
+            "bos=none, or take another tokenizer"
+        )
+    return added[0]
+
+
+def is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
+    """Whether a `Qwen2Tokenizer` made of this tokenizer's files in `folder` gives the same ids and text."""
+    return _deciding(Qwen2Tokenizer.from_pretrained(folder)) == _deciding(tokenizer)
+
+
+def _deciding(tokenizer: PreTrainedTokenizerFast) -> dict:
+    """The parts of a tokenizer that decide on ids and text; an empty setting is an absent one."""
+
+    def plain(part):
+        if isinstance(part, list):
+            return [plain(x) for x in part]
+        if not isinstance(part, dict):
+            return part
+        return {key: plain(value) for key, value in part.items() if key != "trim_offsets" and value not in (None, "")}
+
+    parts = plain(json.loads(tokenizer.backend_tokenizer.to_str()))
+    if parts.get("decoder", {}).get("type") == "ByteLevel":
+        parts["decoder"] = "ByteLevel"  # its settings do nothing
+    return parts
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256 of all that decides which ids a text gets."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def weights_hash(model: nn.Module) -> str:
+    """sha256 over the names and bytes of every tensor: equal hashes, equal weights."""
+    digest = hashlib.sha256()
+    for name, p in model.state_dict().items():
+        digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save_folder(
+    folder: Path, shape: dict, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast | None
+) -> None:
+    """Write a `qwen2` decoder as a folder for transformers. It appears whole or not at all.
+
+    `AutoTokenizer` reads every tokenizer beside a `qwen2` model as Qwen's own. With another tokenizer the same decoder is
+    therefore written as a `llama` with `attention_bias`, with a zero bias on the attention's output.
+
+    shape  the fields of config.json that describe the decoder
+    """
+    new, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    kind, name, parts = "qwen2", "Qwen2ForCausalLM", {"use_sliding_window": False}
+    ends = {}
+    if tokenizer is not None:
+        tokenizer.save_pretrained(new)
+        eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+        ends = {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
+        if not is_qwens(tokenizer, new):
+            kind, name, parts = "llama", "LlamaForCausalLM", {"attention_bias": True}
+            zeros = torch.zeros_like(weights["model.norm.weight"], device="cpu")
+            weights = weights | {bias: zeros.clone() for bias in output_biases(weights)}
+    dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
+    facts = {
+        "architectures": [name],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+        **parts,
+        **shape,
+        **ends,
+    }
+    (new / "config.json").write_text(json.dumps(facts, indent=1) + "\n")
+    weights = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
+    safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_weights(model: nn.Module, folder: Path) -> None:
+    """Copy a folder's safetensors into `model`, tensor by tensor: every tensor once, none left over.
+
+    A `llama` has no bias on q, k and v, which is a zero bias here; or, with `attention_bias`, a further one on the
+    attention's output, which must be zero.
+    """
+    facts, wanted = json.loads((folder / "config.json").read_text()), dict(model.state_dict())
+    zeros = set()
+    if facts["model_type"] == "llama" and facts.get("attention_bias"):
+        zeros = output_biases(wanted)
+    elif facts["model_type"] == "llama":
+        for name in [n for n in wanted if n.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias"))]:
+            wanted.pop(name).zero_()
+    absent, twin, tied = wanted.keys() | zeros, None, "lm_head.weight" not in wanted
+    for file in weight_files(folder):
+        for name in tensor_names(file):
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # a constant that old checkpoints carry
+            # opened anew each time: all that was read of an open file counts as memory
+            with safetensors.safe_open(file, framework="pt") as tensors:
+                source = tensors.get_tensor(name)
+            if name == "lm_head.weight" and tied:
+                twin = source  # some writers store the tied head twice
+                continue
+            if name in zeros:
+                if source.any():
+                    raise CheckpointError(f"{file}: {name} is not zero, as expected; this decoder has no such bias")
+                absent.discard(name)
+                continue
+            if name not in wanted:
+                raise CheckpointError(
+                    f"{file}: extra tensor {name} {tuple(source.shape)}; config.json has no place for it"
+                )
+            if source.shape != wanted[name].shape:
+                raise CheckpointError(
+                    f"{file}: {name} is {tuple(source.shape)}, expected {tuple(wanted[name].shape)} by config.json"
+                )
+            if name not in absent:
+                raise CheckpointError(f"{file}: {name} is in another file of that folder too; remove one of them")
+            if not source.is_floating_point():
+                raise CheckpointError(
+                    f"{file}: {name} is {source.dtype}, expected floating point; take the weights as they were trained"
+                )
+            wanted[name].copy_(source)
+            absent.discard(name)
+            del source
+    if absent:
+        raise CheckpointError(
+            f"{folder}: missing tensor {min(absent)} ({len(absent)} in all); the checkpoint is not whole"
+        )
+    embedding = wanted["model.embed_tokens.weight"]
+    if twin is not None and not torch.equal(twin.to(embedding), embedding):
+        raise CheckpointError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
+
+
+def output_biases(names) -> set[str]:
+    """The biases [D] on the attention's output that a `llama` with `attention_bias` has besides these tensors."""
+    return {name.replace("o_proj.weight", "o_proj.bias") for name in names if name.endswith("o_proj.weight")}
+
+
+def tensor_names(file: Path) -> list[str]:
+    try:
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            return list(tensors.keys())
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file ({error}); fetch or write it again") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder: one, or the shards that its index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        gone = [s for s in shards if Path(s).name != s or not (folder / s).is_file()]
+        if gone:
+            raise CheckpointError(f"{folder}: shard {gone[0]} is named in the index but not there")
+        return [folder / s for s in shards]
+    pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
+    if pickles:
+        raise CheckpointError(
+            f"{folder}: {pickles[0]} is a pickle, which can run code; expected model.safetensors: convert it first"
+        )
+    raise CheckpointError(f"{folder}: no model.safetensors there; expected a Hugging Face model folder")

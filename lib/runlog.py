@@ -1,0 +1,174 @@
+"""What a run tells about itself: facts, speed, log lines, histograms, and the services that receive the log.
+
+Nothing here changes what is learnt.
+"""
+
+import functools
+import importlib.util
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from lib.checks import IGNORE
+from lib.parallel import device_name
+from model import Qwen2Config
+
+# Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def machine_facts(device: torch.device) -> dict:
+    """Commit, versions and machine: part of what a result must be read with."""
+    here = Path(__file__).parent
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return {
+        "git_commit": git.stdout.strip() or None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": device_name(device),
+    }
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
+    """FLOPs of one token.
+
+    Two per weight of every matrix that multiplies it (the head, but not the embedding look-up), and 2 * 2 * H * K * T / 2
+    per layer for causal attention; three times that where a backward pass follows.
+    """
+    d, k = shape.hidden_size, shape.head_dim
+    attention = d * k * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads)
+    matrices = shape.num_hidden_layers * (attention + 3 * d * shape.intermediate_size) + shape.vocab_size * d
+    scores = shape.num_hidden_layers * 2 * shape.num_attention_heads * k * seq_len
+    return (2 * matrices + scores) * (3 if trained else 1)
+
+
+def mfu(flops_per_sec: float, device: torch.device, world: int) -> float | None:
+    """The share of all cards' peak that these FLOP/s are; None on an unknown card."""
+    if device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_name(device)
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
+    return flops_per_sec / (peak * world) if peak else None
+
+
+@dataclass
+class Clock:
+    """Counts since the last log line and since the process began."""
+
+    begun_step: int = 0  # where this process took over
+    begun: float = field(default_factory=lambda: time.perf_counter())
+    valid_tokens: int = 0  # of all updates of the run, on this process's share of the rows
+    line_steps: int = 0  # since the last line
+    line_valid: int = 0
+    line_sec: float = 0.0  # inside updates only
+
+    def count(self, n_valid: int, seconds: float) -> None:
+        self.valid_tokens += n_valid
+        self.line_valid += n_valid
+        self.line_steps += 1
+        self.line_sec += seconds
+
+    def start_line(self) -> None:
+        self.line_valid, self.line_steps, self.line_sec = 0, 0, 0.0
+
+    def eta_sec(self, step: int, max_steps: int) -> float:
+        """Seconds left at the pace of this process."""
+        return (time.perf_counter() - self.begun) / (step - self.begun_step) * (max_steps - step)
+
+    def state(self) -> dict:
+        """What a checkpoint keeps."""
+        return {key: getattr(self, key) for key in CLOCK_KEYS}
+
+
+CLOCK_KEYS = ("valid_tokens", "line_steps", "line_valid", "line_sec")
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+
+def step_line(name: str, record: dict, terms: Iterable[str], max_steps: int) -> str:
+    """A training record as one line of text."""
+    parts = " ".join(f"{key} {record[key]:.4f}" for key in terms)
+    used = f"mfu {record['mfu']:.0%} " if record["mfu"] else ""
+    return (
+        f"{name:<10} step {record['step']}/{max_steps}  {parts}  lr {record['lr']:.1e} gnorm {record['gnorm']:.2f}  "
+        f"{record['tok_per_sec'] / 1e3:.1f}k tok/s {used} eta {hours(record['eta_sec'])}"
+    )
+
+
+def hours(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m" if minutes else f"{seconds:.0f}s"
+
+
+# --- services that receive the log's records -------------------------------------------------------------------------
+
+
+def check_sinks(tensorboard: bool, wandb_project: str | None) -> None:
+    """ValueError where a service is asked for whose package is not installed."""
+    asked = [("tensorboard", f"tensorboard={tensorboard}")] if tensorboard else []
+    asked += [("wandb", f"wandb_project={wandb_project}")] if wandb_project else []
+    for package, key in asked:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{key}: {package} is not installed; run `pip install {package}`, or leave it off")
+
+
+def open_sinks(folder: Path, tensorboard: bool, wandb_project: str | None) -> list[Callable[[dict], None]]:
+    """TensorBoard and Weights & Biases for the student in `folder`, where asked for; each takes records of log.jsonl."""
+    sinks = []
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        sinks.append(functools.partial(_to_tensorboard, SummaryWriter(folder / "tensorboard")))
+    if wandb_project:
+        import wandb
+
+        name = f"{folder.parent.name}/{folder.name}"
+        run = wandb.init(
+            project=wandb_project, name=name, id=name.replace("/", "-"), resume="allow", reinit="create_new"
+        )
+        sinks.append(lambda record: run.log(record, step=record["step"]))
+    return sinks
+
+
+def _to_tensorboard(writer, record: dict) -> None:
+    for key, value in record.items():
+        if key != "step" and value is not None:
+            writer.add_scalar(key, value, record["step"])
+
+
+# --- the paper's two figures of what training looks at ---------------------------------------------------------------
+
+
+@torch.no_grad()
+def teacher_sums(z_t: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Sums over the valid positions of a forward batch: how sure the teacher is, of the label and of its own top-1.
+
+    z_t [N, V], y [N] -> `p_label`, `p_top1`, `agree`, `ce`, `entropy` []; `p_label_hist`, `p_top1_hist` [50], counts in
+    equal bins of [0, 1].
+    """
+    valid = y != IGNORE
+    logp = z_t[valid].log_softmax(-1)
+    of_label, top = logp.gather(1, y[valid][:, None])[:, 0], logp.max(-1)
+    p_label, p_top1 = of_label.exp(), top.values.exp()
+    sums = {"p_label": p_label, "p_top1": p_top1, "agree": (top.indices == y[valid]).float(), "ce": -of_label}
+    sums["entropy"] = -(logp.exp() * logp).sum(-1)
+    sums = {key: value.double().sum() for key, value in sums.items()}
+    return sums | {
+        f"{key}_hist": torch.histc(p.float(), 50, 0, 1).long() for key, p in (("p_label", p_label), ("p_top1", p_top1))
+    }

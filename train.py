@@ -5,7 +5,7 @@
 
 The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per method with `log.jsonl`,
 `checkpoints/` and, at the end, `model/`, which Hugging Face reads. Started again, a run goes on from its newest
-checkpoint; SIGINT and SIGTERM save one and exit 0.
+checkpoint; SIGINT and SIGTERM save one and exit 0, once it trains.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """

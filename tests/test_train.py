@@ -35,6 +35,7 @@ TOKENIZER = str(ROOT / "demo" / "teacher")
 V, SEQ = 4096, 13
 NINE = tuple(METHODS)[:9]  # the main table
 KILLS = int(os.environ.get("KILLS", 4))  # of the test that kills; 20 takes two minutes
+TIMED = ("tok_per_sec", "eta_sec")  # of a log's record
 SHAPE = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 
 
@@ -110,6 +111,32 @@ def test_row_order_is_a_function_of_the_step_alone():
     assert seen[:97].tolist() != seen[97:194].tolist() != list(range(97))
     assert row_order(40, 4, 97, 1234).tolist() == seen[160:164].tolist()
     assert row_order(0, 4, 97, 5).tolist() != seen[:4].tolist()
+    assert row_order(24, 4, 97, None).tolist() == [96, 0, 1, 2]  # into the next pass
+
+
+def test_rows_are_visited_in_stored_order_or_in_one_of_the_seed(world):
+    for seed in (5, 6):
+        rows = train.Rows(load(world, Path("unused"), shuffle=True, seed=seed).config, "train")
+        assert rows.of_update(3).tolist() == row_order(3, 4, 97, seed).tolist()
+    assert train.Rows(load(world, Path("unused")).config, "train").of_update(3).tolist() == [12, 13, 14, 15]
+
+
+def test_the_machine_is_what_the_config_says(world, monkeypatch):
+    for dtype, wanted in (("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert train.Env(load(world, Path("unused"), dtype=dtype).config).dtype == wanted
+    cfg = load(world, Path("unused"), seed=5).config
+    assert train.make_student("alra", cfg, torch.device("cpu")).init_sha256 == weights_hash(init_student(SHAPE, 5))
+    places, read = [], Qwen2.from_pretrained
+    monkeypatch.setattr(train.Qwen2, "from_pretrained", lambda name, dtype, device: places.append(device) or read(name))
+    monkeypatch.setattr(train, "pick_device", torch.device)
+    for place in ("none", "cuda:7"):
+        cfg = load(world, Path("unused"), teacher_device=place).config
+        train.load_teacher(cfg, train.Env(cfg))
+    assert places == [torch.device("cpu"), torch.device("cuda:7")]
+
+
+def test_the_time_that_is_left_is_short_to_read():
+    assert [train.hours(s) for s in (11_520, 3_600, 3_599, 2_700, 60, 20, 0)] == ["3h12m", "1h00m", "1h00m", "45m", "1m", "20s", "0s"]  # fmt: skip
 
 
 def test_padding_never_reaches_a_loss(world):
@@ -381,7 +408,28 @@ def test_validation_figures_are_those_of_the_plain_formulas(world, finished):
     labels = y[y != IGNORE][:, None]
     assert got["val_ce"] == pytest.approx(-p_s.gather(1, labels).mean().item(), rel=1e-4)
     assert got["val_kl"] == pytest.approx((p_t.exp() * (p_t - p_s)).sum(-1).mean().item(), rel=1e-3)
+    assert got["val_teacher_ce"] == pytest.approx(-p_t.gather(1, labels).mean().item(), rel=1e-4)
+    assert got["val_teacher_entropy"] == pytest.approx(-(p_t.exp() * p_t).sum(-1).mean().item(), rel=1e-4)
     assert got["val_agree"] == pytest.approx((p_s.argmax(-1) == p_t.argmax(-1)).double().mean().item(), abs=1e-6)
+
+
+def test_a_validation_reads_no_more_rows_than_it_is_told(world):
+    cfg = load(world, Path("unused"), methods="pretrain", d_max="none", val_max_rows=3, micro_batch=2).config
+    env, val = train.Env(cfg), train.Rows(cfg, "val")
+    student = train.make_student("pretrain", cfg, env.device)
+    x, y, n = val.batch(np.arange(3), env.device)
+    with torch.no_grad():
+        logp = student.model(x).log_softmax(-1)
+    ce = -logp[y != IGNORE].gather(1, y[y != IGNORE][:, None]).mean().item()
+    got = train.validate([student], None, val, cfg, env)
+    assert got == {"pretrain": {"ce": pytest.approx(ce, rel=1e-6)}} and n < int((val.ids != PAD).sum())
+
+
+def test_activations_that_are_computed_again_change_no_bit(world, finished, tmp_path, monkeypatch):
+    again, calls = torch.utils.checkpoint.checkpoint, []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *a, **k: calls.append(1) or again(*a, **k))
+    assert train.run(load(world, tmp_path, methods="alra", recompute=True)) == 0
+    assert len(calls) == 6 * 2 and final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 
 
 def test_each_of_nine_students_has_the_bits_of_its_solo_run(world, tmp_path):
@@ -394,11 +442,10 @@ def test_each_of_nine_students_has_the_bits_of_its_solo_run(world, tmp_path):
 def test_a_run_that_was_cut_and_resumed_has_the_bits_of_one_that_was_not(world, finished, tmp_path):
     assert train.run(load(world, tmp_path, max_steps=3)) == 0  # between two log lines
     assert train.run(load(world, tmp_path)) == 0
-    timed = ("tok_per_sec", "eta_sec")
     for method in ("pretrain", "vanilla_kd", "alra"):
         assert final_bits(tmp_path, method) == final_bits(finished, method)
         whole, cut = (
-            [{k: v for k, v in r.items() if k not in timed} for r in records(o, method)] for o in (finished, tmp_path)
+            [{k: v for k, v in r.items() if k not in TIMED} for r in records(o, method)] for o in (finished, tmp_path)
         )
         assert [r for r in cut if r["step"] > 4] == [r for r in whole if r["step"] > 4]
 
@@ -407,9 +454,43 @@ def test_checkpoints_are_kept_to_the_last_k_and_half_written_ones_are_passed_ove
     train.run(load(world, tmp_path, methods="alra", keep_checkpoints=1, max_steps=4))
     folder = tmp_path / "alra" / "checkpoints"
     assert [p.name for p in folder.iterdir()] == ["step_00000004"]
-    (folder / "step_00000005.tmp").mkdir()
+    for step in (5, 6):
+        (folder / f"step_{step:08d}.tmp").mkdir()
+        (folder / f"step_{step:08d}.tmp" / "left.json").touch()
     train.run(load(world, tmp_path, methods="alra", keep_checkpoints=1))
-    assert "step_00000006" in [p.name for p in folder.iterdir()]
+    assert {p.name for p in folder.iterdir()} == {"step_00000006", "step_00000005.tmp"}
+    files = {"model.safetensors", "optimizer.safetensors", "state.json"}
+    assert {p.name for p in (folder / "step_00000006").iterdir()} == files
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(world, tmp_path, monkeypatch):
+    flush, replace, done = checkpoint.flush, checkpoint.os.replace, []
+    monkeypatch.setattr(checkpoint, "flush", lambda path: done.append(path.name) or flush(path))
+    monkeypatch.setattr(checkpoint.os, "replace", lambda a, b: done.append(f"-> {b.name}") or replace(a, b))
+    student = train.make_student("alra", load(world, tmp_path).config, torch.device("cpu"))
+    checkpoint.save(tmp_path, student.model, student.optimizer, {"step": 3})
+    assert set(done[:3]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+    assert done[3:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]
+    checkpoint.save(tmp_path, student.model, student.optimizer, {"step": 3})  # there already: left alone
+    assert len(done) == 6
+
+
+def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, monkeypatch, capsys):
+    save, calls = checkpoint.save, []
+
+    def fail(folder, *args):
+        calls.append(folder.parent.name)
+        if len(calls) == 4:
+            raise CheckpointError("the disk is full")
+        save(folder, *args)
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+    keys = {"methods": "vanilla_kd,alra", "keep_checkpoints": 1}
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        train.run(load(world, tmp_path, **keys))
+    assert calls == ["vanilla_kd", "alra", "vanilla_kd", "alra"]
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert train.run(load(world, tmp_path, **keys)) == 0 and "going on from step 2 of 6" in capsys.readouterr().out
 
 
 def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
@@ -421,6 +502,14 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
         train.run(load(world, tmp_path, methods="alra"))
     (folder / "state.json").write_text(state)
     data = (folder / "optimizer.safetensors").read_bytes()
+    for name in ("model", "optimizer"):
+        file = folder / f"{name}.safetensors"
+        whole = file.read_bytes()
+        tensors = safetensors.torch.load(whole)
+        safetensors.torch.save_file({k: tensors[k] for k in list(tensors)[1:]}, file)
+        with pytest.raises(CheckpointError, match=r"step_00000002: its tensors are not this student's"):
+            train.run(load(world, tmp_path, methods="alra"))
+        file.write_bytes(whole)
     (folder / "optimizer.safetensors").write_bytes(data[:-100])
     with pytest.raises(CheckpointError, match=r"step_00000002: not a whole checkpoint"):
         train.run(load(world, tmp_path, methods="alra"))
@@ -595,6 +684,10 @@ def test_ctrl_c_in_an_update_saves_after_it_and_exits_0(world, finished, tmp_pat
     monkeypatch.setattr(train, "update", update)
     assert train.run(load(world, tmp_path)) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+    whole, cut = (
+        [{k: v for k, v in r.items() if k not in TIMED} for r in records(o, "alra")] for o in (finished, tmp_path)
+    )
+    assert cut == whole  # the line of step 4 is of two updates, one on each side of the cut
 
 
 def start(world: Path, out: Path, **changes) -> subprocess.Popen:
@@ -803,6 +896,14 @@ def test_a_broken_manifest_is_told_with_its_path(world, tmp_path, text, message)
         (tmp_path / "train.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
         with pytest.raises(RowsError, match=f"{key} is None"):
             open_rows(tmp_path, "train")
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(world, tmp_path):
+    init_student(dataclasses.replace(SHAPE, vocab_size=100)).save_pretrained(tmp_path / "small")
+    with pytest.raises(
+        ConfigError, match=rf"vocabulary of 100, but the tokenizer {re.escape(TOKENIZER)} has 4,096 tokens"
+    ):
+        train.run(load(world, tmp_path, student=tmp_path / "small", methods="pretrain", d_max="none", tokenizer=TOKENIZER))  # fmt: skip
 
 
 def test_no_compiler_is_told_before_anything_is_made(world, tmp_path):

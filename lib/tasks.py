@@ -108,7 +108,8 @@ STORYCLOZE = """\
 storycloze_2016: no copy here. Its authors give it out on request (cs.rochester.edu/nlp/rocstories); no hub carries it.
 Take "cloze_test_test__spring2016 - cloze_test_ALL_test.csv" (or .tsv; .jsonl, .parquet with lm-eval's fields), put it
 at DATA_DIR/storycloze_2016/test.csv or name it by --storycloze FILE. A CSV has commas and the columns InputSentence1 to 4,
-RandomFifthSentenceQuiz1 and 2 and AnswerRightEnding, as they were sent. Without it averages are over 8 of 9."""
+RandomFifthSentenceQuiz1 and 2 and AnswerRightEnding, as they were sent. That file has 1,871 items; the paper scored 1,000,
+and which of them is not known. Without it averages are over 8 of 9."""
 STORY_FILES = ("jsonl", "csv", "tsv", "parquet")
 
 

@@ -685,6 +685,19 @@ def test_bytes_of_real_tokens(name):
     assert ev.byte_lengths(tokenizer, 151_936)[ids].sum() == len(text.encode()) + added
 
 
+@needs_shared
+def test_the_readme_says_how_many_requests_are_cut():
+    """512 inputs and the last target; a token is a character or more, so that only long texts need to be counted."""
+    tokenizer, long = load_tokenizer(str(SHARED / "qwen1.5-1.8b")), {}
+    for split in ("train", "validation"):
+        lines = (SHARED / "eval" / "piqa" / f"{split}.jsonl").read_text().splitlines()
+        texts = [f"Question: {r['goal']}\nAnswer: {r[s]}" for r in map(json.loads, lines) for s in ("sol1", "sol2")]
+        texts = [text for text in texts if len(text) > 513]
+        long[split] = sum(len(ids) > 513 for ids in tokenizer(texts)["input_ids"])
+    assert long == {"train": 4, "validation": 0}
+    assert "cuts four requests of\nPIQA's training set" in (ROOT / "README.md").read_text()
+
+
 def test_paired_bootstrap():
     rng = np.random.default_rng(6)
     ones = np.full(97, 30.0)
@@ -1080,6 +1093,7 @@ def test_storycloze_is_left_out_with_a_word(finished, data, tmp_path, capsys):
     ev.run(argv)
     told = capsys.readouterr()
     assert "on request" in told.err and "Avg. (8 of 9)" in told.out
+    assert "1,871 items; the paper scored 1,000" in told.err
     with pytest.raises(tasks.EvalError, match="on request"):
         ev.run([*argv, "--tasks", "storycloze_2016"])
 

@@ -207,6 +207,25 @@ def test_the_committed_report_comes_out_of_the_committed_logs(tmp_path):
 # --- the path --------------------------------------------------------------------------------------------------
 
 
+def test_ctrl_c_ends_the_children_and_is_told_by_the_guard(tmp_path, monkeypatch):
+    """It goes up to where every script tells it, and leaves nobody at work."""
+    (tmp_path / "logs").mkdir()
+    children, popen = [], subprocess.Popen
+    monkeypatch.setattr(
+        replicate.subprocess, "Popen", lambda *a, **kw: children.append(popen(*a, **kw)) or children[-1]
+    )
+
+    def ctrl_c(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replicate.time, "sleep", ctrl_c)
+    job = replicate.Job("endless", ["-c", "import signal; signal.pause()"])
+    with (tmp_path / "lock").open("w") as lock, pytest.raises(KeyboardInterrupt):
+        replicate.work([job, job], tmp_path, 2, None, lock)
+    assert [child.returncode for child in children] == [-signal.SIGTERM] * 2
+    assert [line["rc"] for line in replicate.tables.read_lines(tmp_path / "runs.jsonl")] == [None, None]
+
+
 @pytest.mark.slow
 def test_a_killed_replication_goes_on_and_ends_in_a_report(tmp_path):
     (tmp_path / "text").mkdir()

@@ -27,7 +27,6 @@ import io
 import itertools
 import json
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -46,8 +45,12 @@ import configure
 import losses
 import prepare
 import train
+from lib.hf import load_tokenizer, tokenizer_hash
+from lib.parallel import device_name, pick_device
+from lib.runlog import mfu
+from lib.teacher import Teacher
 from losses import METHODS, fused_head_loss, method_loss
-from model import PRESETS, Qwen2Config, device_name, init_student, load_tokenizer, pick_device, tokenizer_hash
+from model import PRESETS, Qwen2Config, init_student
 
 # --- what one would write at first ---------------------------------------------------------------------------------
 
@@ -314,21 +317,18 @@ def our_step(methods: tuple[str, ...], args, x: Tensor, y: Tensor, device: torch
     """train.py's own update of fresh students on these rows -> a function that makes one, and MFU by tokens per second."""
     rows = len(x)
     cfg = configure.Config(methods=methods, student=args.student, batch_rows=rows, micro_batch=rows, seq_len=args.n, out_dir="out/bench", warmup_steps=0, compile=True, device=str(device))  # fmt: skip
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     env = train.Env(cfg)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)  # a run takes signals as a wish to end after its step; here they end the program
     students = [train.make_student(name, cfg, device) for name in methods]
     teacher = None
     if any(map(losses.needs_teacher, methods)):
-        teacher = train.Teacher(init_student(args.teacher, 1).to(device, env.dtype).requires_grad_(False), device)
+        teacher = Teacher(init_student(args.teacher, 1).to(device, env.dtype).requires_grad_(False), device)
 
     def case():
-        with env.autocast():
-            h_t = teacher.hidden(x) if teacher else None
+        h_t = teacher.hidden(x) if teacher else None
         train.update(students, teacher, itertools.repeat(train.Batch(x, y, y.numel(), h_t)), 0, cfg, env)
 
-    return case, lambda tok_per_sec: train.mfu(tok_per_sec, len(methods), teacher, cfg, env)
+    flops = train.run_flops_per_token(len(methods), teacher, cfg)
+    return case, lambda tok_per_sec: mfu(tok_per_sec * flops, env.device, env.world)
 
 
 def bench_steps(args, device: torch.device) -> list[dict]:
@@ -377,7 +377,7 @@ def bench_prepare(args, device: torch.device) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # fmt: skip
             prepare.prepare(dataclasses.replace(cfg, data_dir=folder))
 
-    once = {"model.load_tokenizer": tokenizer, "model.tokenizer_hash": tokenizer_hash(tokenizer), "prepare.token_table": prepare.token_table(tokenizer)}  # fmt: skip
+    once = {"lib.hf.load_tokenizer": tokenizer, "lib.hf.tokenizer_hash": tokenizer_hash(tokenizer), "prepare.token_table": prepare.token_table(tokenizer)}  # fmt: skip
 
     def loaded():
         with contextlib.ExitStack() as stack:
@@ -399,7 +399,7 @@ def bench_eval(args, device: torch.device) -> list[dict]:
     from lm_eval.models.huggingface import HFLM
 
     import eval as ours
-    import tasks
+    from lib import tasks
 
     if args.data_dir is None:
         say("  no --data_dir with the tasks' items: left out")

@@ -20,12 +20,12 @@ Dimension key: B batch, T time, N positions, R requests, V vocabulary, D width.
 
 import argparse
 import csv
+import dataclasses
 import hashlib
 import itertools
 import json
 import logging
 import os
-import re
 import sys
 import tempfile
 import time
@@ -35,29 +35,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from model import (
-    Qwen2,
-    device_name,
-    find_folder,
-    leading_bos,
-    load_tokenizer,
-    pick_device,
-    tokenizer_hash,
-    weights_hash,
-)
-from rows import PAD, open_rows
-from tables import TEACHER_KEYS, TableError, figures, read_json, row_text, stand_for, tabulate
-from tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, read_items, task_file
+from lib import figures, heldout, parallel
+from lib.checks import IGNORE
+from lib.files import write_whole
+from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
+from lib.parallel import device_name
+from lib.rows import PAD, open_rows
+from lib.tables import TableError, read_json, row_text, stand_for, tabulate
+from lib.tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, read_items, task_file
+from lib.tokens import token_bytes
+from model import Qwen2
 
+DEFAULTS = json.loads(json.dumps(dataclasses.asdict(configure.Config())))  # as they stand in a run.json
 N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
-BINS = 15  # of the calibration error
 
 
 # --- scoring requests ------------------------------------------------------------------------------------------
@@ -136,7 +132,7 @@ class Scorer(TemplateLM):
             if context and not bare:
                 raise EvalError(f"a context of whitespace alone, before {continuation!r}: nothing to condition on")
             pairs.append((bare, context[len(bare) :] + continuation))
-        ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm or rank() > 0)
+        ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm or parallel.rank() > 0)
         plain = self._encode((e for c, e in pairs if not c), special=False)
         prefix, encoded = [self.prefix_token_id], []
         for request, (context, end) in zip(requests, pairs, strict=True):
@@ -170,8 +166,8 @@ class Scorer(TemplateLM):
         targets = [np.array(tail) for _, _, tail in requests]
         scores = np.zeros(number)
         missed = np.zeros(number)  # continuation tokens that are not the greedy choice
-        batches = self._batches(trees)[rank() :: world()]
-        quiet = disable_tqdm or rank() > 0
+        batches = self._batches(trees)[parallel.rank() :: parallel.world()]
+        quiet = disable_tqdm or parallel.rank() > 0
         flop = sum(map(self._flop, batches))
         with progress(None, "scoring", flop, unit="FLOP", unit_scale=True, disable=quiet) as bar:
             for batch in batches:
@@ -283,20 +279,12 @@ def progress(*args, **kwargs) -> tqdm:
 # --- several processes -----------------------------------------------------------------------------------------
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def sum_over_processes(array: np.ndarray, device: torch.device) -> np.ndarray:
     """Each process fills its own part and leaves 0 elsewhere, so that the sum is exact."""
-    if world() == 1:
+    if parallel.world() == 1:
         return array
     total = torch.from_numpy(array).to(device)
-    dist.all_reduce(total)
+    parallel.sum_in_place([total])
     return total.cpu().numpy()
 
 
@@ -344,67 +332,42 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
 # --- figures over held-out rows --------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def over_rows(
-    students: list[Qwen2], teacher: Qwen2 | None, rows: np.ndarray, n_bytes: np.ndarray, batch_tokens: int
+    students: list[Qwen2],
+    teacher: Qwen2 | None,
+    rows: np.ndarray,
+    tokenizer: PreTrainedTokenizerFast,
+    batch_tokens: int,
 ) -> list[dict[str, np.ndarray]]:
-    """The summands of `tables.figures`, per student and row; the teacher runs once for all of them.
+    """The summands of `heldout.figures`, per student and row; each process scores its share of the batches.
 
-    rows [n, row_len] uint32, PAD at the tail; n_bytes [V] bytes of text that a token stands for. A BOS and an EOS are
-    targets like any other, but have no text: bits per byte leave them out.
+    rows [n, row_len] uint32, PAD at the tail. A BOS and an EOS are targets like any other, but have no text: bits per byte
+    leave them out.
     """
     device, n_vocab = students[0].head.device, len(students[0].head)
-    heads, head_t = [m.head.float() for m in students], teacher.head.float() if teacher else None
-    keys = ("n", "ce", "text_ce", "text_bytes") + TEACHER_KEYS * bool(teacher)
-    sums = [{k: torch.zeros(len(rows), dtype=torch.float64, device=device) for k in keys} for _ in students]
-    gaps = [torch.zeros(len(rows) * BINS, dtype=torch.float64, device=device) for _ in students]
-    n_bytes = torch.from_numpy(n_bytes).to(device)
-    per_batch, step = max(1, batch_tokens // rows.shape[1]), max(1, 2**24 // n_vocab)
-    starts = range(0, len(rows), per_batch)[rank() :: world()]
-    for lo in progress(starts, "held-out rows", unit="batch", disable=rank() > 0):
-        ids = torch.from_numpy(rows[lo : lo + per_batch].astype(np.int64)).to(device)
-        x, y = ids[:, :-1], ids[:, 1:]
-        keep = y != PAD
-        x, row, y = x.masked_fill(x == PAD, 0), lo + keep.nonzero()[:, 0], y[keep]
-        hidden = [m.hidden(x)[keep].float() for m in students]  # [N, D]
-        hidden_t = teacher.hidden(x)[keep].float() if teacher else None
-        for part in (slice(at, at + step) for at in range(0, len(y), step)):
-            r, label = row[part], y[part, None]
-            if teacher:
-                logp_t = (hidden_t[part] @ head_t.T).log_softmax(-1)  # [N, V]
-                p_t, top_t = logp_t.exp(), logp_t.topk(5).indices
-                ce_t, entropy = -logp_t.gather(-1, label)[:, 0], -(p_t * logp_t).sum(-1)
-            for h, head, into, gap in zip(hidden, heads, sums, gaps, strict=True):
-                logp = (h[part] @ head.T).log_softmax(-1)
-                ce, top = -logp.gather(-1, label)[:, 0], logp.topk(5)
-                if not ce.isfinite().all():
-                    raise EvalError("a held-out token's probability is not a number or 0; the weights have diverged")
-                of = (torch.ones_like(ce), ce, ce * (n_bytes[label[:, 0]] > 0), n_bytes[label[:, 0]])
-                if teacher:
-                    both = (top.indices[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5
-                    kl = (p_t * (logp_t - logp)).sum(-1)
-                    of += (kl, top.indices[:, 0] == top_t[:, 0], both, ce_t, entropy)
-                for key, value in zip(keys, of, strict=True):
-                    into[key].index_add_(0, r, value.double())
-                sure, right = top.values[:, 0].exp(), top.indices[:, 0] == label[:, 0]
-                gap.index_add_(0, r * BINS + (sure * BINS).ceil().long() - 1, (sure - right.float()).double())
-    for into, gap in zip(sums, gaps, strict=True):
-        into["gap"] = gap.view(-1, BINS)
-    return [{k: sum_over_processes(v.cpu().numpy(), device) for k, v in into.items()} for into in sums]
+    lengths = torch.zeros(n_vocab, dtype=torch.int64)  # bytes of text that each token stands for; 0 for padded rows
+    for i, piece in enumerate(token_bytes(tokenizer.backend_tokenizer)):
+        lengths[i] = len(piece)
+    per_batch = max(1, batch_tokens // rows.shape[1])
+    starts = range(0, len(rows), per_batch)[parallel.rank() :: parallel.world()]
 
+    def batches():
+        for first in progress(starts, "held-out rows", unit="batch", disable=parallel.rank() > 0):
+            ids = torch.from_numpy(rows[first : first + per_batch].astype(np.int64)).to(device)
+            yield (
+                first,
+                ids[:, :-1].masked_fill(ids[:, :-1] == PAD, 0),
+                ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORE),
+            )
 
-def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
-    """Bytes of text that each token stands for, [V]; 0 for special tokens and padded rows of the vocabulary."""
-    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"])
-    lengths = np.zeros(n_vocab, np.int64)
-    for token, i in tokenizer.get_vocab().items():
-        if '"ByteLevel"' in decoder:
-            lengths[i] = len(token)  # one character per byte
-        else:
-            lengths[i] = 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", token) else len(token.replace("▁", " ").encode())
-    for i, token in tokenizer.added_tokens_decoder.items():
-        lengths[i] = 0 if token.special else len(token.content.encode())
-    return lengths
+    models = [(m.hidden, m.head) for m in students]
+    every = heldout.row_sums(
+        models, (teacher.hidden, teacher.head) if teacher else None, batches(), len(rows), lengths.to(device)
+    )
+    found = [{key: sum_over_processes(value.cpu().numpy(), device) for key, value in of.items()} for of in every]
+    if not all(np.isfinite(of["ce"]).all() for of in found):
+        raise EvalError("a held-out token's probability is not a number or 0; the weights have diverged")
+    return found
 
 
 # --- one checkpoint --------------------------------------------------------------------------------------------
@@ -454,7 +417,7 @@ def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args
     return Checkpoint(name, folder, run, model, tokenizer, sha256)
 
 
-def of_the_runs(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
+def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
     """What a flag says, else what the runs' configs say, which must be one thing; None: nothing, or "none"."""
     values = [given] if given else list(dict.fromkeys(c.run["config"][key] for c in checkpoints if c.run))
     values = [v for v in values if v]
@@ -480,8 +443,8 @@ def score(args, device: torch.device) -> None:
     # what is wrong with the items shows before anything is computed
     items = read_items(names, args.split, args.data_dir, args.storycloze)
     checkpoints = [open_checkpoint(name, *at, args, device) for name, at in zip(paths, places, strict=True)]
-    rows_dir = of_the_runs("--rows", args.rows, "data_dir", checkpoints)
-    teacher = of_the_runs("--teacher", args.teacher, "teacher", checkpoints)
+    rows_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
+    teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:
         raise EvalError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
     rows, manifest = open_rows(rows_dir, "val") if rows_dir else (None, None)
@@ -494,7 +457,7 @@ def score(args, device: torch.device) -> None:
             )
         before = read_json(c.folder / f"eval_{args.split}.json")
         if before and before["weights_sha256"] == c.sha256:
-            nothing_lost(c, before, protocol, bool(items), rows, teacher)
+            refuse_loss(c, before, protocol, bool(items), rows, teacher)
         elif before and (args.out or c.run is None):  # a student's own folder follows its weights
             raise EvalError(
                 f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
@@ -502,8 +465,8 @@ def score(args, device: torch.device) -> None:
         c.folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before anything is computed
     intrinsic = [(None, None)] * len(checkpoints)
     if rows_dir:
-        fitting(rows_dir, rows, manifest, checkpoints)
-        intrinsic = over_val(checkpoints, rows, teacher, args)
+        check_rows_fit(rows_dir, rows, manifest, checkpoints)
+        intrinsic = held_out_figures(checkpoints, rows, teacher, args)
     texts, packages = [], ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
         begun = time.perf_counter()
@@ -515,9 +478,9 @@ def score(args, device: torch.device) -> None:
             "device": device_name(device),
             "wall_sec": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
-        if rank() == 0:
+        if parallel.rank() == 0:
             texts.append(write(c.folder, result, sums))
-    if rank() == 0:
+    if parallel.rank() == 0:
         print(together([c.folder for c in checkpoints], texts, args))
 
 
@@ -526,12 +489,12 @@ def together(folders: list[Path], texts: list[str], args) -> str:
     if len(folders) == 1:
         return texts[0]
     try:
-        return tabulate(list(map(str, folders)), args.reference, args.mixed, args.metric, [args.split])[0]
+        return tabulate(list(map(str, folders)), args.reference, args.mixed, args.metric, [args.split], DEFAULTS)[0]
     except TableError as error:
         return "\n".join([*texts, f"Each by itself: {error}"])
 
 
-def nothing_lost(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows, teacher: str | None) -> None:
+def refuse_loss(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows, teacher: str | None) -> None:
     """Refuse to write over results that this call would not make again; `before` is what the file holds."""
     found, there = before["intrinsic"], before["protocol"]
     changed = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
@@ -554,7 +517,7 @@ def rows_hash(rows: np.ndarray) -> str:
     return hashlib.sha256(rows.tobytes()).hexdigest()
 
 
-def fitting(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[Checkpoint]) -> None:
+def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[Checkpoint]) -> None:
     """Refuse rows of another tokenizer, or longer than a model's context."""
     n = rows.shape[1] - 1
     for c in checkpoints:
@@ -568,7 +531,7 @@ def fitting(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[C
             raise EvalError(f"{rows_dir}: rows of {n} inputs, {c.name} takes {most} at most; prepare shorter ones")
 
 
-def over_val(
+def held_out_figures(
     checkpoints: list[Checkpoint], rows: np.ndarray, teacher_name: str | None, args
 ) -> list[tuple[dict, dict]]:
     """Per checkpoint, the figures over the first rows of val.bin with what they are of, and their summands per row."""
@@ -581,9 +544,8 @@ def over_val(
     for name, m in [(c.name, c.model) for c in checkpoints] + [(teacher_name, teacher)] * bool(teacher):
         if len(m.head) != len(first):
             raise EvalError(f"{name}: vocabulary of {len(m.head):,}, {checkpoints[0].name} has {len(first):,}")
-    n_bytes = byte_lengths(checkpoints[0].tokenizer, len(first))
-    every = over_rows([c.model for c in checkpoints], teacher, rows, n_bytes, args.batch_tokens)
-    totals = [figures({key: value.sum(0) for key, value in sums.items()}) for sums in every]
+    every = over_rows([c.model for c in checkpoints], teacher, rows, checkpoints[0].tokenizer, args.batch_tokens)
+    totals = [figures.figures({key: value.sum(0) for key, value in sums.items()}) for sums in every]
     facts["n_targets"] = int(every[0]["n"].sum())
     return [({k: float(v) for k, v in t.items()} | facts, sums) for t, sums in zip(totals, every, strict=True)]
 
@@ -614,7 +576,7 @@ def write(folder: Path, result: dict, sums: dict | None) -> str:
         np.savez_compressed(stem.with_suffix(".npz"), **sums)
     elif not result["intrinsic"]:
         stem.with_suffix(".npz").unlink(missing_ok=True)
-    configure.write_whole(file, json.dumps(result, indent=1) + "\n")
+    write_whole(file, json.dumps(result, indent=1) + "\n")
     text = row_text(result)
     stem.with_suffix(".md").write_text(text)
     print(file, flush=True)
@@ -622,7 +584,7 @@ def write(folder: Path, result: dict, sums: dict | None) -> str:
 
 
 def say(text: str) -> None:
-    if rank() == 0:
+    if parallel.rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
@@ -666,7 +628,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> None:
     args = arguments(argv)
     if args.table:
-        text, records = tabulate(args.paths, args.reference, args.mixed, args.metric)
+        text, records = tabulate(args.paths, args.reference, args.mixed, args.metric, defaults=DEFAULTS)
         print(text)
         if args.csv:
             with open(args.csv, "w", newline="", encoding="utf-8") as file:
@@ -674,12 +636,10 @@ def run(argv: list[str]) -> None:
                 out.writeheader()
                 out.writerows(records)
         return
-    device = pick_device(args.device)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = parallel.pick_device(args.device)
+    parallel.start(device)
     score(args, device)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    parallel.stop()
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 from PIL import Image  # matplotlib brings it
 
 import configure
-from tables import read_lines
-from tasks import TASKS
+from lib.files import read_lines
+from lib.tasks import TASKS
 
 FIGURES = ("curves", "budget", "anchoring")  # those drawn from a run's logs
 LINES = ("-", "--", "-.", ":")

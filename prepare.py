@@ -67,8 +67,10 @@ import numpy as np
 import tokenizers
 from tqdm import tqdm
 
-from configure import Config, guard, load, write_whole
-from rows import BLOCK, PAD, quick_hash
+from configure import Config, guard, load
+from lib.files import write_whole
+from lib.rows import BLOCK, PAD, quick_hash
+from lib.tokens import token_bytes
 
 RULE_VERSION = 1
 PREFIX_ROWS = 67_200 * 16  # rows of the paper's 550M-token setting, which has a hash of its own
@@ -322,32 +324,6 @@ def token_table(tokenizer) -> Table:
     return Table(np.array(flags, np.uint8), pieces)
 
 
-def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every id, none for special tokens. Reads byte-level vocabularies, and those with U+2581 for a space."""
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
-    byte_level = "ByteLevel" in kinds
-    if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
-        raise PrepareError(f"tokenizer: decoder {sorted(kinds)}: expected a byte-level one, or one with byte fallback")
-    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
-    hidden = [b for b in range(256) if b not in shown]  # written as the characters from U+0100 on
-    latin = {
-        ord(c): chr(b) for c, b in [*((chr(b), b) for b in shown), *((chr(256 + i), b) for i, b in enumerate(hidden))]
-    }
-    vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
-    pieces = [b""] * (max(vocab.values()) + 1)
-    for token, i in vocab.items():
-        if i in added:
-            pieces[i] = b"" if added[i].special else token.encode()
-        elif byte_level:
-            pieces[i] = token.translate(latin).encode("latin-1")
-        elif byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
-            pieces[i] = bytes([int(byte[1], 16)])
-        else:
-            pieces[i] = token.replace("▁", " ").encode()
-    return pieces
-
-
 def cut(ids: np.ndarray, table: Table, row_len: int, last: bool) -> tuple[np.ndarray, str]:
     """Rows of a piece of the stream, by the boundary rule.
 
@@ -570,7 +546,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `PrepareError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
     """
-    from model import leading_bos, load_tokenizer, tokenizer_hash  # not above: workers need no torch
+    from lib.hf import leading_bos, load_tokenizer, tokenizer_hash  # not above: workers need no torch
 
     name = cfg.tokenizer or cfg.teacher
     if name is None:
@@ -771,7 +747,7 @@ def verify(folder: Path) -> None:
 
 def show(folder: Path, first: int, n_rows: int = 5) -> None:
     """Print rows as text, each with its length and what it ends at; `folder` may be one of its .bin files."""
-    from model import load_tokenizer
+    from lib.hf import load_tokenizer
 
     folder, name = (folder.parent, folder.stem) if folder.suffix == ".bin" else (folder, "train")
     manifest = _manifest(folder, name)

@@ -8,7 +8,7 @@
 First the learning rate of each of the nine methods: the lowest held-out CE of seed 0, over a ladder that is climbed until
 both neighbours of the best rate have been tried (variants take ALRA's). Then seeds 1, 2, ..: a seed is the student's
 initial weights and the order of rows, the same for all methods, so that comparisons are paired. Students with equal
-settings share a run and its teacher. Then `eval.py`, and all that counts goes into `replication/`.
+settings share a run and its teacher. Then `eval.py`, and all that counts goes into `results/replication/`.
 """
 
 import argparse
@@ -31,10 +31,23 @@ from scipy import stats
 from tqdm import tqdm
 
 import configure
-import tables
+from lib import tables
+from lib.figures import FIGURES
+from lib.files import append_line, read_lines, write_lines
 
 ROOT = Path(__file__).resolve().parent
-NAMES = ("main", "pair", "anchor", "budget", "detach", "group4", "group16", "long")  # config/mini_*.py
+STUDIES = {  # name -> what differs from config/mini.py
+    "main": (),
+    "pair": ("--methods=alra_u,alra_r",),
+    "anchor": ("--methods=alra_n,alra_ng,alra_g",),
+    "budget": ("--methods=fixed_3,fixed_7,fixed_9,fixed_15,fixed_19,fixed_25",),
+    "detach": ("--methods=alra", "--alra.detach_weights=False"),  # a gradient through the SWPRA weights
+    "group4": ("--methods=vanilla_kd,atkd,tad,alra", "--group=4"),  # forward batches of 4 rows
+    "group16": ("--methods=vanilla_kd,atkd,tad,alra", "--group=16"),
+    "long": ("--methods=pretrain,vanilla_kd,tad,alra,fixed_9,alra_n", "--max_steps=600", "--schedule_steps=600",
+             "--warmup_steps=60", "--val_every_steps=600"),  # do the differences last?
+}  # fmt: skip
+NAMES = tuple(STUDIES)
 LADDER = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # learning rates, the middle ones first
 FIGURE_SEED = 1  # whose logs the figures are drawn from; only its runs count d_u and the teacher's probabilities
 QUICK = ("--max_steps=200", "--schedule_steps=200", "--warmup_steps=20", "--val_max_rows=32",
@@ -70,12 +83,12 @@ class Run:
     def done(self) -> int:
         """Updates of students that are behind it; those of one run go in step."""
         left = [m for m in self.methods if not self.ended(m)]
-        log = tables.read_lines(self.folder / left[0] / "log.jsonl") if left else []
+        log = read_lines(self.folder / left[0] / "log.jsonl") if left else []
         return self.steps * (len(self.methods) - len(left)) + len(left) * (log[-1]["step"] if log else 0)
 
 
 def files_of(name: str, flags: list[str]) -> tuple[str, ...]:
-    return (*dict.fromkeys(("config/mini_main.py", f"config/mini_{name}.py")), *flags)
+    return ("config/mini.py", *STUDIES[name], *flags)
 
 
 def plan(out: Path, flags: list[str], rates: dict[str, float], seeds: range, only: tuple[str, ...]) -> list[Run]:
@@ -117,7 +130,7 @@ def held_out_ce(run: Run, method: str) -> float:
     """What train.py's last validation said; infinite where the student had to stop."""
     if (run.folder / method / "stopped.json").is_file():
         return math.inf
-    return tables.read_lines(run.folder / method / "log.jsonl")[-1]["val_ce"]
+    return read_lines(run.folder / method / "log.jsonl")[-1]["val_ce"]
 
 
 # --- running it ------------------------------------------------------------------------------------------------
@@ -153,7 +166,7 @@ def work(jobs: list[Job], out: Path, at_a_time: int, bar: tqdm, lock) -> None:
                     continue
                 del busy[process]
                 line = {"run": job.name, "rc": rc, "wall_sec": round(time.perf_counter() - begun, 1), "ended": time.strftime("%F %T")}  # fmt: skip
-                append(out / "runs.jsonl", line)
+                append_line(out / "runs.jsonl", line)
                 bar.write(f"{line['ended']}  {job.name}: {line['wall_sec']:.0f} s, exit code {rc}; {bar.n / bar.total:.0%} of all, {to_go(bar)} to go")  # fmt: skip
                 if not all(job.run.ended(m) for m in job.run.methods) if job.run else rc:
                     said = (out / "logs" / f"{job.name}.txt").read_text().splitlines()[-1:]
@@ -163,7 +176,9 @@ def work(jobs: list[Job], out: Path, at_a_time: int, bar: tqdm, lock) -> None:
             process.terminate()
         for process, (job, begun) in busy.items():
             process.wait()
-            append(out / "runs.jsonl", {"run": job.name, "rc": None, "wall_sec": round(time.perf_counter() - begun, 1)})
+            append_line(
+                out / "runs.jsonl", {"run": job.name, "rc": None, "wall_sec": round(time.perf_counter() - begun, 1)}
+            )
 
 
 def to_go(bar: tqdm) -> str:
@@ -203,7 +218,7 @@ def replicate(args, flags: list[str]) -> None:
         every = [m for name in NAMES for m in configure.load(files_of(name, flags)).config.methods]
         unknown = [m for m in args.methods if m not in every]
         if unknown:
-            raise ReplicateError(f"--methods: {unknown[0]} is in none of config/mini_*.py")
+            raise ReplicateError(f"--methods: {unknown[0]} is in none of its studies")
         variants = [m for m in args.methods if m not in cfg.methods]  # they take ALRA's rate
         nine = [m for m in cfg.methods if not args.methods or m in args.methods or (m == "alra" and variants)]
         found, seeds = {m: {} for m in nine}, range(1, args.seeds + 1)
@@ -256,7 +271,7 @@ def same_settings(out: Path, flags: list[str], rows: int) -> None:
 def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
     """All that the report needs, from the runs' folders into `results`: one line per student, and the logs of one seed."""
     walls: dict = {}
-    for line in tables.read_lines(out / "runs.jsonl"):
+    for line in read_lines(out / "runs.jsonl"):
         walls[line["run"]] = round(walls.get(line["run"], 0.0) + line["wall_sec"], 1)
     lines, shown = [], []
     for run, m in ((r, m) for r in runs for m in r.methods):
@@ -279,7 +294,7 @@ def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
     write_lines(results / "results.jsonl", sorted(lines, key=lambda x: (NAMES.index(x["settings"]), x["seed"])))
     write_lines(results / "rates.jsonl", [{"method": m, "lr": lr, "val_ce": ce if ce < math.inf else None}
                                           for m, by_rate in found.items() for lr, ce in sorted(by_rate.items())])  # fmt: skip
-    write_lines(results / "runs.jsonl", tables.read_lines(out / "runs.jsonl"))
+    write_lines(results / "runs.jsonl", read_lines(out / "runs.jsonl"))
     shutil.copy(out / "settings.json", results)
 
 
@@ -293,20 +308,11 @@ def copy_logs(run: Run, method: str, to: Path) -> None:
             shutil.copy(run.folder / name, to / name)
 
 
-def write_lines(file: Path, lines: list[dict]) -> None:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def append(file: Path, line: dict) -> None:
-    with file.open("a") as f:
-        f.write(json.dumps(line) + "\n")
-
-
 # --- the report ------------------------------------------------------------------------------------------------
 
 ALRA, KD = ("main", "alra"), ("main", "vanilla_kd")
 PAPERS = ("main", "pair", "budget", "anchor")  # short names of tables.LAYOUT
-STUDIES = (
+COMPARISONS = (
     ("detach", "Gradient through the SWPRA weights", [("alra (through weights)", ("detach", "alra"), ALRA)]),
     ("group", "Forward batches of 4 and 16 sequences, each method against itself at one",
      [(f"{m} ({n})", (f"group{n}", m), ("main", m)) for m in ("vanilla_kd", "atkd", "tad", "alra") for n in (4, 16)]),
@@ -314,7 +320,7 @@ STUDIES = (
      [(m, ("long", m), ("long", ref)) for ref, methods in (("vanilla_kd", ("pretrain", "vanilla_kd", "tad", "alra")), ("alra", ("fixed_9", "alra_n")))
       for m in methods]),
 )  # fmt: skip
-COMPARED = ("ce", "kl", "top1")  # of tables.FIGURES: these differences are tested
+COMPARED = ("ce", "kl", "top1")  # of FIGURES: these differences are tested
 
 
 def layout() -> list[tuple[str, str, list[tuple[str, tuple, tuple]]]]:
@@ -323,7 +329,7 @@ def layout() -> list[tuple[str, str, list[tuple[str, tuple, tuple]]]]:
         (name, title, [(m, ("main", m), KD if name == "main" else ALRA) for m in methods])
         for name, (title, _, methods) in zip(PAPERS, tables.LAYOUT, strict=True)
     ]
-    return [*paper, *STUDIES]
+    return [*paper, *COMPARISONS]
 
 
 def p_value(diffs: list[float]) -> float | None:
@@ -347,7 +353,7 @@ def holm(ps: list[float | None]) -> list[float | None]:
 
 def paired(mine: dict, first: dict, key: str) -> dict[int, float]:
     """A figure's difference by seed, in the unit of print."""
-    return {s: tables.FIGURES[key].factor * (mine[s][key] - first[s][key]) for s in mine if s in first}
+    return {s: FIGURES[key].factor * (mine[s][key] - first[s][key]) for s in mine if s in first}
 
 
 def one_section(name: str, title: str, rows: list, students: dict, records: list) -> list[str]:
@@ -365,10 +371,8 @@ def one_section(name: str, title: str, rows: list, students: dict, records: list
 
 def means(name: str, labels: dict, students: dict, records: list) -> list[str]:
     """Mean and interval over seeds of every figure, a line per student, with its rate, seeds and time."""
-    every = tables.FIGURES.values()
-    cells = [
-        [{s: x[k] * f.factor for s, x in students[me].items()} for k, f in tables.FIGURES.items()] for me in labels
-    ]
+    every = FIGURES.values()
+    cells = [[{s: x[k] * f.factor for s, x in students[me].items()} for k, f in FIGURES.items()] for me in labels]
     marked = tables.mark(cells, [f.sense for f in every], [f.digits for f in every])
     body = []
     for (me, label), line, texts in zip(labels.items(), cells, marked, strict=True):
@@ -377,7 +381,7 @@ def means(name: str, labels: dict, students: dict, records: list) -> list[str]:
         shares = [x["wall_sec"] / x["students_in_run"] for x in runs if x["wall_sec"]]
         seconds = f"{sum(shares) / len(shares):.0f}" if shares else "–"
         body.append([label, rates, str(len(runs)), *texts, seconds])
-        for k, cell in zip(tables.FIGURES, line, strict=True):
+        for k, cell in zip(FIGURES, line, strict=True):
             records.append({"table": name, "method": label, "figure": k, "n_seeds": len(cell),
                             "mean": tables.mean(cell), "half": tables.half(cell)})  # fmt: skip
     return tables.grid(["", "lr", "n", *(f.heading for f in every), "s"], body)
@@ -387,7 +391,7 @@ def differences(name: str, against: list, students: dict, records: list) -> list
     """Mean, interval and p of each student less its reference, paired by seed; a figure's p are one family."""
     body = [[label, ref[1]] for label, _, ref in against]
     for k in COMPARED:
-        digits, gaps = tables.FIGURES[k].digits, [paired(students[me], students[ref], k) for _, me, ref in against]
+        digits, gaps = FIGURES[k].digits, [paired(students[me], students[ref], k) for _, me, ref in against]
         plain = [p_value(list(gap.values())) for gap in gaps]
         for line, gap, p, p_holm in zip(body, gaps, plain, holm(plain), strict=True):
             mid, half = tables.mean(gap), tables.half(gap)
@@ -395,7 +399,7 @@ def differences(name: str, against: list, students: dict, records: list) -> list
             line += [f"{mid:+.{digits}f}" + (f" ± {half:.{digits}f}" if half is not None else ""), p_text(p_holm)]
             records.append({"table": name, "method": line[0], "reference": line[1], "figure": k, "n_seeds": len(gap),
                             "difference": mid, "low": low, "high": high, "p": p, "p_holm": p_holm})  # fmt: skip
-    return tables.grid(["", "less", *(h for k in COMPARED for h in (f"Δ {tables.FIGURES[k].heading}", "p"))], body)
+    return tables.grid(["", "less", *(h for k in COMPARED for h in (f"Δ {FIGURES[k].heading}", "p"))], body)
 
 
 def p_text(p: float | None) -> str:
@@ -411,18 +415,18 @@ def ordering(students: dict) -> list[str]:
             continue
         # less is better in all of these
         paper = {size: [-tables.PAPER[size, split, m]["avg"] for m in seeds] for size in ("200m", "500m")}
-        ours = {k: [-tables.FIGURES[k].sense * tables.mean({s: x[k] for s, x in runs.items()}) for runs in seeds.values()]
+        ours = {k: [-FIGURES[k].sense * tables.mean({s: x[k] for s, x in runs.items()}) for runs in seeds.values()]
                 for k in COMPARED}  # fmt: skip
         columns = [*paper.values(), *ours.values()]
         for i, m in enumerate(seeds):
             ranks.append([title if not i else "", m, *(str(1 + sum(v < c[i] for v in c)) for c in columns)])
         for (size, theirs), (k, mine) in itertools.product(paper.items(), ours.items()):
             tau = stats.kendalltau(theirs, mine)
-            body.append([title, size, tables.FIGURES[k].heading, f"{tau.statistic:+.2f}", p_text(tau.pvalue),
+            body.append([title, size, FIGURES[k].heading, f"{tau.statistic:+.2f}", p_text(tau.pvalue),
                          *pairs(theirs, mine, list(seeds.values()), k)])  # fmt: skip
     if not body:
         return []
-    figures = [f"our {tables.FIGURES[k].heading.split(',')[0]}" for k in COMPARED]
+    figures = [f"our {FIGURES[k].heading.split(',')[0]}" for k in COMPARED]
     return ["## The paper's ordering and ours", "",
             "Kendall's tau-b between the paper's averages over tasks (more is better) and our figure. Pairs of methods in the same and",
             "in the opposite order; in brackets, those whose paired 95 % interval over our seeds (not corrected) leaves out 0.", "",
@@ -490,7 +494,7 @@ def pictures(folder: Path) -> list[str]:
 
 def report(results: Path, out: Path, draw: bool = True) -> None:
     """The committed logs in `results` -> README.md, tables.csv and the figures in `out`; it links those that `results` has."""
-    lines = tables.read_lines(results / "results.jsonl")
+    lines = read_lines(results / "results.jsonl")
     if not lines:
         raise ReplicateError(f"{results}: no results.jsonl there; first: python replicate.py")
     comparable(lines)
@@ -505,9 +509,9 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
     cfg = json.loads((results / "settings.json").read_text())["main"]
     some, records = next(iter(next(iter(students.values())).values())), []
     seeds = sorted({x["seed"] for x in lines})
-    rates, seen = tables.read_lines(results / "rates.jsonl"), tables.read_lines(results / "logs" / "teacher.jsonl")
+    rates, seen = read_lines(results / "rates.jsonl"), read_lines(results / "logs" / "teacher.jsonl")
     taught = sum(x["ce"] * x["n"] for x in seen) / sum(x["n"] for x in seen) if seen else None  # on rows of training
-    hours = sum(x["wall_sec"] for x in tables.read_lines(results / "runs.jsonl")) / 3600
+    hours = sum(x["wall_sec"] for x in read_lines(results / "runs.jsonl")) / 3600
 
     def every(key):
         return ", ".join(sorted({str(x[key]) for x in lines}))
@@ -526,7 +530,7 @@ def report(results: Path, out: Path, draw: bool = True) -> None:
         "p: paired t test, Holm-corrected over a table's rows, figure by figure. **Best**, *second* of a column. lr: learning rate. "
         "s: wall time of the run over the students in it, which shared one pass of the teacher and the cores with other runs: no measure of a "
         "method. Less: what a difference is taken from.", "",
-        "How far this is from the paper, beside the sizes (`config/mini_main.py` has the rest):", "",
+        "How far this is from the paper, beside the sizes (`config/mini.py` has the rest):", "",
         "- The paper scores benchmarks; these students are at chance there, so text and teacher are what they are scored on.",
         *([f"- On the rows of training the teacher's CE is {taught:.2f}, on the held-out ones {some['teacher_ce']:.2f}"
             f"{': it teaches on text that it knows better' if taught < some['teacher_ce'] - 0.05 else ''}."] if taught else []),
@@ -575,7 +579,7 @@ def figures(results: Path, out: Path, records: list[dict]) -> None:
                 for r in records if r["table"] == name and r["figure"] == k and "difference" in r]  # fmt: skip
         if rows:
             less = {"main": "vanilla_kd", "group": "the same at one sequence", "long": "vanilla_kd, of ALRA for its variants"}.get(name, "alra")  # fmt: skip
-            plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{tables.FIGURES[k].heading}, less that of {less}; mean and 95 % interval, not corrected")  # fmt: skip
+            plot.forest(rows, out / f"forest_{name}_{k}.png", titles[name], f"{FIGURES[k].heading}, less that of {less}; mean and 95 % interval, not corrected")  # fmt: skip
     if (results / "logs" / "run.json").is_file():
         plot.run([str(results / "logs"), f"--out={out}"])
         points = plot.read_curves(plot.find_logs([results / "logs"]))
@@ -606,7 +610,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, rest = parser.parse_known_args(argv)
     args.out = args.out or Path("out/replicate_quick" if args.quick else "out/replicate")
     part = args.quick or args.methods or args.seeds or args.rows  # never over the whole
-    args.results = args.results or (args.out / "replication" if part else Path("replication"))
+    args.results = args.results or (args.out / "replication" if part else Path("results/replication"))
     args.seeds, args.rows = args.seeds or (2 if args.quick else 5), args.rows or (64 if args.quick else 512)
     if args.report and rest:
         raise ReplicateError(

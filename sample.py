@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 import configure
-from model import Qwen2, leading_bos, load_tokenizer
+from lib.hf import leading_bos, load_tokenizer
+from model import Qwen2
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ import configure
 from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel
 from lib.batches import Rows
+from lib.figures import figures
 from lib.files import append_line, read_json, write_json
 from lib.fused import head_losses
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
@@ -290,7 +291,7 @@ def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Conf
     batches = ((int(i[0]), *rows.batch(i, env.device)[:2]) for i in index)
     students = [(functools.partial(s.model.hidden, dtype=env.dtype), s.model.head) for s in live]
     sums = heldout.row_sums(students, (teacher.hidden, teacher.head) if teacher else None, batches, n_rows)
-    found = [heldout.figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
+    found = [figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
     return {
         s.name: {key: float(of[figure]) for key, figure in VALIDATED.items() if figure in of}
         for s, of in zip(live, found, strict=True)
@@ -451,9 +452,9 @@ def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -
     return flops + (flops_per_token(teacher.model.config, cfg.seq_len, trained=False) if teacher else 0.0)
 
 
-def log_validation(live: list[Student], figures: dict[str, dict], step: int, env: Env) -> None:
+def log_validation(live: list[Student], found: dict[str, dict], step: int, env: Env) -> None:
     for s in live:
-        record = {f"val_{name}": value for name, value in figures[s.name].items()}
+        record = {f"val_{name}": value for name, value in found[s.name].items()}
         if env.first:
             s.record({"step": step, **record})
         env.say(f"{s.name:<10} step {step}  " + "  ".join(f"{key} {value:.4f}" for key, value in record.items()))

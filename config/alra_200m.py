@@ -4,6 +4,7 @@
 #   python prepare.py config/alra_200m.py     about 1.0B tokens of Pile-Uncopyrighted, once for every run
 #   python train.py config/alra_200m.py
 #   python eval.py out/alra_200m/alra
+#   python train.py config/alra_200m.py --methods=tad --out_dir=out/tad_200m     any other method of losses.METHODS
 #
 # The paper's average over nine tasks is 36.62; not yet run here.
 # Cost, computed and not measured: 4.5e18 FLOP, 9 GiB at micro_batch=1. At 40 % of the card's peak that is

@@ -5,18 +5,15 @@ train.py reports some of these figures during a run, eval.py all of them, row by
 Dimension key: B rows of a batch, T time, N positions, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lib import vocab
 from lib.checks import IGNORE
+from lib.figures import BINS, TEACHER_KEYS
 
-BINS = 15  # of the calibration error
-TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
 N_LOGITS = 2**24  # logits of one model that exist at a time
 
 Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]
@@ -30,13 +27,12 @@ def row_sums(
     n_rows: int,
     n_bytes: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Per student the summands of `figures`, for each row: [n_rows] fp64, `gap` [n_rows, BINS].
+    """Per student the summands of `figures.figures`, for each row: [n_rows] fp64, `gap` [n_rows, BINS].
 
     students, teacher  (hidden, head) each; the teacher runs once for all students
     batches            (number of the first row, inputs x [B, T], labels y [B, T] with IGNORE where there is none)
     n_bytes            [V] bytes of text that each token stands for; None: no sums over text
-
-    Raises ValueError where a probability is not a number or 0.
+    A probability that is not a number makes the figures of its row NaN.
     """
     device, n_vocab = students[0][1].device, len(students[0][1])
     heads = [head.float() for _, head in students]
@@ -56,8 +52,8 @@ def row_sums(
                 found, sure, right = _of_student(h[part] @ head.T, label[part], of_teacher, n_bytes)
                 for key in keys:
                     into[key].index_add_(0, row[part], found[key].double())
-                bins = row[part] * BINS + (sure * BINS).ceil().long() - 1
-                gap.index_add_(0, bins, (sure - right.float()).double())
+                bin_of = torch.where(sure.isfinite(), (sure * BINS).ceil() - 1, 0.0).long()
+                gap.index_add_(0, row[part] * BINS + bin_of, (sure - right.float()).double())
     for into, gap in zip(sums, gaps, strict=True):
         into["gap"] = gap.view(-1, BINS)
     return sums
@@ -77,8 +73,6 @@ def _of_student(
     """-> figures [N] by name; the probability of the most likely token [N]; whether that is the label [N]"""
     logp, top = z.log_softmax(-1), vocab.top(z, 5)
     ce = -logp.gather(1, label)[:, 0]
-    if not ce.isfinite().all():
-        raise ValueError("a held-out token's probability is not a number or 0; the weights have diverged")
     found = {"n": torch.ones_like(ce), "ce": ce}
     if n_bytes is not None:
         length = n_bytes[label[:, 0]]
@@ -89,21 +83,3 @@ def _of_student(
         both = (top[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5
         found |= {"kl": kl, "top1": (top[:, 0] == top_t[:, 0]), "top5": both, **own}
     return found, logp.gather(1, top[:, :1])[:, 0].exp(), top[:, 0] == label[:, 0]
-
-
-def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Sums over rows -> the figures: [..] each; `gap` is [.., BINS].
-
-    ce             cross-entropy, nats per target; every target but padding counts
-    bits_per_byte  the same over the targets that stand for text, by their bytes: comparable across tokenizers
-    kl             KL(teacher || student), nats per target
-    top1, top5     share of the student's k most likely tokens that are among the teacher's k
-    ece            expected calibration error of the student's most likely token, 15 bins of equal width (Guo et al. 2017)
-    """
-    n = sums["n"]
-    out = {"ce": sums["ce"] / n}
-    if "text_ce" in sums:
-        out["bits_per_byte"] = sums["text_ce"] / sums["text_bytes"] / math.log(2)
-    if "kl" in sums:
-        out |= {key: sums[key] / n for key in TEACHER_KEYS}
-    return out | {"ece": np.abs(sums["gap"]).sum(-1) / n}

@@ -5,128 +5,17 @@ Rows stand in one table only where they can be compared: same initial weights pe
 protocol of scoring.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
 
-import configure
-from tasks import COLUMNS, SUITES, EvalError
-
-DRAWS = 2_000  # of the paired bootstrap
-
-# --- the paper's numbers ---------------------------------------------------------------------------------------
-
-# The paper's main table: student -> method -> accuracy by column (in the order of TASKS), average, gain over pretrain.
-_MAIN = {
-    "200m": {
-        "pretrain": (21.84, 32.45, 26.46, 12.92, 23.80, 55.28, 34.03, 51.50, 50.51, 34.31, None),
-        "vanilla_kd": (21.50, 32.91, 27.25, 16.69, 24.40, 56.37, 35.21, 52.50, 49.33, 35.13, 0.82),
-        "pd": (19.88, 33.80, 26.09, 21.06, 26.00, 56.64, 34.85, 52.10, 49.96, 35.60, 1.29),
-        "atkd": (23.46, 34.81, 27.36, 15.97, 24.20, 58.11, 34.85, 52.00, 48.78, 35.50, 1.19),
-        "rld": (22.10, 35.06, 27.73, 12.75, 26.00, 57.34, 34.19, 52.30, 51.78, 35.47, 1.16),
-        "ldrld": (20.65, 34.30, 27.24, 14.30, 26.80, 57.24, 34.95, 53.10, 49.17, 35.31, 0.99),
-        "tad": (21.67, 36.45, 27.37, 13.00, 23.20, 58.76, 35.41, 53.60, 51.62, 35.68, 1.36),
-        "bild": (25.60, 26.60, 27.43, 13.02, 29.40, 53.05, 33.11, 45.20, 49.80, 33.69, -0.62),
-        "alra": (21.33, 37.71, 28.09, 19.91, 24.20, 58.65, 35.41, 52.40, 51.85, 36.62, 2.31),
-    },
-    "500m": {
-        "pretrain": (21.16, 32.53, 26.74, 10.85, 25.20, 55.50, 34.60, 51.60, 52.17, 34.48, None),
-        "vanilla_kd": (20.90, 35.23, 27.26, 15.78, 23.40, 57.34, 35.16, 52.00, 49.01, 35.12, 0.64),
-        "pd": (21.84, 34.30, 26.46, 19.10, 26.00, 58.27, 35.01, 51.60, 50.59, 35.91, 1.42),
-        "atkd": (22.10, 37.79, 27.93, 17.99, 24.60, 58.65, 35.88, 53.40, 50.83, 36.57, 2.09),
-        "rld": (21.50, 35.31, 27.65, 13.24, 26.20, 58.49, 34.75, 52.90, 53.35, 35.93, 1.45),
-        "ldrld": (21.33, 35.65, 28.16, 18.59, 25.80, 59.41, 35.93, 52.80, 51.14, 36.54, 2.05),
-        "tad": (22.35, 37.96, 27.65, 13.60, 24.60, 57.83, 35.41, 53.40, 51.30, 36.01, 1.53),
-        "bild": (25.85, 26.77, 27.67, 13.89, 29.20, 54.08, 33.27, 45.10, 49.96, 33.98, -0.51),
-        "alra": (22.61, 38.26, 28.34, 20.59, 26.40, 58.60, 35.41, 53.80, 52.57, 37.40, 2.91),
-    },
-}  # fmt: skip
-# The other tables give averages alone: (title, split, (method, 200m, 500m) ..); gains are over the first row.
-_AVERAGES = (
-    ("Pairwise weighting", "heldout", (("alra_r", 34.91, 35.77), ("alra_u", 36.56, 37.09), ("alra", 36.62, 37.40))),
-    ("Local budget", "validation", (("fixed_3", 37.91, 39.27), ("fixed_7", 38.54, 39.43), ("fixed_9", 38.99, 40.67),
-     ("fixed_15", 39.39, 40.67), ("fixed_19", 39.07, 40.73), ("fixed_25", 39.20, 40.69), ("alra", 39.89, 41.09))),
-    ("Anchoring", "validation",
-     (("alra_n", 38.86, 40.07), ("alra_ng", 38.87, 40.74), ("alra", 39.89, 41.09), ("alra_g", 39.21, 40.52))),
-)  # fmt: skip
-# (student, split, method) -> {task or "avg": %}
-PAPER = {
-    **{
-        (size, split, method): {"avg": avg[i]}
-        for _, split, rows in _AVERAGES
-        for method, *avg in rows
-        for i, size in enumerate(_MAIN)
-    },
-    **{
-        (size, "heldout", method): dict(zip([*COLUMNS, "avg", "gain"], row, strict=True))
-        for size, rows in _MAIN.items()
-        for method, row in rows.items()
-    },
-}
-# Tables in the order of the paper: title, set, methods; the first one is what gains are measured from.
-LAYOUT = (
-    ("Main results", "heldout", tuple(_MAIN["200m"])),
-    *((t, split, tuple(r[0] for r in rows)) for t, split, rows in _AVERAGES),
-)
-UPDATES = {"heldout": 126_400, "validation": 67_200}  # behind the paper's numbers
-NAMES = {
-    "pretrain": "Pre-Train w/o KD", "vanilla_kd": "Vanilla KD", "pd": "PD", "atkd": "ATKD", "rld": "RLD", "ldrld": "LDRLD",
-    "tad": "TAD", "bild": "BiLD", "alra": "ALRA", "alra_r": "ALRA-R", "alra_u": "ALRA-U", "alra_n": "ALRA-N",
-    "alra_ng": "ALRA-NG", "alra_g": "ALRA-G", **{f"fixed_{d}": f"Fixed-Budget d={d}" for d in (3, 7, 9, 15, 19, 25)},
-}  # fmt: skip
-
-# --- figures over held-out rows --------------------------------------------------------------------------------
-
-
-class Figure(NamedTuple):
-    heading: str
-    sense: int  # +1 where more is better, -1 where less is
-    factor: int  # to the unit of print
-    digits: int  # in print
-
-
-FIGURES = {
-    "ce": Figure("CE, nats/token", -1, 1, 4),
-    "bits_per_byte": Figure("bits/byte", -1, 1, 4),
-    "kl": Figure("KL to teacher, nats", -1, 1, 4),
-    "top1": Figure("top-1 agreement, %", +1, 100, 2),
-    "top5": Figure("top-5 agreement, %", +1, 100, 2),
-    "ece": Figure("ECE, %", -1, 100, 2),
-}
-
-TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
-
-
-def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Sums over rows -> the figures: [..] each, [.., BINS] for `gap`.
-
-    ce             cross-entropy, nats per target; every target but padding counts
-    bits_per_byte  the same over the targets that stand for text, by their bytes: comparable across tokenizers
-    kl             KL(teacher || student) at temperature 1, nats per target
-    top1, top5     share of the k likeliest tokens of the student that are among the teacher's k
-    ece            expected calibration error of the student's likeliest token, 15 bins of equal width (Guo et al. 2017)
-    """
-    n = sums["n"]
-    out = {"ce": sums["ce"] / n, "bits_per_byte": sums["text_ce"] / sums["text_bytes"] / math.log(2)}
-    if "kl" in sums:
-        out |= {key: sums[key] / n for key in TEACHER_KEYS}
-    return out | {"ece": np.abs(sums["gap"]).sum(-1) / n}
-
-
-def bootstrap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """95 % interval of each figure's difference a - b: both over the same rows, drawn anew `DRAWS` times."""
-    n = len(a["n"])
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=DRAWS)  # [DRAWS, rows]
-    drawn = [figures({key: counts @ per_row for key, per_row in sums.items()}) for sums in (a, b)]
-    shared = [key for key in FIGURES if key in drawn[0] and key in drawn[1]]
-    return {key: tuple(np.quantile(drawn[0][key] - drawn[1][key], (0.025, 0.975)).tolist()) for key in shared}
-
+from lib.figures import FIGURES, bootstrap
+from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
+from lib.tasks import COLUMNS, SUITES, EvalError
 
 # --- one checkpoint --------------------------------------------------------------------------------------------
 
@@ -194,15 +83,14 @@ RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nomin
 # Config keys that two such students need not share. A key that stands in neither list nor Config must be equal too, so
 # that a key of tomorrow is compared from its first day on. A result without some key counts as made at its default.
 MAY_DIFFER = {
-    "methods", "student", "seed", *configure.OVERRIDES,  # rows and tables of their own; initial weights compared by seed
+    "methods", "student", "seed", "hyper",  # rows and tables of their own; initial weights compared by seed
     "teacher", "tokenizer",  # places: the hashes are compared
     "data_dir", "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
-    "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
+    "bos", "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
     "micro_batch", "device", "teacher_device", "recompute", "compile",  # speed and memory
     "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
     "val_every_steps", "val_max_rows", "checkpoint_every_steps", "keep_checkpoints",
 }  # fmt: skip
-DEFAULTS = json.loads(json.dumps(dataclasses.asdict(configure.Config())))
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 
@@ -216,6 +104,7 @@ def tabulate(
     mixed: bool = False,
     metric: str = "acc",
     splits: Iterable[str] = tuple(SUITES),
+    defaults: dict | None = None,
 ) -> tuple[str, list[dict]]:
     """Folders with results -> Markdown, and one record per cell for a CSV file.
 
@@ -223,6 +112,7 @@ def tabulate(
     mixed      tabulate what cannot be compared too, and say so
     metric     "acc", or "acc_norm" for the tasks that have it
     splits     whose results to read
+    defaults   config keys with their defaults, for results that lack a key
     """
     folders, left_out = stand_for(
         paths, lambda folder: any((folder / f"eval_{split}.json").is_file() for split in splits)
@@ -233,7 +123,7 @@ def tabulate(
         raise TableError(f"--reference {reference}: none of the results is of it; there are {', '.join(made)}")
     for student in dict.fromkeys(student_of(r) for r in results):
         mine = [r for r in results if student_of(r) == student]
-        apart = differences(mine)
+        apart = differences(mine, defaults or {})
         if apart and not mixed:
             raise TableError(f"{apart[0]}; tabulate them apart, or all the same with --mixed")
         lines += [f"## {student or 'other models'}", ""]
@@ -346,16 +236,17 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
     return shown or tables[: bool(rows)]
 
 
-def differences(results: list[dict]) -> list[str]:
+def differences(results: list[dict], defaults: dict) -> list[str]:
     """Each fact in which results differ that must not, with two that do. A fact that is None does not apply."""
     seen, out = {}, []
-    keys = sorted({*DEFAULTS}.union(*(r["run"]["config"] for r in results if r["run"])) - MAY_DIFFER)
+    free = MAY_DIFFER.union(*(r["run"].get("overrides") or () for r in results if r["run"]))  # part of a method's name
+    keys = sorted({*defaults}.union(*(r["run"]["config"] for r in results if r["run"])) - free)
     for r in results:
         run, found = r["run"] or {}, r["intrinsic"] or {}
         protocol = {key: value for key, value in r["protocol"].items() if r["tasks"] or key == "dtype"}
         facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in protocol.items()}
         facts |= {key: run.get(key) for key in RUN_FACTS}
-        facts |= {key: str((DEFAULTS | run["config"]).get(key, "not there")) for key in keys if run}
+        facts |= {key: str((defaults | run["config"]).get(key)) for key in keys if run}
         facts |= {f"{key} of seed {seed_of(r)}": run.get(key) for key in ("init_sha256", "valid_tokens")}
         for name, scores in r["tasks"].items():
             facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}

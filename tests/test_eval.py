@@ -15,18 +15,18 @@ import datasets
 import numpy as np
 import pytest
 import safetensors.torch
+import tables
+import tasks
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from rows import quick_hash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import configure
 import eval as ev
-import tables
-import tasks
 from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash
-from rows import quick_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"

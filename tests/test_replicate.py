@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import tables
 
 import configure
 import replicate
-import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,19 +15,19 @@ import time
 import types
 from pathlib import Path
 
+import checkpoint
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import checkpoint
 import configure
 import train
 from configure import Config, ConfigError
 from losses import IGNORE, METHODS
 from model import CheckpointError, Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
-from rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

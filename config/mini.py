@@ -1,9 +1,8 @@
 # The replication that one machine can afford: students of 0.36M parameters, the main table's nine methods.
 #
 #   python replicate.py                       every method, variant and study, five seeds (README, "Results")
-#   python prepare.py config/mini_main.py     by hand: the rows,
-#   python train.py config/mini_main.py       one seed of the nine methods, one learning rate for all,
-#   python train.py config/mini_main.py config/mini_pair.py     and of a variant: the later file wins
+#   python prepare.py config/mini.py          by hand: the rows,
+#   python train.py config/mini.py            and one seed of the nine methods, one learning rate for all
 #
 # What differs from the paper's appendix D beside the sizes, and why:
 #   learning rate   chosen per method by replicate.py; falls to a tenth of its peak, as there
@@ -14,7 +13,7 @@ methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild"
 student = "mini"
 teacher = "demo/teacher"
 data_dir = "data/mini"
-out_dir = "out/mini_main"
+out_dir = "out/mini"
 
 source = "python"
 n_documents = None

@@ -1,0 +1,32 @@
+"""The bytes that a tokenizer's ids stand for. Needs no torch: prepare.py's worker processes import it."""
+
+import json
+import re
+
+import tokenizers
+
+
+def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
+    """The bytes of every id, none for special tokens. Reads byte-level vocabularies, and those with U+2581 for a space."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+    byte_level = "ByteLevel" in kinds
+    if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
+        raise ValueError(f"tokenizer: decoder {sorted(kinds)}: expected a byte-level one, or one with byte fallback")
+    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+    hidden = [b for b in range(256) if b not in shown]  # written as the characters from U+0100 on
+    latin = {
+        ord(c): chr(b) for c, b in [*((chr(b), b) for b in shown), *((chr(256 + i), b) for i, b in enumerate(hidden))]
+    }
+    vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
+    pieces = [b""] * (max(vocab.values()) + 1)
+    for token, i in vocab.items():
+        if i in added:
+            pieces[i] = b"" if added[i].special else token.encode()
+        elif byte_level:
+            pieces[i] = token.translate(latin).encode("latin-1")
+        elif byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            pieces[i] = bytes([int(byte[1], 16)])
+        else:
+            pieces[i] = token.replace("▁", " ").encode()
+    return pieces

@@ -413,6 +413,23 @@ def test_validation_figures_are_those_of_the_plain_formulas(world, finished):
     assert got["val_agree"] == pytest.approx((p_s.argmax(-1) == p_t.argmax(-1)).double().mean().item(), abs=1e-6)
 
 
+def test_agreement_is_of_the_most_likely_tokens():
+    rng = torch.Generator().manual_seed(3)
+    z_t = torch.randn(11, 7, generator=rng)
+    z_s = torch.cat((z_t[:6] * 2, -z_t[6:]))  # six agree
+    y = torch.arange(11) % 7
+    y[[0, 8]] = IGNORE  # one of the six, and one of the others
+    assert train.compare(z_s, z_t, y)["agree"] == 5 and set(train.compare(z_s, None, y)) == {"ce"}
+
+
+def test_lines_of_lost_steps_and_a_line_that_was_cut_are_dropped(tmp_path):
+    log, cut = tmp_path / "log.jsonl", '{"step": 2}'
+    for last in (cut, cut[:-4]):
+        log.write_text('{"step": 1}\n{"step": 3}\n{"step": 2}\n' + last)
+        train.drop_after(log, 2)
+        assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_a_validation_reads_no_more_rows_than_it_is_told(world):
     cfg = load(world, Path("unused"), methods="pretrain", d_max="none", val_max_rows=3, micro_batch=2).config
     env, val = train.Env(cfg), train.Rows(cfg, "val")
@@ -536,7 +553,10 @@ def test_a_student_that_breaks_stops_alone_before_its_update(world, tmp_path, mo
     assert weights.isfinite().sum() == len(weights) - 1 and not (tmp_path / "vanilla_kd" / "log.jsonl").exists()
     assert (tmp_path / "alra" / "model").is_dir() and not (tmp_path / "vanilla_kd" / "model").exists()
     assert json.loads((tmp_path / "vanilla_kd" / "stopped.json").read_text())["step"] == 0
+    monkeypatch.setattr(train, "make_student", make)
     assert train.run(load(world, tmp_path)) == 1  # said again, not tried again
+    assert "vanilla_kd stopped at step 0: gradient norm nan" in capsys.readouterr().out
+    assert not (tmp_path / "vanilla_kd" / "model").exists()
 
 
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"  # what safetensors says of it

@@ -207,6 +207,14 @@ def test_the_committed_report_comes_out_of_the_committed_logs(tmp_path):
 # --- the path --------------------------------------------------------------------------------------------------
 
 
+WAITS = """
+import pathlib, sys, time
+if any(a.endswith("train.py") for a in sys.orig_argv) and "--seed=2" in sys.orig_argv:
+    pathlib.Path({begun!r}).touch()
+    time.sleep(3600)
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_replication_goes_on_and_ends_in_a_report(tmp_path):
     (tmp_path / "text").mkdir()
@@ -215,18 +223,19 @@ def test_a_killed_replication_goes_on_and_ends_in_a_report(tmp_path):
     argv = [sys.executable, "replicate.py", "--quick", "--methods=pretrain,pd", "--max_steps=3", "--schedule_steps=3", "--warmup_steps=1",
             f"--source={tmp_path / 'text'}", f"--data_dir={tmp_path / 'data'}", f"--out={tmp_path / 'out'}", "--rows=3", "--val_max_rows=2",
             "--seq_len=31", "--histogram_every_steps=1", "--device=cpu"]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out, runs = tmp_path / "out", tmp_path / "out" / "runs.jsonl"
-    first = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not runs.is_file() and first.poll() is None:
+    out, runs, begun = tmp_path / "out", tmp_path / "out" / "runs.jsonl", tmp_path / "begun"
+    (tmp_path / "sitecustomize.py").write_text(WAITS.format(begun=str(begun)))  # Python imports it at its start
+    first = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True)  # fmt: skip
+    while not begun.exists() and first.poll() is None:
         time.sleep(0.05)
-    first.send_signal(signal.SIGTERM)  # the first run has ended, the second has begun
-    _, said = first.communicate(timeout=60)
+    first.send_signal(signal.SIGTERM)  # the first run has ended, the second has begun and cannot end
+    _, said = first.communicate(timeout=600)
     assert first.returncode == 143, said
     before = replicate.tables.read_lines(runs)
     assert [(x["run"], x["rc"]) for x in before] == [("main_lr0.003_seed1", 0), ("main_lr0.003_seed2", None)]
     made = (out / "main_lr0.003_seed1" / "pd" / "run.json").stat().st_mtime_ns
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (out / "main_lr0.003_seed1" / "pd" / "run.json").stat().st_mtime_ns == made  # not run again
     lines = replicate.tables.read_lines(out / "replication" / "results.jsonl")

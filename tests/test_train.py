@@ -30,7 +30,7 @@ SHARED = ROOT.parent / "shared"
 TOKENIZER = str(ROOT / "demo" / "teacher")
 V, SEQ = 4096, 13
 NINE = tuple(METHODS)[:9]  # the main table
-KILLS = int(os.environ.get("KILLS", 4))  # of the test that kills; 20 takes two minutes
+KILLS = int(os.environ.get("KILLS", 3))  # of the test that kills; 20 takes a minute
 SHAPE = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 
 
@@ -309,56 +309,53 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(world, tmp_path, monkeypat
 
 def start(world: Path, out: Path, **changes) -> subprocess.Popen:
     command = [sys.executable, "train.py", *flags(world, out, **changes)]
-    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums are cut by threads: as many, same bits
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(process: subprocess.Popen, word: str) -> None:
+    """Read what the process says up to a line with this word."""
+    said = []
+    while not said or word not in said[-1]:
+        said.append(process.stdout.readline())
+        assert said[-1], f"ended without {word!r}: {''.join(said)}"
+
+
+# A run that no signal comes too late for, however busy the machine is.
+ENDLESS = {"max_steps": 100_000, "schedule_steps": 100_000, "repeat_rows": True, "val_every_steps": 100_000,
+           "checkpoint_every_steps": 100_000}  # fmt: skip
 
 
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on(world, tmp_path):
-    keys = {
-        "methods": "alra",
-        "max_steps": 400,
-        "schedule_steps": 400,
-        "repeat_rows": True,
-        "checkpoint_every_steps": 400,
-        "val_every_steps": 400,
-    }
-    process = start(world, tmp_path, **keys)
-    while "step 2/" not in process.stdout.readline():
-        assert process.poll() is None
+    process = start(world, tmp_path, methods="alra", **ENDLESS)
+    wait_for(process, "step 2/")
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)  # closes the pipe
+    said, _ = process.communicate(timeout=600)  # closes the pipe
     assert process.returncode == 0 and "stopped by a signal after step" in said
     (folder,) = (tmp_path / "alra" / "checkpoints").iterdir()
     step = json.loads((folder / "state.json").read_text())["step"]
-    assert 2 <= step < 400
-    assert train.run(load(world, tmp_path, **{**keys, "max_steps": step + 1})) == 0
+    assert step >= 2
+    assert train.run(load(world, tmp_path, methods="alra", **{**ENDLESS, "max_steps": step + 1})) == 0
 
 
 @pytest.mark.slow
 def test_kill_9_loses_steps_but_never_bits(world, tmp_path):
-    keys = {
-        "methods": "pretrain,alra",
-        "max_steps": 40,
-        "schedule_steps": 40,
-        "repeat_rows": True,
-        "checkpoint_every_steps": 3,
-        "val_every_steps": 40,
-    }
-    assert train.run(load(world, tmp_path / "whole", **keys)) == 0
-    rng, kills = np.random.default_rng(3), 0
-    while kills < KILLS:
+    """Every kill comes at any moment of a run that has many steps left; the last start makes three more steps."""
+    keys = {**ENDLESS, "methods": "pretrain,alra", "checkpoint_every_steps": 3}
+    rng = np.random.default_rng(3)
+    for _ in range(KILLS):
         process = start(world, tmp_path / "cut", **keys)
-        while (line := process.stdout.readline()) and "step" not in line:
-            pass
+        wait_for(process, "  loss ")
         time.sleep(rng.uniform(0, 0.4))
-        kills += process.poll() is None
+        assert process.poll() is None
         process.kill()
         process.communicate()  # closes the pipe
-        if (tmp_path / "cut" / "alra" / "model").exists():
-            break
-    assert kills > 0 and train.run(load(world, tmp_path / "cut", **keys)) == 0
+    made = [checkpoint.whole(tmp_path / "cut" / m / "checkpoints")[-1].name for m in ("pretrain", "alra")]
+    keys["max_steps"] = max(int(name.removeprefix("step_")) for name in made) + 3
+    for folder in ("cut", "whole"):
+        assert train.run(load(world, tmp_path / folder, **keys)) == 0
     for method in ("pretrain", "alra"):
-        assert final_bits(tmp_path / "cut", method, 40) == final_bits(tmp_path / "whole", method, 40)
+        cut, whole = (final_bits(tmp_path / n, method, keys["max_steps"]) for n in ("cut", "whole"))
+        assert cut == whole, method
 
 
 @pytest.mark.slow
@@ -368,7 +365,7 @@ def test_two_processes_make_the_update_of_one(world, tmp_path):
     assert train.run(load(world, tmp_path / "one", **keys)) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     done = subprocess.run([*command, *flags(world, tmp_path / "two", **keys)], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=False)  # fmt: skip
+                          timeout=600, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     for method in ("pretrain", "vanilla_kd", "alra"):
         one, two = (

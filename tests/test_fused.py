@@ -123,6 +123,7 @@ def test_a_broken_student_leaves_the_others_as_they_are(what, compile):
     h_s, w_s, h_t, w_t, y = case()
     broken = [h_s.detach().clone(), w_s.detach().clone()]
     broken[what == "head"].view(-1)[0] = math.nan
+    broken = [x.requires_grad_() for x in broken]  # so that it is compiled as below, once
     (bad, bad_terms), (good, good_terms) = fused_head_losses(
         [(*broken, "alra", {}), (h_s, w_s, "tad", {})], h_t, w_t, y, compile=compile
     )

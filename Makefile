@@ -1,7 +1,7 @@
 # make demo    set up, then distil three small students from the shipped teacher, score and plot them (minutes on two cores)
 # make replicate          every method, variant and study over five seeds: hours; started again it goes on (README)
 # make replicate QUICK=1  the same path in minutes, into out/replicate_quick
-# make test    set up, then run the tests
+# make test    set up, then run the tests, several at once: a process for each core, four at most
 # make check   style of the code
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ replicate: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python replicate.py --jobs=2 $(if $(QUICK),--quick,--compile=True)
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -341,13 +341,10 @@ def over_rows(
 ) -> list[dict[str, np.ndarray]]:
     """The summands of `heldout.figures`, per student and row; each process scores its share of the batches.
 
-    rows [n, row_len] uint32, PAD at the tail. A BOS and an EOS are targets like any other, but have no text: bits per byte
-    leave them out.
+    rows [n, row_len] uint32, PAD at the tail; n_bytes [V] bytes of text that a token stands for. A BOS and an EOS are
+    targets like any other, but have no text: bits per byte leave them out.
     """
-    device, n_vocab = students[0].head.device, len(students[0].head)
-    lengths = torch.zeros(n_vocab, dtype=torch.int64)  # bytes of text that each token stands for; 0 for padded rows
-    for i, piece in enumerate(token_bytes(tokenizer.backend_tokenizer)):
-        lengths[i] = len(piece)
+    device = students[0].head.device
     per_batch = max(1, batch_tokens // rows.shape[1])
     starts = range(0, len(rows), per_batch)[parallel.rank() :: parallel.world()]
 
@@ -361,13 +358,20 @@ def over_rows(
             )
 
     models = [(m.hidden, m.head) for m in students]
-    every = heldout.row_sums(
-        models, (teacher.hidden, teacher.head) if teacher else None, batches(), len(rows), lengths.to(device)
-    )
+    of_teacher = (teacher.hidden, teacher.head) if teacher else None
+    every = heldout.row_sums(models, of_teacher, batches(), len(rows), torch.from_numpy(n_bytes).to(device))
     found = [{key: sum_over_processes(value.cpu().numpy(), device) for key, value in of.items()} for of in every]
     if not all(np.isfinite(of["ce"]).all() for of in found):
         raise EvalError("a held-out token's probability is not a number or 0; the weights have diverged")
     return found
+
+
+def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
+    """Bytes of text that each token stands for, [V]; 0 for special tokens and padded rows of the vocabulary."""
+    lengths = np.zeros(n_vocab, np.int64)
+    pieces = token_bytes(tokenizer.backend_tokenizer)
+    lengths[: len(pieces)] = [len(piece) for piece in pieces]
+    return lengths
 
 
 # --- one checkpoint --------------------------------------------------------------------------------------------
@@ -544,7 +548,8 @@ def held_out_figures(
     for name, m in [(c.name, c.model) for c in checkpoints] + [(teacher_name, teacher)] * bool(teacher):
         if len(m.head) != len(first):
             raise EvalError(f"{name}: vocabulary of {len(m.head):,}, {checkpoints[0].name} has {len(first):,}")
-    every = over_rows([c.model for c in checkpoints], teacher, rows, checkpoints[0].tokenizer, args.batch_tokens)
+    n_bytes = byte_lengths(checkpoints[0].tokenizer, len(first))
+    every = over_rows([c.model for c in checkpoints], teacher, rows, n_bytes, args.batch_tokens)
     totals = [figures.figures({key: value.sum(0) for key, value in sums.items()}) for sums in every]
     facts["n_targets"] = int(every[0]["n"].sum())
     return [({k: float(v) for k, v in t.items()} | facts, sums) for t, sums in zip(totals, every, strict=True)]

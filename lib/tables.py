@@ -91,6 +91,44 @@ MAY_DIFFER = {
     "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
     "val_every_steps", "val_max_rows", "checkpoint_every_steps", "keep_checkpoints",
 }  # fmt: skip
+# Config keys of earlier results, which held the settings of all methods; they are part of a method's name here.
+OLD_SETTINGS = {
+    *[
+        "w_kd",
+        "w_ce",
+        "tau",
+        "t2_scaling",
+        "top_p",
+        "top_k",
+        "truncate_on",
+        "temper_student",
+        "easy_weight",
+        "tau_conf",
+        "alpha",
+        "beta",
+        "d",
+        "pair_reduction",
+    ],
+    *[
+        "norm",
+        "d_min",
+        "d_max",
+        "tau_p",
+        "gamma",
+        "lambda_pair",
+        "eps",
+        "anchor",
+        "pair",
+        "budget",
+        "detach_weights",
+        "center",
+        "keep",
+        "c",
+        "rule",
+        "base",
+    ],
+    *["detach_temperature", "lam"],
+}
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 
@@ -239,14 +277,13 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
 def differences(results: list[dict], defaults: dict) -> list[str]:
     """Each fact in which results differ that must not, with two that do. A fact that is None does not apply."""
     seen, out = {}, []
-    free = MAY_DIFFER.union(*(r["run"].get("overrides") or () for r in results if r["run"]))  # part of a method's name
-    keys = sorted({*defaults}.union(*(r["run"]["config"] for r in results if r["run"])) - free)
+    keys = sorted({*defaults}.union(*(r["run"]["config"] for r in results if r["run"])) - MAY_DIFFER - OLD_SETTINGS)
     for r in results:
         run, found = r["run"] or {}, r["intrinsic"] or {}
         protocol = {key: value for key, value in r["protocol"].items() if r["tasks"] or key == "dtype"}
         facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in protocol.items()}
         facts |= {key: run.get(key) for key in RUN_FACTS}
-        facts |= {key: str((defaults | run["config"]).get(key)) for key in keys if run}
+        facts |= {key: str((defaults | run["config"]).get(key, "not there")) for key in keys if run}
         facts |= {f"{key} of seed {seed_of(r)}": run.get(key) for key in ("init_sha256", "valid_tokens")}
         for name, scores in r["tasks"].items():
             facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}

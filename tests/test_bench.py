@@ -1,5 +1,6 @@
 """bench.py: its yardsticks compute what the objectives compute, and its numbers are measured."""
 
+import functools
 import json
 import signal
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 import bench
-from losses import method_loss
+import losses
+from losses import METHODS, method_loss
 
 
 @pytest.mark.parametrize(("name", "eager"), [("alra", bench.eager_alra), ("vanilla_kd", bench.eager_vanilla_kd)])
@@ -54,10 +56,14 @@ def test_memory_is_the_peak_and_not_what_is_left():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of lm-eval
 def test_every_section_writes_a_table(tmp_path, monkeypatch):
+    """Traced in full, but run without the C++ compiler, which takes most of a minute; test_fused.py has it."""
     monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(losses, "_compiled", functools.lru_cache(losses._compiled.__wrapped__))  # forgotten afterwards
     out = tmp_path / "small"
-    bench.run([*["loss", "fused", "rows", "step", "steps"], "--n=13", "--vocab=4096", "--d_s=24", "--d_t=40", "--repeats=1", "--rows=2",
-               "--student=mini", "--teacher=demo_teacher", "--methods=vanilla_kd,alra", "--device=cpu", f"--out={out}"])  # fmt: skip
+    with torch._dynamo.config.patch(recompile_limit=len(METHODS)):  # bench.py sets it for good
+        bench.run(["loss", "fused", "rows", "step", "steps", "--n=13", "--vocab=4096", "--d_s=24", "--d_t=40", "--repeats=1", "--rows=2",
+                   "--student=mini", "--teacher=demo_teacher", "--methods=vanilla_kd,alra", "--device=cpu", f"--out={out}"])  # fmt: skip
     found = json.loads(out.with_suffix(".json").read_text())
     assert {line["section"] for line in found["lines"]} == {"loss", "fused", "rows", "step", "steps"}
     assert all(line["sec"] > 0 for line in found["lines"]) and found["machine"]["torch"] == torch.__version__

@@ -17,7 +17,7 @@ import configure
 import eval as ev
 import prepare
 import replicate
-import tasks
+from lib import tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(ROOT.glob("config/*.py"))
@@ -98,14 +98,14 @@ def run(command: str, capsys, monkeypatch) -> str:
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """A folder with what the scripts read, a little text, and stand-ins for what takes hours."""
-    for name in ("config", "replication"):
+    for name in ("config", "results"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "demo", tmp_path / "demo")
     text = "A line of text. Another one, which says more!\\n" * 200
     (tmp_path / "text.jsonl").write_text(f'{{"text": "{text}", "meta": {{}}}}\n' * 20)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "SECTIONS", {name: lambda args, device: [] for name in bench.SECTIONS})
-    monkeypatch.setattr(replicate, "replicate", lambda args, flags: configure.load(["config/mini_main.py", *flags]))
+    monkeypatch.setattr(replicate, "replicate", lambda args, flags: configure.load(["config/mini.py", *flags]))
     monkeypatch.setattr(replicate, "report", lambda source, to: None)
     monkeypatch.setattr(prepare, "python_documents", lambda: iter([("a", text), ("b", text)]))
     return tmp_path
@@ -129,9 +129,9 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
     monkeypatch.chdir(ROOT)
     header = [line.removeprefix("#") for line in file.read_text().splitlines() if line.startswith("#")]
     found, name = [shlex.split(c) for c in commands(header)], f"config/{file.name}"
-    cfg = configure.load([name] if not file.stem.startswith("mini_") else ["config/mini_main.py", name]).config
+    cfg = configure.load([name]).config
     assert cfg.out_dir == f"out/{file.stem}"
-    assert any(words[1] == "train.py" and words[-1] == name for words in found) or file.stem == "demo"
+    assert any(words[1:] == ["train.py", name] for words in found) or file.stem == "demo"
     for words in found:
         script, argv = words[1], words[2:]
         if words[0] == "make":
@@ -150,7 +150,7 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
 
 
 def test_the_runs_of_figures_3_and_4_log_what_they_show():
-    for name in ("alra_200m", "alra_500m", "table_main_200m", "table_main_500m"):
+    for name in ("alra_200m", "alra_500m", "table_main"):
         cfg = configure.load([str(ROOT / "config" / f"{name}.py")]).config
         n = -(-cfg.max_steps // cfg.histogram_every_steps)
         assert "alra" in cfg.methods and n == 506 and n * cfg.batch_rows == pytest.approx(8_000, rel=0.02)

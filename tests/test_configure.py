@@ -21,11 +21,13 @@ def write(folder: Path, text: str) -> str:
 
 def test_files_then_flags_and_where_each_value_came_from(tmp_path):
     path = write(tmp_path, "import math\n_half = 0.5\nlr = 2 * _half\nmax_steps = schedule_steps = 1_000\n")
-    loaded = load([path, "--max_steps=700", "--methods=alra,pretrain", "--teacher=none", "--compile=true", "--tau=2"])
+    loaded = load(
+        [path, "--max_steps=700", "--methods=alra,pretrain", "--teacher=none", "--compile=true", "--alra.tau=2"]
+    )
     cfg = loaded.config
     assert (cfg.lr, cfg.max_steps, cfg.schedule_steps) == (1.0, 700, 1000)
     assert cfg.methods == ("alra", "pretrain") and cfg.teacher is None and cfg.compile is True
-    assert cfg.overrides == {"tau": 2.0} and isinstance(cfg.tau, float)
+    assert cfg.hyper == {"alra": {"tau": 2}} and loaded.origin["hyper"] == "command line"
     assert loaded.origin["lr"] == path and loaded.origin["max_steps"] == "command line" and "seed" not in loaded.origin
 
 
@@ -181,21 +183,35 @@ def test_train_says_its_methods(capsys, monkeypatch):
 
 def test_every_field_is_read_somewhere():
     code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "eval.py"))
-    unread = [f for f in configure.TYPES if f not in configure.OVERRIDES and not re.search(rf"\bcfg\.{f}\b", code)]
+    unread = [f for f in configure.TYPES if not re.search(rf"\bcfg\.{f}\b", code)]
     assert not [f for f in unread if f != "seq_len"], unread  # seq_len is read through row_len
-    assert "cfg.row_len" in code and "cfg.overrides" in code
+    assert "cfg.row_len" in code and "cfg.hyper" in code
 
 
-def test_every_keyword_of_every_method_is_a_key_and_the_other_way_round():
+def test_a_setting_of_a_method_is_reached_by_its_name_and_no_other():
     from losses import METHODS, keywords
 
-    assert {name for method in METHODS for name in keywords(method)} == set(configure.OVERRIDES)
+    for method in METHODS:
+        for key in keywords(method):
+            assert load([f"--{method}.{key}=3"]).config.hyper == {method: {key: 3}}
+            with pytest.raises(ConfigError, match=re.escape(f"no such key {key!r}; settings belong to a method: --")):
+                load([f"--{key}=3"])
+
+
+def test_settings_of_several_sources_add_up(tmp_path):
+    path = write(tmp_path, 'hyper = {"alra": {"gamma": 3.0, "d_max": 7}, "tad": {"beta": 1.0}}\n')
+    cfg = load([path, "--alra.gamma=9", "--pd.truncate_on=raw", "--alra.detach_weights=false"]).config
+    wanted = {"alra": {"gamma": 9, "d_max": 7, "detach_weights": False}, "tad": {"beta": 1.0}}
+    assert cfg.hyper == {**wanted, "pd": {"truncate_on": "raw"}}
+    with pytest.raises(ConfigError, match=r"hyper=\{'alra': 3\}: expected settings by method"):
+        load([write(tmp_path, 'hyper = {"alra": 3}\n')])
 
 
 def test_every_config_file_loads():
-    mini = ROOT / "config" / "mini_main.py"  # the other mini_*.py say what differs from it
-    for path in sorted((ROOT / "config").glob("*.py")):
-        load([str(p) for p in ([mini] if path.name.startswith("mini_") else []) + [path]])
+    paths = sorted((ROOT / "config").glob("*.py"))
+    assert len(paths) > 5
+    for path in paths:
+        load([str(path)])
 
 
 def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):
@@ -235,12 +251,17 @@ TABLES = {  # methods and updates of each table of the paper
 
 @pytest.mark.parametrize("size", ["200m", "500m"])
 def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
-    runs = {f"{name}_{size}": ((name,), 126_400) for name in MAIN}
-    runs |= {f"table_{name}_{size}": run for name, run in TABLES.items()}
-    for name, (methods, steps) in runs.items():
-        cfg = load([str(ROOT / "config" / f"{name}.py")]).config
+    folder, runs = ROOT / "config", {}
+    for name in MAIN:
+        flags = [f"--methods={name}", f"--out_dir=out/{name}_{size}"] if name != "alra" else []
+        runs[f"{name}_{size}"] = (f"alra_{size}", flags, (name,), 126_400)
+    for name, (methods, steps) in TABLES.items():
+        flags = [f"--student={size}", f"--out_dir=out/table_{name}_{size}"]
+        runs[f"table_{name}_{size}"] = (f"table_{name}", flags, methods, steps)
+    for name, (file, flags, methods, steps) in runs.items():
+        cfg = load([str(folder / f"{file}.py"), *flags]).config
         assert cfg.methods == methods and cfg.max_steps == steps and cfg.student == size, name
         assert {key: getattr(cfg, key) for key in PAPER} == PAPER, name
-        assert cfg.out_dir == f"out/{name}" and not cfg.overrides and cfg.decay_1d and not cfg.shuffle, name
+        assert cfg.out_dir == f"out/{name}" and not cfg.hyper and cfg.decay_1d and not cfg.shuffle, name
     assert 67_200 * 16 * 512 == 550_502_400 and 126_400 * 16 * 512 == 1_035_468_800  # nominal tokens
     assert Config().train_rows == 126_400 * 16

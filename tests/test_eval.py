@@ -1,10 +1,10 @@
 """eval.py, tasks.py and tables.py: requests scored as lm-eval's own backend scores them, rows checked, figures and tables as defined."""
 
 import csv
+import functools
 import importlib
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -15,19 +15,19 @@ import datasets
 import numpy as np
 import pytest
 import safetensors.torch
-import tables
-import tasks
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from rows import quick_hash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import configure
 import eval as ev
+from lib import figures, tables, tasks
+from lib.rows import quick_hash
 from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash
 
+tabulate = functools.partial(tables.tabulate, defaults=ev.DEFAULTS)
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real weights and benchmark items are not here")
@@ -604,7 +604,7 @@ def test_slips_on_the_command_line():
             ev.run(["x", *argv])
     for name in ("cuda:97", "meta", "gpu"):
         with pytest.raises(ValueError, match=f"device {name}"):
-            ev.pick_device(name)
+            ev.parallel.pick_device(name)
 
 
 # --- figures over held-out rows --------------------------------------------------------------------------------
@@ -623,7 +623,7 @@ def rows():
 def test_figures_equal_plain_loops(student, teacher, tokenizer, rows):
     n_bytes = ev.byte_lengths(tokenizer, 311)
     sums = ev.over_rows([student], teacher, rows, n_bytes, 53)[0]
-    got = tables.figures({key: value.sum(0) for key, value in sums.items()})
+    got = figures.figures({key: value.sum(0) for key, value in sums.items()})
     ce = kl = ce_t = top1 = top5 = n = text_ce = text_bytes = 0
     bins = [[] for _ in range(15)]
     for row in rows.astype(np.int64):
@@ -654,9 +654,9 @@ def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, tokeni
     bare = ev.over_rows([student], None, rows, n_bytes, 29)[0]
     for key in alone:
         np.testing.assert_array_equal(alone[key], both[key])
-        if key not in tables.TEACHER_KEYS:
+        if key not in figures.TEACHER_KEYS:
             np.testing.assert_allclose(alone[key], bare[key], rtol=1e-5, atol=1e-5)
-    assert set(tables.TEACHER_KEYS).isdisjoint(bare)
+    assert set(figures.TEACHER_KEYS).isdisjoint(bare)
 
 
 def test_a_certain_student_falls_into_the_last_bin(student, tokenizer, rows):
@@ -759,7 +759,7 @@ def test_table_in_the_papers_rows_order_and_marks(tmp_path):
     fake(tmp_path / "a" / "tad", "tad", {**ALL, "piqa": 58.649, "arc_easy": 36.0})
     fake(tmp_path / "a" / "bdl", "bdl", {**ALL, "arc_easy": 35.0})
     (tmp_path / "a" / "run.json").write_text("{}")
-    text, records = tables.tabulate([str(p) for p in sorted((tmp_path / "a").iterdir())])
+    text, records = tabulate([str(p) for p in sorted((tmp_path / "a").iterdir())])
     firsts = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     assert firsts == ["", "---", "Pre-Train w/o KD", "*paper*", "TAD", "*paper*", "ALRA", "*paper*", "bdl"]
     assert cells(text, "")[1:] == [
@@ -809,7 +809,7 @@ def test_acc_norm_where_a_task_has_it(tmp_path):
         result = fake(tmp_path / method, method, ALL)
         result["tasks"]["piqa"]["acc_norm"] = result["tasks"]["arc_easy"]["acc_norm"] = norm
         (tmp_path / method / "eval_heldout.json").write_text(json.dumps(result))
-    text, records = tables.tabulate([str(tmp_path)], metric="acc_norm")
+    text, records = tabulate([str(tmp_path)], metric="acc_norm")
     assert "### Main results: accuracy in %, acc_norm where a task has it, heldout" in text
     assert "acc_norm for ARC-E, PIQA, acc for the others" in text
     mean = (sum(ALL.values()) - ALL["piqa"] - ALL["arc_easy"] + 120) / 9
@@ -821,14 +821,14 @@ def test_acc_norm_where_a_task_has_it(tmp_path):
         f"{mean:.2f}",
         f"+{20 / 9:.2f}",
     ]
-    assert {r["metric"] for r in records} == {"acc_norm"} and "acc_norm" not in tables.tabulate([str(tmp_path)])[0]
+    assert {r["metric"] for r in records} == {"acc_norm"} and "acc_norm" not in tabulate([str(tmp_path)])[0]
 
 
 def test_averages_over_fewer_tasks_say_so_on_both_sides(tmp_path):
     eight = {t: a for t, a in ALL.items() if t != "storycloze_2016"}
     fake(tmp_path / "alra", "alra", eight)
     fake(tmp_path / "pretrain", "pretrain", ALL)
-    text, _ = tables.tabulate([str(tmp_path)])
+    text, _ = tabulate([str(tmp_path)])
     assert cells(text, "")[10] == "Avg. (8 of 9)" and cells(text, "ALRA")[8] == "–"
     assert float(cells(text, "ALRA")[10].strip("*")) == pytest.approx(sum(eight.values()) / 8, abs=0.005)
     paper = tables.PAPER["200m", "heldout", "alra"]
@@ -841,7 +841,7 @@ def test_ablations_have_tables_of_their_own(tmp_path):
     for method in ("alra", "fixed_3", "fixed_25", "alra_n"):
         fake(tmp_path / method, method, three, split="validation", student="500m")
     fake(tmp_path / "alra_r", "alra_r", ALL, student="500m")
-    text, _ = tables.tabulate([str(tmp_path)])
+    text, _ = tabulate([str(tmp_path)])
     titles = [line for line in text.splitlines() if line.startswith("###")]
     assert titles == ["### Pairwise weighting: accuracy in %, heldout", "### Local budget: accuracy in %, validation",
                       "### Anchoring: accuracy in %, validation"]  # fmt: skip
@@ -854,7 +854,7 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
     for seed, more in ((1, 0.0), (2, 3.0), (3, 6.0)):
         fake(tmp_path / f"s{seed}" / "alra", "alra", {t: a + more for t, a in ALL.items()}, seed=seed)
         fake(tmp_path / f"s{seed}" / "pretrain", "pretrain", {t: a + more - 1 for t, a in ALL.items()}, seed=seed)
-    text, records = tables.tabulate([str(tmp_path / f"s{s}" / m) for s in (1, 2, 3) for m in ("alra", "pretrain")])
+    text, records = tabulate([str(tmp_path / f"s{s}" / m) for s in (1, 2, 3) for m in ("alra", "pretrain")])
     half = 4.303 * 3 / math.sqrt(3)
     assert cells(text, "ALRA")[1] == f"**23.00 ± {half:.2f}**" and "over 3 seeds" in text
     assert cells(text, "ALRA")[-1] == "+1.00 ± 0.00"  # seed by seed, not mean by mean
@@ -878,52 +878,62 @@ def test_runs_that_differ_are_not_tabulated_unless_asked_for(tmp_path, change, n
     fake(tmp_path / "y" / "alra", "alra", ALL, **change)
     paths = [str(tmp_path / "x" / "pretrain"), str(tmp_path / "y" / "alra")]
     with pytest.raises(tables.TableError, match=named) as error:
-        tables.tabulate(paths)
+        tabulate(paths)
     assert all(path in str(error.value) for path in paths)
-    text, _ = tables.tabulate(paths, mixed=True)
+    text, _ = tabulate(paths, mixed=True)
     assert "Not to be compared" in text and named.split(":")[0] in text
     fake(tmp_path / "y" / "alra", "alra", ALL)  # pretrain has no teacher, which is no difference
-    tables.tabulate(paths)
+    tabulate(paths)
 
 
 def test_seeds_that_differ_in_a_setting_are_not_averaged(tmp_path):
     for seed, schedule in ((1, "constant"), (2, "wsd")):
         fake(tmp_path / str(seed), "pd", ALL, seed=seed, run={"config": {"kd_schedule": schedule}})
     with pytest.raises(tables.TableError, match="differ in kd_schedule: constant and wsd"):
-        tables.tabulate([str(tmp_path)])
+        tabulate([str(tmp_path)])
 
 
 def test_what_may_differ_is_named_and_all_else_is_compared(tmp_path):
     assert set(configure.TYPES) >= tables.MAY_DIFFER
-    fake(tmp_path / "pretrain", "pretrain", ALL, run={"config": dict(tables.DEFAULTS)})
-    fake(tmp_path / "alra", "alra", ALL, run={"config": tables.DEFAULTS | dict.fromkeys(tables.MAY_DIFFER, "other")})
-    tables.tabulate([str(tmp_path)])
-    for key in set(tables.DEFAULTS) - tables.MAY_DIFFER:
-        fake(tmp_path / "alra", "alra", ALL, run={"config": tables.DEFAULTS | {key: "other"}})
+    fake(tmp_path / "pretrain", "pretrain", ALL, run={"config": dict(ev.DEFAULTS)})
+    fake(tmp_path / "alra", "alra", ALL, run={"config": ev.DEFAULTS | dict.fromkeys(tables.MAY_DIFFER, "other")})
+    tabulate([str(tmp_path)])
+    for key in set(ev.DEFAULTS) - tables.MAY_DIFFER:
+        fake(tmp_path / "alra", "alra", ALL, run={"config": ev.DEFAULTS | {key: "other"}})
         with pytest.raises(tables.TableError, match=f"differ in {key}: "):
-            tables.tabulate([str(tmp_path)])
+            tabulate([str(tmp_path)])
 
 
 def test_one_place_for_each_student(tmp_path):
     fake(tmp_path / "a" / "alra", "alra", ALL)
     fake(tmp_path / "b" / "alra", "alra", ALL)
     with pytest.raises(tables.TableError, match="both hold alra from seed 1234"):
-        tables.tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
+        tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
     fake(tmp_path / "b" / "alra", "alra", ALL, run={"overrides": {"d_max": 9}})
-    text, _ = tables.tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
+    text, _ = tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
     assert cells(text, "alra d_max=9")[1] == "20.00"
     with pytest.raises(tables.TableError, match="no eval_"):
-        tables.tabulate([str(tmp_path)])
+        tabulate([str(tmp_path)])
     (tmp_path / "c" / "tad" / "model").mkdir(parents=True)
     with pytest.raises(tables.TableError, match="tad: a student without results"):
-        tables.tabulate([str(tmp_path / "a" / "alra"), str(tmp_path / "c" / "tad")])
+        tabulate([str(tmp_path / "a" / "alra"), str(tmp_path / "c" / "tad")])
 
 
 # --- end to end ------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def finished(trained, tmp_path):
+    """A copy of its own for each test that writes results there."""
+    folder = tmp_path / "finished"
+    shutil.copytree(trained / "out", folder / "out")
+    for name in ("data", "teacher"):  # run.json names these by their own place
+        (folder / name).symlink_to(trained / name)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, student, teacher, tokenizer, rows):
+def trained(tmp_path_factory, student, teacher, tokenizer, rows):
     """What train.py leaves behind: two students, their facts, the rows and the teacher."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "data").mkdir()
@@ -1226,6 +1236,8 @@ def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
         "arc_easy,lambada_openai",
         "--batch_tokens",
         "97",
+        "--device",
+        "cpu",
     ]
     ev.run([*argv, "--out", str(tmp_path / "one")])
     torchrun = [
@@ -1237,8 +1249,8 @@ def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
         "--rdzv_backend=c10d",
         "--rdzv_endpoint=localhost:0",
     ]
-    done = subprocess.run([*torchrun, str(ROOT / "eval.py"), *argv, "--device", "cpu", "--out", str(tmp_path / "two")], cwd=tmp_path,
-                          env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run([*torchrun, str(ROOT / "eval.py"), *argv, "--out", str(tmp_path / "two")], cwd=tmp_path,
+                          capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / n / "eval_heldout.json").read_text()) for n in ("one", "two"))
     assert one["tasks"] == two["tasks"] and one["intrinsic"] == two["intrinsic"]

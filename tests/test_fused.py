@@ -124,6 +124,7 @@ def test_a_broken_student_leaves_the_others_as_they_are(what, compile):
     h_s, w_s, h_t, w_t, y = case()
     broken = [h_s.detach().clone(), w_s.detach().clone()]
     broken[what == "head"].view(-1)[0] = math.nan
+    broken = [x.requires_grad_() for x in broken]  # so that it is compiled as below, once
     (bad, bad_terms), (good, good_terms) = fused_head_losses(
         [(*broken, "alra", {}), (h_s, w_s, "tad", {})], h_t, w_t, y, compile=compile
     )
@@ -253,14 +254,15 @@ def test_bad_input_is_refused_by_name(change, message):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
-@pytest.mark.parametrize("name", ["vanilla_kd", "rld"])
+@pytest.mark.parametrize("name", ["alra", "tad", "vanilla_kd"])  # two as above: compiled once
 def test_compiled_it_is_the_same(name):
     inputs = case()
     compiled, eager = (run(fused_head_loss, *inputs, name, compile=c) for c in (True, False))
     for a, b in zip(compiled, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    with torch.no_grad():
-        torch.testing.assert_close(fused_head_loss(*inputs, name, compile=True)[0], eager[0], rtol=1e-5, atol=0)
+    if name == "vanilla_kd":  # without a gradient it is another graph
+        with torch.no_grad():
+            torch.testing.assert_close(fused_head_loss(*inputs, name, compile=True)[0], eager[0], rtol=1e-5, atol=0)
 
 
 def test_compiled_it_refuses_as_plainly():

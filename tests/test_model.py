@@ -440,9 +440,9 @@ def test_the_folder_of_a_student_with_qwens_tokenizer_is_as_it_was(tmp_path):
 def test_transformers_reads_the_demos_teacher_as_we_do():
     same_there(str(DEMO_TEACHER))
     teacher = weights_hash(Qwen2.from_pretrained(str(DEMO_TEACHER)))
-    line = (ROOT / "replication" / "results.jsonl").read_text().splitlines()[0]
+    line = (ROOT / "results" / "replication" / "results.jsonl").read_text().splitlines()[0]
     assert teacher == json.loads(line)["teacher_sha256"]
-    run = json.loads((ROOT / "replication" / "logs" / "run.json").read_text())
+    run = json.loads((ROOT / "results" / "replication" / "logs" / "run.json").read_text())
     assert tokenizer_hash(load_tokenizer(str(DEMO_TEACHER))) == run["tokenizer_sha256"]
 
 

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 import configure
 import model
 import prepare
-import rows
 import train
 from configure import Config, load
+from lib import rows
 from model import CheckpointError, Qwen2Config, init_student, leading_bos, load_tokenizer
 from tests.naive_rows import SHORT_FORMS, naive_rows
 
@@ -618,17 +618,17 @@ def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch
 
 
 KILLED = """
-import sys, time, prepare
+import sys, prepare
 from configure import load
 prepare.BATCH_CHARS = 3000
 plain = prepare.Stream.feed
 def slow(self, *args, **kwargs):
     print("fed", flush=True)
-    time.sleep(0.005)
+    sys.stdin.readline()  # as many steps as are asked for, however long they take
     return plain(self, *args, **kwargs)
 prepare.Stream.feed = slow
 if __name__ == "__main__":
-    prepare.prepare(load(sys.argv[1:]).config, commit_sec=0.01)
+    prepare.prepare(load(sys.argv[1:]).config, commit_sec=-1.0)
 """
 
 
@@ -642,14 +642,15 @@ def test_kill_9_and_start_again_gives_the_same_bytes(small, tmp_path):
     rng = random.Random(11)
     for workers in (1, 2):
         command = [sys.executable, str(tmp_path / "killed.py"), *knobs, f"--prepare_workers={workers}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
                               start_new_session=True) as run:  # fmt: skip
             for _ in range(rng.randrange(2, 7)):
                 assert run.stdout.readline() == "fed\n"
-            time.sleep(rng.random() / 50)
+                print(file=run.stdin, flush=True)
+            time.sleep(rng.random() / 50)  # any moment of that step
             run.send_signal(signal.SIGKILL)
         assert run.returncode == -signal.SIGKILL and (tmp_path / "a/prepare.state").exists()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while _alive(run.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not _alive(run.pid), "a worker outlives its parent"
@@ -684,6 +685,8 @@ def half_made(small, tmp_path, monkeypatch, source, **knobs):
 def test_finished_data_of_the_same_recipe_is_left_alone(small, tmp_path, capsys):
     cfg = config(small, tmp_path / "a", write_jsonl(tmp_path / "t.jsonl", small[1]))
     prepare.prepare(cfg)
+    for path in (tmp_path / "a").iterdir():
+        os.utime(path, ns=(0, 0))  # so that a file written again within one tick of the clock is seen
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     prepare.prepare(cfg)
     assert "left as it is" in capsys.readouterr().out

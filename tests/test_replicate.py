@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-import tables
 
 import configure
 import replicate
+from lib import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -174,7 +174,7 @@ def test_nothing_is_reported_where_all_stopped_nor_compared_where_no_seed_is_sha
     with pytest.raises(replicate.ReplicateError, match="all students stopped, alra since step 3"):
         replicate.report(tmp_path, tmp_path, draw=False)
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
-    lines = replicate.tables.read_lines(tmp_path / "results.jsonl")
+    lines = replicate.read_lines(tmp_path / "results.jsonl")
     for line in lines:
         line["seed"] += 2 * (line["method"] == "alra")
         line["init_sha256"] = str(line["seed"])
@@ -197,11 +197,13 @@ def test_no_results_no_report(tmp_path):
         replicate.report(tmp_path, tmp_path)
 
 
-@pytest.mark.skipif(not (ROOT / "replication" / "results.jsonl").is_file(), reason="replication/ has no results yet")
+@pytest.mark.skipif(
+    not (ROOT / "results" / "replication" / "results.jsonl").is_file(), reason="results/replication/ has no results yet"
+)
 def test_the_committed_report_comes_out_of_the_committed_logs(tmp_path):
-    replicate.report(ROOT / "replication", tmp_path, draw=False)
+    replicate.report(ROOT / "results" / "replication", tmp_path, draw=False)
     for name in ("README.md", "tables.csv"):
-        assert (tmp_path / name).read_bytes() == (ROOT / "replication" / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (ROOT / "results" / "replication" / name).read_bytes(), name
 
 
 # --- the path --------------------------------------------------------------------------------------------------
@@ -223,7 +225,15 @@ def test_ctrl_c_ends_the_children_and_is_told_by_the_guard(tmp_path, monkeypatch
     with (tmp_path / "lock").open("w") as lock, pytest.raises(KeyboardInterrupt):
         replicate.work([job, job], tmp_path, 2, None, lock)
     assert [child.returncode for child in children] == [-signal.SIGTERM] * 2
-    assert [line["rc"] for line in replicate.tables.read_lines(tmp_path / "runs.jsonl")] == [None, None]
+    assert [line["rc"] for line in replicate.read_lines(tmp_path / "runs.jsonl")] == [None, None]
+
+
+WAITS = """
+import pathlib, sys, time
+if any(a.endswith("train.py") for a in sys.orig_argv) and "--seed=2" in sys.orig_argv:
+    pathlib.Path({begun!r}).touch()
+    time.sleep(3600)
+"""
 
 
 @pytest.mark.slow
@@ -234,21 +244,22 @@ def test_a_killed_replication_goes_on_and_ends_in_a_report(tmp_path):
     argv = [sys.executable, "replicate.py", "--quick", "--methods=pretrain,pd", "--max_steps=3", "--schedule_steps=3", "--warmup_steps=1",
             f"--source={tmp_path / 'text'}", f"--data_dir={tmp_path / 'data'}", f"--out={tmp_path / 'out'}", "--rows=3", "--val_max_rows=2",
             "--seq_len=31", "--histogram_every_steps=1", "--device=cpu"]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out, runs = tmp_path / "out", tmp_path / "out" / "runs.jsonl"
-    first = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not runs.is_file() and first.poll() is None:
+    out, runs, begun = tmp_path / "out", tmp_path / "out" / "runs.jsonl", tmp_path / "begun"
+    (tmp_path / "sitecustomize.py").write_text(WAITS.format(begun=str(begun)))  # Python imports it at its start
+    first = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True)  # fmt: skip
+    while not begun.exists() and first.poll() is None:
         time.sleep(0.05)
-    first.send_signal(signal.SIGTERM)  # the first run has ended, the second has begun
-    _, said = first.communicate(timeout=60)
+    first.send_signal(signal.SIGTERM)  # the first run has ended, the second has begun and cannot end
+    _, said = first.communicate(timeout=600)
     assert first.returncode == 143, said
-    before = replicate.tables.read_lines(runs)
+    before = replicate.read_lines(runs)
     assert [(x["run"], x["rc"]) for x in before] == [("main_lr0.003_seed1", 0), ("main_lr0.003_seed2", None)]
     made = (out / "main_lr0.003_seed1" / "pd" / "run.json").stat().st_mtime_ns
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (out / "main_lr0.003_seed1" / "pd" / "run.json").stat().st_mtime_ns == made  # not run again
-    lines = replicate.tables.read_lines(out / "replication" / "results.jsonl")
+    lines = replicate.read_lines(out / "replication" / "results.jsonl")
     kept = [
         ("main", "pretrain", 1),
         ("main", "pd", 1),

@@ -336,7 +336,7 @@ def over_rows(
     students: list[Qwen2],
     teacher: Qwen2 | None,
     rows: np.ndarray,
-    tokenizer: PreTrainedTokenizerFast,
+    n_bytes: np.ndarray,
     batch_tokens: int,
 ) -> list[dict[str, np.ndarray]]:
     """The summands of `heldout.figures`, per student and row; each process scores its share of the batches.

@@ -9,6 +9,7 @@ import pytest
 
 import configure
 from configure import Config, ConfigError, load
+from lib import files
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +41,8 @@ def test_files_then_flags_and_where_each_value_came_from(tmp_path):
         (["--max_steps=1.5"], "max_steps=1.5: expected int, got float"),
         (["--compile=1"], "compile=1: expected bool, got int"),
         (["--seed=True"], "seed=True: expected int, got bool"),
-        (["--anchor=top"], "anchor='top': expected 'none' or 'teacher' or 'label' or 'both' or None, got str"),
+        (["--dtype=int8"], "dtype='int8': expected 'auto' or 'float32' or 'bfloat16', got str"),
+        (["--anchor=top"], "--anchor=top: no such key 'anchor'; settings belong to a method: --alra.anchor=VALUE"),
         (["--lr"], "--lr: expected --lr=VALUE"),
         (["--methods="], "methods=(): expected at least one name"),
         (["--methods=alra,alra"], "alra"),
@@ -119,22 +121,22 @@ def test_keys_that_stand_against_each_other(refused, taken, message):
 
 def test_words_that_stand_for_values():
     cfg = load(
-        ["--compile=true", "--recompute=false", "--train_rows=none", "--val_max_rows=None", "--anchor=none"]
+        ["--compile=true", "--recompute=false", "--train_rows=none", "--val_max_rows=None", "--alra.anchor=none"]
     ).config
     assert cfg.compile is True and cfg.recompute is False and cfg.train_rows is None and cfg.val_max_rows is None
-    assert cfg.row_len == cfg.seq_len + 1 == 513
+    assert cfg.row_len == cfg.seq_len + 1 == 513 and cfg.hyper == {"alra": {"anchor": "none"}}
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     path = tmp_path / "state.json"
-    configure.write_whole(path, "old")
+    files.write_whole(path, "old")
 
     def full(handle):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(configure.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        configure.write_whole(path, "new and longer")
+        files.write_whole(path, "new and longer")
     assert path.read_text() == "old"
 
 

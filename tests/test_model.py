@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import bench
 import sample
+from lib.hf import leading_bos
 from model import (
     PRESETS,
     CheckpointError,
@@ -21,7 +22,6 @@ from model import (
     Qwen2Config,
     find_folder,
     init_student,
-    leading_bos,
     load_config,
     load_tokenizer,
     tokenizer_hash,

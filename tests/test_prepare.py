@@ -22,12 +22,12 @@ import zstandard
 from transformers import PreTrainedTokenizerFast
 
 import configure
-import model
 import prepare
 import train
 from configure import Config, load
-from lib import rows
-from model import CheckpointError, Qwen2Config, init_student, leading_bos, load_tokenizer
+from lib import hf, rows
+from lib.hf import leading_bos
+from model import CheckpointError, Qwen2Config, init_student, load_tokenizer
 from tests.naive_rows import SHORT_FORMS, naive_rows
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -346,7 +346,7 @@ def test_data_from_before_there_was_a_bos_has_none(whole, small, tmp_path, monke
         facts = json.loads(file.read_text())
         (facts if whole else facts["recipe"]).pop("bos")
         file.write_text(json.dumps(facts))
-    monkeypatch.setattr(model, "leading_bos", lambda tokenizer: 7)
+    monkeypatch.setattr(hf, "leading_bos", lambda tokenizer: 7)
     with pytest.raises(prepare.PrepareError, match="bos was None, now 7"):
         prepare.prepare(config(small, folder, source))
     prepare.prepare(config(small, folder, source, bos="none"))

@@ -14,6 +14,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_the_machine_is_what_the_config_says(world, monkeypatch):
 
 
 def test_the_time_that_is_left_is_short_to_read():
-    assert [train.hours(s) for s in (11_520, 3_600, 3_599, 2_700, 60, 20, 0)] == ["3h12m", "1h00m", "1h00m", "45m", "1m", "20s", "0s"]  # fmt: skip
+    assert [runlog.hours(s) for s in (11_520, 3_600, 3_599, 2_700, 60, 20, 0)] == ["3h12m", "1h00m", "1h00m", "45m", "1m", "20s", "0s"]  # fmt: skip
 
 
 def test_padding_never_reaches_a_loss(world):
@@ -217,10 +218,11 @@ def trained(world: Path, n: int, prepare=lambda student: None, **changes) -> tup
     student, grads = train.make_student("pretrain", cfg, env.device), []
     prepare(student)
     weights = [[p.detach().double() for p in student.model.parameters()]]
-    env.sum = lambda tensors: grads.append([g.double() for g in tensors])  # between the backward pass and the clip
     stream = train.batches(rows, None, 0, cfg, env)
     for step in range(n):
-        train.update([student], None, stream, step, cfg, env)
+        with mock.patch.object(train.parallel, "sum_in_place") as summed:  # between the backward pass and the clip
+            summed.side_effect = lambda tensors: grads.append([g.double() for g in tensors])
+            train.update([student], None, stream, step, cfg, env)
         weights.append([p.detach().double() for p in student.model.parameters()])
     return student, grads, weights
 

@@ -54,7 +54,7 @@ def writing(path: Path) -> Iterator[None]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         raise CheckpointError(
-            f"{path}: not written ({error}); make room there, and the same command goes on from the last whole checkpoint"
+            f"{path}: not written ({error}); see to its room and rights, and the same command goes on from the last whole checkpoint"
         ) from error
 
 

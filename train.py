@@ -766,12 +766,13 @@ def to_tensorboard(writer, record: dict) -> None:
 
 
 def append_json(path: Path, record: dict) -> None:
-    with path.open("a") as file:
+    with checkpoint.writing(path), path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def write_json(path: Path, value: dict) -> None:
-    configure.write_whole(path, json.dumps(value, indent=1) + "\n")
+    with checkpoint.writing(path):
+        configure.write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def hours(seconds: float) -> str:

@@ -579,7 +579,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     monkeypatch.setattr(safetensors.torch, "save_file", fill_up)
     assert configure.guard(lambda: train.run(load(world, tmp_path, methods="alra"))) == 1
     said = capsys.readouterr().err
-    assert re.search(rf"^CheckpointError: .*{where}: not written \(.*No space left.*\); make room there, and the same", said, re.M)  # fmt: skip
+    assert re.search(rf"^CheckpointError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
     assert not (tmp_path / "alra" / where).exists()  # its room is free again
     monkeypatch.setattr(safetensors.torch, "save_file", save)
     steps = [2, 4, 6] if where == "model.tmp" else [2]
@@ -588,6 +588,18 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     ]
     assert train.run(load(world, tmp_path, methods="alra")) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"^/dev/full: not written \(.*No space left on device\); see to its room"
+    ):
+        train.append_json(Path("/dev/full"), {"step": 1})
+    (tmp_path / "stopped.json.new").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"stopped.json: not written \(.*No space left on device\)"):
+        train.write_json(tmp_path / "stopped.json", {"step": 1})
+    assert not (tmp_path / "stopped.json").exists()
 
 
 # --- the account: MFU, the time that is left, and who else gets the records
@@ -610,7 +622,7 @@ def test_mfu_is_the_share_of_all_cards(world, monkeypatch):
 
 def test_the_time_that_is_left_counts_from_where_this_process_began(world, tmp_path, monkeypatch):
     """A clock that goes on by a second each time it is read: at the start, twice in an update, once for a line."""
-    monkeypatch.setattr(train.time, "perf_counter", itertools.count(1000.0).__next__)
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=itertools.count(1000.0).__next__))
     keys = {"methods": "pretrain", "d_max": "none", "log_every_steps": 1, "val_every_steps": 9}
     assert train.run(load(world, tmp_path, **keys, max_steps=2)) == 0
     assert train.run(load(world, tmp_path, **keys)) == 0

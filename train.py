@@ -34,7 +34,7 @@ from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel
 from lib.batches import Rows
 from lib.figures import figures
-from lib.files import append_line, read_json, write_json
+from lib.files import append_line, read_json, write_json, writing
 from lib.fused import head_losses
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import row_order
@@ -404,7 +404,7 @@ def run(loaded: configure.Loaded) -> int:
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
         elif env.first:
-            with checkpoint.writing(s.folder / "model.tmp"):
+            with writing(s.folder / "model.tmp"):
                 s.model.save_pretrained(s.folder / "model", tokenizer)
             write_json(s.folder / "run.json", student_facts(s, step, clock, cfg, facts))
             env.say(f"{s.name}: {s.folder / 'model'}")

@@ -5,11 +5,9 @@ FOLDER/step_00001000/model.safetensors       weights
                      state.json              step, account, and what the run was made of
 """
 
-import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors
@@ -17,8 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from lib.files import read_lines, write_lines
-from lib.hf import CheckpointError
+from lib.files import CheckpointError, read_lines, write_lines, writing
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
@@ -41,22 +38,6 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, state: di
             flush(path)
         os.replace(new, final)
         flush(folder)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """While `path` is written: a full disk, or whatever else the system says, is one clear line.
-
-    safetensors raises an error of its own there, which is no OSError. A folder that was begun is removed, for its room.
-    """
-    try:
-        yield
-    except (OSError, safetensors.SafetensorError) as error:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        raise CheckpointError(
-            f"{path}: not written ({error}); make room there, and the same command goes on from the last whole checkpoint"
-        ) from error
 
 
 def flush(path: Path) -> None:

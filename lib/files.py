@@ -1,8 +1,34 @@
 """Files that are whole or not there, and the JSON that runs leave behind."""
 
+import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+import safetensors
+
+
+class CheckpointError(ValueError):
+    """A file, checkpoint, model folder or tokenizer that cannot be used as asked."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says while `path` is written, like a full disk, into one clear line.
+
+    safetensors raises an error of its own there, which is no OSError. A folder that was begun is removed, for its room.
+    """
+    try:
+        yield
+    except (OSError, safetensors.SafetensorError) as error:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        raise CheckpointError(
+            f"{path}: not written ({error}); see to its room and rights, and the same command goes on from the last whole "
+            "checkpoint"
+        ) from error
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -16,25 +42,26 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    write_whole(path, json.dumps(value, indent=1) + "\n")
+    with writing(path):
+        write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. ValueError where the file is not JSON, or holds something else than an object."""
+    """The object in a JSON file. `CheckpointError` where the file is not JSON, or holds something else than an object."""
     try:
         value = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(
+        raise CheckpointError(
             f"{path}: not whole JSON ({error}); remove it, and the command that wrote it makes it again"
         ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def append_line(path: Path, record: dict) -> None:
     """Add a record to a file of JSON lines."""
-    with path.open("a") as file:
+    with writing(path), path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 

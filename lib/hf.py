@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-
-class CheckpointError(ValueError):
-    """A checkpoint, model folder or tokenizer that cannot be used as asked."""
+from lib.files import CheckpointError
 
 
 def find_folder(name: str) -> Path:

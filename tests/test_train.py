@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import configure
 import train
 from configure import Config, ConfigError
-from lib import checkpoint, heldout, runlog
+from lib import checkpoint, files, heldout, runlog
 from lib.rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
 from losses import IGNORE, METHODS
 from model import CheckpointError, Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
@@ -119,8 +119,9 @@ def test_row_order_is_a_function_of_the_step_alone():
 
 def test_rows_are_visited_in_stored_order_or_in_one_of_the_seed(world):
     for seed in (5, 6):
-        rows = train.open_data(load(world, Path("unused"), shuffle=True, seed=seed).config, "train")
-        assert rows.of_update(3).tolist() == row_order(3, 4, 97, seed).tolist()
+        cfg = load(world, Path("unused"), shuffle=True, seed=seed).config
+        rows = train.open_data(cfg, "train")
+        assert train.rows_of_update(rows, 3, cfg).tolist() == row_order(3, 4, 97, seed).tolist()
     cfg = load(world, Path("unused")).config
     assert train.rows_of_update(train.open_data(cfg, "train"), 3, cfg).tolist() == [12, 13, 14, 15]
 
@@ -585,7 +586,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     monkeypatch.setattr(safetensors.torch, "save_file", fill_up)
     assert configure.guard(lambda: train.run(load(world, tmp_path, methods="alra"))) == 1
     said = capsys.readouterr().err
-    assert re.search(rf"^CheckpointError: .*{where}: not written \(.*No space left.*\); make room there, and the same", said, re.M)  # fmt: skip
+    assert re.search(rf"^CheckpointError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
     assert not (tmp_path / "alra" / where).exists()  # its room is free again
     monkeypatch.setattr(safetensors.torch, "save_file", save)
     steps = [2, 4, 6] if where == "model.tmp" else [2]
@@ -594,6 +595,18 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     ]
     assert train.run(load(world, tmp_path, methods="alra")) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"^/dev/full: not written \(.*No space left on device\); see to its room"
+    ):
+        files.append_line(Path("/dev/full"), {"step": 1})
+    (tmp_path / "stopped.json.new").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"stopped.json: not written \(.*No space left on device\)"):
+        files.write_json(tmp_path / "stopped.json", {"step": 1})
+    assert not (tmp_path / "stopped.json").exists()
 
 
 # --- the account: MFU, the time that is left, and who else gets the records
@@ -620,7 +633,9 @@ def test_mfu_is_the_share_of_all_cards(world, monkeypatch):
 
 def test_the_time_that_is_left_counts_from_where_this_process_began(world, tmp_path, monkeypatch):
     """A clock that goes on by a second each time it is read: at the start, twice in an update, once for a line."""
-    monkeypatch.setattr(train.time, "perf_counter", itertools.count(1000.0).__next__)
+    clock = types.SimpleNamespace(perf_counter=itertools.count(1000.0).__next__)
+    for module in (train, runlog):
+        monkeypatch.setattr(module, "time", clock)
     keys = {"methods": "pretrain", "log_every_steps": 1, "val_every_steps": 9}
     assert train.run(load(world, tmp_path, **keys, max_steps=2)) == 0
     assert train.run(load(world, tmp_path, **keys)) == 0
@@ -820,7 +835,7 @@ def test_histograms_hold_every_position_and_leave_the_run_alone(world, finished,
     assert not (tmp_path / "vanilla_kd" / "histograms.jsonl").exists()
     cfg = load(world, tmp_path).config
     rows = train.open_data(cfg, "train")
-    x, y, n = rows.batch(rows.of_update(3), torch.device("cpu"))
+    x, y, n = rows.batch(train.rows_of_update(rows, 3, cfg), torch.device("cpu"))
     with torch.no_grad():
         p = AutoModelForCausalLM.from_pretrained(world / "teacher")(x).logits[y != IGNORE].double().softmax(-1)
     got, labels = teacher[1], y[y != IGNORE]
@@ -902,7 +917,7 @@ def test_processes_that_would_cut_a_forward_batch_are_refused(world):
 )
 def test_a_package_that_is_not_there_is_told_before_anything_is_made(world, tmp_path, monkeypatch, changes, message):
     monkeypatch.setattr(runlog.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         train.run(load(world, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
 
@@ -1035,7 +1050,7 @@ def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_p
     with pytest.raises(ConfigError, match=r"already contains a different run \(teacher_sha256 differs\)"):
         train.run(load(world, run, **{**keys, **free}))
     (run / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"run.json: not JSON \(.*; set another out_dir, or remove that folder"):
+    with pytest.raises(CheckpointError, match=r"run.json: not whole JSON \(.*; remove it):
         train.run(load(world, run, **keys))
 
 

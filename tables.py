@@ -1,6 +1,7 @@
 """Result files in, the paper's tables out, its numbers beside ours.
 
-`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is one row, mean and 95 % interval.
+`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is one
+row, mean and 95 % interval.
 Rows stand in one table only where they can be compared: same initial weights per seed, data, budget, optimisation and
 protocol of scoring.
 """
@@ -194,9 +195,9 @@ RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nomin
 # Config keys that two such students need not share. A key that stands in neither list nor Config must be equal too, so
 # that a key of tomorrow is compared from its first day on. A result without some key counts as made at its default.
 MAY_DIFFER = {
-    "methods", "student", "seed", *configure.OVERRIDES,  # rows and tables of their own; initial weights compared by seed
+    "methods", "student", "seed", *configure.OVERRIDES,  # rows and tables of their own; initial weights by seed
     "teacher", "tokenizer",  # places: the hashes are compared
-    "data_dir", "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
+    "data_dir", "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share",  # as of the rows
     "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
     "micro_batch", "device", "teacher_device", "recompute", "compile",  # speed and memory
     "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
@@ -268,8 +269,8 @@ def read_json(file: Path) -> dict:
 def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
     """Paths of a command -> the folders that they stand for, and those of students that are not `done`.
 
-    A run's folder stands for its methods. Files are passed over: RUN/* names them too, and so it stands for RUN. Any other
-    path stands for itself.
+    A run's folder stands for its methods. Files are passed over: RUN/* names them too, and so it stands for RUN. Any
+    other path stands for itself.
     """
     whole = {path.parent for path in map(Path, paths) if path.is_file()}
     found, left_out = [], []

@@ -1,7 +1,7 @@
 """Result files in, the paper's tables out, its numbers beside ours.
 
-`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is one
-row, mean and 95 % interval.
+`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is
+one row, mean and 95 % interval.
 Rows stand in one table only where they can be compared: same initial weights per seed, data, budget, optimisation and
 protocol of scoring.
 """

@@ -388,7 +388,7 @@ class Checkpoint:
 
 
 def locate(name: str, args) -> tuple[str, Path, dict | None]:
-    """A student's folder, a model folder or a hub id -> the model's folder, where its results go, and facts of its run."""
+    """A student's folder, a model folder or a hub id -> the model's folder, where results go, and facts of its run."""
     path, source, folder, run = Path(name), name, args.out, None
     if path.name == "model" and (path.parent / "run.json").is_file():
         path = path.parent  # a student by its weights' own folder

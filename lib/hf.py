@@ -134,8 +134,8 @@ def save_folder(
         "model_type": kind,
         "hidden_act": "silu",
         "torch_dtype": dtype,
-        **parts,
         **shape,
+        **parts,
         **ends,
     }
     (new / "config.json").write_text(json.dumps(facts, indent=1) + "\n")

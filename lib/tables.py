@@ -1,6 +1,7 @@
 """Result files in, the paper's tables out, its numbers beside ours.
 
-`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is one row, mean and 95 % interval.
+`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is
+one row, mean and 95 % interval.
 Rows stand in one table only where they can be compared: same initial weights per seed, data, budget, optimisation and
 protocol of scoring.
 """
@@ -196,8 +197,8 @@ def read_json(file: Path) -> dict:
 def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
     """Paths of a command -> the folders that they stand for, and those of students that are not `done`.
 
-    A run's folder stands for its methods. Files are passed over: RUN/* names them too, and so it stands for RUN. Any other
-    path stands for itself.
+    A run's folder stands for its methods. Files are passed over: RUN/* names them too, and so it stands for RUN. Any
+    other path stands for itself.
     """
     whole = {path.parent for path in map(Path, paths) if path.is_file()}
     found, left_out = [], []

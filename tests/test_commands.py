@@ -1,4 +1,4 @@
-"""Every command in the scripts' docstrings, run as it stands but for its size; those above the configs, held against them."""
+"""Every command in the scripts' docstrings, run as it stands but for its size; those above configs, checked."""
 
 import ast
 import glob
@@ -23,11 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(ROOT.glob("config/*.py"))
 ROWS = "--source=text.jsonl --n_documents=none --val_share=0 --val_rows=4 --seq_len=16"
 TRAIN = (
-    "--device=cpu --max_steps=2 --schedule_steps=2 --warmup_steps=1 --val_max_rows=2 --val_every_steps=2 --compile=false "
-    "--checkpoint_every_steps=2 --seq_len=16 --batch_rows=2 --micro_batch=1 --teacher=demo/teacher --student=mini"
+    "--device=cpu --max_steps=2 --schedule_steps=2 --warmup_steps=1 --val_max_rows=2 --val_every_steps=2 "
+    "--compile=false --checkpoint_every_steps=2 --seq_len=16 --batch_rows=2 --micro_batch=1 "
+    "--teacher=demo/teacher --student=mini"
 )
 SCORE = "--tasks none --max_rows 2 --device cpu"
-# Each command of a docstring -> what is added so that it ends at once without a hub; in the order in which they are run.
+# Each command of a docstring -> what is added so that it ends at once without a hub, in the order of running.
 COMMANDS = {
     "python prepare.py config/alra_200m.py": f"{ROWS} --tokenizer=demo/teacher --train_rows=1010",
     "python prepare.py --verify data/pile": "",

@@ -695,7 +695,7 @@ def test_the_readme_says_how_many_requests_are_cut():
         texts = [text for text in texts if len(text) > 513]
         long[split] = sum(len(ids) > 513 for ids in tokenizer(texts)["input_ids"])
     assert long == {"train": 4, "validation": 0}
-    assert "cuts four requests of\nPIQA's training set" in (ROOT / "README.md").read_text()
+    assert "cuts four requests of PIQA's training set" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_paired_bootstrap():
@@ -800,8 +800,8 @@ def test_table_in_the_papers_rows_order_and_marks(tmp_path):
     ]
     assert "SC16: 500 items, the paper has 1,000." in text and "OBQA" not in text.split("One seed each")[1]
     cell = next(r for r in records if r["method"] == "tad" and r["column"] == "piqa")
-    assert cell == {"table": "Main results", "student": "200m", "split": "heldout", "method": "tad", "column": "piqa", "metric": "acc",
-                    "value": pytest.approx(58.649), "plus_minus": None, "n_seeds": 1, "paper": 58.76}  # fmt: skip
+    assert cell == {"table": "Main results", "student": "200m", "split": "heldout", "method": "tad", "column": "piqa",
+                    "metric": "acc", "value": pytest.approx(58.649), "plus_minus": None, "n_seeds": 1, "paper": 58.76}  # fmt: skip
 
 
 def test_acc_norm_where_a_task_has_it(tmp_path):
@@ -1078,7 +1078,7 @@ def test_what_is_not_there_is_told_before_the_hub_is_asked(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "run").mkdir(parents=True)
     for name, said in (("out/none", "no such folder"), ("./x/y", "no such folder"), ("/none", "no such folder"),
-                       ("out/a/b", "no such folder"), ("none", "no such folder"), ("out/run", "no model/ in it")):  # fmt: skip
+                       ("out/a/b", "no such folder"), ("none", "no such folder"), ("out/run", "no model/")):  # fmt: skip
         with pytest.raises(ValueError, match=f"{name}: {said}"):
             ev.run([name])
     with pytest.raises(AssertionError, match="the hub was asked"):

@@ -1050,7 +1050,7 @@ def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_p
     with pytest.raises(ConfigError, match=r"already contains a different run \(teacher_sha256 differs\)"):
         train.run(load(world, run, **{**keys, **free}))
     (run / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"run.json: not whole JSON \(.*; remove it):
+    with pytest.raises(CheckpointError, match=r"run.json: not whole JSON \(.*; remove it"):
         train.run(load(world, run, **keys))
 
 

@@ -18,7 +18,7 @@ REAL = f"{TINY} --teacher=demo/teacher --student=demo --batch_rows=2 --compile=f
 # Each command of the README -> what is added so that it ends in seconds without a hub; None: it is not run here.
 # The commands of one chain need what earlier ones of that chain have made.
 CHAINS = {
-    "the paper's": {
+    "paper": {
         "python prepare.py config/alra_200m.py": "--source=text.jsonl --tokenizer=demo/teacher --n_documents=none --train_rows=40 --val_rows=4",
         "python train.py config/alra_200m.py": REAL,
         "python eval.py out/alra_200m/alra": "--tasks none --max_rows 2 --device cpu",
@@ -28,7 +28,7 @@ CHAINS = {
         "torchrun --nproc_per_node=2 train.py config/alra_200m.py": f"{REAL} --out_dir=out/two",
         "python train.py config/alra_200m.py --methods=alra,tad --lr=3e-4 --out_dir=out/try": REAL,
     },
-    "the demo's": {
+    "demo": {
         "make demo": "",
         "python prepare.py --show 0 data/demo": "",
         "python prepare.py --verify data/demo": "",
@@ -89,7 +89,7 @@ def test_every_command_is_in_a_chain():
 @pytest.mark.parametrize("chain", CHAINS)
 def test_every_command_runs(chain, copy):
     for command in dict.fromkeys(shown()):  # in the README's order
-        if command == "make demo" and chain == "the demo's":
+        if command == "make demo" and chain == "demo":
             for line in demo_recipe(copy):
                 more = {"train.py": SMALL, "eval.py": "--max_rows 4"}.get(line.split()[1], "")
                 said = sh(f"{line} {more}", copy)

@@ -96,6 +96,10 @@ def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
 # --- small parts
 
 
+def test_every_run_has_the_threads_of_the_runs_that_it_is_compared_with():
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]) == 1  # tests/conftest.py
+
+
 def test_learning_rate_is_linear_then_cosine_and_ends_where_the_paper_says():
     cfg = Config()
     assert train.learning_rate(0, cfg) == pytest.approx(6e-4 / 512)

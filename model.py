@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from lib.hf import (  # noqa: F401  some of these are looked for here by those who load a model
+    INIT_STD,
     CheckpointError,
     find_folder,
     load_tokenizer,
@@ -39,8 +40,6 @@ from lib.hf import (  # noqa: F401  some of these are looked for here by those w
     tokenizer_hash,
     weights_hash,
 )
-
-INIT_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -240,7 +239,6 @@ class Qwen2(nn.Module):
         shape = dataclasses.asdict(self.config)
         if shape["head_dim"] * shape["num_attention_heads"] == shape["hidden_size"]:
             del shape["head_dim"]  # the default; older readers do not know the key
-        shape = {"initializer_range": INIT_STD, "attention_dropout": 0.0, **shape}
         save_folder(Path(folder), shape, self.state_dict(), tokenizer)
 
 

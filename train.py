@@ -165,7 +165,7 @@ class Student:
     folder: Path
     overrides: dict  # of the method's row in METHODS
     init_sha256: str
-    sums: dict[str, Tensor] = field(default_factory=dict)  # of each term over the tokens since the last log line
+    sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, of each term over the tokens since the last log line
     gnorm: Tensor | None = None
     stopped: str | None = None  # why it could not go on
     sinks: list[Callable[[dict], None]] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
@@ -239,7 +239,7 @@ def update(
         for s, (loss, terms) in zip(students, results, strict=True):
             (loss / n_micro).backward()
             for name, value in terms.items():
-                s.sums[name] = s.sums.get(name, 0.0) + value * n
+                s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
     for s in students:
         parallel.sum_in_place([p.grad for p in s.model.parameters()])
         s.gnorm = clip_gradients(s.model.parameters(), cfg.clip)
@@ -423,8 +423,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
     used = mfu(tok_per_sec * run_flops_per_token(len(live), teacher, cfg), env.device, env.world)
     cuda = env.device.type == "cuda"
     for s in live:
-        sums = [torch.as_tensor(value, dtype=torch.float64, device=env.device) for value in s.sums.values()]
-        sums = torch.stack(sums)
+        sums = torch.stack(list(s.sums.values()))
         parallel.sum_in_place([sums])
         terms = dict(zip(s.sums, (sums / max(line_valid, 1)).tolist(), strict=True))
         record = {
@@ -634,7 +633,9 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
         belongs = {"method": s.name, "init_sha256": s.init_sha256}
         belongs |= {key: facts[key] for key in ("data_sha256", "teacher_sha256")}
         state = checkpoint.load(s.folder / "checkpoints" / newest, s.model, s.optimizer, belongs)
-        s.sums = {key: torch.tensor(value, device=env.device) for key, value in state["sums"].items()}
+        s.sums = {
+            key: torch.tensor(value, dtype=torch.float64, device=env.device) for key, value in state["sums"].items()
+        }
     return step, Clock(step, **{key: state[key] for key in CLOCK_KEYS})
 
 

@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib.files import CheckpointError
 
+INIT_STD = 0.02  # of a student's first weights
+
 
 def find_folder(name: str) -> Path:
     """A local folder, or the local copy of a hub repository `owner/name` (fetched where it is not there yet)."""
@@ -134,8 +136,10 @@ def save_folder(
         "model_type": kind,
         "hidden_act": "silu",
         "torch_dtype": dtype,
-        **shape,
+        "initializer_range": INIT_STD,
+        "attention_dropout": 0.0,
         **parts,
+        **shape,
         **ends,
     }
     (new / "config.json").write_text(json.dumps(facts, indent=1) + "\n")

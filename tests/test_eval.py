@@ -227,6 +227,7 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, wanted, rows, tmp_p
     (tmp_path / "data").mkdir()
     rows[:3].tofile(tmp_path / "data" / "val.bin")
     manifest = {"rows": 3, "row_len": rows.shape[1], "tokenizer_sha256": tokenizer_hash(tokenizer)}
+    manifest |= {"eos_id": 0, "sha256": "x"}
     manifest["quick_sha256"] = quick_hash(tmp_path / "data" / "val.bin")
     for bos in (None, 307):
         (tmp_path / "data" / "val.json").write_text(json.dumps(manifest | {"bos": bos}))

@@ -1,5 +1,6 @@
 """Every command and every line of code that the README shows, run as it stands but for its size."""
 
+import json
 import os
 import re
 import shutil
@@ -26,7 +27,8 @@ CHAINS = {
         "python train.py config/table_main.py": REAL,
         "python eval.py out/table_main": "--tasks none --max_rows 2 --device cpu",
         "torchrun --nproc_per_node=2 train.py config/alra_200m.py": f"{REAL} --out_dir=out/two",
-        "python train.py config/alra_200m.py --methods=alra,tad --lr=3e-4 --out_dir=out/try": REAL,
+        "python train.py config/alra_200m.py --methods=tad --out_dir=out/tad_200m": REAL,
+        "python train.py config/alra_200m.py --methods=alra,tad --lr=3e-4 --alra.gamma=3 --out_dir=out/try": REAL,
     },
     "demo": {
         "make demo": "",
@@ -102,20 +104,32 @@ def test_every_command_runs(chain, copy):
 
 @pytest.mark.slow
 def test_an_objective_is_added_in_three_steps_as_the_readme_says(copy):
-    """The three blocks of code are pasted where their steps say, and the command is run."""
-    block = re.compile(r"<!-- step (\d) -->\n```\w+\n(.*?)```", re.S)
-    steps = dict(block.findall(README))
-    assert list(steps) == ["1", "2", "3"]
-    losses = copy / "losses.py"
-    code = losses.read_text()
-    place = code.index("# The table.")
-    end = code.index("def needs_teacher(")
-    losses.write_text(code[:place] + steps["1"] + "\n\n" + code[place:end] + steps["2"] + "\n\n" + code[end:])
+    """The blocks of code are pasted where the README says, and its commands are run: train, eval, table, plot."""
+    steps = dict(re.findall(r"<!-- (step \d|hidden states) -->\n```\w+\n(.*?)```", README, re.S))
+    assert list(steps) == ["step 1", "step 2", "step 3", "hidden states"]
+    losses, train = copy / "losses.py", copy / "train.py"
+    losses.write_text(f"{losses.read_text()}\n\n{steps['step 1']}\n\n{steps['step 2']}")
     sh("python prepare.py config/demo.py --source=text.jsonl", copy)
-    said = sh(f"{steps['3'].strip()} {SMALL}", copy)
-    assert "sqrt_kd: out/sqrt_kd/sqrt_kd/model" in said
-    check = "import torch, losses; z = torch.randn(7, 11); y = torch.arange(7); y[2] = -100; l = losses.sqrt_kd(z, z, y); print(l.abs().max() < 1e-6, l[2] == 0)"
+    for command in steps["step 3"].splitlines():
+        more = {"train.py": SMALL, "eval.py": "--max_rows 2"}.get(command.split()[1], "")
+        said = sh(f"{command} {'' if '--table' in command else more}", copy)
+        if "eval.py" in command:
+            assert "| sqrt_kd tau=1.5 |" in said
+    assert "sqrt_kd,kd," in (copy / "out" / "sqrt_kd" / "curves.csv").read_text()
+    check = (
+        "import torch, losses; z = torch.randn(7, 11); y = torch.arange(7); y[2] = -100; "
+        "l = losses.sqrt_kd(z, z, y); print(l.abs().max() < 1e-6, l[2] == 0)"
+    )
     assert sh(f'{sys.executable} -c "{check}"', copy).split() == ["tensor(True)", "tensor(True)"]
+    code, above = train.read_text(), "        for s, (loss, terms) in zip(students, results, strict=True):\n"
+    assert code.count(above) == 1
+    train.write_text(code.replace(above, steps["hidden states"] + above))
+    sh(f"python train.py config/demo.py --methods=vanilla_kd {SMALL} --out_dir=out/alike", copy)
+    lines = [
+        json.loads((copy / "out" / run / "vanilla_kd" / "log.jsonl").read_text().splitlines()[0])
+        for run in ("sqrt_kd", "alike")
+    ]
+    assert 0 < lines[1]["alike"] < 1 and lines[1]["gnorm"] != lines[0]["gnorm"]
 
 
 def test_the_replications_table_is_the_reports():
@@ -128,7 +142,7 @@ def test_the_replications_table_is_the_reports():
 def test_the_file_table_names_what_is_there():
     named = set(re.findall(r"^\| (`[^|]+`) \|", README, re.M))
     files = {name for cell in named for name in re.findall(r"`([^`]+)`", cell)}
-    scripts = {p.name for p in ROOT.glob("*.py")}
+    scripts = {p.name for p in ROOT.glob("*.py")} | {f"lib/{p.name}" for p in (ROOT / "lib").glob("[a-z]*.py")}
     assert scripts <= files and {"config/", "demo/", "tests/", "LOG.md"} <= files, scripts - files
     assert all((ROOT / name).exists() for name in files if name.endswith((".py", "/", ".md")))
 
@@ -143,12 +157,15 @@ def cells(heading: str) -> list[list[str]]:
 def test_the_choices_name_real_keys():
     import configure
     import eval as ev
+    import losses
 
     choices = cells("Choices that the paper leaves open")
     named = [key for *_, others in choices for key in re.findall(r"`(\w+)`", others)]
-    assert len(choices) > 20 and len(named) > 15 and all(len(row) == 3 for row in choices)
+    assert len(choices) > 20 and len(named) > 5 and all(len(row) == 3 for row in choices)
     for key in named:
         assert key in configure.TYPES, key
+    hyper = [pair for *_, others in choices for pair in re.findall(r"`(?!config)(\w+)\.(\w+)`", others)]
+    assert len(hyper) > 8 and all(key in losses.keywords(method) for method, key in hyper), hyper
     flags = [key for *_, others in choices for key in re.findall(r"`--(\w+)`", others)]
     assert {"metric", "limit"} == set(flags) <= vars(ev.arguments(["x"])).keys()
 

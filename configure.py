@@ -10,7 +10,6 @@ combination raises `ConfigError`. The resolved config is written into the run's 
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import io
 import json
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lib.files import write_whole
+from lib.files import nearest, write_whole
 
 
 class ConfigError(ValueError):
@@ -233,8 +232,8 @@ def _run_file(path: str) -> dict:
     if not path.endswith(".py"):
         raise ConfigError(f"{path}: expected a config file (*.py) or --key=value")
     if not Path(path).is_file():
-        near = difflib.get_close_matches(path, [str(p) for p in Path(path).parent.glob("*.py")], n=1)
-        raise ConfigError(f"{path}: no such config file" + (f", did you mean {near[0]}?" if near else ""))
+        near = nearest(path, map(str, Path(path).parent.glob("*.py")))
+        raise ConfigError(f"{path}: no such config file" + (f", did you mean {near}?" if near else ""))
     names: dict = {}
     try:
         exec(compile(Path(path).read_text(), path, "exec"), names)
@@ -252,9 +251,9 @@ def _known(key: str, where: str) -> None:
     from losses import METHODS, keywords  # not above: it takes a second, and only this error needs it
 
     owners = {setting: name for name in reversed(METHODS) for setting in keywords(name)}
-    near = difflib.get_close_matches(key, [*TYPES, *owners], n=1)
-    setting = key if key in owners else near[0] if near else None
-    hint = "" if key in owners else f", did you mean {near[0]!r}?" if near else "; configure.py lists them all"
+    near = nearest(key, [*TYPES, *owners])
+    setting = key if key in owners else near
+    hint = "" if key in owners else f", did you mean {near!r}?" if near else "; configure.py lists them all"
     if setting in owners:
         hint += f"{'' if hint else ';'} settings belong to a method: --{owners[setting]}.{setting}=VALUE"
     raise ConfigError(f"{where}: no such key {key!r}{hint}")

@@ -17,7 +17,6 @@ An objective is `name(z_s, z_t, y, *, settings) -> [N]`:
 function and a row of `METHODS` to this file. Dimensions: N positions, V vocabulary, k tokens of a local set.
 """
 
-import difflib
 import functools
 import inspect
 import math
@@ -30,6 +29,7 @@ from torch.nn import functional as F
 
 from lib import fused, vocab
 from lib.checks import IGNORE, all_finite, between, enter, leave, not_negative, one_of, positive, require, valid_mean
+from lib.files import nearest
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
 # --- ALRA ----------------------------------------------------------------------------------------------------------
@@ -436,8 +436,8 @@ def resolve(name: str, **overrides) -> Method:
 
 def _row(name: str) -> Method:
     if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else f": {', '.join(METHODS)}"
+        near = nearest(name, METHODS)
+        hint = f", did you mean {near!r}?" if near else f": {', '.join(METHODS)}"
         raise ValueError(f"no such method {name!r}{hint}")
     return METHODS[name]
 

@@ -202,7 +202,7 @@ def first_weights(cfg: Config) -> Qwen2:
     return Qwen2.from_pretrained(cfg.student_weights).requires_grad_(True).train()
 
 
-def settings(s: Student, step: int, cfg: Config) -> dict:
+def overrides_at(s: Student, step: int, cfg: Config) -> dict:
     """A student's overrides in update `step`. With a schedule w_kd follows it, and w_ce = 1 - w_kd (PD, Eq. 1)."""
     if cfg.kd_schedule == "constant" or not needs_teacher(s.name):
         return s.overrides
@@ -229,7 +229,7 @@ def update(
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over each
     one's valid positions, however they are dealt out to micro-batches and processes.
     """
-    objectives = [evaluator(s.name, cfg.group, cfg.compile, **settings(s, step, cfg)) for s in students]
+    objectives = [evaluator(s.name, cfg.group, cfg.compile, **overrides_at(s, step, cfg)) for s in students]
     n_micro, n_valid = cfg.batch_rows // cfg.micro_batch, 0  # over all processes
     for x, y, n, h_t in itertools.islice(stream, n_micro // env.world):
         n_valid += n

@@ -1,10 +1,11 @@
-"""Files that are whole or not there, and the JSON that runs leave behind."""
+"""Files that are whole or not there, the JSON that runs leave behind, and the nearest of several names."""
 
 import contextlib
+import difflib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import safetensors
@@ -73,3 +74,9 @@ def read_lines(path: Path) -> list[dict]:
 
 def write_lines(path: Path, records: list[dict]) -> None:
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `name` may have been meant to be."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return near[0] if near else None

@@ -5,7 +5,6 @@ type does not always fail there: piqa with string labels gets an accuracy of 0.
 """
 
 import csv
-import difflib
 import hashlib
 import io
 import json
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet
+
+from lib.files import nearest
 
 
 class EvalError(ValueError):
@@ -215,8 +216,8 @@ def choose_tasks(asked: str, split: str) -> list[str]:
     names = {"all": having, "none": []}.get(asked, asked.split(","))
     for name in names:
         if name not in having:
-            near = difflib.get_close_matches(name, having, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(having)}"
+            near = nearest(name, having)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(having)}"
             raise EvalError(f"--tasks: no task {name!r} in the {split} set, {hint}")
     return [name for name in having if name in names]
 

@@ -82,9 +82,6 @@ def test_a_group_is_one_forward_batch():
     inputs = case(dtype=torch.float64)
     one, two = (fused_head_loss(*inputs, "alra", group)[1]["d_u"] for group in (1, 2))
     assert one != two
-    assert torch.equal(
-        fused_head_loss(*inputs, "vanilla_kd", 1)[1]["kd"], fused_head_loss(*inputs, "vanilla_kd", 1)[1]["kd"]
-    )
     kl_one, kl_two = (fused_head_loss(*inputs, "vanilla_kd", group)[1]["kd"] for group in (1, 2))
     torch.testing.assert_close(kl_one, kl_two)  # no statistic: only the averaging of the loss differs
 

@@ -164,7 +164,7 @@ def test_the_choices_name_real_keys():
     assert len(choices) > 20 and len(named) > 5 and all(len(row) == 3 for row in choices)
     for key in named:
         assert key in configure.TYPES, key
-    hyper = [pair for *_, others in choices for pair in re.findall(r"`(?!config)(\w+)\.(\w+)`", others)]
+    hyper = [pair for *_, others in choices for pair in re.findall(r"`(?!config|eval)(\w+)\.(\w+)`", others)]
     assert len(hyper) > 8 and all(key in losses.keywords(method) for method, key in hyper), hyper
     flags = [key for *_, others in choices for key in re.findall(r"`--(\w+)`", others)]
     assert {"metric", "limit"} == set(flags) <= vars(ev.arguments(["x"])).keys()

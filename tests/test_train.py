@@ -167,10 +167,10 @@ def test_padding_never_reaches_a_loss(world):
 def test_the_weight_of_the_teacher_follows_pds_schedule(world):
     cfg = load(world, Path("unused"), kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000).config
     pretrain, pd = (train.Student(name, None, None, None, {"w_kd": 0.9}, "") for name in ("pretrain", "pd"))
-    weights = [train.settings(pd, step, cfg) for step in (0, 50, 100, 989, 995, 999)]
+    weights = [train.overrides_at(pd, step, cfg) for step in (0, 50, 100, 989, 995, 999)]
     assert [w["w_kd"] for w in weights] == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
     assert all(w["w_kd"] + w["w_ce"] == pytest.approx(1.0) for w in weights)
-    assert train.settings(pretrain, 50, cfg) == {"w_kd": 0.9}  # has no teacher whose weight could change
+    assert train.overrides_at(pretrain, 50, cfg) == {"w_kd": 0.9}  # has no teacher whose weight could change
 
 
 def gradients(world: Path, **changes) -> dict[str, list[torch.Tensor]]:

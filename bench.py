@@ -1,4 +1,4 @@
-"""Speed and memory beside what one would have without this project: ratios first, in one run.
+"""Speed and memory, as ratios to what one would have without this project, in one run.
 
     python bench.py loss fused rows step prepare eval       the sections asked for; without a name, all but `steps`
     python bench.py fused --n=1024 --d_s=1024 --repeats=9   other sizes
@@ -56,7 +56,7 @@ from model import PRESETS, Qwen2Config, init_student
 
 
 def eager_vanilla_kd(z_s: Tensor, z_t: Tensor, y: Tensor, tau: float = 0.5) -> Tensor:
-    """The row `vanilla_kd` of METHODS by torch's own functions  # [N, V], [N, V], [N] -> []"""
+    """The row `vanilla_kd` of METHODS with torch's own functions  # [N, V], [N, V], [N] -> []"""
     kl = F.kl_div((z_s / tau).log_softmax(-1), (z_t / tau).log_softmax(-1), reduction="batchmean", log_target=True)
     return 0.5 * kl + 0.5 * F.cross_entropy(z_s, y)
 
@@ -96,7 +96,7 @@ def eager_alra(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
 
 
 def measure(cases: dict[str, Callable], repeats: int, device: torch.device) -> dict[str, dict]:
-    """Each case once unmeasured, then all in turn -> per case its seconds, round by round, and its peak MiB."""
+    """Run each case once for warm-up, then all in turn -> per case its seconds by round, and its peak MiB."""
     for name, case in cases.items():
         say(f"  {name}: warm-up")
         case()
@@ -120,7 +120,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def start_memory(device: torch.device) -> float | None:
-    """Give back what is free and forget the peak so far -> MiB in use now; None where the system does not tell."""
+    """Free memory and reset the peak -> MiB in use now; None where the system does not report it."""
     gc.collect()
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -135,7 +135,7 @@ def start_memory(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device, before: float | None) -> float | None:
-    """MiB above `before` at the worst moment since `start_memory`."""
+    """Peak MiB above `before` since `start_memory`."""
     if before is None:
         return None
     return (torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else status("VmHWM")) - before
@@ -164,7 +164,7 @@ def row(section: str, case: str, found: dict, against: str | None, note: str = "
 
 
 def random_logits(n: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Student and teacher logits that agree somewhat, and labels."""
+    """Random student and teacher logits that partly agree, and labels."""
     generator = torch.Generator().manual_seed(1234)
     z_t = torch.randn(n, vocab, generator=generator) * 2.5
     z_s = z_t * 0.5 + torch.randn(n, vocab, generator=generator) * 1.5
@@ -212,7 +212,7 @@ def bench_fused(args, device: torch.device) -> list[dict]:
     y = torch.randint(0, args.vocab, (1, args.n), device=device)
 
     def products():
-        """What no implementation gets around: the logits of both, and the student's two gradients."""
+        """The products that every implementation needs: the logits of both, and the student's two gradients."""
         with torch.no_grad():
             w = w_s.to(dtype)
             h_t[0] @ w_t.T
@@ -425,7 +425,7 @@ def bench_eval(args, device: torch.device) -> list[dict]:
 
 
 def machine(device: torch.device) -> dict:
-    """What the numbers were measured on."""
+    """The machine and the versions behind the numbers."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # fmt: skip
     return {
         "device": device_name(device),

@@ -1,4 +1,4 @@
-"""Every knob of the project in one place, and its only reader.
+"""All settings of the project, and the only reader of config files and flags.
 
     python train.py config/alra_200m.py --micro_batch=8 --out_dir=out/try
 
@@ -27,7 +27,7 @@ from lib.files import nearest, write_whole
 
 
 class ConfigError(ValueError):
-    """What the user asked for cannot be: what, got, expected, what to do."""
+    """An impossible configuration: what, got, expected, what to do."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Config:
         "monology/pile-uncopyrighted"  # hub dataset; local file, folder or glob; or "python": its own docs and library
     )
     source_revision: str | None = None  # hub only: a commit or tag
-    n_documents: int | None = 2_000_000  # records to read, in the source's own order; None: all
+    n_documents: int | None = 2_000_000  # records to read at most, in the source's own order; None: all
     train_rows: int | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
-    val_rows: int = 2_048  # the last rows of the stream, thus of the last file; own text: rather 0, and val_share
+    val_rows: int = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
     val_share: float = 0.0  # share of documents held out by hash, instead of val_rows
     bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
     seq_len: int = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
@@ -62,7 +62,7 @@ class Config:
     schedule_steps: int = 126_400  # updates over which the cosine falls from lr to min_lr
     batch_rows: int = 16  # rows per update
     micro_batch: int = 1  # rows per model forward: speed and memory only, never the result
-    group: int = 1  # rows per forward batch T_B of the paper: what batch statistics run over
+    group: int = 1  # rows per forward batch T_B of the paper: the range of batch statistics
     lr: float = 6e-4  # peak learning rate
     min_lr: float = 6e-5  # at schedule_steps
     warmup_steps: int = 512  # updates of linear warm-up
@@ -71,7 +71,7 @@ class Config:
     adam_eps: float = 1e-6  # AdamW
     weight_decay: float = 1e-2  # AdamW, decoupled
     decay_1d: bool = True  # decay biases and norms too, as the pipeline of the paper does
-    clip: float = 0.5  # greatest gradient norm
+    clip: float = 0.5  # largest gradient norm
 
     kd_schedule: Literal["constant", "wsd"] = (
         "constant"  # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %
@@ -206,9 +206,9 @@ def help_text(about: str, methods: Iterable[str] = ()) -> str:
 
 
 def guard(main: Callable[[], int | None]) -> int:
-    """Run a script's `main` -> its exit code; what a user can mend is told in one line, without a traceback.
+    """Run a script's `main` -> its exit code. An error that a user can mend is one line, without a traceback.
 
-    Ctrl-C is told in one line too, with the exit code that a shell gives it.
+    So is Ctrl-C, with the exit code that a shell gives it.
     """
     try:
         return main() or 0
@@ -245,10 +245,10 @@ def _run_file(path: str) -> dict:
 
 
 def _known(key: str, where: str) -> None:
-    """ConfigError for a key that is none of `Config`; a setting of a method is told with the way to set it."""
+    """ConfigError for an unknown key. For a setting of a method it says how to set it."""
     if key in TYPES:
         return
-    from losses import METHODS, keywords  # not above: it takes a second, and only this error needs it
+    from losses import METHODS, keywords  # imported here: it takes a second, and only this error needs it
 
     owners = {setting: name for name in reversed(METHODS) for setting in keywords(name)}
     near = nearest(key, [*TYPES, *owners])
@@ -260,7 +260,7 @@ def _known(key: str, where: str) -> None:
 
 
 def _literal(text: str) -> object:
-    """The text as a Python literal where it is one, else as it stands."""
+    """The text as a Python literal if it is one, else unchanged."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
@@ -282,7 +282,7 @@ def _parse(arg: str, text: str, kind) -> object:
 
 
 def _typed(key: str, value: object, kind) -> object:
-    """`value` as its field's type; an int is taken for a float, nothing else converts."""
+    """`value` as its field's type. An int converts to a float; nothing else converts."""
     for member in _members(kind):
         if typing.get_origin(member) is tuple:
             if isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value):
@@ -311,7 +311,7 @@ def _members(kind) -> list[type]:
 
 
 def _name(kind) -> str:
-    """A type as a person reads it."""
+    """A type in words."""
     words = []
     for k in _kinds(kind):
         literal = typing.get_origin(k) is Literal

@@ -1,4 +1,4 @@
-"""Checkpoint in, the paper's table row out: nine zero-shot tasks, and figures over held-out rows.
+"""Score checkpoints: nine zero-shot tasks through lm-eval, and figures over held-out rows.
 
     python eval.py out/alra_200m/alra --data_dir data/eval      # one JSON and one Markdown table in that folder
     python eval.py out/demo --tasks none                        # all its students; only the figures over val.bin
@@ -61,7 +61,7 @@ N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, 
 
 @dataclass(frozen=True)
 class Tree:
-    """The inputs of one document's requests, each shared beginning once."""
+    """The requests of one document as a tree of tokens: a beginning that requests share is stored once."""
 
     ids: list[int]  # [T] token of each node; a parent stands before its children
     depth: list[int]  # [T] position in the request
@@ -109,14 +109,14 @@ class Scorer(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands in for an empty context."""
+        """The token that replaces an empty context."""
         return self.eot_token_id if self.prefix is None else self.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         return self._encode([string], add_special_tokens is not False)[string]
 
     def _encode(self, texts, special: bool = True, quiet: bool = True) -> dict[str, list[int]]:
-        """Each text once -> its ids; `special` puts the BOS before them, if there is one (Qwen has none)."""
+        """Encode each distinct text once -> its ids. `special` puts the BOS first, if there is one (Qwen has none)."""
         texts, ids = list(dict.fromkeys(texts)), []
         before = [self.bos] if special and self.bos is not None else []
         for lo in tqdm(range(0, len(texts), 4096), "tokenizing", unit="batch", disable=quiet or None):
@@ -177,8 +177,8 @@ class Scorer(TemplateLM):
         return [(float(s), not w) for s, w in zip(total, wrong, strict=True)]
 
     def _batches(self, trees: list[Tree]) -> list[list[list[Tree]]]:
-        """Trees, longest first, into rows as wide as the first one, and these into batches of `batch_tokens`."""
-        batches, rooms, width = [], [], 0  # rooms: what is left in each row of the last batch
+        """Pack trees, longest first, into rows as wide as the first tree, and rows into batches of `batch_tokens`."""
+        batches, rooms, width = [], [], 0  # rooms: free tokens in each row of the last batch
         for tree in sorted(trees, key=lambda tree: -len(tree.ids)):
             row = next((i for i, room in enumerate(rooms) if room >= len(tree.ids)), len(rooms))
             if row == len(rooms):
@@ -192,7 +192,7 @@ class Scorer(TemplateLM):
         return batches
 
     def _flop(self, batch: list[list[Tree]]) -> int:
-        """Arithmetic of a batch: backbone, attention and head. What the progress bar counts."""
+        """FLOPs of a batch (backbone, attention, head), which the progress bar counts."""
         c, (n_vocab, width), t = self.model.config, self.head.shape, len(batch[0][0].ids)
         per_token = sum(p.numel() for layer in self.model.model.layers for p in layer.parameters())
         per_token += 2 * t * width * c.num_hidden_layers
@@ -204,7 +204,7 @@ class Scorer(TemplateLM):
         b, t = len(batch), len(batch[0][0].ids)
         idx, positions = np.zeros((2, b, t), np.int64)
         mask = np.zeros((b, 1, t, t), bool)
-        mask[:, :, range(t), range(t)] = True  # padding looks at itself: a row that may look nowhere is NaN
+        mask[:, :, range(t), range(t)] = True  # padding attends to itself: a softmax over nothing is NaN
         lower = np.tri(t, dtype=bool)
         where, what, whose = [], [], []  # [N] position in the flat batch, target token, request
         for row, trees in enumerate(batch):
@@ -271,7 +271,7 @@ def pick(h: Tensor, w: Tensor, row: Tensor, y: Tensor, n_logits: int) -> tuple[T
 
 
 def progress(*args, **kwargs) -> tqdm:
-    """A bar with the time that is left; where nobody watches, a line of it every half minute."""
+    """A progress bar with ETA; without a terminal, one line of it every half minute."""
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(*args, mininterval=seconds, maxinterval=max(10.0, seconds), **kwargs)
 
@@ -280,7 +280,7 @@ def progress(*args, **kwargs) -> tqdm:
 
 
 def sum_over_processes(array: np.ndarray, device: torch.device) -> np.ndarray:
-    """Each process fills its own part and leaves 0 elsewhere, so that the sum is exact."""
+    """The sum over processes. It is exact: each process fills its own part and leaves 0 elsewhere."""
     if parallel.world() == 1:
         return array
     total = torch.from_numpy(array).to(device)
@@ -297,7 +297,7 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process that has threads
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
@@ -339,7 +339,7 @@ def over_rows(
     n_bytes: np.ndarray,
     batch_tokens: int,
 ) -> list[dict[str, np.ndarray]]:
-    """The summands of `heldout.figures`, per student and row; each process scores its share of the batches.
+    """The summands of `figures.figures`, per student and row; each process scores its share of the batches.
 
     rows [n, row_len] uint32, PAD at the tail; n_bytes [V] bytes of text that a token stands for. A BOS and an EOS are
     targets like any other, but have no text: bits per byte leave them out.
@@ -379,7 +379,7 @@ def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    name: str  # as asked for
+    name: str  # as the user gave it
     folder: Path  # where its results go
     run: dict | None  # facts of the student's training, with the run's config; None for other models
     model: Qwen2
@@ -391,7 +391,7 @@ def locate(name: str, args) -> tuple[str, Path, dict | None]:
     """A student's folder, a model folder or a hub id -> the model's folder, where results go, and facts of its run."""
     path, source, folder, run = Path(name), name, args.out, None
     if path.name == "model" and (path.parent / "run.json").is_file():
-        path = path.parent  # a student by its weights' own folder
+        path = path.parent  # the user named the student's model/ folder
     if (path / "model" / "config.json").is_file():
         source, folder = str(path / "model"), folder or path
         facts, whole = read_json(path / "run.json"), read_json(path.parent / "run.json")
@@ -409,7 +409,7 @@ def locate(name: str, args) -> tuple[str, Path, dict | None]:
 
 
 def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args, device: torch.device) -> Checkpoint:
-    """What `locate` has found, loaded and held against its tokenizer."""
+    """Load what `locate` has found, and check it against its tokenizer."""
     model = Qwen2.from_pretrained(source, device=str(device))
     sha256, tokenizer = weights_hash(model), load_tokenizer(source)
     n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
@@ -422,7 +422,7 @@ def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args
 
 
 def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
-    """What a flag says, else what the runs' configs say, which must be one thing; None: nothing, or "none"."""
+    """A setting from its flag, or else from the runs' configs, which must agree. None: not set, or "none"."""
     values = [given] if given else list(dict.fromkeys(c.run["config"][key] for c in checkpoints if c.run))
     values = [v for v in values if v]
     if len(values) > 1:
@@ -431,7 +431,7 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
 
 
 def score(args, device: torch.device) -> None:
-    """Everything that was asked for, checkpoint by checkpoint; result files as they get done, and their table."""
+    """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table."""
     paths, unfinished = stand_for(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
     if not paths:
         raise EvalError(f"{' '.join(args.paths)}: nothing there whose training has ended; expected out/NAME or a model")
@@ -439,12 +439,12 @@ def score(args, device: torch.device) -> None:
         say(f"left out, as training has not ended there: {', '.join(unfinished)}")
     if args.out and len(paths) > 1:
         raise EvalError(f"--out {args.out}: holds one checkpoint's results, got {len(paths)} checkpoints")
-    places = [locate(name, args) for name in paths]  # what is not there shows before the hub is asked for anything
+    places = [locate(name, args) for name in paths]  # a missing folder must show before the hub is asked
     names = choose_tasks(args.tasks, args.split)
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
-    # what is wrong with the items shows before anything is computed
+    # errors in the items must show before anything is computed
     items = read_items(names, args.split, args.data_dir, args.storycloze)
     checkpoints = [open_checkpoint(name, *at, args, device) for name, at in zip(paths, places, strict=True)]
     rows_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
@@ -462,11 +462,11 @@ def score(args, device: torch.device) -> None:
         before = read_json(c.folder / f"eval_{args.split}.json")
         if before and before["weights_sha256"] == c.sha256:
             refuse_loss(c, before, protocol, bool(items), rows, teacher)
-        elif before and (args.out or c.run is None):  # a student's own folder follows its weights
+        elif before and (args.out or c.run is None):  # a student's own folder may be scored again after more training
             raise EvalError(
                 f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
             )
-        c.folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before anything is computed
+        c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
     intrinsic = [(None, None)] * len(checkpoints)
     if rows_dir:
         check_rows_fit(rows_dir, rows, manifest, checkpoints)
@@ -489,7 +489,7 @@ def score(args, device: torch.device) -> None:
 
 
 def together(folders: list[Path], texts: list[str], args) -> str:
-    """The table of several checkpoints' results where they may be compared, else (or of one) each one's own."""
+    """One table of several checkpoints that can be compared; otherwise the table of each."""
     if len(folders) == 1:
         return texts[0]
     try:
@@ -499,10 +499,10 @@ def together(folders: list[Path], texts: list[str], args) -> str:
 
 
 def refuse_loss(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows, teacher: str | None) -> None:
-    """Refuse to write over results that this call would not make again; `before` is what the file holds."""
+    """Refuse to overwrite results that this call would not reproduce. `before` is the content of the result file."""
     found, there = before["intrinsic"], before["protocol"]
     changed = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
-    other_dtype = there["dtype"] != protocol["dtype"]  # a file's scores and figures are of one dtype
+    other_dtype = there["dtype"] != protocol["dtype"]  # one file holds scores and figures of one dtype
     if before["tasks"] and there["limit"] is None and changed and (scoring or other_dtype):
         raise EvalError(f"{c.folder} holds scores of whole sets ({', '.join(changed)}); put these elsewhere by --out")
     changed = changed if other_dtype else []
@@ -522,7 +522,7 @@ def rows_hash(rows: np.ndarray) -> str:
 
 
 def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[Checkpoint]) -> None:
-    """Refuse rows of another tokenizer, or longer than a model's context."""
+    """Refuse rows of another tokenizer, rows with another BOS, and rows longer than a model's context."""
     n = rows.shape[1] - 1
     for c in checkpoints:
         most = c.model.config.max_position_embeddings
@@ -538,7 +538,7 @@ def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints:
 def held_out_figures(
     checkpoints: list[Checkpoint], rows: np.ndarray, teacher_name: str | None, args
 ) -> list[tuple[dict, dict]]:
-    """Per checkpoint, the figures over the first rows of val.bin with what they are of, and their summands per row."""
+    """Per checkpoint: the figures over `rows` with their provenance, and the summands per row."""
     first = checkpoints[0].model.head
     teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:
@@ -556,15 +556,16 @@ def held_out_figures(
 
 
 def write(folder: Path, result: dict, sums: dict | None) -> str:
-    """eval_<split>.json, .md, and .npz with the summands per row; scores of the same weights and protocol are kept, and
-    so are the figures over held-out rows, which no --limit touches. -> the Markdown
+    """Write eval_<split>.json, .md, and .npz with the summands per row -> the Markdown.
+
+    Earlier scores of the same weights and protocol are kept, and so are the figures over held-out rows.
     """
     stem = folder / f"eval_{result['split']}"
     file = stem.with_suffix(".json")
     before = read_json(file)
     same_weights = before.get("weights_sha256") == result["weights_sha256"]
     if not same_weights or (before["protocol"] != result["protocol"] and result["tasks"]):
-        for old in folder.glob(f"samples_{result['split']}_*.jsonl"):  # of scores that go now
+        for old in folder.glob(f"samples_{result['split']}_*.jsonl"):  # of scores that are replaced
             old.unlink()
     if same_weights and before["protocol"]["dtype"] == result["protocol"]["dtype"]:
         result["intrinsic"] = result["intrinsic"] or before["intrinsic"]

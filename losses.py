@@ -498,16 +498,27 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """`_mean_loss`, and the gradient of its loss in z_s if wanted."""
-    if not gradient:
-        with torch.no_grad():
+    """`_mean_loss`, and the gradient of its loss in z_s if wanted.
+
+    Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and the
+    other students of the run go on.
+    """
+    if torch.compiler.is_compiling():
+        if not gradient:
             return *_mean_loss(method, z_s, z_t, y), None
-    if torch.compiler.is_compiling():  # one graph for both directions: nothing of [N, V] is kept between them
+        # one graph for both directions: nothing of [N, V] is kept between them
         dz, (loss, sums) = torch.func.grad_and_value(lambda z: _mean_loss(method, z, z_t, y), has_aux=True)(z_s)
         return loss, sums, dz
-    with torch.enable_grad():
-        loss, sums = _mean_loss(method, z_s.requires_grad_(), z_t, y)
-    dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
+    broken = z_s.device.type == "cpu" and not all_finite(z_s)
+    z_s = torch.zeros_like(z_s) if broken else z_s
+    with torch.set_grad_enabled(gradient):
+        loss, sums = _mean_loss(method, z_s.requires_grad_(gradient), z_t, y)
+    dz = None
+    if gradient:
+        dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
+    if broken:
+        loss, dz = loss * math.nan, dz if dz is None else dz.fill_(math.nan)
+        sums = {key: value if key == "n_valid" else value * math.nan for key, value in sums.items()}
     return loss.detach(), sums, dz
 
 
@@ -521,19 +532,7 @@ def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **override
     """
     if compile:
         return _compiled(name, n_sequences, tuple(sorted(overrides.items())))
-    return functools.partial(_evaluate_or_nan, _of_call(resolve(name, **overrides), n_sequences))
-
-
-def _evaluate_or_nan(method: Method, gradient: bool, z_s, z_t, y):
-    """`_evaluate` where student logits that are not finite give NaN, as they do on a GPU, instead of a ValueError.
-
-    A student that breaks stops alone; the other students of the run go on.
-    """
-    if z_s.device.type != "cpu" or all_finite(z_s):
-        return _evaluate(method, gradient, z_s, z_t, y)
-    loss, sums, dz = _evaluate(method, gradient, torch.zeros_like(z_s), z_t, y)
-    sums = {key: value if key == "n_valid" else value * math.nan for key, value in sums.items()}
-    return loss * math.nan, sums, None if dz is None else dz.fill_(math.nan)
+    return functools.partial(_evaluate, _of_call(resolve(name, **overrides), n_sequences))
 
 
 @functools.cache

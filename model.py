@@ -30,7 +30,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from lib.hf import (  # noqa: F401  some of these are looked for here by those who load a model
+from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
     CheckpointError,
     find_folder,
@@ -94,7 +94,7 @@ def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + K / 2]) by its position's angle. x [B, H, T, K]; cos, sin [(B, 1,) T, K]."""
+    """Rotate each pair (x[i], x[i + K / 2]) by its position's angle. x [B, H, T, K]; cos, sin [(B, 1,) T, K]."""
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat((-b, a), -1) * sin
 
@@ -172,7 +172,7 @@ class Backbone(nn.Module):
 
 
 class Qwen2(nn.Module):
-    """The decoder. Build it by `init_student` or `Qwen2.from_pretrained`; the constructor leaves torch's own init."""
+    """The decoder. Build it with `init_student` or `Qwen2.from_pretrained`; the constructor keeps torch's own init."""
 
     def __init__(self, config: Qwen2Config):
         super().__init__()

@@ -76,14 +76,14 @@ plt.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8
 
 
 class MissingLog(ValueError):
-    """A figure's log is not there: which one, and what makes train.py write it."""
+    """The log of a figure is missing: which one, and how to make train.py write it."""
 
 
 # --- logs ------------------------------------------------------------------------------------------------------
 
 
 def read_log(path: Path, how: str = "") -> list[dict]:
-    """The records of a log. A last line without its end is still being written; what was logged twice counts once.
+    """The records of a log. A last line without its end is still being written. Of duplicates the last one counts.
 
     how  to get the log: said where it is missing or empty
     """
@@ -121,7 +121,7 @@ def read_curves(logs: dict[str, Path]) -> dict[str, dict[str, list[tuple[int, fl
 
 
 def read_budgets(logs: dict[str, Path]) -> dict[str, tuple[list[dict], list[dict]]]:
-    """-> {curve's name: (the student's histograms, its teacher's)} of every method whose local budget adapts"""
+    """-> {curve's name: (the student's histograms, its teacher's)} for every method with an adaptive local budget"""
     how = "; run train.py with --histogram_every_steps=N and an ALRA method whose budget adapts"
     out = {}
     for name, folder in logs.items():
@@ -137,7 +137,7 @@ def read_budgets(logs: dict[str, Path]) -> dict[str, tuple[list[dict], list[dict
 
 
 def looks(names: Iterable[str]) -> dict[str, dict]:
-    """Each curve as its method looks everywhere. A method's second run gets another line, and hollow markers.
+    """The look of each curve; a method looks the same in all figures. Its second run gets another line, hollow markers.
 
     A method that STYLE does not list looks as its name says, alike in every figure. Only where two such names in one
     figure say the same colour, line and marker, the later of them in the alphabet takes the next free look.
@@ -168,12 +168,12 @@ def other_look(place: int) -> tuple[str, str, str]:
 
 
 def grid(rows: int, cols: int, width: float, height: float):
-    """A figure of equal panels, inches each -> figure, axes [rows, cols]"""
+    """A figure of equal panels; width and height in inches per panel -> figure, axes [rows, cols]"""
     return plt.subplots(rows, cols, figsize=(width * cols, height * rows), squeeze=False, layout="constrained")
 
 
 def save(figure, path: Path, header: str, lines: Iterable[Sequence]) -> None:
-    """The PNG, and the numbers as CSV under the same name."""
+    """Write the PNG, and its numbers as CSV under the same name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -184,7 +184,7 @@ def save(figure, path: Path, header: str, lines: Iterable[Sequence]) -> None:
 
 
 def few_colours(path: Path) -> None:
-    """Rewrite a PNG with 256 colours, for a third of the bytes. The methods' own stay to the bit; shades of edges move."""
+    """Rewrite a PNG with 256 colours, for a third of the bytes. Methods' colours stay exact; shades of edges may change."""
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB")).astype(np.int64)  # [H, W, 3]
     codes, where, counts = np.unique(pixels @ (1 << 16, 1 << 8, 1), return_inverse=True, return_counts=True)
@@ -370,7 +370,7 @@ def pairs(path: Path, gammas: Sequence[float] = (0.0, 1.0, 5.0, 20.0)) -> None:
 
 
 def sets(path: Path) -> None:
-    """How many examples the validation and held-out sets of the nine tasks have."""
+    """The sizes of the validation and held-out sets of the nine tasks."""
     figure, ((axis,),) = grid(1, 1, 9.0, 3.3)
     lines = []
     for role, label, at, look in (("validation", "validation", -0.2, FIRST), ("heldout", "held-out", 0.2, SECOND)):
@@ -413,7 +413,7 @@ def row_lengths(manifests: list[dict], path: Path) -> None:
 
 
 def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
-    """Methods with intervals, around the zero of a reference method.
+    """Forest plot: differences to a reference method, with intervals.
 
     rows  {"name", "mean", "low", "high"} in the order of the table; low and high None where there is no interval
     """
@@ -443,7 +443,7 @@ def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
 
 
 def from_logs(figure: str, logs: dict[str, Path], path: Path) -> None:
-    """One figure of a run's logs. `MissingLog` where they do not hold it."""
+    """Draw one figure from a run's logs. `MissingLog` where they lack its records."""
     if figure == "curves":
         curves(read_curves(logs), path)
     elif figure == "budget":

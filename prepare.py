@@ -1,4 +1,4 @@
-"""Text -> rows of token ids in a memory-mapped file, cut where a reader would pause (paper, appendix B).
+"""Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix B).
 
     python prepare.py config/alra_200m.py [--key=value ...]    goes on where it was stopped or killed
     python prepare.py --verify data/pile                       hash and count everything again
@@ -109,7 +109,7 @@ KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row en
 
 
 class PrepareError(ValueError):
-    """Data that cannot be made or trusted: what, got, expected, what to do."""
+    """Data that cannot be prepared or trusted: what, got, expected, what to do."""
 
 
 # --- sources -----------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Source(NamedTuple):
 
 
 def open_source(name: str, revision: str | None) -> Source:
-    """Documentation and library of Python itself, a local file, folder or glob, or else a hub dataset.
+    """A source by its name: "python" (its own documentation and library), a local file, folder or glob, or a hub dataset.
 
     Raises `PrepareError` where there is nothing to read. What looks like a path is never looked for on the hub.
     """
@@ -170,7 +170,7 @@ def _memory_source(documents: list[tuple[str, str]]) -> Source:
 
 
 def _file_source(name: str) -> Source:
-    """The records of local files, in the order of their names. A folder with `train/` in it gives that part only."""
+    """The records of local files in the order of their names. A folder that contains `train/` gives that part only."""
     root = Path(name).expanduser()
     if root.is_dir():
         root = root / "train" if (root / "train").is_dir() else root
@@ -198,7 +198,7 @@ def _file_source(name: str) -> Source:
 
 
 def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[str | None, object, int]]:
-    """What one file holds: (name of the document, what `_parse` reads, its number); `at` is told how far it is."""
+    """The records of one file as arguments of `_parse`: (name, raw record, file, number). `at` holds the progress."""
     import pyarrow
 
     with pyarrow.OSFile(str(file)) as raw:
@@ -254,7 +254,7 @@ def _lines(stream, file: Path) -> Iterator[bytes]:
 
 
 def _told(items: Iterator, file: Path) -> Iterator:
-    """The same items; an error of reading them names the file."""
+    """The same items. A reading error names the file."""
     while True:
         with _readable(file):
             item = next(items, None)
@@ -272,7 +272,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _hub_source(name: str, revision: str | None) -> Source:
-    """A hub dataset at one commit, so that a preparation which is killed goes on in the same bytes."""
+    """A hub dataset at one commit, so that a killed preparation resumes with the same bytes."""
     import huggingface_hub
 
     try:
@@ -299,14 +299,14 @@ def dataset_records(path: str, revision: str | None, skip: int) -> Iterator[tupl
 
 
 class Table(NamedTuple):
-    """What `cut` needs to know of every token id, found once."""
+    """The properties of every token id that `cut` needs, computed once."""
 
     flags: np.ndarray  # [V] uint8, bits of the token's class
     pieces: list[bytes]  # [V] the bytes that each token stands for; empty for special tokens
 
 
 def token_table(tokenizer) -> Table:
-    """The class of every token of a fast tokenizer (`transformers`), from the bytes that it stands for."""
+    """The class of every token of a fast tokenizer (`transformers`), from its bytes."""
     pieces, flags = token_bytes(tokenizer.backend_tokenizer), []
     for piece in pieces:
         text = piece.decode("utf-8", "replace")
@@ -325,7 +325,7 @@ def token_table(tokenizer) -> Table:
 
 
 def cut(ids: np.ndarray, table: Table, row_len: int, last: bool) -> tuple[np.ndarray, str]:
-    """Rows of a piece of the stream, by the boundary rule.
+    """Cut a piece of the stream into rows by the boundary rule.
 
     ids   [n] the stream from the start of a row on; `last`: it ends here
     ->    [rows] where each row ends (exclusive; the next starts there), and one letter of KINDS for each. Without `last`,
@@ -419,7 +419,7 @@ def encode_in_order(
 def _encoder(
     tokenizer: tokenizers.Tokenizer, eos: int, bos: int | None
 ) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray]]:
-    """The function of texts to (the ids of their documents, one after another [n]; the length of each [texts])."""
+    """A function: texts -> (ids of all documents in one array [n], length of each document [texts])."""
     tokenizer.encode_special_tokens = True  # text is only text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -440,7 +440,7 @@ def _encoder(
 
 @contextlib.contextmanager
 def _processes(how: tuple, n: int) -> Iterator[Callable]:
-    """`_encoder(*how)`, for up to n threads at once: each call is done by one of n processes, at the end of a pipe."""
+    """`_encoder(*how)` for up to n threads at once. One of n processes does each call, through a pipe."""
     children, idle = [], SimpleQueue()
 
     def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -478,7 +478,7 @@ def _processes(how: tuple, n: int) -> Iterator[Callable]:
 
 
 def _work(pipe: Connection) -> None:
-    """A worker process: texts come, ids go, until the other end is closed."""
+    """A worker process: receives texts and returns ids until the other end of the pipe is closed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes scale where threads do not
     with contextlib.suppress(EOFError, OSError):
         encode = _encoder(*pipe.recv())
@@ -490,7 +490,7 @@ def _work(pipe: Connection) -> None:
 
 
 class Stream:
-    """One stream of ids on its way into a file: how much is written, and the start of the next row."""
+    """A stream of ids that is being written into a file: the rows written so far, and the start of the next row."""
 
     def __init__(self, file: Path, row_len: int, max_rows: int | None, saved: dict | None):
         saved = saved or {"ends": "", "rest": []}
@@ -507,7 +507,7 @@ class Stream:
         return self.rows == self.max_rows
 
     def feed(self, ids: np.ndarray, lengths: np.ndarray, table: Table, last: bool = False) -> int:
-        """Cut and write the rows that are whole -> how many of these documents it took.
+        """Cut and write the complete rows -> the number of documents used.
 
         That is all of them, or where max_rows is reached, those up to the id that made the last row's cut certain.
         """
@@ -533,7 +533,7 @@ class Stream:
         return int(certain) + 1 if self.full and not last else len(lengths)
 
     def save(self) -> dict:
-        """Everything on the disk -> what `saved` takes."""
+        """Flush everything to the disk -> the state that `saved` takes."""
         with open(self.file, "r+b") as f:
             f.truncate(self.rows * self.row_len * 4)
             os.fsync(f.fileno())
@@ -542,7 +542,7 @@ class Stream:
 
 
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
-    """Write the rows of `cfg` into `cfg.data_dir`, or go on where a killed run of the same recipe stopped.
+    """Write the rows of `cfg` into `cfg.data_dir`, or resume a killed run of the same recipe.
 
     Raises `PrepareError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
     """
@@ -596,7 +596,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 def _write_rows(
     cfg: Config, source: Source, tokenizer, table: Table, recipe: dict, state: dict | None, commit_sec: float
 ) -> dict:
-    """Read, tokenize, cut and write until the rows or the records are all there -> the state, whole."""
+    """Read, tokenize, cut and write until all rows exist or the records end -> the final state."""
     folder, saved = Path(cfg.data_dir), state["streams"] if state else {}
     max_rows = cfg.train_rows and cfg.train_rows + cfg.val_rows
     train = Stream(folder / "train.bin.tmp", cfg.row_len, max_rows, saved.get("train"))
@@ -658,7 +658,7 @@ def held_out(document: tuple[str | None, str], share: float) -> bool:
 
 
 def _finish(folder: Path, state: dict) -> list[dict]:
-    """Whole rows -> the files under their names, and their manifests. May be killed and repeated at any point."""
+    """Give the files their final names and manifests. It can be killed and repeated at any point."""
     recipe, ends = state["recipe"], {name: stream["ends"] for name, stream in state["streams"].items()}
     asked = f"train_rows={recipe['train_rows']}, val_rows={recipe['val_rows']}, val_share={recipe['val_share']}"
     if recipe["val_rows"]:
@@ -694,7 +694,7 @@ def _finish(folder: Path, state: dict) -> list[dict]:
 
 
 def measure(file: Path, recipe: dict) -> dict:
-    """What one pass over a rows file shows: counts, lengths and hashes. Raises `PrepareError` for an impossible row."""
+    """Counts, lengths and hashes of a rows file, in one pass. Raises `PrepareError` for an impossible row."""
     row_len, size, counted = recipe["row_len"], file.stat().st_size, 1 << 12
     if size == 0 or size % (row_len * 4):
         raise PrepareError(f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
@@ -732,7 +732,7 @@ def measure(file: Path, recipe: dict) -> dict:
 
 
 def verify(folder: Path) -> None:
-    """Hash and count everything again; `PrepareError` names the first thing that differs from its manifest."""
+    """Hash and count everything again. `PrepareError` names the first difference from the manifest."""
     if (folder / "prepare.state").exists():
         raise PrepareError(f"{folder}: not finished; the command that began it goes on")
     for name in _splits(_manifest(folder, "train")):
@@ -746,7 +746,7 @@ def verify(folder: Path) -> None:
 
 
 def show(folder: Path, first: int, n_rows: int = 5) -> None:
-    """Print rows as text, each with its length and what it ends at; `folder` may be one of its .bin files."""
+    """Print rows as text, each with its length and the kind of its end. `folder` may be one of its .bin files."""
     from lib.hf import load_tokenizer
 
     folder, name = (folder.parent, folder.stem) if folder.suffix == ".bin" else (folder, "train")
@@ -806,13 +806,13 @@ def _summary(folder: Path, manifest: dict) -> str:
 
 
 def _lines_of_json(record: dict) -> bytes:
-    """One line for each key: a manifest is read by people too."""
+    """JSON with one line per key, since people read manifests too."""
     return ("{\n" + ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in record.items()) + "\n}\n").encode()
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else works in this folder meanwhile; a killed process holds it no longer."""
+    """Lock the folder. The lock of a killed process is released by the system."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

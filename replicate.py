@@ -56,7 +56,7 @@ AT_A_TIME = 32  # students per process of eval.py, where they share the teacher'
 
 
 class ReplicateError(ValueError):
-    """Runs that cannot be made, or results that must not be compared."""
+    """Runs that cannot be made, or results that cannot be compared."""
 
 
 # --- what is to be run -----------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Run:
         return any((self.folder / method / name).is_file() for name in ("run.json", "stopped.json"))
 
     def done(self) -> int:
-        """Updates of students that are behind it; those of one run go in step."""
+        """The number of updates made so far, summed over students; students of one run advance together."""
         left = [m for m in self.methods if not self.ended(m)]
         log = read_lines(self.folder / left[0] / "log.jsonl") if left else []
         return self.steps * (len(self.methods) - len(left)) + len(left) * (log[-1]["step"] if log else 0)
@@ -92,7 +92,7 @@ def files_of(name: str, flags: list[str]) -> tuple[str, ...]:
 
 
 def plan(out: Path, flags: list[str], rates: dict[str, float], seeds: range, only: tuple[str, ...]) -> list[Run]:
-    """The runs of all configs, studies last: those that differ in nothing but the methods are one run per learning rate."""
+    """The runs of all studies. Studies that differ only in methods share one run per learning rate."""
     names, shared = {}, {}
     steps = configure.load(files_of("main", flags)).config.max_steps
     for name in NAMES:
@@ -127,7 +127,7 @@ def next_rates(found: dict[str, dict[float, float]]) -> dict[float, list[str]]:
 
 
 def held_out_ce(run: Run, method: str) -> float:
-    """What train.py's last validation said; infinite where the student had to stop."""
+    """The CE of the last validation; infinite where the student was stopped."""
     if (run.folder / method / "stopped.json").is_file():
         return math.inf
     return read_lines(run.folder / method / "log.jsonl")[-1]["val_ce"]
@@ -144,7 +144,7 @@ class Job:
 
 
 def work(jobs: list[Job], out: Path, at_a_time: int, bar: tqdm, lock) -> None:
-    """Do the jobs, some at a time, with a line per job in runs.jsonl. Whatever ends this ends them, each with a checkpoint."""
+    """Run the jobs, some at a time, with a line per job in runs.jsonl. If this process ends, they end with a checkpoint."""
     waiting, busy, done = list(jobs), {}, {}
     try:
         while waiting or busy:
@@ -182,7 +182,7 @@ def work(jobs: list[Job], out: Path, at_a_time: int, bar: tqdm, lock) -> None:
 
 
 def to_go(bar: tqdm) -> str:
-    """Time left at this start's own pace; eval.py comes on top."""
+    """Time left at the pace since this start; eval.py comes on top."""
     made = bar.n - bar.initial
     elapsed = bar.format_dict["elapsed"]
     return tqdm.format_interval(elapsed / made * (bar.total - bar.n)) if made > 0 else "?"
@@ -247,14 +247,14 @@ def replicate(args, flags: list[str]) -> None:
 
 
 def start(bar: tqdm, runs: list[Run]) -> None:
-    """Count what earlier starts have done, without taking it for speed."""
+    """Count the updates of earlier starts, but not towards the speed."""
     done = sum(r.done() for r in runs)
     bar.initial += done
     bar.n += done
 
 
 def same_settings(out: Path, flags: list[str], rows: int) -> None:
-    """Write down what the folder's runs have in common, or see that it is still so."""
+    """Save the settings that all runs of the folder share, or check that they are unchanged."""
     every = {name: dataclasses.asdict(configure.load(files_of(name, flags)).config) for name in NAMES}
     now, file = json.loads(json.dumps({"eval_rows": rows, **every})), out / "settings.json"
     before = now | json.loads(file.read_text()) if file.is_file() else now  # a study that is new differs from nothing
@@ -269,7 +269,7 @@ def same_settings(out: Path, flags: list[str], rows: int) -> None:
 
 
 def collect(runs: list[Run], found: dict, out: Path, results: Path) -> None:
-    """All that the report needs, from the runs' folders into `results`: one line per student, and the logs of one seed."""
+    """Copy what the report needs from the runs' folders into `results`: a line per student, and the logs of one seed."""
     walls: dict = {}
     for line in read_lines(out / "runs.jsonl"):
         walls[line["run"]] = round(walls.get(line["run"], 0.0) + line["wall_sec"], 1)
@@ -352,7 +352,7 @@ def holm(ps: list[float | None]) -> list[float | None]:
 
 
 def paired(mine: dict, first: dict, key: str) -> dict[int, float]:
-    """A figure's difference by seed, in the unit of print."""
+    """A figure's difference by seed, in the printed unit."""
     return {s: FIGURES[key].factor * (mine[s][key] - first[s][key]) for s in mine if s in first}
 
 
@@ -407,7 +407,7 @@ def p_text(p: float | None) -> str:
 
 
 def ordering(students: dict) -> list[str]:
-    """How far our order of methods is the paper's, per table, student of the paper and figure; counted pair by pair."""
+    """Agreement of our order of methods with the paper's: by table, by the paper's student, by figure."""
     body, ranks = [], []
     for title, split, names in tables.LAYOUT:
         seeds = {m: students["main", m] for m in names if students.get(("main", m))}
@@ -448,7 +448,7 @@ def pairs(theirs: list[float], mine: list[float], seeds: list[dict], key: str) -
 
 
 def learning_rates(lines: list[dict]) -> list[str]:
-    """What the choice was made from."""
+    """The table of learning rates and the choice."""
     if not lines:
         return []
     rates, tried = sorted({x["lr"] for x in lines}), {}
@@ -484,7 +484,7 @@ PICTURES = (
 
 
 def pictures(folder: Path) -> list[str]:
-    """Those of PICTURES that could be drawn from the logs in `folder`."""
+    """Links to those of PICTURES that exist in `folder`."""
     text = [f"Seed {FIGURE_SEED} alone, from `logs/`; each picture has its numbers beside it as CSV. Forests above: intervals over seeds, not corrected.", ""]  # fmt: skip
     for name, title, what in PICTURES:
         if (folder / f"{name}.png").is_file():

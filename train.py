@@ -273,7 +273,7 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
 
 
 def broken_terms(s: Student) -> str:
-    """Which of a student's terms are not finite, in words."""
+    """Name the terms of a student that are not finite."""
     broken = [name for name, value in s.sums.items() if not math.isfinite(value)]
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
@@ -463,7 +463,7 @@ def log_validation(live: list[Student], found: dict[str, dict], step: int, env: 
 
 
 def fit_processes(cfg: Config, world: int) -> Config:
-    """The config with the greatest micro_batch up to the one asked for that fits each process's share of the rows."""
+    """The config with the largest micro_batch, at most the given one, that divides each process's share of the rows."""
     if cfg.batch_rows % (world * cfg.group):
         raise ConfigError(
             f"{world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}; start another number of processes, or set --batch_rows"
@@ -478,7 +478,7 @@ def holds_weights(name: str) -> bool:
 
 
 def check_student(cfg: Config, env: Env) -> None:
-    """`student_weights` have the student's shape; a `student` whose own weights stay unused is said."""
+    """Check that `student_weights` have the student's shape; say so where a `student` folder's weights are not used."""
     shape = load_config(cfg.student)
     if cfg.student_weights is not None:
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
@@ -494,7 +494,7 @@ def check_student(cfg: Config, env: Env) -> None:
 
 
 def check_methods(cfg: Config, device: torch.device) -> None:
-    """Every method is in the table and takes the settings it is given; a compiler is there where one is needed."""
+    """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
     for name in cfg.methods:
         resolve(name, **cfg.hyper.get(name, {}))
     unused = [name for name in cfg.hyper if name not in cfg.methods]
@@ -505,7 +505,7 @@ def check_methods(cfg: Config, device: torch.device) -> None:
             "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
         )
     if cfg.compile and device.type == "cpu":
-        from torch._inductor import cpp_builder  # not above: it takes a second, and few runs need it
+        from torch._inductor import cpp_builder  # imported here: it takes a second, and few runs need it
         from torch._inductor.exc import InvalidCxxCompiler
 
         try:
@@ -517,7 +517,7 @@ def check_methods(cfg: Config, device: torch.device) -> None:
 
 
 def open_tokenizer(cfg: Config, rows: Rows):
-    """The run's tokenizer, held against the one that made the rows and against the student's vocabulary."""
+    """Load the run's tokenizer; check it against the rows and against the student's vocabulary."""
     name = cfg.tokenizer or cfg.teacher
     if name is None:
         raise ConfigError(
@@ -540,7 +540,7 @@ def open_tokenizer(cfg: Config, rows: Rows):
 
 
 def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.device) -> dict:
-    """What every result of the run must be read with: hashes of data and teacher, versions, commit, machine."""
+    """Provenance of every result of the run: hashes of data and teacher, versions, commit, machine."""
     return {
         "bos": rows.manifest.get("bos"),  # the id before each document; rows without the key have none
         "data_sha256": rows.manifest["sha256"],
@@ -553,7 +553,7 @@ def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.devi
 
 
 def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dict) -> dict:
-    """What a score of this student must be read with; two students compare where all but the method is equal."""
+    """Provenance that is stored beside a student's scores."""
     return {
         "method": s.name,
         "overrides": s.overrides,

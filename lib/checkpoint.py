@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill: each is whole under its name, or not there.
+"""Checkpoints that survive a kill: a checkpoint is complete under its name, or it does not exist.
 
 FOLDER/step_00001000/model.safetensors       weights
                      optimizer.safetensors   AdamW's moments, PARAMETER/exp_avg and so on
@@ -21,7 +21,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, state: dict) -> None:
-    """Weights, moments and `state` (which has `step`), written under another name, flushed to the disk, then renamed."""
+    """Write weights, moments and `state` (with `step`) under another name, flush them to the disk, then rename."""
     final = folder / f"step_{state['step']:08d}"
     if final.exists():
         return
@@ -41,19 +41,19 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, state: di
 
 
 def flush(path: Path) -> None:
-    """To the disk itself, so that a rename never outlives what it names."""
+    """Flush a file or folder to the disk, so that a rename never survives a crash without its content."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
 
 def whole(folder: Path) -> list[Path]:
-    """The checkpoints that were written to their end, oldest first."""
+    """The complete checkpoints, oldest first."""
     return sorted(p for p in folder.glob("step_*") if not p.name.endswith(".tmp"))
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last `keep`. What is removed loses its name first, so that no kill leaves a part of it."""
+    """Remove all but the last `keep`. Each is renamed before it is deleted, so that a kill leaves no partial one."""
     for old in whole(folder)[:-keep]:
         gone = old.with_name(old.name + ".tmp")
         shutil.rmtree(gone, ignore_errors=True)
@@ -62,7 +62,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: dict) -> dict:
-    """A checkpoint into `model` and `optimizer` -> its state. `belongs` is what the state must say of its run.
+    """Load a checkpoint into `model` and `optimizer` -> its state. `belongs`: facts of the run that it must hold.
 
     Raises `CheckpointError` where it is broken or another run's.
     """

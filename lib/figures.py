@@ -1,4 +1,4 @@
-"""The figures over held-out rows: what they are called, how sums become figures, how sure a difference is."""
+"""Figures over held-out rows: their names, their computation from sums, and intervals of their differences."""
 
 import math
 from typing import NamedTuple
@@ -13,8 +13,8 @@ TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figure
 class Figure(NamedTuple):
     heading: str
     sense: int  # +1 where more is better, -1 where less is
-    factor: int  # to the unit of print
-    digits: int  # in print
+    factor: int  # to the printed unit
+    digits: int  # printed
 
 
 FIGURES = {
@@ -46,7 +46,7 @@ def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def bootstrap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """95 % interval of each figure's difference a - b: both over the same rows, drawn anew `DRAWS` times."""
+    """95 % interval of each figure's difference a - b, by a paired bootstrap over rows with `DRAWS` draws."""
     n = len(a["n"])
     counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=DRAWS)  # [DRAWS, rows]
     drawn = [figures({key: counts @ per_row for key, per_row in sums.items()}) for sums in (a, b)]

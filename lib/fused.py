@@ -37,8 +37,14 @@ def head_losses(
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         for rows in (slice(i * group, (i + 1) * group) for i in range(n_batches)):
             z_t = None if teacher is None else _logits(*teacher, rows)  # [N, V] fp32
+            labels = y[rows].flatten()  # [N]
             for s in work:
-                _add(s, rows, z_t, y[rows].flatten(), n_batches)
+                gradient = s.dh is not None or s.dw is not None
+                loss, sums, dz = s.evaluate(gradient, _logits(s.h, s.w, rows), z_t, labels)
+                for key, value in {"mean": loss * (1 / n_batches), **sums}.items():
+                    s.sums[key] = s.sums.get(key, 0) + value
+                if gradient:
+                    _add_gradients(s, dz, rows, n_batches)
     return [_finish(s) for s in work]
 
 
@@ -62,13 +68,8 @@ class _Work(NamedTuple):
         return cls((h_s, w_s), h, w, evaluate, dh, dw, {})
 
 
-def _add(s: _Work, rows: slice, z_t: Tensor | None, y: Tensor, n_batches: int) -> None:
-    """One forward batch: its loss, and from the gradient of its logits those of the hidden states and the head."""
-    loss, sums, dz = s.evaluate(s.dh is not None or s.dw is not None, _logits(s.h, s.w, rows), z_t, y)
-    for key, value in {"mean": loss * (1 / n_batches), **sums}.items():
-        s.sums[key] = s.sums.get(key, 0) + value
-    if dz is None:
-        return
+def _add_gradients(s: _Work, dz: Tensor, rows: slice, n_batches: int) -> None:
+    """From the gradient of a forward batch's logits [N, V] those of the hidden states and of the head."""
     dz = dz.to(s.w.dtype)  # on a GPU in the operands' dtype, as under autocast
     if s.dh is not None:
         s.dh[rows] = _mm(dz, s.w).div_(n_batches).view_as(s.dh[rows]).to(s.dh.dtype)

@@ -21,7 +21,7 @@ INIT_STD = 0.02  # of a student's first weights
 
 
 def find_folder(name: str) -> Path:
-    """A local folder, or the local copy of a hub repository `owner/name` (fetched where it is not there yet)."""
+    """A local folder, or the local copy of a hub repository `owner/name` (downloaded if need be)."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -78,7 +78,7 @@ def is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
 
 
 def _deciding(tokenizer: PreTrainedTokenizerFast) -> dict:
-    """The parts of a tokenizer that decide on ids and text; an empty setting is an absent one."""
+    """The parts of a tokenizer that decide on ids and text. Empty settings are left out."""
 
     def plain(part):
         if isinstance(part, list):
@@ -170,7 +170,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
         for name in tensor_names(file):
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a constant that old checkpoints carry
-            # opened anew each time: all that was read of an open file counts as memory
+            # opened for each tensor: whatever was read of an open file counts as memory
             with safetensors.safe_open(file, framework="pt") as tensors:
                 source = tensors.get_tensor(name)
             if name == "lm_head.weight" and tied:

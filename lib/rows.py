@@ -1,4 +1,4 @@
-"""The rows file between `prepare.py`, which writes it, and those who read it.
+"""The rows file that `prepare.py` writes and the other scripts read.
 
 `<data_dir>/NAME.bin`: uint32, row-major [n_rows, row_len], PAD in the unused tail of a row. `NAME.json`: its manifest.
 """
@@ -17,11 +17,11 @@ BLOCK = 1 << 20  # bytes read at a time
 
 
 class RowsError(ValueError):
-    """A rows file that is not there, or not the one that its manifest describes."""
+    """A rows file that is missing, or does not match its manifest."""
 
 
 def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
-    """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. `RowsError` where the two do not fit."""
+    """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. `RowsError` where they do not match."""
     file, manifest = Path(folder) / f"{name}.bin", Path(folder) / f"{name}.json"
     if not manifest.is_file() or not file.is_file():
         raise RowsError(f"{folder}: no {name}.bin with {name}.json there; run prepare.py with the same config")
@@ -42,7 +42,7 @@ def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
 
 
 def quick_hash(file: Path) -> str:
-    """sha256 of a file's size and of 64 blocks spread from its first byte to its last: of all of it up to 64 MiB."""
+    """sha256 of a file's size and of 64 blocks of 1 MiB spread over it, so of the whole file up to 64 MiB."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(file, "rb") as f:
@@ -53,7 +53,7 @@ def quick_hash(file: Path) -> str:
 
 
 def row_order(step: int, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> np.ndarray:
-    """The rows of update `step`: a pure function of the step, in stored order or in a new shuffle for each pass."""
+    """The rows of update `step`, a pure function of the step: in stored order, or newly shuffled for each pass."""
     place = np.arange(step * batch_rows, (step + 1) * batch_rows)
     if shuffle_seed is None:
         return place % n_rows

@@ -1,9 +1,8 @@
-"""Result files in, the paper's tables out, its numbers beside ours.
+"""Tables of results in the paper's form, with its numbers beside ours.
 
-`eval.py --table out/*/*` prints them, and `eval.py` on several students. A method that was run from several seeds is
-one row, mean and 95 % interval.
-Rows stand in one table only where they can be compared: same initial weights per seed, data, budget, optimisation and
-protocol of scoring.
+`eval.py --table out/*/*` prints them, and so does `eval.py` on several students. Several seeds of a method make one row with
+mean and 95 % interval. A table only holds rows that can be compared: same initial weights per seed, data, budget,
+optimisation and scoring protocol.
 """
 
 import json
@@ -22,7 +21,7 @@ from lib.tasks import COLUMNS, SUITES, EvalError
 
 
 def row_text(result: dict) -> str:
-    """One checkpoint as Markdown: its row of the paper's table, what stands behind each score, and the paper's row."""
+    """One checkpoint as Markdown: its scores with standard errors and numbers of items, and the paper's row."""
     lines, tasks, run, found = (
         [f"# {result['name']}, {result['split']}"],
         result["tasks"],
@@ -134,7 +133,7 @@ TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 
 class TableError(ValueError):
-    """Results that cannot be read or must not stand in one table."""
+    """Results that cannot be read, or that cannot be compared in one table."""
 
 
 def tabulate(
@@ -180,14 +179,8 @@ def tabulate(
     return "\n".join(lines), records
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The records of a log, none where there is none; a line that is still being written does not count."""
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def read_json(file: Path) -> dict:
-    """What a JSON file holds; {} where there is none."""
+    """The content of a JSON file; {} where there is none."""
     try:
         return json.loads(file.read_text()) if file.is_file() else {}
     except ValueError as error:
@@ -210,9 +203,9 @@ def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str]
             for folder in dict.fromkeys([*(path / method for method in config.get("methods", ())), *inside]):
                 (found if done(folder) else left_out).append(str(folder))
         elif path.parent in whole and config and path.is_dir() and not done(path):
-            left_out += [name] * (path.name in config.get("methods", ()))  # others are no students
+            left_out += [name] * (path.name in config.get("methods", ()))  # other folders are not students
         elif not path.is_file():
-            found.append(name)  # as it was written: ./a/b is no hub id
+            found.append(name)  # unchanged: ./a/b is not a hub id
     return found, left_out
 
 
@@ -239,7 +232,7 @@ def seed_of(result: dict) -> int | None:
 
 
 def method_of(result: dict) -> str:
-    """The method, with what was overridden in its objective; a model that is no student of a run goes by its name."""
+    """The method with its overrides; a model that is not a student of a run goes by its name."""
     run = result["run"]
     if not run:
         return result["name"]
@@ -258,13 +251,13 @@ def by_method(results: list[dict]) -> dict[str, dict[int, dict]]:
 
 
 def in_order(methods) -> list[str]:
-    """Methods as the paper's tables list them, others behind in their own order."""
+    """Methods in the order of the paper's tables; other methods follow in their own order."""
     known = list(dict.fromkeys(m for _, _, names in LAYOUT for m in names))
     return sorted(methods, key=lambda m: known.index(m) if m in known else len(known))
 
 
 def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list[str]]]:
-    """Title, reference and methods of the paper's tables for which there is something; the rest gets into the first."""
+    """Title, reference and methods of the paper's tables that have results; other methods go into the first table."""
     tables = [(t, names[0], [m for m in names if m in rows]) for t, where, names in LAYOUT if where == split]
     rest = [m for m in in_order(rows) if not any(m in names for _, _, names in tables)]
     if split == "heldout":
@@ -276,7 +269,7 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
 
 
 def differences(results: list[dict], defaults: dict) -> list[str]:
-    """Each fact in which results differ that must not, with two that do. A fact that is None does not apply."""
+    """Facts that must be equal but differ, each with two results as an example. A fact that is None does not apply."""
     seen, out = {}, []
     keys = sorted({*defaults}.union(*(r["run"]["config"] for r in results if r["run"])) - MAY_DIFFER - OLD_SETTINGS)
     for r in results:
@@ -299,7 +292,7 @@ def differences(results: list[dict], defaults: dict) -> list[str]:
 def accuracies(
     title: str, split: str, student: str | None, rows: dict, base: str, metric: str, records: list
 ) -> list[str]:
-    """A column per task, the average over the tasks that all rows have, and its gain over `base`; the paper's below ours."""
+    """A column per task, the average over common tasks, and the gain over `base`; the paper's row below ours."""
     every, have = SUITES[split], [set(r["tasks"]) for seeds in rows.values() for r in seeds.values()]
     columns = [t for t in every if t in set.union(*have)]
     common = [t for t in every if t in set.intersection(*have)]
@@ -405,7 +398,7 @@ def half(by_seed: dict) -> float | None:
 
 
 def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[list[str]]:
-    """Cells (seed -> value) as text: the best of a column bold, the second in italics, as printed, ties alike.
+    """Cells (seed -> value) as text. The best of a column is bold, the second italic; values that print alike tie.
 
     better  +1 where more is better, -1 where less is, 0 for a signed difference
     """

@@ -1,4 +1,4 @@
-"""The suite: nine tasks, their two sets in the paper's protocol, where their rows come from and what these must hold.
+"""The nine tasks: their two sets in the paper's protocol, their sources, and the checks of their rows.
 
 Prompts, choices and metrics are lm-eval's own; this file only finds the rows and checks them, field by field. A wrong
 type does not always fail there: piqa with string labels gets an accuracy of 0.
@@ -19,7 +19,7 @@ from lib.files import nearest
 
 
 class EvalError(ValueError):
-    """What was asked for cannot be scored or tabulated: what, got, expected, what to do."""
+    """A request that cannot be scored or tabulated: what, got, expected, what to do."""
 
 
 def _one_of(*values):
@@ -50,7 +50,7 @@ _ARC = {
 
 @dataclass(frozen=True)
 class Task:
-    """One benchmark: its place in the paper and what lm-eval's file for it reads."""
+    """One benchmark: its place in the paper, and the fields that lm-eval's task file reads."""
 
     column: str  # the paper's heading
     file: str  # among lm-eval's task files
@@ -115,7 +115,7 @@ STORY_FILES = ("jsonl", "csv", "tsv", "parquet")
 
 
 def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | None) -> tuple[str, Iterator[dict]]:
-    """Where a task's rows lie and the rows: a local file, a folder laid out like the hub, or the hub."""
+    """The source of a task's rows, and the rows: a local file, a folder laid out like the hub, or the hub."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -142,7 +142,7 @@ def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | Non
 
 
 def find_storycloze(data_dir: str | None, named: str | None) -> Path | None:
-    """The user's own copy: the file that was named, or the one in the data folder, if there is one."""
+    """The user's own copy of StoryCloze: the named file, or the one in the data folder; None where there is none."""
     if named and not Path(named).is_file():
         raise EvalError(f"--storycloze {named}: no such file")
     files = [Path(data_dir, "storycloze_2016", f"test.{suffix}") for suffix in STORY_FILES if data_dir]
@@ -150,7 +150,7 @@ def find_storycloze(data_dir: str | None, named: str | None) -> Path | None:
 
 
 def read_file(file: Path) -> Iterator[dict]:
-    """Rows of a JSONL, parquet, CSV or TSV file, StoryCloze's own headings turned into lm-eval's."""
+    """Rows of a JSONL, parquet, CSV or TSV file. StoryCloze's own headings become lm-eval's names."""
     if file.suffix == ".parquet":
         yield from pyarrow.parquet.read_table(file).to_pylist()
         return
@@ -185,7 +185,7 @@ def _story_field(heading: str) -> str:
 
 
 def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict], str]:
-    """The fields that the task reads, row by row, and a hash of them all that does not depend on the source."""
+    """Check the fields that the task reads -> the rows, and a hash of them that does not depend on the source."""
     kept, digest, fields = [], hashlib.sha256(), TASKS[name].fields
     for number, row in enumerate(rows, 1):
         for field, (what, good) in fields.items():

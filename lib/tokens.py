@@ -7,7 +7,7 @@ import tokenizers
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every id, none for special tokens. Reads byte-level vocabularies, and those with U+2581 for a space."""
+    """The bytes of every id; empty for special tokens. For byte-level vocabularies and those with U+2581 for a space."""
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     byte_level = "ByteLevel" in kinds

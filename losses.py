@@ -63,7 +63,7 @@ def alra_terms(
     gamma: float = 5.0, lambda_pair: float = 1.0, eps: float = 1e-6, anchor: str = "teacher", pair: str = "swpra",
     budget: str = "adaptive", detach_weights: bool = True,
 ) -> AlraTerms:  # fmt: skip
-    """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1. All divergences: teacher to student.
+    """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1. Divergences: teacher to student.
 
         loss[u] = KL(b_t || b_s) + KL(p~_t,I || p~_s,I) + KL(p~_t,R || p~_s,R)            ALD, Eq. 14
                   + lambda_pair * sum_{i<j in I} kappa_ij KL(r_t(i,j) || r_s(i,j))        SWPRA, Eq. 17
@@ -74,7 +74,7 @@ def alra_terms(
     tau, tau_p       temperature of the distributions (Eq. 2) and of the pairs (Eq. 16)
     gamma            how fast SWPRA's weight falls with the student's probability gap (Eq. 19)
     eps              added to the denominators of Eq. 8 and Eq. 20
-    anchor           what the candidate set must contain: "teacher" top-1 (ALRA), "none" (-N), "label" (-NG), "both" (-G)
+    anchor           what the candidate set must hold: "teacher" top-1 (ALRA), "none" (-N), "label" (-NG), "both" (-G)
     pair             kappa: "swpra" (Eq. 20), "pra_u" 1 / |pairs|, "pra" 1 (Eq. 18)
     budget           "adaptive" (Eq. 8); "fixed": the local set is the student's top d_max, without anchor and without
                      ranking by the teacher; `anchor` and `d_min` are then unused (the paper's Fixed-Budget rows)
@@ -102,8 +102,8 @@ def alra_terms(
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
     split = vocab.split(z_s, z_t, tokens, tau, valid)
-    # [N, d_max + 1]: the candidates, and all other tokens as one category. R is that category and the candidates outside
-    # I. Its KL is the KL over these, plus the KL within the category times the category's share, as in Eq. 13.
+    # [N, d_max + 1]: the candidates, and all other tokens as one category. R is that category and the candidates
+    # outside I. Its KL is the KL over these, plus the KL within the category times its share, as in Eq. 13.
     x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)
     x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
     in_local = F.pad(inside, (0, 1))
@@ -168,7 +168,7 @@ def _effective_support(in_t, tau) -> Tensor:
 
 
 def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
-    """Causal language modelling (second term of Eq. 23): -ln q_s[y], q_s = softmax(z_s) at temperature 1. No teacher."""
+    """Causal language modelling (second term of Eq. 23): -ln q_s[y], q_s = softmax(z_s). No teacher."""
     z_s, _, y, valid = enter(z_s, None, y)
     return leave(-vocab.log_p(z_s, y[:, None], 1.0, valid)[:, 0], valid)
 
@@ -194,12 +194,12 @@ def pd(
         kept = the shortest run of largest teacher probabilities with mass >= top_p, then its first top_k
         F    = softmax over kept of z_t / tau,     loss[u] = sum_{i in kept} F_i (ln F_i - ln p_s,i)
 
-    truncate_on     the probabilities that top_p counts: "tempered" softmax(z_t / tau), as the ALRA paper words it; "raw"
-                    softmax(z_t), as in PD's own paper. The two sets differ widely
+    truncate_on     the probabilities that top_p counts: "tempered" softmax(z_t / tau), as the ALRA paper words it;
+                    "raw" softmax(z_t), as in PD's own paper. The two sets differ widely
     temper_student  temper the student too. By default it stays at 1, as in PD: the optimum is the sharpened teacher
 
-    There is no public code. Choices made here: the token that crosses top_p is kept; the student is normalised over the
-    full vocabulary, which pushes down the tokens that are not kept; no tau^2. `kd_weight` is PD's schedule of the weight.
+    There is no public code. Choices made here: the token that crosses top_p is kept; the student is normalised over
+    the full vocabulary, which pushes down the tokens that are not kept; no tau^2. `kd_weight` is PD's schedule.
     """
     positive(tau=tau)
     require(0 < top_p <= 1, f"top_p={top_p}: expected 0 < top_p <= 1, where 1 keeps all")
@@ -223,8 +223,8 @@ def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, easy_weight: 
         TKD_u = KL of the pair (p_y, 1 - p_y);  DKD_u = KL of the softmaxes over V without y; both teacher to student
         loss  = easy_weight mean_easy DKD + (1 - easy_weight) (mean_hard TKD + mean_hard DKD)
 
-    Hard: UNC_u = 1 - p_t,y is at least the lower median of the batch. Easy: it is below. Each mean runs over its own half,
-    so a position's number carries the factor n_valid / n_half. An empty half counts 0 (the authors' code stops there).
+    Hard: UNC_u = 1 - p_t,y is at least the lower median of the batch. Easy: it is below. Each mean runs over its own
+    half, so a position's number carries the factor n_valid / n_half. An empty half counts 0 (the authors' code stops).
     UNC is compared as log-odds: the order is the same, and values that 1 - p rounds together stay apart. No tau^2.
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
@@ -341,11 +341,11 @@ def tad(
 def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 8) -> Tensor:
     """BiLD (Li et al. 2025): t-LD + s-LD, on the teacher's and on the student's top k tokens.
 
-        D_ab = (z_a - z_b) / tau for a < b in the leader's order;  LD = KL(softmax(D^T) || softmax(D^S)) across the pairs
+        D_ab = (z_a - z_b) / tau for a < b in the leader's order;  LD = KL(softmax(D^T) || softmax(D^S)) over pairs
 
     One distribution over all k (k - 1) / 2 differences; teacher to student for both leaders. No tau^2. k = 2 gives a
-    single pair and nothing to learn, so k >= 3. The loss is blind to tokens outside both sets. The authors' KL on prompt
-    tokens has no counterpart in pre-training.
+    single pair and nothing to learn, so k >= 3. The loss is blind to tokens outside both sets. The authors' KL on
+    prompt tokens has no counterpart in pre-training.
     """
     positive(tau=tau)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
@@ -419,7 +419,7 @@ def keywords(name: str) -> frozenset[str]:
 
 
 def resolve(name: str, **overrides) -> Method:
-    """The row of `METHODS` with overrides in place. ValueError for an unknown name, an unknown setting or a wrong type."""
+    """The row of `METHODS` with overrides. ValueError for an unknown name, an unknown setting or a wrong type."""
     method, known = _row(name), settings(name)
     unknown = sorted(set(overrides) - set(known))
     require(not unknown, f"{name} takes no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
@@ -463,7 +463,7 @@ def method_loss(
 
     -> loss   [] differentiable in z_s; 0 if no position is valid
        terms  detached means over the valid positions: `loss`, `kd` (with a teacher), `ce`, and the objective's parts
-              (ALRA: `mass`, `local`, `rest`, `pair`, `d_u`, `support`). A term of weight 0 is reported at no gradient cost
+              (ALRA: `mass`, `local`, `rest`, `pair`, `d_u`, `support`). A term of weight 0 costs no gradient
     """
     loss, sums = _mean_loss(_of_call(resolve(name, **overrides), n_sequences), z_s, z_t, y)
     n_valid = sums.pop("n_valid").clamp(min=1)
@@ -500,8 +500,8 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
 def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """`_mean_loss`, and the gradient of its loss in z_s if wanted.
 
-    Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and the
-    other students of the run go on.
+    Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and
+    the other students of the run go on.
     """
     if torch.compiler.is_compiling():
         if not gradient:
@@ -687,8 +687,8 @@ def adakd(
 def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 2.0, keep: float = 0.2) -> Tensor:
     """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) on the positions where the student is least sure.
 
-    It keeps the ceil(keep n_valid) positions of the forward batch with the largest student entropy at temperature 1. The
-    mean runs over these, so each carries n_valid / n_kept. It keeps none where n_valid < 3, unless keep = 1.
+    It keeps the ceil(keep n_valid) positions of the forward batch with the largest student entropy at temperature 1.
+    The mean runs over these, so each carries n_valid / n_kept. It keeps none where n_valid < 3, unless keep = 1.
     """
     positive(tau=tau)
     require(0 < keep <= 1, f"keep={keep}: expected 0 < keep <= 1")
@@ -716,8 +716,8 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
         return leave((a.exp() * (a - b)).sum(-1), valid)
     gap, bias = logp_t - logp_s, math.log(lam) - math.log1p(-lam)
     a = (1 - lam) * logp_t.exp() + lam * logp_s.exp()
-    # ln(a / b) is odd in the gap and tends to +-bias. Measured from the limit of its own side, nothing cancels. The limit
-    # of the student's side, bias, is left out and added back as bias * sum_i p_t = bias.
+    # ln(a / b) is odd in the gap and tends to +-bias. Measured from the limit of its own side, nothing cancels. The
+    # limit of the student's side, bias, is left out and added back as bias * sum_i p_t = bias.
     side = 2 * (gap >= 0).to(gap.dtype) - 1
     rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
     return leave((bias * logp_t.exp() - a * (side * rise + (1 + side) * bias)).sum(-1), valid)

@@ -100,7 +100,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """Multiplies in the input's dtype. The weight stays as it is stored: fp32 master weights, bf16 products on a GPU."""
+    """Multiplies in the input's dtype. The weight stays as stored: fp32 master weights, bf16 products on a GPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
@@ -262,7 +262,7 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
 
 
 def load_config(name: str) -> Qwen2Config:
-    """A preset's name, a config.json, a model folder or a hub id -> the shape. `CheckpointError` for another decoder."""
+    """A preset's name, a config.json, a model folder or a hub id -> the shape. `CheckpointError` for others."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"

@@ -75,7 +75,7 @@ class Env:
         self.first = self.rank == 0
 
     def hold_signals(self) -> None:
-        """From now on SIGINT and SIGTERM end the run after its update. Earlier there is nothing to save: they end the process."""
+        """From now on SIGINT and SIGTERM end the run after its update. Before, they end the process: nothing is to be saved."""
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._on_signal)
 
@@ -196,7 +196,7 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
 
 
 def first_weights(cfg: Config) -> Qwen2:
-    """The weights that every student starts from, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
+    """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
     if cfg.student_weights is None:
         return init_student(cfg.student, cfg.seed)
     return Qwen2.from_pretrained(cfg.student_weights).requires_grad_(True).train()
@@ -284,7 +284,7 @@ VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce"
 
 
 def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config, env: Env) -> dict[str, dict]:
-    """Per student: CE, KL(teacher || student) and top-1 agreement, at temperature 1, per token of the validation rows."""
+    """Per student: CE, KL(teacher || student) and top-1 agreement per token of the validation rows, temperature 1."""
     n_rows = min(rows.n, cfg.val_max_rows or rows.n)
     starts = range(0, n_rows, cfg.micro_batch)
     index = (np.arange(first, min(first + cfg.micro_batch, n_rows)) for first in starts)
@@ -466,7 +466,8 @@ def fit_processes(cfg: Config, world: int) -> Config:
     """The config with the largest micro_batch, at most the given one, that divides each process's share of the rows."""
     if cfg.batch_rows % (world * cfg.group):
         raise ConfigError(
-            f"{world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}; start another number of processes, or set --batch_rows"
+            f"{world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}; "
+            "start another number of processes, or set --batch_rows"
         )
     share = cfg.batch_rows // world
     sizes = range(cfg.group, min(cfg.micro_batch, share) + 1, cfg.group)
@@ -485,11 +486,13 @@ def check_student(cfg: Config, env: Env) -> None:
         for key, value in vars(there).items():
             if value != getattr(shape, key):
                 raise ConfigError(
-                    f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
+                    f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in "
+                    f"student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
                 )
     elif cfg.student not in PRESETS and not cfg.student.endswith(".json") and holds_weights(cfg.student):
         env.say(
-            f"student={cfg.student}: only the shape is taken from there, the weights are drawn anew; --student_weights={cfg.student} starts from its weights"
+            f"student={cfg.student}: only the shape is taken from there, the weights are drawn anew; "
+            f"--student_weights={cfg.student} starts from its weights"
         )
 
 
@@ -597,7 +600,7 @@ def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, 
 
 
 def config_of(run: dict) -> dict:
-    """The config in a run.json. Older ones have the objectives' settings as keys of their own, for all methods at once."""
+    """The config in a run.json. Older ones have the settings as keys of their own, for all methods at once."""
     config = dict(run["config"])
     if "hyper" not in config:
         old = {key: value for key, value in config.items() if key not in configure.TYPES and value is not None}

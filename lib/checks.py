@@ -17,8 +17,8 @@ IGNORE = -100  # label of a position outside T_B
 def enter(z_s, z_t, y, guard=False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Check and widen the input -> z_s, z_t (constant), labels (0 where ignored), valid [N] bool.
 
-    guard  give ignored positions a gradient of exactly 0, even where a NaN stands. `vocab.split` and `vocab.log_p` do so
-           in the pass that they make anyway; an objective that uses z_s in any other way sets it.
+    guard  give ignored positions a gradient of exactly 0, even where a NaN stands. `vocab.split` and `vocab.log_p` do
+           so in the pass that they make anyway; an objective that uses z_s in any other way sets it.
     """
     require(z_s.ndim == 2, f"z_s: expected [N, V], got shape {tuple(z_s.shape)}")
     require(z_s.is_floating_point(), f"z_s: expected a float dtype, got {z_s.dtype}")

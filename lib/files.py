@@ -48,7 +48,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. `CheckpointError` where the file is not JSON, or holds something else than an object."""
+    """The object in a JSON file. `CheckpointError` where the file is not JSON or not an object."""
     try:
         value = json.loads(path.read_text())
     except ValueError as error:

@@ -22,13 +22,13 @@ def head_losses(
     """Each student's loss and terms over the forward batches of y; the teacher's logits are computed once for all.
 
     students  (h_s [B, T, D_s], w_s [V, D_s], evaluate) each: last hidden states, head weight, and
-              evaluate(gradient, z_s [N, V], z_t [N, V], y [N]) -> mean loss [], sums of its terms with n_valid, dz or None
+              evaluate(gradient, z_s [N, V], z_t [N, V], y [N]) -> mean loss [], sums of terms with n_valid, dz or None
     h_t, w_t  [B, T, D_t], [V, D_t]; None where no student has a teacher
     y         [B, T] labels, IGNORE where not in T_B
     group     rows per forward batch, a divisor of B
 
-    -> per student: loss [], the mean over forward batches, differentiable in h_s and w_s, once; and the detached means of
-       its terms over all valid positions. Each student gets the bits that it would get alone.
+    -> per student: loss [], the mean over forward batches, differentiable in h_s and w_s, once; and the detached means
+       of its terms over all valid positions. Each student gets the bits that it would get alone.
     """
     _check(students, h_t, w_t, y, group)
     n_batches = y.shape[0] // group

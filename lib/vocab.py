@@ -22,7 +22,7 @@ def block_size(V) -> int:
 
 
 def by_block(f, *zs) -> tuple[Tensor, ...]:
-    """Apply f to [N, V] cut into blocks: f([N, blocks, size], ..) -> [N, blocks] each. A shorter last block goes alone."""
+    """Apply f to [N, V] cut into blocks: f([N, blocks, size], ..) -> [N, blocks] each; a short last block goes alone."""
     V = zs[0].shape[1]
     size = block_size(V)
     whole = V - V % size
@@ -34,9 +34,9 @@ def by_block(f, *zs) -> tuple[Tensor, ...]:
 class Split(NamedTuple):
     """Logits split into k selected tokens per position and the rest of the vocabulary.
 
-    The selected tokens keep one logit each; the rest is summed up in three numbers. All logits of a model are relative to
-    its largest logit in the rest: softmax is blind to that shift, and rounding errors then scale with ln p, not with the
-    logit.
+    The selected tokens keep one logit each; the rest is summed up in three numbers. All logits of a model are relative
+    to its largest logit in the rest: softmax is blind to that shift, and rounding errors then scale with ln p, not with
+    the logit.
     """
 
     in_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
@@ -73,7 +73,7 @@ class _Split(torch.autograd.Function):
         more_s, more_t = _rest_of_mixed(z_s, z_t, tokens, below)
 
         def rest(z_max, z_sum, more):
-            """-> largest logit [N, 1], factor of each block's sums, exps of the gathered logits, their sum [N, 1] fp64"""
+            """-> largest logit [N, 1], factor of each block's sums, exps of gathered logits, sum of all [N, 1] fp64"""
             top = torch.cat([z_max.masked_fill(mixed, -math.inf), more], 1).amax(-1, keepdim=True)
             factor = ((z_max - top) / tau).exp().masked_fill(mixed, 0.0)
             e_more = ((more - top) / tau).exp()

@@ -1024,6 +1024,21 @@ def test_every_key_of_a_run_is_compared_or_free():
     assert not train.FREE_KEYS & {*COMPARED, "hyper"}
 
 
+def test_a_run_from_before_settings_by_method_goes_on(world, finished, tmp_path):
+    """Its config had every setting of every objective as a key of its own, None where it was not set."""
+    keys = {"methods": "vanilla_kd,alra"}
+    assert train.run(load(world, tmp_path, **keys, max_steps=4)) == 0
+    file = tmp_path / "run.json"
+    facts = json.loads(file.read_text())
+    del facts["config"]["hyper"]
+    file.write_text(json.dumps(facts | {"config": facts["config"] | {"d_max": 9, "gamma": None}}))
+    with pytest.raises(ConfigError, match=r"hyper=\{'alra': \{'d_max': 9\}\} there, \{'alra': \{'d_max': 7\}\} here"):
+        train.run(load(world, tmp_path, **keys))
+    file.write_text(json.dumps(facts | {"config": facts["config"] | {"d_max": 7, "gamma": None}}))
+    assert train.run(load(world, tmp_path, **keys)) == 0
+    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+
+
 def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_path):
     """Moved data, teacher and tokenizer, other validations, and keys that prepare.py alone reads."""
     run = tmp_path / "run"

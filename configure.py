@@ -18,7 +18,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -143,7 +143,7 @@ class Config:
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
 
 
-def load(argv: list[str], methods: Iterable[str] = ()) -> "Loaded":
+def load(argv: list[str], methods: Sequence[str] = ()) -> "Loaded":
     """Config files and `--key=value` flags, in order -> the config and where each value came from.
 
     `--help` prints all keys, and `methods` where the script has them, and ends the process.
@@ -181,8 +181,8 @@ class Loaded:
     origin: dict = field(default_factory=dict)  # key -> file or "command line"; absent: the default
 
 
-def help_text(about: str, methods: Iterable[str] = ()) -> str:
-    """What `--help` prints: the script's own text, every key with its default, type and comment, and the methods.
+def help_text(about: str, methods: Sequence[str] = ()) -> str:
+    """What `--help` prints: the script's own text, every key with its default, type and comment, and lines on methods.
 
     The headings and comments are those of `Config`'s source, so that they are written once.
     """
@@ -199,9 +199,9 @@ def help_text(about: str, methods: Iterable[str] = ()) -> str:
             default = {} if default is dataclasses.MISSING else default
             value = ",".join(default) if isinstance(default, tuple) else default
             lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
-    if methods:
-        names = textwrap.wrap(", ".join(methods), 120, initial_indent="    ", subsequent_indent="    ")
-        lines += ["\nmethods", *names]
+    lines += ["\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE)"] if methods else []
+    for line in methods:
+        lines += textwrap.wrap(line, 120, initial_indent="    ", subsequent_indent=" " * 8)
     return "\n".join(lines)
 
 

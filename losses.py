@@ -434,6 +434,19 @@ def resolve(name: str, **overrides) -> Method:
     return method._replace(hyper={**method.hyper, **overrides}, **weights)
 
 
+def method_lines() -> list[str]:
+    """A line for each objective: the methods that use it, and its settings with their defaults; for `--help`."""
+    users: dict = {}
+    for name, method in METHODS.items():
+        users.setdefault(method.fn, []).append(name)
+    lines = []
+    for fn, names in users.items():
+        defaults = {p.name: p.default for p in inspect.signature(fn).parameters.values()}
+        told = ", ".join(f"{key}={defaults[key]}" for key in settings(names[0]) if key in defaults)
+        lines.append(f"{', '.join(names)}: {told or 'no settings'}")
+    return [*lines, "all: w_kd, w_ce (weights of the distillation term and of the causal language-modelling term)"]
+
+
 def _row(name: str) -> Method:
     if name not in METHODS:
         near = nearest(name, METHODS)

@@ -50,7 +50,7 @@ from lib.runlog import (
     teacher_sums,
 )
 from lib.teacher import Teacher, load_teacher
-from losses import IGNORE, METHODS, AlraTerms, alra_terms, evaluator, kd_weight, keywords, needs_teacher, resolve
+from losses import IGNORE, AlraTerms, alra_terms, evaluator, kd_weight, keywords, method_lines, needs_teacher, resolve
 from model import PRESETS, Qwen2, init_student, load_config
 
 # Keys that may differ when a run goes on: they change what is done when and where, not what is learnt. Those of the
@@ -643,7 +643,7 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
 
 
 def main() -> None:
-    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], METHODS))))
+    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], method_lines()))))
 
 
 if __name__ == "__main__":

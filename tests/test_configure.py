@@ -151,7 +151,7 @@ def test_the_resolved_config_is_written_whole(tmp_path):
 
 def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
     with pytest.raises(SystemExit) as ended:
-        load(["config/demo.py", "--help"], ("alra", "beta_kd"))
+        load(["config/demo.py", "--help"], ("alra: gamma=5.0", "beta_kd: no settings"))
     said = capsys.readouterr().out
     assert ended.value.code == 0
     lines = said.splitlines()
@@ -169,18 +169,22 @@ def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
     assert source.endswith(
         '  hub dataset; local file, folder or glob; or "python": its own docs and library'
     )  # its comment is a line below
-    assert lines[-2:] == ["methods", "    alra, beta_kd"]
+    assert lines[-3].startswith("methods, and the settings of their objectives")
+    assert lines[-2:] == ["    alra: gamma=5.0", "    beta_kd: no settings"]
     assert sum("wsd" in text for text in lines) == 1  # no comment stands twice
 
 
-def test_train_says_its_methods(capsys, monkeypatch):
+def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):
     import train
+    from losses import METHODS, keywords
 
     monkeypatch.setattr("sys.argv", ["train.py", "-h"])
     with pytest.raises(SystemExit):
         train.main()
-    said = capsys.readouterr().out.split("\nmethods\n")[1]
-    assert set(re.findall(r"\w+", said)) == set(train.METHODS)
+    said = capsys.readouterr().out.split("\nmethods, and the settings of their objectives")[1]
+    names = set(re.findall(r"\w+", said))
+    assert set(METHODS) | {key for name in METHODS for key in keywords(name)} <= names
+    assert "fixed_25: d_min=3," in said and "tad: tau=1.0, top_k=10, beta=2.0, norm=sequence\n" in said
 
 
 def test_every_field_is_read_somewhere():

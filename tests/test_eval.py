@@ -894,6 +894,13 @@ def test_seeds_that_differ_in_a_setting_are_not_averaged(tmp_path):
         tabulate([str(tmp_path)])
 
 
+def test_results_that_lack_a_newer_key_are_compared_as_made_at_its_default(tmp_path):
+    fake(tmp_path / "x" / "pretrain", "pretrain", ALL, run={"config": {"clip": 0.5}})
+    fake(tmp_path / "y" / "alra", "alra", ALL, run={"config": {}})
+    text = ev.together([tmp_path / "x" / "pretrain", tmp_path / "y" / "alra"], ["one", "two"], ev.arguments(["x"]))
+    assert "Each by itself" not in text and "| ALRA |" in text
+
+
 def test_what_may_differ_is_named_and_all_else_is_compared(tmp_path):
     assert set(configure.TYPES) >= tables.MAY_DIFFER
     fake(tmp_path / "pretrain", "pretrain", ALL, run={"config": dict(ev.DEFAULTS)})

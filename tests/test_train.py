@@ -27,7 +27,8 @@ import train
 from configure import Config, ConfigError
 from lib import checkpoint, files, heldout, runlog
 from lib.rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
-from losses import IGNORE, METHODS
+from lib.teacher import load_teacher
+from losses import IGNORE, METHODS, method_loss
 from model import CheckpointError, Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,6 +198,26 @@ def test_group_changes_the_meaning_on_purpose(world):
     one, four = (gradients(world, batch_rows=16, micro_batch=4, group=g) for g in (1, 4))
     a, b = (torch.cat([g.flatten() for g in grads["pretrain"]]) for grads in (one, four))
     assert (a - b).norm() / a.norm() > 1e-3  # rows are of unequal length
+
+
+def test_tad_is_told_how_many_sequences_a_forward_batch_holds(world):
+    cfg = load(world, Path("unused"), methods="tad", micro_batch=4, group=4).config
+    env, rows = train.Env(cfg), train.open_data(cfg, "train")
+    teacher, student = train.open_teacher(cfg, env), train.make_student("tad", cfg, env.device)
+    x, y, n = rows.batch(np.arange(4), env.device)
+    with torch.no_grad():
+        z_s, z_t = student.model(x).flatten(0, 1), teacher.model(x).flatten(0, 1)
+    four, one = (method_loss("tad", z_s, z_t, y.flatten(), n_sequences=n)[0].item() for n in (4, 1))
+    train.update([student], teacher, train.batches(rows, teacher, 0, cfg, env), 0, cfg, env)
+    assert student.sums["loss"].item() / n == pytest.approx(four, rel=1e-5) != pytest.approx(one, rel=1e-5)
+
+
+def test_a_teachers_states_and_head_come_to_the_students_device(world):
+    """The meta device stands in for a second card."""
+    cpu, home = torch.device("cpu"), torch.device("meta")
+    teacher = load_teacher(str(world / "teacher"), torch.float32, cpu, home)
+    assert teacher.head.device == teacher.hidden(torch.zeros(1, 3, dtype=torch.int64)).device == home
+    assert load_teacher(str(world / "teacher"), torch.float32, cpu).head.device == teacher.model.head.device == cpu
 
 
 def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(world):

@@ -750,6 +750,7 @@ def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
     torch.testing.assert_close(terms["entropy"], expected)
     torch.testing.assert_close(loss, 1.5 * losses.reverse_kl(z_s, z_t, y).sum() / valid.sum())
     assert losses.settings("mine") == {"w_kd": float, "w_ce": float, "scale": float}
+    assert type(losses.resolve("mine", scale=2).hyper["scale"]) is float  # as `--mine.scale=2` gives it
     with pytest.raises(ValueError, match=r"mine\.scale='big': expected float, got str"):
         losses.resolve("mine", scale="big")
 

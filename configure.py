@@ -74,7 +74,7 @@ class Config:
     clip: float = 0.5  # largest gradient norm
 
     kd_schedule: Literal["constant", "wsd"] = (
-        "constant"  # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %
+        "constant"  # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %, w_ce = 1 - w_kd; not the rate's
     )
 
     # --- machine

@@ -421,8 +421,10 @@ def keywords(name: str) -> frozenset[str]:
 def resolve(name: str, **overrides) -> Method:
     """The row of `METHODS` with overrides. ValueError for an unknown name, an unknown setting or a wrong type."""
     method, known = _row(name), settings(name)
-    unknown = sorted(set(overrides) - set(known))
-    require(not unknown, f"{name} takes no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+    for key in sorted(set(overrides) - set(known)):
+        near = nearest(key, known)
+        hint = f" (did you mean {near!r}?)" if near else ""
+        raise ValueError(f"{name} takes no {key}{hint}; it takes {', '.join(sorted(known))}")
     for key, value in overrides.items():
         kind = known[key]
         if kind in (bool, int, float):  # the objective itself checks choices
@@ -555,17 +557,25 @@ def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
     compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True)
 
-    @functools.cache
-    def check_settings(V: int) -> None:
-        """Bad settings raise a plain ValueError here; inside the graph they would raise torch's."""
-        nothing = torch.zeros(n_sequences, V, device="meta")
-        _mean_loss(method, nothing, nothing, nothing.long()[:, 0])
-
     def evaluate(gradient: bool, z_s, z_t, y):
-        check_settings(z_s.shape[1])
+        _check_settings(method, z_s.shape[1])  # inside the graph they would raise an error of torch's
         return compiled(gradient, z_s, z_t, y)
 
     return evaluate
+
+
+def check_settings(name: str, V: int, **overrides) -> None:
+    """ValueError where a setting of the method has a wrong type or value at a vocabulary of V."""
+    method = resolve(name, **overrides)
+    try:
+        _check_settings(method, V)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check_settings(method: Method, V: int) -> None:
+    nothing = torch.zeros(method.hyper.get("n_sequences", 1), V, device="meta")
+    _mean_loss(method, nothing, nothing, nothing.long()[:, 0])
 
 
 def fused_head_loss(

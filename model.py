@@ -14,7 +14,7 @@ Precision, on a GPU (`dtype="auto"`); on the CPU everything is fp32:
     | statistics of norms, rotary angles, softmaxes, losses, sums over V | fp32 (fp64 for some sizes [N], [N, k]) |
     | gradient of the logits, as an operand of the head's products      | bf16                              |
 
-`Linear` casts its weight to the dtype of its input; nothing else casts. `hidden(dtype=...)` sets that dtype once.
+`hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm` and the rotary angles cast to it.
 
 Dimension key: B batch, T time, D width, H query heads, G key/value heads, K width of a head, V vocabulary.
 """

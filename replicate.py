@@ -606,7 +606,11 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--methods", type=lambda text: tuple(text.split(",")), default=(), help="only these, with commas")
     add("--rows", type=int, help="held-out rows that eval.py reads; default: 512, quick 64")
     add("--out", type=Path, help="folder of the runs; default: out/replicate, quick out/replicate_quick")
-    add("--results", type=Path, help="folder of results and report; default: replication, of a part OUT/replication")
+    add(
+        "--results",
+        type=Path,
+        help="folder of results and report; default: results/replication, of a part OUT/replication",
+    )
     args, rest = parser.parse_known_args(argv)
     args.out = args.out or Path("out/replicate_quick" if args.quick else "out/replicate")
     part = args.quick or args.methods or args.seeds or args.rows  # never over the whole

@@ -50,7 +50,18 @@ from lib.runlog import (
     teacher_sums,
 )
 from lib.teacher import Teacher, load_teacher
-from losses import IGNORE, AlraTerms, alra_terms, evaluator, kd_weight, keywords, method_lines, needs_teacher, resolve
+from losses import (
+    IGNORE,
+    AlraTerms,
+    alra_terms,
+    check_settings,
+    evaluator,
+    kd_weight,
+    keywords,
+    method_lines,
+    needs_teacher,
+    resolve,
+)
 from model import PRESETS, Qwen2, init_student, load_config
 
 # Keys that may differ when a run goes on: they change what is done when and where, not what is learnt. Those of the
@@ -498,8 +509,8 @@ def check_student(cfg: Config, env: Env) -> None:
 
 def check_methods(cfg: Config, device: torch.device) -> None:
     """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
-    for name in cfg.methods:
-        resolve(name, **cfg.hyper.get(name, {}))
+    for name in (*cfg.methods, *cfg.hyper):
+        check_settings(name, load_config(cfg.student).vocab_size, **cfg.hyper.get(name, {}))
     unused = [name for name in cfg.hyper if name not in cfg.methods]
     if unused:
         raise ConfigError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")

@@ -21,10 +21,14 @@ INIT_STD = 0.02  # of a student's first weights
 
 
 def find_folder(name: str) -> Path:
-    """A local folder, or the local copy of a hub repository `owner/name` (downloaded if need be)."""
+    """A local folder, or the local copy of a hub repository `owner/name` (downloaded if need be).
+
+    The folder of a student, as train.py makes it, stands for the `model/` inside.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return folder
+        inside = folder / "model"
+        return inside if (inside / "config.json").is_file() and not (folder / "config.json").is_file() else folder
     if name.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
         raise CheckpointError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name'")
     from huggingface_hub import snapshot_download

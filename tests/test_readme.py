@@ -30,6 +30,11 @@ CHAINS = {
         "python train.py config/alra_200m.py --methods=tad --out_dir=out/tad_200m": REAL,
         "python train.py config/alra_200m.py --methods=alra,tad --lr=3e-4 --alra.gamma=3 --out_dir=out/try": REAL,
     },
+    "own": {
+        "python prepare.py config/demo.py --source=text.jsonl --data_dir=data/mine": "--val_share=0 --val_rows=4",
+        "python train.py config/demo.py --data_dir=data/mine --out_dir=out/mine": SMALL,
+        "python eval.py out/mine --tasks none": "--max_rows 2 --device cpu",
+    },
     "demo": {
         "make demo": "",
         "python prepare.py --show 0 data/demo": "",

@@ -26,6 +26,7 @@ import configure
 import train
 from configure import Config, ConfigError
 from lib import checkpoint, files, heldout, runlog
+from lib.hf import find_folder
 from lib.rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
 from lib.teacher import load_teacher
 from losses import IGNORE, METHODS, method_loss
@@ -337,6 +338,11 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(world, finished, tmp_p
     assert again[0] < first[0]  # it had learnt something
     with pytest.raises(ConfigError, match=r"already contains a different run \(student_weights=.* there, None here\)"):
         train.run(load(world, tmp_path, student=there, seed=99))
+
+
+def test_a_students_folder_stands_for_the_model_inside(finished):
+    for name in ("alra", "alra/model"):
+        assert find_folder(str(finished / name)) == finished / "alra" / "model"
 
 
 def test_weights_of_another_shape_are_refused(world, tmp_path):
@@ -895,7 +901,11 @@ def test_flops_are_those_of_counting_every_product():
     [
         ({"methods": "alr"}, "no such method 'alr', did you mean 'alra'?"),
         ({"methods": "pretrain", "alra.d_max": 7}, "alra: has settings, but is not among methods=('pretrain',)"),
-        ({"alra.d_mx": 7}, "alra takes no d_mx; it takes anchor, budget, d_max"),
+        ({"alra.d_mx": 7}, "alra takes no d_mx (did you mean 'd_max'?); it takes anchor, budget, d_max"),
+        ({"alr.d_max": 7}, "no such method 'alr', did you mean 'alra'?"),
+        ({"alra.gamma": -1}, "alra: gamma=-1.0: expected 0 or more"),
+        ({"alra.pair": "prau"}, "alra: pair='prau': expected one of 'swpra', 'pra_u', 'pra'"),
+        ({"alra.d_max": 5000}, "alra: d_max=5000: expected 2 <= d_max < V=4096"),
         ({"alra.d_max": "seven"}, "alra.d_max='seven': expected int, got str"),
         ({"data_dir": "nowhere"}, "nowhere: no train.bin with train.json there; run prepare.py"),
         ({"teacher": "nowhere/at/all"}, "nowhere/at/all: no such folder"),

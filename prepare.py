@@ -41,7 +41,6 @@ Until then `*.bin.tmp` and `prepare.state` hold the work, which the same command
 
 import contextlib
 import errno
-import fcntl
 import glob
 import hashlib
 import itertools
@@ -68,7 +67,7 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.files import write_whole
+from lib.files import locked, write_whole
 from lib.rows import BLOCK, PAD, quick_hash
 from lib.tokens import token_bytes
 
@@ -574,7 +573,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     folder = Path(cfg.data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "prepare.state"
-    with _locked(folder):
+    with locked(folder, PrepareError(f"{folder}: another prepare.py is at work there")):
         state = _read_json(state_file, STATE_KEYS, f"delete {folder} and start again") if state_file.exists() else None
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
@@ -808,19 +807,6 @@ def _summary(folder: Path, manifest: dict) -> str:
 def _lines_of_json(record: dict) -> bytes:
     """JSON with one line per key, since people read manifests too."""
     return ("{\n" + ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in record.items()) + "\n}\n").encode()
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder. The lock of a killed process is released by the system."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise PrepareError(f"{folder}: another prepare.py is at work there") from error
-    finally:
-        os.close(handle)
 
 
 def main() -> int:

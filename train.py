@@ -10,6 +10,7 @@ checkpoint; SIGINT and SIGTERM save one and exit 0, once it trains.
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -28,13 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 import configure
 from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel
 from lib.batches import Rows
 from lib.figures import figures
-from lib.files import append_line, read_json, write_json, writing
+from lib.files import append_line, locked, read_json, write_json, writing
 from lib.fused import head_losses
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import row_order
@@ -375,6 +377,18 @@ def run(loaded: configure.Loaded) -> int:
         )
     tokenizer, teacher = open_tokenizer(cfg, rows), open_teacher(cfg, env)
     students = [make_student(name, cfg, env.device) for name in cfg.methods]
+    out = Path(cfg.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    busy = ConfigError(f"out_dir={out}: another train.py is at work there; wait for its end, or choose another out_dir")
+    with locked(out, busy) if env.first else contextlib.nullcontext():
+        return distil(loaded, cfg, env, rows, val, tokenizer, teacher, students)
+
+
+def distil(
+    loaded: configure.Loaded, cfg: Config, env: Env, rows: Rows, val: Rows, tokenizer: PreTrainedTokenizerFast,
+    teacher: Teacher | None, students: list[Student],
+) -> int:  # fmt: skip
+    """The loop, from the newest checkpoint to the saved models -> the exit code of `run`."""
     facts = run_facts(rows, val, teacher, env.device)
     open_folder(loaded, students, facts, env)
     live = [s for s in students if not s.stopped]

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import fcntl
 import json
 import os
 import shutil
@@ -30,6 +31,19 @@ def writing(path: Path) -> Iterator[None]:
             f"{path}: not written ({error}); see to its room and rights, and the same command goes on from the last whole "
             "checkpoint"
         ) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path, error: Exception) -> Iterator[None]:
+    """Keep a folder for this process; `error` where another process has it. The system frees a killed process's lock."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as busy:
+        raise error from busy
+    finally:
+        os.close(handle)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

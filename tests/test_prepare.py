@@ -26,6 +26,7 @@ import prepare
 import train
 from configure import Config, load
 from lib import hf, rows
+from lib.files import locked
 from lib.hf import leading_bos
 from model import CheckpointError, Qwen2Config, init_student, load_tokenizer
 from tests.naive_rows import SHORT_FORMS, naive_rows
@@ -779,7 +780,7 @@ def test_damaged_records_are_told_by_their_path_with_the_remedy(content, said, s
 
 def test_two_at_once_are_refused(small, tmp_path):
     (tmp_path / "a").mkdir()
-    with prepare._locked(tmp_path / "a"), pytest.raises(prepare.PrepareError, match="is at work there"):
+    with locked(tmp_path / "a", RuntimeError()), pytest.raises(prepare.PrepareError, match="is at work there"):
         prepare.prepare(config(small, tmp_path / "a", write_jsonl(tmp_path / "t.jsonl", small[1])))
 
 

@@ -1019,6 +1019,18 @@ def test_data_of_another_tokenizer_or_cut_short_is_refused(world, tmp_path):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
 
 
+def test_a_second_process_is_refused_while_one_is_at_work(world, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with (
+        files.locked(tmp_path / "out", RuntimeError()),
+        pytest.raises(ConfigError, match=r"another train\.py is at work there; wait for its end, or choose another"),
+    ):
+        train.run(load(world, tmp_path / "out"))
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert train.run(load(world, tmp_path / "out")) == 0  # it is free again
+
+
 def test_a_folder_that_holds_another_run_is_refused(world, finished):
     with pytest.raises(ConfigError, match=r"already contains a different run \(lr=0.01 there, 0.02 here\)"):
         train.run(load(world, finished, lr=2e-2))

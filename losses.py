@@ -556,9 +556,10 @@ def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
     compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True)
+    check = functools.cache(functools.partial(_check_settings, method))  # once per vocabulary: it runs the objective
 
     def evaluate(gradient: bool, z_s, z_t, y):
-        _check_settings(method, z_s.shape[1])  # inside the graph they would raise an error of torch's
+        check(z_s.shape[1])  # inside the graph bad settings would raise an error of torch's
         return compiled(gradient, z_s, z_t, y)
 
     return evaluate

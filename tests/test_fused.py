@@ -271,6 +271,18 @@ def test_compiled_it_refuses_as_plainly():
     assert len({losses.evaluator(name, compile=True) for name in ("tad", "rld", "tad")}) == 2  # one of each
 
 
+def test_compiled_settings_are_checked_once_for_a_vocabulary(monkeypatch):
+    """The check runs the whole objective: at every call it would take longer than a small student's step."""
+    calls = []
+    monkeypatch.setattr(losses, "_check_settings", lambda method, n_vocab: calls.append(n_vocab))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    losses._compiled.cache_clear()
+    for _ in range(3):
+        fused_head_loss(*case(), "tad", compile=True)
+    losses._compiled.cache_clear()
+    assert calls == [V]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("compile", [False, True])

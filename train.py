@@ -322,6 +322,8 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     if not env.first:
         return
     x, y, n_valid = rows.batch(rows_of_update(rows, step, cfg), env.device)
+    own = resolve("alra", **cfg.hyper.get("alra", {})).hyper
+    learners = [(s, resolve(s.name, **s.overrides)) for s in live if needs_teacher(s.name)]
     counts, sums = {}, {}
     for first in range(0, len(x), cfg.group):
         part = slice(first, first + cfg.group)
@@ -329,13 +331,10 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
         z_t = logits(teacher.hidden(x[part]), teacher.head)  # [N, V]
         for key, value in teacher_sums(z_t, labels).items():
             sums[key] = sums.get(key, 0) + value
-        own = resolve("alra", **cfg.hyper.get("alra", {})).hyper
         found = {"": alra_terms(z_t, z_t, labels, **own)}
-        for s in live:
-            method = resolve(s.name, **s.overrides)
-            if method.has_teacher:
-                z_s = logits(s.model.hidden(x[part], dtype=env.dtype), s.model.head)
-                found[s.name] = method.fn(z_s, z_t, labels, **method.hyper)
+        for s, method in learners:
+            z_s = logits(s.model.hidden(x[part], dtype=env.dtype), s.model.head)
+            found[s.name] = method.fn(z_s, z_t, labels, **method.hyper)
         for name, terms in found.items():
             if isinstance(terms, AlraTerms):
                 d_max = terms.tokens.shape[1]

@@ -93,42 +93,11 @@ MAY_DIFFER = {
 }  # fmt: skip
 # Config keys of earlier results, which held the settings of all methods; they are part of a method's name here.
 OLD_SETTINGS = {
-    *[
-        "w_kd",
-        "w_ce",
-        "tau",
-        "t2_scaling",
-        "top_p",
-        "top_k",
-        "truncate_on",
-        "temper_student",
-        "easy_weight",
-        "tau_conf",
-        "alpha",
-        "beta",
-        "d",
-        "pair_reduction",
-    ],
-    *[
-        "norm",
-        "d_min",
-        "d_max",
-        "tau_p",
-        "gamma",
-        "lambda_pair",
-        "eps",
-        "anchor",
-        "pair",
-        "budget",
-        "detach_weights",
-        "center",
-        "keep",
-        "c",
-        "rule",
-        "base",
-    ],
-    *["detach_temperature", "lam"],
-}
+    "w_kd", "w_ce", "tau", "t2_scaling", "top_p", "top_k", "truncate_on", "temper_student", "easy_weight",
+    "tau_conf", "alpha", "beta", "d", "pair_reduction", "norm", "d_min", "d_max", "tau_p", "gamma", "lambda_pair",
+    "eps", "anchor", "pair", "budget", "detach_weights", "center", "keep", "c", "rule", "base",
+    "detach_temperature", "lam",
+}  # fmt: skip
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lib.files import nearest, write_whole
+from lib.files import UserError, nearest, write_whole
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """An impossible configuration: what, got, expected, what to do."""
 
 

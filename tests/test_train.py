@@ -26,11 +26,12 @@ import configure
 import train
 from configure import Config, ConfigError
 from lib import checkpoint, files, heldout, runlog
+from lib.files import UserError
 from lib.hf import find_folder
-from lib.rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
+from lib.rows import MANIFEST, PAD, open_rows, quick_hash, row_order
 from lib.teacher import load_teacher
 from losses import IGNORE, METHODS, method_loss
-from model import CheckpointError, Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
+from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -352,7 +353,7 @@ def test_weights_of_another_shape_are_refused(world, tmp_path):
         train.run(load(world, tmp_path, student_weights=there))
     with pytest.raises(ConfigError, match=r"hidden_size is 24 there, but 768 in student=200m"):
         train.run(load(world, tmp_path, student="200m", student_weights=there))
-    with pytest.raises(CheckpointError, match=r"no/such: no such folder|no such local folder"):
+    with pytest.raises(UserError, match=r"no/such: no such folder|no such local folder"):
         train.run(load(world, tmp_path, student_weights="./no/such"))
     assert not (tmp_path / "run.json").exists()
 
@@ -537,12 +538,12 @@ def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, m
     def fail(folder, *args):
         calls.append(folder.parent.name)
         if len(calls) == 4:
-            raise CheckpointError("the disk is full")
+            raise UserError("the disk is full")
         save(folder, *args)
 
     monkeypatch.setattr(checkpoint, "save", fail)
     keys = {"methods": "vanilla_kd,alra", "keep_checkpoints": 1}
-    with pytest.raises(CheckpointError, match="the disk is full"):
+    with pytest.raises(UserError, match="the disk is full"):
         train.run(load(world, tmp_path, **keys))
     assert calls == ["vanilla_kd", "alra", "vanilla_kd", "alra"]
     monkeypatch.setattr(checkpoint, "save", save)
@@ -554,7 +555,7 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
     folder = tmp_path / "alra" / "checkpoints" / "step_00000002"
     state = (folder / "state.json").read_text()
     (folder / "state.json").write_text(state.replace('"method": "alra"', '"method": "pd"'))
-    with pytest.raises(CheckpointError, match=r"step_00000002: method is pd, expected alra; it belongs to another run"):
+    with pytest.raises(UserError, match=r"step_00000002: method is pd, expected alra; it belongs to another run"):
         train.run(load(world, tmp_path, methods="alra"))
     (folder / "state.json").write_text(state)
     data = (folder / "optimizer.safetensors").read_bytes()
@@ -563,11 +564,11 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
         whole = file.read_bytes()
         tensors = safetensors.torch.load(whole)
         safetensors.torch.save_file({k: tensors[k] for k in list(tensors)[1:]}, file)
-        with pytest.raises(CheckpointError, match=r"step_00000002: its tensors are not this student's"):
+        with pytest.raises(UserError, match=r"step_00000002: its tensors are not this student's"):
             train.run(load(world, tmp_path, methods="alra"))
         file.write_bytes(whole)
     (folder / "optimizer.safetensors").write_bytes(data[:-100])
-    with pytest.raises(CheckpointError, match=r"step_00000002: not a whole checkpoint"):
+    with pytest.raises(UserError, match=r"step_00000002: not a whole checkpoint"):
         train.run(load(world, tmp_path, methods="alra"))
 
 
@@ -617,7 +618,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     monkeypatch.setattr(safetensors.torch, "save_file", fill_up)
     assert configure.guard(lambda: train.run(load(world, tmp_path, methods="alra"))) == 1
     said = capsys.readouterr().err
-    assert re.search(rf"^CheckpointError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
+    assert re.search(rf"^UserError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
     assert not (tmp_path / "alra" / where).exists()  # its room is free again
     monkeypatch.setattr(safetensors.torch, "save_file", save)
     steps = [2, 4, 6] if where == "model.tmp" else [2]
@@ -630,12 +631,10 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"^/dev/full: not written \(.*No space left on device\); see to its room"
-    ):
+    with pytest.raises(UserError, match=r"^/dev/full: not written \(.*No space left on device\); see to its room"):
         files.append_line(Path("/dev/full"), {"step": 1})
     (tmp_path / "stopped.json.new").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=r"stopped.json: not written \(.*No space left on device\)"):
+    with pytest.raises(UserError, match=r"stopped.json: not written \(.*No space left on device\)"):
         files.write_json(tmp_path / "stopped.json", {"step": 1})
     assert not (tmp_path / "stopped.json").exists()
 
@@ -960,9 +959,9 @@ def test_a_package_that_is_not_there_is_told_before_anything_is_made(world, tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "train.json: not JSON (Expecting property name"),
-        ("{}", "train.json: rows is None, expected int; prepare it again"),
-        ("[1]", "train.json: rows is None, expected int"),
+        ("{", "train.json: not whole JSON (Expecting property name"),
+        ("{}", "train.json: no 'rows' in it; prepare it again"),
+        ("[1]", "train.json: expected a JSON object, got list; prepare it again"),
         ('{"rows": "97"}', "train.json: rows is '97', expected int"),
     ],
 )
@@ -970,11 +969,11 @@ def test_a_broken_manifest_is_told_with_its_path(world, tmp_path, text, message)
     write_rows(tmp_path, "train", 97, seed=1)
     whole = json.loads((tmp_path / "train.json").read_text())
     (tmp_path / "train.json").write_text(text)
-    with pytest.raises(RowsError, match=re.escape(f"{tmp_path / message}")):
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path / message}")):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path))
     for key in MANIFEST:
         (tmp_path / "train.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
-        with pytest.raises(RowsError, match=f"{key} is None"):
+        with pytest.raises(UserError, match=f"no {key!r} in it"):
             open_rows(tmp_path, "train")
 
 
@@ -1009,13 +1008,13 @@ def test_data_of_another_tokenizer_or_cut_short_is_refused(world, tmp_path):
     with pytest.raises(ConfigError, match=r"not the one that .* was prepared with"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
     write_rows(tmp_path / "data", "train", 97, seed=1, rows=98)
-    with pytest.raises(RowsError, match=r"train.bin: 5,432 bytes, expected 5,488 by train.json"):
+    with pytest.raises(UserError, match=r"train.bin: 5,432 bytes, expected 5,488 by train.json"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
     write_rows(tmp_path / "data", "train", 97, seed=1)
     data = bytearray((tmp_path / "data" / "train.bin").read_bytes())
     data[-1] ^= 1
     (tmp_path / "data" / "train.bin").write_bytes(data)
-    with pytest.raises(RowsError, match=r"train.bin: not the bytes that train.json describes"):
+    with pytest.raises(UserError, match=r"train.bin: not the bytes that train.json describes"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
 
 
@@ -1112,7 +1111,7 @@ def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_p
     with pytest.raises(ConfigError, match=r"already contains a different run \(teacher_sha256 differs\)"):
         train.run(load(world, run, **{**keys, **free}))
     (run / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"run.json: not whole JSON \(.*; remove it"):
+    with pytest.raises(UserError, match=r"run.json: not whole JSON \(.*; remove it"):
         train.run(load(world, run, **keys))
 
 

@@ -43,9 +43,9 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from lib import figures, heldout, parallel
 from lib.checks import IGNORE
+from lib.device import device_name, pick_device
 from lib.files import UserError, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
-from lib.parallel import device_name
 from lib.rows import PAD, open_rows
 from lib.tables import RESULT, read_if_there, row_text, stand_for, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
@@ -642,7 +642,7 @@ def run(argv: list[str]) -> None:
                 out.writeheader()
                 out.writerows(records)
         return
-    device = parallel.pick_device(args.device)
+    device = pick_device(args.device)
     parallel.start(device)
     score(args, device)
     parallel.stop()

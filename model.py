@@ -210,6 +210,11 @@ class Qwen2(nn.Module):
                 x = layer(x, cos, sin, mask)
         return self.model.norm(x)
 
+    def compile_layers(self) -> None:
+        """Run each layer under torch.compile. Layers of one shape share one compilation for each direction."""
+        for layer in self.model.layers:
+            layer.compile(dynamic=False, fullgraph=True)
+
     def forward(self, idx: Tensor) -> Tensor:
         """idx [B, T] -> logits [B, T, V]."""
         return F.linear(self.hidden(idx), self.head)

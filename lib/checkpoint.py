@@ -20,18 +20,28 @@ from lib.files import UserError, read_lines, write_lines, writing
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, state: dict) -> None:
+Tensors = dict[str, torch.Tensor]
+
+
+def copied(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[Tensors, Tensors]:
+    """Copies on the CPU of the weights and of the moments, by name."""
+    names = {p: name for name, p in model.named_parameters()}
+    weights = {name: p.to("cpu", copy=True) for name, p in model.state_dict().items()}
+    return weights, {
+        f"{names[p]}/{k}": v.to("cpu", copy=True) for p, kept in optimizer.state.items() for k, v in kept.items()
+    }
+
+
+def save(folder: Path, weights: Tensors, moments: Tensors, state: dict) -> None:
     """Write weights, moments and `state` (with `step`) under another name, flush them to the disk, then rename."""
     final = folder / f"step_{state['step']:08d}"
     if final.exists():
         return
     new = final.with_name(final.name + ".tmp")
     shutil.rmtree(new, ignore_errors=True)
-    names = {p: name for name, p in model.named_parameters()}
-    moments = {f"{names[p]}/{k}": v.cpu() for p, kept in optimizer.state.items() for k, v in kept.items()}
     with writing(new):
         new.mkdir(parents=True)
-        safetensors.torch.save_file({k: v.cpu() for k, v in model.state_dict().items()}, new / "model.safetensors")
+        safetensors.torch.save_file(weights, new / "model.safetensors")
         safetensors.torch.save_file(moments, new / "optimizer.safetensors")
         (new / "state.json").write_text(json.dumps(state, indent=1) + "\n")
         for path in (*new.iterdir(), new):

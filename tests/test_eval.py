@@ -605,7 +605,7 @@ def test_slips_on_the_command_line():
             ev.run(["x", *argv])
     for name in ("cuda:97", "meta", "gpu"):
         with pytest.raises(ValueError, match=f"device {name}"):
-            ev.parallel.pick_device(name)
+            ev.pick_device(name)
 
 
 # --- figures over held-out rows --------------------------------------------------------------------------------

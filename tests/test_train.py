@@ -140,7 +140,7 @@ def test_the_machine_is_what_the_config_says(world, monkeypatch):
     assert train.make_student("alra", cfg, torch.device("cpu")).init_sha256 == weights_hash(init_student(SHAPE, 5))
     places, read = [], Qwen2.from_pretrained
     monkeypatch.setattr(train.Qwen2, "from_pretrained", lambda name, dtype, device: places.append(device) or read(name))
-    monkeypatch.setattr(train.parallel, "pick_device", torch.device)
+    monkeypatch.setattr(train, "pick_device", torch.device)
     for place in ("none", "cuda:7"):
         cfg = load(world, Path("unused"), teacher_device=place).config
         train.open_teacher(cfg, train.Env(cfg))
@@ -248,8 +248,8 @@ def trained(world: Path, n: int, prepare=lambda student: None, **changes) -> tup
     weights = [[p.detach().double() for p in student.model.parameters()]]
     stream = train.batches(rows, None, 0, cfg, env)
     for step in range(n):
-        with mock.patch.object(train.parallel, "sum_in_place") as summed:  # between the backward pass and the clip
-            summed.side_effect = lambda tensors: grads.append([g.double() for g in tensors])
+        with mock.patch.object(train, "clip_gradients", wraps=train.clip_gradients) as clip:
+            clip.side_effect = lambda ps, most: grads.append([p.grad.double() for p in ps]) or mock.DEFAULT
             train.update([student], None, stream, step, cfg, env)
         weights.append([p.detach().double() for p in student.model.parameters()])
     return student, grads, weights
@@ -525,10 +525,11 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(world, tmp_path, mon
     monkeypatch.setattr(checkpoint, "flush", lambda path: done.append(path.name) or flush(path))
     monkeypatch.setattr(checkpoint.os, "replace", lambda a, b: done.append(f"-> {b.name}") or replace(a, b))
     student = train.make_student("alra", load(world, tmp_path).config, torch.device("cpu"))
-    checkpoint.save(tmp_path, student.model, student.optimizer, {"step": 3})
+    copies = checkpoint.copied(student.model, student.optimizer)
+    checkpoint.save(tmp_path, *copies, {"step": 3})
     assert set(done[:3]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
     assert done[3:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]
-    checkpoint.save(tmp_path, student.model, student.optimizer, {"step": 3})  # there already: left alone
+    checkpoint.save(tmp_path, *copies, {"step": 3})  # there already: left alone
     assert len(done) == 6
 
 
@@ -647,14 +648,14 @@ def test_mfu_is_the_share_of_all_cards(world, monkeypatch):
     teacher = types.SimpleNamespace(model=types.SimpleNamespace(config=Qwen2Config(24, 31, 2, 2, 2, vocab_size=V)))
 
     def used(tok_per_sec, n_students, teacher, env):
-        return train.mfu(tok_per_sec * train.run_flops_per_token(n_students, teacher, cfg), env.device, env.world)
+        return runlog.mfu(tok_per_sec * train.run_flops_per_token(n_students, teacher, cfg), env.device, env.world)
 
-    flops = 3 * train.flops_per_token(SHAPE, SEQ, True) + train.flops_per_token(teacher.model.config, SEQ, False)
+    flops = 3 * runlog.flops_per_token(SHAPE, SEQ, True) + runlog.flops_per_token(teacher.model.config, SEQ, False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     for world_size in (1, 3):
         env = types.SimpleNamespace(device=torch.device("cuda:0"), world=world_size)
         assert used(5e9, 3, teacher, env) == pytest.approx(5e9 * flops / (world_size * 989e12), rel=1e-12)
-    student = 5e9 * train.flops_per_token(SHAPE, SEQ, True) / (3 * 989e12)
+    student = 5e9 * runlog.flops_per_token(SHAPE, SEQ, True) / (3 * 989e12)
     assert used(5e9, 1, None, env) == pytest.approx(student, rel=1e-12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some other card")
     assert used(5e9, 3, teacher, env) is None
@@ -888,8 +889,8 @@ def test_flops_are_those_of_counting_every_product():
     shape = Qwen2Config(24, 37, 3, 4, 2, vocab_size=101)
     matrices = 3 * (24 * 24 + 24 * 24 + 2 * 24 * 12 + 3 * 24 * 37) + 101 * 24
     attention = 3 * 2 * (2 * 4 * 6 * 29) / 2  # scores and their use, half of them masked
-    assert train.flops_per_token(shape, 29, trained=False) == 2 * matrices + attention
-    assert train.flops_per_token(shape, 29, trained=True) == 3 * (2 * matrices + attention)
+    assert runlog.flops_per_token(shape, 29, trained=False) == 2 * matrices + attention
+    assert runlog.flops_per_token(shape, 29, trained=True) == 3 * (2 * matrices + attention)
 
 
 # --- a newcomer's slips
@@ -930,16 +931,15 @@ def test_slips_get_one_clear_line(world, tmp_path, changes, message):
 )  # fmt: skip
 def test_micro_batch_is_lowered_to_what_fits_the_processes(world, processes, rows, asked, group, fits):
     cfg = load(world, Path("unused"), batch_rows=rows, micro_batch=asked, group=group).config
-    fitted = train.fit_processes(cfg, processes)
-    assert fitted.micro_batch == fits and dataclasses.replace(fitted, micro_batch=asked) == cfg
+    assert train.choose_micro_batch(cfg, types.SimpleNamespace(world=processes, device=torch.device("cpu"))) == fits
 
 
 def test_processes_that_would_cut_a_forward_batch_are_refused(world):
     cfg = load(world, Path("unused"), batch_rows=8, micro_batch=4, group=4).config
     with pytest.raises(ConfigError, match=r"4 processes with group=4: expected their product to divide batch_rows=8;"):
-        train.fit_processes(cfg, 4)
+        train.choose_micro_batch(cfg, types.SimpleNamespace(world=4))
     with pytest.raises(ConfigError, match=r"3 processes with group=4"):
-        train.fit_processes(cfg, 3)
+        train.choose_micro_batch(cfg, types.SimpleNamespace(world=3))
 
 
 @pytest.mark.parametrize(
@@ -988,7 +988,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(world, tmp_path):
 def test_no_compiler_is_told_before_anything_is_made(world, tmp_path):
     with (
         torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
-        pytest.raises(ConfigError, match="no C\\+\\+ compiler works here"),
+        pytest.raises(UserError, match="no C\\+\\+ compiler works here"),
     ):
         train.run(load(world, tmp_path, compile="true", device="cpu"))
     assert not (tmp_path / "run.json").exists()
@@ -1050,7 +1050,7 @@ def differing(world, finished, **changes) -> str:
     values = {k: str(v).replace("STUDENT", str(world / "student")) for k, v in changes.items()}
     loaded = load(world, **{"out": finished, **values})
     try:
-        train.open_folder(loaded, [], facts, types.SimpleNamespace(wait=lambda: None, first=False))
+        train.open_folder(loaded, [], 1, facts, types.SimpleNamespace(wait=lambda: None, first=False))
     except ConfigError as error:
         return str(error)
     return ""

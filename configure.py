@@ -221,13 +221,7 @@ def help_text(about: str, methods: Sequence[str] = ()) -> str:
             default = {} if default is dataclasses.MISSING else default
             value = ",".join(default) if isinstance(default, tuple) else default
             lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
-    lines += (
-        [
-            "\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE or --METHOD@LABEL.SETTING=VALUE; lr too)"
-        ]
-        if methods
-        else []
-    )
+    lines += ["\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE; lr too)"] if methods else []
     for line in methods:
         lines += textwrap.wrap(line, 120, initial_indent="    ", subsequent_indent=" " * 8)
     return "\n".join(lines)

@@ -177,8 +177,8 @@ class Student:
     optimizer: torch.optim.AdamW
     folder: Path
     overrides: dict  # of the method's row in METHODS
-    lr_factor: float  # of the schedule's rate
     init_sha256: str
+    lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, of each term over the tokens since the last log line
     gnorm: Tensor | None = None
     stopped: str | None = None  # why it could not go on
@@ -207,7 +207,7 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     betas = (cfg.beta1, cfg.beta2)
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, eps=cfg.adam_eps, fused=True)
     folder, overrides = Path(cfg.out_dir) / name, cfg.overrides_of(name)
-    return Student(name, model, optimizer, folder, overrides, cfg.lr_factor(name), sha)
+    return Student(name, model, optimizer, folder, overrides, sha, cfg.lr_factor(name))
 
 
 def first_weights(cfg: Config) -> Qwen2:

@@ -3,7 +3,7 @@
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
-The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per method with `log.jsonl`,
+The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per student with `log.jsonl`,
 `checkpoints/` and, at the end, `model/`, which Hugging Face reads. Started again, a run goes on from its newest
 checkpoint; SIGINT and SIGTERM save one and exit 0, once it trains.
 
@@ -154,12 +154,13 @@ def open_teacher(cfg: Config, env: Env) -> Teacher | None:
 class Student:
     """One method's weights and optimizer, and what is logged of it."""
 
-    name: str  # of the method and its folder
+    name: str  # METHOD or METHOD@LABEL, and its folder's
     model: Qwen2
     optimizer: torch.optim.AdamW
     folder: Path
     overrides: dict  # of the method's row in METHODS
     init_sha256: str
+    lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, of each term over the tokens since the last log line
     gnorm: float = 0.0
     stopped: str | None = None  # why it could not go on
@@ -189,7 +190,8 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     groups = [group for group in groups if group["params"]]
     betas = (cfg.beta1, cfg.beta2)
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, eps=cfg.adam_eps, fused=True)
-    return Student(name, model, optimizer, Path(cfg.out_dir) / name, cfg.hyper.get(name, {}), sha)
+    folder, overrides = Path(cfg.out_dir) / name, cfg.overrides_of(name)
+    return Student(name, model, optimizer, folder, overrides, sha, cfg.lr_factor(name))
 
 
 def first_weights(cfg: Config) -> Qwen2:
@@ -247,7 +249,7 @@ def update(
             s.stopped = f"step {step}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made"
             continue
         for group in s.optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg) * group.get("lr_factor", 1.0)
+            group["lr"] = learning_rate(step, cfg) * s.lr_factor * group.get("lr_factor", 1.0)
         s.optimizer.step()
         s.optimizer.zero_grad(set_to_none=True)
     return n_valid
@@ -320,7 +322,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
         for s in live
         if s.name in objective
     }
-    budget = functools.partial(alra_terms, **resolve("alra", **cfg.hyper.get("alra", {})).hyper)
+    budget = functools.partial(alra_terms, **resolve("alra", **cfg.overrides_of("alra")).hyper)
     of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **of_teacher})
     for s in live:
@@ -444,7 +446,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
             "nominal_tokens": step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": valid_tokens,
             **terms,
-            "lr": learning_rate(step - 1, cfg),
+            "lr": learning_rate(step - 1, cfg) * s.lr_factor,
             "gnorm": s.gnorm,
             "tok_per_sec": tok_per_sec,
             "mfu": used,
@@ -534,8 +536,9 @@ def check_student(cfg: Config, env: Env) -> None:
 def check_methods(cfg: Config, device: torch.device) -> None:
     """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
     for name in (*cfg.methods, *cfg.hyper):
-        check_settings(name, load_config(cfg.student).vocab_size, **cfg.hyper.get(name, {}))
-    unused = [name for name in cfg.hyper if name not in cfg.methods]
+        check_settings(name, load_config(cfg.student).vocab_size, **cfg.overrides_of(name))
+    taken = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
+    unused = [name for name in cfg.hyper if name not in taken]
     if unused:
         raise ConfigError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")
     if cfg.kd_schedule != "constant" and cfg.compile:
@@ -586,7 +589,7 @@ def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dic
     """Provenance that is stored beside a student's scores."""
     return {
         "method": s.name,
-        "overrides": s.overrides,
+        "overrides": cfg.settings_of(s.name),
         "student": cfg.student,
         "student_weights": cfg.student_weights,
         "teacher": cfg.teacher,

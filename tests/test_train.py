@@ -496,6 +496,20 @@ def test_each_of_nine_students_has_the_bits_of_its_solo_run(world, tmp_path):
         assert final_bits(tmp_path / method, method, 3) == final_bits(tmp_path / "nine", method, 3), method
 
 
+def test_students_of_one_method_have_settings_and_rates_of_their_own_and_the_bits_of_solo_runs(world, tmp_path):
+    """`alra@slow` has its method's tau, a gamma and a rate of its own; its log and run.json say so."""
+    given = {"alra.tau": 2.0, "alra.d_max": 7, "alra@slow.gamma": 1.0, "alra@slow.lr": 5e-3}
+    assert train.run(load(world, tmp_path / "all", methods="alra,vanilla_kd,alra@slow,alra@same", **given)) == 0
+    alone = {"alra.tau": 2.0, "alra.d_max": 7, "alra.gamma": 1.0, "lr": 5e-3, "min_lr": 3e-5}
+    assert train.run(load(world, tmp_path / "one", methods="alra", **alone)) == 0
+    assert final_bits(tmp_path / "all", "alra@slow") == final_bits(tmp_path / "one", "alra")
+    assert final_bits(tmp_path / "all", "alra@same") == final_bits(tmp_path / "all", "alra")
+    rates = [r["lr"] for name in ("alra", "alra@slow") for r in records(tmp_path / "all", name) if "lr" in r]
+    assert rates[3:] == [lr / 2 for lr in rates[:3]] and rates[0] == 1e-2
+    facts = json.loads((tmp_path / "all" / "alra@slow" / "run.json").read_text())
+    assert facts["method"] == "alra@slow" and facts["overrides"] == {"tau": 2.0, "d_max": 7, "gamma": 1.0, "lr": 5e-3}
+
+
 def test_a_run_that_was_cut_and_resumed_has_the_bits_of_one_that_was_not(world, finished, tmp_path):
     assert train.run(load(world, tmp_path, max_steps=3)) == 0  # between two log lines
     assert train.run(load(world, tmp_path)) == 0

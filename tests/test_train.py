@@ -746,6 +746,67 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
         assert got[: len(once)] == once and set(got) == set(once)
 
 
+def test_a_row_of_nine_students_fits_160_columns_and_more_go_below():
+    names = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"]
+    record = {"step": 126_390, "lr": 6e-4, "tok_per_sec": 1_234_567.0, "mfu": 0.45, "eta_sec": 359_000.0}
+    first = runlog.step_text(record, 126_400)
+    (head,), (row,) = runlog.table_lines(first, {name: f"{11 + i:.4f}" for i, name in enumerate(names)})
+    assert (
+        max(len(head), len(row)) <= 160 and head.split() == names and row.startswith("step 126390/126400  lr 6.0e-04")
+    )
+    for i, name in enumerate(names):  # each number ends where its name does
+        end = head.index(f" {name}") + 1 + len(name)
+        assert row[:end].endswith(f" {11 + i:.4f}")
+    heads, rows = runlog.table_lines(first, {f"alra@a_long_label_{i}": "1.0000" for i in range(20)})
+    assert len(rows) == 4 and max(map(len, heads + rows)) <= 160 and heads[0].split()[-1].startswith("…")
+
+
+def test_a_run_says_what_it_runs_on_and_prints_a_row_for_all(world, tmp_path, capsys):
+    assert train.run(load(world, tmp_path, methods="pretrain,alra")) == 0
+    said = capsys.readouterr().out.splitlines()
+    about = said[1:4]  # after the line on the student's folder
+    assert about[0].endswith(", 1 process, float32, eager, micro_batch 2")
+    assert f"-> pretrain, alra: {world / 'student'}, 67,488 parameters, initial weights " in about[1]
+    assert about[2].startswith(
+        "6 steps of 4 rows: 312 nominal tokens; about 4.6 MiB of memory (4.5 MiB and 0.1 MiB for each row"
+    )
+    head, *rows = (line for line in said[4:] if line.split()[:2] == ["pretrain", "alra"] or line.startswith("step "))
+    trained = [r for r in records(tmp_path, "alra") if "ce" in r]
+    assert [row.split()[-1] for row in rows if " eta " in row] == [f"{r['ce']:.4f}" for r in trained]
+    assert [row.split()[2] for row in rows[-4:]] == ["val_ce", "val_kl", "val_agree", "teacher:"]
+    assert any(
+        line.startswith("6 steps in ") and " in validation, " in line and line.endswith(" in checkpoints")
+        for line in said
+    )
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=67_488 * (3 * 12 + 4) - 1))
+    with pytest.raises(
+        ConfigError, match=r"checkpoints and models take 2.6 MiB, 2.6 MiB are free; choose another disk"
+    ):
+        train.run(load(world, tmp_path, methods="alra"))
+    assert train.run(load(world, tmp_path, methods="alra", keep_checkpoints=1)) == 0
+
+
+def test_checkpoints_are_made_by_minutes_too(world, tmp_path, monkeypatch):
+    clock, update = types.SimpleNamespace(now=0.0), train.update
+    clock.perf_counter = lambda: clock.now
+
+    def slow(*args):
+        clock.now += 20
+        return update(*args)
+
+    for module in (train, runlog):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(train, "update", slow)
+    keys = {"methods": "pretrain", "checkpoint_every_steps": "none", "keep_checkpoints": 9}
+    assert train.run(load(world, tmp_path, **keys, checkpoint_every_minutes=0.5)) == 0
+    assert [p.name for p in checkpoint.whole(tmp_path / "pretrain" / "checkpoints")] == [
+        f"step_{n:08d}" for n in (2, 4, 6)
+    ]
+
+
 # --- signals and kills, in processes of their own
 
 

@@ -191,10 +191,10 @@ def vanilla_kd(
 
 
 def _standardized(z) -> Tensor:
-    """Each row with mean 0 and standard deviation 1; a constant row becomes 0  # [N, V]"""
+    """Each row with mean 0 and standard deviation 1; a constant row becomes 0, as if its deviation were 1  # [N, V]"""
     z = z - z.mean(-1, keepdim=True)
-    std = torch.linalg.vector_norm(z, dim=-1, keepdim=True) / math.sqrt(z.shape[1] - 1)  # at 0 its gradient is 0
-    return z / (std + 1e-7)
+    variance = z.square().sum(-1, keepdim=True) / (z.shape[1] - 1)
+    return z / (torch.where(variance > 0, variance, 1.0).sqrt() + 1e-7)
 
 
 def pd(
@@ -819,8 +819,14 @@ def _slope(a, b, d) -> Tensor:
     """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape."""
     if a == b == 0:
         return d.square() / 2
-    e_a, e_b = (torch.expm1(k * d) / k if k else d for k in (a, b))
+    e_a, e_b = (_expm1(k * d) / k if k else d for k in (a, b))
     return (e_a - e_b) / (a - b) if a != b else (d * (a * d).exp() - e_a) / a
+
+
+def _expm1(x) -> Tensor:
+    """e^x - 1 with the gradient e^x. Torch's own gradient is its result + 1, which cancels; any shape."""
+    e = x.exp()
+    return torch.expm1(x.detach()) + (e - e.detach())
 
 
 def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: float = 0.5) -> Tensor:

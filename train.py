@@ -63,6 +63,7 @@ from losses import (
     method_lines,
     needs_teacher,
     resolve,
+    settings_at,
 )
 from model import PRESETS, Qwen2, init_student, load_config
 
@@ -216,11 +217,12 @@ def first_weights(cfg: Config) -> Qwen2:
 
 
 def overrides_at(s: Student, step: int, cfg: Config) -> dict:
-    """A student's overrides in update `step`. With a schedule w_kd follows it, and w_ce = 1 - w_kd (PD, Eq. 1)."""
+    """A student's overrides in update `step`, with the settings that move. `kd_schedule` moves w_kd and w_ce = 1 - w_kd."""
+    now = {**s.overrides, **settings_at(s.name, step, cfg.schedule_steps, **s.overrides)}
     if cfg.kd_schedule == "constant" or not needs_teacher(s.name):
-        return s.overrides
+        return now
     w_kd = kd_weight(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
-    return {**s.overrides, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
+    return {**now, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -531,6 +533,14 @@ def check_methods(cfg: Config, device: torch.device) -> None:
         raise ConfigError(
             "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
         )
+    for name in cfg.methods if cfg.compile else ():
+        first, last = (settings_at(name, step, 1, **cfg.hyper.get(name, {})) for step in (0, 1))
+        if first != last:
+            key = min(first)
+            raise ConfigError(
+                f"{name}.{key} moves to {last[key]} with compile=True: every new value would be compiled anew; set "
+                f"--{name}.{key}_end={first[key]} to hold it, or compile=False"
+            )
     if cfg.compile and device.type == "cpu":
         from torch._inductor import cpp_builder  # imported here: it takes a second, and few runs need it
         from torch._inductor.exc import InvalidCxxCompiler

@@ -434,8 +434,9 @@ def regimes(n, v):
     yield "logits far from 0", 3 * a + 50, 4 * b - 20, y
 
 
-# In slope tvd jumps where p_s = p_t, and among 151,936 tokens some pair is equal to 1e-7.
-KINK = {("tvd", 151_936): 1e-2}
+# In slope tvd jumps where p_s = p_t, and among 151,936 tokens some pair is equal to 1e-7. abkd's terms of 151,936 almost
+# equal tokens cancel, and logit_std's of two models that are almost equal: ln p near 12 is known to 5e-7 alone.
+KINK = {("tvd", 151_936): 1e-2, ("abkd", 151_936): 2e-5, ("logit_std", 151_936): 2e-5}
 
 
 def assert_near(got, expected, gradient_bar, name, regime):

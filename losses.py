@@ -776,8 +776,16 @@ def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor
     lam = 0 is KL(P_t || P_s). The gradient runs through the mixture. The authors' code leaves out the teacher's
     entropy, which is constant.
     """
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
-    return leave(_skew_kl(logp_t, logp_s, lam), valid)
+    if lam == 0:
+        return vanilla_kd(z_s, z_t, y, tau=1.0)
+    ln_odds = _skew(lam)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        x, p = ln_q - ln_p + ln_odds, ln_p.exp()
+        return -p * F.softplus(x), -p * x.sigmoid()
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
 
 
 def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
@@ -785,17 +793,22 @@ def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor
 
     lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too; some copies of the code detach it there.
     """
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
-    return leave(_skew_kl(logp_s, logp_t, lam), valid)
-
-
-def _skew_kl(logp_a, logp_b, lam) -> Tensor:
-    """KL(a || lam a + (1 - lam) b), measured from its bound -ln lam: nothing cancels where b << a  # [N, V] twice -> [N]"""
-    require(0 <= lam < 1, f"lam={lam}: expected 0 <= lam < 1")
     if lam == 0:
-        return (logp_a.exp() * (logp_a - logp_b)).sum(-1)
-    x = logp_b - logp_a + math.log1p(-lam) - math.log(lam)  # ln of (1 - lam) b over lam a
-    return -math.log(lam) - (logp_a.exp() * F.softplus(x)).sum(-1)
+        return reverse_kl(z_s, z_t, y)
+    ln_odds = _skew(lam)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        x, q = ln_p - ln_q + ln_odds, ln_q.exp()
+        return -q * F.softplus(x), q * (x.sigmoid() - F.softplus(x))
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
+
+
+def _skew(lam) -> float:
+    """ln((1 - lam) / lam). KL(a || lam a + (1 - lam) b) is -ln lam - sum_i a_i softplus(ln b_i - ln a_i + this)."""
+    require(0 < lam < 1, f"lam={lam}: expected 0 <= lam < 1")
+    return math.log1p(-lam) - math.log(lam)
 
 
 def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float = 0.7) -> Tensor:
@@ -804,60 +817,71 @@ def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float
         loss[u] = -1 / (alpha beta) sum_i [p_i^alpha q_i^beta - (alpha / s) p_i^s - (beta / s) q_i^s]
 
     Where alpha, beta or s is 0 it is the limit; the authors' code is off by the other exponent there, unless that is 1.
-    (1, 0) is KL(P_t || P_s), (0, 1) is KL(P_s || P_t). Each summand is >= 0: from the larger of p and q it is
-    p^s (E_s(d) - E_beta(d)) / alpha with E_k(d) = (e^(k d) - 1) / k, d = ln q - ln p <= 0, or with the roles swapped.
+    (1, 0) is KL(P_t || P_s), (0, 1) is KL(P_s || P_t). The derivative by ln q is q^beta (q^alpha - p^alpha) / alpha.
+    Each summand is >= 0 and taken from the larger of p and q: p^s (E_s(d) - E_beta(d)) / alpha with
+    E_k(d) = (e^(k d) - 1) / k, d = ln q - ln p <= 0, or with the roles swapped.
     """
     require(math.isfinite(alpha) and math.isfinite(beta), f"alpha={alpha}, beta={beta}: expected finite numbers")
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
-    s, gap = alpha + beta, logp_s - logp_t
-    where_less = (s * logp_t).exp() * _slope(s, beta, gap.clamp(max=0))  # q <= p, else 0
-    where_more = (s * logp_s).exp() * _slope(s, alpha, (-gap).clamp(max=0))
-    return leave((where_less + where_more).sum(-1), valid)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    s = alpha + beta
+
+    def terms(ln_q, ln_p):
+        d = ln_q - ln_p
+        less, more = (
+            (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0)),
+            (s * ln_q).exp() * _chord(s, alpha, -d.clamp(min=0)),
+        )
+        if alpha == 0:
+            return less + more, (beta * ln_q).exp() * d
+        larger = torch.maximum(alpha * ln_q, alpha * ln_p)
+        gap = torch.expm1(-(alpha * d).abs()) * (alpha * d).sign()  # -|q^alpha - p^alpha| / the larger, with its sign
+        return less + more, (beta * ln_q + larger).exp() * gap / -alpha
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid), valid)
 
 
-def _slope(a, b, d) -> Tensor:
+def _chord(a, b, d) -> Tensor:
     """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape."""
     if a == b == 0:
         return d.square() / 2
-    e_a, e_b = (_expm1(k * d) / k if k else d for k in (a, b))
+    e_a, e_b = (torch.expm1(k * d) / k if k else d for k in (a, b))
     return (e_a - e_b) / (a - b) if a != b else (d * (a * d).exp() - e_a) / a
-
-
-def _expm1(x) -> Tensor:
-    """e^x - 1 with the gradient e^x. Torch's own gradient is its result + 1, which cancels; any shape."""
-    e = x.exp()
-    return torch.expm1(x.detach()) + (e - e.detach())
 
 
 def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: float = 0.5) -> Tensor:
     """AKL (Wu et al. 2024): forward and reverse KL, weighted by where the student's error stands.
 
-        head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu: the crossing token is not in it
+        head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu, so not the crossing token
         loss[u] = h KL(P_t || P_s) + (1 - h) KL(P_s || P_t),   h = sum_head |p - q| / sum_i |p_i - q_i|, a constant
 
     At equality, where h is 0 / 0, it is 1/2. Equal probabilities enter the head together. The released code lacks a
-    parameter and its return. The head's border is found by bisection, since a sort of the vocabulary takes longer.
+    parameter and its return.
     """
     require(0 < mu < 1, f"mu={mu}: expected 0 < mu < 1")
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
-    p_s, p_t = logp_s.exp(), logp_t.exp()
-    with torch.no_grad():
-        in_head = (logp_t >= _border(logp_t, p_t, mu)) | (logp_t == logp_t.amax(-1, keepdim=True))
-        error = (p_t - p_s).abs()
-        total = error.sum(-1, keepdim=True)
-        h = torch.where(total > 0, torch.where(in_head, error, 0.0).sum(-1, keepdim=True) / total, 0.5)
-    return leave(((h * p_t - (1 - h) * p_s) * (logp_t - logp_s)).sum(-1), valid)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p, h):
+        q, p, d = ln_q.exp(), ln_p.exp(), ln_q - ln_p
+        return ((1 - h) * q - h * p) * d, (1 - h) * q * (1 + d) - h * p
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, _head_share(z_s, z_t, mu)), valid)
 
 
-def _border(logp, p, mu) -> Tensor:
-    """The ln p from which on upwards the tokens have at most `mu` of the mass, as low as can be  # [N, V] -> [N, 1]"""
-    low = torch.full_like(logp[:, :1], math.log1p(-mu) - math.log(logp.shape[1]))  # below it: less than 1 - mu
-    high = torch.zeros_like(low)
-    for _ in range(4 - round(math.log2(torch.finfo(logp.dtype).eps))):  # to the last bit of ln p
-        middle = (low + high) / 2
-        over = torch.where(logp >= middle, p, 0.0).sum(-1, keepdim=True) > mu
-        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-    return high
+@torch.no_grad()
+def _head_share(z_s, z_t, mu) -> Tensor:
+    """AKL's h. The head's border is found by bisection: a sort of the vocabulary takes longer  # [N, 1]"""
+    ln_p = _log_softmax(z_t)
+    p = ln_p.exp()
+    low = torch.full_like(ln_p[:, :1], math.log1p(-mu) - math.log(p.shape[1]))  # the tokens below it have < 1 - mu
+    border = torch.zeros_like(low)
+    for _ in range(4 - round(math.log2(torch.finfo(p.dtype).eps))):  # to the last bit of ln p
+        middle = (low + border) / 2
+        over = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True) > mu
+        low, border = torch.where(over, middle, low), torch.where(over, border, middle)
+    error = (p - _log_softmax(z_s).exp()).abs()
+    head = torch.where((ln_p >= border) | (z_t == z_t.amax(-1, keepdim=True)), error, 0.0).sum(-1, keepdim=True)
+    total = error.sum(-1, keepdim=True)
+    return torch.where(total > 0, head / total, 0.5)
 
 
 def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
@@ -867,10 +891,15 @@ def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
 
     The value is KL(P_t || P_s) + KL(P_s || P_t); only the gradient differs from that sum's.
     """
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, tau)
-    gap = logp_t - logp_s
-    w, rest = gap.detach().sigmoid(), (-gap).detach().sigmoid()
-    return leave(((w * logp_t.exp() - rest * logp_s.exp()) * gap).sum(-1), valid)
+    positive(tau=tau)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        d = ln_q - ln_p
+        forward, reverse = (-d).sigmoid() * ln_p.exp(), d.sigmoid() * ln_q.exp()  # w p, (1 - w) q
+        return (reverse - forward) * d, reverse * (1 + d) - forward
+
+    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid), valid)
 
 
 def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: float = 0.4, t_end: float = 1.0) -> Tensor:

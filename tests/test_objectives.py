@@ -45,14 +45,12 @@ def test_the_recorded_number_of_each_position(name):
 
 def test_the_recorded_head_of_akl():
     for label, (z_s, z_t, y), settings, part in cases("akl"):
-        h, forward, reverse, head = (
-            torch.from_numpy(part[key]).flatten(0, 1) for key in ("h_ratio", "fkl", "rkl", "head")
-        )
+        h, forward, reverse = (torch.from_numpy(part[key]).flatten(0, 1) for key in ("h_ratio", "fkl", "rkl"))
         found = losses.akl(z_s, z_t, y, mu=settings["mu"])
         torch.testing.assert_close(found, h * forward + (1 - h) * reverse, rtol=1e-9, atol=0, msg=label)
-        logp = z_t.log_softmax(-1)
-        inside = (logp >= losses._border(logp, logp.exp(), settings["mu"])) | (z_t == z_t.amax(-1, keepdim=True))
-        assert torch.equal(inside, head), label
+        torch.testing.assert_close(
+            losses._head_share(z_s, z_t, settings["mu"]), h[:, None], rtol=1e-9, atol=0, msg=label
+        )
 
 
 @pytest.mark.parametrize(
@@ -175,12 +173,15 @@ def test_akls_head():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_akls_border_is_found_to_the_last_token(dtype):
-    z_t = case(seed=3, n=17, v=997, teacher=2.0, dtype=dtype)[1].log_softmax(-1)
+def test_akls_head_is_found_to_the_last_token(dtype):
+    z_s, z_t, _ = case(seed=3, n=17, v=997, teacher=2.0, dtype=dtype)
+    falling = z_t.log_softmax(-1).sort(descending=True)
+    error = (falling.values.exp() - z_s.softmax(-1).gather(1, falling.indices)).abs()
     for mu in (0.01, 0.5, 0.99):
-        inside = z_t >= losses._border(z_t, z_t.exp(), mu)
-        falling = z_t.exp().sort(descending=True).values.cumsum(-1)
-        assert torch.equal(inside.sum(-1), (falling <= mu).sum(-1))
+        head = falling.values.exp().cumsum(-1) <= mu
+        head[:, 0] = True
+        expected = (error * head).sum(-1, keepdim=True) / error.sum(-1, keepdim=True)
+        torch.testing.assert_close(losses._head_share(z_s, z_t, mu), expected)
 
 
 def test_akl_at_equality_is_zero():

@@ -826,16 +826,9 @@ def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float
     s = alpha + beta
 
     def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        less, more = (
-            (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0)),
-            (s * ln_q).exp() * _chord(s, alpha, -d.clamp(min=0)),
-        )
-        if alpha == 0:
-            return less + more, (beta * ln_q).exp() * d
-        larger = torch.maximum(alpha * ln_q, alpha * ln_p)
-        gap = torch.expm1(-(alpha * d).abs()) * (alpha * d).sign()  # -|q^alpha - p^alpha| / the larger, with its sign
-        return less + more, (beta * ln_q + larger).exp() * gap / -alpha
+        d, q_s = ln_q - ln_p, (s * ln_q).exp()
+        value = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0)) + q_s * _chord(s, alpha, -d.clamp(min=0))
+        return value, (q_s - (alpha * ln_p + beta * ln_q).exp()) / alpha if alpha else q_s * d
 
     return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid), valid)
 

@@ -326,7 +326,7 @@ class _Pointwise(torch.autograd.Function):
         sums = [((z - top) / tau).exp().sum(-1, keepdim=True).log() for z, top in zip((z_s, z_t), tops, strict=True)]
         ln_q, ln_p = _ln(z_s, tops[0], sums[0], tau), _ln(z_t, tops[1], sums[1], tau)
         value, slope = terms(ln_q, ln_p, *of_row)
-        mean = slope.sum(-1, keepdim=True) / ln_q.exp().sum(-1, keepdim=True)  # by this sum rounding of ln_q cancels
+        mean = slope.sum(-1, keepdim=True)
         ctx.save_for_backward(z_s, z_t, valid, *tops, *sums, mean, *of_row)
         ctx.tau, ctx.terms = tau, terms
         return value.sum(-1)

@@ -45,7 +45,17 @@ from lib.histograms import histograms
 from lib.rows import row_order
 from lib.runlog import Clock
 from lib.teacher import Teacher, load_teacher
-from losses import alra_terms, check_settings, evaluator, kd_weight, keywords, method_lines, needs_teacher, resolve
+from losses import (
+    alra_terms,
+    check_settings,
+    evaluator,
+    kd_weight,
+    keywords,
+    method_lines,
+    needs_teacher,
+    resolve,
+    settings_at,
+)
 from model import PRESETS, Qwen2, init_student, load_config
 
 # Keys that may differ when a run goes on: they change what is done where, when and how fast, not what is learnt. Of data,
@@ -230,11 +240,12 @@ def first_weights(cfg: Config) -> Qwen2:
 
 
 def overrides_at(s: Student, step: int, cfg: Config) -> dict:
-    """A student's overrides in update `step`. With a schedule w_kd follows it, and w_ce = 1 - w_kd (PD, Eq. 1)."""
+    """A student's overrides in update `step`, with the settings that move. `kd_schedule` moves w_kd and w_ce = 1 - w_kd."""
+    now = {**s.overrides, **settings_at(s.name, step, cfg.schedule_steps, **s.overrides)}
     if cfg.kd_schedule == "constant" or not needs_teacher(s.name):
-        return s.overrides
+        return now
     w_kd = kd_weight(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
-    return {**s.overrides, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
+    return {**now, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -612,6 +623,14 @@ def check_methods(cfg: Config, device: torch.device) -> None:
         raise ConfigError(
             "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
         )
+    for name in cfg.methods if cfg.compile else ():
+        first, last = (settings_at(name, step, 1, **cfg.overrides_of(name)) for step in (0, 1))
+        if first != last:
+            key = min(first)
+            raise ConfigError(
+                f"{name}.{key} moves to {last[key]} with compile=True: every new value would be compiled anew; set "
+                f"--{name}.{key}_end={first[key]} to hold it, or compile=False"
+            )
     if cfg.compile:
         require_compiler(device)
 

@@ -997,6 +997,7 @@ def test_flops_are_those_of_counting_every_product():
         ({"seq_len": 12}, "seq_len=12:"),
         ({"max_steps": 25, "schedule_steps": 25}, "max_steps=25: needs 100 rows"),
         ({"kd_schedule": "wsd", "compile": "true"}, "kd_schedule=wsd with compile=True"),
+        ({"methods": "taid", "compile": "true"}, "taid.t moves to 1.0 with compile=True"),
         ({"device": "gpu"}, "device gpu: expected cpu, or cuda"),
         ({"student": "300m"}, "300m: no such folder"),
     ],

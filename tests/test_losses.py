@@ -686,7 +686,9 @@ def test_value_and_gradient_are_one_graph(name):
 
     row, (z_s, z_t, y) = METHODS[name], case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
-    compiled = torch.compile(lambda *z: losses._evaluate(row, True, *z), backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        lambda *z: losses._evaluate(row, torch.float32, *z), backend=backend, fullgraph=True, dynamic=False
+    )
     loss, _, dz = compiled(z_s, z_t, y)
     expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]
     assert len(graphs) == 1 and torch.allclose(loss, expected.detach(), rtol=1e-5)
@@ -704,7 +706,7 @@ def test_compiled_peak_is_the_gradient_and_two_temporaries(name):
 
     def run():
         with torch.no_grad():
-            return evaluate(True, z_s, z_t, y)
+            return evaluate(torch.float32, z_s, z_t, y)
 
     _, _, gradient = run()
     (expected,) = torch.autograd.grad(method_loss(name, z_s.requires_grad_(), z_t, y)[0], z_s)

@@ -28,11 +28,23 @@ def case(seed=0):
     return z_s, z_t, y
 
 
-def traced(f):
-    """f compiled to a rewritten graph that is run beside the graph as it was -> the graphs, and f."""
+REWRITTEN = (
+    "vanilla_kd",
+    "rld",
+    "tad",
+    "alra",
+)  # one with a second temperature, two splits, a scatter and a cross-entropy
+
+
+def traced(f, rewrite):
+    """f compiled -> its graphs, and f. A rewritten graph is run beside the graph as it was."""
     graphs = []
 
-    def backend(graph, _):
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return graph.forward
+
+    def rewritten(graph, _):
         before = copy.deepcopy(graph)
         Rewrite()(graph.graph)
         graph.graph.lint()
@@ -47,7 +59,8 @@ def traced(f):
         return both
 
     torch.compiler.reset()
-    backend = aot_autograd(fw_compiler=backend, inference_compiler=backend, decompositions=select_decomp_table())
+    lowered = {"fw_compiler": rewritten, "inference_compiler": rewritten, "decompositions": select_decomp_table()}
+    backend = aot_autograd(**lowered) if rewrite else keep
     return graphs, torch.compile(f, backend=backend, fullgraph=True, dynamic=False)
 
 
@@ -57,14 +70,18 @@ def value(node):
 
 def dense(graph):
     """Nodes of [N, V], in blocks or not."""
-    return [n for n in graph.nodes if n.op == "call_function" and getattr(value(n), "shape", torch.Size()).numel() >= N * (V - V % 128)]
+    return [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and getattr(value(n), "shape", torch.Size()).numel() >= N * (V - V % 128)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
 @pytest.mark.parametrize("name", [name for name in FIRST_TIER if name != "fixed_7"])
 def test_value_and_gradient_are_one_graph_of_two_passes(name):
     z_s, z_t, y = case()
-    graphs, compiled = traced(lambda *z: losses._evaluate(METHODS[name], torch.bfloat16, *z))
+    graphs, compiled = traced(lambda *z: losses._evaluate(METHODS[name], torch.bfloat16, *z), name in REWRITTEN)
     with torch.no_grad():
         loss, _, dz = compiled(z_s, z_t, y)
         compiled(*case(seed=1))
@@ -74,11 +91,18 @@ def test_value_and_gradient_are_one_graph_of_two_passes(name):
     gradient = torch.autograd.grad(expected, z)[0].bfloat16()
     assert dz.dtype == torch.bfloat16 and (dz.float() - gradient.float()).norm() <= 1e-3 * gradient.float().norm()
 
+    if name not in REWRITTEN:
+        return
     (graph,) = graphs
-    assert not [n for n in graph.nodes if n.target in (aten.sort.default, aten.sort.stable)]
+    maxima = [n for n in graph.nodes if n.target is aten.amax.default and value(n.args[0]).numel() >= N * (V - V % 128)]
+    assert len(maxima) <= 2 + 2 * (name == "rld")  # of the blocks of each model; RLD's below the label too
     assert not [n for n in dense(graph) if value(n).dtype == torch.float64]
     for n in dense(graph):
-        computed = [a for a in n.all_input_nodes if a.all_input_nodes and 1 < value(a).numel() <= N and value(a).is_floating_point()]
+        computed = [
+            a
+            for a in n.all_input_nodes
+            if a.all_input_nodes and 1 < value(a).numel() <= N and value(a).is_floating_point()
+        ]
         assert value(n).ndim > 2 or {a.target for a in computed} <= {force_stride_order}, n
     scattered = [n for n in dense(graph) if n.target is aten.scatter.src]
     assert len(scattered) <= 1 and all(value(n).dtype == torch.bfloat16 for n in scattered)

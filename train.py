@@ -36,7 +36,7 @@ import configure
 from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
-from lib.device import ROOM, device_name, fitting_micro_batch, pick_device, require_compiler, run_bytes
+from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
 from lib.figures import figures
 from lib.files import append_line, locked, read_json, write_json, writing
 from lib.fused import head_losses
@@ -547,7 +547,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
     if most is None and before.is_file():
         most = read_json(before).get("micro_batch")
     if most is None and env.device.type == "cuda":
-        room = min(parallel.everyones(int(ROOM * torch.cuda.mem_get_info(env.device)[0])))
+        room = min(parallel.everyones(int(ROOM * free_bytes(env.device))))
         most = fitting_micro_batch(share, cfg.group, room, *expected_bytes(cfg, env))
     return fitting_micro_batch(share, cfg.group, most or cfg.group, 0, 1)
 

@@ -475,7 +475,9 @@ def bench_roofline(args, device: torch.device) -> list[dict]:
     for card, student, m in itertools.product(CARDS, ("500m", "200m"), (args.rows, 1)):
         for compile in (False, True):
             found = estimate(card, student, m, compile, args)
-            note = f"estimated MFU {found.mfu:.1%}; ms: " + ", ".join(f"{k} {1e3 * v:.1f}" for k, v in found.parts.items())
+            note = f"estimated MFU {found.mfu:.1%}; ms: " + ", ".join(
+                f"{k} {1e3 * v:.1f}" for k, v in found.parts.items()
+            )
             case = f"{card}, {student}, micro_batch {m}, layers {'compiled' if compile else 'eager'}"
             lines.append({"section": "roofline", "case": case, "sec": found.sec, "against": None, "note": note})
     return lines

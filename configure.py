@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lib.files import nearest, write_whole
+from lib.files import UserError, nearest, write_whole
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """An impossible configuration: what, got, expected, what to do."""
 
 
@@ -62,7 +62,9 @@ class Config:
     max_steps: int = 126_400  # updates of this run; may end before schedule_steps
     schedule_steps: int = 126_400  # updates over which the cosine falls from lr to min_lr
     batch_rows: int = 16  # rows per update
-    micro_batch: int = 1  # rows per model forward: speed and memory only, never the result
+    micro_batch: int | None = (
+        None  # rows per model forward: speed and memory only, never the result; None: what fits the GPU, 1 on the CPU
+    )
     group: int = 1  # rows per forward batch T_B of the paper: the range of batch statistics
     lr: float = 6e-4  # peak learning rate
     min_lr: float = 6e-5  # at schedule_steps
@@ -129,14 +131,14 @@ class Config:
             lr = of.get("lr", self.lr)
             number = isinstance(lr, int | float) and not isinstance(lr, bool)
             _require(number and lr > 0, f"{name}.lr={lr!r}: expected a number above 0")
-        for name in ("max_steps", "schedule_steps", "batch_rows", "micro_batch", "group", "seq_len", "prepare_workers",
+        for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len", "prepare_workers",
                      "log_every_steps", "val_every_steps", "checkpoint_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
         for name in ("lr", "min_lr", "clip", "adam_eps"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
         for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected 0 or more")
-        for name in ("n_documents", "train_rows", "val_max_rows", "histogram_every_steps"):
+        for name in ("n_documents", "train_rows", "micro_batch", "val_max_rows", "histogram_every_steps"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: expected at least 1, or None")
         for name in ("beta1", "beta2", "val_share"):
@@ -157,9 +159,9 @@ class Config:
                  f"warmup_steps={self.warmup_steps}: expected less than schedule_steps={self.schedule_steps}")  # fmt: skip
         _require(self.batch_rows % self.group == 0,
                  f"group={self.group}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
-        _require(self.micro_batch % self.group == 0,
+        _require((self.micro_batch or self.group) % self.group == 0,
                  f"micro_batch={self.micro_batch}: expected a multiple of group={self.group}, so that no forward batch is cut")  # fmt: skip
-        _require(self.batch_rows % self.micro_batch == 0,
+        _require(self.batch_rows % (self.micro_batch or 1) == 0,
                  f"micro_batch={self.micro_batch}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
         _require(not (self.val_rows and self.val_share),
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip

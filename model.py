@@ -20,7 +20,6 @@ Dimension key: B batch, T time, D width, H query heads, G key/value heads, K wid
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +29,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from lib.files import UserError, read_json
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
-    CheckpointError,
     find_folder,
     load_tokenizer,
     read_weights,
@@ -211,6 +210,11 @@ class Qwen2(nn.Module):
                 x = layer(x, cos, sin, mask)
         return self.model.norm(x)
 
+    def compile_layers(self) -> None:
+        """Run each layer under torch.compile. Layers of one shape share one compilation for each direction."""
+        for layer in self.model.layers:
+            layer.compile(dynamic=False, fullgraph=True)
+
     def forward(self, idx: Tensor) -> Tensor:
         """idx [B, T] -> logits [B, T, V]."""
         return F.linear(self.hidden(idx), self.head)
@@ -224,7 +228,7 @@ class Qwen2(nn.Module):
     def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
         """A Hugging Face `qwen2` or `llama` checkpoint from a local folder or the hub, weights as `dtype`.
 
-        Only safetensors are read, so that a foreign folder cannot run code. Raises `CheckpointError` for another
+        Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
         architecture, rope scaling, a pickle, and any tensor that is missing, left over or misshapen.
         """
         folder = find_folder(name)
@@ -262,31 +266,29 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
 
 
 def load_config(name: str) -> Qwen2Config:
-    """A preset's name, a config.json, a model folder or a hub id -> the shape. `CheckpointError` for others."""
+    """A preset's name, a config.json, a model folder or a hub id -> the shape. `UserError` for others."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
-    hf = json.loads(path.read_text())
+        raise UserError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
+    hf = read_json(path, remedy="expected a config.json of the Hugging Face form")
     kind = hf.get("model_type")
     if kind not in ("qwen2", "llama"):
-        raise CheckpointError(
-            f"{path}: model_type={kind!r}, expected 'qwen2' or 'llama'; other architectures are not read"
-        )
+        raise UserError(f"{path}: model_type={kind!r}, expected 'qwen2' or 'llama'; other architectures are not read")
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or {}
     for r in (rope, scaling):
         if r.get("rope_type", r.get("type", "default")) != "default":
-            raise CheckpointError(f"{path}: rope scaling {r}: expected none; take a checkpoint without it")
+            raise UserError(f"{path}: rope scaling {r}: expected none; take a checkpoint without it")
     for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False),
                         ("partial_rotary_factor", 1.0)):  # fmt: skip
         if hf.get(key, wanted) != wanted:
-            raise CheckpointError(f"{path}: {key}={hf[key]!r}, expected {wanted!r}; this decoder has no such part")
+            raise UserError(f"{path}: {key}={hf[key]!r}, expected {wanted!r}; this decoder has no such part")
     defaults = {"tie_word_embeddings": False, "num_key_value_heads": hf.get("num_attention_heads"), "head_dim": None,
                 "rope_theta": rope.get("rope_theta", 1e4), "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}  # fmt: skip
     fields = {f.name: hf.get(f.name, defaults.get(f.name)) for f in dataclasses.fields(Qwen2Config)}
     absent = [k for k, v in fields.items() if v is None and k != "head_dim"]
     if absent:
-        raise CheckpointError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
+        raise UserError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
     return Qwen2Config(**fields)

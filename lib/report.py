@@ -6,7 +6,6 @@ has the trials, `runs.jsonl` the wall times, `settings.json` the config, `logs*/
 
 import csv
 import itertools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,12 @@ import numpy as np
 
 from lib import tables
 from lib.figures import FIGURES
-from lib.files import read_lines
+from lib.files import UserError, read_json, read_lines
 from lib.stats import differences, estimate, p_text
 
 COMPARED = ("ce", "kl", "top1")  # of FIGURES: these differences are tested
 COSTS = {"student_flops": "student FLOPs", "teacher_flops": "teacher FLOPs", "trials": "trials"}
 Key = tuple[str, str]  # study, student
-
-
-class CompareError(ValueError):
-    """Runs that cannot be made, or results that cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,9 @@ class Results:
     def __init__(self, folder: Path):
         self.folder, self.lines = folder, read_lines(folder / "results.jsonl")
         if not self.lines:
-            raise CompareError(f"{folder}: no results.jsonl there; first the same command without --report")
+            raise UserError(f"{folder}: no results.jsonl there; first the same command without --report")
         comparable(self.lines)
-        self.settings = json.loads((folder / "settings.json").read_text())
+        self.settings = read_json(folder / "settings.json")
         self.rates = read_lines(folder / "rates.jsonl")
         self.failed = [x for x in self.lines if "stopped" in x]
         self.planned = {(x["settings"], x["method"]): [] for x in self.lines}
@@ -68,7 +63,7 @@ class Results:
                 self.students[x["settings"], x["method"]][x["seed"]] = x
         if not any(self.students.values()):
             x = self.lines[0]
-            raise CompareError(f"{folder}: no student has a result; {x['method']}: {x['stopped']}")
+            raise UserError(f"{folder}: no student has a result; {x['method']}: {x['stopped']}")
 
     def figure(self, key: Key, name: str) -> dict[int, float]:
         """A figure by seed, in the printed unit; {} for a student without results."""
@@ -86,7 +81,7 @@ def comparable(lines: list[dict]) -> None:
         for key, value in facts.items():
             if value is not None and seen.setdefault(key, value) != value:
                 there, here = str(seen[key])[:12], str(value)[:12]
-                raise CompareError(
+                raise UserError(
                     f"{x['method']}, seed {x['seed']}: {key} is {here}, elsewhere {there}; they cannot be compared"
                 )
 

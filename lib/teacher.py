@@ -22,6 +22,14 @@ class Teacher:
         return self.model.hidden(idx.to(self.model.head.device, non_blocking=True)).to(self.home, non_blocking=True)
 
 
-def load_teacher(name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None) -> Teacher:
-    """A teacher from a local folder or hub id, with weights as `dtype` on `device`; `home` is the students' device."""
-    return Teacher(Qwen2.from_pretrained(name, dtype=dtype, device=device), home or device)
+def load_teacher(
+    name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False
+) -> Teacher:
+    """A teacher from a local folder or hub id, with weights as `dtype` on `device`; `home` is the students' device.
+
+    compile  run its layers under torch.compile
+    """
+    model = Qwen2.from_pretrained(name, dtype=dtype, device=device)
+    if compile:
+        model.compile_layers()
+    return Teacher(model, home or device)

@@ -54,7 +54,7 @@ def test_files_then_flags_and_where_each_value_came_from(tmp_path):
         (["--lr=-1"], "lr=-1.0: expected more than 0"),
         (["--beta1=1.0"], "beta1=1.0: expected 0 <= beta1 < 1"),
         (["--micro_batch=5"], "micro_batch=5: expected a divisor of batch_rows=16"),
-        (["--group=4"], "micro_batch=1: expected a multiple of group=4"),
+        (["--group=4", "--micro_batch=1"], "micro_batch=1: expected a multiple of group=4"),
         (["--max_steps=200000"], "max_steps=200000: expected at most schedule_steps=126400"),
         (["--val_share=0.1"], "val_rows=2048 with val_share=0.1: set one of them to 0"),
         (["train.cfg"], "train.cfg: expected a config file (*.py) or --key=value"),

@@ -1,0 +1,468 @@
+"""A fair comparison on any config: the same number of trials for each method, several seeds, paired differences.
+
+    python compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
+    python compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
+    python compare.py config/demo.py --print          the commands of all that is still to do, one for each line
+    python compare.py config/demo.py --report         tables and figures anew, from the results that are there
+    python compare.py config/mini.py --jobs=2         the replication, which that config describes: hours on two cores
+
+Trials of all methods with seed 0 share as few runs as memory allows, and so one pass of the teacher. The lowest CE over
+the first `val_max_rows` held-out rows chooses; the rows after these are scored. Then seeds 1, 2, ..: a seed is the
+student's initial weights and the order of rows, the same for all methods. A student that the folder holds already is
+found by what made it, whoever ran it; the same command goes on after a kill. A run that fails is halved until the
+student that broke it stands alone; it stands in the report with its error, and the exit code is 1.
+"""
+
+import argparse
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import configure
+from configure import Config
+from lib.device import pick_device, run_bytes
+from lib.files import UserError, append_line, read_json, read_lines, write_json, write_lines, write_whole
+from lib.report import Spec, report
+from lib.rows import open_rows
+from lib.runlog import flops_per_token
+from lib.tables import MAY_DIFFER
+from losses import needs_teacher
+from model import load_config
+
+ROOT = Path(__file__).resolve().parent
+AT_A_TIME = 32  # students per process of eval.py, where they share the teacher's pass
+FIGURE_SEED = 1  # the only one whose runs count d_u and the teacher's probabilities, for the figures
+
+
+# --- what is to be run -----------------------------------------------------------------------------------------------
+
+
+class Student(NamedTuple):
+    study: str  # "tune", "main" or a study of the config
+    name: str  # METHOD or METHOD@LABEL
+    cfg: Config  # of a run of it alone
+
+    @property
+    def made_by(self) -> str:
+        return made_by(self.cfg, self.name)
+
+
+class Job(NamedTuple):
+    name: str
+    argv: list[str]
+    students: list[Student]  # that train.py makes; none: eval.py
+
+
+def made_by(cfg: Config, name: str) -> str:
+    """All that a student of a run depends on, as text: its method, its settings, and the config but for places and speed."""
+    keys = [key for key in configure.TYPES if key not in MAY_DIFFER]
+    keys += ["student", "teacher", "data_dir", "seed", "max_steps"]
+    return json.dumps([name.partition("@")[0], cfg.settings_of(name), *(getattr(cfg, key) for key in keys)])
+
+
+def alone(study: str, name: str, of: str, cfg: Config, seed: int, settings: dict) -> Student:
+    """The student `name` of the method `of`, with further settings."""
+    shown = cfg.histogram_every_steps if study == "main" and seed == FIGURE_SEED else None
+    hyper = {name: cfg.settings_of(of) | settings}
+    return Student(study, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=shown))  # fmt: skip
+
+
+def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[dict]]:
+    """Settings to try by method, as many for each: a method with fewer settings to choose gets more rates."""
+    rates, knobs = [], {m: {} for m in methods}
+    for text in tune:
+        key, _, values = text.partition("=")
+        method, _, setting = key.rpartition(".")
+        values = [configure._literal(v) for v in values.split(",")]
+        if key == "lr" and len(values) > 1 and all(isinstance(v, int | float) and v > 0 for v in values):
+            rates = [float(v) for v in values]
+        elif method in knobs and setting:
+            knobs[method][setting] = values
+        else:
+            raise UserError(
+                f"--tune={text}: expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of {','.join(methods)}"
+            )
+    if tune and not rates:
+        raise UserError(f"--tune={tune[0]}: add --tune=lr=RATE,RATE,.., so that all methods can have as many trials")
+    points = {
+        m: [dict(zip(of, point, strict=True)) for point in itertools.product(*of.values())] for m, of in knobs.items()
+    }
+    n = len(rates) * max(map(len, points.values()))
+    return {
+        m: [p | {"lr": lr} for lr in denser(rates, math.ceil(n / len(of))) for p in of][:n]
+        for m, of in points.items()
+        if n
+    }
+
+
+def denser(rates: list[float], n: int) -> list[float]:
+    """n rates: the given ones, then the geometric middle of the widest gap, again and again."""
+    rates = list(rates)
+    while len(rates) < n:
+        gaps = itertools.pairwise(sorted(rates))
+        low, high = max(gaps, key=lambda gap: round(gap[1] / gap[0], 3))
+        rates.append(float(f"{math.sqrt(low * high):.3g}"))
+    return rates
+
+
+def plan(spec: Spec, loaded: configure.Loaded, chosen: dict[str, dict]) -> list[Student]:
+    """The students of all studies and seeds. A study with the settings of an earlier one joins it."""
+    students, first = [], {}
+    for study, changes in {"main": {}, **(spec.studies or {})}.items():
+        given = {key: v for key, v in changes.items() if loaded.origin.get(key) != "command line"}
+        cfg = dataclasses.replace(loaded.config, **given)
+        study = first.setdefault((made_by(cfg, "-"), json.dumps(cfg.hyper)), study)
+        for name in cfg.methods:
+            settings = chosen.get(name, chosen.get(spec.like, {}))
+            for seed in range(1, spec.seeds + 1):
+                student = alone(study, name, name, at_equal(spec.at, name, cfg), seed, settings)
+                students += [student] * (student not in students)
+    return students
+
+
+def at_equal(what: str, name: str, cfg: Config) -> Config:
+    """The config of a method: at equal FLOPs one without a teacher makes more updates."""
+    if what == "updates" or needs_teacher(name) or cfg.teacher is None:
+        return cfg
+    student, teacher = flops(cfg)
+    longer = 1 + teacher / student
+    return dataclasses.replace(cfg, max_steps=round(cfg.max_steps * longer), schedule_steps=round(cfg.schedule_steps * longer))  # fmt: skip
+
+
+def flops(cfg: Config) -> tuple[float, float]:
+    """FLOPs of one token: of a student that is trained, and of the teacher's pass."""
+    student = flops_per_token(load_config(cfg.student), cfg.seq_len, trained=True)
+    return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False) if cfg.teacher else 0.0
+
+
+def per_run(cfg: Config, n_jobs: int) -> int:
+    """How many students fit the memory of one run, beside the other jobs."""
+    device = pick_device(cfg.device)
+    cuda = device.type == "cuda"
+    room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shapes = load_config(cfg.student), load_config(cfg.teacher) if cfg.teacher else None
+    n, width = 0, 2 if cuda and cfg.dtype != "float32" else 4
+    while n < 256:
+        fixed, per_row = run_bytes(shapes[0], n + 1, shapes[1], cfg.seq_len, cfg.group, width, cfg.recompute)
+        if fixed + per_row * (cfg.micro_batch or cfg.group) > 0.7 * room / n_jobs:
+            break
+        n += 1
+    return max(n, 1)
+
+
+def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
+    """Runs of train.py: students that differ in method and settings alone share one, `at_most` of them."""
+    first, groups = {}, {}
+    for s in students:
+        first.setdefault(s.made_by, s)
+    for s in first.values():
+        shared = dataclasses.replace(s.cfg, methods=("-",), hyper={})
+        nth = next(i for i in itertools.count() if s.name not in groups.get((shared, i), {}))  # a name has one folder
+        groups.setdefault((shared, nth), {})[s.name] = s
+    jobs = []
+    for (shared, _), of in groups.items():
+        some = list(of.values())
+        jobs += [job(some[at : at + at_most], shared, out) for at in range(0, len(some), at_most)]
+    return jobs
+
+
+def job(students: list[Student], shared: Config, out: Path) -> Job:
+    """A run of these students, with a config file of its own; named after what it holds."""
+    hyper = {s.name: s.cfg.hyper[s.name] for s in students}
+    cfg = dataclasses.replace(shared, methods=tuple(s.name for s in students), hyper=hyper, out_dir="")
+    sha = hashlib.sha256(config_text(cfg).encode()).hexdigest()[:8]
+    folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
+    write_whole(out / f"{folder.name}.py", config_text(dataclasses.replace(cfg, out_dir=str(folder))))
+    return Job(folder.name, ["train.py", f"{folder}.py"], students)
+
+
+def config_text(cfg: Config) -> str:
+    """The config as a config file: what differs from the defaults."""
+    default = dataclasses.asdict(Config())
+    return "".join(f"{key} = {value!r}\n" for key, value in dataclasses.asdict(cfg).items() if value != default[key])
+
+
+def made(out: Path) -> dict[str, Path]:
+    """What the folder's runs hold: what a student that has ended was made by -> its folder."""
+    found = {}
+    for path in sorted(out.glob("*/run.json")):
+        cfg = Config(**read_json(path, {"config": dict})["config"])
+        folders = {name: path.parent / name for name in cfg.methods}
+        found |= {made_by(cfg, name): of for name, of in folders.items() if ended(of)}
+    return found
+
+
+def ended(folder: Path) -> bool:
+    return (folder / "run.json").is_file() or (folder / "stopped.json").is_file()
+
+
+# --- running it ------------------------------------------------------------------------------------------------------
+
+
+def train(students: list[Student], out: Path, args, lock) -> dict[str, str]:
+    """Make the students that are not there yet -> why the others could not be made, by `made_by`."""
+    failed: dict[str, str] = {}
+
+    def left(job: Job) -> list[Job]:
+        there = made(out)
+        some = [s for s in job.students if s.made_by not in there]
+        if not some or (out / job.name).is_dir():  # a run that has begun goes on as it is
+            return [job] * bool(some)
+        return together(some, out, len(some))
+
+    def after(job: Job, rc: int, said: str) -> list[Job]:
+        some = [s for s in job.students if s.made_by not in made(out)]
+        if some and rc == 0:
+            raise UserError(f"{job.name}: stopped by a signal; the same command goes on from there")
+        if len(some) == 1 == len(job.students):
+            failed[some[0].made_by] = said
+            return []
+        half = -(-len(some) // 2)
+        return [j for part in (some[:half], some[half:]) if part for j in together(part, out, half)]
+
+    work([j for run in together(students, out, args.per_run) for j in left(run)], out, args, lock, after)
+    return failed
+
+
+def score(folders: list[Path], out: Path, args, cfg: Config, spec: Spec, lock) -> None:
+    """Score the students that have ended and have no figures yet, on the rows that chose nothing."""
+    left = [f for f in folders if (f / "run.json").is_file() and not (f / "eval_heldout.json").is_file()]
+    rows = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={spec.rows}", f"--device={cfg.device}"]
+    jobs = []
+    for some in (left[at : at + AT_A_TIME] for at in range(0, len(left), AT_A_TIME)):
+        name = hashlib.sha256(" ".join(map(str, some)).encode()).hexdigest()[:8]
+        jobs.append(Job(f"eval_{name}", ["eval.py", *map(str, some), "--tasks=none", *rows], []))
+
+    def after(job: Job, rc: int, said: str) -> list[Job]:
+        if rc:
+            raise UserError(f"{job.name}: exit code {rc}: {said}")
+        return []
+
+    work(jobs, out, args, lock, after)
+
+
+def work(jobs: list[Job], out: Path, args, lock, after: Callable[[Job, int, str], list[Job]]) -> None:
+    """Run the jobs, `args.jobs` at a time; `after(job, exit code, last line)` gives the jobs that follow from one.
+
+    If this process ends, they end with a checkpoint. With `--print` they are printed, and this process ends.
+    """
+    if args.print and jobs:
+        print("\n".join(f"python {' '.join(job.argv)}" for job in jobs))
+        sys.exit()
+    waiting, busy, n = list(jobs), {}, 0
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < args.jobs:
+                job, *waiting = waiting
+                with (out / "logs" / f"{job.name}.txt").open("a") as log:
+                    argv = [sys.executable, ROOT / job.argv[0], *job.argv[1:]]
+                    # the lock is theirs too, should this process be killed
+                    process = subprocess.Popen(argv, stdout=log, stderr=log, pass_fds=[lock.fileno()])
+                busy[process] = (job, time.perf_counter())
+            time.sleep(0.1)
+            for process in [p for p in busy if p.poll() is not None]:
+                (job, begun), n = busy.pop(process), n + 1
+                wall = round(time.perf_counter() - begun, 1)
+                append_line(out / "runs.jsonl", {"run": job.name, "rc": process.returncode, "wall_sec": wall})
+                said = (out / "logs" / f"{job.name}.txt").read_text().strip().splitlines() or [""]
+                waiting += after(job, process.returncode, said[-1])
+                left = len(waiting) + len(busy)
+                ending = f"exit code {process.returncode}: {said[-1]}" if process.returncode else "ended"
+                print(f"{job.name}: {wall:.0f} s, {ending}; {n} done, {left} to go", flush=True)
+    finally:
+        for process in busy:
+            process.terminate()
+        for process, (job, begun) in busy.items():
+            wall = round(time.perf_counter() - begun, 1)
+            append_line(out / "runs.jsonl", {"run": job.name, "rc": process.wait(), "wall_sec": wall})
+
+
+def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
+    """Trials, seeds, scores, and what is kept of them."""
+    out, cfg = args.out, loaded.config
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{out}: runs of an earlier start are still at work there; waiting for them to end", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not args.print:
+            write_whole(out / "config.py", config_text(cfg))
+            prepared = subprocess.run([sys.executable, ROOT / "prepare.py", out / "config.py"], check=False)
+            if prepared.returncode:
+                raise UserError("prepare.py: no rows; see above")
+        n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
+        if first is None or first >= n:
+            raise UserError(
+                f"val_max_rows={first}: they choose, later rows are scored; {cfg.data_dir} has {n}, set fewer"
+            )
+        tried = trials(spec.tune, cfg.methods)
+        tune = {(m, i): alone("tune", f"{m}{'-' if '@' in m else '@'}t{i}", m, at_equal(spec.at, m, cfg), 0, settings)
+                for m, of in tried.items() for i, settings in enumerate(of)}  # fmt: skip
+        failed, there = train([*tune.values()], out, args, lock), made(out)
+        ces = {m: [held_out_ce(there.get(tune[m, i].made_by)) for i in range(len(of))] for m, of in tried.items()}
+        chosen = {m: of[ces[m].index(min(ces[m]))] for m, of in tried.items() if min(ces[m]) < math.inf}
+        students = plan(spec, loaded, chosen)
+        without = {s.made_by: failed.get(tune[s.name, 0].made_by, "every trial stopped")
+                   for s in students if s.name in tried and s.name not in chosen}  # fmt: skip
+        failed |= without | train([s for s in students if s.made_by not in without], out, args, lock)
+        there = made(out)
+        folders = dict.fromkeys(there[s.made_by] for s in students if s.made_by in there)
+        score(list(folders), out, args, cfg, spec, lock)
+    collect(students, tried, chosen, failed, there, out, args.results)
+    with_teacher = {s.made_by for s in (*tune.values(), *students) if needs_teacher(s.name)} & there.keys()
+    passes = {"students": len(with_teacher), "runs": len({there[made].parent for made in with_teacher})}
+    settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at, "passes": passes}
+    write_json(args.results / "settings.json", settings)
+    write_lines(args.results / "rates.jsonl", [
+        {"method": m, "lr": settings["lr"], "settings": settings, "val_ce": ce if ce < math.inf else None}
+        for m, of in tried.items() for settings, ce in zip(of, ces[m], strict=True)])  # fmt: skip
+
+
+def held_out_ce(folder: Path | None) -> float:
+    """The CE of a trial's last validation; infinite where it failed or was stopped."""
+    if folder is None or (folder / "stopped.json").is_file():
+        return math.inf
+    return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def collect(
+    students: list[Student], tried: dict, chosen: dict, failed: dict, there: dict[str, Path], out: Path, results: Path
+) -> None:
+    """Write what the report needs into `results`: a line for each student, and the logs of the main study."""
+    walls, lines = {}, []
+    for line in read_lines(out / "runs.jsonl"):
+        walls[line["run"]] = round(walls.get(line["run"], 0.0) + line["wall_sec"], 1)
+    for old in results.glob("logs*"):
+        shutil.rmtree(old)
+    results.mkdir(parents=True, exist_ok=True)
+    for s in students:
+        line = {"settings": s.study, "method": s.name, "seed": s.cfg.seed, "group": s.cfg.group}
+        line |= {"trials": len(tried[s.name]), "chosen": chosen.get(s.name, {})} if s.name in tried else {}
+        if s.made_by in there:
+            line |= result(s, there[s.made_by], walls)
+            if s.study == "main":
+                copy_logs(there[s.made_by], s, results)
+        elif s.made_by in failed:
+            line["stopped"] = failed[s.made_by]
+        else:
+            raise UserError(
+                f"{s.name}, seed {s.cfg.seed}: has neither a result nor an error; the same command makes it"
+            )
+        lines.append(line)
+    write_lines(results / "results.jsonl", lines)
+    write_lines(results / "runs.jsonl", read_lines(out / "runs.jsonl"))
+
+
+def result(s: Student, folder: Path, walls: dict[str, float]) -> dict:
+    """A student's figures, provenance and cost."""
+    whole, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
+    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "wall_sec": walls.get(folder.parent.name),
+            "students_in_run": len(whole["config"]["methods"]), "hardware": whole["machine"],
+            **{k: whole[k] for k in ("data_sha256", "val_sha256", "teacher_sha256", "git_commit", "versions")}}  # fmt: skip
+    if stopped.is_file():
+        return line | {"stopped": read_json(stopped)["why"]}
+    facts, scored = read_json(folder / "run.json"), read_json(folder / "eval_heldout.json")
+    line |= scored["intrinsic"] | {"weights_sha256": scored["weights_sha256"]}
+    line |= {k: facts[k] for k in ("overrides", "step", "valid_tokens", "init_sha256")}
+    costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]
+    return line | dict(zip(("student_flops", "teacher_flops"), costs[: 1 + needs_teacher(s.name)], strict=False))
+
+
+def copy_logs(folder: Path, s: Student, results: Path) -> None:
+    """The logs behind the curves, budgets and anchoring, in the layout of a run for each seed."""
+    to = results / ("logs" if s.cfg.seed == FIGURE_SEED else f"logs_seed{s.cfg.seed}")
+    (to / s.name).mkdir(parents=True)
+    for path in (folder / "log.jsonl", folder / "histograms.jsonl"):
+        if path.is_file():
+            shutil.copy(path, to / s.name)
+    for path in (folder.parent / "run.json", folder.parent / "teacher.jsonl"):
+        if path.is_file():
+            shutil.copy(path, to)
+
+
+# --- command ---------------------------------------------------------------------------------------------------------
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Loaded]:
+    """-> compare.py's own flags, what is compared, and the config of every run."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
+                                     usage="compare.py CONFIG [--KEY=VALUE ..] [flags]")  # fmt: skip
+    add = parser.add_argument
+    add("--seeds", type=int, help="how many, from 1 on; default: the config's, or 3")
+    add("--tune", action="append", help="lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; again for more; none: no trials")
+    add("--reference", help="the method that differences are taken from; default: vanilla_kd, or else the first")
+    add(
+        "--at",
+        choices=("updates", "flops"),
+        help="what is equal for all methods; flops: of student and teacher together",
+    )
+    add("--rows", type=int, help="held-out rows to score; default: 512")
+    add("--jobs", type=int, default=1, help="runs at a time")
+    add("--per_run", type=int, help="students of a run at most; default: what the memory holds")
+    add("--out", type=Path, help="folder of the runs; default: out/compare_CONFIG")
+    add("--results", type=Path, help="folder of the report; default: OUT/report")
+    add("--print", action="store_true", help="print the commands of the next stage instead of running them")
+    add("--report", action="store_true", help="only write tables and figures anew, from --results")
+    args, rest = parser.parse_known_args(argv)
+    files = [word for word in rest if not word.startswith("--")]
+    loaded, given = configure.load(rest), {}
+    for file in files:
+        given |= runpy.run_path(file).get("_compare", {})
+    if loaded.origin.get("methods") == "command line":  # a comparison of one's own, not the file's studies
+        given = {k: v for k, v in given.items() if k in ("seeds", "tune", "reference", "rows", "at")}
+    flags = {k: getattr(args, k) for k in ("seeds", "tune", "reference", "rows", "at")}
+    given |= {k: tuple(v) if k == "tune" else v for k, v in flags.items() if v is not None}
+    spec = Spec(**given)
+    spec = dataclasses.replace(spec, tune=()) if spec.tune == ("none",) else spec
+    args.out = args.out or Path("out", f"compare_{Path(files[0]).stem if files else 'flags'}")
+    args.results = args.results or args.out / "report"
+    for key in ("seed", "out_dir"):
+        if loaded.origin.get(key) == "command line":
+            raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
+    if spec.reference not in (None, *loaded.config.methods):
+        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(loaded.config.methods)}")
+    args.per_run = args.per_run or (0 if args.report else per_run(loaded.config, args.jobs))
+    for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run or 1}.items():
+        if value < 1:
+            raise UserError(f"--{key}={value}: expected at least 1")
+    return args, spec, loaded
+
+
+def run(argv: list[str]) -> int:
+    args, spec, loaded = arguments(argv)
+    if not args.report:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `work` ends its jobs
+        compare(args, spec, loaded)
+    found = report(spec, args.results, args.results)
+    print(args.results / "README.md")
+    for x in found.failed:
+        print(f"{x['method']} ({x['settings']}, seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)
+    return 1 if found.failed else 0
+
+
+def main() -> None:
+    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -45,6 +45,7 @@ from losses import needs_teacher
 from model import load_config
 
 ROOT = Path(__file__).resolve().parent
+ROOM = 0.7  # the share of the memory that all jobs together may count on
 AT_A_TIME = 32  # students per process of eval.py, where they share the teacher's pass
 FIGURE_SEED = 1  # the only one whose runs count d_u and the teacher's probabilities, for the figures
 
@@ -115,24 +116,24 @@ def denser(rates: list[float], n: int) -> list[float]:
     rates = list(rates)
     while len(rates) < n:
         gaps = itertools.pairwise(sorted(rates))
-        low, high = max(gaps, key=lambda gap: round(gap[1] / gap[0], 3))
+        low, high = max(gaps, key=lambda gap: round(gap[1] / gap[0], 1))
         rates.append(float(f"{math.sqrt(low * high):.3g}"))
     return rates
 
 
 def plan(spec: Spec, loaded: configure.Loaded, chosen: dict[str, dict]) -> list[Student]:
     """The students of all studies and seeds. A study with the settings of an earlier one joins it."""
-    students, first = [], {}
+    base, students, first = loaded.config, {}, {}
     for study, changes in {"main": {}, **(spec.studies or {})}.items():
-        given = {key: v for key, v in changes.items() if loaded.origin.get(key) != "command line"}
-        cfg = dataclasses.replace(loaded.config, **given)
+        given = {key: value for key, value in changes.items() if loaded.origin.get(key) != "command line"}
+        of = changes.get("hyper", {})
+        given["hyper"] = {m: base.hyper.get(m, {}) | of.get(m, {}) for m in {**base.hyper, **of}}
+        cfg = dataclasses.replace(base, **given)
         study = first.setdefault((made_by(cfg, "-"), json.dumps(cfg.hyper)), study)
-        for name in cfg.methods:
-            settings = chosen.get(name, chosen.get(spec.like, {}))
-            for seed in range(1, spec.seeds + 1):
-                student = alone(study, name, name, at_equal(spec.at, name, cfg), seed, settings)
-                students += [student] * (student not in students)
-    return students
+        for name, seed in itertools.product(cfg.methods, range(1, spec.seeds + 1)):
+            settings, of_method = chosen.get(name, chosen.get(spec.like, {})), at_equal(spec.at, name, cfg)
+            students.setdefault((study, name, seed), alone(study, name, name, of_method, seed, settings))
+    return [*students.values()]
 
 
 def at_equal(what: str, name: str, cfg: Config) -> Config:
@@ -156,13 +157,10 @@ def per_run(cfg: Config, n_jobs: int) -> int:
     cuda = device.type == "cuda"
     room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shapes = load_config(cfg.student), load_config(cfg.teacher) if cfg.teacher else None
-    n, width = 0, 2 if cuda and cfg.dtype != "float32" else 4
-    while n < 256:
-        fixed, per_row = run_bytes(shapes[0], n + 1, shapes[1], cfg.seq_len, cfg.group, width, cfg.recompute)
-        if fixed + per_row * (cfg.micro_batch or cfg.group) > 0.7 * room / n_jobs:
-            break
-        n += 1
-    return max(n, 1)
+    width, micro = 2 if cuda and cfg.dtype != "float32" else 4, cfg.micro_batch or cfg.group
+    parts = (run_bytes(shapes[0], n, shapes[1], cfg.seq_len, cfg.group, width, cfg.recompute) for n in (1, 2))
+    one, two = (fixed + micro * per_row for fixed, per_row in parts)
+    return max(1, int(1 + (ROOM * room / n_jobs - one) / (two - one)))
 
 
 def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
@@ -303,10 +301,7 @@ def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
             print(f"{out}: runs of an earlier start are still at work there; waiting for them to end", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not args.print:
-            write_whole(out / "config.py", config_text(cfg))
-            prepared = subprocess.run([sys.executable, ROOT / "prepare.py", out / "config.py"], check=False)
-            if prepared.returncode:
-                raise UserError("prepare.py: no rows; see above")
+            prepare(cfg, out / "config.py")
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
         if first is None or first >= n:
             raise UserError(
@@ -325,7 +320,7 @@ def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
         there = made(out)
         folders = dict.fromkeys(there[s.made_by] for s in students if s.made_by in there)
         score(list(folders), out, args, cfg, spec, lock)
-    collect(students, tried, chosen, failed, there, out, args.results)
+    collect(students, spec.at, tried, chosen, failed, there, out, args.results)
     with_teacher = {s.made_by for s in (*tune.values(), *students) if needs_teacher(s.name)} & there.keys()
     passes = {"students": len(with_teacher), "runs": len({there[made].parent for made in with_teacher})}
     settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at, "passes": passes}
@@ -333,6 +328,12 @@ def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
     write_lines(args.results / "rates.jsonl", [
         {"method": m, "lr": settings["lr"], "settings": settings, "val_ce": ce if ce < math.inf else None}
         for m, of in tried.items() for settings, ce in zip(of, ces[m], strict=True)])  # fmt: skip
+
+
+def prepare(cfg: Config, file: Path) -> None:
+    write_whole(file, config_text(cfg))
+    if subprocess.run([sys.executable, ROOT / "prepare.py", file], check=False).returncode:
+        raise UserError("prepare.py: made no rows; what it says stands above")
 
 
 def held_out_ce(folder: Path | None) -> float:
@@ -346,7 +347,14 @@ def held_out_ce(folder: Path | None) -> float:
 
 
 def collect(
-    students: list[Student], tried: dict, chosen: dict, failed: dict, there: dict[str, Path], out: Path, results: Path
+    students: list[Student],
+    at: str,
+    tried: dict,
+    chosen: dict,
+    failed: dict,
+    there: dict[str, Path],
+    out: Path,
+    results: Path,
 ) -> None:
     """Write what the report needs into `results`: a line for each student, and the logs of the main study."""
     walls, lines = {}, []
@@ -356,7 +364,7 @@ def collect(
         shutil.rmtree(old)
     results.mkdir(parents=True, exist_ok=True)
     for s in students:
-        line = {"settings": s.study, "method": s.name, "seed": s.cfg.seed, "group": s.cfg.group}
+        line = {"settings": s.study, "method": s.name, "seed": s.cfg.seed, "group": s.cfg.group, "at": at}
         line |= {"trials": len(tried[s.name]), "chosen": chosen.get(s.name, {})} if s.name in tried else {}
         if s.made_by in there:
             line |= result(s, there[s.made_by], walls)

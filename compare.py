@@ -9,14 +9,16 @@
 Trials of all methods with seed 0 share as few runs as memory allows, and so one pass of the teacher. The lowest CE over
 the first `val_max_rows` held-out rows chooses; the rows after these are scored. Then seeds 1, 2, ..: a seed is the
 student's initial weights and the order of rows, the same for all methods. A student that the folder holds already is
-found by what made it, whoever ran it; the same command goes on after a kill. A run that fails is halved until the
-student that broke it stands alone; it stands in the report with its error, and the exit code is 1.
+found by what made it (settings, the objective's source), whoever ran it; the same command goes on after a kill. A run
+that fails is halved until the student that broke it is alone; the report has it with its error, and the exit code is 1.
 """
 
 import argparse
 import dataclasses
 import fcntl
+import functools
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -41,7 +43,7 @@ from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.runlog import flops_per_token
 from lib.tables import MAY_DIFFER
-from losses import needs_teacher
+from losses import METHODS, needs_teacher
 from model import load_config
 
 ROOT = Path(__file__).resolve().parent
@@ -66,14 +68,22 @@ class Student(NamedTuple):
 class Job(NamedTuple):
     name: str
     argv: list[str]
-    students: list[Student]  # that train.py makes; none: eval.py
+    students: list[Student]  # that it makes or scores
 
 
 def made_by(cfg: Config, name: str) -> str:
-    """All that a student of a run depends on, as text: its method, its settings, and the config but for places and speed."""
+    """All that a student of a run depends on, as text: its objective, its settings, and the config but for places and speed."""
     keys = [key for key in configure.TYPES if key not in MAY_DIFFER]
     keys += ["student", "teacher", "data_dir", "seed", "max_steps"]
-    return json.dumps([name.partition("@")[0], cfg.settings_of(name), *(getattr(cfg, key) for key in keys)])
+    settings = json.dumps([cfg.settings_of(name), *(getattr(cfg, key) for key in keys)])
+    return f"{objective(name.partition('@')[0])} {settings}"
+
+
+@functools.cache
+def objective(method: str) -> str:
+    """The method with a hash of its row and of its function's source: an edited one is another. Helpers are not seen."""
+    fn, *row = METHODS[method]
+    return f"{method} {hashlib.sha256(f'{inspect.getsource(fn)}{row}'.encode()).hexdigest()[:16]}"
 
 
 def alone(study: str, name: str, of: str, cfg: Config, seed: int, settings: dict) -> Student:
@@ -92,7 +102,7 @@ def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[di
         values = [configure._literal(v) for v in values.split(",")]
         if key == "lr" and len(values) > 1 and all(isinstance(v, int | float) and v > 0 for v in values):
             rates = [float(v) for v in values]
-        elif method in knobs and setting:
+        elif method in knobs and setting != "lr":
             knobs[method][setting] = values
         else:
             raise UserError(
@@ -129,7 +139,7 @@ def plan(spec: Spec, loaded: configure.Loaded, chosen: dict[str, dict]) -> list[
         of = changes.get("hyper", {})
         given["hyper"] = {m: base.hyper.get(m, {}) | of.get(m, {}) for m in {**base.hyper, **of}}
         cfg = dataclasses.replace(base, **given)
-        study = first.setdefault((made_by(cfg, "-"), json.dumps(cfg.hyper)), study)
+        study = first.setdefault((made_by(cfg, "pretrain"), json.dumps(cfg.hyper)), study)
         for name, seed in itertools.product(cfg.methods, range(1, spec.seeds + 1)):
             settings, of_method = chosen.get(name, chosen.get(spec.like, {})), at_equal(spec.at, name, cfg)
             students.setdefault((study, name, seed), alone(study, name, name, of_method, seed, settings))
@@ -181,11 +191,12 @@ def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
 
 def job(students: list[Student], shared: Config, out: Path) -> Job:
     """A run of these students, with a config file of its own; named after what it holds."""
-    hyper = {s.name: s.cfg.hyper[s.name] for s in students}
-    cfg = dataclasses.replace(shared, methods=tuple(s.name for s in students), hyper=hyper, out_dir="")
-    sha = hashlib.sha256(config_text(cfg).encode()).hexdigest()[:8]
+    names, hyper = tuple(s.name for s in students), {s.name: s.cfg.hyper[s.name] for s in students}
+    cfg = dataclasses.replace(shared, methods=names, hyper=hyper, out_dir="")
+    made_by = f"_made_by = {[s.made_by for s in students]!r}  # for compare.py\n"
+    sha = hashlib.sha256(f"{config_text(cfg)}{made_by}".encode()).hexdigest()[:8]
     folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
-    write_whole(out / f"{folder.name}.py", config_text(dataclasses.replace(cfg, out_dir=str(folder))))
+    write_whole(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))) + made_by)
     return Job(folder.name, ["train.py", f"{folder}.py"], students)
 
 
@@ -196,12 +207,12 @@ def config_text(cfg: Config) -> str:
 
 
 def made(out: Path) -> dict[str, Path]:
-    """What the folder's runs hold: what a student that has ended was made by -> its folder."""
+    """What the folder's runs hold, whoever ran them: what a student that has ended was made by -> its folder."""
     found = {}
-    for path in sorted(out.glob("*/run.json")):
-        cfg = Config(**read_json(path, {"config": dict})["config"])
-        folders = {name: path.parent / name for name in cfg.methods}
-        found |= {made_by(cfg, name): of for name, of in folders.items() if ended(of)}
+    for file in sorted(out.glob("*_seed*.py")):
+        run = runpy.run_path(str(file))
+        folders = (file.with_suffix("") / name for name in run["methods"])
+        found |= {key: of for key, of in zip(run["_made_by"], folders, strict=True) if ended(of)}
     return found
 
 
@@ -227,31 +238,45 @@ def train(students: list[Student], out: Path, args, lock) -> dict[str, str]:
         some = [s for s in job.students if s.made_by not in made(out)]
         if some and rc == 0:
             raise UserError(f"{job.name}: stopped by a signal; the same command goes on from there")
-        if len(some) == 1 == len(job.students):
-            failed[some[0].made_by] = said
-            return []
-        half = -(-len(some) // 2)
-        return [j for part in (some[:half], some[half:]) if part for j in together(part, out, half)]
+        return halves(job, some, said, failed, lambda half: together(half, out, len(half)))
 
     work([j for run in together(students, out, args.per_run) for j in left(run)], out, args, lock, after)
     return failed
 
 
-def score(folders: list[Path], out: Path, args, cfg: Config, spec: Spec, lock) -> None:
-    """Score the students that have ended and have no figures yet, on the rows that chose nothing."""
-    left = [f for f in folders if (f / "run.json").is_file() and not (f / "eval_heldout.json").is_file()]
-    rows = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={spec.rows}", f"--device={cfg.device}"]
-    jobs = []
-    for some in (left[at : at + AT_A_TIME] for at in range(0, len(left), AT_A_TIME)):
-        name = hashlib.sha256(" ".join(map(str, some)).encode()).hexdigest()[:8]
-        jobs.append(Job(f"eval_{name}", ["eval.py", *map(str, some), "--tasks=none", *rows], []))
+def score(there: dict[str, Path], students: list[Student], n_rows: int, out: Path, args, lock) -> dict[str, str]:
+    """Score students on `n_rows` held-out rows after those that have chosen -> why others could not be scored."""
+    failed: dict[str, str] = {}
 
-    def after(job: Job, rc: int, said: str) -> list[Job]:
-        if rc:
-            raise UserError(f"{job.name}: exit code {rc}: {said}")
+    def left(students: list[Student]) -> list[Student]:
+        return [s for s in students if n_scored(there[s.made_by]) != n_rows]
+
+    def job(some: list[Student]) -> list[Job]:
+        folders = dict.fromkeys(str(there[s.made_by]) for s in some)
+        name = hashlib.sha256(" ".join(folders).encode()).hexdigest()[:8]
+        flags = [f"--skip_rows={some[0].cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={some[0].cfg.device}"]
+        return [Job(f"eval_{name}", ["eval.py", *folders, "--tasks=none", *flags], some)]
+
+    def after(done: Job, rc: int, said: str) -> list[Job]:
+        return halves(done, left(done.students), said, failed, job)
+
+    todo = left(students)
+    work([j for at in range(0, len(todo), AT_A_TIME) for j in job(todo[at : at + AT_A_TIME])], out, args, lock, after)
+    return failed
+
+
+def halves(job: Job, left: list[Student], said: str, failed: dict[str, str], make: Callable) -> list[Job]:
+    """What follows from a job that `left` some students undone: two smaller jobs; of one alone its last words are kept."""
+    if len(left) == len(job.students) == 1:
+        failed[left[0].made_by] = said
         return []
+    middle = -(-len(left) // 2)
+    return [j for half in (left[:middle], left[middle:]) if half for j in make(half)]
 
-    work(jobs, out, args, lock, after)
+
+def n_scored(folder: Path) -> int:
+    file = folder / "eval_heldout.json"
+    return (read_json(file)["intrinsic"] or {"n_rows": 0})["n_rows"] if file.is_file() else 0
 
 
 def work(jobs: list[Job], out: Path, args, lock, after: Callable[[Job, int, str], list[Job]]) -> None:
@@ -318,8 +343,8 @@ def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
                    for s in students if s.name in tried and s.name not in chosen}  # fmt: skip
         failed |= without | train([s for s in students if s.made_by not in without], out, args, lock)
         there = made(out)
-        folders = dict.fromkeys(there[s.made_by] for s in students if s.made_by in there)
-        score(list(folders), out, args, cfg, spec, lock)
+        whole = [s for s in students if s.made_by in there and not (there[s.made_by] / "stopped.json").is_file()]
+        failed |= score(there, whole, min(spec.rows, n - first), out, args, lock)
     collect(students, spec.at, tried, chosen, failed, there, out, args.results)
     with_teacher = {s.made_by for s in (*tune.values(), *students) if needs_teacher(s.name)} & there.keys()
     passes = {"students": len(with_teacher), "runs": len({there[made].parent for made in with_teacher})}
@@ -366,12 +391,12 @@ def collect(
     for s in students:
         line = {"settings": s.study, "method": s.name, "seed": s.cfg.seed, "group": s.cfg.group, "at": at}
         line |= {"trials": len(tried[s.name]), "chosen": chosen.get(s.name, {})} if s.name in tried else {}
-        if s.made_by in there:
+        if s.made_by in failed:
+            line["stopped"] = failed[s.made_by]
+        elif s.made_by in there:
             line |= result(s, there[s.made_by], walls)
             if s.study == "main":
                 copy_logs(there[s.made_by], s, results)
-        elif s.made_by in failed:
-            line["stopped"] = failed[s.made_by]
         else:
             raise UserError(
                 f"{s.name}, seed {s.cfg.seed}: has neither a result nor an error; the same command makes it"
@@ -440,6 +465,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Load
         given = {k: v for k, v in given.items() if k in ("seeds", "tune", "reference", "rows", "at")}
     flags = {k: getattr(args, k) for k in ("seeds", "tune", "reference", "rows", "at")}
     given |= {k: tuple(v) if k == "tune" else v for k, v in flags.items() if v is not None}
+    unknown = given.keys() - {f.name for f in dataclasses.fields(Spec)}
+    if unknown:
+        raise UserError(f"_compare: no such key {min(unknown)!r}; lib/report.py lists them (Spec)")
     spec = Spec(**given)
     spec = dataclasses.replace(spec, tune=()) if spec.tune == ("none",) else spec
     args.out = args.out or Path("out", f"compare_{Path(files[0]).stem if files else 'flags'}")
@@ -447,6 +475,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Load
     for key in ("seed", "out_dir"):
         if loaded.origin.get(key) == "command line":
             raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
+    for name in loaded.config.methods:
+        needs_teacher(name)  # ValueError for a method that does not exist
     if spec.reference not in (None, *loaded.config.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(loaded.config.methods)}")
     args.per_run = args.per_run or (0 if args.report else per_run(loaded.config, args.jobs))
@@ -461,8 +491,8 @@ def run(argv: list[str]) -> int:
     if not args.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `work` ends its jobs
         compare(args, spec, loaded)
-    found = report(spec, args.results, args.results)
-    print(args.results / "README.md")
+    found, table = report(spec, args.results, args.results)
+    print(f"\n{table}\n{args.results / 'README.md'}")
     for x in found.failed:
         print(f"{x['method']} ({x['settings']}, seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)
     return 1 if found.failed else 0

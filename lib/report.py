@@ -86,25 +86,26 @@ def comparable(lines: list[dict]) -> None:
                 )
 
 
-def report(spec: Spec, results: Path, out: Path, draw: bool = True) -> Results:
-    """Write README.md, tables.csv and the figures of `results` into `out`."""
+def report(spec: Spec, results: Path, out: Path, draw: bool = True) -> tuple[Results, str]:
+    """Write README.md, tables.csv and the figures of `results` into `out` -> what was read, and the first table."""
     found, records = Results(results), []
     layout = spec.layout([m for study, m in found.planned if study == "main"])
-    text = heading(spec, found)
+    sections = []
     for name, title, rows, _ in layout:
         rows = [row for row in rows if row[1] in found.planned]
-        if any(me != ref for _, me, ref in rows):
-            text += section(name, title, rows, found, records)
+        if any(me != ref for _, me, ref in rows) or not spec.tables:
+            sections.append(section(name, title, rows, found, records))
     out.mkdir(parents=True, exist_ok=True)
     pictures = figures(spec, layout, results, out, records) if draw else sorted(p.stem for p in results.glob("*.png"))
-    text += links(spec, found, pictures) + (ordering(found) if spec.paper else []) + trials(found)
+    text = heading(spec, found) + [line for lines in sections for line in lines] + links(found, pictures)
+    text += (ordering(found) if spec.paper else []) + trials(found)
     (out / "README.md").write_text("\n".join(text).rstrip() + "\n")
     with (out / "tables.csv").open("w", newline="") as file:
         keys = ["table", "method", "figure", "n_seeds", "mean", "half", "reference", "difference", "low", "high", "p"]
         sheet = csv.DictWriter(file, [*keys, "p_holm"], restval="", lineterminator="\n")
         sheet.writeheader()
         sheet.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in records)
-    return found
+    return found, "\n".join(line for line in sections[0] if not line.startswith("!")) if sections else ""
 
 
 def heading(spec: Spec, found: Results) -> list[str]:
@@ -118,13 +119,15 @@ def heading(spec: Spec, found: Results) -> list[str]:
     machines, commits = (
         ", ".join(sorted({str(x[key]) for x in lines if key in x})) for key in ("hardware", "git_commit")
     )
-    teacher = f" from `{some['teacher']}` (CE {some['teacher_ce']:.4f}, entropy {some['teacher_entropy']:.4f})"
+    teacher = " without a teacher"
+    if "teacher" in some:
+        teacher = f" from `{some['teacher']}` (CE {some['teacher_ce']:.4f}, entropy {some['teacher_entropy']:.4f})"
     text = [
         f"# {spec.title}",
         "",
         "Written by `compare.py` from the `.jsonl` files and logs beside it; do not edit.",
         "",
-        f"{len(lines)} students `{cfg['student']}`{teacher if 'teacher' in some else ''}, {len(seeds)} seeds "
+        f"{len(lines)} students `{cfg['student']}`{teacher}, {len(seeds)} seeds "
         f"({', '.join(map(str, seeds))}): {cfg['max_steps']:,} updates of {cfg['batch_rows']} rows of {cfg['seq_len']} "
         f"inputs, {tokens:.2f}M nominal tokens. Scored on {some['n_targets']:,} targets in {some['n_rows']:,} held-out rows.",
         "",
@@ -327,7 +330,7 @@ def figures(spec: Spec, layout: list[tuple], results: Path, out: Path, records: 
     return names
 
 
-def links(spec: Spec, found: Results, names: list[str]) -> list[str]:
+def links(found: Results, names: list[str]) -> list[str]:
     """Links to the pictures of training."""
     if not (found.folder / "logs" / "run.json").is_file():
         return []

@@ -109,7 +109,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "SECTIONS", {name: lambda args, device: [] for name in bench.SECTIONS})
     monkeypatch.setattr(compare, "compare", lambda args, spec, loaded: compare.trials(spec.tune, loaded.config.methods))
-    monkeypatch.setattr(compare, "report", lambda spec, source, to: types.SimpleNamespace(failed=[]))
+    monkeypatch.setattr(compare, "report", lambda spec, source, to: (types.SimpleNamespace(failed=[]), ""))
     monkeypatch.setattr(prepare, "python_documents", lambda: iter([("a", text), ("b", text)]))
     return tmp_path
 

@@ -1,5 +1,6 @@
 """Comparisons: what is run, that it goes on after a kill, that nothing is left out, and every number of the report."""
 
+import dataclasses
 import json
 import math
 import os
@@ -75,7 +76,13 @@ def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates():
     assert [of["lr"] for of in found["pd"]] == [1e-3, 1e-2, 3.16e-3, 1.78e-3, 5.62e-3, 1.33e-3]
     assert {of["lr"] for of in found["tad"]} == {1e-3, 1e-2, 3.16e-3} and {of["beta"] for of in found["tad"]} == {0, 2}
     assert compare.trials((), ("alra",)) == {}
-    for bad, methods in (("lr=1e-3", "alra"), ("lr=a,b", "alra"), ("pd.tau=1,2", "alra"), ("gamma=1,2", "alra")):
+    for bad, methods in (
+        ("lr=1e-3", "alra"),
+        ("lr=a,b", "alra"),
+        ("pd.tau=1,2", "alra"),
+        ("gamma=1,2", "alra"),
+        ("pd.lr=1,2", "pd"),
+    ):
         with pytest.raises(UserError, match=re.escape(f"--tune={bad}: expected lr=RATE,RATE,..")):
             compare.trials((bad,), (methods,))
     with pytest.raises(UserError, match="add --tune=lr="):
@@ -132,6 +139,23 @@ def test_the_settings_that_were_chosen_are_the_methods_or_those_it_is_like():
     assert settings["detach", "alra"]["detach_weights"] is False
 
 
+def test_an_edited_objective_is_another(monkeypatch):
+    """Its row or its function; a student made with the former one is not taken for one of the new."""
+    cfg = loaded().config
+    before = {m: compare.made_by(cfg, m) for m in ("pd", "tad", "alra@x")}
+    assert before["alra@x"] == compare.made_by(cfg, "alra") != compare.made_by(cfg, "alra_n")
+    monkeypatch.setitem(compare.METHODS, "pd", compare.METHODS["pd"]._replace(w_ce=0.25))
+    monkeypatch.setitem(compare.METHODS, "tad", compare.METHODS["tad"]._replace(fn=compare.METHODS["bild"].fn))
+    monkeypatch.setattr(compare, "objective", compare.objective.__wrapped__)
+    after = {m: compare.made_by(cfg, m) for m in before}
+    assert after["alra@x"] == before["alra@x"] and after["pd"] != before["pd"] and after["tad"] != before["tad"]
+    other = dataclasses.replace(cfg, hyper={"pd": {"tau": 2.0}}, val_every_steps=7, out_dir="elsewhere")
+    assert (
+        compare.made_by(other, "alra") == compare.made_by(cfg, "alra") and compare.made_by(other, "pd") != after["pd"]
+    )
+    assert compare.made_by(dataclasses.replace(cfg, clip=1.0), "alra") != compare.made_by(cfg, "alra")
+
+
 def test_at_equal_flops_a_method_without_a_teacher_makes_more_updates():
     cfg = loaded().config
     student, teacher = compare.flops(cfg)
@@ -155,11 +179,18 @@ def test_memory_says_how_many_share_a_run(monkeypatch):
         (["--jobs=-1"], "--jobs=-1: expected at least 1"),
         (["--reference=tad"], "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
         (["--tunes=x"], "--tunes=x: no such key 'tunes'"),
+        (["--methods=alr@x"], "no such method 'alr', did you mean 'alra'?"),
     ],
 )
 def test_refusals(argv, message):
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         compare.arguments(["config/demo.py", *argv])
+
+
+def test_a_configs_wrong_key_for_compare_is_refused(tmp_path):
+    (tmp_path / "c.py").write_text('methods = ("pd",)\n_compare = {"seed": 3}\n')
+    with pytest.raises(UserError, match="_compare: no such key 'seed'"):
+        compare.arguments([str(tmp_path / "c.py")])
 
 
 # --- running it ------------------------------------------------------------------------------------------------------
@@ -188,7 +219,8 @@ def here(monkeypatch):
         for job in (waiting := list(jobs)):
             begun.append(job.name)
             try:
-                rc, said = (train.run(configure.load(job.argv[1:])) if job.students else ev.run(job.argv[1:]) or 0), ""
+                trains, argv, said = job.argv[0] == "train.py", job.argv[1:], ""
+                rc = train.run(configure.load(argv)) if trains else ev.run(argv) or 0
             except ValueError as error:
                 rc, said = 1, str(error)
             write_lines(out / "runs.jsonl", [*read_lines(out / "runs.jsonl"), {"run": job.name, "wall_sec": 60.0}])
@@ -232,6 +264,9 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(rows, here
     assert [name.split("_")[0] for name in here] == ["tune", "main", "main", "eval"]
     made = [json.loads((tmp_path / name / "run.json").read_text())["config"]["methods"] for name in here[:3]]
     assert made == [[f"tad@t{i}" for i in range(4)], ["tad"], ["tad"]]
+    here.clear()
+    assert compare.run([*more, "--rows=5"]) == 0 and [name[:4] for name in here] == ["eval"]  # only scored anew
+    assert {x["n_rows"] for x in read_lines(tmp_path / "report" / "results.jsonl")} == {5}
     capsys.readouterr()
     with pytest.raises(SystemExit):
         compare.work = WORK
@@ -259,6 +294,21 @@ def test_what_cannot_be_made_stands_alone_in_the_report(rows, here, tmp_path, ca
     assert compare.run(argv) == 1 and not any("main" in name and "tad" in name for name in here)
     (x,) = [x for x in read_lines(tmp_path / "report" / "results.jsonl") if x["method"] == "tad"]
     assert "beta=-1.0" in x["stopped"] and x["trials"] == 2
+
+
+def test_a_student_that_cannot_be_scored_stands_alone_too(rows, here, tmp_path, monkeypatch):
+    argv, figures = [*rows, "--methods=pretrain,tad", "--seeds=1", f"--out={tmp_path}"], ev.held_out_figures
+
+    def broken(checkpoints, *more):
+        if any(c.name.endswith("tad") for c in checkpoints):
+            raise UserError("the weights have diverged")
+        return figures(checkpoints, *more)
+
+    monkeypatch.setattr(ev, "held_out_figures", broken)
+    assert compare.run(argv) == 1
+    lines = {x["method"]: x for x in read_lines(tmp_path / "report" / "results.jsonl")}
+    assert lines["tad"]["stopped"] == "the weights have diverged" and lines["pretrain"]["ce"] > 0
+    assert [name.split("_")[0] for name in here] == ["main", "eval", "eval", "eval"]
 
 
 def test_a_student_without_result_and_without_error_is_an_error(tmp_path):
@@ -306,6 +356,7 @@ def test_jobs_run_some_at_a_time_and_end_with_this_process(tmp_path, monkeypatch
 WAITS = """
 import pathlib, sys, time
 if any(a.endswith("train.py") for a in sys.orig_argv):
+    sys.path.insert(0, {root!r})
     import lib.checkpoint as c
     save = c.save
     def slow(*a):
@@ -321,7 +372,9 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(rows, here, tmp_pa
     argv = [*rows, "--methods=pretrain", "--tune=lr=1e-3,1e-2"]
     assert compare.run([*argv, f"--out={tmp_path / 'whole'}"]) == 0
     begun = tmp_path / "begun"
-    (tmp_path / "sitecustomize.py").write_text(WAITS.format(begun=str(begun)))  # Python imports it at its start
+    (tmp_path / "sitecustomize.py").write_text(
+        WAITS.format(begun=str(begun), root=str(ROOT))
+    )  # Python imports it at its start
     first = subprocess.Popen([sys.executable, "compare.py", *argv, f"--out={tmp_path / 'cut'}"], start_new_session=True, cwd=ROOT,
                              env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
     while not begun.exists() and first.poll() is None:

@@ -87,7 +87,7 @@ class Config:
         "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     )
     recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
-    compile: bool = False  # torch.compile the objectives (needs a C++ compiler on the CPU)
+    compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
 
     # --- the run
     out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside

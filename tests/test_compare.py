@@ -75,6 +75,8 @@ def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates():
     assert found["alra"] == [{"gamma": g, "lr": lr} for lr in (1e-3, 1e-2) for g in (1, 5, 9)]
     assert [of["lr"] for of in found["pd"]] == [1e-3, 1e-2, 3.16e-3, 1.78e-3, 5.62e-3, 1.33e-3]
     assert {of["lr"] for of in found["tad"]} == {1e-3, 1e-2, 3.16e-3} and {of["beta"] for of in found["tad"]} == {0, 2}
+    found = compare.trials(("lr=1e-3,1e-2", "alra.gamma=1,5,9", "tad.beta=0,1,2,3"), ("alra", "tad", "pd"))
+    assert [len(of) for of in found.values()] == [8, 8, 8]  # 3 does not divide 8: the last rate has fewer partners
     assert compare.trials((), ("alra",)) == {}
     for bad, methods in (
         ("lr=1e-3", "alra"),

@@ -206,7 +206,7 @@ def rows(tmp_path_factory):
     """Prepared rows of a little text: flags for compare.py."""
     folder = tmp_path_factory.mktemp("rows")
     for i in range(60):
-        (folder / f"{i}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)
+        (folder / f"{i}.txt").write_text("".join(f"def f{i}_{j}(x):\n    return x + {i * j}\n" for j in range(20)))
     argv = ["config/demo.py", *TINY, f"--source={folder}", f"--data_dir={folder / 'data'}", "--seeds=2", "--rows=4"]
     subprocess.run([sys.executable, "prepare.py", *argv[:-2]], check=True, cwd=ROOT, capture_output=True)
     return argv

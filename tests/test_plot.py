@@ -100,8 +100,9 @@ def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path):
         0.0,
     )
     plot.curves(points, tmp_path / "c.png")
-    plot.curves(one, tmp_path / "one.png")
-    assert small_png(tmp_path / "c.png") and (tmp_path / "c.png").read_bytes() != (tmp_path / "one.png").read_bytes()
+    flat = {name: {key: [(t, mean, 0.0) for t, mean, _ in of[key]] for key in of} for name, of in points.items()}
+    plot.curves(flat, tmp_path / "flat.png")
+    assert small_png(tmp_path / "c.png") and (tmp_path / "c.png").read_bytes() != (tmp_path / "flat.png").read_bytes()
     cells = {(r["curve"], r["key"], r["nominal_tokens"]): r for r in table(tmp_path / "c.csv")}
     assert float(cells["alra", "ce", "40"]["half"]) == pytest.approx(half, rel=1e-4)
 

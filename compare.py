@@ -201,8 +201,8 @@ def job(students: list[Student], shared: Config, out: Path) -> Job:
 
 
 def config_text(cfg: Config) -> str:
-    """The config as a config file: what differs from the defaults."""
-    default = dataclasses.asdict(Config())
+    """The config as a config file: the methods, and what differs from the defaults."""
+    default = dataclasses.asdict(Config()) | {"methods": None}
     return "".join(f"{key} = {value!r}\n" for key, value in dataclasses.asdict(cfg).items() if value != default[key])
 
 
@@ -479,10 +479,11 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Load
         needs_teacher(name)  # ValueError for a method that does not exist
     if spec.reference not in (None, *loaded.config.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(loaded.config.methods)}")
-    args.per_run = args.per_run or (0 if args.report else per_run(loaded.config, args.jobs))
-    for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run or 1}.items():
-        if value < 1:
+    for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
+        if value is not None and value < 1:
             raise UserError(f"--{key}={value}: expected at least 1")
+    if args.per_run is None and not args.report:
+        args.per_run = per_run(loaded.config, args.jobs)
     return args, spec, loaded
 
 

@@ -127,6 +127,10 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tmp_path)
     assert cfg.methods == tuple(s.name for s in jobs[0].students) and cfg.out_dir == str(tmp_path / jobs[0].name)
     detach = next(job for job in jobs if job.students[0].study == "detach")
     assert configure.load(detach.argv[1:]).config.settings_of("alra") == {"detach_weights": False}
+    folder = tmp_path / detach.name / "alra"
+    folder.mkdir(parents=True)
+    (folder / "run.json").touch()
+    assert compare.made(tmp_path) == {detach.students[0].made_by: folder}  # the others have not ended
     few = compare.together(students, tmp_path, 7)
     assert max(len(job.students) for job in few) == 7 and sum(len(job.students) for job in few) == 2 * 35
     assert len({job.name for job in few}) == len(few)
@@ -178,7 +182,8 @@ def test_memory_says_how_many_share_a_run(monkeypatch):
     [
         (["--seed=3"], "--seed: compare.py sets it itself"),
         (["--seeds=0"], "--seeds=0: expected at least 1"),
-        (["--jobs=-1"], "--jobs=-1: expected at least 1"),
+        (["--jobs=0"], "--jobs=0: expected at least 1"),
+        (["--per_run=0"], "--per_run=0: expected at least 1"),
         (["--reference=tad"], "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
         (["--tunes=x"], "--tunes=x: no such key 'tunes'"),
         (["--methods=alr@x"], "no such method 'alr', did you mean 'alra'?"),

@@ -48,7 +48,7 @@ from lib.files import UserError, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, open_rows
 from lib.tables import RESULT, read_if_there, row_text, stand_for, tabulate
-from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
+from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, differing, find_storycloze, read_items, task_file
 from lib.tokens import token_bytes
 from model import Qwen2, Qwen2Config
 
@@ -449,6 +449,8 @@ def score(args, device: torch.device) -> None:
         say(STORYCLOZE)
     # errors in the items must show before anything is computed
     items = read_items(names, args.split, args.data_dir, args.storycloze)
+    for line in differing(items, args.split):
+        say(line)
     checkpoints = [open_checkpoint(name, *at, args) for name, at in zip(paths, places, strict=True)]
     rows_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
     teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)

@@ -1315,3 +1315,16 @@ def test_errors_are_one_line_and_an_exit_code(tmp_path):
         [sys.executable, str(ROOT / "eval.py"), "--table", str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 1 and done.stderr.startswith("UserError: ") and "Traceback" not in done.stderr
+
+
+def test_items_that_are_not_the_published_ones_are_told(data):
+    items = tasks.read_items(["piqa"], "heldout", str(data), None)
+    (line,) = tasks.differing(items, "heldout")
+    assert line.startswith("piqa: 7 items of ") and "expected d82bc2d775ca); scores do not compare" in line
+    assert not tasks.differing({"hellaswag": items["piqa"]}, "validation")  # not known here
+
+
+@needs_shared
+@pytest.mark.parametrize(("name", "split"), list(tasks.KNOWN))
+def test_the_published_items_are_those_that_are_known(name, split):
+    assert not tasks.differing(tasks.read_items([name], split, str(SHARED / "eval"), None), split)

@@ -643,8 +643,12 @@ def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tens
 
     Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1, so it has no row.
     """
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, tau)
-    return leave((logp_s.exp() * (logp_s - logp_t)).sum(-1), valid)
+
+    def terms(ln_q, ln_p):
+        x = ln_q.exp() * (ln_q - ln_p)
+        return x, x  # the slope but for q, which has no effect
+
+    return _sum_of(terms, z_s, z_t, y, tau)
 
 
 def jsd(z_s: Tensor, z_t: Tensor, y: Tensor, *, beta: float = 0.5, tau: float = 1.0) -> Tensor:
@@ -655,14 +659,17 @@ def jsd(z_s: Tensor, z_t: Tensor, y: Tensor, *, beta: float = 0.5, tau: float = 
     beta = 0 is KL(P_t || P_s) and beta = 1 is KL(P_s || P_t), not the limits of the formula, which are 0.
     """
     between(0, 1, beta=beta)
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, tau)
     if beta in (0, 1):
-        a, b = (logp_t, logp_s) if beta == 0 else (logp_s, logp_t)
-        return leave((a.exp() * (a - b)).sum(-1), valid)
-    x = logp_t - logp_s + math.log(beta) - math.log1p(-beta)  # ln of beta p_t over (1 - beta) p_s
+        return (vanilla_kd if beta == 0 else reverse_kl)(z_s, z_t, y, tau=tau)
+    ln_odds = math.log(beta) - math.log1p(-beta)
     entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
-    loss = (entropy - beta * F.softplus(-x)) * logp_t.exp() - (1 - beta) * F.softplus(x) * logp_s.exp()
-    return leave(loss.sum(-1), valid)
+
+    def terms(ln_q, ln_p):
+        x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
+        of_q = -(1 - beta) * F.softplus(x) * ln_q.exp()
+        return (entropy - beta * F.softplus(-x)) * ln_p.exp() + of_q, of_q
+
+    return _sum_of(terms, z_s, z_t, y, tau)
 
 
 def tvd(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
@@ -671,8 +678,12 @@ def tvd(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     Summed over the tokens where the teacher has more. The value is the same, and the gradient of a small overlap stays
     exact in fp32.
     """
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
-    return leave((logp_t.exp() - logp_s.exp()).relu().sum(-1), valid)
+
+    def terms(ln_q, ln_p):
+        p, q = ln_p.exp(), ln_q.exp()
+        return (p - q).relu(), torch.where(p > q, -q, 0.0)
+
+    return _sum_of(terms, z_s, z_t, y)
 
 
 def dkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 4.0, alpha: float = 1.0, beta: float = 8.0) -> Tensor:
@@ -718,7 +729,8 @@ def adakd(
     not_negative(c=c)
     one_of("hellinger", "reverse_kl", rule=rule)
     one_of("reverse", "forward", base=base)
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
+    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    logp_s, logp_t = _log_softmax(z_s), _log_softmax(z_t)
     if rule == "hellinger":
         s = torch.linalg.vector_norm((logp_s / 2).exp() - (logp_t / 2).exp(), dim=-1) / math.sqrt(2)
     else:
@@ -761,17 +773,20 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
     The gradient runs through both. lam = 0 is KL(P_t || P_s), 1 is KL(P_s || P_t), 0.5 is 0. No public code.
     """
     between(0, 1, lam=lam)
-    logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, 1.0)
     if lam in (0, 1):
-        a, b = (logp_t, logp_s) if lam == 0 else (logp_s, logp_t)
-        return leave((a.exp() * (a - b)).sum(-1), valid)
-    gap, bias = logp_t - logp_s, math.log(lam) - math.log1p(-lam)
-    a = (1 - lam) * logp_t.exp() + lam * logp_s.exp()
-    # ln(a / b) is odd in the gap and tends to +-bias. Measured from the limit of its own side, nothing cancels. The
-    # limit of the student's side, bias, is left out and added back as bias * sum_i p_t = bias.
-    side = 2 * (gap >= 0).to(gap.dtype) - 1
-    rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
-    return leave((bias * logp_t.exp() - a * (side * rise + (1 + side) * bias)).sum(-1), valid)
+        return (vanilla_kd if lam == 0 else reverse_kl)(z_s, z_t, y, tau=1.0)
+    bias = math.log(lam) - math.log1p(-lam)
+
+    def terms(ln_q, ln_p):
+        gap, p, q = ln_p - ln_q, ln_p.exp(), ln_q.exp()
+        # ln(a / b) is odd in the gap and tends to +-bias. Measured from the limit of its own side, nothing cancels. The
+        # limit of the student's side, bias, is left out and added back as bias * sum_i p_i = bias.
+        side = 2 * (gap >= 0).to(gap.dtype) - 1
+        rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
+        x = side * rise + (1 + side) * bias  # bias - ln(a / b)
+        return bias * p - ((1 - lam) * p + lam * q) * x, -lam * q * (x + torch.expm1(-x))
+
+    return _sum_of(terms, z_s, z_t, y)
 
 
 def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
@@ -783,13 +798,12 @@ def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor
     if lam == 0:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
     ln_odds = _skew(lam)
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
 
     def terms(ln_q, ln_p):
         x, p = ln_q - ln_p + ln_odds, ln_p.exp()
         return -p * F.softplus(x), -p * x.sigmoid()
 
-    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
+    return _sum_of(terms, z_s, z_t, y, plus=-math.log(lam))
 
 
 def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
@@ -800,13 +814,12 @@ def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
     ln_odds = _skew(lam)
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
 
     def terms(ln_q, ln_p):
         x, q = ln_p - ln_q + ln_odds, ln_q.exp()
         return -q * F.softplus(x), q * (x.sigmoid() - F.softplus(x))
 
-    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
+    return _sum_of(terms, z_s, z_t, y, plus=-math.log(lam))
 
 
 def _skew(lam) -> float:
@@ -826,7 +839,6 @@ def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float
     E_k(d) = (e^(k d) - 1) / k, d = ln q - ln p <= 0, or with the roles swapped.
     """
     require(math.isfinite(alpha) and math.isfinite(beta), f"alpha={alpha}, beta={beta}: expected finite numbers")
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
     s = alpha + beta
 
     def terms(ln_q, ln_p):
@@ -834,7 +846,7 @@ def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float
         value = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0)) + q_s * _chord(s, alpha, -d.clamp(min=0))
         return value, (q_s - (alpha * ln_p + beta * ln_q).exp()) / alpha if alpha else q_s * d
 
-    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid), valid)
+    return _sum_of(terms, z_s, z_t, y)
 
 
 def _chord(a, b, d) -> Tensor:
@@ -888,15 +900,13 @@ def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
 
     The value is KL(P_t || P_s) + KL(P_s || P_t); only the gradient differs from that sum's.
     """
-    positive(tau=tau)
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
 
     def terms(ln_q, ln_p):
         d = ln_q - ln_p
         forward, reverse = (-d).sigmoid() * ln_p.exp(), d.sigmoid() * ln_q.exp()  # w p, (1 - w) q
         return (reverse - forward) * d, reverse * (1 + d) - forward
 
-    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid), valid)
+    return _sum_of(terms, z_s, z_t, y, tau)
 
 
 def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: float = 0.4, t_end: float = 1.0) -> Tensor:
@@ -913,11 +923,11 @@ def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: float = 0.4, t_end: float = 
     return leave(vocab.forward_kl(z_s, (1 - t) * z_s.detach() + t * z_t, 1.0, valid), valid)
 
 
-def _log_softmaxes(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
-    """-> ln P_s, ln P_t over the vocabulary, valid."""
+def _sum_of(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
+    """The sum over V of `terms` of q = P_s and p = P_t at temperature tau (`vocab.pointwise`), plus a number  # [N]"""
     positive(tau=tau)
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
-    return _log_softmax(z_s / tau), _log_softmax(z_t / tau), valid
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
 
 
 def _log_softmax(x) -> Tensor:

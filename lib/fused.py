@@ -5,6 +5,7 @@ Written once, around any objective. It never sees a method's name: it is handed 
 Dimension key: B rows, T time, D width, V vocabulary, N = group * T positions of a forward batch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -74,9 +75,9 @@ class _Work(NamedTuple):
 def _add_gradients(s: _Work, dz: Tensor, rows: slice, n_batches: int) -> None:
     """From the gradient of a forward batch's logits [N, V] those of the hidden states and of the head."""
     if s.dh is not None:
-        s.dh[rows] = _mm(dz, s.w).div_(n_batches).view_as(s.dh[rows]).to(s.dh.dtype)
+        s.dh[rows] = mm(dz, s.w).div_(n_batches).view_as(s.dh[rows]).to(s.dh.dtype)
     if s.dw is not None:
-        _mm(dz.t(), s.h[rows].flatten(0, 1), onto=s.dw, alpha=1 / n_batches)
+        mm(dz.t(), s.h[rows].flatten(0, 1), onto=s.dw, alpha=1 / n_batches)
 
 
 def _finish(s: _Work) -> tuple[Tensor, dict[str, Tensor]]:
@@ -102,20 +103,39 @@ class _Attach(torch.autograd.Function):
 
 def _operands(h, w, y) -> tuple[Tensor, Tensor]:
     """h [B, T, D] and w [V, D] as multiplied: in h's dtype; on the CPU widened to fp32. Ignored positions are 0."""
-    h, w = h.detach().masked_fill((y == IGNORE)[..., None], 0.0), w.detach().to(h.dtype)
-    return (h, w) if h.is_cuda else (h.to(_wide(h)), w.to(_wide(h)))
+    h = h.detach().masked_fill((y == IGNORE)[..., None], 0.0)
+    return operand(h, h.dtype), operand(w.detach(), h.dtype)
+
+
+def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Hidden states or a head as multiplied: in the hidden states' dtype, on the CPU widened to fp32."""
+    x = x.to(dtype)
+    return x if x.is_cuda else x.to(_wide(x))
 
 
 def _logits(h, w, rows) -> Tensor:
-    return _mm(h[rows].flatten(0, 1), w.t())
+    return mm(h[rows].flatten(0, 1), w.t())
 
 
-def _mm(a, b, onto=None, alpha=1.0) -> Tensor:
+def mm(a: Tensor, b: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> Tensor:
     """a @ b, accumulated and written in fp32 (fp64 stays fp64), or alpha times that added onto a tensor."""
-    if a.dtype in (torch.bfloat16, torch.float16):
-        product = torch.mm(a, b, out_dtype=torch.float32)
-        return product if onto is None else onto.add_(product, alpha=alpha)
-    return torch.mm(a, b) if onto is None else onto.addmm_(a, b, alpha=alpha)
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b) if onto is None else onto.addmm_(a, b, alpha=alpha)
+    if onto is not None and _adds_in_place(a.device, a.dtype):
+        return torch.ops.aten.addmm.dtype_out(onto, a, b, torch.float32, alpha=alpha, out=onto)
+    product = torch.mm(a, b, out_dtype=torch.float32)
+    return product if onto is None else onto.add_(product, alpha=alpha)
+
+
+@functools.cache
+def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device adds a product of narrow numbers onto fp32 in place: tried once, where the sum is known."""
+    ones, onto = torch.ones(16, 16, device=device, dtype=dtype), torch.full((16, 16), 1 + 2**-20, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(onto, ones, ones, torch.float32, alpha=0.5, out=onto)
+        return torch.equal(onto, torch.full_like(onto, 9 + 2**-20))  # exact in fp32 alone
+    except RuntimeError:  # no such kernel
+        return False
 
 
 def _wide(x) -> torch.dtype:

@@ -1,20 +1,22 @@
 """The one scorer of held-out rows: how good a student's distribution is, and how far it is from its teacher's.
 
-train.py reports some of these figures during a run, eval.py all of them, row by row. Temperature 1, fp32 logits.
+train.py reports some of these figures during a run, eval.py all of them, row by row. Temperature 1, fp32 logits from the
+products that training makes (lib/fused.py).
 
 Dimension key: B rows of a batch, T time, N positions, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from lib import vocab
+from lib import fused, vocab
 from lib.checks import IGNORE
 from lib.figures import BINS, TEACHER_KEYS
 
-N_LOGITS = 2**24  # logits of one model that exist at a time
+N_LOGITS = {"cpu": 2**24, "cuda": 2**26}  # of one model at a time; on a GPU about as many as a training step has
 
 Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]
 
@@ -35,21 +37,23 @@ def row_sums(
     A probability that is not a number makes the figures of its row NaN.
     """
     device, n_vocab = students[0][1].device, len(students[0][1])
-    heads = [head.float() for _, head in students]
-    head_t = teacher[1].float() if teacher else None
     keys = ["n", "ce", *(["text_ce", "text_bytes"] if n_bytes is not None else []), *(TEACHER_KEYS if teacher else [])]
     sums = [{key: torch.zeros(n_rows, dtype=torch.float64, device=device) for key in keys} for _ in students]
     gaps = [torch.zeros(n_rows * BINS, dtype=torch.float64, device=device) for _ in students]
-    step = max(1, N_LOGITS // n_vocab)
+    step = max(1, N_LOGITS[device.type] // n_vocab)
+    operand = functools.cache(fused.operand)  # a head that must be cast is cast once
     for first, x, y in batches:
-        keep = y != IGNORE
-        row, label = first + keep.nonzero()[:, 0], y[keep][:, None]  # [N], [N, 1]
-        h_s = [hidden(x)[keep].float() for hidden, _ in students]  # each [N, D]
-        h_t = teacher[0](x)[keep].float() if teacher else None
-        for part in (slice(at, at + step) for at in range(0, len(row), step)):
-            of_teacher = _of_teacher(h_t[part] @ head_t.T, label[part]) if teacher else None
-            for h, head, into, gap in zip(h_s, heads, sums, gaps, strict=True):
-                found, sure, right = _of_student(h[part] @ head.T, label[part], of_teacher, n_bytes)
+        at = (y != IGNORE).flatten().nonzero()[:, 0]  # [N]; here a GPU is waited for
+        row, label = first + at // y.shape[1], y.flatten()[at][:, None]  # [N], [N, 1]
+        models = []  # h [N, D] and head [V, D] of each student, and of the teacher
+        for hidden, head in [*students, *([teacher] if teacher else [])]:
+            h = hidden(x).flatten(0, 1)[at]
+            models.append((fused.operand(h, h.dtype), operand(head, h.dtype)))
+        h_t, head_t = models.pop() if teacher else (None, None)
+        for part in (slice(lo, lo + step) for lo in range(0, len(row), step)):
+            of_teacher = _of_teacher(fused.mm(h_t[part], head_t.t()), label[part]) if teacher else None
+            for (h, head), into, gap in zip(models, sums, gaps, strict=True):
+                found, sure, right = _of_student(fused.mm(h[part], head.t()), label[part], of_teacher, n_bytes)
                 for key in keys:
                     into[key].index_add_(0, row[part], found[key].double())
                 bin_of = torch.where(sure.isfinite(), (sure * BINS).ceil() - 1, 0.0).long()

@@ -219,10 +219,36 @@ def test_a_method_without_teacher_takes_none():
 
 def test_one_groups_logits_are_the_most_that_exist(monkeypatch):
     sizes = []
-    real = fused._mm
-    monkeypatch.setattr(fused, "_mm", lambda *a, **k: sizes.append((out := real(*a, **k)).shape) or out)
+    real = fused.mm
+    monkeypatch.setattr(fused, "mm", lambda *a, **k: sizes.append((out := real(*a, **k)).shape) or out)
     fused_head_loss(*case(), "alra")
     assert max(n for n, v in sizes if v == V) == T
+
+
+@pytest.mark.parametrize("kernel", ["exact", "narrow", "missing"])
+def test_the_heads_gradient_is_added_in_place_where_the_device_can(kernel, monkeypatch):
+    """A kernel that stands in for the GPU's is taken where its value is right; else product and sum are two passes."""
+    used = []
+
+    def add(onto, a, b, dtype, *, alpha, out):
+        if kernel == "missing":
+            raise NotImplementedError("no kernel for this device")
+        used.append(out)
+        found = onto + alpha * (a.float() @ b.float())
+        return out.copy_(found if kernel == "exact" else found.bfloat16())
+
+    monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", add)
+    plain_mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: plain_mm(a.to(out_dtype), b.to(out_dtype)))
+    fused._adds_in_place.cache_clear()
+    g = torch.Generator().manual_seed(0)
+    a, b, onto = (torch.randn(*shape, generator=g) for shape in ((11, 7), (7, 5), (11, 5)))
+    for _ in range(3):
+        total = onto.clone()
+        assert fused.mm(a.bfloat16(), b.bfloat16(), onto=total, alpha=0.25) is total
+        torch.testing.assert_close(total, onto + 0.25 * plain_mm(a.bfloat16().float(), b.bfloat16().float()))
+    fused._adds_in_place.cache_clear()
+    assert len(used) == {"exact": 4, "narrow": 1, "missing": 0}[kernel]  # tried once
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,17 @@
     loss     the objective alone, forward and backward from logits, beside the obvious eager implementation
     fused    heads and loss, beside their matrix products alone, and Liger's fused JSD where it is installed
     rows     heads and loss of four rows, beside the same with all their logits at once
-    step     a whole training step of one row, beside a plain transformers loop with the obvious eager loss
+    step     a training step of one row, beside a plain transformers loop with the obvious eager loss
     prepare  prepare.py beside its tokenizer alone
     eval     eval.py beside lm-eval's Hugging Face backend
     steps    training steps of each method, and of nine students at once: tokens per second, MFU, peak memory
-    gpu      the GPU tests; `fused`; steps of two students at three micro-batches, compiled or not; ALRA beside vanilla KD;
-             nine students beside one; where the time of a step goes. Random weights, nothing to download.
-             `--tiny` runs the same path anywhere
+    gpu      the GPU tests, `fused`, steps of several sizes, and where their time goes; `--tiny` runs the same path anywhere
     roofline time and MFU of a step from counts of bytes, FLOPs and launches, and the rates of two cards
 
-Cases of a section run in turn, round after round, so that a machine's moods hit all alike; what is reported is the
-median of the rounds, the ratio's round by round, and the range. Memory is the peak above what stood before the call
-(resident memory on the CPU of a Linux machine, allocated memory on a GPU). Writes OUT.json and OUT.md.
+Cases run in turn, round after round, so that a machine's moods hit all alike; whole steps run one after the other, as few
+machines hold two. The table has the median of the rounds, the ratio's round by round, and the range. Memory is the peak
+above what stood before the call, or before a step's case was made: resident memory on the CPU of a Linux machine,
+allocated memory on a GPU. Writes OUT.json and OUT.md.
 """
 
 import argparse
@@ -41,7 +40,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -58,7 +56,7 @@ from lib.device import device_name, pick_device
 from lib.files import UserError
 from lib.fused import head_losses
 from lib.hf import load_tokenizer, tokenizer_hash
-from lib.runlog import PEAK_FLOPS, flops_per_token, mfu
+from lib.runlog import PEAK_FLOPS, flops_per_token, machine_facts, mfu
 from lib.teacher import Teacher
 from losses import METHODS, fused_head_loss, method_loss
 from model import PRESETS, Qwen2Config, init_student
@@ -107,37 +105,44 @@ def eager_alra(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
 
 
 def measure(cases: dict[str, Callable], repeats: int, device: torch.device) -> dict[str, dict]:
-    """Run each case once for warm-up, then all in turn -> per case its seconds by round, and its peak MiB."""
+    """Run each case once for warm-up, then all in turn -> per case its seconds and its peak MiB, by round."""
     for name, case in cases.items():
         say(f"  {name}: warm-up")
         case()
     found = {name: {"sec": [], "mib": []} for name in cases}
-    for i in range(repeats):
-        for name, case in cases.items():
-            before = start_memory(device)
-            synchronize(device)
-            begun = time.perf_counter()
-            case()
-            synchronize(device)
-            found[name]["sec"].append(time.perf_counter() - begun)
-            found[name]["mib"].append(peak_memory(device, before))
-        say(f"  round {i + 1} of {repeats}")
+    for _, (name, case) in itertools.product(range(repeats), cases.items()):
+        before = start_memory(device)
+        begun = time.perf_counter()
+        case()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found[name]["sec"].append(time.perf_counter() - begun)
+        found[name]["mib"].append(peak_memory(device, before))
     return found
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def measure_alone(makes: dict[str, Callable], repeats: int, device: torch.device) -> dict[str, dict]:
+    """`measure` of cases that are made one after the other; memory counts all that a case holds. What does not fit is left out."""
+    found = {}
+    for name, make in makes.items():
+        before = start_memory(device)
+        try:
+            found |= measure({name: make()}, repeats, device)
+            found[name]["mib"] = [peak_memory(device, before)]
+        except torch.OutOfMemoryError:
+            say(f"  {name}: out of memory, left out")
+    return found
 
 
 def start_memory(device: torch.device) -> float | None:
     """Free memory and reset the peak -> MiB in use now; None where the system does not report it."""
     gc.collect()
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device) / 2**20
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
@@ -154,22 +159,26 @@ def peak_memory(device: torch.device, before: float | None) -> float | None:
 
 def status(key: str) -> float:
     """A line of /proc/self/status, MiB."""
-    text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith(key + ":"))
+    return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def line(section: str, case: str, note: str = "", **numbers) -> dict:
+    """One line of the table."""
+    return {"section": section, "case": case, "against": None, "note": note, **numbers}
 
 
 def row(section: str, case: str, found: dict, against: str | None, note: str = "") -> dict:
-    """One line of the table: a case beside another of its section, by the median over rounds."""
+    """The line of a measured case beside another of its section, by the median over rounds."""
     a, b = found[case], found.get(against)
     mib = None if None in a["mib"] else statistics.median(a["mib"])
-    line = {"section": section, "case": case, "sec": statistics.median(a["sec"]), "mib": mib, "note": note}
-    line |= {"sec_range": [min(a["sec"]), max(a["sec"])], "against": against}
+    new = line(section, case, note, sec=statistics.median(a["sec"]), sec_range=[min(a["sec"]), max(a["sec"])], mib=mib)
     if b:
         ratios = [x / y for x, y in zip(a["sec"], b["sec"], strict=True)]
-        line |= {"time_ratio": statistics.median(ratios), "time_ratio_range": [min(ratios), max(ratios)]}
+        new |= {"against": against, "time_ratio": statistics.median(ratios)}
+        new["time_ratio_range"] = [min(ratios), max(ratios)]
         peaks = None not in a["mib"] + b["mib"] and statistics.median(b["mib"]) > 0
-        line["memory_ratio"] = line["mib"] / statistics.median(b["mib"]) if peaks else None
-    return line
+        new["memory_ratio"] = mib / statistics.median(b["mib"]) if peaks else None
+    return new
 
 
 # --- the objective, and heads with objective -----------------------------------------------------------------------
@@ -183,84 +192,64 @@ def random_logits(n: int, vocab: int, device: torch.device) -> tuple[Tensor, Ten
     return z_s.to(device), z_t.to(device), torch.randint(0, vocab, (n,), generator=generator).to(device)
 
 
+def learn(*and_loss) -> Callable:
+    """A case: the gradients of `loss()`, the last argument, in the tensors before it."""
+    *inputs, loss = and_loss
+    return lambda: torch.autograd.grad(loss(), inputs)
+
+
 def bench_loss(args, device: torch.device) -> list[dict]:
     z_s, z_t, y = random_logits(args.n, args.vocab, device)
 
-    def compiled(name: str) -> Callable:
-        evaluate = torch.no_grad()(losses.evaluator(name, compile=True))
-        return lambda: evaluate(torch.float32, z_s, z_t, y)
-
-    def eager(loss: Callable) -> Callable:
-        def case():
-            z = z_s.detach().requires_grad_()
-            torch.autograd.grad(loss(z, z_t, y), z)
-
-        return case
-
-    cases = {name: compiled(name) for name in args.methods}
-    cases |= {"eager alra": eager(eager_alra), "eager vanilla_kd": eager(eager_vanilla_kd)}
-    cases["alra, not compiled"] = eager(lambda *z: losses.alra(*z).mean())
+    z = z_s.clone().requires_grad_()
+    evaluate = {name: torch.no_grad()(losses.evaluator(name, compile=True)) for name in args.methods}
+    cases = {name: functools.partial(f, torch.float32, z_s, z_t, y) for name, f in evaluate.items()}
+    cases["eager alra"] = learn(z, lambda: eager_alra(z, z_t, y))
+    cases["eager vanilla_kd"] = learn(z, lambda: eager_vanilla_kd(z, z_t, y))
+    cases["alra, not compiled"] = learn(z, lambda: losses.alra(z, z_t, y).mean())
     found = measure(cases, args.repeats, device)
     pairs = [("alra", "eager alra"), ("alra, not compiled", "eager alra"), ("eager alra", "eager vanilla_kd")]
     pairs += [(name, "vanilla_kd") for name in args.methods if name != "vanilla_kd"]
     return [row("loss", case, found, against) for case, against in pairs]
 
 
-class Heads(NamedTuple):
-    """Random last hidden states, heads and labels."""
+def random_heads(n_rows: int, args, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Random h_s [B, N, D_s], w_s [V, D_s] in fp32, h_t [B, N, D_t], w_t [V, D_t] and labels [B, N]."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    like = {"generator": torch.Generator(device).manual_seed(1234), "device": device}
+    h_s, h_t = (torch.randn(n_rows, args.n, d, **like).to(dtype) for d in (args.d_s, args.d_t))
+    w_s, w_t = (torch.randn(args.vocab, d, **like) * 0.02 for d in (args.d_s, args.d_t))
+    y = torch.randint(0, args.vocab, (n_rows, args.n), **like)
+    return h_s.requires_grad_(), w_s.requires_grad_(), h_t, w_t.to(dtype), y
 
-    h_s: Tensor  # [B, N, D_s]
-    w_s: Tensor  # [V, D_s] fp32
-    h_t: Tensor  # [B, N, D_t]
-    w_t: Tensor  # [V, D_t]
-    y: Tensor  # [B, N]
 
-    @classmethod
-    def random(cls, n_rows: int, args, device: torch.device) -> "Heads":
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        like = {"generator": torch.Generator(device).manual_seed(1234), "device": device}
-        h_s, h_t = (torch.randn(n_rows, args.n, d, **like).to(dtype) for d in (args.d_s, args.d_t))
-        w_s, w_t = (torch.randn(args.vocab, d, **like) * 0.02 for d in (args.d_s, args.d_t))
-        y = torch.randint(0, args.vocab, (n_rows, args.n), **like)
-        return cls(h_s.requires_grad_(), w_s.requires_grad_(), h_t, w_t.to(dtype), y)
-
-    def logits(self) -> tuple[Tensor, Tensor]:
-        """Of all rows at once, fp32  # [B, N, V]"""
-        return (self.h_s @ self.w_s.to(self.h_s.dtype).T).float(), (self.h_t @ self.w_t.T).float()
-
-    def learn(self, loss: Callable) -> Callable:
-        """A case: forward and backward of `loss()`."""
-
-        def case():
-            self.h_s.grad = self.w_s.grad = None
-            loss().backward()
-
-        return case
-
-    def products(self) -> None:
-        """The products that every implementation needs: the logits of both, and the student's two gradients."""
-        with torch.no_grad():
-            w = self.w_s.to(self.h_s.dtype)
-            self.h_t[0] @ self.w_t.T
-            z_s = self.h_s[0] @ w.T
-            return z_s @ w, z_s.T @ self.h_s[0]
+def all_logits(h_s, w_s, h_t, w_t, _) -> tuple[Tensor, Tensor]:
+    """Of all rows at once, fp32  # [B, N, V]"""
+    return (h_s @ w_s.to(h_s.dtype).T).float(), (h_t @ w_t.T).float()
 
 
 def bench_fused(args, device: torch.device) -> list[dict]:
-    heads = Heads.random(1, args, device)
-    h_s, w_s, h_t, w_t, y = heads
-    learn = heads.learn
-    cases = {"products alone": heads.products}
-    cases |= {name: learn(lambda name=name: fused_head_loss(*heads, name, compile=True)[0]) for name in args.methods}
-    cases["plain alra"] = learn(lambda: method_loss("alra", *(z[0] for z in heads.logits()), y[0])[0])
-    cases["eager alra"] = learn(lambda: eager_alra(*(z[0] for z in heads.logits()), y[0]))
+    heads = h_s, w_s, h_t, w_t, y = random_heads(1, args, device)
+
+    @torch.no_grad()
+    def products():
+        """What every implementation needs: the logits of both, and the student's two gradients."""
+        w = w_s.to(h_s.dtype)
+        h_t[0] @ w_t.T
+        z_s = h_s[0] @ w.T
+        return z_s @ w, z_s.T @ h_s[0]
+
+    of = {name: lambda name=name: fused_head_loss(*heads, name, compile=True)[0] for name in args.methods}
+    of["plain alra"] = lambda: method_loss("alra", *(z[0] for z in all_logits(*heads)), y[0])[0]
+    of["eager alra"] = lambda: eager_alra(*(z[0] for z in all_logits(*heads)), y[0])
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
     except ImportError:
         say("  liger-kernel is not installed: its line is left out")
     else:
         liger = LigerFusedLinearJSDLoss(beta=0.0, compiled=True, chunk_size=args.n)
-        cases["Liger, KL + CE"] = learn(lambda: liger(h_s[0], w_s.to(h_s.dtype), h_t[0], w_t, y[0]))
+        of["Liger, KL + CE"] = lambda: liger(h_s[0], w_s.to(h_s.dtype), h_t[0], w_t, y[0])
+    cases = {"products alone": products} | {name: learn(h_s, w_s, loss) for name, loss in of.items()}
     found = measure(cases, args.repeats, device)
     beside = [b for b in ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra") if b in found]
     lines = [row("fused", "alra", found, b) for b in beside]
@@ -269,13 +258,13 @@ def bench_fused(args, device: torch.device) -> list[dict]:
 
 def bench_rows(args, device: torch.device) -> list[dict]:
     """Four rows: the fused path holds the logits of one forward batch at a time, the plain one those of all."""
-    heads = Heads.random(4, args, device)
+    heads = h_s, w_s, _, _, y = random_heads(4, args, device)
 
     def plain():
-        return sum(method_loss("alra", *z)[0] for z in zip(*heads.logits(), heads.y, strict=True)) / 4
+        return sum(method_loss("alra", *z)[0] for z in zip(*all_logits(*heads), y, strict=True)) / 4
 
-    cases = {"fused": lambda: fused_head_loss(*heads, "alra", compile=True)[0], "plain": plain}
-    found = measure({name: heads.learn(loss) for name, loss in cases.items()}, args.repeats, device)
+    cases = {"fused": learn(h_s, w_s, lambda: fused_head_loss(*heads, "alra", compile=True)[0])}
+    found = measure(cases | {"plain": learn(h_s, w_s, plain)}, args.repeats, device)
     return [row("rows", "fused", found, "plain", "ALRA, four forward batches")]
 
 
@@ -302,8 +291,7 @@ def our_step(
     )  # fmt: skip
     env = train.Env(cfg)
     students = [train.make_student(name, cfg, device) for name in methods]
-    generator = torch.Generator().manual_seed(1234)
-    x, y = torch.randint(0, PRESETS[student].vocab_size, (2, rows, n), generator=generator).to(device)
+    x, y = random_rows(student, rows, n, device)
     teacher = teacher if any(map(losses.needs_teacher, methods)) else None
 
     def case():
@@ -314,53 +302,44 @@ def our_step(
     return case
 
 
-def run_flops(methods: tuple[str, ...], student: str, args) -> float:
-    """The arithmetic of a token; the teacher counts once."""
-    teacher = any(map(losses.needs_teacher, methods)) * flops_per_token(PRESETS[args.teacher], args.n, trained=False)
-    return teacher + len(methods) * flops_per_token(PRESETS[student], args.n, trained=True)
+def random_rows(student: str, rows: int, n: int, device: torch.device) -> Tensor:
+    """Inputs and labels  # [2, rows, n]"""
+    generator = torch.Generator().manual_seed(1234)
+    return torch.randint(0, PRESETS[student].vocab_size, (2, rows, n), generator=generator).to(device)
 
 
-def step_lines(
-    section: str, cases: dict[str, tuple], student: str, teacher: Teacher, args, device: torch.device,
-    against: str | None = None, rows: int | None = None,
-) -> list[dict]:  # fmt: skip
-    """Lines of training steps, one case after the other, as few machines hold two.
+def step_lines(section: str, cases: dict, student: str, teacher, args, device, against=None) -> list[dict]:
+    """Lines of training steps; a case is (methods, micro_batch, compile)."""
+    makes = {}
+    for name, (methods, m, compile) in cases.items():
+        makes[name] = functools.partial(our_step, methods, student, teacher, args.rows, m, args.n, device, compile)
+    found = measure_alone(makes, args.repeats, device)
+    return [
+        row(section, name, found, against, speed(found[name], *cases[name], student, args, device)) for name in found
+    ]
 
-    cases  name -> methods, micro_batch, compile
-    """
-    found, notes = {}, {}
-    rows = rows or args.rows
-    for name, (methods, micro_batch, compile) in cases.items():
-        before = start_memory(device)
-        try:
-            case = our_step(methods, student, teacher, rows, micro_batch, args.n, device, compile)
-            found |= measure({name: case}, args.repeats, device)
-        except torch.OutOfMemoryError:
-            say(f"  {name}: out of memory, left out")
-            continue
-        finally:
-            case = None
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        found[name]["mib"] = [peak_memory(device, before)]
-        rate = rows * args.n / statistics.median(found[name]["sec"])
-        used = mfu(rate * run_flops(methods, student, args), device, 1)
-        told = "MFU not known here" if used is None else f"MFU {used:.1%}"
-        told += "".join(f", estimated {estimate(card, student, micro_batch, compile, args).mfu:.1%}" for card in CARDS
-                        if len(methods) == 1 and used is not None and card in device_name(device))  # fmt: skip
-        notes[name] = f"{rate:,.0f} tokens/s, {told}"
-    return [row(section, name, found, against if against in found else None, notes[name]) for name in found]
+
+def speed(found: dict, methods: tuple[str, ...], micro_batch: int, compile: bool, student: str, args, device) -> str:
+    """Tokens per second, and MFU where the card is known; the teacher counts once for all students."""
+    rate = args.rows * args.n / statistics.median(found["sec"])
+    flops = len(methods) * flops_per_token(PRESETS[student], args.n, trained=True)
+    if any(map(losses.needs_teacher, methods)):
+        flops += flops_per_token(PRESETS[args.teacher], args.n, trained=False)
+    used, said = mfu(rate * flops, device, 1), f"{rate:,.0f} tokens/s"
+    said += f", MFU {used:.1%}" if used else ""
+    for card in CARDS:
+        if card in device_name(device) and len(methods) == 1:
+            said += f", estimated {estimate(card, student, micro_batch, compile, args.rows, args.n)[1]:.1%}"
+    return said
 
 
 def bench_step(args, device: torch.device) -> list[dict]:
     """One row, forward, backward, clipping and AdamW; teacher and student with random weights."""
-    shape, teacher_shape = PRESETS[args.student], PRESETS[args.teacher]
-    x, y = torch.randint(0, shape.vocab_size, (2, 1, args.n), generator=torch.Generator().manual_seed(1234)).to(device)
+    x, y = random_rows(args.student, 1, args.n, device)
 
     def hugging_face() -> Callable:
-        shapes = (teacher_shape, shape)
-        teacher, student = (transformers.AutoModelForCausalLM.from_config(hf_config(s)).to(device) for s in shapes)
+        shapes = [dataclasses.asdict(PRESETS[name]) for name in (args.teacher, args.student)]
+        teacher, student = (transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**s)).to(device) for s in shapes)
         teacher.requires_grad_(False).eval()
         if device.type == "cuda":
             teacher.to(torch.bfloat16)
@@ -381,32 +360,16 @@ def bench_step(args, device: torch.device) -> list[dict]:
     def ours() -> Callable:
         return our_step(("alra",), args.student, make_teacher(args, device), 1, 1, args.n, device)
 
-    found = {}
-    for name, make in {"ours": ours, "transformers": hugging_face}.items():
-        # one after the other, as both do not fit a small machine; memory counts all that the case holds
-        before, case = start_memory(device), make()
-        found |= {name: measure({name: case}, args.repeats, device)[name]}
-        found[name]["mib"] = [peak_memory(device, before)]
-        del case
-        gc.collect()
+    found = measure_alone({"ours": ours, "transformers": hugging_face}, args.repeats, device)
     note = f"{args.student} student, one row of {args.n}, AdamW; not in turn"
     return [row("step", "ours", found, "transformers", note)]
-
-
-def hf_config(shape: Qwen2Config) -> transformers.Qwen2Config:
-    return transformers.Qwen2Config(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers, num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads, tie_word_embeddings=shape.tie_word_embeddings,
-        max_position_embeddings=shape.max_position_embeddings,
-    )  # fmt: skip
 
 
 def bench_steps(args, device: torch.device) -> list[dict]:
     cases = {name: ((name,), args.rows, True) for name in args.methods}
     cases[f"all {len(args.methods)}"] = (args.methods, args.rows, True)
     lines = step_lines("steps", cases, args.student, make_teacher(args, device), args, device, "vanilla_kd")
-    *single, last = (line["sec"] for line in lines)
+    *single, last = (x["sec"] for x in lines)
     if len(lines) == len(cases):
         lines[-1]["note"] += f"; {last / sum(single):.2f} of the time of all one by one"
     return lines
@@ -414,72 +377,63 @@ def bench_steps(args, device: torch.device) -> list[dict]:
 
 # --- what is to be expected of a card --------------------------------------------------------------------------------
 
-
-class Card(NamedTuple):
-    """Rates that a card reaches. Products: of the teacher, of a 500M and a 200M student's layers, of the heads."""
-
-    flops: dict[str, float]  # FLOP/s in bf16, by the width of what is multiplied: estimates from data sheets, +-20 %
-    bytes: float  # bytes/s, 0.83 to 0.93 of the data sheet's
-    launch: float = 6e-6  # seconds that a host needs to launch a kernel from Python
-
-
+# Rates that a card reaches, estimates from data sheets, +-20 %: FLOP/s in bf16 of the teacher's products, of a student's
+# layers and of the heads; bytes/s, 0.83 to 0.93 of the data sheet's.
 CARDS = {
-    "H200": Card({"1.8b": 655e12, "500m": 510e12, "200m": 400e12, "head": 610e12}, 4.0e12),
-    "RTX 4090": Card({"1.8b": 144e12, "500m": 136e12, "200m": 133e12, "head": 143e12}, 0.94e12),
+    "H200": {"1.8b": 655e12, "500m": 510e12, "200m": 400e12, "head": 610e12, "bytes": 4.0e12},
+    "RTX 4090": {"1.8b": 144e12, "500m": 136e12, "200m": 133e12, "head": 143e12, "bytes": 0.94e12},
+}
+LAUNCH_SEC = 6e-6  # a host's time to launch a kernel from Python
+COUNTS = {
+    "loss_gb": 1.43,  # dense bytes of ALRA's compiled graph for one row of 512, read from Inductor's code for sm_90
+    "loss_launches": 55,  # its launches
+    "layer_launches": 54,  # of a student's compiled layer, forward and backward; eager 148
+    "teacher_launches": 15,  # of a teacher's compiled layer; eager 41
+    "head_passes": 3,  # fp32 passes over the head's gradient after its product; 0 where the product adds in place
 }
 
 
-class Estimate(NamedTuple):
-    sec: float  # of an update
-    mfu: float
-    parts: dict[str, float]  # seconds of the GPU by what they are spent on; the host's launches run beside them
-
-
-def estimate(card: str, student: str, micro_batch: int, compile: bool, args) -> Estimate:
-    """One update of args.rows rows of args.n tokens from the 1.8B teacher, from counts and the card's rates.
+def estimate(
+    card: str, student: str, micro_batch: int, compile: bool, rows: int, n: int, **counts: float
+) -> tuple[float, float, dict[str, float]]:  # fmt: skip
+    """One update of rows * n tokens with the 1.8B teacher -> seconds, MFU, seconds of the GPU by part; counts as in COUNTS.
 
     Times of products, of passes over memory and of AdamW add up; a launch that the host is late with makes the card
-    wait, so that an update takes at least as long as all launches. Counts that are arguments: `--loss_gb` and
-    `--loss_launches` (dense bytes and launches of ALRA's compiled graph, one row of 512, read from Inductor's code for
-    sm_90), `--layer_launches` and `--teacher_launches` (of a compiled layer; eager 148 and 41), `--head_passes` (fp32
-    passes over the head's gradient after its product: 3 for a sum, 0 where the product accumulates in place).
+    wait, so that an update takes at least as long as all launches.
     """
-    rate, s, t = CARDS[card], PRESETS[student], PRESETS["1.8b"]
-    n_tokens, n_micro = args.rows * args.n, args.rows // micro_batch
+    rate, s, t, c = CARDS[card], PRESETS[student], PRESETS["1.8b"], COUNTS | counts
+    n_tokens, n_micro = rows * n, rows // micro_batch
     head_s, head_t = (shape.vocab_size * shape.hidden_size for shape in (s, t))
     n_params = flops_per_token(s, 0, trained=False) / 2  # tied head: as many weights as multiply
-    flops_s, flops_t = flops_per_token(s, args.n, trained=True), flops_per_token(t, args.n, trained=False)
+    flops_s, flops_t = flops_per_token(s, n, trained=True), flops_per_token(t, n, trained=False)
     moved = 0.27 if compile else 1.0  # what is left of the element-wise passes of a layer
     widths = {shape: shape.num_hidden_layers * shape.hidden_size * n_tokens * moved for shape in (s, t)}
     parts = {
-        "teacher": (flops_t - 2 * head_t) * n_tokens / rate.flops["1.8b"],
-        "student": (flops_s - 6 * head_s) * n_tokens / rate.flops[student],
-        "heads": (2 * head_t + 6 * head_s) * n_tokens / rate.flops["head"],
-        "loss": args.rows * args.loss_gb * 1e9 * args.n / 512 / rate.bytes,
-        "small kernels": args.rows * args.loss_launches * 5e-6,  # of the objective, seconds each
-        "head's gradient": args.rows * args.head_passes * 4 * head_s / rate.bytes,
-        "element-wise": (650 * widths[s] + 150 * widths[t]) / rate.bytes,  # bytes per token, layer and unit of width
-        "casts": (17 * n_micro + 14 * (n_micro - 1)) * n_params / rate.bytes,  # of weights; sums of their gradients
-        "AdamW": 40 * n_params / rate.bytes,  # read and write weights, moments, gradients; the clip
+        "teacher": (flops_t - 2 * head_t) * n_tokens / rate["1.8b"],
+        "student": (flops_s - 6 * head_s) * n_tokens / rate[student],
+        "heads": (2 * head_t + 6 * head_s) * n_tokens / rate["head"],
+        "loss": rows * c["loss_gb"] * 1e9 * n / 512 / rate["bytes"],
+        "small kernels": rows * c["loss_launches"] * 5e-6,  # of the objective, seconds each
+        "head's gradient": rows * c["head_passes"] * 4 * head_s / rate["bytes"],
+        "element-wise": (650 * widths[s] + 150 * widths[t]) / rate["bytes"],  # bytes per token, layer and unit of width
+        "casts": (17 * n_micro + 14 * (n_micro - 1)) * n_params / rate["bytes"],  # of weights; sums of their gradients
+        "AdamW": 40 * n_params / rate["bytes"],  # read and write weights, moments, gradients; the clip
     }
-    a_layer, a_teacher = (args.layer_launches, args.teacher_launches) if compile else (148, 41)
+    a_layer, a_teacher = (c["layer_launches"], c["teacher_launches"]) if compile else (148, 41)
     launches = n_micro * (a_layer * s.num_hidden_layers + a_teacher * t.num_hidden_layers)
-    launches += args.rows * args.loss_launches
-    sec = max(sum(parts.values()), launches * rate.launch)
-    return Estimate(sec, (flops_s + flops_t) * n_tokens / sec / PEAK_FLOPS[card], parts)
+    launches += rows * c["loss_launches"]
+    sec = max(sum(parts.values()), launches * LAUNCH_SEC)
+    return sec, (flops_s + flops_t) * n_tokens / sec / PEAK_FLOPS[card], parts
 
 
 def bench_roofline(args, device: torch.device) -> list[dict]:
-    """Nothing is measured; the counts are arguments."""
+    """Nothing is measured."""
     lines = []
-    for card, student, m in itertools.product(CARDS, ("500m", "200m"), (args.rows, 1)):
-        for compile in (False, True):
-            found = estimate(card, student, m, compile, args)
-            note = f"estimated MFU {found.mfu:.1%}; ms: " + ", ".join(
-                f"{k} {1e3 * v:.1f}" for k, v in found.parts.items()
-            )
-            case = f"{card}, {student}, micro_batch {m}, layers {'compiled' if compile else 'eager'}"
-            lines.append({"section": "roofline", "case": case, "sec": found.sec, "against": None, "note": note})
+    for card, student, m, compile in itertools.product(CARDS, ("500m", "200m"), (args.rows, 1), (False, True)):
+        sec, used, parts = estimate(card, student, m, compile, args.rows, args.n)
+        note = f"estimated MFU {used:.1%}; ms: " + ", ".join(f"{k} {1e3 * v:.1f}" for k, v in parts.items())
+        case = f"{card}, {student}, micro_batch {m}, layers {'compiled' if compile else 'eager'}"
+        lines.append(line("roofline", case, note, sec=sec))
     return lines
 
 
@@ -490,32 +444,30 @@ def bench_gpu(args, device: torch.device) -> list[dict]:
     """What a card does, until --minutes are over: each part is begun only before."""
     end, lines = time.monotonic() + 60 * args.minutes, [gpu_tests()]
     teacher = make_teacher(args, device, compile=False)
-    *_, large = sizes = args.sizes
-    nine = {"alra": (("alra",), large, True), f"all {len(args.methods)}": (args.methods, large, True)}
+    small, big = args.students
+    steps = functools.partial(step_lines, teacher=teacher, args=args, device=device)
+    nine = {"alra": (("alra",), args.rows, True), f"all {len(args.methods)}": (args.methods, args.rows, True)}
     pair = {name: ((name,), args.rows, True) for name in ("vanilla_kd", "alra")}
 
-    def steps(student: str, compile: bool) -> list[dict]:
-        cases = {f"{student}, micro_batch {m}, {'compiled' if compile else 'eager'}": (("alra",), m, compile)
-                 for m in sizes}  # fmt: skip
-        return step_lines("gpu step", cases, student, teacher, args, device)
+    def sizes(compile: bool) -> list[dict]:
+        how, lines = "compiled" if compile else "eager", []
+        for student in args.students:
+            cases = {f"{student}, micro_batch {m}, {how}": (("alra",), m, compile) for m in args.sizes}
+            lines += steps("gpu step", cases, student)
+        return lines
 
-    small, big = args.students
     parts = {
         "fused": lambda: bench_fused(args, device),
-        "eager steps": lambda: steps(small, False) + steps(big, False),
-        "compiled steps": lambda: teacher.model.compile_layers() or steps(small, True) + steps(big, True),
-        "ALRA beside vanilla KD": lambda: step_lines("gpu pair", pair, big, teacher, args, device, "vanilla_kd"),
+        "eager steps": lambda: sizes(False),
+        "compiled steps": lambda: teacher.model.compile_layers() or sizes(True),
+        "ALRA beside vanilla KD": lambda: steps("gpu pair", pair, big, against="vanilla_kd"),
         "profile": lambda: profile_step(big, teacher, args, device),
-        "nine students": lambda: step_lines("gpu nine", nine, small, teacher, args, device, "alra"),
+        "nine students": lambda: steps("gpu nine", nine, small, against="alra"),
     }
     for name, part in parts.items():
         say(f" {name}")
-        if time.monotonic() < end:
-            lines += part()
-        else:
-            lines.append(
-                {"section": "gpu", "case": name, "against": None, "note": f"left out: {args.minutes} minutes are over"}
-            )
+        late = time.monotonic() >= end
+        lines += [line("gpu", name, f"left out: {args.minutes} minutes are over")] if late else part()
     return lines + bench_roofline(args, device)
 
 
@@ -524,8 +476,8 @@ def gpu_tests() -> dict:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
     begun = time.perf_counter()
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    sec, last = time.perf_counter() - begun, (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]
-    return {"section": "gpu tests", "case": "pytest -m gpu", "sec": sec, "against": None, "note": last.strip("= ")}
+    last = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1].strip("= ")
+    return line("gpu tests", "pytest -m gpu", last, sec=time.perf_counter() - begun)
 
 
 def profile_step(student: str, teacher: Teacher, args, device: torch.device) -> list[dict]:
@@ -538,20 +490,21 @@ def profile_step(student: str, teacher: Teacher, args, device: torch.device) -> 
     _, loss = kernel_seconds(lambda: head_losses(heads, *others), device)
     shares = {"products": step["products"], "attention": step["attention"], "objective": loss["other"]}
     shares |= {"element-wise, norms, AdamW": step["other"] - loss["other"], "idle": wall - sum(step.values())}
-    return [{"section": "gpu profile", "case": f"{student}, {args.rows} rows: {name}", "sec": sec, "against": None,
-             "note": f"{sec / wall:.1%} of the time"} for name, sec in shares.items()]  # fmt: skip
+    case = f"{student}, {args.rows} rows: "
+    return [line("gpu profile", case + name, f"{sec / wall:.1%} of the time", sec=sec) for name, sec in shares.items()]
 
 
 def kernel_seconds(case: Callable, device: torch.device) -> tuple[float, dict[str, float]]:
     """Run a case under the profiler -> its wall time, and the seconds of its kernels (operators on the CPU) by kind."""
     cuda = device.type == "cuda"
     case()  # the gradients that are accumulated exist
-    synchronize(device)
+    start_memory(device)
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
     with torch.profiler.profile(activities=activities) as profile:
         begun = time.perf_counter()
         case()
-        synchronize(device)
+        if cuda:
+            torch.cuda.synchronize(device)
         wall = time.perf_counter() - begun
     sums = {"products": 0.0, "attention": 0.0, "other": 0.0}
     for e in profile.key_averages():
@@ -563,8 +516,11 @@ def kernel_seconds(case: Callable, device: torch.device) -> tuple[float, dict[st
     return wall, sums
 
 
+# --- preparing and scoring -------------------------------------------------------------------------------------------
+
+
 def bench_prepare(args, device: torch.device) -> list[dict]:
-    """All that prepare.py does, with and without its start, beside encode_batch_fast on the same batches."""
+    """All that prepare.py does, with and without loading its tokenizer, beside encode_batch_fast on the same batches."""
     cfg = configure.Config(source=args.source, tokenizer=args.tokenizer, seq_len=args.n, train_rows=None, val_rows=64)
     tokenizer = load_tokenizer(args.tokenizer)
     records = prepare.open_source(args.source, None).records(0)
@@ -576,11 +532,8 @@ def bench_prepare(args, device: torch.device) -> list[dict]:
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), tempfile.TemporaryDirectory() as to:
             prepare.prepare(dataclasses.replace(cfg, data_dir=to))
 
-    once = {
-        "lib.hf.load_tokenizer": tokenizer,
-        "lib.hf.tokenizer_hash": tokenizer_hash(tokenizer),
-        "prepare.token_table": prepare.token_table(tokenizer),
-    }
+    once = {"lib.hf.load_tokenizer": tokenizer, "lib.hf.tokenizer_hash": tokenizer_hash(tokenizer),
+            "prepare.token_table": prepare.token_table(tokenizer)}  # fmt: skip
 
     def loaded():
         with contextlib.ExitStack() as stack:
@@ -617,11 +570,8 @@ def bench_eval(args, device: torch.device) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, tokenizer)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-    settings = {"max_length": 512, "batch_size": 16, "logits_cache": False, "device": str(device)}
-    scorers = {
-        "eval.py": ours.Scorer(model, tokenizer),
-        "HFLM": HFLM(pretrained=theirs, tokenizer=tokenizer, **settings),
-    }
+    like = {"max_length": 512, "batch_size": 16, "logits_cache": False, "device": str(device)}
+    scorers = {"eval.py": ours.Scorer(model, tokenizer), "HFLM": HFLM(pretrained=theirs, tokenizer=tokenizer, **like)}
     cases = {name: functools.partial(ours.benchmarks, scorer, items, options) for name, scorer in scorers.items()}
     found = measure(cases, args.repeats, device)
     note = f"{len(names)} tasks, {args.limit} items each; head of 64 x {args.vocab:,}"
@@ -630,42 +580,57 @@ def bench_eval(args, device: torch.device) -> list[dict]:
 
 # --- the table -----------------------------------------------------------------------------------------------------
 
-
-def machine(device: torch.device) -> dict:
-    """The machine and the versions behind the numbers."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "python": platform.python_version(), "commit": commit or None,
-        "date": time.strftime("%F"),
-    }  # fmt: skip
-
-
-def markdown(lines: list[dict], about: dict, args) -> str:
-    sizes = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}"
-    text = [", ".join(f"{k} {v}" for k, v in about.items()) + ".", ""]
-    text += [f"{sizes}; medians of {args.repeats} rounds, range in brackets.", ""]
-    columns = ("section", "case", "beside", "time ratio", "memory ratio", "seconds", "peak MiB", "note")
-    text += ["| " + " | ".join(columns) + " |", "|---|---|---|--:|--:|--:|--:|---|"]
-    numbers = {"time_ratio": ".2f", "memory_ratio": ".2f", "sec": ".3f", "mib": ",.0f"}
-    for x in lines:
-        cells = [x["section"], x["case"], x["against"] or ""]
-        for key, form in numbers.items():
-            spread = [f"{end:{form}}" for end in x.get(f"{key}_range", ())]
-            value = x.get(key)
-            cells.append("" if value is None else f"{value:{form}}" + (f" [{', '.join(spread)}]" if spread else ""))
-        text.append("| " + " | ".join([*cells, x["note"]]) + " |")
-    return "\n".join(text) + "\n"
-
-
 SECTIONS = {
     "loss": bench_loss, "fused": bench_fused, "rows": bench_rows, "step": bench_step, "prepare": bench_prepare,
     "eval": bench_eval, "steps": bench_steps, "gpu": bench_gpu, "roofline": bench_roofline,
 }  # fmt: skip
 BY_NAME = ("steps", "gpu", "roofline")  # run only where they are asked for
+OPTIONS = {  # default, help
+    "device": ("auto", "auto, cpu, cuda or cuda:1"),
+    "repeats": (5, "rounds"),
+    "methods": (",".join(tuple(METHODS)[:9]), "names of losses.METHODS"),
+    "n": (512, "positions, and inputs per row"),
+    "vocab": (151_936, "tokens"),
+    "d_s": (768, "width of the student's head"),
+    "d_t": (2048, "width of the teacher's head"),
+    "rows": (16, "rows per update, of `steps`, `gpu` and `roofline`"),
+    "minutes": (7.0, "of `gpu`: nothing is begun later"),
+    "source": ("python", "of `prepare`"),
+    "tokenizer": ("demo/teacher", "of `prepare` and `eval`"),
+    "data_dir": (None, "of `eval`: JSONL files, as for eval.py"),
+    "limit": (60, "of `eval`: items per task"),
+    "out": (None, "OUT.json and OUT.md are written; out/bench, for `gpu` results/bench/gpu"),
+}
 TINY = {"n": 13, "vocab": 4096, "d_s": 24, "d_t": 40, "rows": 2, "sizes": (1, 2), "student": "mini", "repeats": 1,
         "students": ("mini", "mini"), "teacher": "demo_teacher", "methods": ("vanilla_kd", "alra")}  # fmt: skip
+
+
+def provenance(args, device: torch.device) -> dict:
+    """Commit and date, and where something is measured the machine and its versions."""
+    facts = machine_facts(device)
+    where = {"device": facts["machine"], "threads": torch.get_num_threads(), **facts["versions"]}
+    return ({} if args.sections == ["roofline"] else where) | {
+        "commit": facts["git_commit"],
+        "date": time.strftime("%F"),
+    }
+
+
+def markdown(lines: list[dict], about: dict, args) -> str:
+    said = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds, ranges."
+    if args.sections == ["roofline"]:
+        counts = ", ".join(f"{name} {value}" for name, value in COUNTS.items())
+        said = f"Nothing is measured: {args.rows} rows of {args.n} per update, {counts}, and the rates of bench.py."
+    numbers = {"time_ratio": ".2f", "memory_ratio": ".2f", "sec": ".3f", "mib": ",.0f"}
+    text = [", ".join(f"{k} {v}" for k, v in about.items()) + ".", "", said, ""]
+    text += ["| section | case | beside | time ratio | memory ratio | seconds | peak MiB | note |"]
+    text += ["|---|---|---|--:|--:|--:|--:|---|"]
+    for x in lines:
+        cells = [x["section"], x["case"], x["against"] or ""]
+        for key, form in numbers.items():
+            spread = ", ".join(f"{end:{form}}" for end in x.get(f"{key}_range", ()))
+            cells.append(f"{x[key]:{form}}" + f" [{spread}]" * bool(spread) if x.get(key) is not None else "")
+        text.append("| " + " | ".join([*cells, x["note"]]) + " |")
+    return "\n".join(text) + "\n"
 
 
 def say(text: str) -> None:
@@ -676,28 +641,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all but {', '.join(BY_NAME)} without a name")
-    add("--device", default="auto")
-    add("--repeats", type=int, default=5, help="rounds")
-    add("--methods", default=",".join(tuple(METHODS)[:9]), help="names of losses.METHODS")
-    add("--n", type=int, default=512, help="positions, and inputs per row")
-    add("--vocab", type=int, default=151_936)
-    add("--d_s", type=int, default=768, help="width of the student's head")
-    add("--d_t", type=int, default=2048, help="width of the teacher's head")
+    for name, (default, told) in OPTIONS.items():
+        add(f"--{name}", type=str if default is None else type(default), default=default, help=told)
     add("--student", default="200m", choices=PRESETS)
     add("--teacher", choices=PRESETS, help="of steps; 500m without a GPU, 1.8b with one")
-    add("--rows", type=int, default=16, help="rows per update, of `steps`, `gpu` and `roofline`")
-    add("--minutes", type=float, default=7.0, help="of `gpu`: nothing is begun later")
     add("--tiny", action="store_true", help="sizes for a try on a CPU")
-    add("--loss_gb", type=float, default=1.43, help="of `roofline`, as the next four: see `estimate`")
-    add("--loss_launches", type=int, default=55)
-    add("--layer_launches", type=int, default=54)
-    add("--teacher_launches", type=int, default=15)
-    add("--head_passes", type=int, default=3)
-    add("--source", default="python", help="of `prepare`")
-    add("--tokenizer", default="demo/teacher", help="of `prepare` and `eval`")
-    add("--data_dir", help="of `eval`: JSONL files, as for eval.py")
-    add("--limit", type=int, default=60, help="of `eval`: items per task")
-    add("--out", help="OUT.json and OUT.md are written; out/bench, for `gpu` results/bench/gpu")
     args = parser.parse_args(argv)
     args.sections = args.sections or [name for name in SECTIONS if name not in BY_NAME]
     args.methods, args.sizes, args.students = tuple(args.methods.split(",")), (1, 4, args.rows), ("200m", "500m")
@@ -720,11 +668,8 @@ def run(argv: list[str]) -> None:
     args = arguments(argv)
     device = pick_device(args.device)
     if "gpu" in args.sections and device.type != "cuda" and not args.tiny:
-        raise UserError(
-            f"gpu: expected a CUDA device, got {device}; run it where one is, or add --tiny to try its path"
-        )
-    about, lines = machine(device), []
-    out = Path(args.out)
+        raise UserError(f"gpu: expected a CUDA device, got {device}; run it where one is, or add --tiny for its path")
+    about, out, lines = provenance(args, device), Path(args.out), []
     out.parent.mkdir(parents=True, exist_ok=True)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "data_dir", "source", "tokenizer")}  # no paths
     for name in args.sections:

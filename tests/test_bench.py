@@ -58,23 +58,24 @@ def test_memory_is_the_peak_and_not_what_is_left():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_every_section_writes_a_table(tmp_path, monkeypatch):
-    """Traced in full, but run without the C++ compiler, which takes most of a minute; test_fused.py has it."""
+    """Nothing is compiled, which would take a minute; test_fused.py compiles."""
     monkeypatch.chdir(Path(__file__).resolve().parents[1])
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
     monkeypatch.setattr(Qwen2, "compile_layers", lambda model: None)
     monkeypatch.setattr(losses, "_compiled", functools.lru_cache(losses._compiled.__wrapped__))  # forgotten afterwards
-    monkeypatch.setattr(bench, "gpu_tests", lambda: {"section": "gpu tests", "case": "", "sec": 1.0, "against": None, "note": ""})  # fmt: skip
-    monkeypatch.setattr(bench.gc, "collect", lambda: 0)  # most of the time of a tiny case
+    monkeypatch.setattr(bench, "gpu_tests", lambda: bench.line("gpu tests", "", sec=1.0))
+    monkeypatch.setattr(bench.gc, "collect", lambda *_: 0)  # most of the time of a tiny case
     out = tmp_path / "small"
     with torch._dynamo.config.patch(recompile_limit=256):  # losses sets it for good
         bench.run(["loss", "rows", "step", "steps", "gpu", "--tiny", "--device=cpu", f"--out={out}"])
+    assert len(compiled) == 2  # one for each method: `compile` reaches the objectives
     lines = json.loads(out.with_suffix(".json").read_text())["lines"]
     parts = {"loss", "rows", "step", "steps", "gpu tests", "fused", "gpu step", "gpu pair", "gpu profile", "gpu nine"}
     assert {line["section"] for line in lines} == parts | {"roofline"}
     assert all(line["sec"] > 0 for line in lines if line["section"] != "gpu profile")
-    assert (
-        len([line for line in lines if line["section"] == "gpu step"]) == 2 * 2 * 2
-    )  # students, sizes, compiled or not
+    steps = {line["case"] for line in lines if line["section"] == "gpu step"}
+    assert steps == {f"mini, micro_batch {m}, {how}" for m in (1, 2) for how in ("eager", "compiled")}
     assert out.with_suffix(".md").read_text().count("\n| ") == len(lines) + 1
 
 
@@ -86,12 +87,19 @@ def test_a_card_that_is_not_there_is_said_in_one_line(monkeypatch):
 
 def test_the_roofline_is_that_of_the_study():
     """Its estimates of the code as it was: 30 and 11 % of an H200 with the 500M student, 32 and 13 % with the 200M one."""
-    args = bench.arguments(["roofline", "--loss_gb=2.99", "--loss_launches=51"])
+    before = {"rows": 16, "n": 512, "loss_gb": 2.99, "loss_launches": 51}
     for student, m, mfu in (("500m", 16, 0.305), ("500m", 1, 0.11), ("200m", 16, 0.32), ("200m", 1, 0.13)):
-        assert bench.estimate("H200", student, m, False, args).mfu == pytest.approx(mfu, rel=0.05)
-    better = bench.arguments(["roofline", "--head_passes=0"])
+        assert bench.estimate("H200", student, m, False, **before)[1] == pytest.approx(mfu, rel=0.05)
     for card, bar in (("H200", 0.43), ("RTX 4090", 0.62)):
-        assert bench.estimate(card, "500m", 16, True, better).mfu == pytest.approx(bar, rel=0.05)
+        assert bench.estimate(card, "500m", 16, True, 16, 512, head_passes=0)[1] == pytest.approx(bar, rel=0.05)
+
+
+def test_what_is_estimated_names_no_machine(tmp_path, capsys):
+    """It is the same on every machine: its header must not read as if it had been measured on this one."""
+    bench.run(["roofline", "--device=cpu", f"--out={tmp_path / 'out'}"])
+    text = (tmp_path / "out.md").read_text()
+    assert set(json.loads((tmp_path / "out.json").read_text())["machine"]) == {"commit", "date"}
+    assert "Nothing is measured: 16 rows of 512" in text and "medians" not in text and text.count("\n| ") == 17
 
 
 def test_a_signal_ends_the_benchmark():

@@ -52,6 +52,8 @@ COMMANDS = {
     "python bench.py loss fused rows step prepare eval": "",
     "python bench.py fused --n=1024 --d_s=1024 --repeats=9": "",
     "python bench.py steps --teacher=1.8b --student=500m": "",
+    "python bench.py gpu": "--tiny --device=cpu",
+    "python bench.py roofline": "",
     "python compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2": "",
     "python compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2": "",
     "python compare.py config/demo.py --print": "",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lib import fused
 from lib.checks import IGNORE
 from lib.heldout import Model
 
@@ -49,9 +50,10 @@ def _parts(n: int, size: int) -> Iterator[slice]:
 
 
 def _logits(model: Model, x: Tensor) -> Tensor:
-    """-> [B * T, V] in fp32"""
+    """-> [B * T, V] in fp32, by the training path's product"""
     hidden, head = model
-    return hidden(x).flatten(0, 1).float() @ head.float().T
+    h = hidden(x).flatten(0, 1)
+    return fused.mm(fused.operand(h, h.dtype), fused.operand(head, h.dtype).t())
 
 
 def teacher_sums(z_t: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -45,15 +45,32 @@ def test_ratios_are_of_what_was_measured(monkeypatch):
     assert bench.row("x", "fast", found, None)["against"] is None
 
 
-@pytest.mark.skipif(
+needs_peak = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak memory"
 )
+
+
+@needs_peak
 def test_memory_is_the_peak_and_not_what_is_left():
     def case():
         torch.ones(64 * 2**18).sum()  # 64 MiB, gone afterwards
 
     found = bench.measure({"case": case}, 3, torch.device("cpu"))
     assert 60 < bench.row("x", "case", found, None)["mib"] < 80
+
+
+@needs_peak
+def test_of_a_case_that_is_made_alone_all_that_it_holds_counts():
+    def held():
+        x = torch.ones(64 * 2**18)  # 64 MiB
+        return lambda: x[:9].sum()
+
+    def too_large():
+        raise torch.OutOfMemoryError("full")
+
+    found = bench.measure_alone({"held": held, "too large": too_large}, 2, torch.device("cpu"))
+    assert list(found) == ["held"] and len(found["held"]["sec"]) == 2
+    assert 60 < bench.row("x", "held", found, None)["mib"] < 80
 
 
 @pytest.mark.slow

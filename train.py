@@ -51,7 +51,7 @@ from lib.runlog import (
     step_line,
     teacher_sums,
 )
-from lib.teacher import Teacher, load_teacher
+from lib.teacher import Teacher, for_students, load_teacher
 from losses import (
     IGNORE,
     AlraTerms,
@@ -64,7 +64,7 @@ from losses import (
     needs_teacher,
     resolve,
 )
-from model import PRESETS, Qwen2, init_student, load_config
+from model import INLINE, PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 
 # Keys that may differ when a run goes on: they change what is done when and where, not what is learnt. Those of the
 # second line name files whose content is compared instead (SAME_FACTS); only prepare.py reads those of the last.
@@ -155,7 +155,7 @@ def open_teacher(cfg: Config, env: Env) -> Teacher | None:
         return None
     if cfg.teacher is None:
         raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
-    t, s = load_config(cfg.teacher).vocab_size, load_config(cfg.student).vocab_size
+    t, s = for_students(cfg.teacher)["vocab_size"], student_shape(cfg).vocab_size
     if t != s:
         raise ConfigError(
             f"teacher={cfg.teacher}: vocabulary of {t:,}, student={cfg.student} has {s:,}; logits are matched token by "
@@ -208,10 +208,20 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     return Student(name, model, optimizer, Path(cfg.out_dir) / name, cfg.hyper.get(name, {}), sha)
 
 
+def student_shape(cfg: Config) -> Qwen2Config:
+    """The students' shape; a preset or an inline shape takes from the teacher what it does not say."""
+    return _student_shape(cfg.student, cfg.teacher)
+
+
+@functools.cache
+def _student_shape(student: str, teacher: str | None) -> Qwen2Config:
+    return student_config(student, for_students(teacher) if teacher else None)
+
+
 def first_weights(cfg: Config) -> Qwen2:
     """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
     if cfg.student_weights is None:
-        return init_student(cfg.student, cfg.seed)
+        return init_student(student_shape(cfg), cfg.seed)
     return Qwen2.from_pretrained(cfg.student_weights).requires_grad_(True).train()
 
 
@@ -471,7 +481,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
 
 def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -> float:
     """The run's own arithmetic per token; the teacher counts once."""
-    flops = n_students * flops_per_token(load_config(cfg.student), cfg.seq_len, trained=True)
+    flops = n_students * flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
     return flops + (flops_per_token(teacher.model.config, cfg.seq_len, trained=False) if teacher else 0.0)
 
 
@@ -504,7 +514,7 @@ def holds_weights(name: str) -> bool:
 
 def check_student(cfg: Config, env: Env) -> None:
     """Check that `student_weights` have the student's shape; say so where a `student` folder's weights are not used."""
-    shape = load_config(cfg.student)
+    shape = student_shape(cfg)
     if cfg.student_weights is not None:
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
         for key, value in vars(there).items():
@@ -513,7 +523,9 @@ def check_student(cfg: Config, env: Env) -> None:
                     f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in "
                     f"student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
                 )
-    elif cfg.student not in PRESETS and not cfg.student.endswith(".json") and holds_weights(cfg.student):
+    elif not (cfg.student in PRESETS or INLINE.match(cfg.student) or cfg.student.endswith(".json")) and holds_weights(
+        cfg.student
+    ):
         env.say(
             f"student={cfg.student}: only the shape is taken from there, the weights are drawn anew; "
             f"--student_weights={cfg.student} starts from its weights"
@@ -523,7 +535,7 @@ def check_student(cfg: Config, env: Env) -> None:
 def check_methods(cfg: Config, device: torch.device) -> None:
     """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
     for name in (*cfg.methods, *cfg.hyper):
-        check_settings(name, load_config(cfg.student).vocab_size, **cfg.hyper.get(name, {}))
+        check_settings(name, student_shape(cfg).vocab_size, **cfg.hyper.get(name, {}))
     unused = [name for name in cfg.hyper if name not in cfg.methods]
     if unused:
         raise ConfigError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")
@@ -555,7 +567,7 @@ def open_tokenizer(cfg: Config, rows: Rows):
         raise ConfigError(
             f"tokenizer {name}: not the one that {cfg.data_dir} was prepared with; prepare again or name that one"
         )
-    n, v = len(tokenizer), load_config(cfg.student).vocab_size
+    n, v = len(tokenizer), student_shape(cfg).vocab_size
     if n > v:
         raise ConfigError(
             f"student={cfg.student}: vocabulary of {v:,}, but the tokenizer {name} has {n:,} tokens; take a larger one"
@@ -574,7 +586,7 @@ def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.devi
         "val_sha256": val.manifest["sha256"],
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
         "teacher_sha256": weights_hash(teacher.model) if teacher else None,
-        "teacher_shape": dataclasses.asdict(teacher.model.config) if teacher else None,  # the hash is of weights alone
+        "teacher_shape": teacher.shape if teacher else None,  # the hash is of weights alone
         **machine_facts(device),
     }
 

@@ -228,7 +228,7 @@ def test_a_tied_head_stored_twice_is_read_where_it_is_the_same(folder):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2', expected 'qwen2' or 'llama'"),
+        ({"model_type": "gpt2"}, "model_type='gpt2', expected one of qwen2, qwen3, llama, mistral"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),

@@ -45,8 +45,8 @@ import configure
 import losses
 import prepare
 import train
+from lib.device import device_name, pick_device
 from lib.hf import load_tokenizer, tokenizer_hash
-from lib.parallel import device_name, pick_device
 from lib.runlog import mfu
 from lib.teacher import Teacher
 from losses import METHODS, fused_head_loss, method_loss

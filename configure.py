@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import io
 import json
+import re
 import sys
 import textwrap
 import tokenize
@@ -23,17 +24,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lib.files import nearest, write_whole
+from lib.files import UserError, nearest, write_whole
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """An impossible configuration: what, got, expected, what to do."""
 
 
 @dataclass(frozen=True)
 class Config:
     # --- who learns from whom
-    methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS; all share one teacher forward
+    methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS, or METHOD@LABEL; all share one teacher forward
     student: str = "200m"  # its shape: a preset of model.PRESETS, or a Hugging Face config.json (or its folder)
     student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
     teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id; None where no method needs one
@@ -61,7 +62,9 @@ class Config:
     max_steps: int = 126_400  # updates of this run; may end before schedule_steps
     schedule_steps: int = 126_400  # updates over which the cosine falls from lr to min_lr
     batch_rows: int = 16  # rows per update
-    micro_batch: int = 1  # rows per model forward: speed and memory only, never the result
+    micro_batch: int | None = (
+        None  # rows per model forward: speed and memory only, never the result; None: what fits the GPU, 1 on the CPU
+    )
     group: int = 1  # rows per forward batch T_B of the paper: the range of batch statistics
     lr: float = 6e-4  # peak learning rate
     min_lr: float = 6e-5  # at schedule_steps
@@ -100,7 +103,19 @@ class Config:
     # --- settings of the methods
     hyper: dict = field(
         default_factory=dict, hash=False
-    )  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one
+    )  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one, --alra@LABEL.gamma=3 that of one student
+
+    def settings_of(self, student: str) -> dict:
+        """The settings given to METHOD or METHOD@LABEL; a label's own come on top of its method's."""
+        return self.hyper.get(student.partition("@")[0], {}) | self.hyper.get(student, {})
+
+    def overrides_of(self, student: str) -> dict:
+        """Those of `settings_of` that are its objective's."""
+        return {key: value for key, value in self.settings_of(student).items() if key != "lr"}
+
+    def lr_factor(self, student: str) -> float:
+        """What the schedule's rate is multiplied by for this student: by --METHOD.lr=X it is X / lr, from first to last."""
+        return self.settings_of(student).get("lr", self.lr) / self.lr
 
     @property
     def row_len(self) -> int:
@@ -113,19 +128,28 @@ class Config:
         for name, of in self.hyper.items():
             named = isinstance(name, str) and isinstance(of, dict) and all(isinstance(key, str) for key in of)
             _require(named, f'hyper={self.hyper!r}: expected settings by method, like {{"alra": {{"gamma": 3.0}}}}')
-        for name in ("max_steps", "schedule_steps", "batch_rows", "micro_batch", "group", "seq_len", "prepare_workers",
+            lr = of.get("lr", self.lr)
+            number = isinstance(lr, int | float) and not isinstance(lr, bool)
+            _require(number and lr > 0, f"{name}.lr={lr!r}: expected a number above 0")
+        for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len", "prepare_workers",
                      "log_every_steps", "val_every_steps", "checkpoint_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
         for name in ("lr", "min_lr", "clip", "adam_eps"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
         for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected 0 or more")
-        for name in ("n_documents", "train_rows", "val_max_rows", "histogram_every_steps"):
+        for name in ("n_documents", "train_rows", "micro_batch", "val_max_rows", "histogram_every_steps"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: expected at least 1, or None")
         for name in ("beta1", "beta2", "val_share"):
             _require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: expected 0 <= {name} < 1")
         _require(self.methods, "methods=(): expected at least one name")
+        for name in self.methods:
+            label = name.partition("@")[2] if "@" in name else "x"
+            _require(
+                re.fullmatch(r"[\w+-][\w.+-]*", label),
+                f"methods: {name!r}: expected METHOD or METHOD@LABEL, a label of letters, digits and _ . + -",
+            )
         twice = [m for m in self.methods if self.methods.count(m) > 1]
         _require(not twice, f"methods={self.methods}: {twice[:1]} stands there twice; each method has one folder")
         _require(self.min_lr <= self.lr, f"min_lr={self.min_lr}: expected at most lr={self.lr}")
@@ -135,9 +159,9 @@ class Config:
                  f"warmup_steps={self.warmup_steps}: expected less than schedule_steps={self.schedule_steps}")  # fmt: skip
         _require(self.batch_rows % self.group == 0,
                  f"group={self.group}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
-        _require(self.micro_batch % self.group == 0,
+        _require((self.micro_batch or self.group) % self.group == 0,
                  f"micro_batch={self.micro_batch}: expected a multiple of group={self.group}, so that no forward batch is cut")  # fmt: skip
-        _require(self.batch_rows % self.micro_batch == 0,
+        _require(self.batch_rows % (self.micro_batch or 1) == 0,
                  f"micro_batch={self.micro_batch}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
         _require(not (self.val_rows and self.val_share),
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
@@ -163,7 +187,7 @@ def load(argv: list[str], methods: Sequence[str] = ()) -> "Loaded":
                 _known(key, arg)
             if not sep:
                 raise ConfigError(f"{arg}: expected --{key}=VALUE")
-            method, dot, setting = key.partition(".")
+            method, dot, setting = key.rpartition(".")
             found = {"hyper": {method: {setting: _literal(text)}}} if dot else {key: _parse(arg, text, TYPES[key])}
         for key, value in found.items():
             _known(key, arg)
@@ -199,7 +223,7 @@ def help_text(about: str, methods: Sequence[str] = ()) -> str:
             default = {} if default is dataclasses.MISSING else default
             value = ",".join(default) if isinstance(default, tuple) else default
             lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
-    lines += ["\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE)"] if methods else []
+    lines += ["\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE; lr too)"] if methods else []
     for line in methods:
         lines += textwrap.wrap(line, 120, initial_indent="    ", subsequent_indent=" " * 8)
     return "\n".join(lines)

@@ -43,12 +43,12 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from lib import figures, heldout, parallel
 from lib.checks import IGNORE
-from lib.files import write_whole
+from lib.device import device_name, pick_device
+from lib.files import UserError, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
-from lib.parallel import device_name
 from lib.rows import PAD, open_rows
-from lib.tables import TableError, read_json, row_text, stand_for, tabulate
-from lib.tasks import STORYCLOZE, TASKS, EvalError, Items, choose_tasks, find_storycloze, read_items, task_file
+from lib.tables import RESULT, read_if_there, row_text, stand_for, tabulate
+from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.tokens import token_bytes
 from model import Qwen2
 
@@ -130,7 +130,7 @@ class Scorer(TemplateLM):
         for context, continuation in (r.args for r in requests):
             bare = context.rstrip()
             if context and not bare:
-                raise EvalError(f"a context of whitespace alone, before {continuation!r}: nothing to condition on")
+                raise UserError(f"a context of whitespace alone, before {continuation!r}: nothing to condition on")
             pairs.append((bare, context[len(bare) :] + continuation))
         ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm or parallel.rank() > 0)
         plain = self._encode((e for c, e in pairs if not c), special=False)
@@ -158,7 +158,7 @@ class Scorer(TemplateLM):
             group = [request for _, request in group]
             for (context, continuation), head, tail in group:
                 if not head or not 0 < len(tail) <= self.max_length:
-                    raise EvalError(f"{continuation!r} after {context!r}: {len(head)} + {len(tail)} tokens; expected a "
+                    raise UserError(f"{continuation!r} after {context!r}: {len(head)} + {len(tail)} tokens; expected a "
                                     f"context, and a continuation of 1 to max_length={self.max_length} tokens")  # fmt: skip
             inputs = [(head + tail)[-(self.max_length + 1) :][:-1] for _, head, tail in group]
             trees.append(Tree.grow(number, inputs, [len(tail) for _, _, tail in group]))
@@ -362,7 +362,7 @@ def over_rows(
     every = heldout.row_sums(models, of_teacher, batches(), len(rows), torch.from_numpy(n_bytes).to(device))
     found = [{key: sum_over_processes(value.cpu().numpy(), device) for key, value in of.items()} for of in every]
     if not all(np.isfinite(of["ce"]).all() for of in found):
-        raise EvalError("a held-out token's probability is not a number or 0; the weights have diverged")
+        raise UserError("a held-out token's probability is not a number or 0; the weights have diverged")
     return found
 
 
@@ -394,17 +394,17 @@ def locate(name: str, args) -> tuple[str, Path, dict | None]:
         path = path.parent  # the user named the student's model/ folder
     if (path / "model" / "config.json").is_file():
         source, folder = str(path / "model"), folder or path
-        facts, whole = read_json(path / "run.json"), read_json(path.parent / "run.json")
+        facts, whole = read_if_there(path / "run.json"), read_if_there(path.parent / "run.json")
         run = facts | {"config": whole["config"]} if facts and whole else None
     elif path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent.parent.name for p in path.glob("*/model/config.json"))
         what = f"a folder of {', '.join(inside)}; name one" if inside else "no model/ in it; has its training ended?"
-        raise EvalError(f"{name}: {what}")
+        raise UserError(f"{name}: {what}")
     source = str(find_folder(source))
     if not folder:
         folder = Path("out", "eval", path.resolve().name)
         if any((place / "run.json").is_file() for place in (folder, folder.parent)):
-            raise EvalError(f"{name}: its results would go to {folder}, which is a run's; set another --out")
+            raise UserError(f"{name}: its results would go to {folder}, which is a run's; set another --out")
     return source, Path(folder), run
 
 
@@ -414,9 +414,9 @@ def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args
     sha256, tokenizer = weights_hash(model), load_tokenizer(source)
     n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
     if n_ids > n_vocab:
-        raise EvalError(f"{name}: vocabulary of {n_vocab:,}, but its tokenizer has ids up to {n_ids - 1:,}")
+        raise UserError(f"{name}: vocabulary of {n_vocab:,}, but its tokenizer has ids up to {n_ids - 1:,}")
     if args.max_length > model.config.max_position_embeddings:
-        raise EvalError(f"--max_length {args.max_length}: {name} takes {model.config.max_position_embeddings} at most")
+        raise UserError(f"--max_length {args.max_length}: {name} takes {model.config.max_position_embeddings} at most")
     model.to(getattr(torch, args.dtype))
     return Checkpoint(name, folder, run, model, tokenizer, sha256)
 
@@ -426,7 +426,7 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
     values = [given] if given else list(dict.fromkeys(c.run["config"][key] for c in checkpoints if c.run))
     values = [v for v in values if v]
     if len(values) > 1:
-        raise EvalError(f"{key}: {values[0]} in one run, {values[1]} in another; score them apart, or set {flag}")
+        raise UserError(f"{key}: {values[0]} in one run, {values[1]} in another; score them apart, or set {flag}")
     return None if not values or values[0] == "none" else values[0]
 
 
@@ -434,11 +434,11 @@ def score(args, device: torch.device) -> None:
     """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table."""
     paths, unfinished = stand_for(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
     if not paths:
-        raise EvalError(f"{' '.join(args.paths)}: nothing there whose training has ended; expected out/NAME or a model")
+        raise UserError(f"{' '.join(args.paths)}: nothing there whose training has ended; expected out/NAME or a model")
     if unfinished:
         say(f"left out, as training has not ended there: {', '.join(unfinished)}")
     if args.out and len(paths) > 1:
-        raise EvalError(f"--out {args.out}: holds one checkpoint's results, got {len(paths)} checkpoints")
+        raise UserError(f"--out {args.out}: holds one checkpoint's results, got {len(paths)} checkpoints")
     places = [locate(name, args) for name in paths]  # a missing folder must show before the hub is asked
     names = choose_tasks(args.tasks, args.split)
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
@@ -450,20 +450,20 @@ def score(args, device: torch.device) -> None:
     rows_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
     teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:
-        raise EvalError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
+        raise UserError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
     rows, manifest = open_rows(rows_dir, "val") if rows_dir else (None, None)
     rows = rows[: args.max_rows] if rows_dir else None
     protocol = {"lm_eval": version("lm_eval"), "dtype": args.dtype, "max_length": args.max_length, "limit": args.limit}
     for i, c in enumerate(checkpoints):
         if c.folder in [other.folder for other in checkpoints[:i]]:
-            raise EvalError(
+            raise UserError(
                 f"{c.name}: its results would go to {c.folder}, like another's; score it apart, with an --out"
             )
-        before = read_json(c.folder / f"eval_{args.split}.json")
+        before = read_if_there(c.folder / f"eval_{args.split}.json", RESULT)
         if before and before["weights_sha256"] == c.sha256:
             refuse_loss(c, before, protocol, bool(items), rows, teacher)
         elif before and (args.out or c.run is None):  # a student's own folder may be scored again after more training
-            raise EvalError(
+            raise UserError(
                 f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
             )
         c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
@@ -494,7 +494,7 @@ def together(folders: list[Path], texts: list[str], args) -> str:
         return texts[0]
     try:
         return tabulate(list(map(str, folders)), args.reference, args.mixed, args.metric, [args.split], DEFAULTS)[0]
-    except TableError as error:
+    except UserError as error:
         return "\n".join([*texts, f"Each by itself: {error}"])
 
 
@@ -504,7 +504,7 @@ def refuse_loss(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows
     changed = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
     other_dtype = there["dtype"] != protocol["dtype"]  # one file holds scores and figures of one dtype
     if before["tasks"] and there["limit"] is None and changed and (scoring or other_dtype):
-        raise EvalError(f"{c.folder} holds scores of whole sets ({', '.join(changed)}); put these elsewhere by --out")
+        raise UserError(f"{c.folder} holds scores of whole sets ({', '.join(changed)}); put these elsewhere by --out")
     changed = changed if other_dtype else []
     if found and rows is not None:
         if rows_hash(rows[: found["n_rows"]]) != found["rows_sha256"]:
@@ -512,7 +512,7 @@ def refuse_loss(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows
         if found.get("teacher", teacher) != teacher:
             changed.append(f"teacher {found['teacher']} there, {teacher} here")
     if found and changed:
-        raise EvalError(
+        raise UserError(
             f"{c.folder} holds figures over held-out rows ({', '.join(changed)}); put these elsewhere by --out"
         )
 
@@ -527,12 +527,12 @@ def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints:
     for c in checkpoints:
         most = c.model.config.max_position_embeddings
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
-            raise EvalError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
+            raise UserError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
         if c.run and manifest.get("bos") != c.run.get("bos"):
-            raise EvalError(f"{rows_dir}: rows with bos={manifest.get('bos')}, but {c.name} was trained on rows with "
+            raise UserError(f"{rows_dir}: rows with bos={manifest.get('bos')}, but {c.name} was trained on rows with "
                             f"bos={c.run.get('bos')}; prepare some as for that run")  # fmt: skip
         if n > most:
-            raise EvalError(f"{rows_dir}: rows of {n} inputs, {c.name} takes {most} at most; prepare shorter ones")
+            raise UserError(f"{rows_dir}: rows of {n} inputs, {c.name} takes {most} at most; prepare shorter ones")
 
 
 def held_out_figures(
@@ -547,7 +547,7 @@ def held_out_figures(
         teacher.to(first.dtype)
     for name, m in [(c.name, c.model) for c in checkpoints] + [(teacher_name, teacher)] * bool(teacher):
         if len(m.head) != len(first):
-            raise EvalError(f"{name}: vocabulary of {len(m.head):,}, {checkpoints[0].name} has {len(first):,}")
+            raise UserError(f"{name}: vocabulary of {len(m.head):,}, {checkpoints[0].name} has {len(first):,}")
     n_bytes = byte_lengths(checkpoints[0].tokenizer, len(first))
     every = over_rows([c.model for c in checkpoints], teacher, rows, n_bytes, args.batch_tokens)
     totals = [figures.figures({key: value.sum(0) for key, value in sums.items()}) for sums in every]
@@ -562,7 +562,7 @@ def write(folder: Path, result: dict, sums: dict | None) -> str:
     """
     stem = folder / f"eval_{result['split']}"
     file = stem.with_suffix(".json")
-    before = read_json(file)
+    before = read_if_there(file, RESULT)
     same_weights = before.get("weights_sha256") == result["weights_sha256"]
     if not same_weights or (before["protocol"] != result["protocol"] and result["tasks"]):
         for old in folder.glob(f"samples_{result['split']}_*.jsonl"):  # of scores that are replaced
@@ -625,9 +625,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     args = p.parse_args(argv)
     for key, least in (("limit", 2), ("max_rows", 1), ("batch_tokens", 1), ("max_length", 1)):
         if getattr(args, key) is not None and getattr(args, key) < least:
-            raise EvalError(f"--{key} {getattr(args, key)}: expected at least {least}")
+            raise UserError(f"--{key} {getattr(args, key)}: expected at least {least}")
     if args.csv and not args.table:
-        raise EvalError(f"--csv {args.csv}: goes with --table")
+        raise UserError(f"--csv {args.csv}: goes with --table")
     return args
 
 
@@ -642,7 +642,7 @@ def run(argv: list[str]) -> None:
                 out.writeheader()
                 out.writerows(records)
         return
-    device = parallel.pick_device(args.device)
+    device = pick_device(args.device)
     parallel.start(device)
     score(args, device)
     parallel.stop()

@@ -450,6 +450,8 @@ def method_lines() -> list[str]:
 
 
 def _row(name: str) -> Method:
+    """The row of a method. A student's name, METHOD@LABEL, stands for its method."""
+    name = name.partition("@")[0]
     if name not in METHODS:
         near = nearest(name, METHODS)
         hint = f", did you mean {near!r}?" if near else f": {', '.join(METHODS)}"
@@ -546,7 +548,7 @@ def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **override
     compile  run it under torch.compile, once per method, settings and shape
     """
     if compile:
-        return _compiled(name, n_sequences, tuple(sorted(overrides.items())))
+        return _compiled(name.partition("@")[0], n_sequences, tuple(sorted(overrides.items())))
     return functools.partial(_evaluate, _of_call(resolve(name, **overrides), n_sequences))
 
 

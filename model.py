@@ -33,9 +33,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from lib.files import UserError, read_json
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
-    CheckpointError,
     find_folder,
     load_tokenizer,
     read_weights,
@@ -232,6 +232,11 @@ class Qwen2(nn.Module):
                 x = layer(x, cos, sin, mask)
         return self.model.norm(x)
 
+    def compile_layers(self) -> None:
+        """Run each layer under torch.compile. Layers of one shape share one compilation for each direction."""
+        for layer in self.model.layers:
+            layer.compile(dynamic=False, fullgraph=True)
+
     def forward(self, idx: Tensor) -> Tensor:
         """idx [B, T] -> logits [B, T, V]."""
         return F.linear(self.hidden(idx), self.head)
@@ -245,7 +250,7 @@ class Qwen2(nn.Module):
     def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
         """A checkpoint of a family of NATIVE from a local folder or the hub (`owner/name@revision`), weights as `dtype`.
 
-        Only safetensors are read, so that a foreign folder cannot run code. Raises `CheckpointError` for another
+        Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
         architecture, a pickle, and any tensor that is missing, left over or misshapen.
         """
         folder = find_folder(name)
@@ -287,7 +292,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
 
     teacher  the fields of `Qwen2Config` that a preset and a shape without them take from the teacher: vocabulary, rope
              base and scaling, norm epsilon, context (`lib.teacher.for_students`). None: the preset's own
-    Raises `CheckpointError` for a shape that cannot be read or is impossible.
+    Raises `UserError` for a shape that cannot be read or is impossible.
     """
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **(teacher or {}))
@@ -306,7 +311,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
         usual = {"intermediate_size": -(-width * 8 // 3 // 64) * 64, "num_key_value_heads": heads}
         return Qwen2Config(**{**usual, **(teacher or {}), **given})
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"student={shape}: {error}") from error
+        raise UserError(f"student={shape}: {error}") from error
 
 
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
@@ -329,16 +334,16 @@ def foreign(hf: dict) -> str | None:
 
 
 def load_config(name: str) -> Qwen2Config:
-    """A config.json, a model folder or a hub id -> the shape. `CheckpointError` for a family that is not in NATIVE.
+    """A config.json, a model folder or a hub id -> the shape. `UserError` for a family that is not in NATIVE.
 
     A Mistral with a window is this decoder for rows up to the window, which is then its context.
     """
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
-    hf = json.loads(path.read_text())
+        raise UserError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
+    hf = read_json(path, remedy="expected a config.json of the Hugging Face form")
     if unlike := foreign(hf):
-        raise CheckpointError(f"{path}: {unlike}; this decoder has no such part")
+        raise UserError(f"{path}: {unlike}; this decoder has no such part")
     kind, rope = hf["model_type"], {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     scaled = rope.get("rope_type", rope.get("type")) == "llama3"
     hf = hf | {
@@ -352,7 +357,7 @@ def load_config(name: str) -> Qwen2Config:
     fields = {f.name: hf.get(f.name, defaults.get(f.name)) for f in dataclasses.fields(Qwen2Config)}
     absent = [k for k, v in fields.items() if v is None and k not in ("head_dim", "rope_scaling")]
     if absent:
-        raise CheckpointError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
+        raise UserError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
     if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
         fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
     return Qwen2Config(**fields)

@@ -67,8 +67,8 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.files import locked, write_whole
-from lib.rows import BLOCK, PAD, quick_hash
+from lib.files import UserError, locked, read_json, write_whole
+from lib.rows import BLOCK, MANIFEST, PAD, quick_hash
 from lib.tokens import token_bytes
 
 RULE_VERSION = 1
@@ -101,14 +101,10 @@ SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
 FILES = {"train.bin", "train.json", "val.bin", "val.json"}
-STATE_KEYS = ("recipe", "records", "whole", "streams")  # without which a record is damaged
-MANIFEST_KEYS = ("split", "row_len", "tokenizer", "vocab_size", "eos_id", "val_rows", "val_share", "rows", "tokens", "documents",
-                 "padding_share", "sha256")  # fmt: skip
+STATE_KEYS = {"recipe": dict, "records": int, "whole": bool, "streams": dict}
+MANIFEST_KEYS = {"split": str, "tokenizer": str, "vocab_size": int, "val_rows": int, "val_share": float, "tokens": int}
+MANIFEST_KEYS |= {"documents": int, "padding_share": float, **MANIFEST}
 KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
-
-
-class PrepareError(ValueError):
-    """Data that cannot be prepared or trusted: what, got, expected, what to do."""
 
 
 # --- sources -----------------------------------------------------------------------------------------------------
@@ -124,13 +120,13 @@ class Source(NamedTuple):
 def open_source(name: str, revision: str | None) -> Source:
     """A source by its name: "python" (its own documentation and library), a local file, folder or glob, or a hub dataset.
 
-    Raises `PrepareError` where there is nothing to read. What looks like a path is never looked for on the hub.
+    Raises `UserError` where there is nothing to read. What looks like a path is never looked for on the hub.
     """
     path = Path(name).expanduser()
     hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not name.endswith(SUFFIXES)
     local = path.exists() or not hub or (len(path.parts) > 1 and path.parent.is_dir())
     if revision is not None and (name == "python" or local):
-        raise PrepareError(f"source_revision={revision}: only a hub dataset has revisions, and source={name} is local")
+        raise UserError(f"source_revision={revision}: only a hub dataset has revisions, and source={name} is local")
     if name == "python":
         return _memory_source(python_documents())
     return _file_source(name) if local else _hub_source(name, revision)
@@ -178,10 +174,10 @@ def _file_source(name: str) -> Source:
         files = sorted(Path(p) for p in glob.glob(str(root), recursive=True))
         root = root.parent
     if not files:
-        raise PrepareError(f"source={name}: no such file, and no {', '.join(SUFFIXES)} file in it")
+        raise UserError(f"source={name}: no such file, and no {', '.join(SUFFIXES)} file in it")
     for file in files:
         if not file.name.endswith(SUFFIXES):
-            raise PrepareError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
+            raise UserError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
     names = [os.path.relpath(file, root) if len(files) > 1 else file.name for file in files]
     total, at = sum(file.stat().st_size for file in files), {"before": 0, "tell": lambda: 0}
 
@@ -210,7 +206,7 @@ def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[str | None, 
             with _readable(file):
                 table = pyarrow.parquet.ParquetFile(raw)
             if "text" not in table.schema_arrow.names:
-                raise PrepareError(f"{file}: expected a column 'text', got {', '.join(table.schema_arrow.names)}")
+                raise UserError(f"{file}: expected a column 'text', got {', '.join(table.schema_arrow.names)}")
             for i, batch in enumerate(_told(table.iter_batches(batch_size=1024, columns=["text"]), file)):
                 for j, text in enumerate(batch.column(0).to_pylist()):
                     yield None, {"text": text}, file, 1024 * i + j + 1
@@ -234,11 +230,11 @@ def _parse(name: str | None, raw: bytes | dict, file: object, number: int | None
             return name, raw.decode()
         record = json.loads(raw) if isinstance(raw, bytes) else raw
     except (ValueError, RecursionError) as error:
-        raise PrepareError(f"{where}: expected UTF-8{'' if number is None else ' JSON'} ({error})") from error
+        raise UserError(f"{where}: expected UTF-8{'' if number is None else ' JSON'} ({error})") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         got = {k: type(v).__name__ for k, v in record.items()} if isinstance(record, dict) else type(record).__name__
-        raise PrepareError(f"{where}: expected a field 'text' that holds text, got {got}")
+        raise UserError(f"{where}: expected a field 'text' that holds text, got {got}")
     if isinstance(raw, bytes) and not text.isascii() and b"\\u" in raw:
         text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     return name, text
@@ -267,7 +263,7 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # what pyarrow raises is one of them
-        raise PrepareError(f"{file}: cannot be read to its end ({error}); fetch it again") from error
+        raise UserError(f"{file}: cannot be read to its end ({error}); fetch it again") from error
 
 
 def _hub_source(name: str, revision: str | None) -> Source:
@@ -278,7 +274,7 @@ def _hub_source(name: str, revision: str | None) -> Source:
         commit = huggingface_hub.HfApi().dataset_info(name, revision=revision).sha
     except Exception as error:  # each kind of network failure has a class of its own, which changes with the library
         reason = str(error).strip().split("\n")[0]
-        raise PrepareError(
+        raise UserError(
             f'source={name}: not "python", no local path, and no such dataset on the hub ({reason})'
         ) from error
     digest = hashlib.sha256(f"{name}\0{commit}".encode()).hexdigest()
@@ -449,7 +445,7 @@ def _processes(how: tuple, n: int) -> Iterator[Callable]:
             return pipe.recv()
         except (EOFError, OSError) as error:
             child.join(9)
-            raise PrepareError(f"prepare_workers={n}: one ended early (exit code {child.exitcode}; -9: killed, for want of "
+            raise UserError(f"prepare_workers={n}: one ended early (exit code {child.exitcode}; -9: killed, for want of "
                                "memory perhaps); the same command goes on, also with fewer") from error  # fmt: skip
         finally:
             idle.put((child, pipe))  # a dead one too: the next call is not to wait for it
@@ -499,7 +495,7 @@ class Stream:
         self.rest = np.array(saved["rest"], np.uint32)
         self.file.touch()
         if self.file.stat().st_size < self.rows * row_len * 4:
-            raise PrepareError(f"{file}: shorter than prepare.state says; delete {file.parent} and start again")
+            raise UserError(f"{file}: shorter than prepare.state says; delete {file.parent} and start again")
 
     @property
     def full(self) -> bool:
@@ -543,13 +539,13 @@ class Stream:
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     """Write the rows of `cfg` into `cfg.data_dir`, or resume a killed run of the same recipe.
 
-    Raises `PrepareError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
+    Raises `UserError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
     """
     from lib.hf import leading_bos, load_tokenizer, tokenizer_hash  # not above: workers need no torch
 
     name = cfg.tokenizer or cfg.teacher
     if name is None:
-        raise PrepareError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
+        raise UserError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     table = token_table(tokenizer)
@@ -573,8 +569,8 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     folder = Path(cfg.data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "prepare.state"
-    with locked(folder, PrepareError(f"{folder}: another prepare.py is at work there")):
-        state = _read_json(state_file, STATE_KEYS, f"delete {folder} and start again") if state_file.exists() else None
+    with locked(folder, UserError(f"{folder}: another prepare.py is at work there")):
+        state = read_json(state_file, STATE_KEYS, f"delete {folder} and start again") if state_file.exists() else None
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):
@@ -646,7 +642,7 @@ def _write_rows(
         if not stream.full:
             stream.feed(np.empty(0, np.uint32), np.empty(0, np.int64), table, last=True)
     if n_records == 0:
-        raise PrepareError(f"source={cfg.source}: holds no record")
+        raise UserError(f"source={cfg.source}: holds no record")
     return commit(whole=True)
 
 
@@ -674,7 +670,7 @@ def _finish(folder: Path, state: dict) -> list[dict]:
             os.truncate(work, n_train * row_bytes)
     empty = [name for name in ends if not ends[name]]
     if empty:
-        raise PrepareError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}; change one of these, "
+        raise UserError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}; change one of these, "
                            f"delete {folder} and start again")  # fmt: skip
     made, first = [], 0  # first record of the split
     for name, kinds in ends.items():
@@ -693,10 +689,10 @@ def _finish(folder: Path, state: dict) -> list[dict]:
 
 
 def measure(file: Path, recipe: dict) -> dict:
-    """Counts, lengths and hashes of a rows file, in one pass. Raises `PrepareError` for an impossible row."""
+    """Counts, lengths and hashes of a rows file, in one pass. Raises `UserError` for an impossible row."""
     row_len, size, counted = recipe["row_len"], file.stat().st_size, 1 << 12
     if size == 0 or size % (row_len * 4):
-        raise PrepareError(f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
+        raise UserError(f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
     digest, prefix_sha256, n_eos, lengths = hashlib.sha256(), None, 0, np.zeros(row_len + 1, np.int64)
     n_rows = size // (row_len * 4)
     for at in range(0, n_rows, counted):  # read, not mapped: the pages of a map count as this process's memory
@@ -704,11 +700,9 @@ def measure(file: Path, recipe: dict) -> dict:
         used = block != PAD
         length = used.sum(1)
         if not length.all() or (used != (np.arange(row_len) < length[:, None])).any():
-            raise PrepareError(f"{file}: rows {at} on: one is empty, or has padding inside; prepare it again")
+            raise UserError(f"{file}: rows {at} on: one is empty, or has padding inside; prepare it again")
         if block[used].max() >= recipe["vocab_size"]:
-            raise PrepareError(
-                f"{file}: rows {at} on: id {block[used].max()} of {recipe['vocab_size']}; prepare it again"
-            )
+            raise UserError(f"{file}: rows {at} on: id {block[used].max()} of {recipe['vocab_size']}; prepare it again")
         n_eos += int((block == recipe["eos_id"]).sum())
         lengths += np.bincount(length, minlength=row_len + 1)
         if at < PREFIX_ROWS <= at + len(block):
@@ -731,14 +725,14 @@ def measure(file: Path, recipe: dict) -> dict:
 
 
 def verify(folder: Path) -> None:
-    """Hash and count everything again. `PrepareError` names the first difference from the manifest."""
+    """Hash and count everything again. `UserError` names the first difference from the manifest."""
     if (folder / "prepare.state").exists():
-        raise PrepareError(f"{folder}: not finished; the command that began it goes on")
+        raise UserError(f"{folder}: not finished; the command that began it goes on")
     for name in _splits(_manifest(folder, "train")):
         manifest = _manifest(folder, name)
         for key, value in measure(folder / f"{name}.bin", manifest).items():
             if manifest.get(key) != value:
-                raise PrepareError(
+                raise UserError(
                     f"{folder / name}.bin: {key} is {value}, the manifest says {manifest.get(key)}; prepare it again"
                 )
         print(f"{_summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
@@ -752,7 +746,7 @@ def show(folder: Path, first: int, n_rows: int = 5) -> None:
     manifest = _manifest(folder, name)
     rows = np.memmap(folder / f"{name}.bin", np.uint32, "r").reshape(-1, manifest["row_len"])
     if first >= len(rows):
-        raise PrepareError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
+        raise UserError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
     table = token_table(tokenizer)
     for i in range(first, min(first + n_rows, len(rows))):
@@ -772,20 +766,8 @@ def _splits(recipe: dict) -> tuple[str, ...]:
 def _manifest(folder: Path, name: str) -> dict:
     for file in (folder / f"{name}.json", folder / f"{name}.bin"):
         if not file.is_file():
-            raise PrepareError(f"{file}: not there; expected a folder that prepare.py has written to its end")
-    return _read_json(folder / f"{name}.json", MANIFEST_KEYS, f"delete {folder} and prepare it again")
-
-
-def _read_json(file: Path, keys: tuple[str, ...], remedy: str) -> dict:
-    """A record that this script has written; `PrepareError` where it is damaged or another's."""
-    try:
-        record = json.loads(file.read_text())
-    except ValueError as error:
-        raise PrepareError(f"{file}: not whole JSON ({error}); {remedy}") from error
-    absent = [key for key in keys if not isinstance(record, dict) or key not in record]
-    if absent:
-        raise PrepareError(f"{file}: no {absent[0]!r} in it, so prepare.py did not write it; {remedy}")
-    return record
+            raise UserError(f"{file}: not there; expected a folder that prepare.py has written to its end")
+    return read_json(folder / f"{name}.json", MANIFEST_KEYS, f"delete {folder} and prepare it again")
 
 
 def _same_recipe(folder: Path, old: dict, new: dict) -> None:
@@ -795,7 +777,7 @@ def _same_recipe(folder: Path, old: dict, new: dict) -> None:
         differ += [place] * (old.get(place) != new[place])
     if differ:
         told = "; ".join(f"{key} was {old.get(key)!r:.20}, now {new[key]!r:.20}" for key in differ)
-        raise PrepareError(f"{folder}: holds data of another recipe: {told}. Nothing was touched: set another data_dir, or "
+        raise UserError(f"{folder}: holds data of another recipe: {told}. Nothing was touched: set another data_dir, or "
                            "delete that folder first")  # fmt: skip
 
 
@@ -816,7 +798,7 @@ def main() -> int:
     elif argv[:1] == ["--show"] and len(argv) == 3 and argv[1].isdigit():
         show(Path(argv[2]), int(argv[1]))
     elif argv[:1] in (["--verify"], ["--show"]):
-        raise PrepareError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
+        raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
     else:
         cfg = load(argv).config
         try:
@@ -827,7 +809,7 @@ def main() -> int:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise PrepareError(f"{cfg.data_dir}: the disk is full; make room, and the same command goes on") from error
+            raise UserError(f"{cfg.data_dir}: the disk is full; make room, and the same command goes on") from error
     return 0
 
 

@@ -3,7 +3,7 @@
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
-The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per method with `log.jsonl`,
+The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per student with `log.jsonl`,
 `checkpoints/` and, at the end, `model/`, which Hugging Face reads. Started again, a run goes on from its newest
 checkpoint; SIGINT and SIGTERM save one and exit 0, once it trains.
 
@@ -16,11 +16,11 @@ import functools
 import itertools
 import json
 import math
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -33,37 +33,18 @@ from transformers import PreTrainedTokenizerFast
 
 import configure
 from configure import Config, ConfigError
-from lib import checkpoint, heldout, parallel
+from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
+from lib.device import ROOM, fitting_micro_batch, pick_device, require_compiler, run_bytes
 from lib.figures import figures
 from lib.files import append_line, locked, read_json, write_json, writing
 from lib.fused import head_losses
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
+from lib.histograms import histograms
 from lib.rows import row_order
-from lib.runlog import (
-    CLOCK_KEYS,
-    Clock,
-    check_sinks,
-    flops_per_token,
-    machine_facts,
-    mfu,
-    open_sinks,
-    step_line,
-    teacher_sums,
-)
-from lib.teacher import Teacher, for_students, load_teacher
-from losses import (
-    IGNORE,
-    AlraTerms,
-    alra_terms,
-    check_settings,
-    evaluator,
-    kd_weight,
-    keywords,
-    method_lines,
-    needs_teacher,
-    resolve,
-)
+from lib.runlog import Clock
+from lib.teacher import Teacher, for_students, load_teacher, teacher_size
+from losses import alra_terms, check_settings, evaluator, kd_weight, keywords, method_lines, needs_teacher, resolve
 from model import INLINE, PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 
 # Keys that may differ when a run goes on: they change what is done when and where, not what is learnt. Those of the
@@ -80,12 +61,15 @@ class Env:
     """Where the run computes: device, precision, its place among the processes, and whether it was asked to stop."""
 
     def __init__(self, cfg: Config):
-        self.device = parallel.pick_device(cfg.device)
+        self.device = pick_device(cfg.device)
         narrow = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and self.device.type == "cuda")
         self.dtype = torch.bfloat16 if narrow else torch.float32  # of activations and products
         parallel.start(self.device)
-        self.rank, self.world, self.signalled = parallel.rank(), parallel.world(), False
+        self.rank, self.world = parallel.rank(), parallel.world()
         self.first = self.rank == 0
+        self.signalled = self.stopping = False  # this process got a signal; any process did
+        self.writer, self.written = ThreadPoolExecutor(1), Future()  # of checkpoints, one at a time
+        self.written.set_result(None)
 
     def hold_signals(self) -> None:
         """From now on SIGINT and SIGTERM end the run after its update. Before, they end the process: nothing is to be saved."""
@@ -95,13 +79,11 @@ class Env:
     def _on_signal(self, *_):
         self.signalled = True
 
-    def asked_to_stop(self) -> bool:
-        """True where any process got a signal, so that all of them stop after the same step."""
-        if self.world > 1:
-            flag = torch.tensor([float(self.signalled)], device=self.device)
-            parallel.sum_in_place([flag])
-            self.signalled = bool(flag.item())
-        return self.signalled
+    def stop_flag(self) -> Tensor:
+        """How many processes got a signal, [] on the device: all of them stop after the same step."""
+        flag = torch.full((), float(self.signalled), device=self.device)
+        parallel.sum_in_place([flag])
+        return flag
 
     def say(self, text: str) -> None:
         if self.first:
@@ -161,8 +143,8 @@ def open_teacher(cfg: Config, env: Env) -> Teacher | None:
             f"teacher={cfg.teacher}: vocabulary of {t:,}, student={cfg.student} has {s:,}; logits are matched token by "
             "token, so they must be equal"
         )
-    place = parallel.pick_device(cfg.teacher_device) if cfg.teacher_device else env.device
-    return load_teacher(cfg.teacher, env.dtype, place, env.device)
+    place = pick_device(cfg.teacher_device) if cfg.teacher_device else env.device
+    return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile)
 
 
 # --- students --------------------------------------------------------------------------------------------------------
@@ -172,14 +154,15 @@ def open_teacher(cfg: Config, env: Env) -> Teacher | None:
 class Student:
     """One method's weights and optimizer, and what is logged of it."""
 
-    name: str  # of the method and its folder
+    name: str  # METHOD or METHOD@LABEL, and its folder's
     model: Qwen2
     optimizer: torch.optim.AdamW
     folder: Path
     overrides: dict  # of the method's row in METHODS
     init_sha256: str
+    lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, of each term over the tokens since the last log line
-    gnorm: Tensor | None = None
+    gnorm: float = 0.0
     stopped: str | None = None  # why it could not go on
     sinks: list[Callable[[dict], None]] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
 
@@ -199,13 +182,16 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     model = first_weights(cfg)
     sha = weights_hash(model)
     model.to(device)
+    if cfg.compile:
+        model.compile_layers()
     decayed = [p for p in model.parameters() if cfg.decay_1d or p.ndim > 1]
     others = [p for p in model.parameters() if not (cfg.decay_1d or p.ndim > 1)]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     betas = (cfg.beta1, cfg.beta2)
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, eps=cfg.adam_eps, fused=True)
-    return Student(name, model, optimizer, Path(cfg.out_dir) / name, cfg.hyper.get(name, {}), sha)
+    folder, overrides = Path(cfg.out_dir) / name, cfg.overrides_of(name)
+    return Student(name, model, optimizer, folder, overrides, sha, cfg.lr_factor(name))
 
 
 def student_shape(cfg: Config) -> Qwen2Config:
@@ -265,12 +251,15 @@ def update(
                 s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
     for s in students:
         parallel.sum_in_place([p.grad for p in s.model.parameters()])
-        s.gnorm = clip_gradients(s.model.parameters(), cfg.clip)
-        if not torch.isfinite(s.gnorm):
-            s.stopped = f"step {step}: gradient norm {s.gnorm.item()}; {broken_terms(s)}; the update was not made"
+    norms = [clip_gradients(list(s.model.parameters()), cfg.clip) for s in students]
+    *norms, stop = torch.stack([*norms, env.stop_flag()]).tolist()  # the one time in an update that the host waits
+    env.stopping = stop > 0
+    for s, s.gnorm in zip(students, norms, strict=True):
+        if not math.isfinite(s.gnorm):
+            s.stopped = f"step {step}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made"
             continue
         for group in s.optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg) * group.get("lr_factor", 1.0)
+            group["lr"] = learning_rate(step, cfg) * s.lr_factor * group.get("lr_factor", 1.0)
         s.optimizer.step()
         s.optimizer.zero_grad(set_to_none=True)
     return n_valid
@@ -307,13 +296,17 @@ VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce"
 
 
 def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config, env: Env) -> dict[str, dict]:
-    """Per student: CE, KL(teacher || student) and top-1 agreement per token of the validation rows, temperature 1."""
+    """Per student: CE, KL(teacher || student) and top-1 agreement per token of the validation rows, temperature 1.
+
+    The rows are dealt out to the processes; the sums of each row are added up over them.
+    """
     n_rows = min(rows.n, cfg.val_max_rows or rows.n)
-    starts = range(0, n_rows, cfg.micro_batch)
+    starts = range(env.rank * cfg.micro_batch, n_rows, env.world * cfg.micro_batch)
     index = (np.arange(first, min(first + cfg.micro_batch, n_rows)) for first in starts)
     batches = ((int(i[0]), *rows.batch(i, env.device)[:2]) for i in index)
-    students = [(functools.partial(s.model.hidden, dtype=env.dtype), s.model.head) for s in live]
+    students = [model_of(s, env) for s in live]
     sums = heldout.row_sums(students, (teacher.hidden, teacher.head) if teacher else None, batches, n_rows)
+    parallel.sum_in_place([value for of in sums for value in of.values()])
     found = [figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
     return {
         s.name: {key: float(of[figure]) for key, figure in VALIDATED.items() if figure in of}
@@ -321,45 +314,30 @@ def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Conf
     }
 
 
-@torch.no_grad()
+def model_of(s: Student, env: Env) -> heldout.Model:
+    return functools.partial(s.model.hidden, dtype=env.dtype), s.model.head
+
+
 def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int, cfg: Config, env: Env) -> None:
     """The paper's Figures 3 and 4 over the rows of update `step`, without any effect on the run.
 
-    `teacher.jsonl`: the teacher's probability of the label and of its own top-1 (50 equal bins of [0, 1]), how often the
-    two tokens agree, its CE and entropy, and the local budgets with the teacher's own top d_max as candidates.
-    `<method>/histograms.jsonl`: the local budgets of each student whose objective returns `AlraTerms`, by size.
+    `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of each student that has some.
     """
     if not env.first:
         return
-    x, y, n_valid = rows.batch(rows_of_update(rows, step, cfg), env.device)
-    own = resolve("alra", **cfg.hyper.get("alra", {})).hyper
-    learners = [(s, resolve(s.name, **s.overrides)) for s in live if needs_teacher(s.name)]
-    counts, sums = {}, {}
-    for first in range(0, len(x), cfg.group):
-        part = slice(first, first + cfg.group)
-        labels = y[part].flatten()
-        z_t = logits(teacher.hidden(x[part]), teacher.head)  # [N, V]
-        for key, value in teacher_sums(z_t, labels).items():
-            sums[key] = sums.get(key, 0) + value
-        found = {"": alra_terms(z_t, z_t, labels, **own)}
-        for s, method in learners:
-            z_s = logits(s.model.hidden(x[part], dtype=env.dtype), s.model.head)
-            found[s.name] = method.fn(z_s, z_t, labels, **method.hyper)
-        for name, terms in found.items():
-            if isinstance(terms, AlraTerms):
-                d_max = terms.tokens.shape[1]
-                counts[name] = counts.get(name, 0) + torch.bincount(terms.d_u[labels != IGNORE], minlength=d_max + 1)
-    out = Path(cfg.out_dir)
-    for name, count in counts.items():
-        record = {"step": step, "n": n_valid, "d_u_hist": count.tolist()}
-        if not name:
-            record |= {key: value.tolist() if value.ndim else float(value) / n_valid for key, value in sums.items()}
-        append_line(out / name / "histograms.jsonl" if name else out / "teacher.jsonl", record)
-
-
-def logits(h: Tensor, w: Tensor) -> Tensor:
-    """h [B, T, D], w [V, D] -> [B * T, V] in fp32"""
-    return h.flatten(0, 1).float() @ w.float().T
+    x, y, _ = rows.batch(rows_of_update(rows, step, cfg), env.device)
+    objective = {s.name: resolve(s.name, **s.overrides) for s in live if needs_teacher(s.name)}
+    students = {
+        s.name: (model_of(s, env), functools.partial(objective[s.name].fn, **objective[s.name].hyper))
+        for s in live
+        if s.name in objective
+    }
+    budget = functools.partial(alra_terms, **resolve("alra", **cfg.overrides_of("alra")).hyper)
+    of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
+    append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **of_teacher})
+    for s in live:
+        if s.name in counts:
+            append_line(s.folder / "histograms.jsonl", {"step": step, "n": of_teacher["n"], "d_u_hist": counts[s.name]})
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -367,16 +345,16 @@ def logits(h: Tensor, w: Tensor) -> Tensor:
 
 def run(loaded: configure.Loaded) -> int:
     """A whole run -> its exit code: 0 when every student reached the end, or a signal asked for an early one."""
-    cfg = fit_processes(loaded.config, int(os.environ.get("WORLD_SIZE", 1)))
-    env = Env(cfg)
-    if cfg.micro_batch != loaded.config.micro_batch:
+    env, asked = Env(loaded.config), loaded.config.micro_batch
+    cfg = dataclasses.replace(loaded.config, micro_batch=choose_micro_batch(loaded.config, env))
+    if asked and cfg.micro_batch != asked:
         env.say(
-            f"micro_batch={loaded.config.micro_batch}: lowered to {cfg.micro_batch}, the most that fits {env.world} "
-            "processes; the result is the same"
+            f"micro_batch={asked}: lowered to {cfg.micro_batch}, the most that fits {env.world} processes; the result is "
+            "the same"
         )
     check_methods(cfg, env.device)
     if env.first:
-        check_sinks(cfg.tensorboard, cfg.wandb_project)
+        runlog.check_sinks(cfg.tensorboard, cfg.wandb_project)
     check_student(cfg, env)
     rows, val = open_data(cfg, "train"), open_data(cfg, "val")
     if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
@@ -384,13 +362,25 @@ def run(loaded: configure.Loaded) -> int:
             f"max_steps={cfg.max_steps}: needs {cfg.max_steps * cfg.batch_rows:,} rows, {cfg.data_dir} has {rows.n:,}; "
             "ask for fewer steps, prepare more rows, or set repeat_rows=True"
         )
-    tokenizer, teacher = open_tokenizer(cfg, rows), open_teacher(cfg, env)
-    students = [make_student(name, cfg, env.device) for name in cfg.methods]
-    out = Path(cfg.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    busy = ConfigError(f"out_dir={out}: another train.py is at work there; wait for its end, or choose another out_dir")
-    with locked(out, busy) if env.first else contextlib.nullcontext():
-        return distil(loaded, cfg, env, rows, val, tokenizer, teacher, students)
+    tokenizer = open_tokenizer(cfg, rows)
+    try:
+        teacher = open_teacher(cfg, env)
+        students = [make_student(name, cfg, env.device) for name in cfg.methods]
+        out = Path(cfg.out_dir)
+        out.mkdir(parents=True, exist_ok=True)
+        busy = ConfigError(
+            f"out_dir={out}: another train.py is at work there; wait for its end, or choose another out_dir"
+        )
+        with locked(out, busy) if env.first else contextlib.nullcontext():
+            return distil(loaded, cfg, env, rows, val, tokenizer, teacher, students)
+    except torch.OutOfMemoryError as error:
+        less = fitting_micro_batch(cfg.batch_rows // env.world, cfg.group, cfg.micro_batch - 1, 0, 1)
+        what = (
+            f"set --micro_batch={less}"
+            if less < cfg.micro_batch
+            else "set --recompute=True, or train fewer methods at once"
+        )
+        raise ConfigError(f"micro_batch={cfg.micro_batch}: out of memory on {env.device}; {what}") from error
 
 
 def distil(
@@ -399,18 +389,18 @@ def distil(
 ) -> int:  # fmt: skip
     """The loop, from the newest checkpoint to the saved models -> the exit code of `run`."""
     facts = run_facts(rows, val, teacher, env.device)
-    open_folder(loaded, students, facts, env)
+    open_folder(loaded, students, cfg.micro_batch, facts, env)
     live = [s for s in students if not s.stopped]
     step, clock = resume(live, cfg, facts, env)
     if step:
         env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")
     if env.first:
         for s in live:
-            s.sinks = open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project)
+            s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project)
     env.hold_signals()
     stream = batches(rows, teacher, step, cfg, env)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=None if env.first else True, dynamic_ncols=True)
-    while step < cfg.max_steps and live and not env.asked_to_stop():
+    while step < cfg.max_steps and live and not env.stopping:
         if teacher and cfg.histogram_every_steps and step % cfg.histogram_every_steps == 0:
             log_histograms(live, teacher, rows, step, cfg, env)
         t0 = time.perf_counter()
@@ -430,8 +420,9 @@ def distil(
             save_checkpoints(live, step, clock, cfg, facts, env)
         bar.update()
     bar.close()
-    if env.signalled:
+    if env.stopping:
         save_checkpoints(live, step, clock, cfg, facts, env)
+    env.written.result()
     for s in students:
         if s.stopped:
             env.say(f"{s.name} stopped at {s.stopped}")
@@ -454,7 +445,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
     line_valid, valid_tokens = (int(c) for c in counts.tolist())
     eta_sec = clock.eta_sec(step, cfg.max_steps)
     tok_per_sec = clock.line_steps * cfg.batch_rows * cfg.seq_len / clock.line_sec
-    used = mfu(tok_per_sec * run_flops_per_token(len(live), teacher, cfg), env.device, env.world)
+    used = runlog.mfu(tok_per_sec * run_flops_per_token(len(live), teacher, cfg), env.device, env.world)
     cuda = env.device.type == "cuda"
     for s in live:
         sums = torch.stack(list(s.sums.values()))
@@ -465,8 +456,8 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
             "nominal_tokens": step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": valid_tokens,
             **terms,
-            "lr": learning_rate(step - 1, cfg),
-            "gnorm": float(s.gnorm),
+            "lr": learning_rate(step - 1, cfg) * s.lr_factor,
+            "gnorm": s.gnorm,
             "tok_per_sec": tok_per_sec,
             "mfu": used,
             "mem_gib": torch.cuda.max_memory_allocated(env.device) / 2**30 if cuda else None,
@@ -475,14 +466,14 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
         s.sums = {}
         if env.first:
             s.record(record)
-        env.say(step_line(s.name, record, terms, cfg.max_steps))
+        env.say(runlog.step_line(s.name, record, terms, cfg.max_steps))
     clock.start_line()
 
 
 def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -> float:
     """The run's own arithmetic per token; the teacher counts once."""
-    flops = n_students * flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
-    return flops + (flops_per_token(teacher.model.config, cfg.seq_len, trained=False) if teacher else 0.0)
+    flops = n_students * runlog.flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
+    return flops + (teacher.flops_per_token(cfg.seq_len) if teacher else 0.0)
 
 
 def log_validation(live: list[Student], found: dict[str, dict], step: int, env: Env) -> None:
@@ -496,16 +487,38 @@ def log_validation(live: list[Student], found: dict[str, dict], step: int, env: 
 # --- what must be right before the first step ------------------------------------------------------------------------
 
 
-def fit_processes(cfg: Config, world: int) -> Config:
-    """The config with the largest micro_batch, at most the given one, that divides each process's share of the rows."""
-    if cfg.batch_rows % (world * cfg.group):
+def choose_micro_batch(cfg: Config, env: Env) -> int:
+    """The rows of a micro-batch: at most `micro_batch`, and a divisor of each process's share of an update's rows.
+
+    None is the value of the run that goes on; for a new run what fits the card's free memory (`run_bytes`), on the CPU
+    `group`.
+    """
+    if cfg.batch_rows % (env.world * cfg.group):
         raise ConfigError(
-            f"{world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}; "
+            f"{env.world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}; "
             "start another number of processes, or set --batch_rows"
         )
-    share = cfg.batch_rows // world
-    sizes = range(cfg.group, min(cfg.micro_batch, share) + 1, cfg.group)
-    return dataclasses.replace(cfg, micro_batch=max(m for m in sizes if share % m == 0))
+    share, most, before = cfg.batch_rows // env.world, cfg.micro_batch, Path(cfg.out_dir) / "run.json"
+    if most is None and before.is_file():
+        most = read_json(before).get("micro_batch")
+    if most is None and env.device.type == "cuda":
+        teacher = teacher_size(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None
+        needs = run_bytes(
+            student_shape(cfg),
+            len(cfg.methods),
+            teacher,
+            cfg.seq_len,
+            cfg.group,
+            env.dtype.itemsize,
+            cfg.recompute,
+        )
+        room = min(parallel.everyones(int(ROOM * torch.cuda.mem_get_info(env.device)[0])))
+        most = fitting_micro_batch(share, cfg.group, room, *needs)
+        env.say(
+            f"micro_batch={most}: {needs[0] / 2**30:.1f} GiB and {needs[1] / 2**30:.2f} GiB for each row, of "
+            f"{room / 2**30:.1f} GiB that are free"
+        )
+    return fitting_micro_batch(share, cfg.group, most or cfg.group, 0, 1)
 
 
 def holds_weights(name: str) -> bool:
@@ -535,24 +548,17 @@ def check_student(cfg: Config, env: Env) -> None:
 def check_methods(cfg: Config, device: torch.device) -> None:
     """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
     for name in (*cfg.methods, *cfg.hyper):
-        check_settings(name, student_shape(cfg).vocab_size, **cfg.hyper.get(name, {}))
-    unused = [name for name in cfg.hyper if name not in cfg.methods]
+        check_settings(name, student_shape(cfg).vocab_size, **cfg.overrides_of(name))
+    taken = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
+    unused = [name for name in cfg.hyper if name not in taken]
     if unused:
         raise ConfigError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")
     if cfg.kd_schedule != "constant" and cfg.compile:
         raise ConfigError(
             "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
         )
-    if cfg.compile and device.type == "cpu":
-        from torch._inductor import cpp_builder  # imported here: it takes a second, and few runs need it
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            cpp_builder.get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise ConfigError(
-                "compile=True: no C++ compiler works here; install g++, name one in CXX, or set compile=False"
-            ) from error
+    if cfg.compile:
+        require_compiler(device)
 
 
 def open_tokenizer(cfg: Config, rows: Rows):
@@ -587,7 +593,7 @@ def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.devi
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
         "teacher_sha256": weights_hash(teacher.model) if teacher else None,
         "teacher_shape": teacher.shape if teacher else None,  # the hash is of weights alone
-        **machine_facts(device),
+        **runlog.machine_facts(device),
     }
 
 
@@ -595,7 +601,7 @@ def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dic
     """Provenance that is stored beside a student's scores."""
     return {
         "method": s.name,
-        "overrides": s.overrides,
+        "overrides": cfg.settings_of(s.name),
         "student": cfg.student,
         "student_weights": cfg.student_weights,
         "teacher": cfg.teacher,
@@ -609,7 +615,7 @@ def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dic
     }
 
 
-def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, env: Env) -> None:
+def open_folder(loaded: configure.Loaded, students: list[Student], micro_batch: int, facts: dict, env: Env) -> None:
     """Make the run's folder, or check that the one there holds this very run."""
     path = Path(loaded.config.out_dir) / "run.json"
     if path.is_file():
@@ -628,7 +634,7 @@ def open_folder(loaded: configure.Loaded, students: list[Student], facts: dict, 
     if env.first:
         for s in students:
             s.folder.mkdir(parents=True, exist_ok=True)
-        configure.save(loaded, path, **facts)
+        configure.save(loaded, path, micro_batch=micro_batch, **facts)
     for s in students:
         stopped = s.folder / "stopped.json"
         s.stopped = read_json(stopped)["why"] if stopped.is_file() else None
@@ -646,15 +652,23 @@ def config_of(run: dict) -> dict:
 
 
 def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env) -> None:
-    """One per student; all of them are written before any older one is removed."""
+    """Write one per student from a copy, while training goes on; all are written before any older one is removed."""
     if not env.first:
         return
+    env.written.result()  # the ones before; their error is raised here
+    copies = []
     for s in live:
         sums = {key: float(value) for key, value in s.sums.items()}
         state = {"step": step, "method": s.name, "init_sha256": s.init_sha256, **facts, "sums": sums, **clock.state()}
-        checkpoint.save(s.folder / "checkpoints", s.model, s.optimizer, state)
-    for s in live:
-        checkpoint.prune(s.folder / "checkpoints", cfg.keep_checkpoints)
+        copies.append((s.folder / "checkpoints", *checkpoint.copied(s.model, s.optimizer), state))
+
+    def write():
+        for copy in copies:
+            checkpoint.save(*copy)
+        for folder, *_ in copies:
+            checkpoint.prune(folder, cfg.keep_checkpoints)
+
+    env.written = env.writer.submit(write)
 
 
 def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int, Clock]:
@@ -675,7 +689,7 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
         s.sums = {
             key: torch.tensor(value, dtype=torch.float64, device=env.device) for key, value in state["sums"].items()
         }
-    return step, Clock(step, **{key: state[key] for key in CLOCK_KEYS})
+    return step, Clock(step, **{key: state[key] for key in runlog.CLOCK_KEYS})
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
-from lib.rows import PAD, RowsError, open_rows
+from lib.files import UserError
+from lib.rows import PAD, open_rows
 
 
 class Rows:
@@ -18,7 +19,7 @@ class Rows:
         self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
         self.n, width = self.ids.shape
         if width != seq_len + 1:
-            raise RowsError(f"seq_len={seq_len}: {folder} has rows for seq_len={width - 1}; prepare again or set it")
+            raise UserError(f"seq_len={seq_len}: {folder} has rows for seq_len={width - 1}; prepare again or set it")
         self.eos, self.mask_after_eos = self.manifest["eos_id"], mask_after_eos
 
     def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:

@@ -15,23 +15,33 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from lib.files import CheckpointError, read_lines, write_lines, writing
+from lib.files import UserError, read_lines, write_lines, writing
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, state: dict) -> None:
+Tensors = dict[str, torch.Tensor]
+
+
+def copied(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[Tensors, Tensors]:
+    """Copies on the CPU of the weights and of the moments, by name."""
+    names = {p: name for name, p in model.named_parameters()}
+    weights = {name: p.to("cpu", copy=True) for name, p in model.state_dict().items()}
+    return weights, {
+        f"{names[p]}/{k}": v.to("cpu", copy=True) for p, kept in optimizer.state.items() for k, v in kept.items()
+    }
+
+
+def save(folder: Path, weights: Tensors, moments: Tensors, state: dict) -> None:
     """Write weights, moments and `state` (with `step`) under another name, flush them to the disk, then rename."""
     final = folder / f"step_{state['step']:08d}"
     if final.exists():
         return
     new = final.with_name(final.name + ".tmp")
     shutil.rmtree(new, ignore_errors=True)
-    names = {p: name for name, p in model.named_parameters()}
-    moments = {f"{names[p]}/{k}": v.cpu() for p, kept in optimizer.state.items() for k, v in kept.items()}
     with writing(new):
         new.mkdir(parents=True)
-        safetensors.torch.save_file({k: v.cpu() for k, v in model.state_dict().items()}, new / "model.safetensors")
+        safetensors.torch.save_file(weights, new / "model.safetensors")
         safetensors.torch.save_file(moments, new / "optimizer.safetensors")
         (new / "state.json").write_text(json.dumps(state, indent=1) + "\n")
         for path in (*new.iterdir(), new):
@@ -64,22 +74,20 @@ def prune(folder: Path, keep: int) -> None:
 def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: dict) -> dict:
     """Load a checkpoint into `model` and `optimizer` -> its state. `belongs`: facts of the run that it must hold.
 
-    Raises `CheckpointError` where it is broken or another run's.
+    Raises `UserError` where it is broken or another run's.
     """
     try:
         state = json.loads((path / "state.json").read_text())
         weights = safetensors.torch.load_file(path / "model.safetensors")
         moments = safetensors.torch.load_file(path / "optimizer.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"{path}: not a whole checkpoint ({error}); remove it to go on from the one before"
-        ) from error
+        raise UserError(f"{path}: not a whole checkpoint ({error}); remove it to go on from the one before") from error
     for key, value in belongs.items():
         if state.get(key) != value:
-            raise CheckpointError(f"{path}: {key} is {state.get(key)}, expected {value}; it belongs to another run")
+            raise UserError(f"{path}: {key} is {state.get(key)}, expected {value}; it belongs to another run")
     params = dict(model.named_parameters())
     if weights.keys() != params.keys() or moments.keys() != {f"{name}/{k}" for name in params for k in MOMENTS}:
-        raise CheckpointError(f"{path}: its tensors are not this student's; it belongs to another run")
+        raise UserError(f"{path}: its tensors are not this student's; it belongs to another run")
     with torch.no_grad():
         for name, p in params.items():
             p.copy_(weights[name])

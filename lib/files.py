@@ -12,8 +12,8 @@ from pathlib import Path
 import safetensors
 
 
-class CheckpointError(ValueError):
-    """A file, checkpoint, model folder or tokenizer that cannot be used as asked."""
+class UserError(ValueError):
+    """What a user can mend: what, got, expected, what to do. The scripts print it as one line."""
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, safetensors.SafetensorError) as error:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        raise CheckpointError(
+        raise UserError(
             f"{path}: not written ({error}); see to its room and rights, and the same command goes on from the last whole "
             "checkpoint"
         ) from error
@@ -61,16 +61,24 @@ def write_json(path: Path, value: dict) -> None:
         write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. `CheckpointError` where the file is not JSON or not an object."""
+AGAIN = "remove it, and the command that wrote it makes it again"
+
+
+def read_json(path: Path, keys: dict[str, type] | None = None, remedy: str = AGAIN) -> dict:
+    """The object in a JSON file, which holds `keys` with values of these types. `UserError` names file and key."""
     try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path}: not whole JSON ({error}); remove it, and the command that wrote it makes it again"
-        ) from error
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not whole JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; {remedy}")
+    for key, kind in (keys or {}).items():
+        if key not in value:
+            raise UserError(f"{path}: no {key!r} in it; {remedy}")
+        if not isinstance(value[key], kind) or (isinstance(value[key], bool) and kind is int):
+            raise UserError(
+                f"{path}: {key} is {value[key]!r:.60}, expected {getattr(kind, '__name__', kind)}; {remedy}"
+            )
     return value
 
 
@@ -82,8 +90,17 @@ def append_line(path: Path, record: dict) -> None:
 
 def read_lines(path: Path) -> list[dict]:
     """The records of a file of JSON lines; none where there is no file. A last line without its end is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error}); mend or remove that line") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: expected a JSON object, got {line.decode()!r:.60}")
+        records.append(record)
+    return records
 
 
 def write_lines(path: Path, records: list[dict]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from lib.files import CheckpointError
+from lib.files import UserError, read_json
 
 INIT_STD = 0.02  # of a student's first weights
 
@@ -30,7 +30,7 @@ def find_folder(name: str) -> Path:
         inside = folder / "model"
         return inside if (inside / "config.json").is_file() and not (folder / "config.json").is_file() else folder
     if name.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
-        raise CheckpointError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name'")
+        raise UserError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name'")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -39,7 +39,7 @@ def find_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{name}: no such local folder, and the hub did not give it ({why})") from error
+        raise UserError(f"{name}: no such local folder, and the hub did not give it ({why})") from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -49,17 +49,17 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """
     folder = find_folder(name)
     if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{name}: no tokenizer.json there; expected a folder or hub id with a fast tokenizer")
+        raise UserError(f"{name}: no tokenizer.json there; expected a folder or hub id with a fast tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
-        raise CheckpointError(f"{name}: the tokenizer names no eos_token, which ends every document")
+        raise UserError(f"{name}: the tokenizer names no eos_token, which ends every document")
     return tokenizer
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """The id that the tokenizer by itself puts before a text (its BOS); None where it puts nothing there.
 
-    What it puts after a text is not followed. Raises `CheckpointError` for a tokenizer that puts several ids before a
+    What it puts after a text is not followed. Raises `UserError` for a tokenizer that puts several ids before a
     text, or one that is no special token: who trains on them must see them in the text.
     """
     backend = tokenizer.backend_tokenizer
@@ -69,7 +69,7 @@ def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
     if not added:
         return None
     if len(added) > 1 or n_before is None or added[0] not in special:
-        raise CheckpointError(
+        raise UserError(
             f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
             "bos=none, or take another tokenizer"
         )
@@ -168,7 +168,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
     Where `attention_bias` stands in config.json, so does a bias on the attention's output, which must be zero.
     """
     wanted = dict(model.state_dict())
-    zeros = output_biases(wanted) if json.loads((folder / "config.json").read_text()).get("attention_bias") else set()
+    zeros = output_biases(wanted) if read_json(folder / "config.json").get("attention_bias") else set()
     absent, twin, tied = wanted.keys() | zeros, None, "lm_head.weight" not in wanted
     for file in weight_files(folder):
         for name in tensor_names(file):
@@ -182,33 +182,29 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 continue
             if name in zeros:
                 if source.any():
-                    raise CheckpointError(f"{file}: {name} is not zero, as expected; this decoder has no such bias")
+                    raise UserError(f"{file}: {name} is not zero, as expected; this decoder has no such bias")
                 absent.discard(name)
                 continue
             if name not in wanted:
-                raise CheckpointError(
-                    f"{file}: extra tensor {name} {tuple(source.shape)}; config.json has no place for it"
-                )
+                raise UserError(f"{file}: extra tensor {name} {tuple(source.shape)}; config.json has no place for it")
             if source.shape != wanted[name].shape:
-                raise CheckpointError(
+                raise UserError(
                     f"{file}: {name} is {tuple(source.shape)}, expected {tuple(wanted[name].shape)} by config.json"
                 )
             if name not in absent:
-                raise CheckpointError(f"{file}: {name} is in another file of that folder too; remove one of them")
+                raise UserError(f"{file}: {name} is in another file of that folder too; remove one of them")
             if not source.is_floating_point():
-                raise CheckpointError(
+                raise UserError(
                     f"{file}: {name} is {source.dtype}, expected floating point; take the weights as they were trained"
                 )
             wanted[name].copy_(source)
             absent.discard(name)
             del source
     if absent:
-        raise CheckpointError(
-            f"{folder}: missing tensor {min(absent)} ({len(absent)} in all); the checkpoint is not whole"
-        )
+        raise UserError(f"{folder}: missing tensor {min(absent)} ({len(absent)} in all); the checkpoint is not whole")
     embedding = wanted["model.embed_tokens.weight"]
     if twin is not None and not torch.equal(twin.to(embedding), embedding):
-        raise CheckpointError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
+        raise UserError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
 
 
 def output_biases(names) -> set[str]:
@@ -221,7 +217,7 @@ def tensor_names(file: Path) -> list[str]:
         with safetensors.safe_open(file, framework="pt") as tensors:
             return list(tensors.keys())
     except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file ({error}); fetch or write it again") from error
+        raise UserError(f"{file}: not a whole safetensors file ({error}); fetch or write it again") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -230,14 +226,14 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = sorted(set(read_json(index, {"weight_map": dict})["weight_map"].values()))
         gone = [s for s in shards if Path(s).name != s or not (folder / s).is_file()]
         if gone:
-            raise CheckpointError(f"{folder}: shard {gone[0]} is named in the index but not there")
+            raise UserError(f"{folder}: shard {gone[0]} is named in the index but not there")
         return [folder / s for s in shards]
     pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
     if pickles:
-        raise CheckpointError(
+        raise UserError(
             f"{folder}: {pickles[0]} is a pickle, which can run code; expected model.safetensors: convert it first"
         )
-    raise CheckpointError(f"{folder}: no model.safetensors there; expected a Hugging Face model folder")
+    raise UserError(f"{folder}: no model.safetensors there; expected a Hugging Face model folder")

@@ -1,40 +1,19 @@
-"""Devices and processes: which device, which of how many processes, sums over them."""
+"""Processes: how many there are, which one this is, sums over them."""
 
 import os
-import platform
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:1` -> an existing device; under torchrun `cuda` is each process's own card."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    n = torch.cuda.device_count()
-    if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
-        raise ValueError(f"device {name}: expected cpu, or cuda with one of this machine's {n} CUDA devices")
-    return torch.device(name)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's where the system tells it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def start(device: torch.device) -> None:
-    """Join the other processes of this torchrun, where there are any."""
+    """Make `device` the current one, and join the other processes of this torchrun, where there are any."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)  # else every process opens a context on card 0 too
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
 
 def stop() -> None:
@@ -55,6 +34,14 @@ def sum_in_place(tensors: list[Tensor]) -> None:
     if world() > 1:
         for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
             handle.wait()
+
+
+def everyones(value) -> list:
+    """The value that each process gives, by rank."""
+    values = [value] * world()
+    if world() > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def wait(device: torch.device) -> None:

@@ -5,10 +5,11 @@
 
 import functools
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
+
+from lib.files import UserError, read_json
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 # What readers need of a manifest.
@@ -16,28 +17,17 @@ MANIFEST = {"rows": int, "row_len": int, "eos_id": int, "sha256": str, "quick_sh
 BLOCK = 1 << 20  # bytes read at a time
 
 
-class RowsError(ValueError):
-    """A rows file that is missing, or does not match its manifest."""
-
-
 def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
-    """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. `RowsError` where they do not match."""
+    """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. `UserError` where they do not match."""
     file, manifest = Path(folder) / f"{name}.bin", Path(folder) / f"{name}.json"
     if not manifest.is_file() or not file.is_file():
-        raise RowsError(f"{folder}: no {name}.bin with {name}.json there; run prepare.py with the same config")
-    try:
-        facts = json.loads(manifest.read_text())
-    except ValueError as error:
-        raise RowsError(f"{manifest}: not JSON ({error}); prepare it again") from error
-    for key, kind in MANIFEST.items():
-        value = facts.get(key) if isinstance(facts, dict) else None
-        if not isinstance(value, kind):
-            raise RowsError(f"{manifest}: {key} is {value!r}, expected {kind.__name__}; prepare it again")
+        raise UserError(f"{folder}: no {name}.bin with {name}.json there; run prepare.py with the same config")
+    facts = read_json(manifest, MANIFEST, "prepare it again")
     n, width, size = facts["rows"], facts["row_len"], file.stat().st_size
     if size != n * width * 4:
-        raise RowsError(f"{file}: {size:,} bytes, expected {n * width * 4:,} by {manifest.name}; prepare it again")
+        raise UserError(f"{file}: {size:,} bytes, expected {n * width * 4:,} by {manifest.name}; prepare it again")
     if quick_hash(file) != facts["quick_sha256"]:
-        raise RowsError(f"{file}: not the bytes that {manifest.name} describes; prepare it again")
+        raise UserError(f"{file}: not the bytes that {manifest.name} describes; prepare it again")
     return np.memmap(file, np.uint32, "r", shape=(n, width)), facts
 
 

@@ -1,4 +1,4 @@
-"""What a run tells about itself: facts, speed, log lines, histograms, and the services that receive the log.
+"""What a run tells about itself: facts, speed, log lines, and the services that receive the log.
 
 Nothing here changes what is learnt.
 """
@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 
-from lib.checks import IGNORE
-from lib.parallel import device_name
+from lib.device import device_name
+from lib.files import UserError
 from model import Qwen2Config
 
 # Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
@@ -120,12 +119,12 @@ def hours(seconds: float) -> str:
 
 
 def check_sinks(tensorboard: bool, wandb_project: str | None) -> None:
-    """ValueError where a service is asked for whose package is not installed."""
+    """`UserError` where a service is asked for whose package is not installed."""
     asked = [("tensorboard", f"tensorboard={tensorboard}")] if tensorboard else []
     asked += [("wandb", f"wandb_project={wandb_project}")] if wandb_project else []
     for package, key in asked:
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{key}: {package} is not installed; run `pip install {package}`, or leave it off")
+            raise UserError(f"{key}: {package} is not installed; run `pip install {package}`, or leave it off")
 
 
 def open_sinks(folder: Path, tensorboard: bool, wandb_project: str | None) -> list[Callable[[dict], None]]:
@@ -150,25 +149,3 @@ def _to_tensorboard(writer, record: dict) -> None:
     for key, value in record.items():
         if key != "step" and value is not None:
             writer.add_scalar(key, value, record["step"])
-
-
-# --- the paper's two figures of what training looks at ---------------------------------------------------------------
-
-
-@torch.no_grad()
-def teacher_sums(z_t: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Sums over the valid positions of a forward batch: how sure the teacher is, of the label and of its own top-1.
-
-    z_t [N, V], y [N] -> `p_label`, `p_top1`, `agree`, `ce`, `entropy` []; `p_label_hist`, `p_top1_hist` [50], counts in
-    equal bins of [0, 1].
-    """
-    valid = y != IGNORE
-    logp = z_t[valid].log_softmax(-1)
-    of_label, top = logp.gather(1, y[valid][:, None])[:, 0], logp.max(-1)
-    p_label, p_top1 = of_label.exp(), top.values.exp()
-    sums = {"p_label": p_label, "p_top1": p_top1, "agree": (top.indices == y[valid]).float(), "ce": -of_label}
-    sums["entropy"] = -(logp.exp() * logp).sum(-1)
-    sums = {key: value.double().sum() for key, value in sums.items()}
-    return sums | {
-        f"{key}_hist": torch.histc(p.float(), 50, 0, 1).long() for key, p in (("p_label", p_label), ("p_top1", p_top1))
-    }

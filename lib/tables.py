@@ -5,7 +5,6 @@ mean and 95 % interval. A table only holds rows that can be compared: same initi
 optimisation and scoring protocol.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,8 +13,9 @@ import numpy as np
 from scipy.special import stdtrit
 
 from lib.figures import FIGURES, bootstrap
+from lib.files import UserError, read_json
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
-from lib.tasks import COLUMNS, SUITES, EvalError
+from lib.tasks import COLUMNS, SUITES
 
 # --- one checkpoint --------------------------------------------------------------------------------------------
 
@@ -99,10 +99,7 @@ OLD_SETTINGS = {
     "detach_temperature", "lam",
 }  # fmt: skip
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
-
-
-class TableError(ValueError):
-    """Results that cannot be read, or that cannot be compared in one table."""
+RESULT = {"name": str, "split": str, "tasks": dict, "intrinsic": dict | None, "protocol": dict, "run": dict | None}
 
 
 def tabulate(
@@ -127,12 +124,12 @@ def tabulate(
     results, lines, records = load(folders or paths, splits), [], []
     made = in_order({method_of(r) for r in results})
     if reference not in ("pretrain", *made):
-        raise TableError(f"--reference {reference}: none of the results is of it; there are {', '.join(made)}")
+        raise UserError(f"--reference {reference}: none of the results is of it; there are {', '.join(made)}")
     for student in dict.fromkeys(student_of(r) for r in results):
         mine = [r for r in results if student_of(r) == student]
         apart = differences(mine, defaults or {})
         if apart and not mixed:
-            raise TableError(f"{apart[0]}; tabulate them apart, or all the same with --mixed")
+            raise UserError(f"{apart[0]}; tabulate them apart, or all the same with --mixed")
         lines += [f"## {student or 'other models'}", ""]
         for split in SUITES:
             rows = by_method([r for r in mine if r["split"] == split and r["tasks"]])
@@ -148,12 +145,9 @@ def tabulate(
     return "\n".join(lines), records
 
 
-def read_json(file: Path) -> dict:
+def read_if_there(file: Path, keys: dict[str, type] | None = None) -> dict:
     """The content of a JSON file; {} where there is none."""
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise EvalError(f"{file}: not whole JSON ({error}); remove it") from error
+    return read_json(file, keys) if file.is_file() else {}
 
 
 def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
@@ -165,8 +159,8 @@ def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str]
     whole = {path.parent for path in map(Path, paths) if path.is_file()}
     found, left_out = [], []
     for name, path in zip(paths, map(Path, paths), strict=True):
-        run = path if "config" in read_json(path / "run.json") and not (path / "model").is_dir() else path.parent
-        config = read_json(run / "run.json").get("config", {})
+        run = path if "config" in read_if_there(path / "run.json") and not (path / "model").is_dir() else path.parent
+        config = read_if_there(run / "run.json").get("config", {})
         if run == path:
             inside = sorted(folder for folder in path.glob("*/") if done(folder))
             for folder in dict.fromkeys([*(path / method for method in config.get("methods", ())), *inside]):
@@ -185,11 +179,11 @@ def load(paths: list[str], splits: Iterable[str]) -> list[dict]:
         names = [f"eval_{split}.json" for split in splits]
         here = [f for name in names for f in (path / name, *sorted(path.glob(f"*/{name}"))) if f.is_file()]
         if (path / "model").is_dir() and not here:
-            raise TableError(f"{path}: a student without results; first: python eval.py {path}")
+            raise UserError(f"{path}: a student without results; first: python eval.py {path}")
         files += here
     if not files:
-        raise TableError(f"{' '.join(paths)}: no eval_heldout.json in there; first: python eval.py out/NAME/METHOD")
-    return [json.loads(f.read_text()) | {"folder": str(f.parent), "file": f} for f in dict.fromkeys(files)]
+        raise UserError(f"{' '.join(paths)}: no eval_heldout.json in there; first: python eval.py out/NAME/METHOD")
+    return [read_json(f, RESULT) | {"folder": str(f.parent), "file": f} for f in dict.fromkeys(files)]
 
 
 def student_of(result: dict) -> str | None:
@@ -215,7 +209,7 @@ def by_method(results: list[dict]) -> dict[str, dict[int, dict]]:
         method, seed = method_of(r), seed_of(r)
         other = rows.setdefault(method, {}).setdefault(seed, r)
         if other is not r:
-            raise TableError(f"{other['folder']} and {r['folder']} both hold {method} from seed {seed}; leave one out")
+            raise UserError(f"{other['folder']} and {r['folder']} both hold {method} from seed {seed}; leave one out")
     return rows
 
 

@@ -15,11 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from lib.files import nearest
-
-
-class EvalError(ValueError):
-    """A request that cannot be scored or tabulated: what, got, expected, what to do."""
+from lib.files import UserError, nearest
 
 
 def _one_of(*values):
@@ -124,18 +120,18 @@ def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | Non
     if name == "storycloze_2016":
         file = find_storycloze(data_dir, storycloze)
         if not file:
-            raise EvalError(STORYCLOZE)
+            raise UserError(STORYCLOZE)
         return str(file), read_file(file)
     if data_dir:
         file, source = local / name / f"{split}.jsonl", str(local / source)
         if file.is_file():
             return str(file), read_file(file)
         if not Path(source).is_dir():
-            raise EvalError(f"{name}: no {file} and no folder {source}; put one there, or leave it out by --tasks")
+            raise UserError(f"{name}: no {file} and no folder {source}; put one there, or leave it out by --tasks")
     try:
         rows = datasets.load_dataset(source, there.get("dataset_name"), split=split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # no split, no network, ..
-        raise EvalError(
+        raise UserError(
             f"{name}: no {split!r} of {source} ({first_line(error)}); or read files by --data_dir"
         ) from error
     return f"{source} [{split}]", iter(rows)
@@ -144,7 +140,7 @@ def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | Non
 def find_storycloze(data_dir: str | None, named: str | None) -> Path | None:
     """The user's own copy of StoryCloze: the named file, or the one in the data folder; None where there is none."""
     if named and not Path(named).is_file():
-        raise EvalError(f"--storycloze {named}: no such file")
+        raise UserError(f"--storycloze {named}: no such file")
     files = [Path(data_dir, "storycloze_2016", f"test.{suffix}") for suffix in STORY_FILES if data_dir]
     return Path(named) if named else next((file for file in files if file.is_file()), None)
 
@@ -160,22 +156,22 @@ def read_file(file: Path) -> Iterator[dict]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise EvalError(f"{file}, row {number}: not JSON in UTF-8 ({error})") from error
+                    raise UserError(f"{file}, row {number}: not JSON in UTF-8 ({error})") from error
                 if not isinstance(row, dict):
-                    raise EvalError(f"{file}, row {number}: expected an object with fields, got {line[:40]!r}")
+                    raise UserError(f"{file}, row {number}: expected an object with fields, got {line[:40]!r}")
                 yield row
     elif file.suffix in (".csv", ".tsv"):
         try:
             text = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise EvalError(f"{file}: expected UTF-8 ({error}); save it as such") from error
+            raise UserError(f"{file}: expected UTF-8 ({error}); save it as such") from error
         lines = io.StringIO(text, newline="")
         for row in csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ","):
             row = {_story_field(key): value for key, value in row.items() if key}
             answer = row.get("answer_right_ending")
             yield {**row, "answer_right_ending": int(answer) if answer in ("1", "2") else answer}
     else:
-        raise EvalError(f"{file}: expected .jsonl, .csv, .tsv or .parquet")
+        raise UserError(f"{file}: expected .jsonl, .csv, .tsv or .parquet")
 
 
 def _story_field(heading: str) -> str:
@@ -191,16 +187,16 @@ def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict],
         for field, (what, good) in fields.items():
             if field not in row:
                 there = ", ".join(map(str, row))
-                raise EvalError(f"{where}, row {number}: no field {field!r}, only {there}; expected {what}")
+                raise UserError(f"{where}, row {number}: no field {field!r}, only {there}; expected {what}")
             if not good(row[field], row):
-                raise EvalError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
+                raise UserError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
             if kept and type(row[field]) is not type(kept[0][field]):
-                raise EvalError(f"{where}, row {number}, field {field!r}: {row[field]!r}, and {kept[0][field]!r} in row 1; "
+                raise UserError(f"{where}, row {number}, field {field!r}: {row[field]!r}, and {kept[0][field]!r} in row 1; "
                                 "expected one type throughout")  # fmt: skip
         kept.append({field: row[field] for field in fields})
         digest.update(json.dumps(kept[-1], sort_keys=True).encode())
     if not kept:
-        raise EvalError(f"{where}: no rows; expected {name} items with {', '.join(fields)}")
+        raise UserError(f"{where}: no rows; expected {name} items with {', '.join(fields)}")
     return kept, digest.hexdigest()
 
 
@@ -218,7 +214,7 @@ def choose_tasks(asked: str, split: str) -> list[str]:
         if name not in having:
             near = nearest(name, having)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(having)}"
-            raise EvalError(f"--tasks: no task {name!r} in the {split} set, {hint}")
+            raise UserError(f"--tasks: no task {name!r} in the {split} set, {hint}")
     return [name for name in having if name in names]
 
 

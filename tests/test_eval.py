@@ -236,7 +236,7 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, wanted, rows, tmp_p
             ev.run(argv)
         else:
             with pytest.raises(
-                ev.EvalError, match=f"rows with bos={bos}, but .* was trained on rows with bos={wanted}"
+                ev.UserError, match=f"rows with bos={bos}, but .* was trained on rows with bos={wanted}"
             ):
                 ev.run(argv)
     assert set(seen) == {wanted} and tokenizer.bos_token_id == 307
@@ -352,7 +352,7 @@ def test_scores_are_fp32_whatever_the_backbone(student, tokenizer):
 
 @pytest.mark.parametrize("context, continuation", [("the cat", ""), (" \n", "cat"), ("", ""), ("the cat", " dog" * 13)])
 def test_requests_without_an_answer_are_refused(student, tokenizer, context, continuation):
-    with pytest.raises(tasks.EvalError, match=r"expected a context|nothing to condition on"):
+    with pytest.raises(tasks.UserError, match=r"expected a context|nothing to condition on"):
         ev.Scorer(student, tokenizer, max_length=7).loglikelihood(ask((context, continuation)), disable_tqdm=True)
 
 
@@ -556,20 +556,20 @@ def test_bad_items_are_refused_with_file_row_and_field(name, change, message, tm
     rows = [row_of(name, rng) for _ in range(5)]
     rows[2] = {**rows[2], **change}
     write_rows(tmp_path, name, split, rows)
-    with pytest.raises(tasks.EvalError, match=message):
+    with pytest.raises(tasks.UserError, match=message):
         bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
     del rows[2][next(iter(change))]
     write_rows(tmp_path, name, split, rows)
-    with pytest.raises(tasks.EvalError, match=f"row 3: no field '{next(iter(change))}'"):
+    with pytest.raises(tasks.UserError, match=f"row 3: no field '{next(iter(change))}'"):
         bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
     write_rows(tmp_path, name, split, [])
-    with pytest.raises(tasks.EvalError, match="no rows"):
+    with pytest.raises(tasks.UserError, match="no rows"):
         bench(Recorder(), [name], options("--data_dir", str(tmp_path)))
 
 
 def test_files_that_are_no_files_are_refused(tmp_path):
     def tried(*argv, name="piqa"):
-        with pytest.raises(tasks.EvalError) as error:
+        with pytest.raises(tasks.UserError) as error:
             bench(Recorder(), [name], options(*argv))
         return str(error.value)
 
@@ -598,14 +598,14 @@ def test_slips_on_the_command_line():
         ("arc_esay", "heldout", "no task 'arc_esay' in the heldout set, did you mean 'arc_easy'"),
         ("winogrande", "validation", "no task 'winogrande' in the validation set"),
     ):
-        with pytest.raises(tasks.EvalError, match=message):
+        with pytest.raises(tasks.UserError, match=message):
             tasks.choose_tasks(asked, split)
     for argv in (("--limit", "1"), ("--max_rows", "0"), ("--csv", "x.csv"), ("y", "--out", "z")):
-        with pytest.raises(tasks.EvalError, match=argv[-2]):
+        with pytest.raises(tasks.UserError, match=argv[-2]):
             ev.run(["x", *argv])
     for name in ("cuda:97", "meta", "gpu"):
         with pytest.raises(ValueError, match=f"device {name}"):
-            ev.parallel.pick_device(name)
+            ev.pick_device(name)
 
 
 # --- figures over held-out rows --------------------------------------------------------------------------------
@@ -878,7 +878,7 @@ def test_runs_that_differ_are_not_tabulated_unless_asked_for(tmp_path, change, n
     fake(tmp_path / "x" / "pretrain", "pretrain", ALL)
     fake(tmp_path / "y" / "alra", "alra", ALL, **change)
     paths = [str(tmp_path / "x" / "pretrain"), str(tmp_path / "y" / "alra")]
-    with pytest.raises(tables.TableError, match=named) as error:
+    with pytest.raises(tables.UserError, match=named) as error:
         tabulate(paths)
     assert all(path in str(error.value) for path in paths)
     text, _ = tabulate(paths, mixed=True)
@@ -890,7 +890,7 @@ def test_runs_that_differ_are_not_tabulated_unless_asked_for(tmp_path, change, n
 def test_seeds_that_differ_in_a_setting_are_not_averaged(tmp_path):
     for seed, schedule in ((1, "constant"), (2, "wsd")):
         fake(tmp_path / str(seed), "pd", ALL, seed=seed, run={"config": {"kd_schedule": schedule}})
-    with pytest.raises(tables.TableError, match="differ in kd_schedule: constant and wsd"):
+    with pytest.raises(tables.UserError, match="differ in kd_schedule: constant and wsd"):
         tabulate([str(tmp_path)])
 
 
@@ -908,22 +908,22 @@ def test_what_may_differ_is_named_and_all_else_is_compared(tmp_path):
     tabulate([str(tmp_path)])
     for key in set(ev.DEFAULTS) - tables.MAY_DIFFER:
         fake(tmp_path / "alra", "alra", ALL, run={"config": ev.DEFAULTS | {key: "other"}})
-        with pytest.raises(tables.TableError, match=f"differ in {key}: "):
+        with pytest.raises(tables.UserError, match=f"differ in {key}: "):
             tabulate([str(tmp_path)])
 
 
 def test_one_place_for_each_student(tmp_path):
     fake(tmp_path / "a" / "alra", "alra", ALL)
     fake(tmp_path / "b" / "alra", "alra", ALL)
-    with pytest.raises(tables.TableError, match="both hold alra from seed 1234"):
+    with pytest.raises(tables.UserError, match="both hold alra from seed 1234"):
         tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
     fake(tmp_path / "b" / "alra", "alra", ALL, run={"overrides": {"d_max": 9}})
     text, _ = tabulate([str(tmp_path / "a"), str(tmp_path / "b")])
     assert cells(text, "alra d_max=9")[1] == "20.00"
-    with pytest.raises(tables.TableError, match="no eval_"):
+    with pytest.raises(tables.UserError, match="no eval_"):
         tabulate([str(tmp_path)])
     (tmp_path / "c" / "tad" / "model").mkdir(parents=True)
-    with pytest.raises(tables.TableError, match="tad: a student without results"):
+    with pytest.raises(tables.UserError, match="tad: a student without results"):
         tabulate([str(tmp_path / "a" / "alra"), str(tmp_path / "c" / "tad")])
 
 
@@ -1006,10 +1006,10 @@ def test_from_checkpoints_to_tables(finished, data, tmp_path, capsys):
     ev.run([str(finished / "teacher"), *model])
     found = json.loads((tmp_path / "model" / "eval_heldout.json").read_text())
     assert found["run"] is None and "kl" not in found["intrinsic"]
-    with pytest.raises(tasks.EvalError, match=r"model: holds results of other weights than .*pretrain"):
+    with pytest.raises(tasks.UserError, match=r"model: holds results of other weights than .*pretrain"):
         ev.run([students[0], *model])
     copy = shutil.copytree(finished / "teacher", tmp_path / "copy" / "teacher")
-    with pytest.raises(tasks.EvalError, match="would go to out/eval/teacher, like another's"):
+    with pytest.raises(tasks.UserError, match="would go to out/eval/teacher, like another's"):
         ev.run([str(copy), str(finished / "teacher"), *model[:-2]])
 
 
@@ -1045,13 +1045,13 @@ def test_a_runs_folder_stands_for_its_students(unended, capsys, whole):
 def test_an_unfinished_student_that_is_named_is_an_error(unended):
     for paths, said in ((["tad"], "has its training ended?"), (["alra", "tad"], "tad: no model/ in it"),
                         (["run.json"], "nothing there whose training has ended")):  # fmt: skip
-        with pytest.raises(tasks.EvalError, match=re.escape(said)):
+        with pytest.raises(tasks.UserError, match=re.escape(said)):
             ev.run([*(str(unended / p) for p in paths), "--tasks", "none"])
     for method in ("alra", "pretrain"):
         shutil.rmtree(unended / method / "model")
-    with pytest.raises(tasks.EvalError, match="nothing there whose training has ended"):
+    with pytest.raises(tasks.UserError, match="nothing there whose training has ended"):
         ev.run([str(unended), "--tasks", "none"])
-    with pytest.raises(tables.TableError, match=r"no eval_heldout\.json in there"):
+    with pytest.raises(tables.UserError, match=r"no eval_heldout\.json in there"):
         ev.run(["--table", str(unended)])
 
 
@@ -1073,7 +1073,7 @@ def test_a_model_that_is_no_student_is_scored_where_no_run_can_be(finished, tmp_
     ev.run(argv)
     assert [str(file) for file in Path().glob("out/**/*.json")] == ["out/eval/teacher/eval_heldout.json"]
     (tmp_path / "out" / "eval" / "run.json").write_text("{}")
-    with pytest.raises(tasks.EvalError, match="would go to out/eval/teacher, which is a run's"):
+    with pytest.raises(tasks.UserError, match="would go to out/eval/teacher, which is a run's"):
         ev.run(argv)
 
 
@@ -1112,14 +1112,14 @@ def test_storycloze_is_left_out_with_a_word(finished, data, tmp_path, capsys):
     told = capsys.readouterr()
     assert "on request" in told.err and "Avg. (8 of 9)" in told.out
     assert "1,871 items; the paper scored 1,000" in told.err
-    with pytest.raises(tasks.EvalError, match="on request"):
+    with pytest.raises(tasks.UserError, match="on request"):
         ev.run([*argv, "--tasks", "storycloze_2016"])
 
 
 def test_scores_of_whole_sets_are_not_lost_to_a_trial(finished, data, tmp_path):
     argv = [str(finished / "out" / "pretrain"), "--data_dir", str(data), "--tasks", "piqa", "--rows", "none"]
     ev.run(argv)
-    with pytest.raises(tasks.EvalError, match="pretrain holds scores of whole sets"):
+    with pytest.raises(tasks.UserError, match="pretrain holds scores of whole sets"):
         ev.run([*argv, "--limit", "3"])
     ev.run([*argv, "--limit", "3", "--out", str(tmp_path)])
 
@@ -1138,11 +1138,11 @@ def test_neither_scores_nor_figures_are_lost_to_another_dtype(finished, data, tm
     ]
     figures = [scores[0], "--tasks", "none", "--teacher", "none"]
     ev.run(scores)
-    with pytest.raises(tasks.EvalError, match=r"holds scores of whole sets \(dtype float32 there, bfloat16 here\)"):
+    with pytest.raises(tasks.UserError, match=r"holds scores of whole sets \(dtype float32 there, bfloat16 here\)"):
         ev.run([*figures, "--out", str(tmp_path), "--dtype", "bfloat16"])
     ev.run([*figures, "--out", str(tmp_path / "rows")])
     with pytest.raises(
-        tasks.EvalError, match=r"holds figures over held-out rows \(dtype float32 there, bfloat16 here\)"
+        tasks.UserError, match=r"holds figures over held-out rows \(dtype float32 there, bfloat16 here\)"
     ):
         ev.run([*scores, "--out", str(tmp_path / "rows"), "--dtype", "bfloat16"])
     ev.run([*scores, "--out", str(tmp_path / "rows")])
@@ -1159,7 +1159,7 @@ def test_figures_are_not_lost_to_fewer_rows_or_another_teacher(finished, tmp_pat
         (["--teacher", "none"], "there, None here"),
         (["--dtype", "bfloat16"], "dtype float32 there, bfloat16 here"),
     ):
-        with pytest.raises(tasks.EvalError, match=f"holds figures over held-out rows .*{said}"):
+        with pytest.raises(tasks.UserError, match=f"holds figures over held-out rows .*{said}"):
             ev.run([*argv, *worse])
     ev.run([*argv, "--max_rows", "4"])  # more of the same rows
     assert json.loads((tmp_path / "eval_heldout.json").read_text())["intrinsic"]["n_rows"] == 4
@@ -1189,12 +1189,12 @@ def test_a_student_that_diverged_and_rows_too_long_are_told(finished, tmp_path):
     safetensors.torch.save_file(weights, file)
     config = json.loads((finished / "out" / "run.json").read_text())["config"]
     argv = ["--tasks", "none", "--rows", config["data_dir"]]
-    with pytest.raises(tasks.EvalError, match="the weights have diverged"):
+    with pytest.raises(tasks.UserError, match="the weights have diverged"):
         ev.run([str(tmp_path / "alra" / "model"), *argv, "--out", str(tmp_path / "a")])
     shape = json.loads((finished / "out" / "alra" / "model" / "config.json").read_text())
     shutil.copytree(finished / "out" / "alra" / "model", tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 4}))
-    with pytest.raises(tasks.EvalError, match=r"rows of .* inputs, .*short takes 4 at most"):
+    with pytest.raises(tasks.UserError, match=r"rows of .* inputs, .*short takes 4 at most"):
         ev.run([str(tmp_path / "short"), *argv, "--max_length", "4", "--out", str(tmp_path / "b")])
 
 
@@ -1204,7 +1204,7 @@ def test_runs_with_different_rows_are_scored_apart(finished, tmp_path):
     config = {"config": {**config, "data_dir": "elsewhere"}}
     (tmp_path / "out" / "run.json").write_text(json.dumps(config))
     both = [str(folder / "out" / "alra") for folder in (finished, tmp_path)]
-    with pytest.raises(tasks.EvalError, match=r"data_dir: .* in one run, elsewhere in another"):
+    with pytest.raises(tasks.UserError, match=r"data_dir: .* in one run, elsewhere in another"):
         ev.run([*both, "--tasks", "none"])
 
 
@@ -1280,4 +1280,4 @@ def test_errors_are_one_line_and_an_exit_code(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "eval.py"), "--table", str(tmp_path)], capture_output=True, text=True
     )
-    assert done.returncode == 1 and done.stderr.startswith("TableError: ") and "Traceback" not in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("UserError: ") and "Traceback" not in done.stderr

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import bench
 import sample
+from lib.files import UserError
 from lib.hf import leading_bos
 from model import (
     PRESETS,
-    CheckpointError,
     Qwen2,
     Qwen2Config,
     find_folder,
@@ -197,7 +197,7 @@ def weights(folder: Path, edit) -> None:
 
 
 def refuse(folder: Path, message: str) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         Qwen2.from_pretrained(str(folder))
 
 
@@ -262,9 +262,9 @@ def test_broken_folders(folder, tmp_path):
     refuse(folder, "shard ../up.safetensors is named in the index but not there")
     shutil.rmtree(folder)
     refuse(folder, "no such folder")
-    with pytest.raises(CheckpointError, match="no such folder; expected a local model folder or a hub id"):
+    with pytest.raises(UserError, match="no such folder; expected a local model folder or a hub id"):
         find_folder("config/teachr")
-    with pytest.raises(CheckpointError, match=r"presets are 200m"):
+    with pytest.raises(UserError, match=r"presets are 200m"):
         load_config(str(tmp_path))
 
 
@@ -285,9 +285,7 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_no_is_one_line(monke
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no)
-    with pytest.raises(
-        CheckpointError, match=r"owner/name: no such local folder, and the hub did not give it \(offline\)"
-    ):
+    with pytest.raises(UserError, match=r"owner/name: no such local folder, and the hub did not give it \(offline\)"):
         find_folder("owner/name")
 
 
@@ -305,7 +303,7 @@ def test_tokenizer_files_travel_with_the_model(tmp_path):
     text = "def f(x):\n    return x  # naïve\n"
     assert tokenizer_hash(again) == tokenizer_hash(tokenizer) and again.decode(again.encode(text)) == text
     assert json.loads((tmp_path / "m" / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
-    with pytest.raises(CheckpointError, match="no tokenizer"):
+    with pytest.raises(UserError, match="no tokenizer"):
         load_tokenizer(str(tmp_path))
 
 

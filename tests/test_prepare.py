@@ -26,9 +26,9 @@ import prepare
 import train
 from configure import Config, load
 from lib import hf, rows
-from lib.files import locked
+from lib.files import UserError, locked
 from lib.hf import leading_bos
-from model import CheckpointError, Qwen2Config, init_student, load_tokenizer
+from model import Qwen2Config, init_student, load_tokenizer
 from tests.naive_rows import SHORT_FORMS, naive_rows
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -294,7 +294,7 @@ def with_template(single, tokenizer_of, name="byte_level", **named):
 def test_the_bos_is_the_one_id_that_a_tokenizer_puts_before_a_text(single, found, tokenizer_of):
     tokenizer = with_template(single, tokenizer_of)
     if found == "refused":
-        with pytest.raises(CheckpointError, match=r"expected at most one special token before it: set bos=none"):
+        with pytest.raises(UserError, match=r"expected at most one special token before it: set bos=none"):
             leading_bos(tokenizer)
     else:
         assert leading_bos(tokenizer) == (found and tokenizer.convert_tokens_to_ids(found))
@@ -323,7 +323,7 @@ def test_each_document_begins_with_the_bos_that_the_tokenizer_adds(name, small, 
         assert sum(m["documents"] for m in made) == len(texts) and sum(m["tokens"] for m in made) == len(stream)
     prepare.prepare(config(small, tmp_path / "two", source, prepare_workers=2, **knobs))
     assert files_of(tmp_path / "two") == files_of(tmp_path / "auto")
-    with pytest.raises(prepare.PrepareError, match=f"bos was {bos}, now None"):
+    with pytest.raises(prepare.UserError, match=f"bos was {bos}, now None"):
         prepare.prepare(config(small, tmp_path / "auto", source, bos="none", **knobs))
 
 
@@ -348,7 +348,7 @@ def test_data_from_before_there_was_a_bos_has_none(whole, small, tmp_path, monke
         (facts if whole else facts["recipe"]).pop("bos")
         file.write_text(json.dumps(facts))
     monkeypatch.setattr(hf, "leading_bos", lambda tokenizer: 7)
-    with pytest.raises(prepare.PrepareError, match="bos was None, now 7"):
+    with pytest.raises(prepare.UserError, match="bos was None, now 7"):
         prepare.prepare(config(small, folder, source))
     prepare.prepare(config(small, folder, source, bos="none"))
     assert ("left as it is" if whole else "going on") in "".join(capsys.readouterr())
@@ -713,7 +713,7 @@ def test_another_recipe_is_refused_by_name_and_nothing_is_touched(
     before = files_of(folder)
     if "tokenizer" in knobs:
         knobs = {"tokenizer": str(tmp_path / "other")}
-    with pytest.raises(prepare.PrepareError, match=named):
+    with pytest.raises(prepare.UserError, match=named):
         prepare.prepare(config(small, folder, **{"source": source, **knobs}))
     assert files_of(folder) == before
 
@@ -723,11 +723,11 @@ def test_a_changed_source_or_rule_is_refused(small, tmp_path, monkeypatch):
     half_made(small, tmp_path, monkeypatch, source)
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "RULE_VERSION", 2)
-        with pytest.raises(prepare.PrepareError, match="rule_version was 1, now 2"):
+        with pytest.raises(prepare.UserError, match="rule_version was 1, now 2"):
             prepare.prepare(config(small, tmp_path / "half", source))
     content = source.read_bytes()
     source.write_bytes(content.replace(b"cat", b"dog", 1))  # same size
-    with pytest.raises(prepare.PrepareError, match="source_sha256 was"):
+    with pytest.raises(prepare.UserError, match="source_sha256 was"):
         prepare.prepare(config(small, tmp_path / "half", source))
     source.write_bytes(content)
     moved = source.rename(tmp_path / "t2.jsonl").rename(source)  # a move and back is no change
@@ -743,14 +743,14 @@ def test_a_worker_that_is_killed_is_told(fed, tokenizer_of):
             yield [(None, "a")]
 
     tokenizer = tokenizer_of("byte_level")[0].backend_tokenizer
-    with pytest.raises(prepare.PrepareError, match=r"prepare_workers=2: one ended early \(exit code -9;"):
+    with pytest.raises(prepare.UserError, match=r"prepare_workers=2: one ended early \(exit code -9;"):
         list(prepare.encode_in_order(batches(), tokenizer, 0, 2))
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(("content", "said"), [
     (b'{"recipe": {"row_', "not whole JSON (Unterminated string"), (b"", "not whole JSON (Expecting value"), (b"\xff\xfe", "not whole JSON ("),
-    (b"{}", "no {key!r} in it, so prepare.py did not write it"), (b"[1, 2]", "no {key!r} in it"), (b"null", "no {key!r} in it"),
+    (b"{}", "no {key!r} in it"), (b"[1, 2]", "expected a JSON object, got list"), (b"null", "expected a JSON object, got NoneType"),
     (b'{"streams": {}, "split": "train"}', "no {second!r} in it"),
 ])  # fmt: skip
 def test_damaged_records_are_told_by_their_path_with_the_remedy(content, said, small, tmp_path, monkeypatch, capsys):
@@ -765,7 +765,7 @@ def test_damaged_records_are_told_by_their_path_with_the_remedy(content, said, s
         before = files_of(file.parent)
         assert configure.guard(call) == 1
         line = capsys.readouterr().err
-        assert line.startswith(f"PrepareError: {file}: {said.format(key=keys[0], second=keys[1])}"), line
+        assert line.startswith(f"UserError: {file}: {said.format(key=keys[0], second=keys[1])}"), line
         assert line.endswith(f"; {remedy}\n") and files_of(file.parent) == before and line.count("\n") == 1
 
     call = lambda: prepare.prepare(config(small, folder, source))  # noqa: E731
@@ -775,12 +775,12 @@ def test_damaged_records_are_told_by_their_path_with_the_remedy(content, said, s
         lambda: prepare.verify(whole),
         lambda: prepare.show(whole, 0),
     ):
-        told(call, whole / "train.json", ("split", "row_len"), f"delete {whole} and prepare it again")
+        told(call, whole / "train.json", ("split", "tokenizer"), f"delete {whole} and prepare it again")
 
 
 def test_two_at_once_are_refused(small, tmp_path):
     (tmp_path / "a").mkdir()
-    with locked(tmp_path / "a", RuntimeError()), pytest.raises(prepare.PrepareError, match="is at work there"):
+    with locked(tmp_path / "a", RuntimeError()), pytest.raises(prepare.UserError, match="is at work there"):
         prepare.prepare(config(small, tmp_path / "a", write_jsonl(tmp_path / "t.jsonl", small[1])))
 
 
@@ -809,9 +809,9 @@ def test_sources_that_cannot_be_are_named(small, tmp_path):
         ("null.parquet", "null.parquet, record 2: .* got {'text': 'NoneType'}"), ("torn.parquet", "torn.parquet: cannot be read to its end"),
         ("deep.jsonl", "record 2: expected UTF-8 JSON"), ("gone", "no such file"), ("gone/*.txt", "no such file"),
     ):  # fmt: skip
-        with pytest.raises(prepare.PrepareError, match=said.replace("{", r"\{").replace("/*", r"/\*")):
+        with pytest.raises(prepare.UserError, match=said.replace("{", r"\{").replace("/*", r"/\*")):
             prepare.prepare(config(small, tmp_path / "out" / name.replace("*", "x"), tmp_path / name))
-    with pytest.raises(prepare.PrepareError, match="only a hub dataset has revisions"):
+    with pytest.raises(prepare.UserError, match="only a hub dataset has revisions"):
         prepare.prepare(config(small, tmp_path / "out/r", tmp_path / "column.jsonl", source_revision="main"))
 
 
@@ -820,7 +820,7 @@ def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
     for name in ("./x", "/no/where", "~/x", "a/b/c", "x.jsonl", "a/x.parquet", "x*", "corpora/x"):
-        with pytest.raises(prepare.PrepareError, match="no such file"):
+        with pytest.raises(prepare.UserError, match="no such file"):
             prepare.open_source(name, None)
 
 
@@ -832,16 +832,16 @@ def test_a_name_that_the_hub_does_not_know(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unknown)
     with pytest.raises(
-        prepare.PrepareError, match=r'not "python", no local path, and no such dataset on the hub \(404: Not Found\)'
+        prepare.UserError, match=r'not "python", no local path, and no such dataset on the hub \(404: Not Found\)'
     ):
         prepare.open_source("pyhton", None)
 
 
 def test_too_little_text_for_a_split_is_said(small, tmp_path, capsys):
     source = write_jsonl(tmp_path / "t.jsonl", ["a", "b"])
-    with pytest.raises(prepare.PrepareError, match="2 records leave no row for train"):
+    with pytest.raises(prepare.UserError, match="2 records leave no row for train"):
         prepare.prepare(config(small, tmp_path / "a", source))
-    with pytest.raises(prepare.PrepareError, match="2 records leave no row for val"):
+    with pytest.raises(prepare.UserError, match="2 records leave no row for val"):
         prepare.prepare(config(small, tmp_path / "b", source, val_rows=0, val_share=1e-6))
     prepare.prepare(config(small, tmp_path / "c", write_jsonl(source, small[1]), train_rows=5000))
     assert "the source ended after" in capsys.readouterr().out
@@ -862,7 +862,7 @@ def test_the_readmes_flags_for_ones_own_text_hold_out_documents_from_everywhere(
 
 def test_no_tokenizer(small, tmp_path):
     source = write_jsonl(tmp_path / "t.jsonl", ["a"])
-    with pytest.raises(prepare.PrepareError, match="tokenizer=None, teacher=None"):
+    with pytest.raises(prepare.UserError, match="tokenizer=None, teacher=None"):
         prepare.prepare(config(small, tmp_path / "a", source, tokenizer=None, teacher=None))
     with pytest.raises(ValueError, match="nowhere"):
         prepare.prepare(config(small, tmp_path / "a", source, tokenizer=str(tmp_path / "nowhere")))
@@ -899,7 +899,7 @@ def test_quick_hash_sees_every_byte_of_a_small_file_and_both_ends_of_a_large_one
 
 def test_verify_finds_a_changed_byte_and_a_short_file(small, tmp_path, capsys):
     folder = tmp_path / "a"
-    with pytest.raises(prepare.PrepareError, match=r"train\.json: not there"):
+    with pytest.raises(prepare.UserError, match=r"train\.json: not there"):
         prepare.verify(folder)
     prepare.prepare(config(small, folder, write_jsonl(tmp_path / "t.jsonl", small[1])))
     prepare.verify(folder)
@@ -907,7 +907,7 @@ def test_verify_finds_a_changed_byte_and_a_short_file(small, tmp_path, capsys):
     for name, gone, said in (("prepare.state", False, "not finished"), ("val.json", True, r"val\.json: not there")):
         saved = (folder / "val.json").read_bytes()
         (folder / name).unlink() if gone else (folder / name).write_text("{}")
-        with pytest.raises(prepare.PrepareError, match=said):
+        with pytest.raises(prepare.UserError, match=said):
             prepare.verify(folder)
         (folder / name).write_bytes(saved) if gone else (folder / name).unlink()
     content = (folder / "train.bin").read_bytes()
@@ -921,7 +921,7 @@ def test_verify_finds_a_changed_byte_and_a_short_file(small, tmp_path, capsys):
     }
     for said, changed in changes.items():
         (folder / "train.bin").write_bytes(changed)
-        with pytest.raises(prepare.PrepareError, match=said):
+        with pytest.raises(prepare.UserError, match=said):
             prepare.verify(folder)
 
 
@@ -937,7 +937,7 @@ def test_show_prints_rows_as_text_with_what_they_end_at(small, tmp_path, capsys)
     assert "⟦line⟧" in shown or "⟦sentence⟧" in shown
     prepare.show(tmp_path / "a/val.bin", 0)
     assert capsys.readouterr().out.endswith(f"{END}⟦eos⟧\n\n")
-    with pytest.raises(prepare.PrepareError, match="expected a row from 0 to 0"):
+    with pytest.raises(prepare.UserError, match="expected a row from 0 to 0"):
         prepare.show(tmp_path / "a/val.bin", 1)
 
 
@@ -972,5 +972,5 @@ def test_a_full_disk_is_told_in_one_line(small, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["prepare.py", f"--tokenizer={small[0]}", f"--source={source}", f"--data_dir={tmp_path / 'a'}"]
     )
-    with pytest.raises(prepare.PrepareError, match="the disk is full; make room"):
+    with pytest.raises(prepare.UserError, match="the disk is full; make room"):
         prepare.main()

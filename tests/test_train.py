@@ -26,11 +26,12 @@ import configure
 import train
 from configure import Config, ConfigError
 from lib import checkpoint, files, heldout, runlog
+from lib.files import UserError
 from lib.hf import find_folder
-from lib.rows import MANIFEST, PAD, RowsError, open_rows, quick_hash, row_order
-from lib.teacher import load_teacher
+from lib.rows import MANIFEST, PAD, open_rows, quick_hash, row_order
+from lib.teacher import Teacher, load_teacher
 from losses import IGNORE, METHODS, method_loss
-from model import CheckpointError, Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
+from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -139,7 +140,7 @@ def test_the_machine_is_what_the_config_says(world, monkeypatch):
     assert train.make_student("alra", cfg, torch.device("cpu")).init_sha256 == weights_hash(init_student(SHAPE, 5))
     places, read = [], Qwen2.from_pretrained
     monkeypatch.setattr(train.Qwen2, "from_pretrained", lambda name, dtype, device: places.append(device) or read(name))
-    monkeypatch.setattr(train.parallel, "pick_device", torch.device)
+    monkeypatch.setattr(train, "pick_device", torch.device)
     for place in ("none", "cuda:7"):
         cfg = load(world, Path("unused"), teacher_device=place).config
         train.open_teacher(cfg, train.Env(cfg))
@@ -247,8 +248,8 @@ def trained(world: Path, n: int, prepare=lambda student: None, **changes) -> tup
     weights = [[p.detach().double() for p in student.model.parameters()]]
     stream = train.batches(rows, None, 0, cfg, env)
     for step in range(n):
-        with mock.patch.object(train.parallel, "sum_in_place") as summed:  # between the backward pass and the clip
-            summed.side_effect = lambda tensors: grads.append([g.double() for g in tensors])
+        with mock.patch.object(train, "clip_gradients", wraps=train.clip_gradients) as clip:
+            clip.side_effect = lambda ps, most: grads.append([p.grad.double() for p in ps]) or mock.DEFAULT
             train.update([student], None, stream, step, cfg, env)
         weights.append([p.detach().double() for p in student.model.parameters()])
     return student, grads, weights
@@ -352,7 +353,7 @@ def test_weights_of_another_shape_are_refused(world, tmp_path):
         train.run(load(world, tmp_path, student_weights=there))
     with pytest.raises(ConfigError, match=r"hidden_size is 24 there, but 768 in student=200m"):
         train.run(load(world, tmp_path, student="200m", student_weights=there))
-    with pytest.raises(CheckpointError, match=r"no/such: no such folder|no such local folder"):
+    with pytest.raises(UserError, match=r"no/such: no such folder|no such local folder"):
         train.run(load(world, tmp_path, student_weights="./no/such"))
     assert not (tmp_path / "run.json").exists()
 
@@ -495,6 +496,20 @@ def test_each_of_nine_students_has_the_bits_of_its_solo_run(world, tmp_path):
         assert final_bits(tmp_path / method, method, 3) == final_bits(tmp_path / "nine", method, 3), method
 
 
+def test_students_of_one_method_have_settings_and_rates_of_their_own_and_the_bits_of_solo_runs(world, tmp_path):
+    """`alra@slow` has its method's tau, a gamma and a rate of its own; its log and run.json say so."""
+    given = {"alra.tau": 2.0, "alra.d_max": 7, "alra@slow.gamma": 1.0, "alra@slow.lr": 5e-3}
+    assert train.run(load(world, tmp_path / "all", methods="alra,vanilla_kd,alra@slow,alra@same", **given)) == 0
+    alone = {"alra.tau": 2.0, "alra.d_max": 7, "alra.gamma": 1.0, "lr": 5e-3, "min_lr": 3e-5}
+    assert train.run(load(world, tmp_path / "one", methods="alra", **alone)) == 0
+    assert final_bits(tmp_path / "all", "alra@slow") == final_bits(tmp_path / "one", "alra")
+    assert final_bits(tmp_path / "all", "alra@same") == final_bits(tmp_path / "all", "alra")
+    rates = [r["lr"] for name in ("alra", "alra@slow") for r in records(tmp_path / "all", name) if "lr" in r]
+    assert rates[3:] == [lr / 2 for lr in rates[:3]] and rates[0] == 1e-2
+    facts = json.loads((tmp_path / "all" / "alra@slow" / "run.json").read_text())
+    assert facts["method"] == "alra@slow" and facts["overrides"] == {"tau": 2.0, "d_max": 7, "gamma": 1.0, "lr": 5e-3}
+
+
 def test_a_run_that_was_cut_and_resumed_has_the_bits_of_one_that_was_not(world, finished, tmp_path):
     assert train.run(load(world, tmp_path, max_steps=3)) == 0  # between two log lines
     assert train.run(load(world, tmp_path)) == 0
@@ -524,10 +539,11 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(world, tmp_path, mon
     monkeypatch.setattr(checkpoint, "flush", lambda path: done.append(path.name) or flush(path))
     monkeypatch.setattr(checkpoint.os, "replace", lambda a, b: done.append(f"-> {b.name}") or replace(a, b))
     student = train.make_student("alra", load(world, tmp_path).config, torch.device("cpu"))
-    checkpoint.save(tmp_path, student.model, student.optimizer, {"step": 3})
+    copies = checkpoint.copied(student.model, student.optimizer)
+    checkpoint.save(tmp_path, *copies, {"step": 3})
     assert set(done[:3]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
     assert done[3:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]
-    checkpoint.save(tmp_path, student.model, student.optimizer, {"step": 3})  # there already: left alone
+    checkpoint.save(tmp_path, *copies, {"step": 3})  # there already: left alone
     assert len(done) == 6
 
 
@@ -537,12 +553,12 @@ def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, m
     def fail(folder, *args):
         calls.append(folder.parent.name)
         if len(calls) == 4:
-            raise CheckpointError("the disk is full")
+            raise UserError("the disk is full")
         save(folder, *args)
 
     monkeypatch.setattr(checkpoint, "save", fail)
     keys = {"methods": "vanilla_kd,alra", "keep_checkpoints": 1}
-    with pytest.raises(CheckpointError, match="the disk is full"):
+    with pytest.raises(UserError, match="the disk is full"):
         train.run(load(world, tmp_path, **keys))
     assert calls == ["vanilla_kd", "alra", "vanilla_kd", "alra"]
     monkeypatch.setattr(checkpoint, "save", save)
@@ -554,7 +570,7 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
     folder = tmp_path / "alra" / "checkpoints" / "step_00000002"
     state = (folder / "state.json").read_text()
     (folder / "state.json").write_text(state.replace('"method": "alra"', '"method": "pd"'))
-    with pytest.raises(CheckpointError, match=r"step_00000002: method is pd, expected alra; it belongs to another run"):
+    with pytest.raises(UserError, match=r"step_00000002: method is pd, expected alra; it belongs to another run"):
         train.run(load(world, tmp_path, methods="alra"))
     (folder / "state.json").write_text(state)
     data = (folder / "optimizer.safetensors").read_bytes()
@@ -563,11 +579,11 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
         whole = file.read_bytes()
         tensors = safetensors.torch.load(whole)
         safetensors.torch.save_file({k: tensors[k] for k in list(tensors)[1:]}, file)
-        with pytest.raises(CheckpointError, match=r"step_00000002: its tensors are not this student's"):
+        with pytest.raises(UserError, match=r"step_00000002: its tensors are not this student's"):
             train.run(load(world, tmp_path, methods="alra"))
         file.write_bytes(whole)
     (folder / "optimizer.safetensors").write_bytes(data[:-100])
-    with pytest.raises(CheckpointError, match=r"step_00000002: not a whole checkpoint"):
+    with pytest.raises(UserError, match=r"step_00000002: not a whole checkpoint"):
         train.run(load(world, tmp_path, methods="alra"))
 
 
@@ -617,7 +633,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     monkeypatch.setattr(safetensors.torch, "save_file", fill_up)
     assert configure.guard(lambda: train.run(load(world, tmp_path, methods="alra"))) == 1
     said = capsys.readouterr().err
-    assert re.search(rf"^CheckpointError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
+    assert re.search(rf"^UserError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
     assert not (tmp_path / "alra" / where).exists()  # its room is free again
     monkeypatch.setattr(safetensors.torch, "save_file", save)
     steps = [2, 4, 6] if where == "model.tmp" else [2]
@@ -630,12 +646,10 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"^/dev/full: not written \(.*No space left on device\); see to its room"
-    ):
+    with pytest.raises(UserError, match=r"^/dev/full: not written \(.*No space left on device\); see to its room"):
         files.append_line(Path("/dev/full"), {"step": 1})
     (tmp_path / "stopped.json.new").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=r"stopped.json: not written \(.*No space left on device\)"):
+    with pytest.raises(UserError, match=r"stopped.json: not written \(.*No space left on device\)"):
         files.write_json(tmp_path / "stopped.json", {"step": 1})
     assert not (tmp_path / "stopped.json").exists()
 
@@ -645,17 +659,17 @@ def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
 
 def test_mfu_is_the_share_of_all_cards(world, monkeypatch):
     cfg = load(world, Path("unused")).config
-    teacher = types.SimpleNamespace(model=types.SimpleNamespace(config=Qwen2Config(24, 31, 2, 2, 2, vocab_size=V)))
+    teacher = Teacher(Qwen2(Qwen2Config(24, 31, 2, 2, 2, vocab_size=V)), torch.device("cpu"))
 
     def used(tok_per_sec, n_students, teacher, env):
-        return train.mfu(tok_per_sec * train.run_flops_per_token(n_students, teacher, cfg), env.device, env.world)
+        return runlog.mfu(tok_per_sec * train.run_flops_per_token(n_students, teacher, cfg), env.device, env.world)
 
-    flops = 3 * train.flops_per_token(SHAPE, SEQ, True) + train.flops_per_token(teacher.model.config, SEQ, False)
+    flops = 3 * runlog.flops_per_token(SHAPE, SEQ, True) + runlog.flops_per_token(teacher.model.config, SEQ, False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     for world_size in (1, 3):
         env = types.SimpleNamespace(device=torch.device("cuda:0"), world=world_size)
         assert used(5e9, 3, teacher, env) == pytest.approx(5e9 * flops / (world_size * 989e12), rel=1e-12)
-    student = 5e9 * train.flops_per_token(SHAPE, SEQ, True) / (3 * 989e12)
+    student = 5e9 * runlog.flops_per_token(SHAPE, SEQ, True) / (3 * 989e12)
     assert used(5e9, 1, None, env) == pytest.approx(student, rel=1e-12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some other card")
     assert used(5e9, 3, teacher, env) is None
@@ -889,8 +903,8 @@ def test_flops_are_those_of_counting_every_product():
     shape = Qwen2Config(24, 37, 3, 4, 2, vocab_size=101)
     matrices = 3 * (24 * 24 + 24 * 24 + 2 * 24 * 12 + 3 * 24 * 37) + 101 * 24
     attention = 3 * 2 * (2 * 4 * 6 * 29) / 2  # scores and their use, half of them masked
-    assert train.flops_per_token(shape, 29, trained=False) == 2 * matrices + attention
-    assert train.flops_per_token(shape, 29, trained=True) == 3 * (2 * matrices + attention)
+    assert runlog.flops_per_token(shape, 29, trained=False) == 2 * matrices + attention
+    assert runlog.flops_per_token(shape, 29, trained=True) == 3 * (2 * matrices + attention)
 
 
 # --- a newcomer's slips
@@ -931,16 +945,15 @@ def test_slips_get_one_clear_line(world, tmp_path, changes, message):
 )  # fmt: skip
 def test_micro_batch_is_lowered_to_what_fits_the_processes(world, processes, rows, asked, group, fits):
     cfg = load(world, Path("unused"), batch_rows=rows, micro_batch=asked, group=group).config
-    fitted = train.fit_processes(cfg, processes)
-    assert fitted.micro_batch == fits and dataclasses.replace(fitted, micro_batch=asked) == cfg
+    assert train.choose_micro_batch(cfg, types.SimpleNamespace(world=processes, device=torch.device("cpu"))) == fits
 
 
 def test_processes_that_would_cut_a_forward_batch_are_refused(world):
     cfg = load(world, Path("unused"), batch_rows=8, micro_batch=4, group=4).config
     with pytest.raises(ConfigError, match=r"4 processes with group=4: expected their product to divide batch_rows=8;"):
-        train.fit_processes(cfg, 4)
+        train.choose_micro_batch(cfg, types.SimpleNamespace(world=4))
     with pytest.raises(ConfigError, match=r"3 processes with group=4"):
-        train.fit_processes(cfg, 3)
+        train.choose_micro_batch(cfg, types.SimpleNamespace(world=3))
 
 
 @pytest.mark.parametrize(
@@ -960,9 +973,9 @@ def test_a_package_that_is_not_there_is_told_before_anything_is_made(world, tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "train.json: not JSON (Expecting property name"),
-        ("{}", "train.json: rows is None, expected int; prepare it again"),
-        ("[1]", "train.json: rows is None, expected int"),
+        ("{", "train.json: not whole JSON (Expecting property name"),
+        ("{}", "train.json: no 'rows' in it; prepare it again"),
+        ("[1]", "train.json: expected a JSON object, got list; prepare it again"),
         ('{"rows": "97"}', "train.json: rows is '97', expected int"),
     ],
 )
@@ -970,11 +983,11 @@ def test_a_broken_manifest_is_told_with_its_path(world, tmp_path, text, message)
     write_rows(tmp_path, "train", 97, seed=1)
     whole = json.loads((tmp_path / "train.json").read_text())
     (tmp_path / "train.json").write_text(text)
-    with pytest.raises(RowsError, match=re.escape(f"{tmp_path / message}")):
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path / message}")):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path))
     for key in MANIFEST:
         (tmp_path / "train.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
-        with pytest.raises(RowsError, match=f"{key} is None"):
+        with pytest.raises(UserError, match=f"no {key!r} in it"):
             open_rows(tmp_path, "train")
 
 
@@ -989,7 +1002,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(world, tmp_path):
 def test_no_compiler_is_told_before_anything_is_made(world, tmp_path):
     with (
         torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
-        pytest.raises(ConfigError, match="no C\\+\\+ compiler works here"),
+        pytest.raises(UserError, match="no C\\+\\+ compiler works here"),
     ):
         train.run(load(world, tmp_path, compile="true", device="cpu"))
     assert not (tmp_path / "run.json").exists()
@@ -1009,13 +1022,13 @@ def test_data_of_another_tokenizer_or_cut_short_is_refused(world, tmp_path):
     with pytest.raises(ConfigError, match=r"not the one that .* was prepared with"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
     write_rows(tmp_path / "data", "train", 97, seed=1, rows=98)
-    with pytest.raises(RowsError, match=r"train.bin: 5,432 bytes, expected 5,488 by train.json"):
+    with pytest.raises(UserError, match=r"train.bin: 5,432 bytes, expected 5,488 by train.json"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
     write_rows(tmp_path / "data", "train", 97, seed=1)
     data = bytearray((tmp_path / "data" / "train.bin").read_bytes())
     data[-1] ^= 1
     (tmp_path / "data" / "train.bin").write_bytes(data)
-    with pytest.raises(RowsError, match=r"train.bin: not the bytes that train.json describes"):
+    with pytest.raises(UserError, match=r"train.bin: not the bytes that train.json describes"):
         train.run(load(world, tmp_path / "out", data_dir=tmp_path / "data"))
 
 
@@ -1051,7 +1064,7 @@ def differing(world, finished, **changes) -> str:
     values = {k: str(v).replace("STUDENT", str(world / "student")) for k, v in changes.items()}
     loaded = load(world, **{"out": finished, **values})
     try:
-        train.open_folder(loaded, [], facts, types.SimpleNamespace(wait=lambda: None, first=False))
+        train.open_folder(loaded, [], 1, facts, types.SimpleNamespace(wait=lambda: None, first=False))
     except ConfigError as error:
         return str(error)
     return ""
@@ -1112,7 +1125,7 @@ def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_p
     with pytest.raises(ConfigError, match=r"already contains a different run \(teacher_sha256 differs\)"):
         train.run(load(world, run, **{**keys, **free}))
     (run / "run.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"run.json: not whole JSON \(.*; remove it"):
+    with pytest.raises(UserError, match=r"run.json: not whole JSON \(.*; remove it"):
         train.run(load(world, run, **keys))
 
 

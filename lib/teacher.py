@@ -76,13 +76,15 @@ def load_teacher(
     config = foreign_config(name)
     weight_files(folder)  # refuses a pickle and a missing shard
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise UserError(
             f"{name}: transformers does not load it ({_first_line(error)}); take another teacher"
         ) from error
+    if told["missing_keys"]:  # transformers would draw them
+        raise UserError(f"{name}: missing tensor {min(told['missing_keys'])}; the checkpoint is not whole")
     model = model.to(device).requires_grad_(False).eval()
     check_logits(name, model)
     return Teacher(model, home, vocab_size)

@@ -49,6 +49,7 @@ from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, wei
 from lib.rows import PAD, open_rows
 from lib.tables import RESULT, read_if_there, row_text, stand_for, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
+from lib.teacher import Teacher, load_teacher
 from lib.tokens import token_bytes
 from model import Qwen2
 
@@ -334,7 +335,7 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
 
 def over_rows(
     students: list[Qwen2],
-    teacher: Qwen2 | None,
+    teacher: Teacher | None,
     rows: np.ndarray,
     n_bytes: np.ndarray,
     batch_tokens: int,
@@ -542,9 +543,10 @@ def held_out_figures(
     first = checkpoints[0].model.head
     teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:
-        teacher = Qwen2.from_pretrained(teacher_name, device=str(first.device))
-        facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher)}
-        teacher.to(first.dtype)
+        teacher = load_teacher(teacher_name, torch.float32, first.device)
+        facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher.model)}
+        padded = len(teacher.head) > len(first) > max(load_tokenizer(teacher_name).get_vocab().values())
+        teacher = Teacher(teacher.model.to(first.dtype), first.device, len(first) if padded else None)
     for name, m in [(c.name, c.model) for c in checkpoints] + [(teacher_name, teacher)] * bool(teacher):
         if len(m.head) != len(first):
             raise UserError(f"{name}: vocabulary of {len(m.head):,}, {checkpoints[0].name} has {len(first):,}")

@@ -207,6 +207,13 @@ class Qwen2(nn.Module):
         """The head's weight [V, D]: the embedding's where they are tied."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
+    def cut(self, vocab_size: int) -> None:
+        """Leave out the rows of embedding and head from `vocab_size` on: padding beyond the tokenizer's ids."""
+        if vocab_size < self.config.vocab_size:
+            self.config = dataclasses.replace(self.config, vocab_size=vocab_size)
+            for part in (self.model.embed_tokens, *([] if self.config.tie_word_embeddings else [self.lm_head])):
+                part.weight = nn.Parameter(part.weight[:vocab_size].clone())
+
     def hidden(
         self, idx: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, recompute: bool = False,
         dtype: torch.dtype | None = None,

@@ -137,14 +137,8 @@ def open_teacher(cfg: Config, env: Env) -> Teacher | None:
         return None
     if cfg.teacher is None:
         raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
-    t, s = for_students(cfg.teacher)["vocab_size"], student_shape(cfg).vocab_size
-    if t != s:
-        raise ConfigError(
-            f"teacher={cfg.teacher}: vocabulary of {t:,}, student={cfg.student} has {s:,}; logits are matched token by "
-            "token, so they must be equal"
-        )
     place = pick_device(cfg.teacher_device) if cfg.teacher_device else env.device
-    return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile)
+    return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile, student_shape(cfg).vocab_size)
 
 
 # --- students --------------------------------------------------------------------------------------------------------
@@ -195,20 +189,28 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
 
 
 def student_shape(cfg: Config) -> Qwen2Config:
-    """The students' shape; a preset or an inline shape takes from the teacher what it does not say."""
-    return _student_shape(cfg.student, cfg.teacher)
+    """The students' shape. A preset or an inline shape takes from the teacher what it does not say.
+
+    A vocabulary beyond the teacher's is cut to it (`check_vocabulary` sees to it that this is padding).
+    """
+    return _student_shape(cfg.student, cfg.teacher, any(map(needs_teacher, cfg.methods)))
 
 
 @functools.cache
-def _student_shape(student: str, teacher: str | None) -> Qwen2Config:
-    return student_config(student, for_students(teacher) if teacher else None)
+def _student_shape(student: str, teacher: str | None, matched: bool) -> Qwen2Config:
+    given = for_students(teacher)
+    shape = student_config(student, given)
+    most = given["vocab_size"] if given and matched else shape.vocab_size
+    return dataclasses.replace(shape, vocab_size=min(shape.vocab_size, most))
 
 
 def first_weights(cfg: Config) -> Qwen2:
     """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
     if cfg.student_weights is None:
         return init_student(student_shape(cfg), cfg.seed)
-    return Qwen2.from_pretrained(cfg.student_weights).requires_grad_(True).train()
+    model = Qwen2.from_pretrained(cfg.student_weights)
+    model.cut(student_shape(cfg).vocab_size)
+    return model.requires_grad_(True).train()
 
 
 def overrides_at(s: Student, step: int, cfg: Config) -> dict:
@@ -345,6 +347,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
 
 def run(loaded: configure.Loaded) -> int:
     """A whole run -> its exit code: 0 when every student reached the end, or a signal asked for an early one."""
+    _student_shape.cache_clear()  # folders may have changed since a run before in this process
     env, asked = Env(loaded.config), loaded.config.micro_batch
     cfg = dataclasses.replace(loaded.config, micro_batch=choose_micro_batch(loaded.config, env))
     if asked and cfg.micro_batch != asked:
@@ -363,6 +366,7 @@ def run(loaded: configure.Loaded) -> int:
             "ask for fewer steps, prepare more rows, or set repeat_rows=True"
         )
     tokenizer = open_tokenizer(cfg, rows)
+    check_vocabulary(cfg, tokenizer, env)
     try:
         teacher = open_teacher(cfg, env)
         students = [make_student(name, cfg, env.device) for name in cfg.methods]
@@ -528,10 +532,14 @@ def holds_weights(name: str) -> bool:
 def check_student(cfg: Config, env: Env) -> None:
     """Check that `student_weights` have the student's shape; say so where a `student` folder's weights are not used."""
     shape = student_shape(cfg)
+    if cfg.seq_len > shape.max_position_embeddings:
+        raise ConfigError(
+            f"seq_len={cfg.seq_len}: student={cfg.student} supports {shape.max_position_embeddings} positions; set less"
+        )
     if cfg.student_weights is not None:
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
         for key, value in vars(there).items():
-            if value != getattr(shape, key):
+            if value != getattr(shape, key) and not (key == "vocab_size" and value > shape.vocab_size):
                 raise ConfigError(
                     f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in "
                     f"student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
@@ -561,8 +569,8 @@ def check_methods(cfg: Config, device: torch.device) -> None:
         require_compiler(device)
 
 
-def open_tokenizer(cfg: Config, rows: Rows):
-    """Load the run's tokenizer; check it against the rows and against the student's vocabulary."""
+def open_tokenizer(cfg: Config, rows: Rows) -> PreTrainedTokenizerFast:
+    """Load the run's tokenizer; check it against the rows, and the one of `student_weights` against it."""
     name = cfg.tokenizer or cfg.teacher
     if name is None:
         raise ConfigError(
@@ -573,12 +581,38 @@ def open_tokenizer(cfg: Config, rows: Rows):
         raise ConfigError(
             f"tokenizer {name}: not the one that {cfg.data_dir} was prepared with; prepare again or name that one"
         )
-    n, v = len(tokenizer), student_shape(cfg).vocab_size
-    if n > v:
-        raise ConfigError(
-            f"student={cfg.student}: vocabulary of {v:,}, but the tokenizer {name} has {n:,} tokens; take a larger one"
-        )
+    if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file():
+        token = {i: t for t, i in tokenizer.get_vocab().items()}
+        for t, i in load_tokenizer(cfg.student_weights).get_vocab().items():
+            if token.get(i, t) != t:
+                raise ConfigError(
+                    f"student_weights={cfg.student_weights}: id {i} is {t!r} to its tokenizer, {token[i]!r} to {name}; start "
+                    "from weights with the same tokenizer"
+                )
     return tokenizer
+
+
+def check_vocabulary(cfg: Config, tokenizer: PreTrainedTokenizerFast, env: Env) -> None:
+    """Check that teacher and student have a row for each of the tokenizer's ids; say what is cut of the larger one."""
+    given = for_students(cfg.teacher)
+    n, s = max(tokenizer.get_vocab().values()) + 1, student_config(cfg.student, given).vocab_size
+    if n > s:
+        raise ConfigError(
+            f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; take a larger one"
+        )
+    if given is None or not any(map(needs_teacher, cfg.methods)):
+        return
+    t, length = given["vocab_size"], given.get("max_position_embeddings")
+    if n > t:
+        raise ConfigError(
+            f"teacher={cfg.teacher}: vocabulary of {t:,}, but the tokenizer has {n:,} tokens; logits are matched token by token"
+        )
+    if t != s:
+        env.say(
+            f"vocabulary: {t:,} of the teacher and {s:,} of the student are cut to {min(t, s):,}; the tokenizer has {n:,} ids"
+        )
+    if length and cfg.seq_len > length:
+        raise ConfigError(f"seq_len={cfg.seq_len}: teacher={cfg.teacher} supports {length} positions; set less")
 
 
 # --- the run's folder ------------------------------------------------------------------------------------------------

@@ -129,11 +129,13 @@ def check_logits(name: str, model: nn.Module) -> None:
         raise UserError(f"{name}: its hidden states depend on later tokens; expected a model that reads left to right")
 
 
-def for_students(name: str) -> dict:
-    """The fields TAKEN of a teacher that a student's shape takes from it.
+def for_students(name: str | None) -> dict | None:
+    """The fields TAKEN of a teacher that a student's shape takes from it; None without a teacher.
 
     One that transformers computes may lack some (a LayerNorm has no RMSNorm's epsilon): the preset keeps its own.
     """
+    if name is None:
+        return None
     if is_native(name):
         shape = load_config(str(find_folder(name) / "config.json"))  # never a preset of the same name
         return {key: getattr(shape, key) for key in TAKEN}

@@ -1,5 +1,6 @@
 """Teachers of any family: the native ones against transformers, the others through it, and every refusal."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import train
 from lib.files import UserError
-from lib.teacher import check_logits, for_students, load_teacher, teacher_size
-from model import Qwen2, load_tokenizer, weights_hash
-from tests.test_train import TOKENIZER, V, load, world  # noqa: F401  a fixture
+from lib.teacher import TAKEN, check_logits, for_students, load_teacher, teacher_size
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_tokenizer, student_config, weights_hash
+from tests.test_train import ROOT, TOKENIZER, V, load, world  # noqa: F401  a fixture
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": V,
@@ -114,6 +115,91 @@ def test_two_updates_of_alra_from_each_family(kind, make, world, tmp_path):  # n
     student = Qwen2.from_pretrained(str(tmp_path / "out/alra"))
     shape = for_students(folder)
     assert shape["vocab_size"] == V and {key: getattr(student.config, key) for key in shape} == shape
+
+
+def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
+    folder = make(NATIVE["llama 3"])
+    shape = student_config("200m", for_students(folder))
+    assert (shape.vocab_size, shape.rope_theta, shape.rms_norm_eps, shape.max_position_embeddings) == (V, 1e4, 1e-6, 64)
+    assert shape.rope_scaling == {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    assert (shape.hidden_size, shape.attention_bias, shape.qk_norm) == (768, True, False)
+    qwen = {key: getattr(PRESETS["1.8b"], key) for key in TAKEN}  # Qwen1.5-1.8B's
+    assert all(student_config(name, qwen) == PRESETS[name] for name in ("200m", "500m", "1.8b"))
+    demo = for_students(str(ROOT / "demo/teacher"))
+    assert all(student_config(name, demo) == PRESETS[name] for name in ("mini", "demo", "demo_teacher"))
+    inline = student_config("512x8x4", qwen)
+    assert inline == student_config('{"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}', qwen)
+    assert (inline.intermediate_size, inline.num_key_value_heads, inline.vocab_size) == (1408, 4, 151_936)
+    part = (
+        '{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 9, "vocab_size": 7}'
+    )
+    assert student_config(part, qwen).vocab_size == 7 and student_config(part).intermediate_size == 9
+    with pytest.raises(UserError, match="no vocab_size"):
+        student_config("512x8x4")
+
+
+def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, world, tmp_path, capsys):  # noqa: F811
+    """The same bits as from a teacher and a student without the padding."""
+    shape, folder = Qwen2Config(16, 24, 1, 2, 2, vocab_size=V, max_position_embeddings=64), tmp_path / "s"
+    knobs = {"methods": "alra", "max_steps": 2, "schedule_steps": 2, "warmup_steps": 1, "student": folder,
+             "student_weights": folder}  # fmt: skip
+    wide = make(NATIVE["mistral"], vocab_size=V + 5)
+    seen = []
+    for pad_t, pad_s in ((0, 0), (5, 0), (0, 7), (5, 7)):
+        teacher = Qwen2.from_pretrained(wide)
+        teacher.cut(V + pad_t)
+        teacher.save_pretrained(tmp_path / "t", load_tokenizer(TOKENIZER))
+        student = init_student(dataclasses.replace(shape, vocab_size=V + 7))
+        student.cut(V + pad_s)
+        student.save_pretrained(folder)
+        out = tmp_path / f"{pad_t}-{pad_s}"
+        assert train.run(load(world, out, teacher=tmp_path / "t", **knobs)) == 0
+        told = f"vocabulary: {V + pad_t:,} of the teacher and {V + pad_s:,} of the student are cut to"
+        assert (told in capsys.readouterr().out) == (pad_t != pad_s)
+        seen.append(Qwen2.from_pretrained(str(out / "alra")))
+    assert [m.config.vocab_size for m in seen] == [V, V, V, V + 5]
+    assert len({weights_hash(m) for m in seen[:3]}) == 1
+    teacher.cut(V - 1)
+    teacher.save_pretrained(tmp_path / "t", load_tokenizer(TOKENIZER))
+    with pytest.raises(UserError, match=r"teacher=\S+/t: vocabulary of 4,095, but the tokenizer has 4,096 tokens"):
+        train.run(load(world, tmp_path / "no", teacher=tmp_path / "t", **knobs))
+
+
+def test_rows_longer_than_the_context_are_refused(make, world, tmp_path):  # noqa: F811
+    folder = make(NATIVE["mistral"], sliding_window=8)
+    knobs = {"teacher": folder, "methods": "alra"}
+    with pytest.raises(UserError, match=r"student=16x1x2 supports 8 positions"):
+        train.run(load(world, tmp_path / "out", student="16x1x2", **knobs))
+    with pytest.raises(UserError, match=r"teacher=\S+/teacher supports 8 positions"):
+        train.run(load(world, tmp_path / "out", **knobs))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama 3", "mistral", "smollm2"])
+def test_a_student_goes_on_from_the_weights_of_any_native_family(kind, make, world, tmp_path):  # noqa: F811
+    folder = make(NATIVE[kind])
+    knobs = {
+        "methods": "alra",
+        "student": folder,
+        "student_weights": folder,
+        "max_steps": 2,
+        "schedule_steps": 2,
+        "warmup_steps": 1,
+    }
+    assert train.run(load(world, tmp_path / "out", **knobs)) == 0
+    before, after = Qwen2.from_pretrained(folder), Qwen2.from_pretrained(str(tmp_path / "out/alra"))
+    assert before.config == after.config and not torch.equal(before.head, after.head)
+    torch.testing.assert_close(after(ids()), theirs(str(tmp_path / "out/alra/model")), rtol=1e-5, atol=1e-5)
+    edit_tokenizer(Path(folder))
+    with pytest.raises(UserError, match=r"student_weights=\S+: id \d+ is .* to its tokenizer, .* to .*; start"):
+        train.run(load(world, tmp_path / "no", **knobs))
+
+
+def edit_tokenizer(folder: Path) -> None:
+    """Exchange two ids of its vocabulary."""
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    vocab = facts["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
 
 
 REFUSED = {

@@ -46,7 +46,12 @@ class Config:
     source: str = (
         "monology/pile-uncopyrighted"  # hub dataset; local file, folder or glob; or "python": its own docs and library
     )
-    source_revision: str | None = None  # hub only: a commit or tag
+    source_revision: str | None = None  # hub only: a commit or tag; of a source OWNER/NAME@REVISION it is the one there
+    source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
+    source_split: str = "train"  # hub only
+    source_text: str = (
+        "text"  # the column or field that holds the text; of these four one for all, or a,b for a mixture
+    )
     n_documents: int | None = 2_000_000  # records to read at most, in the source's own order; None: all
     train_rows: int | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
     val_rows: int = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
@@ -87,7 +92,7 @@ class Config:
         "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     )
     recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
-    compile: bool = False  # torch.compile the objectives (needs a C++ compiler on the CPU)
+    compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
 
     # --- the run
     out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lib.files import UserError, nearest, write_whole
+from lib.files import RENAMED, UserError, nearest, write_whole
 
 
 class ConfigError(UserError):
@@ -65,7 +65,7 @@ class Config:
 
     # --- optimisation (paper, appendix D.1)
     max_steps: int = 126_400  # updates of this run; may end before schedule_steps
-    schedule_steps: int = 126_400  # updates over which the cosine falls from lr to min_lr
+    schedule_steps: int = 126_400  # updates of the whole schedule, at whose end the rate is min_lr
     batch_rows: int = 16  # rows per update
     micro_batch: int | None = (
         None  # rows per model forward: speed and memory only, never the result; None: what fits the GPU, 1 on the CPU
@@ -80,9 +80,11 @@ class Config:
     weight_decay: float = 1e-2  # AdamW, decoupled
     decay_1d: bool = True  # decay biases and norms too, as the pipeline of the paper does
     clip: float = 0.5  # largest gradient norm
-
-    kd_schedule: Literal["constant", "wsd"] = (
-        "constant"  # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %, w_ce = 1 - w_kd; not the rate's
+    lr_schedule: Literal["cosine", "wsd", "constant"] = (
+        "cosine"  # to min_lr; "wsd": lr stays until the last 10 % of the schedule, then falls linearly to min_lr
+    )
+    w_kd_schedule: Literal["constant", "wsd"] = (
+        "constant"  # "wsd": w_kd rises over 10 % of the schedule and falls in its last 1 %, w_ce = 1 - w_kd
     )
 
     # --- machine
@@ -102,7 +104,8 @@ class Config:
     wandb_project: str | None = None  # send them to Weights & Biases too, under this project
     val_every_steps: int = 1_000  # updates between validations; there is always one at the end
     val_max_rows: int | None = 512  # rows of val.bin that a validation reads; None: all
-    checkpoint_every_steps: int = 1_000  # updates between checkpoints; there is always one at the end
+    checkpoint_every_minutes: float | None = 30.0  # minutes between checkpoints; there is always one at the end
+    checkpoint_every_steps: int | None = None  # updates between checkpoints, besides
     keep_checkpoints: int = 2  # the last ones; older ones are removed
 
     # --- settings of the methods
@@ -137,15 +140,24 @@ class Config:
             number = isinstance(lr, int | float) and not isinstance(lr, bool)
             _require(number and lr > 0, f"{name}.lr={lr!r}: expected a number above 0")
         for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len", "prepare_workers",
-                     "log_every_steps", "val_every_steps", "checkpoint_every_steps", "keep_checkpoints"):  # fmt: skip
+                     "log_every_steps", "val_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
         for name in ("lr", "min_lr", "clip", "adam_eps"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
         for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected 0 or more")
-        for name in ("n_documents", "train_rows", "micro_batch", "val_max_rows", "histogram_every_steps"):
+        for name in (
+            "n_documents",
+            "train_rows",
+            "micro_batch",
+            "val_max_rows",
+            "histogram_every_steps",
+            "checkpoint_every_steps",
+        ):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: expected at least 1, or None")
+        minutes = self.checkpoint_every_minutes
+        _require(minutes is None or minutes > 0, f"checkpoint_every_minutes={minutes}: expected more than 0, or None")
         for name in ("beta1", "beta2", "val_share"):
             _require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: expected 0 <= {name} < 1")
         _require(self.methods, "methods=(): expected at least one name")
@@ -277,6 +289,8 @@ def _known(key: str, where: str) -> None:
     """ConfigError for an unknown key. For a setting of a method it says how to set it."""
     if key in TYPES:
         return
+    if key in RENAMED:
+        raise ConfigError(f"{where}: {key!r} is called {RENAMED[key]!r} now")
     from losses import METHODS, keywords  # imported here: it takes a second, and only this error needs it
 
     owners = {setting: name for name in reversed(METHODS) for setting in keywords(name)}

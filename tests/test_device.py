@@ -73,15 +73,13 @@ def test_the_largest_divisor_that_fits_is_taken(rows, group, room, fits):
     assert fitting_micro_batch(rows, group, room, 100, 10) == fits
 
 
-def test_a_card_gets_what_fits_its_free_memory_and_a_run_keeps_it(tmp_path, monkeypatch, capsys):
+def test_a_card_gets_what_fits_its_free_memory_and_a_run_keeps_it(tmp_path, monkeypatch):
     cfg = Config(out_dir=str(tmp_path), teacher="1.8b", seq_len=512)
-    said = []
-    env = types.SimpleNamespace(world=1, device=torch.device("cuda:0"), dtype=torch.bfloat16, say=said.append)
+    env = types.SimpleNamespace(world=1, device=torch.device("cuda:0"), dtype=torch.bfloat16)
     fixed, row = run_bytes(PRESETS["200m"], 1, PRESETS["1.8b"], 512, 1, 2, False)
     free = int((fixed + 9 * row) / 0.9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     assert train.choose_micro_batch(cfg, env) == 8
-    assert said[0].startswith(f"micro_batch=8: {fixed / 2**30:.1f} GiB and {row / 2**30:.2f} GiB for each row, of ")
     (tmp_path / "run.json").write_text(json.dumps({"micro_batch": 4}))
     assert train.choose_micro_batch(cfg, env) == 4  # a run that goes on keeps its own, for the same bits
     assert train.choose_micro_batch(dataclasses.replace(cfg, micro_batch=2), env) == 2
@@ -184,7 +182,7 @@ def two_updates(into) -> None:
             p.data = p.data.bfloat16()
         teacher = Teacher(teacher, device)
         env = types.SimpleNamespace(device=device, dtype=torch.bfloat16, world=1, rank=0, stopping=False)
-        env.stop_flag = lambda: torch.zeros(())
+        env.flags = lambda: torch.zeros(2)
 
         def stream():
             while True:

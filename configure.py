@@ -35,9 +35,9 @@ class ConfigError(UserError):
 class Config:
     # --- who learns from whom
     methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS, or METHOD@LABEL; all share one teacher forward
-    student: str = "200m"  # its shape: a preset of model.PRESETS, or a Hugging Face config.json (or its folder)
+    student: str = "200m"  # its shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json (or its folder)
     student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
-    teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id; None where no method needs one
+    teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id (owner/name@revision); None: no method needs one
     tokenizer: str | None = None  # local folder or hub id; None: the teacher's
     seed: int = 1234  # of the student's initial weights
 
@@ -184,16 +184,20 @@ class Config:
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
 
 
-def load(argv: list[str], methods: Sequence[str] = ()) -> "Loaded":
+def load(
+    argv: list[str], methods: Sequence[str] = (), presets: Callable[[str | None], Sequence[str]] | None = None
+) -> "Loaded":
     """Config files and `--key=value` flags, in order -> the config and where each value came from.
 
-    `--help` prints all keys, and `methods` where the script has them, and ends the process.
+    `--help` prints all keys, `methods` where the script has them, and `presets` of students for the teacher that the
+    other arguments set, and ends the process.
     Raises `ConfigError` for a file that is not there or does not run, an unknown key, a wrong type or an
     impossible combination.
     """
     values, origin, hyper = {}, {}, {}
     if {"-h", "--help"} & set(argv):
-        print(help_text(sys.modules["__main__"].__doc__ or "", methods))
+        teacher = load([arg for arg in argv if arg not in ("-h", "--help")]).config.teacher
+        print(help_text(sys.modules["__main__"].__doc__ or "", methods, presets(teacher) if presets else ()))
         sys.exit(0)
     for arg in argv:
         if not arg.startswith("--"):
@@ -222,8 +226,8 @@ class Loaded:
     origin: dict = field(default_factory=dict)  # key -> file or "command line"; absent: the default
 
 
-def help_text(about: str, methods: Sequence[str] = ()) -> str:
-    """What `--help` prints: the script's own text, every key with its default, type and comment, and lines on methods.
+def help_text(about: str, methods: Sequence[str] = (), presets: Sequence[str] = ()) -> str:
+    """What `--help` prints: the script's own text, every key with its default, type and comment, presets and methods.
 
     The headings and comments are those of `Config`'s source, so that they are written once.
     """
@@ -240,6 +244,7 @@ def help_text(about: str, methods: Sequence[str] = ()) -> str:
             default = {} if default is dataclasses.MISSING else default
             value = ",".join(default) if isinstance(default, tuple) else default
             lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
+    lines += ["\n" * (i == 0) + line for i, line in enumerate(presets)]
     lines += ["\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE; lr too)"] if methods else []
     for line in methods:
         lines += textwrap.wrap(line, 120, initial_indent="    ", subsequent_indent=" " * 8)

@@ -44,7 +44,7 @@ from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.histograms import histograms
 from lib.rows import row_order
 from lib.runlog import Clock
-from lib.teacher import Teacher, for_students, load_teacher, teacher_size
+from lib.teacher import Teacher, for_students, load_teacher, preset_lines, teacher_size
 from losses import alra_terms, check_settings, evaluator, kd_weight, keywords, method_lines, needs_teacher, resolve
 from model import INLINE, PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 
@@ -805,7 +805,7 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
 
 
 def main() -> None:
-    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], method_lines()))))
+    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], method_lines(), preset_lines))))
 
 
 if __name__ == "__main__":

@@ -20,23 +20,31 @@ from lib.files import UserError, read_json
 INIT_STD = 0.02  # of a student's first weights
 
 
-def find_folder(name: str) -> Path:
-    """A local folder, or the local copy of a hub repository `owner/name` (downloaded if need be).
+def find_folder(name: str, download: bool = True) -> Path:
+    """A local folder, or the local copy of a hub repository `owner/name@revision` (downloaded if need be).
 
+    A revision is a branch, tag or commit; without one it is the default branch.
     The folder of a student, as train.py makes it, stands for the `model/` inside.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         inside = folder / "model"
         return inside if (inside / "config.json").is_file() and not (folder / "config.json").is_file() else folder
-    if name.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
-        raise UserError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name'")
+    repository, _, revision = name.partition("@")
+    if repository.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
+        raise UserError(
+            f"{name}: no such folder; expected a local model folder or a hub id 'owner/name' or 'owner/name@revision'"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=wanted, local_files_only=not download
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().splitlines()[0]
         raise UserError(f"{name}: no such local folder, and the hub did not give it ({why})") from error

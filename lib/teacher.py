@@ -10,10 +10,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lib.device import count
 from lib.files import UserError, read_json
 from lib.hf import find_folder, weight_files
 from lib.runlog import flops_per_token
-from model import Qwen2, foreign, load_config
+from model import PRESETS, Qwen2, foreign, load_config, student_config
 
 # Keys of config.json by which logits are more than hidden states times head, with the values that change nothing.
 BENT = {"final_logit_softcapping": (None, 0.0), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
@@ -143,6 +144,20 @@ def for_students(name: str | None) -> dict | None:
     rope = getattr(config, "rope_parameters", None) or {}
     found = {key: rope.get(key) if "rope" in key else getattr(config, key, None) for key in TAKEN}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def preset_lines(teacher: str | None) -> list[str]:
+    """Lines for `--help`: shapes of students, with their parameters at the vocabulary of a teacher that is at hand."""
+    try:
+        given, at = for_students(teacher and str(find_folder(teacher, download=False))), teacher
+    except UserError:
+        given, at = None, None
+    lines = [f"students (--student), with parameters at {f'the vocabulary of {at}' if at else 'their own vocabulary'}"]
+    for name in PRESETS:
+        shape = student_config(name, given)
+        sizes = f"width {shape.hidden_size}, {shape.num_hidden_layers} layers, {shape.num_attention_heads} heads"
+        lines.append(f"    {name:<14}{count(shape) / 1e6:9.1f}M  {sizes}, vocabulary {shape.vocab_size:,}")
+    return [*lines, "    or 512x8x8 (width x layers x heads), or a JSON object of keys of config.json"]
 
 
 class Size(NamedTuple):

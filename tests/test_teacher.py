@@ -10,10 +10,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import configure
+import prepare
 import train
 from lib.files import UserError
-from lib.teacher import TAKEN, check_logits, for_students, load_teacher, teacher_size
-from model import PRESETS, Qwen2, Qwen2Config, init_student, load_tokenizer, student_config, weights_hash
+from lib.teacher import TAKEN, check_logits, for_students, load_teacher, preset_lines, teacher_size
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, load_tokenizer, student_config, weights_hash
 from tests.test_train import ROOT, TOKENIZER, V, load, world  # noqa: F401  a fixture
 
 CPU = torch.device("cpu")
@@ -254,3 +256,47 @@ def test_pickles_and_remote_code_are_never_opened(make, tmp_path):
     (folder / "mine.py").write_text("raise SystemExit('ran')")
     with pytest.raises(UserError, match="transformers does not know it"):
         load_teacher(str(folder), torch.float32, CPU)
+
+
+CONFIGS = {  # a small stand-in for each config's teacher, with the keys of its real config.json
+    "qwen3_200m": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                   "max_position_embeddings": 32_768, "max_window_layers": 28, "use_sliding_window": False, "attention_bias": False}),
+    "pythia_160m": (transformers.GPTNeoXConfig, {"intermediate_size": 96, "rotary_pct": 0.25, "max_position_embeddings": 2048, "use_parallel_residual": True}),
+    "smollm2_30m": (transformers.LlamaConfig, {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+                    "max_position_embeddings": 8192}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path, capsys):
+    teacher, text = make(CONFIGS[name]), tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 9}) + "\n" for i in range(60)))
+    flags = [f"--source={text}", f"--teacher={teacher}", f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}", "--source_config=None",
+             "--train_rows=100", "--n_documents=None", "--val_rows=0", "--val_share=0.1", "--seq_len=16", "--max_steps=10", "--schedule_steps=10",
+             "--warmup_steps=2", "--batch_rows=2", "--micro_batch=2", "--compile=False", "--shuffle=True"]  # fmt: skip
+    prepare.prepare(configure.load([f"config/{name}.py", *flags]).config)
+    real = configure.load([f"config/{name}.py"]).config
+    tied = json.dumps(
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "tie_word_embeddings": "pythia" not in name,
+        }
+    )
+    assert train.run(configure.load([f"config/{name}.py", *flags, f"--student={tied}"])) == 0
+    shape, given = load_config(str(tmp_path / "out/alra")), for_students(teacher)
+    assert shape.tie_word_embeddings == student_config(real.student, given).tie_word_embeddings
+    assert {key: getattr(shape, key) for key in given} == given and given["rope_theta"] == (
+        1e4 if "pythia" in name else 1e6 if "qwen" in name else 1e5
+    )
+    folder = str(tmp_path / "out/alra/model")
+    torch.testing.assert_close(Qwen2.from_pretrained(folder)(ids()), theirs(folder), rtol=1e-5, atol=1e-5)
+
+
+def test_helps_lines_count_the_presets_at_the_vocabulary_of_a_teacher_at_hand(make):
+    lines = preset_lines(make(NATIVE["smollm2"]))
+    assert re.fullmatch(r"students .* at the vocabulary of \S+/teacher", lines[0])
+    assert lines[1].split() == "200m 89.9M width 768, 12 layers, 12 heads, vocabulary 4,096".split()
+    assert preset_lines("Qwen/Qwen1.5-1.8B")[0].endswith("their own vocabulary")  # never downloaded for this
+    assert any(line.split()[:2] == ["500m", "464.0M"] for line in preset_lines(None))

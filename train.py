@@ -36,7 +36,7 @@ import configure
 from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
-from lib.device import ROOM, device_name, fitting_micro_batch, pick_device, require_compiler, run_bytes
+from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
 from lib.figures import figures
 from lib.files import RENAMED, append_line, locked, read_json, write_json, writing
 from lib.fused import head_losses
@@ -45,7 +45,17 @@ from lib.histograms import histograms
 from lib.rows import row_order
 from lib.runlog import Clock
 from lib.teacher import Teacher, for_students, load_teacher, preset_lines, teacher_size
-from losses import alra_terms, check_settings, evaluator, kd_weight, keywords, method_lines, needs_teacher, resolve
+from losses import (
+    alra_terms,
+    check_settings,
+    evaluator,
+    kd_weight,
+    keywords,
+    method_lines,
+    needs_teacher,
+    resolve,
+    settings_at,
+)
 from model import INLINE, PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 
 # Keys that may differ when a run goes on: they change what is done where, when and how fast, not what is learnt. Of data,
@@ -241,9 +251,14 @@ def first_weights(cfg: Config) -> Qwen2:
     return model.requires_grad_(True).train()
 
 
+def overrides_at(s: Student, step: int, cfg: Config) -> dict:
+    """A student's overrides in update `step`, with the settings that move."""
+    return {**s.overrides, **settings_at(s.name, step, cfg.schedule_steps, **s.overrides)}
+
+
 def objective_at(s: Student, step: int, cfg: Config) -> Callable:
-    """A student's objective in update `step`. With a schedule w_kd follows it, and w_ce = 1 - w_kd (PD, Eq. 1)."""
-    objective = evaluator(s.name, cfg.group, cfg.compile, **s.overrides)
+    """A student's objective in update `step`. `w_kd_schedule` moves w_kd and w_ce = 1 - w_kd (PD, Eq. 1)."""
+    objective = evaluator(s.name, cfg.group, cfg.compile, **overrides_at(s, step, cfg))
     if cfg.w_kd_schedule == "constant" or not needs_teacher(s.name):
         return objective
     w_kd = kd_weight(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
@@ -562,7 +577,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
     if most is None and before.is_file():
         most = read_json(before).get("micro_batch")
     if most is None and env.device.type == "cuda":
-        room = min(parallel.everyones(int(ROOM * torch.cuda.mem_get_info(env.device)[0])))
+        room = min(parallel.everyones(int(ROOM * free_bytes(env.device))))
         most = fitting_micro_batch(share, cfg.group, room, *expected_bytes(cfg, env))
     return fitting_micro_batch(share, cfg.group, most or cfg.group, 0, 1)
 
@@ -640,6 +655,14 @@ def check_methods(cfg: Config, device: torch.device) -> None:
     unused = [name for name in cfg.hyper if name not in taken]
     if unused:
         raise ConfigError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")
+    for name in cfg.methods if cfg.compile else ():
+        first, last = (settings_at(name, step, 1, **cfg.overrides_of(name)) for step in (0, 1))
+        if first != last:
+            key = min(first)
+            raise ConfigError(
+                f"{name}.{key} moves to {last[key]} with compile=True: every new value would be compiled anew; set "
+                f"--{name}.{key}_end={first[key]} to hold it, or compile=False"
+            )
     if cfg.compile:
         require_compiler(device)
 

@@ -297,6 +297,17 @@ def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path, c
 def test_helps_lines_count_the_presets_at_the_vocabulary_of_a_teacher_at_hand(make):
     lines = preset_lines(make(NATIVE["smollm2"]))
     assert re.fullmatch(r"students .* at the vocabulary of \S+/teacher", lines[0])
-    assert lines[1].split() == "200m 89.9M width 768, 12 layers, 12 heads, vocabulary 4,096".split()
+    assert lines[1].split() == [
+        "200m",
+        "89.9M",
+        "width",
+        "768,",
+        "12",
+        "layers,",
+        "12",
+        "heads,",
+        "vocabulary",
+        "4,096",
+    ]
     assert preset_lines("Qwen/Qwen1.5-1.8B")[0].endswith("their own vocabulary")  # never downloaded for this
     assert any(line.split()[:2] == ["500m", "464.0M"] for line in preset_lines(None))

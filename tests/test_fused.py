@@ -277,7 +277,7 @@ def test_compiled_it_refuses_as_plainly():
 @pytest.mark.parametrize("name", ["pd", "alra"])
 def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
     counter, compile = torch._dynamo.testing.CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **keys: compile(function, backend=counter, **keys))
+    monkeypatch.setattr(torch, "compile", lambda function, options, **keys: compile(function, backend=counter, **keys))
     losses._compiled.cache_clear()
     h_s, w_s, h_t, w_t, y = case()
     for w_kd in (0.0, 0.3, 1.0):

@@ -230,7 +230,7 @@ def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
     whole = torch.compile(
-        lambda *z: losses._evaluate(METHODS[name], True, *z), backend="eager", fullgraph=True, dynamic=False
+        lambda *z: losses._evaluate(METHODS[name], torch.float32, *z), backend="eager", fullgraph=True, dynamic=False
     )
     loss, _, dz = whole(z_s, z_t, y)
     expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]

@@ -30,6 +30,9 @@ the first id of a row is passed over, since a row of one id has no target. What 
 row (it may be a lone EOS). A cut depends on `row_len` + 1 ids of the stream and on nothing else: neither on
 batches, nor on workers, nor on where a run was killed.
 
+**Several sources.** `source="a:0.7,b:0.3"` interleaves them by shares of documents: record i comes from the source that is
+furthest behind its share, so the order depends on the shares alone, and on no kill or number of workers.
+
 **Which rows.** The stream ends with the records, or when `train_rows` (+ `val_rows`) rows exist. Its last `val_rows` rows
 are val.bin, all before them train.bin, also where the source ends early, which is said. With `val_share` instead, whole
 documents are held out by the hash of their names (of their text where they have none), and cut as a stream of their own.

@@ -311,3 +311,18 @@ def test_helps_lines_count_the_presets_at_the_vocabulary_of_a_teacher_at_hand(ma
     ]
     assert preset_lines("Qwen/Qwen1.5-1.8B")[0].endswith("their own vocabulary")  # never downloaded for this
     assert any(line.split()[:2] == ["500m", "464.0M"] for line in preset_lines(None))
+
+
+def test_what_a_config_json_leaves_out_is_the_familys_default(tmp_path):
+    facts = {
+        "hidden_size": 256,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+    }
+    for kind, head_dim, context in (("qwen3", 128, 32_768), ("mistral", 64, 4096), ("llama", 64, 32_768)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **facts}))
+        shape = load_config(str(tmp_path / "config.json"))
+        assert (shape.head_dim, shape.max_position_embeddings, shape.qk_norm) == (head_dim, context, kind == "qwen3")
+        assert not shape.attention_bias

@@ -39,9 +39,11 @@ class Teacher:
 
     @property
     def shape(self) -> dict:
-        """The shape as a run's folder keeps it."""
-        config = self.model.config
-        return config.facts() if self.native else {"model_type": config.model_type, **size(self.model)._asdict()}
+        """The shape as a run's folder keeps it: with the hash of the weights, all that the teacher's output depends on."""
+        if self.native:
+            return self.model.config.facts()
+        places = ("_name_or_path", "transformers_version", "dtype", "architectures")
+        return {key: value for key, value in self.model.config.to_diff_dict().items() if key not in places}
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of one token's forward pass. By transformers: two per weight that multiplies it, attention's scores left out."""

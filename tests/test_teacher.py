@@ -102,6 +102,11 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     torch.testing.assert_close(
         teacher.hidden(ids()[:, :t]) @ teacher.head.T, theirs(folder)[:, :t], rtol=1e-5, atol=1e-5
     )
+    file = Path(folder) / "config.json"
+    before, facts = teacher.shape, json.loads(file.read_text())
+    file.write_text(json.dumps(facts | {"pad_token_id": 1, "rms_norm_eps": 1e-3}))
+    assert load_teacher(folder, torch.float32, CPU).shape != before  # what a run's folder compares
+    file.write_text(json.dumps(facts))
     n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert teacher_size(folder).n_params == n and json.loads(json.dumps(teacher.shape)) == teacher.shape
 

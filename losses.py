@@ -538,15 +538,16 @@ def _weighs(weight: float | Tensor) -> bool:
 
 
 def _evaluate(
-    method: Method, gradient: torch.dtype | None, z_s, z_t, y, w_kd: Tensor | None = None
+    method: Method, gradient: torch.dtype | bool | None, z_s, z_t, y, w_kd: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """`_mean_loss`, and the gradient of its loss in z_s, in the dtype that is given, if one is.
+    """`_mean_loss`, and the gradient of its loss in z_s if wanted: in the dtype that is given, or by True in z_s's own.
 
     w_kd [] takes the place of the method's, and 1 - w_kd that of w_ce; None: neither.
 
     Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and
     the other students of the run go on.
     """
+    gradient = z_s.dtype if gradient is True else gradient or None
     method = method if w_kd is None else method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
     if torch.compiler.is_compiling():
         if not gradient:

@@ -3,7 +3,6 @@
 #   python prepare.py config/smollm2_30m.py [--source=FILE_OR_FOLDER]
 #   python train.py config/smollm2_30m.py
 #   python eval.py out/smollm2_30m --tasks none
-#   python sample.py out/smollm2_30m/alra --prompt "The "
 #
 # Without --source the text is that which comes with Python. Cost, computed: 0.51M tokens, 0.46 GFLOP each, 2.3e14 FLOP: about
 # an hour at 65 GFLOP/s, which is two idle cores; 1.6 GiB. LOG.md has a run.

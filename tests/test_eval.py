@@ -1256,10 +1256,8 @@ def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, studen
     small = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=293))
     small.save_pretrained(tmp_path / "small", tokenizer)
     assert "vocabulary of 293, but its tokenizer has ids up to 306" in tried(str(tmp_path / "small"))
-    wide = init_student(Qwen2Config(24, 53, 1, 4, 2, vocab_size=313))
-    wide.save_pretrained(tmp_path / "wide", tokenizer)
-    assert "vocabulary of 313" in tried(
-        str(finished / "out" / "alra"), "--teacher", str(tmp_path / "wide"), "--out", str(tmp_path / "o")
+    assert "vocabulary of 293" in tried(
+        str(finished / "out" / "alra"), "--teacher", str(tmp_path / "small"), "--out", str(tmp_path / "o")
     )
     student.save_pretrained(tmp_path / "other", make_tokenizer(283))
     assert "another tokenizer" in tried(str(tmp_path / "other"), "--rows", str(finished / "data"))

@@ -1178,6 +1178,7 @@ def test_a_run_from_before_w_kd_schedule_had_its_name_goes_on(world, finished, m
     assert differing(world, finished) == ""
     assert "(w_kd_schedule='constant' there, 'wsd' here)" in differing(world, finished, w_kd_schedule="wsd")
     assert "(lr_schedule='cosine' there, 'wsd' here)" in differing(world, finished, lr_schedule="wsd")
+    assert train.config_of({"config": {"kd_schedule": "wsd", "hyper": {}}}) == {"w_kd_schedule": "wsd", "hyper": {}}
 
 
 def test_a_run_from_before_settings_by_method_goes_on(world, finished, tmp_path):

@@ -289,7 +289,7 @@ def our_step(
     """train.py's own update of fresh students on random rows of n inputs."""
     cfg = configure.Config(
         methods=methods, student=student, batch_rows=rows, micro_batch=micro_batch, seq_len=n, out_dir="out/bench",
-        warmup_steps=0, compile=compile, device=str(device),
+        warmup_steps=0, compile=compile, device=str(device), teacher=None,  # a preset's own shape
     )  # fmt: skip
     env = train.Env(cfg)
     students = [train.make_student(name, cfg, device) for name in methods]

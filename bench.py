@@ -566,7 +566,7 @@ def provenance(args, device: torch.device) -> dict:
 
 
 def markdown(lines: list[dict], about: dict, args) -> str:
-    said = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds, ranges."
+    said = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds [range]."
     if args.sections == ["roofline"]:
         counts = ", ".join(f"{name} {value}" for name, value in COUNTS.items())
         said = (

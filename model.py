@@ -29,6 +29,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from lib import parallel
 from lib.files import UserError, read_json
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
@@ -225,8 +226,12 @@ class Qwen2(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     @classmethod
-    def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
+    def from_pretrained(
+        cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", shard: int = 1
+    ) -> "Qwen2":
         """A Hugging Face `qwen2` or `llama` checkpoint from a local folder or the hub, weights as `dtype`.
+
+        With `shard` > 1 its layers are spread over so many processes, and each reads its own part alone.
 
         Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
         architecture, rope scaling, a pickle, and any tensor that is missing, left over or misshapen.
@@ -234,16 +239,24 @@ class Qwen2(nn.Module):
         folder = find_folder(name)
         with torch.device("meta"):
             model = cls(load_config(str(folder / "config.json")))  # never a preset of the same name
-        model.to(dtype).to_empty(device=device)
+        model.to(dtype)
+        if shard > 1:
+            parallel.spread(model, model.model.layers, shard, torch.device(device), layers_only=True)
+        model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
 
-    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
-        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids."""
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None, weights: dict | None = None
+    ) -> None:
+        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids.
+
+        weights  whole tensors by name, where this model's own are spread
+        """
         shape = dataclasses.asdict(self.config)
         if shape["head_dim"] * shape["num_attention_heads"] == shape["hidden_size"]:
             del shape["head_dim"]  # the default; older readers do not know the key
-        save_folder(Path(folder), shape, self.state_dict(), tokenizer)
+        save_folder(Path(folder), shape, weights or self.state_dict(), tokenizer)
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:

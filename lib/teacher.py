@@ -23,13 +23,15 @@ class Teacher:
 
 
 def load_teacher(
-    name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False
-) -> Teacher:
+    name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False,
+    shard: int = 1,
+) -> Teacher:  # fmt: skip
     """A teacher from a local folder or hub id, with weights as `dtype` on `device`; `home` is the students' device.
 
     compile  run its layers under torch.compile
+    shard    processes over which its layers are spread; embedding and head stay whole
     """
-    model = Qwen2.from_pretrained(name, dtype=dtype, device=device)
+    model = Qwen2.from_pretrained(name, dtype, device, shard)
     if compile:
         model.compile_layers()
     return Teacher(model, home or device)

@@ -89,7 +89,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: di
         raise UserError(f"{path}: its tensors are not this student's; it belongs to another run")
     with torch.no_grad():
         for name, p in params.items():
-            parallel.local(p).copy_(parallel.part_like(weights[name], p))
+            p.copy_(parallel.part_like(weights[name], p))
             optimizer.state[p] = {k: parallel.part_like(moments[f"{name}/{k}"], p) for k in MOMENTS}
     return state
 

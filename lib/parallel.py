@@ -203,8 +203,8 @@ def kept(t: Tensor) -> slice:
 
 
 def part_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the same values, on the device of `like` and spread as that is."""
-    if not isinstance(like, DTensor):
+    """A tensor of the same values, on the device of `like` and spread as that is. A scalar is never spread."""
+    if not isinstance(like, DTensor) or whole.ndim == 0:
         return whole.to(like.device)
     part = torch.empty_like(like, dtype=whole.dtype)
     local(part).copy_(whole[kept(like)])

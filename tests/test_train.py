@@ -139,7 +139,9 @@ def test_the_machine_is_what_the_config_says(world, monkeypatch):
     cfg = load(world, Path("unused"), seed=5).config
     assert train.make_student("alra", cfg, torch.device("cpu")).init_sha256 == weights_hash(init_student(SHAPE, 5))
     places, read = [], Qwen2.from_pretrained
-    monkeypatch.setattr(train.Qwen2, "from_pretrained", lambda name, dtype, device, _: places.append(device) or read(name))
+    monkeypatch.setattr(
+        train.Qwen2, "from_pretrained", lambda name, dtype, device, _: places.append(device) or read(name)
+    )
     monkeypatch.setattr(train, "pick_device", torch.device)
     for place in ("none", "cuda:7"):
         cfg = load(world, Path("unused"), teacher_device=place).config

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from lib.files import UserError
 
 LOOK_SEC = 5.0  # between two looks at work that may outlast a timeout
+LOST = ("gloo", "pair closure", "peer", "imed out")  # in what gloo says of another process; NCCL's errors have a class
 
 # --- start and end ---------------------------------------------------------------------------------------------------
 
@@ -62,9 +63,10 @@ def told_when_lost() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if world() == 1 or not (isinstance(error, dist.DistError) or "gloo" in text):
+        if world() == 1 or not (isinstance(error, dist.DistError) or any(word in text for word in LOST)):
             raise
-        what = "did not answer before the timeout" if "imed out" in text else "has ended"
+        slow = "imed out" in text or "timeout" in text
+        what = "did not answer within timeout_minutes" if slow else "has ended"
         raise UserError(
             f"process {rank()}: another process {what}; the same command goes on from the newest checkpoint, and "
             "torchrun --max_restarts=3 starts it by itself"

@@ -7,10 +7,11 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,8 +69,8 @@ def told_when_lost() -> Iterator[None]:
         slow = "imed out" in text or "timeout" in text
         what = "did not answer within timeout_minutes" if slow else "has ended"
         raise UserError(
-            f"process {rank()}: another process {what}; the same command goes on from the newest checkpoint, and "
-            "torchrun --max_restarts=3 starts it by itself"
+            f"process {rank()}: another process {what}; start the same command again (torchrun --max_restarts=3 does so by "
+            "itself): a run goes on from its newest checkpoint"
         ) from error
 
 
@@ -97,6 +98,22 @@ def everyones(value) -> list:
     if world() > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What `make` gives on the first process, on all of them. Its error is raised there alone; the others exit."""
+    if world() == 1:
+        return make()
+    sent, error = [None, True], None  # the value, whether there is none
+    if rank() == 0:
+        try:
+            sent = [make(), False]
+        except (ValueError, OSError) as slip:
+            error = slip
+    dist.broadcast_object_list(sent, src=0)
+    if sent[1]:
+        raise error or SystemExit(1)
+    return sent[0]
 
 
 def wait(device: torch.device) -> None:

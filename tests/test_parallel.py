@@ -222,7 +222,7 @@ def test_another_process_that_is_lost_is_one_line(monkeypatch):
              "Application timeout caused pair closure": "did not answer within timeout_minutes"}  # fmt: skip
     for text, what in texts.items():
         with (
-            pytest.raises(UserError, match=rf"^process 0: another process {what}; the same command"),
+            pytest.raises(UserError, match=rf"^process 0: another process {what}; start the same"),
             parallel.told_when_lost(),
         ):
             raise RuntimeError(text)
@@ -289,7 +289,7 @@ def test_torchrun_starts_all_again_after_a_kill_and_ends_with_a_checkpoint(world
     process.send_signal(signal.SIGTERM)
     lines.append(said(process, 1))
     text = "".join(lines)
-    assert "UserError: process 0: another process has ended; the same command goes on" in text
+    assert "UserError: process 0: another process has ended; start the same command again" in text
     assert "]: Traceback" not in text, text  # of one of our processes
     step = int(re.search(r"stopped by a signal after step (\d+)", text)[1])
     keys = {**keys, "max_steps": step, "checkpoint_every_steps": step}

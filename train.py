@@ -543,6 +543,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
             cfg.group,
             env.dtype.itemsize,
             cfg.recompute,
+            cfg.shard,
         )
         room = min(parallel.everyones(int(ROOM * torch.cuda.mem_get_info(env.device)[0])))
         most = fitting_micro_batch(share, cfg.group, room, *needs)

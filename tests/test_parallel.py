@@ -36,9 +36,7 @@ def world(tmp_path_factory):
     for folder, seed in (("data", 1), ("data0", 1), ("data1", 3), ("data2", 1), ("data3", 1)):
         write_rows(root / folder, "train", 97, seed=seed)
         write_rows(root / folder, "val", 7, seed=2)
-    teacher = init_student(
-        Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, tie_word_embeddings=False, rope_theta=1e4), seed=7
-    )
+    teacher = init_student(SHAPE_T, seed=7)
     with torch.no_grad():
         for p in teacher.parameters():
             p.mul_(8.0)  # far from uniform

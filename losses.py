@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from lib import fused, vocab
 from lib.checks import IGNORE, all_finite, between, enter, leave, not_negative, one_of, positive, require, valid_mean
 from lib.files import nearest
+from lib.graph import Rewrite
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
 # --- ALRA ----------------------------------------------------------------------------------------------------------
@@ -173,16 +174,28 @@ def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
     return leave(-vocab.log_p(z_s, y[:, None], 1.0, valid)[:, 0], valid)
 
 
-def vanilla_kd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scaling: bool = False) -> Tensor:
+def vanilla_kd(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scaling: bool = False, standardize: bool = False
+) -> Tensor:
     """KL(P_t || P_s) over the full vocabulary (Eq. 3), P = softmax(z / tau) on both sides (Eq. 2).
 
     t2_scaling   times tau^2, as in NVIDIA Model-Optimizer. The paper leaves it open; its Eq. 3 has no such factor
+    standardize  P is of (z - mean) / (std + 1e-7), each row by its own (Sun et al. 2024; std with V - 1). Blind to the
+                 scale of the student's logits: without the causal term its probabilities are undetermined
 
     MiniPLM's code trains the cross-entropy form. That differs by the teacher's entropy and has the same gradient.
     """
     positive(tau=tau)
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=standardize)
+    z_s, z_t = (_standardized(z_s), _standardized(z_t)) if standardize else (z_s, z_t)
     return leave(vocab.forward_kl(z_s, z_t, tau, valid) * (tau**2 if t2_scaling else 1.0), valid)
+
+
+def _standardized(z) -> Tensor:
+    """Each row with mean 0 and standard deviation 1; a constant row becomes 0, as if its deviation were 1  # [N, V]"""
+    z = z - z.mean(-1, keepdim=True)
+    variance = z.square().sum(-1, keepdim=True) / (z.shape[1] - 1)
+    return z / (torch.where(variance > 0, variance, 1.0).sqrt() + 1e-7)
 
 
 def pd(
@@ -266,10 +279,7 @@ def rld(
     _, odds_m, _ = _target_split(z_s, z_t, vocab.top(z_t, 1)[:, 0], tau_conf, valid)
     odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
     scd_u = binary_kl(odds_m, odds_s)
-    z_y = z_t.gather(1, y[:, None])
-    empty = z_y <= z_t.amin(-1, keepdim=True)  # no token ranks below the label
-    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=torch.where(empty, math.inf, z_y))
-    mcd_u = mcd_u.masked_fill(empty[:, 0], 0.0)
+    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_t.gather(1, y[:, None]))
     return leave(alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u, valid)
 
 
@@ -353,7 +363,7 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 
     once = upper(top_k, z_s.device).flatten()
     tokens = torch.cat([vocab.top(z_t, top_k), vocab.top(z_s, top_k)], 1)  # [N, 2 k] the teacher's, and the student's
     loss = 0.0
-    both = (z.gather(1, tokens).masked_fill(~valid[:, None], 0.0).chunk(2, 1) for z in (z_t, z_s))
+    both = (vocab.pick(z, tokens, valid).masked_fill(~valid[:, None], 0.0).chunk(2, 1) for z in (z_t, z_s))
     for in_t, in_s in zip(*both, strict=True):  # t-LD, s-LD
         d_t, d_s = (differences(x / tau).flatten(1) for x in (in_t, in_s))  # [N, k * k]
         loss = loss + kl(d_t, d_s, once)
@@ -459,6 +469,14 @@ def _row(name: str) -> Method:
     return METHODS[name]
 
 
+def settings_at(name: str, step: int, n_steps: int, **overrides) -> dict[str, float]:
+    """The settings that move, in update `step` of `n_steps`: a setting x with an x_end beside it goes there linearly."""
+    method = resolve(name, **overrides)
+    now = {**(method.fn.__kwdefaults__ or {}), **method.hyper}
+    ends = {key: now.get(f"{key}_end") for key in now}
+    return {key: now[key] + (end - now[key]) * step / n_steps for key, end in ends.items() if end is not None}
+
+
 def kd_weight(step: int, n_steps: int, peak: float) -> float:
     """PD's schedule of the distillation weight: it rises over the first 10 % of the steps and falls in the last 1 %."""
     require(n_steps >= 1, f"n_steps={n_steps}: expected at least 1")
@@ -514,8 +532,10 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.sum() / valid.sum().clamp(min=1), {**sums, "n_valid": valid.sum()}
 
 
-def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """`_mean_loss`, and the gradient of its loss in z_s if wanted.
+def _evaluate(
+    method: Method, gradient: torch.dtype | None, z_s, z_t, y
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """`_mean_loss`, and the gradient of its loss in z_s, in the dtype that is given, if one is.
 
     Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and
     the other students of the run go on.
@@ -525,14 +545,14 @@ def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict
             return *_mean_loss(method, z_s, z_t, y), None
         # one graph for both directions: nothing of [N, V] is kept between them
         dz, (loss, sums) = torch.func.grad_and_value(lambda z: _mean_loss(method, z, z_t, y), has_aux=True)(z_s)
-        return loss, sums, dz
+        return loss, sums, dz.to(gradient)
     broken = z_s.device.type == "cpu" and not all_finite(z_s)
     z_s = torch.zeros_like(z_s) if broken else z_s
-    with torch.set_grad_enabled(gradient):
-        loss, sums = _mean_loss(method, z_s.requires_grad_(gradient), z_t, y)
+    with torch.set_grad_enabled(gradient is not None):
+        loss, sums = _mean_loss(method, z_s.requires_grad_(gradient is not None), z_t, y)
     dz = None
     if gradient:
-        dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
+        dz = (torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)).to(gradient)
     if broken:
         loss, dz = loss * math.nan, dz if dz is None else dz.fill_(math.nan)
         sums = {key: value if key == "n_valid" else value * math.nan for key, value in sums.items()}
@@ -544,6 +564,8 @@ def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict
 
 def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **overrides) -> Callable:
     """One forward batch of a method: f(gradient, z_s, z_t, y) -> mean loss, sums of its terms, gradient in z_s or None.
+
+    gradient  the dtype of the gradient, or None
 
     compile  run it under torch.compile, once per method, settings and shape
     """
@@ -557,10 +579,11 @@ def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
     method = _of_call(resolve(name, **dict(overrides)), n_sequences)
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
-    compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True)
+    options = {"post_grad_custom_pre_pass": Rewrite()}
+    compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True, options=options)
     check = functools.cache(functools.partial(_check_settings, method))  # once per vocabulary: it runs the objective
 
-    def evaluate(gradient: bool, z_s, z_t, y):
+    def evaluate(gradient: torch.dtype | None, z_s, z_t, y):
         check(z_s.shape[1])  # inside the graph bad settings would raise an error of torch's
         return compiled(gradient, z_s, z_t, y)
 
@@ -615,7 +638,10 @@ def fused_head_losses(
 
 
 def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
-    """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2."""
+    """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2.
+
+    Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1, so it has no row.
+    """
     logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, tau)
     return leave((logp_s.exp() * (logp_s - logp_t)).sum(-1), valid)
 
@@ -697,7 +723,7 @@ def adakd(
     else:
         s = (logp_s.exp() * (logp_s - logp_t)).sum(-1)
     n_hardest = (keep * valid.sum().double()).floor().clamp(min=1)
-    hardest = valid & (_falling_rank(s, valid) < n_hardest)
+    hardest = valid & (vocab.rising_rank(-s.detach(), valid) < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
     # Masked twice: other positions must reach neither the value nor the gradient of the median.
@@ -719,11 +745,9 @@ def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 2.0, keep: float =
     positive(tau=tau)
     require(0 < keep <= 1, f"keep={keep}: expected 0 < keep <= 1")
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    logp = z_s.detach().double().log_softmax(-1)  # fp64: early entropies are almost equal
-    entropy = -(logp.exp() * logp).sum(-1)
     n_valid = valid.sum()
     n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
-    kept = valid & (_falling_rank(entropy, valid) < n_kept)
+    kept = valid & (vocab.rising_rank(-vocab.entropy(z_s), valid) < n_kept)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
     return leave(loss, kept)
 
@@ -749,6 +773,145 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
     return leave((bias * logp_t.exp() - a * (side * rise + (1 + side) * bias)).sum(-1), valid)
 
 
+def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
+    """Skew forward KL (DistiLLM, Ko et al. 2024): KL(P_t || lam P_t + (1 - lam) P_s), at most -ln lam.
+
+    lam = 0 is KL(P_t || P_s). The gradient runs through the mixture. The authors' code leaves out the teacher's
+    entropy, which is constant.
+    """
+    if lam == 0:
+        return vanilla_kd(z_s, z_t, y, tau=1.0)
+    ln_odds = _skew(lam)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        x, p = ln_q - ln_p + ln_odds, ln_p.exp()
+        return -p * F.softplus(x), -p * x.sigmoid()
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
+
+
+def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
+    """Skew reverse KL (DistiLLM, Ko et al. 2024): KL(P_s || lam P_s + (1 - lam) P_t), at most -ln lam.
+
+    lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too; some copies of the code detach it there.
+    """
+    if lam == 0:
+        return reverse_kl(z_s, z_t, y)
+    ln_odds = _skew(lam)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        x, q = ln_p - ln_q + ln_odds, ln_q.exp()
+        return -q * F.softplus(x), q * (x.sigmoid() - F.softplus(x))
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
+
+
+def _skew(lam) -> float:
+    """ln((1 - lam) / lam). KL(a || lam a + (1 - lam) b) is -ln lam - sum_i a_i softplus(ln b_i - ln a_i + this)."""
+    require(0 < lam < 1, f"lam={lam}: expected 0 <= lam < 1")
+    return math.log1p(-lam) - math.log(lam)
+
+
+def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float = 0.7) -> Tensor:
+    """Alpha-beta divergence (ABKD, Wang et al. 2025), p the teacher and q the student, s = alpha + beta:
+
+        loss[u] = -1 / (alpha beta) sum_i [p_i^alpha q_i^beta - (alpha / s) p_i^s - (beta / s) q_i^s]
+
+    Where alpha, beta or s is 0 it is the limit; the authors' code is off by the other exponent there, unless that is 1.
+    (1, 0) is KL(P_t || P_s), (0, 1) is KL(P_s || P_t). The derivative by ln q is q^beta (q^alpha - p^alpha) / alpha.
+    Each summand is >= 0 and taken from the larger of p and q: p^s (E_s(d) - E_beta(d)) / alpha with
+    E_k(d) = (e^(k d) - 1) / k, d = ln q - ln p <= 0, or with the roles swapped.
+    """
+    require(math.isfinite(alpha) and math.isfinite(beta), f"alpha={alpha}, beta={beta}: expected finite numbers")
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    s = alpha + beta
+
+    def terms(ln_q, ln_p):
+        d, q_s = ln_q - ln_p, (s * ln_q).exp()
+        value = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0)) + q_s * _chord(s, alpha, -d.clamp(min=0))
+        return value, (q_s - (alpha * ln_p + beta * ln_q).exp()) / alpha if alpha else q_s * d
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid), valid)
+
+
+def _chord(a, b, d) -> Tensor:
+    """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape."""
+    if a == b == 0:
+        return d.square() / 2
+    e_a, e_b = (torch.expm1(k * d) / k if k else d for k in (a, b))
+    return (e_a - e_b) / (a - b) if a != b else (d * (a * d).exp() - e_a) / a
+
+
+def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: float = 0.5) -> Tensor:
+    """AKL (Wu et al. 2024): forward and reverse KL, weighted by where the student's error stands.
+
+        head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu, so not the crossing token
+        loss[u] = h KL(P_t || P_s) + (1 - h) KL(P_s || P_t),   h = sum_head |p - q| / sum_i |p_i - q_i|, a constant
+
+    At equality, where h is 0 / 0, it is 1/2. Equal probabilities enter the head together. The released code lacks a
+    parameter and its return.
+    """
+    require(0 < mu < 1, f"mu={mu}: expected 0 < mu < 1")
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p, h):
+        q, p, d = ln_q.exp(), ln_p.exp(), ln_q - ln_p
+        return ((1 - h) * q - h * p) * d, (1 - h) * q * (1 + d) - h * p
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, _head_share(z_s, z_t, mu)), valid)
+
+
+@torch.no_grad()
+def _head_share(z_s, z_t, mu) -> Tensor:
+    """AKL's h. The head's border is found by bisection: a sort of the vocabulary takes longer  # [N, 1]"""
+    ln_p = _log_softmax(z_t)
+    p = ln_p.exp()
+    low = torch.full_like(ln_p[:, :1], math.log1p(-mu) - math.log(p.shape[1]))  # the tokens below it have < 1 - mu
+    border = torch.zeros_like(low)
+    for _ in range(4 - round(math.log2(torch.finfo(p.dtype).eps))):  # to the last bit of ln p
+        middle = (low + border) / 2
+        over = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True) > mu
+        low, border = torch.where(over, middle, low), torch.where(over, border, middle)
+    error = (p - _log_softmax(z_s).exp()).abs()
+    head = torch.where((ln_p >= border) | (z_t == z_t.amax(-1, keepdim=True)), error, 0.0).sum(-1, keepdim=True)
+    total = error.sum(-1, keepdim=True)
+    return torch.where(total > 0, head / total, 0.5)
+
+
+def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
+    """ToDi (Jung et al. 2025): forward or reverse KL token by token, whichever has the larger probability. No tau^2.
+
+        loss[u] = sum_i [w_i p_i ln(p_i / q_i) + (1 - w_i) q_i ln(q_i / p_i)],   w_i = p_i / (p_i + q_i), a constant
+
+    The value is KL(P_t || P_s) + KL(P_s || P_t); only the gradient differs from that sum's.
+    """
+    positive(tau=tau)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        d = ln_q - ln_p
+        forward, reverse = (-d).sigmoid() * ln_p.exp(), d.sigmoid() * ln_q.exp()  # w p, (1 - w) q
+        return (reverse - forward) * d, reverse * (1 + d) - forward
+
+    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid), valid)
+
+
+def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: float = 0.4, t_end: float = 1.0) -> Tensor:
+    """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target between both models.
+
+    t      share of the teacher: a number, or a tensor [] that is not checked. 1 is KL(P_t || P_s); at 0 nothing is learnt
+    t_end  training takes t there over the run in a straight line (`settings_at`); not used here
+
+    The authors' code returns the cross-entropy with r, whose entropy moves with the student. Left out: its adaptive
+    step of t, which is smaller than the straight line's in runs of up to some 4,000 updates.
+    """
+    between(0, 1, t_end=t_end, **({} if isinstance(t, Tensor) else {"t": t}))
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    return leave(vocab.forward_kl(z_s, (1 - t) * z_s.detach() + t * z_t, 1.0, valid), valid)
+
+
 def _log_softmaxes(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
     """-> ln P_s, ln P_t over the vocabulary, valid."""
     positive(tau=tau)
@@ -762,12 +925,6 @@ def _log_softmax(x) -> Tensor:
     return x - x.exp().sum(-1, keepdim=True).log()
 
 
-def _falling_rank(x, valid) -> Tensor:
-    """Rank of each entry: 0 for the largest valid one; equal ones by position  # [N] -> [N]"""
-    order = x.detach().masked_fill(~valid, -math.inf).sort(descending=True, stable=True).indices
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-
-
 METHODS |= {
     "reverse_kl": Method(reverse_kl, {}, 1.0, 0.0),
     "jsd": Method(jsd, {}, 1.0, 0.0),
@@ -777,4 +934,12 @@ METHODS |= {
     "adakd": Method(adakd, {}, 1.0, 0.0),
     "sekd": Method(sekd, {}, 0.9, 0.1),
     "bdl": Method(bdl, {}, 1.0, 0.0),
+    "skew_fkl": Method(skew_fkl, {}, 1.0, 0.0),
+    "skew_rkl": Method(skew_rkl, {}, 1.0, 0.0),
+    "abkd": Method(abkd, {}, 1.0, 0.0),
+    "akl": Method(akl, {}, 1.0, 0.0),
+    "todi": Method(todi, {}, 0.5, 0.5),
+    "taid": Method(taid, {}, 1.0, 0.0),
+    "topk_tail": Method(tad, {"beta": 0.0}, 1.0, 0.0),  # KL over the teacher's top K and one bucket for the rest
+    "logit_std": Method(vanilla_kd, {"tau": 2.0, "t2_scaling": True, "standardize": True}, 9.0, 0.1),
 }

@@ -89,7 +89,7 @@ MAY_DIFFER = {
     "bos", "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
     "micro_batch", "device", "teacher_device", "recompute", "compile",  # speed and memory
     "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
-    "val_every_steps", "val_max_rows", "checkpoint_every_steps", "keep_checkpoints",
+    "val_every_steps", "val_max_rows", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints",
 }  # fmt: skip
 # Config keys of earlier results, which held the settings of all methods; they are part of a method's name here.
 OLD_SETTINGS = {

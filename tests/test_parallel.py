@@ -283,7 +283,7 @@ def test_torchrun_starts_all_again_after_a_kill_and_ends_with_a_checkpoint(world
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True)
     os.kill(int(found.stdout.split()[1]), signal.SIGKILL)
     until("going on from step ")
-    until("  loss ")
+    until("/50000")
     process.send_signal(signal.SIGTERM)
     lines.append(said(process, 1))
     text = "".join(lines)

@@ -175,6 +175,8 @@ class Config:
                  f"micro_batch={self.micro_batch}: expected a multiple of group={self.group}, so that no forward batch is cut")  # fmt: skip
         _require(self.batch_rows % (self.micro_batch or 1) == 0,
                  f"micro_batch={self.micro_batch}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
+        _require(self.shard == 1 or self.teacher_device is None,
+                 f"teacher_device={self.teacher_device} with shard={self.shard}: a spread teacher lies on the students' devices; unset it")  # fmt: skip
         _require(not (self.val_rows and self.val_share),
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
 

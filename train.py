@@ -321,8 +321,10 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
 
 
 def broken_terms(s: Student) -> str:
-    """Name the terms of a student that are not finite."""
-    broken = [name for name, value in s.sums.items() if not math.isfinite(value)]
+    """Name the terms of a student that are not finite, on whatever process."""
+    sums = torch.stack(list(s.sums.values()))
+    parallel.sum_in_place([sums])
+    broken = [name for name, value in zip(s.sums, sums.tolist(), strict=True) if not math.isfinite(value)]
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
 

@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -19,8 +20,9 @@ import torch.distributed as dist
 import configure
 import train
 from lib import parallel
+from lib.device import count, run_bytes
 from lib.files import UserError
-from model import Qwen2Config, init_student, load_tokenizer
+from model import Qwen2Config, init_student, load_config, load_tokenizer
 from tests.test_train import ROOT, SEQ, TIMED, TOKENIZER, V, final_bits, handlers, records, write_rows  # noqa: F401
 
 METHODS = ("vanilla_kd", "alra")
@@ -186,6 +188,42 @@ def test_histograms_and_held_out_figures_are_those_of_one_process(four, alone):
             same(json.loads(first), json.loads(second), 1e-8)
 
 
+def test_the_large_config_takes_the_memory_that_its_header_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg, text = configure.load(["config/large.py"]).config, Path("config/large.py").read_text()
+    student = load_config(cfg.student)
+    teacher = Qwen2Config(
+        5120, 27648, 64, 40, 8, vocab_size=student.vocab_size, tie_word_embeddings=False
+    )  # Qwen2.5-32B
+    share, found = cfg.batch_rows // 8, []
+    for shard in (8, 1):
+        fixed, row = run_bytes(student, 1, teacher, cfg.seq_len, cfg.group, 2, cfg.recompute, shard)
+        found += [f"{n / 2**30:.{digits}f} GiB" for n, digits in ((fixed, 1), (row, 2), (fixed + share * row, 1))]
+    outside = count(teacher, 0)
+    layers = 2 * (count(teacher) - outside)
+    found += [
+        f"{layers / 8 / 2**30:.1f} GiB instead of {layers / 2**30:.1f}",
+        f"{2 * outside / 2**30:.1f} GiB on every card",
+    ]
+    del found[3:5]  # the parts with shard=1
+    assert cfg.shard == 8 and cfg.micro_batch == share and f"its {share} rows" in text
+    assert all(words in re.sub(r"\s*\n# ", " ", text) for words in found), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shard": 2}, r"^shard=2: expected a divisor of the 1 processes; start more of them, or set it$"),
+        ({"shard": 2, "teacher_device": "cpu"}, r"^teacher_device=cpu with shard=2: a spread teacher lies on the"),
+        ({"timeout_minutes": 0}, r"^timeout_minutes=0\.0: expected more than 0$"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(world, tmp_path, changes, message):
+    with pytest.raises(configure.ConfigError, match=message):
+        train.run(configure.load(flags(world, tmp_path, **changes)))
+    assert not list(tmp_path.iterdir())
+
+
 # --- what all processes must hold
 
 
@@ -228,6 +266,12 @@ def test_another_process_that_is_lost_is_one_line(monkeypatch):
         raise dist.DistBackendError("NCCL error in: ...")
     with pytest.raises(RuntimeError, match="mat1 and mat2"), parallel.told_when_lost():
         raise RuntimeError("mat1 and mat2")
+
+
+def test_a_term_that_breaks_on_another_process_is_named(monkeypatch):
+    monkeypatch.setattr(parallel, "sum_in_place", lambda tensors: tensors[0].add_(torch.tensor([0.0, torch.nan])))
+    student = SimpleNamespace(sums={"kd": torch.tensor(1.0), "ce": torch.tensor(2.0)})
+    assert train.broken_terms(student) == "not finite: ce"
 
 
 def test_work_that_outlasts_the_timeout_is_looked_at_again(monkeypatch):

@@ -125,7 +125,7 @@ def outlast(work: futures.Future) -> None:
     """Wait until every process's `work` is done, even beyond the timeout. An error in it is raised."""
     while not all(everyones(bool(futures.wait([work], LOOK_SEC).done))):
         pass
-    work.result()
+    work.result(0)  # it is done
 
 
 def agree(**facts) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lib.files import UserError
 
-LOOK_SEC = 5.0  # between two looks at work that may outlast a timeout
+LOOK_SEC = 1.0  # between two looks at work that may outlast a timeout
 LOST = ("gloo", "pair closure", "peer", "imed out")  # in what gloo says of another process; NCCL's errors have a class
 
 # --- start and end ---------------------------------------------------------------------------------------------------
@@ -148,7 +148,6 @@ def agree_on_folder(folder: Path) -> None:
     """Check that all processes see one folder: the first writes a file there, which the others must find."""
     mine = f".seen_by_all_{secrets.token_hex(8)}"
     if rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / mine).touch()
     place, name = everyones((str(folder), mine))[0]
     seen = folder.is_dir() and name in os.listdir(folder)

@@ -20,9 +20,10 @@ import torch.distributed as dist
 import configure
 import train
 from lib import parallel
-from lib.device import count, run_bytes
+from lib.device import run_bytes
 from lib.files import UserError
-from model import Qwen2Config, init_student, load_config, load_tokenizer
+from lib.teacher import size
+from model import Qwen2, Qwen2Config, init_student, load_config, load_tokenizer
 from tests.test_train import ROOT, SEQ, TIMED, TOKENIZER, V, final_bits, handlers, records, write_rows  # noqa: F401
 
 METHODS = ("vanilla_kd", "alra")
@@ -192,15 +193,16 @@ def test_the_large_config_takes_the_memory_that_its_header_says(monkeypatch):
     monkeypatch.chdir(ROOT)
     cfg, text = configure.load(["config/large.py"]).config, Path("config/large.py").read_text()
     student = load_config(cfg.student)
-    teacher = Qwen2Config(
+    shape = Qwen2Config(
         5120, 27648, 64, 40, 8, vocab_size=student.vocab_size, tie_word_embeddings=False
-    )  # Qwen2.5-32B
+    )  # of Qwen2.5-32B
+    with torch.device("meta"):
+        teacher = size(Qwen2(shape))
     share, found = cfg.batch_rows // 8, []
     for shard in (8, 1):
         fixed, row = run_bytes(student, 1, teacher, cfg.seq_len, cfg.group, 2, cfg.recompute, shard)
         found += [f"{n / 2**30:.{digits}f} GiB" for n, digits in ((fixed, 1), (row, 2), (fixed + share * row, 1))]
-    outside = count(teacher, 0)
-    layers = 2 * (count(teacher) - outside)
+    outside, layers = teacher.n_params - teacher.in_layers, 2 * teacher.in_layers
     found += [
         f"{layers / 8 / 2**30:.1f} GiB instead of {layers / 2**30:.1f}",
         f"{2 * outside / 2**30:.1f} GiB on every card",

@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import configure
 import train
@@ -45,6 +46,18 @@ def world(tmp_path_factory):
             p.mul_(8.0)  # far from uniform
     teacher.save_pretrained(root / "teacher", load_tokenizer(TOKENIZER))
     init_student(SHAPE).save_pretrained(root / "student")
+    torch.manual_seed(3)
+    keys = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=V, hidden_size=24, intermediate_size=48, **keys)).save_pretrained(
+        root / "foreign"
+    )
+    load_tokenizer(TOKENIZER).save_pretrained(root / "foreign")
     return root
 
 
@@ -92,6 +105,7 @@ def same(a: dict, b: dict, rel: float) -> None:
     assert all(a[key] == b[key] or a[key] == pytest.approx(b[key], rel=rel) for key in a if key not in TIMED)
 
 
+FOREIGN = {"methods": "alra", "max_steps": 1, "checkpoint_every_steps": 1, "val_every_steps": 1}
 DIFFERENT = {
     "lr": ("0.0{rank}1", r"lr: 0\.001 on process 0, 0\.011 on process 1; give all processes the same"),
     "out_dir": (
@@ -109,6 +123,7 @@ def four(world, tmp_path_factory):
     runs = [flags(world, root / "hooks"), flags(world, root / "late"), flags(world, root / "four", shard=4),
             flags(world, root / "two", shard=2, micro_batch=8), flags(world, root / "cut", shard=2, micro_batch=2, max_steps=2),
             flags(world, root / "cut", shard=2, micro_batch=2)]  # fmt: skip
+    runs.append(flags(world, root / "foreign", shard=2, **FOREIGN, teacher=world / "foreign"))
     for key, (value, _) in DIFFERENT.items():
         value = value.replace("OUT", str(root / "bad")).replace("WORLD", str(world))
         runs.append(flags(world, **{"out": root / "bad" / key, key: value}))
@@ -178,6 +193,16 @@ def test_spread_weights_are_resumed_with_the_same_bits_and_anywhere(four, world,
         shutil.rmtree(tmp_path / "two" / method / "checkpoints" / "step_00000004")
     assert train.run(configure.load(flags(world, tmp_path / "two"))) == 0  # one process goes on
     assert all(apart(root / "two", tmp_path / "two", method) < 1e-6 for method in METHODS)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_transformers_computes_is_spread_too(four, world, tmp_path):
+    root, text = four
+    assert train.run(configure.load(flags(world, tmp_path, **FOREIGN, teacher=world / "foreign"))) == 0
+    for kind in ("model", "optimizer"):
+        assert apart(tmp_path, root / "foreign", "alra", kind, step=1) < 1e-6
+    layers, others = 2 * (4 * 24 * 24 + 2 * 24 * 48 + 48 + 9 * 24), 2 * V * 24 + 2 * 24
+    assert f"process 1: {layers // 2 + others} of Teacher in foreign" in text
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from lib import parallel
 from lib.files import UserError, read_lines, write_lines, writing
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
@@ -24,12 +25,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def copied(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[Tensors, Tensors]:
-    """Copies on the CPU of the weights and of the moments, by name."""
+    """Whole copies on the CPU of the weights and of the moments, by name; on processes but the first, nothing."""
     names = {p: name for name, p in model.named_parameters()}
-    weights = {name: p.to("cpu", copy=True) for name, p in model.state_dict().items()}
-    return weights, {
-        f"{names[p]}/{k}": v.to("cpu", copy=True) for p, kept in optimizer.state.items() for k, v in kept.items()
-    }
+    moments = {f"{names[p]}/{k}": v for p, kept in optimizer.state.items() for k, v in kept.items()}
+    return parallel.copies(model.state_dict()), parallel.copies(moments)
 
 
 def save(folder: Path, weights: Tensors, moments: Tensors, state: dict) -> None:
@@ -90,8 +89,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: di
         raise UserError(f"{path}: its tensors are not this student's; it belongs to another run")
     with torch.no_grad():
         for name, p in params.items():
-            p.copy_(weights[name])
-            optimizer.state[p] = {k: moments[f"{name}/{k}"].to(p.device) for k in MOMENTS}
+            p.copy_(parallel.part_like(weights[name], p))
+            optimizer.state[p] = {k: parallel.part_like(moments[f"{name}/{k}"], p) for k in MOMENTS}
     return state
 
 

@@ -29,7 +29,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from lib.files import UserError, read_json
+from lib.files import UserError, check, read_json
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
     find_folder,
@@ -58,6 +58,19 @@ class Qwen2Config:
     head_dim: int | None = None  # K; None: D / H
 
     def __post_init__(self):
+        for f in dataclasses.fields(self):
+            value, number = getattr(self, f.name), isinstance(getattr(self, f.name), int | float)
+            most = 1000 if f.name == "num_hidden_layers" else 2**31
+            good = {
+                bool: isinstance(value, bool),
+                int: isinstance(value, int) and 0 < value <= most,
+                float: number and 0 < value <= most,
+            }
+            if not good.get(f.type, True):
+                raise ValueError(
+                    f"{f.name}={value!r}: expected {f.type.__name__}"
+                    + (f", above 0 and at most {most}" if f.type is not bool else "")
+                )
         d, h, g = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         if self.head_dim is None:
             if d % h:
@@ -273,6 +286,7 @@ def load_config(name: str) -> Qwen2Config:
     if not path.is_file():
         raise UserError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
     hf = read_json(path, remedy="expected a config.json of the Hugging Face form")
+    check(hf, {key: dict for key in ("rope_parameters", "rope_scaling") if hf.get(key)}, f"{path}: ", "mend it")
     kind = hf.get("model_type")
     if kind not in ("qwen2", "llama"):
         raise UserError(f"{path}: model_type={kind!r}, expected 'qwen2' or 'llama'; other architectures are not read")
@@ -291,4 +305,7 @@ def load_config(name: str) -> Qwen2Config:
     absent = [k for k, v in fields.items() if v is None and k != "head_dim"]
     if absent:
         raise UserError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
-    return Qwen2Config(**fields)
+    try:
+        return Qwen2Config(**fields)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error

@@ -5,7 +5,7 @@
 
 The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per student with `log.jsonl`,
 `checkpoints/` and, at the end, `model/`, which Hugging Face reads. Started again, a run goes on from its newest
-checkpoint; SIGINT and SIGTERM save one and exit 0, once it trains.
+checkpoint; SIGINT, SIGTERM and SIGHUP save one and exit 0, once it trains.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
@@ -35,9 +35,10 @@ import configure
 from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
+from lib.checks import all_finite
 from lib.device import ROOM, fitting_micro_batch, pick_device, require_compiler, run_bytes
 from lib.figures import figures
-from lib.files import append_line, locked, read_json, write_json, writing
+from lib.files import append_line, locked, read_json, read_lines, write_json, writing
 from lib.fused import head_losses
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.histograms import histograms
@@ -54,6 +55,8 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
              "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
              "bos"}  # fmt: skip
+RUN_KEYS = {"config": {"methods": list}}  # of run.json, and of a checkpoint's state.json
+STATE_KEYS = {"sums": {"*": float}, "valid_tokens": int, "line_steps": int, "line_valid": int, "line_sec": float}
 SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
 
@@ -72,8 +75,8 @@ class Env:
         self.written.set_result(None)
 
     def hold_signals(self) -> None:
-        """From now on SIGINT and SIGTERM end the run after its update. Before, they end the process: nothing is to be saved."""
-        for sign in (signal.SIGINT, signal.SIGTERM):
+        """From now on signals end the run after its update. Before, they end the process: nothing is to be saved."""
+        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(sign, self._on_signal)
 
     def _on_signal(self, *_):
@@ -104,7 +107,7 @@ class Batch(NamedTuple):
 
 
 def open_data(cfg: Config, name: str) -> Rows:
-    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos)
+    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, load_config(cfg.student).vocab_size)
 
 
 def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
@@ -280,6 +283,13 @@ def broken_terms(s: Student) -> str:
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
 
+def check_weights(live: list[Student], step: int) -> None:
+    """Stop the students that an update has left with weights that are not finite, before these are used or saved."""
+    for s in live:
+        if not s.stopped and not all(all_finite(p) for p in s.model.parameters()):
+            s.stopped = f"step {step - 1}: its update made weights that are not finite; try a smaller lr"
+
+
 # --- validation and histograms ---------------------------------------------------------------------------------------
 
 VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce", "teacher_entropy": "teacher_entropy"}
@@ -347,6 +357,12 @@ def run(loaded: configure.Loaded) -> int:
         runlog.check_sinks(cfg.tensorboard, cfg.wandb_project)
     check_student(cfg, env)
     rows, val = open_data(cfg, "train"), open_data(cfg, "val")
+    for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
+        here, there = rows.manifest.get(key), val.manifest.get(key)
+        if here != there:
+            raise ConfigError(
+                f"{cfg.data_dir}: {key} is {here} in train.json, {there} in val.json; prepare them together"
+            )
     if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
         raise ConfigError(
             f"max_steps={cfg.max_steps}: needs {cfg.max_steps * cfg.batch_rows:,} rows, {cfg.data_dir} has {rows.n:,}; "
@@ -379,14 +395,16 @@ def distil(
 ) -> int:  # fmt: skip
     """The loop, from the newest checkpoint to the saved models -> the exit code of `run`."""
     facts = run_facts(rows, val, teacher, env.device)
-    open_folder(loaded, students, cfg.micro_batch, facts, env)
+    check_folder(students, cfg, facts)
     live = [s for s in students if not s.stopped]
-    step, clock = resume(live, cfg, facts, env)
-    if step:
+    done = all(ended(s, cfg) for s in live)
+    if done:
+        step, clock = cfg.max_steps, Clock()
+    else:
+        step, clock = resume(live, cfg, facts, env)
+        open_folder(loaded, live, step, clock, cfg, facts, env)
+    if step and not done:
         env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")
-    if env.first:
-        for s in live:
-            s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project)
     env.hold_signals()
     stream = batches(rows, teacher, step, cfg, env)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=None if env.first else True, dynamic_ncols=True)
@@ -397,11 +415,13 @@ def distil(
         n_valid = update(live, teacher, stream, step, cfg, env)
         clock.count(n_valid, time.perf_counter() - t0)
         step += 1
+        last = step == cfg.max_steps
+        if last or env.stopping or step % cfg.val_every_steps == 0 or step % cfg.checkpoint_every_steps == 0:
+            check_weights(live, step)
         for s in live:
             if s.stopped and env.first:
                 write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
         live = [s for s in live if not s.stopped]
-        last = step == cfg.max_steps
         if step % cfg.log_every_steps == 0 or last:
             log_terms(live, teacher, step, clock, cfg, env)
         if step % cfg.val_every_steps == 0 or last:
@@ -418,10 +438,11 @@ def distil(
             env.say(f"{s.name} stopped at {s.stopped}")
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
-        elif env.first:
-            with writing(s.folder / "model.tmp"):
-                s.model.save_pretrained(s.folder / "model", tokenizer)
-            write_json(s.folder / "run.json", student_facts(s, step, clock, cfg, facts))
+        else:
+            if env.first and not done:
+                with writing(s.folder / "model.tmp"):
+                    s.model.save_pretrained(s.folder / "model", tokenizer)
+                write_json(s.folder / "run.json", student_facts(s, step, clock, cfg, facts))
             env.say(f"{s.name}: {s.folder / 'model'}")
     parallel.wait(env.device)
     parallel.stop()
@@ -490,7 +511,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
         )
     share, most, before = cfg.batch_rows // env.world, cfg.micro_batch, Path(cfg.out_dir) / "run.json"
     if most is None and before.is_file():
-        most = read_json(before).get("micro_batch")
+        most = dataclasses.replace(cfg, micro_batch=read_json(before).get("micro_batch")).micro_batch
     if most is None and env.device.type == "cuda":
         teacher = load_config(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None
         needs = run_bytes(
@@ -518,6 +539,12 @@ def holds_weights(name: str) -> bool:
 def check_student(cfg: Config, env: Env) -> None:
     """Check that `student_weights` have the student's shape; say so where a `student` folder's weights are not used."""
     shape = load_config(cfg.student)
+    for key in ("student", *["teacher"] * any(map(needs_teacher, cfg.methods))):
+        most = load_config(getattr(cfg, key)).max_position_embeddings if getattr(cfg, key) else cfg.seq_len
+        if cfg.seq_len > most:
+            raise ConfigError(
+                f"seq_len={cfg.seq_len}: {key}={getattr(cfg, key)} takes max_position_embeddings={most} at most"
+            )
     if cfg.student_weights is not None:
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
         for key, value in vars(there).items():
@@ -603,30 +630,30 @@ def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dic
     }
 
 
-def open_folder(loaded: configure.Loaded, students: list[Student], micro_batch: int, facts: dict, env: Env) -> None:
-    """Make the run's folder, or check that the one there holds this very run."""
-    path = Path(loaded.config.out_dir) / "run.json"
+def check_folder(students: list[Student], cfg: Config, facts: dict) -> None:
+    """Check that a folder that is there holds this very run, and read which students have broken."""
+    path = Path(cfg.out_dir) / "run.json"
     if path.is_file():
-        before = read_json(path)
-        there, here = config_of(before), json.loads(json.dumps(dataclasses.asdict(loaded.config)))
-        compared = [key for key in here if key not in FREE_KEYS]
-        differs = [
-            f"{key}={there.get(key)!r} there, {here[key]!r} here" for key in compared if there.get(key) != here[key]
-        ]
-        differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
-        if differs:
-            raise ConfigError(
-                f"out_dir={path.parent}: already contains a different run ({differs[0]}); choose another out_dir"
-            )
-    parallel.wait(env.device)  # nobody looks for the file while it is being written
-    if env.first:
-        for s in students:
-            s.folder.mkdir(parents=True, exist_ok=True)
-        configure.save(loaded, path, micro_batch=micro_batch, **facts)
+        check_same(read_json(path, RUN_KEYS), f"out_dir={path.parent}", cfg, facts)
     for s in students:
         stopped = s.folder / "stopped.json"
-        s.stopped = read_json(stopped)["why"] if stopped.is_file() else None
-        env.say(f"{s.name}: {s.model.n_params:,} parameters, initial weights {s.init_sha256[:12]}, in {s.folder}")
+        s.stopped = read_json(stopped, {"why": str})["why"] if stopped.is_file() else None
+
+
+def ended(s: Student, cfg: Config) -> bool:
+    """Whether the student's model after the last step is there."""
+    file = s.folder / "run.json"  # written after the model
+    return file.is_file() and read_json(file, {"step": int})["step"] == cfg.max_steps
+
+
+def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> None:
+    """`ConfigError` unless the facts `before`, of run.json or of a checkpoint, are of this very run."""
+    there, here = config_of(before) if "config" in before else {}, json.loads(json.dumps(dataclasses.asdict(cfg)))
+    compared = [key for key in here if key not in FREE_KEYS] if there else []  # older checkpoints have no config
+    differs = [f"{key}={there.get(key)!r} there, {here[key]!r} here" for key in compared if there.get(key) != here[key]]
+    differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
+    if differs:
+        raise ConfigError(f"{where}: already contains a different run ({differs[0]}); choose another out_dir")
 
 
 def config_of(run: dict) -> dict:
@@ -644,40 +671,79 @@ def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, 
     if not env.first:
         return
     env.written.result()  # the ones before; their error is raised here
-    copies = []
+    copies, config = [], dataclasses.asdict(cfg)
     for s in live:
         sums = {key: float(value) for key, value in s.sums.items()}
         state = {"step": step, "method": s.name, "init_sha256": s.init_sha256, **facts, "sums": sums, **clock.state()}
-        copies.append((s.folder / "checkpoints", *checkpoint.copied(s.model, s.optimizer), state))
+        tensors = checkpoint.copied(s.model, s.optimizer) if step else ({}, {})
+        copies.append((s.folder / "checkpoints", *tensors, state | {"config": config}))
 
     def write():
         for copy in copies:
             checkpoint.save(*copy)
         for folder, *_ in copies:
-            checkpoint.prune(folder, cfg.keep_checkpoints)
+            checkpoint.prune(folder, cfg.keep_checkpoints, step)
 
     env.written = env.writer.submit(write)
 
 
 def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int, Clock]:
-    """Restore all students from their newest common step -> that step and the clock."""
-    common = [{path.name for path in checkpoint.whole(s.folder / "checkpoints")} for s in live]
-    newest = max(set.intersection(*common), default=None) if common else None
-    step = int(newest.removeprefix("step_")) if newest else 0
-    if env.first:
-        for path in (*Path(cfg.out_dir).glob("*.jsonl"), *(p for s in live for p in s.folder.glob("*.jsonl"))):
-            # a histogram is of the weights before its step, a line of log.jsonl of those after it
-            checkpoint.drop_after(path, step if path.name == "log.jsonl" else step - 1)
-    if not newest:
+    """Restore all students from their newest common step -> that step and the clock. It only reads.
+
+    `ConfigError` where no step is common, but something of a run is there.
+    """
+    steps = [{checkpoint.step_of(path) for path in checkpoint.whole(s.folder / "checkpoints")} for s in live]
+    step = max(set.intersection(*steps), default=None)
+    if step is None:
+        left = [path for path in (*logs(live, cfg), *(s.folder / "model" for s in live)) if path.exists()]
+        if left or set.union(*steps) - {0}:
+            lost = min(zip(steps, live, strict=True), key=lambda pair: len(pair[0]))[1]
+            raise ConfigError(
+                f"{lost.folder / 'checkpoints'}: no step that all students have, but {cfg.out_dir} holds their work; put "
+                "the lost checkpoints back, or choose another out_dir"
+            )
         return 0, Clock()
+    if step > cfg.max_steps:
+        raise ConfigError(f"max_steps={cfg.max_steps}: {cfg.out_dir} is at step {step}; set it to that at least")
     for s in live:
-        belongs = {"method": s.name, "init_sha256": s.init_sha256}
-        belongs |= {key: facts[key] for key in ("data_sha256", "teacher_sha256")}
-        state = checkpoint.load(s.folder / "checkpoints" / newest, s.model, s.optimizer, belongs)
+        path, belongs = s.folder / "checkpoints" / f"step_{step:08d}", {"method": s.name, "init_sha256": s.init_sha256}
+        state = checkpoint.load(path, s.model, s.optimizer, belongs, STATE_KEYS)
+        check_same(state, path, cfg, facts)
         s.sums = {
             key: torch.tensor(value, dtype=torch.float64, device=env.device) for key, value in state["sums"].items()
         }
+    for path in logs(live, cfg):
+        read_lines(path, {"step": int})  # a broken one shows before anything is changed
     return step, Clock(step, **{key: state[key] for key in runlog.CLOCK_KEYS})
+
+
+def logs(live: list[Student], cfg: Config) -> dict[Path, int]:
+    """Each log of the run -> 0 where a line is of the weights after its step, 1 where it is of those before."""
+    return {s.folder / "log.jsonl": 0 for s in live} | {
+        folder / name: 1
+        for folder, name in [(Path(cfg.out_dir), "teacher.jsonl"), *((s.folder, "histograms.jsonl") for s in live)]
+    }
+
+
+def open_folder(
+    loaded: configure.Loaded, live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env
+) -> None:
+    """Make the run's folder, or cut the logs of the one there to what happened up to `step`."""
+    parallel.wait(env.device)  # nobody looks for the files while they are being written
+    if env.first:
+        for s in live:
+            s.folder.mkdir(parents=True, exist_ok=True)
+        configure.save(loaded, Path(cfg.out_dir) / "run.json", micro_batch=cfg.micro_batch, **facts)
+        for path, before in logs(live, cfg).items():
+            if path.is_file():
+                checkpoint.drop_after(path, step - before)
+        if step == 0:  # from now on there is always a checkpoint behind the logs
+            save_checkpoints(live, 0, clock, cfg, facts, env)
+            env.written.result()
+    for s in live:
+        env.say(f"{s.name}: {s.model.n_params:,} parameters, initial weights {s.init_sha256[:12]}, in {s.folder}")
+        if env.first:
+            s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project)
 
 
 def main() -> None:

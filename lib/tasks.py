@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from lib.files import UserError, nearest
+from lib.files import UserError, first_line, nearest
 
 
 def _one_of(*values):
@@ -234,7 +234,3 @@ def read_items(names: list[str], split: str, data_dir: str | None, storycloze: s
         where, rows = read_rows(name, getattr(TASKS[name], split)[0], data_dir, storycloze)
         items[name] = Items(where, *check_rows(name, where, rows))
     return items
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

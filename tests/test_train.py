@@ -541,10 +541,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(world, tmp_path, mon
     student = train.make_student("alra", load(world, tmp_path).config, torch.device("cpu"))
     copies = checkpoint.copied(student.model, student.optimizer)
     checkpoint.save(tmp_path, *copies, {"step": 3})
-    assert set(done[:3]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
-    assert done[3:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]
+    assert done[0] == "-> state.json" and set(done[1:4]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+    assert done[4:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]
     checkpoint.save(tmp_path, *copies, {"step": 3})  # there already: left alone
-    assert len(done) == 6
+    assert len(done) == 7
 
 
 def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, monkeypatch, capsys):

@@ -357,18 +357,13 @@ def run(loaded: configure.Loaded) -> int:
         runlog.check_sinks(cfg.tensorboard, cfg.wandb_project)
     check_student(cfg, env)
     rows, val = open_data(cfg, "train"), open_data(cfg, "val")
-    for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
-        here, there = rows.manifest.get(key), val.manifest.get(key)
-        if here != there:
-            raise ConfigError(
-                f"{cfg.data_dir}: {key} is {here} in train.json, {there} in val.json; prepare them together"
-            )
     if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
         raise ConfigError(
             f"max_steps={cfg.max_steps}: needs {cfg.max_steps * cfg.batch_rows:,} rows, {cfg.data_dir} has {rows.n:,}; "
             "ask for fewer steps, prepare more rows, or set repeat_rows=True"
         )
     tokenizer = open_tokenizer(cfg, rows)
+    check_rows(rows, val, cfg)
     try:
         teacher = open_teacher(cfg, env)
         students = [make_student(name, cfg, env.device) for name in cfg.methods]
@@ -574,6 +569,18 @@ def check_methods(cfg: Config, device: torch.device) -> None:
         )
     if cfg.compile:
         require_compiler(device)
+
+
+def check_rows(rows: Rows, val: Rows, cfg: Config) -> None:
+    """Check that training and validation rows were made alike, and that both hold something to learn."""
+    for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
+        here, there = rows.manifest.get(key), val.manifest.get(key)
+        if here != there:
+            raise ConfigError(
+                f"{cfg.data_dir}: {key} is {here} in train.json, {there} in val.json; prepare them together"
+            )
+    rows.check()
+    val.check()
 
 
 def open_tokenizer(cfg: Config, rows: Rows):

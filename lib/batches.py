@@ -22,9 +22,10 @@ class Rows:
         if width != seq_len + 1:
             raise UserError(f"seq_len={seq_len}: {folder} has rows for seq_len={width - 1}; prepare again or set it")
         self.eos, self.mask_after_eos = self.manifest["eos_id"], mask_after_eos
-        if not any(
-            self.batch(np.array([i]), torch.device("cpu"))[2] for i in range(self.n)
-        ):  # most often the first has
+
+    def check(self) -> None:
+        """`UserError` where no row has a valid target. Most often the first one has."""
+        if not any(self.batch(np.array([i]), torch.device("cpu"))[2] for i in range(self.n)):
             raise UserError(f"{self.file}: no valid target in any row; prepare it from more text")
 
     def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:

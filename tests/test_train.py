@@ -552,7 +552,7 @@ def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, m
 
     def fail(folder, *args):
         calls.append(folder.parent.name)
-        if len(calls) == 4:
+        if len(calls) == 6:
             raise UserError("the disk is full")
         save(folder, *args)
 
@@ -560,7 +560,7 @@ def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, m
     keys = {"methods": "vanilla_kd,alra", "keep_checkpoints": 1}
     with pytest.raises(UserError, match="the disk is full"):
         train.run(load(world, tmp_path, **keys))
-    assert calls == ["vanilla_kd", "alra", "vanilla_kd", "alra"]
+    assert calls == ["vanilla_kd", "alra"] * 3  # the first of step 0
     monkeypatch.setattr(checkpoint, "save", save)
     assert train.run(load(world, tmp_path, **keys)) == 0 and "going on from step 2 of 6" in capsys.readouterr().out
 
@@ -569,7 +569,12 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
     train.run(load(world, tmp_path, methods="alra", max_steps=2))
     folder = tmp_path / "alra" / "checkpoints" / "step_00000002"
     state = (folder / "state.json").read_text()
-    (folder / "state.json").write_text(state.replace('"method": "alra"', '"method": "pd"'))
+    foreign = json.loads(state) | {"method": "pd"}
+    (folder / "state.json").write_text(json.dumps(foreign))
+    with pytest.raises(UserError, match=r"state.json: its checksum is not that of its content; remove it to go on"):
+        train.run(load(world, tmp_path, methods="alra"))
+    del foreign["checksum"]  # older ones have none
+    (folder / "state.json").write_text(json.dumps(foreign))
     with pytest.raises(UserError, match=r"step_00000002: method is pd, expected alra; it belongs to another run"):
         train.run(load(world, tmp_path, methods="alra"))
     (folder / "state.json").write_text(state)
@@ -579,11 +584,11 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
         whole = file.read_bytes()
         tensors = safetensors.torch.load(whole)
         safetensors.torch.save_file({k: tensors[k] for k in list(tensors)[1:]}, file)
-        with pytest.raises(UserError, match=r"step_00000002: its tensors are not this student's"):
+        with pytest.raises(UserError, match=rf"step_00000002/{name}.safetensors: its tensors are not this student's"):
             train.run(load(world, tmp_path, methods="alra"))
         file.write_bytes(whole)
     (folder / "optimizer.safetensors").write_bytes(data[:-100])
-    with pytest.raises(UserError, match=r"step_00000002: not a whole checkpoint"):
+    with pytest.raises(UserError, match=r"step_00000002/optimizer.safetensors: not whole .*remove it to go on"):
         train.run(load(world, tmp_path, methods="alra"))
 
 
@@ -636,10 +641,8 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     assert re.search(rf"^UserError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
     assert not (tmp_path / "alra" / where).exists()  # its room is free again
     monkeypatch.setattr(safetensors.torch, "save_file", save)
-    steps = [2, 4, 6] if where == "model.tmp" else [2]
-    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == [
-        f"step_{s:08d}" for s in steps[-2:]
-    ]
+    steps = [4, 6] if where == "model.tmp" else [0, 2]
+    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == [f"step_{s:08d}" for s in steps]
     assert train.run(load(world, tmp_path, methods="alra")) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 
@@ -805,7 +808,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(world, tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=600)  # closes the pipe
     assert process.returncode == 0 and "stopped by a signal after step" in said
-    (folder,) = (tmp_path / "alra" / "checkpoints").iterdir()
+    _, folder = checkpoint.whole(tmp_path / "alra" / "checkpoints")
     step = json.loads((folder / "state.json").read_text())["step"]
     assert step >= 2
     assert train.run(load(world, tmp_path, methods="alra", **{**ENDLESS, "max_steps": step + 1})) == 0
@@ -1059,12 +1062,12 @@ COMPARED = {
 
 
 def differing(world, finished, **changes) -> str:
-    """What `open_folder` says of these changes, "" where it takes them for the same run."""
+    """What `check_folder` says of these changes, "" where it takes them for the same run."""
     facts = json.loads((finished / "run.json").read_text())
     values = {k: str(v).replace("STUDENT", str(world / "student")) for k, v in changes.items()}
     loaded = load(world, **{"out": finished, **values})
     try:
-        train.open_folder(loaded, [], 1, facts, types.SimpleNamespace(wait=lambda: None, first=False))
+        train.check_folder([], loaded.config, facts)
     except ConfigError as error:
         return str(error)
     return ""

@@ -91,7 +91,7 @@ class Config:
         "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     )
     recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
-    compile: bool = False  # torch.compile the objectives (needs a C++ compiler on the CPU)
+    compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
 
     # --- the run
     out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside
@@ -101,7 +101,8 @@ class Config:
     wandb_project: str | None = None  # send them to Weights & Biases too, under this project
     val_every_steps: int = 1_000  # updates between validations; there is always one at the end
     val_max_rows: int | None = 512  # rows of val.bin that a validation reads; None: all
-    checkpoint_every_steps: int = 1_000  # updates between checkpoints; there is always one at the end
+    checkpoint_every_minutes: float | None = 30.0  # minutes between checkpoints; there is always one at the end
+    checkpoint_every_steps: int | None = None  # updates between checkpoints, besides
     keep_checkpoints: int = 2  # the last ones; older ones are removed
 
     # --- settings of the methods
@@ -136,16 +137,25 @@ class Config:
             number = isinstance(lr, int | float) and not isinstance(lr, bool)
             _require(number and 0 < lr < math.inf, f"{name}.lr={lr!r}: expected a number above 0")
         for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len", "prepare_workers",
-                     "log_every_steps", "val_every_steps", "checkpoint_every_steps", "keep_checkpoints"):  # fmt: skip
+                     "log_every_steps", "val_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
         _require(self.batch_rows <= 2**20, f"batch_rows={self.batch_rows}: expected at most {2**20}")
         for name in ("lr", "min_lr", "clip", "adam_eps"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
         for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected 0 or more")
-        for name in ("n_documents", "train_rows", "micro_batch", "val_max_rows", "histogram_every_steps"):
+        for name in (
+            "n_documents",
+            "train_rows",
+            "micro_batch",
+            "val_max_rows",
+            "histogram_every_steps",
+            "checkpoint_every_steps",
+        ):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name}={value}: expected at least 1, or None")
+        minutes = self.checkpoint_every_minutes
+        _require(minutes is None or minutes > 0, f"checkpoint_every_minutes={minutes}: expected more than 0, or None")
         for name in ("beta1", "beta2", "val_share"):
             _require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: expected 0 <= {name} < 1")
         _require(self.methods, "methods=(): expected at least one name")

@@ -19,6 +19,7 @@ Dimension key: B batch, T time, N positions, R requests, V vocabulary, D width.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -44,10 +45,10 @@ import configure
 from lib import figures, heldout, parallel
 from lib.checks import IGNORE
 from lib.device import device_name, pick_device
-from lib.files import UserError, write_whole
+from lib.files import UserError, dump, locked, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, open_rows
-from lib.tables import RESULT, read_if_there, row_text, stand_for, tabulate
+from lib.tables import RESULT, RUN, read_if_there, row_text, stand_for, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.tokens import token_bytes
 from model import Qwen2
@@ -130,7 +131,7 @@ class Scorer(TemplateLM):
         for context, continuation in (r.args for r in requests):
             bare = context.rstrip()
             if context and not bare:
-                raise UserError(f"a context of whitespace alone, before {continuation!r}: nothing to condition on")
+                raise UserError(f"a context of whitespace alone, before {continuation!r:.60}: nothing to condition on")
             pairs.append((bare, context[len(bare) :] + continuation))
         ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm or parallel.rank() > 0)
         plain = self._encode((e for c, e in pairs if not c), special=False)
@@ -158,7 +159,7 @@ class Scorer(TemplateLM):
             group = [request for _, request in group]
             for (context, continuation), head, tail in group:
                 if not head or not 0 < len(tail) <= self.max_length:
-                    raise UserError(f"{continuation!r} after {context!r}: {len(head)} + {len(tail)} tokens; expected a "
+                    raise UserError(f"{continuation!r:.60} after {context!r:.60}: {len(head)} + {len(tail)} tokens; expected a "
                                     f"context, and a continuation of 1 to max_length={self.max_length} tokens")  # fmt: skip
             inputs = [(head + tail)[-(self.max_length + 1) :][:-1] for _, head, tail in group]
             trees.append(Tree.grow(number, inputs, [len(tail) for _, _, tail in group]))
@@ -394,7 +395,7 @@ def locate(name: str, args) -> tuple[str, Path, dict | None]:
         path = path.parent  # the user named the student's model/ folder
     if (path / "model" / "config.json").is_file():
         source, folder = str(path / "model"), folder or path
-        facts, whole = read_if_there(path / "run.json"), read_if_there(path.parent / "run.json")
+        facts, whole = read_if_there(path / "run.json", RUN), read_if_there(path.parent / "run.json", {"config": dict})
         run = facts | {"config": whole["config"]} if facts and whole else None
     elif path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent.parent.name for p in path.glob("*/model/config.json"))
@@ -423,15 +424,18 @@ def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args
 
 def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
     """A setting from its flag, or else from the runs' configs, which must agree. None: not set, or "none"."""
-    values = [given] if given else list(dict.fromkeys(c.run["config"][key] for c in checkpoints if c.run))
+    values = [given] if given else list(dict.fromkeys(c.run["config"].get(key) for c in checkpoints if c.run))
     values = [v for v in values if v]
     if len(values) > 1:
         raise UserError(f"{key}: {values[0]} in one run, {values[1]} in another; score them apart, or set {flag}")
     return None if not values or values[0] == "none" else values[0]
 
 
-def score(args, device: torch.device) -> None:
-    """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table."""
+def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
+    """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table.
+
+    stack  holds the locks of the folders that results go to
+    """
     paths, unfinished = stand_for(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
     if not paths:
         raise UserError(f"{' '.join(args.paths)}: nothing there whose training has ended; expected out/NAME or a model")
@@ -467,6 +471,10 @@ def score(args, device: torch.device) -> None:
                 f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
             )
         c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
+        if parallel.rank() == 0:
+            stack.enter_context(
+                locked(c.folder, UserError(f"{c.folder}: another eval.py is at work there; wait for its end"))
+            )
     intrinsic = [(None, None)] * len(checkpoints)
     if rows_dir:
         check_rows_fit(rows_dir, rows, manifest, checkpoints)
@@ -523,8 +531,12 @@ def rows_hash(rows: np.ndarray) -> str:
 
 def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[Checkpoint]) -> None:
     """Refuse rows of another tokenizer, rows with another BOS, and rows longer than a model's context."""
-    n = rows.shape[1] - 1
+    n, largest = rows.shape[1] - 1, rows[rows != PAD].max(initial=0)
     for c in checkpoints:
+        if largest >= len(c.model.head):
+            raise UserError(
+                f"{rows_dir}/val.bin: id {largest}, with a vocabulary of {len(c.model.head)}; prepare it again"
+            )
         most = c.model.config.max_position_embeddings
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
             raise UserError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
@@ -563,6 +575,7 @@ def write(folder: Path, result: dict, sums: dict | None) -> str:
     stem = folder / f"eval_{result['split']}"
     file = stem.with_suffix(".json")
     before = read_if_there(file, RESULT)
+    dump(file, {key: found for key, found in result.items() if key != "samples"})
     same_weights = before.get("weights_sha256") == result["weights_sha256"]
     if not same_weights or (before["protocol"] != result["protocol"] and result["tasks"]):
         for old in folder.glob(f"samples_{result['split']}_*.jsonl"):  # of scores that are replaced
@@ -635,16 +648,17 @@ def run(argv: list[str]) -> None:
     args = arguments(argv)
     if args.table:
         text, records = tabulate(args.paths, args.reference, args.mixed, args.metric, defaults=DEFAULTS)
-        print(text)
         if args.csv:
             with open(args.csv, "w", newline="", encoding="utf-8") as file:
                 out = csv.DictWriter(file, list(records[0]))
                 out.writeheader()
                 out.writerows(records)
+        print(text)
         return
     device = pick_device(args.device)
     parallel.start(device)
-    score(args, device)
+    with contextlib.ExitStack() as stack:
+        score(args, device, stack)
     parallel.stop()
 
 

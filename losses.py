@@ -173,16 +173,28 @@ def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
     return leave(-vocab.log_p(z_s, y[:, None], 1.0, valid)[:, 0], valid)
 
 
-def vanilla_kd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scaling: bool = False) -> Tensor:
+def vanilla_kd(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scaling: bool = False, standardize: bool = False
+) -> Tensor:
     """KL(P_t || P_s) over the full vocabulary (Eq. 3), P = softmax(z / tau) on both sides (Eq. 2).
 
     t2_scaling   times tau^2, as in NVIDIA Model-Optimizer. The paper leaves it open; its Eq. 3 has no such factor
+    standardize  P is of (z - mean) / (std + 1e-7), each row by its own (Sun et al. 2024; std with V - 1). Blind to the
+                 scale of the student's logits: without the causal term its probabilities are undetermined
 
     MiniPLM's code trains the cross-entropy form. That differs by the teacher's entropy and has the same gradient.
     """
     positive(tau=tau)
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=standardize)
+    z_s, z_t = (_standardized(z_s), _standardized(z_t)) if standardize else (z_s, z_t)
     return leave(vocab.forward_kl(z_s, z_t, tau, valid) * (tau**2 if t2_scaling else 1.0), valid)
+
+
+def _standardized(z) -> Tensor:
+    """Each row with mean 0 and standard deviation 1; a constant row becomes 0, as if its deviation were 1  # [N, V]"""
+    z = z - z.mean(-1, keepdim=True)
+    variance = z.square().sum(-1, keepdim=True) / (z.shape[1] - 1)
+    return z / (torch.where(variance > 0, variance, 1.0).sqrt() + 1e-7)
 
 
 def pd(
@@ -459,6 +471,14 @@ def _row(name: str) -> Method:
     return METHODS[name]
 
 
+def settings_at(name: str, step: int, n_steps: int, **overrides) -> dict[str, float]:
+    """The settings that move, in update `step` of `n_steps`: a setting x with an x_end beside it goes there linearly."""
+    method = resolve(name, **overrides)
+    now = {**(method.fn.__kwdefaults__ or {}), **method.hyper}
+    ends = {key: now.get(f"{key}_end") for key in now}
+    return {key: now[key] + (end - now[key]) * step / n_steps for key, end in ends.items() if end is not None}
+
+
 def kd_weight(step: int, n_steps: int, peak: float) -> float:
     """PD's schedule of the distillation weight: it rises over the first 10 % of the steps and falls in the last 1 %."""
     require(n_steps >= 1, f"n_steps={n_steps}: expected at least 1")
@@ -615,7 +635,10 @@ def fused_head_losses(
 
 
 def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
-    """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2."""
+    """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2.
+
+    Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1, so it has no row.
+    """
     logp_s, logp_t, valid = _log_softmaxes(z_s, z_t, y, tau)
     return leave((logp_s.exp() * (logp_s - logp_t)).sum(-1), valid)
 
@@ -749,6 +772,145 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
     return leave((bias * logp_t.exp() - a * (side * rise + (1 + side) * bias)).sum(-1), valid)
 
 
+def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
+    """Skew forward KL (DistiLLM, Ko et al. 2024): KL(P_t || lam P_t + (1 - lam) P_s), at most -ln lam.
+
+    lam = 0 is KL(P_t || P_s). The gradient runs through the mixture. The authors' code leaves out the teacher's
+    entropy, which is constant.
+    """
+    if lam == 0:
+        return vanilla_kd(z_s, z_t, y, tau=1.0)
+    ln_odds = _skew(lam)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        x, p = ln_q - ln_p + ln_odds, ln_p.exp()
+        return -p * F.softplus(x), -p * x.sigmoid()
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
+
+
+def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
+    """Skew reverse KL (DistiLLM, Ko et al. 2024): KL(P_s || lam P_s + (1 - lam) P_t), at most -ln lam.
+
+    lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too; some copies of the code detach it there.
+    """
+    if lam == 0:
+        return reverse_kl(z_s, z_t, y)
+    ln_odds = _skew(lam)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        x, q = ln_p - ln_q + ln_odds, ln_q.exp()
+        return -q * F.softplus(x), q * (x.sigmoid() - F.softplus(x))
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid) - math.log(lam), valid)
+
+
+def _skew(lam) -> float:
+    """ln((1 - lam) / lam). KL(a || lam a + (1 - lam) b) is -ln lam - sum_i a_i softplus(ln b_i - ln a_i + this)."""
+    require(0 < lam < 1, f"lam={lam}: expected 0 <= lam < 1")
+    return math.log1p(-lam) - math.log(lam)
+
+
+def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float = 0.7) -> Tensor:
+    """Alpha-beta divergence (ABKD, Wang et al. 2025), p the teacher and q the student, s = alpha + beta:
+
+        loss[u] = -1 / (alpha beta) sum_i [p_i^alpha q_i^beta - (alpha / s) p_i^s - (beta / s) q_i^s]
+
+    Where alpha, beta or s is 0 it is the limit; the authors' code is off by the other exponent there, unless that is 1.
+    (1, 0) is KL(P_t || P_s), (0, 1) is KL(P_s || P_t). The derivative by ln q is q^beta (q^alpha - p^alpha) / alpha.
+    Each summand is >= 0 and taken from the larger of p and q: p^s (E_s(d) - E_beta(d)) / alpha with
+    E_k(d) = (e^(k d) - 1) / k, d = ln q - ln p <= 0, or with the roles swapped.
+    """
+    require(math.isfinite(alpha) and math.isfinite(beta), f"alpha={alpha}, beta={beta}: expected finite numbers")
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    s = alpha + beta
+
+    def terms(ln_q, ln_p):
+        d, q_s = ln_q - ln_p, (s * ln_q).exp()
+        value = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0)) + q_s * _chord(s, alpha, -d.clamp(min=0))
+        return value, (q_s - (alpha * ln_p + beta * ln_q).exp()) / alpha if alpha else q_s * d
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid), valid)
+
+
+def _chord(a, b, d) -> Tensor:
+    """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape."""
+    if a == b == 0:
+        return d.square() / 2
+    e_a, e_b = (torch.expm1(k * d) / k if k else d for k in (a, b))
+    return (e_a - e_b) / (a - b) if a != b else (d * (a * d).exp() - e_a) / a
+
+
+def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: float = 0.5) -> Tensor:
+    """AKL (Wu et al. 2024): forward and reverse KL, weighted by where the student's error stands.
+
+        head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu, so not the crossing token
+        loss[u] = h KL(P_t || P_s) + (1 - h) KL(P_s || P_t),   h = sum_head |p - q| / sum_i |p_i - q_i|, a constant
+
+    At equality, where h is 0 / 0, it is 1/2. Equal probabilities enter the head together. The released code lacks a
+    parameter and its return.
+    """
+    require(0 < mu < 1, f"mu={mu}: expected 0 < mu < 1")
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p, h):
+        q, p, d = ln_q.exp(), ln_p.exp(), ln_q - ln_p
+        return ((1 - h) * q - h * p) * d, (1 - h) * q * (1 + d) - h * p
+
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, _head_share(z_s, z_t, mu)), valid)
+
+
+@torch.no_grad()
+def _head_share(z_s, z_t, mu) -> Tensor:
+    """AKL's h. The head's border is found by bisection: a sort of the vocabulary takes longer  # [N, 1]"""
+    ln_p = _log_softmax(z_t)
+    p = ln_p.exp()
+    low = torch.full_like(ln_p[:, :1], math.log1p(-mu) - math.log(p.shape[1]))  # the tokens below it have < 1 - mu
+    border = torch.zeros_like(low)
+    for _ in range(4 - round(math.log2(torch.finfo(p.dtype).eps))):  # to the last bit of ln p
+        middle = (low + border) / 2
+        over = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True) > mu
+        low, border = torch.where(over, middle, low), torch.where(over, border, middle)
+    error = (p - _log_softmax(z_s).exp()).abs()
+    head = torch.where((ln_p >= border) | (z_t == z_t.amax(-1, keepdim=True)), error, 0.0).sum(-1, keepdim=True)
+    total = error.sum(-1, keepdim=True)
+    return torch.where(total > 0, head / total, 0.5)
+
+
+def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
+    """ToDi (Jung et al. 2025): forward or reverse KL token by token, whichever has the larger probability. No tau^2.
+
+        loss[u] = sum_i [w_i p_i ln(p_i / q_i) + (1 - w_i) q_i ln(q_i / p_i)],   w_i = p_i / (p_i + q_i), a constant
+
+    The value is KL(P_t || P_s) + KL(P_s || P_t); only the gradient differs from that sum's.
+    """
+    positive(tau=tau)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p):
+        d = ln_q - ln_p
+        forward, reverse = (-d).sigmoid() * ln_p.exp(), d.sigmoid() * ln_q.exp()  # w p, (1 - w) q
+        return (reverse - forward) * d, reverse * (1 + d) - forward
+
+    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid), valid)
+
+
+def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: float = 0.4, t_end: float = 1.0) -> Tensor:
+    """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target between both models.
+
+    t      share of the teacher: a number, or a tensor [] that is not checked. 1 is KL(P_t || P_s); at 0 nothing is learnt
+    t_end  training takes t there over the run in a straight line (`settings_at`); not used here
+
+    The authors' code returns the cross-entropy with r, whose entropy moves with the student. Left out: its adaptive
+    step of t, which is smaller than the straight line's in runs of up to some 4,000 updates.
+    """
+    between(0, 1, t_end=t_end, **({} if isinstance(t, Tensor) else {"t": t}))
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    return leave(vocab.forward_kl(z_s, (1 - t) * z_s.detach() + t * z_t, 1.0, valid), valid)
+
+
 def _log_softmaxes(z_s, z_t, y, tau) -> tuple[Tensor, Tensor, Tensor]:
     """-> ln P_s, ln P_t over the vocabulary, valid."""
     positive(tau=tau)
@@ -777,4 +939,12 @@ METHODS |= {
     "adakd": Method(adakd, {}, 1.0, 0.0),
     "sekd": Method(sekd, {}, 0.9, 0.1),
     "bdl": Method(bdl, {}, 1.0, 0.0),
+    "skew_fkl": Method(skew_fkl, {}, 1.0, 0.0),
+    "skew_rkl": Method(skew_rkl, {}, 1.0, 0.0),
+    "abkd": Method(abkd, {}, 1.0, 0.0),
+    "akl": Method(akl, {}, 1.0, 0.0),
+    "todi": Method(todi, {}, 0.5, 0.5),
+    "taid": Method(taid, {}, 1.0, 0.0),
+    "topk_tail": Method(tad, {"beta": 0.0}, 1.0, 0.0),  # KL over the teacher's top K and one bucket for the rest
+    "logit_std": Method(vanilla_kd, {"tau": 2.0, "t2_scaling": True, "standardize": True}, 9.0, 0.1),
 }

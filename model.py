@@ -20,6 +20,7 @@ Dimension key: B batch, T time, D width, H query heads, G key/value heads, K wid
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from lib.files import UserError, check, read_json
+from lib.files import UserError, read_json
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
     find_folder,
@@ -118,6 +119,15 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
+def linears(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
+    """Each layer's product with x. A compiled layer that casts its weights makes one product of them: fewer launches."""
+    if not torch.compiler.is_compiling() or layers[0].weight.dtype == x.dtype:
+        return [layer(x) for layer in layers]
+    weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
+    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], -1)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -142,7 +152,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)  # [B, T, H or G, K]
-        q, k, v = (p(x).view(heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (p.view(heads).transpose(1, 2) for p in linears(x, self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -159,7 +169,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(f, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = linears(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -285,8 +296,8 @@ def load_config(name: str) -> Qwen2Config:
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
     if not path.is_file():
         raise UserError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
-    hf = read_json(path, remedy="expected a config.json of the Hugging Face form")
-    check(hf, {key: dict for key in ("rope_parameters", "rope_scaling") if hf.get(key)}, f"{path}: ", "mend it")
+    keys, remedy = {"rope_parameters?": dict, "rope_scaling?": dict}, "expected a config.json of the Hugging Face form"
+    hf = read_json(path, keys, remedy)
     kind = hf.get("model_type")
     if kind not in ("qwen2", "llama"):
         raise UserError(f"{path}: model_type={kind!r}, expected 'qwen2' or 'llama'; other architectures are not read")

@@ -16,6 +16,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 import signal
 import sys
 import time
@@ -36,7 +37,7 @@ from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
 from lib.checks import all_finite
-from lib.device import ROOM, fitting_micro_batch, pick_device, require_compiler, run_bytes
+from lib.device import ROOM, device_name, fitting_micro_batch, pick_device, require_compiler, run_bytes
 from lib.figures import figures
 from lib.files import append_line, locked, read_json, read_lines, write_json, writing
 from lib.fused import head_losses
@@ -45,18 +46,36 @@ from lib.histograms import histograms
 from lib.rows import row_order
 from lib.runlog import Clock
 from lib.teacher import Teacher, load_teacher
-from losses import alra_terms, check_settings, evaluator, kd_weight, keywords, method_lines, needs_teacher, resolve
+from losses import (
+    alra_terms,
+    check_settings,
+    evaluator,
+    kd_weight,
+    keywords,
+    method_lines,
+    needs_teacher,
+    resolve,
+    settings_at,
+)
 from model import PRESETS, Qwen2, init_student, load_config
 
-# Keys that may differ when a run goes on: they change what is done when and where, not what is learnt. Those of the
-# second line name files whose content is compared instead (SAME_FACTS); only prepare.py reads those of the last.
-FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints", "out_dir",
+# Keys that may differ when a run goes on: they change what is done where, when and how fast, not what is learnt. Of data,
+# teacher and tokenizer the content is compared instead (SAME_FACTS); only prepare.py reads the last ones.
+FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes",
+             "keep_checkpoints", "out_dir", "device", "teacher_device", "recompute", "compile", "repeat_rows",
              "data_dir", "teacher", "tokenizer",
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
              "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
              "bos"}  # fmt: skip
-RUN_KEYS = {"config": {"methods": list}}  # of run.json, and of a checkpoint's state.json
-STATE_KEYS = {"sums": {"*": float}, "valid_tokens": int, "line_steps": int, "line_valid": int, "line_sec": float}
+RUN_KEYS = {"config": {"methods": list}, "micro_batch?": int}  # of run.json
+STATE_KEYS = {
+    "config?": dict,
+    "sums": {"*": float},
+    "valid_tokens": int,
+    "line_steps": int,
+    "line_valid": int,
+    "line_sec": float,
+}
 SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
 
@@ -71,8 +90,10 @@ class Env:
         self.rank, self.world = parallel.rank(), parallel.world()
         self.first = self.rank == 0
         self.signalled = self.stopping = False  # this process got a signal; any process did
+        self.due, self.saving = math.inf, False  # when the next checkpoint is due; whether it is
         self.writer, self.written = ThreadPoolExecutor(1), Future()  # of checkpoints, one at a time
         self.written.set_result(None)
+        self.heads, self.rows_below, self.redrawn = [], 0, []  # of the table that is printed
 
     def hold_signals(self) -> None:
         """From now on signals end the run after its update. Before, they end the process: nothing is to be saved."""
@@ -82,11 +103,35 @@ class Env:
     def _on_signal(self, *_):
         self.signalled = True
 
-    def stop_flag(self) -> Tensor:
-        """How many processes got a signal, [] on the device: all of them stop after the same step."""
-        flag = torch.full((), float(self.signalled), device=self.device)
-        parallel.sum_in_place([flag])
-        return flag
+    def flags(self) -> Tensor:
+        """On the device: how many processes got a signal, and whether a checkpoint is due; so all do the same."""
+        flags = torch.tensor([float(self.signalled), float(self.first and time.perf_counter() > self.due)])
+        flags = flags.to(self.device, non_blocking=True)
+        parallel.sum_in_place([flags])
+        return flags
+
+    def table(self, first: str, columns: dict[str, str], redraw: bool = False) -> None:
+        """Print a row of a table; its head too, where that differs from the one before or stands 20 rows back.
+
+        On a terminal `redraw` writes head and row over those before, below the progress bar.
+        """
+        if not self.first:
+            return
+        terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        heads, rows = runlog.table_lines(
+            first, columns, shutil.get_terminal_size().columns if terminal else runlog.WIDTH
+        )
+        if terminal and redraw:
+            lines = list(itertools.chain.from_iterable(zip(heads, rows, strict=True)))
+            for i in range(len(self.redrawn), len(lines)):
+                self.redrawn.append(tqdm(bar_format="{desc}", position=i + 1))
+            for line, text in itertools.zip_longest(self.redrawn, lines, fillvalue=""):
+                line.set_description_str(text)
+            return
+        again = self.heads == [head.split() for head in heads] and self.rows_below < 20
+        self.heads, self.rows_below = [head.split() for head in heads], self.rows_below + 1 if again else 1
+        for head, row in zip(heads, rows, strict=True):
+            self.say(row if again else f"{head}\n{row}")
 
     def say(self, text: str) -> None:
         if self.first:
@@ -205,11 +250,12 @@ def first_weights(cfg: Config) -> Qwen2:
 
 
 def overrides_at(s: Student, step: int, cfg: Config) -> dict:
-    """A student's overrides in update `step`. With a schedule w_kd follows it, and w_ce = 1 - w_kd (PD, Eq. 1)."""
+    """A student's overrides in update `step`, with the settings that move. `kd_schedule` moves w_kd and w_ce = 1 - w_kd."""
+    now = {**s.overrides, **settings_at(s.name, step, cfg.schedule_steps, **s.overrides)}
     if cfg.kd_schedule == "constant" or not needs_teacher(s.name):
-        return s.overrides
+        return now
     w_kd = kd_weight(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
-    return {**s.overrides, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
+    return {**now, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -245,8 +291,8 @@ def update(
     for s in students:
         parallel.sum_in_place([p.grad for p in s.model.parameters()])
     norms = [clip_gradients(list(s.model.parameters()), cfg.clip) for s in students]
-    *norms, stop = torch.stack([*norms, env.stop_flag()]).tolist()  # the one time in an update that the host waits
-    env.stopping = stop > 0
+    *norms, stop, save = torch.cat([torch.stack(norms), env.flags()]).tolist()  # the one time that the host waits
+    env.stopping, env.saving = stop > 0, save > 0
     for s, s.gnorm in zip(students, norms, strict=True):
         if not math.isfinite(s.gnorm):
             s.stopped = f"step {step}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made"
@@ -393,14 +439,14 @@ def distil(
     check_folder(students, cfg, facts)
     live = [s for s in students if not s.stopped]
     done = all(ended(s, cfg) for s in live)
-    if done:
-        step, clock = cfg.max_steps, Clock()
-    else:
-        step, clock = resume(live, cfg, facts, env)
+    step, clock = (cfg.max_steps, Clock()) if done else resume(live, cfg, facts, env)
+    if not done:
+        announce(students, teacher, cfg, env)
         open_folder(loaded, live, step, clock, cfg, facts, env)
     if step and not done:
         env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")
     env.hold_signals()
+    env.due = time.perf_counter() + 60 * (cfg.checkpoint_every_minutes or math.inf)
     stream = batches(rows, teacher, step, cfg, env)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=None if env.first else True, dynamic_ncols=True)
     while step < cfg.max_steps and live and not env.stopping:
@@ -411,7 +457,8 @@ def distil(
         clock.count(n_valid, time.perf_counter() - t0)
         step += 1
         last = step == cfg.max_steps
-        if last or env.stopping or step % cfg.val_every_steps == 0 or step % cfg.checkpoint_every_steps == 0:
+        save = env.saving or last or (cfg.checkpoint_every_steps and step % cfg.checkpoint_every_steps == 0)
+        if save or env.stopping or step % cfg.val_every_steps == 0:
             check_weights(live, step)
         for s in live:
             if s.stopped and env.first:
@@ -420,14 +467,18 @@ def distil(
         if step % cfg.log_every_steps == 0 or last:
             log_terms(live, teacher, step, clock, cfg, env)
         if step % cfg.val_every_steps == 0 or last:
-            log_validation(live, validate(live, teacher, val, cfg, env), step, env)
-        if step % cfg.checkpoint_every_steps == 0 or last:
-            save_checkpoints(live, step, clock, cfg, facts, env)
+            with clock.aside("validation"):
+                log_validation(live, validate(live, teacher, val, cfg, env), step, env)
+        if save:
+            with clock.aside("checkpoints"):
+                save_checkpoints(live, step, clock, cfg, facts, env)
         bar.update()
     bar.close()
     if env.stopping:
         save_checkpoints(live, step, clock, cfg, facts, env)
     env.written.result()
+    if not done:
+        env.say(clock.summary(step))
     for s in students:
         if s.stopped:
             env.say(f"{s.name} stopped at {s.stopped}")
@@ -445,14 +496,17 @@ def distil(
 
 
 def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Clock, cfg: Config, env: Env) -> None:
-    """One line and one record per student: means over all tokens since the last line."""
+    """One record per student, and one row for all: means over all tokens since the last row.
+
+    The row shows the CE of each student; of a lone one its loss, terms and gradient norm.
+    """
     counts = torch.tensor([clock.line_valid, clock.valid_tokens], dtype=torch.float64, device=env.device)
     parallel.sum_in_place([counts])
     line_valid, valid_tokens = (int(c) for c in counts.tolist())
     eta_sec = clock.eta_sec(step, cfg.max_steps)
     tok_per_sec = clock.line_steps * cfg.batch_rows * cfg.seq_len / clock.line_sec
     used = runlog.mfu(tok_per_sec * run_flops_per_token(len(live), teacher, cfg), env.device, env.world)
-    cuda = env.device.type == "cuda"
+    cuda, columns = env.device.type == "cuda", {}
     for s in live:
         sums = torch.stack(list(s.sums.values()))
         parallel.sum_in_place([sums])
@@ -472,7 +526,10 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
         s.sums = {}
         if env.first:
             s.record(record)
-        env.say(runlog.step_line(s.name, record, terms, cfg.max_steps))
+        of = {**terms, "gnorm": s.gnorm} if len(live) == 1 else {s.name: terms["ce"]}
+        columns |= {key: f"{value:.4f}" for key, value in of.items()}
+    if live:
+        env.table(runlog.step_text({**record, "lr": learning_rate(step - 1, cfg)}, cfg.max_steps), columns, redraw=True)
     clock.start_line()
 
 
@@ -483,11 +540,15 @@ def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -
 
 
 def log_validation(live: list[Student], found: dict[str, dict], step: int, env: Env) -> None:
+    """One record per student, and one row for each figure."""
     for s in live:
-        record = {f"val_{name}": value for name, value in found[s.name].items()}
         if env.first:
-            s.record({"step": step, **record})
-        env.say(f"{s.name:<10} step {step}  " + "  ".join(f"{key} {value:.4f}" for key, value in record.items()))
+            s.record({"step": step, **{f"val_{name}": value for name, value in found[s.name].items()}})
+    of = found[live[0].name] if live else {}
+    for figure in [key for key in of if not key.startswith("teacher")]:
+        env.table(f"step {step}  val_{figure}".ljust(24) + "|", {s.name: f"{found[s.name][figure]:.4f}" for s in live})
+    if "teacher_ce" in of:
+        env.say(f"step {step}  teacher: CE {of['teacher_ce']:.4f}, entropy {of['teacher_entropy']:.4f}")
 
 
 # --- what must be right before the first step ------------------------------------------------------------------------
@@ -506,25 +567,48 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
         )
     share, most, before = cfg.batch_rows // env.world, cfg.micro_batch, Path(cfg.out_dir) / "run.json"
     if most is None and before.is_file():
-        most = dataclasses.replace(cfg, micro_batch=read_json(before).get("micro_batch")).micro_batch
+        most = read_json(before, RUN_KEYS).get("micro_batch")
     if most is None and env.device.type == "cuda":
-        teacher = load_config(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None
-        needs = run_bytes(
-            load_config(cfg.student),
-            len(cfg.methods),
-            teacher,
-            cfg.seq_len,
-            cfg.group,
-            env.dtype.itemsize,
-            cfg.recompute,
-        )
         room = min(parallel.everyones(int(ROOM * torch.cuda.mem_get_info(env.device)[0])))
-        most = fitting_micro_batch(share, cfg.group, room, *needs)
-        env.say(
-            f"micro_batch={most}: {needs[0] / 2**30:.1f} GiB and {needs[1] / 2**30:.2f} GiB for each row, of "
-            f"{room / 2**30:.1f} GiB that are free"
-        )
+        most = fitting_micro_batch(share, cfg.group, room, *expected_bytes(cfg, env))
     return fitting_micro_batch(share, cfg.group, most or cfg.group, 0, 1)
+
+
+def expected_bytes(cfg: Config, env: Env) -> tuple[int, int]:
+    """Peak memory of the run on each device -> (bytes at any micro_batch, bytes more for each row of a micro-batch)."""
+    teacher = load_config(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None
+    student, width = load_config(cfg.student), env.dtype.itemsize
+    return run_bytes(student, len(cfg.methods), teacher, cfg.seq_len, cfg.group, width, cfg.recompute)
+
+
+def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env: Env) -> None:
+    """Say what runs on what, and what it will take. `ConfigError` where its checkpoints do not fit the disk."""
+    fixed, per_row = expected_bytes(cfg, env)
+    n, kept = students[0].model.n_params, sum(f.stat().st_size for f in Path(cfg.out_dir).glob("*/checkpoints/*/*"))
+    needs = len(students) * n * (12 * (cfg.keep_checkpoints + 1) + 4)  # weights and two moments; at the end the model
+    free = shutil.disk_usage(cfg.out_dir).free
+    if needs > free + kept:
+        raise ConfigError(
+            f"out_dir={cfg.out_dir}: checkpoints and models take {gib(needs)}, {gib(free + kept)} are free; choose another "
+            f"disk, or set --keep_checkpoints=1 (now {cfg.keep_checkpoints})"
+        )
+    if cfg.device == "auto" and env.device.type == "cpu" and Path("/proc/driver/nvidia/version").is_file():
+        env.say("device=auto: this machine has an NVIDIA driver, but this torch finds no GPU; the run is on the CPU")
+    rows = cfg.batch_rows * cfg.max_steps
+    env.say(
+        f"{device_name(env.device)}, {env.world} process{'es' * (env.world > 1)}, "
+        f"{str(env.dtype).removeprefix('torch.')}, {'compiled' if cfg.compile else 'eager'}, "
+        f"micro_batch {cfg.micro_batch}\n"
+        f"{cfg.teacher if teacher else 'no teacher'} -> {', '.join(s.name for s in students)}: {cfg.student}, {n:,} "
+        f"parameters, initial weights {students[0].init_sha256[:12]}, in {cfg.out_dir}\n"
+        f"{cfg.max_steps:,} steps of {cfg.batch_rows} rows: {rows * cfg.seq_len:,} nominal tokens; about "
+        f"{gib(fixed + cfg.micro_batch * per_row)} of memory ({gib(fixed)} and {gib(per_row)} for each row of a "
+        f"micro-batch), {gib(needs)} of disk ({gib(free)} are free)"
+    )
+
+
+def gib(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def holds_weights(name: str) -> bool:
@@ -567,6 +651,14 @@ def check_methods(cfg: Config, device: torch.device) -> None:
         raise ConfigError(
             "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
         )
+    for name in cfg.methods if cfg.compile else ():
+        first, last = (settings_at(name, step, 1, **cfg.overrides_of(name)) for step in (0, 1))
+        if first != last:
+            key = min(first)
+            raise ConfigError(
+                f"{name}.{key} moves to {last[key]} with compile=True: every new value would be compiled anew; set "
+                f"--{name}.{key}_end={first[key]} to hold it, or compile=False"
+            )
     if cfg.compile:
         require_compiler(device)
 
@@ -675,6 +767,7 @@ def config_of(run: dict) -> dict:
 
 def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env) -> None:
     """Write one per student from a copy, while training goes on; all are written before any older one is removed."""
+    env.due = time.perf_counter() + 60 * (cfg.checkpoint_every_minutes or math.inf)
     if not env.first:
         return
     env.written.result()  # the ones before; their error is raised here
@@ -747,10 +840,9 @@ def open_folder(
         if step == 0:  # from now on there is always a checkpoint behind the logs
             save_checkpoints(live, 0, clock, cfg, facts, env)
             env.written.result()
-    for s in live:
-        env.say(f"{s.name}: {s.model.n_params:,} parameters, initial weights {s.init_sha256[:12]}, in {s.folder}")
-        if env.first:
-            s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project)
+        for s in live:
+            about = {**dataclasses.asdict(cfg), **student_facts(s, step, clock, cfg, facts)}
+            s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project, about)
 
 
 def main() -> None:

@@ -101,11 +101,16 @@ def _refuse(constant: str):
 
 
 def check(value, keys: dict, where: str, remedy: str, inside: str = "") -> None:
-    """`UserError` unless `value` is an object that holds `keys`: a type for each, or such keys again; "*" is any key."""
+    """`UserError` unless `value` is an object that holds `keys`: a type for each, or such keys again.
+
+    "*" is any key, and "NAME?" one that may be None or not there.
+    """
     if not isinstance(value, dict):
         raise UserError(f"{where}expected a JSON object, got {type(value).__name__}; {remedy}")
     for wanted, of in keys.items():
-        for key in value if wanted == "*" else [wanted]:
+        for key in value if wanted == "*" else [wanted.removesuffix("?")]:
+            if wanted.endswith("?") and value.get(key) is None:
+                continue
             if key not in value:
                 raise UserError(f"{where}no {inside + key!r} in it; {remedy}")
             kind = dict if isinstance(of, dict) else int | float if of is float else of

@@ -9,7 +9,8 @@ import importlib.util
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 import transformers
 
 from lib.device import device_name
-from lib.files import UserError
+from lib.files import UserError, write_whole
 from model import Qwen2Config
 
 # Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
@@ -79,6 +80,7 @@ class Clock:
     line_steps: int = 0  # since the last line
     line_valid: int = 0
     line_sec: float = 0.0  # inside updates only
+    asides: dict[str, float] = field(default_factory=dict)  # seconds of this process outside updates
 
     def count(self, n_valid: int, seconds: float) -> None:
         self.valid_tokens += n_valid
@@ -93,6 +95,18 @@ class Clock:
         """Seconds left at the pace of this process."""
         return (time.perf_counter() - self.begun) / (step - self.begun_step) * (max_steps - step)
 
+    @contextlib.contextmanager
+    def aside(self, what: str) -> Iterator[None]:
+        """Count the seconds that something beside the updates takes."""
+        t0 = time.perf_counter()
+        yield
+        self.asides[what] = self.asides.get(what, 0.0) + time.perf_counter() - t0
+
+    def summary(self, step: int) -> str:
+        sec = time.perf_counter() - self.begun
+        of_it = ", ".join(f"{hours(value)} in {what}" for what, value in self.asides.items())
+        return f"{step - self.begun_step} steps in {hours(sec)}{f', of which {of_it}' if of_it else ''}"
+
     def state(self) -> dict:
         """What a checkpoint keeps."""
         return {key: getattr(self, key) for key in CLOCK_KEYS}
@@ -103,14 +117,32 @@ CLOCK_KEYS = ("valid_tokens", "line_steps", "line_valid", "line_sec")
 
 # --- lines -----------------------------------------------------------------------------------------------------------
 
+WIDTH = 160  # columns of the longest line
 
-def step_line(name: str, record: dict, terms: Iterable[str], max_steps: int) -> str:
-    """A training record as one line of text."""
-    parts = " ".join(f"{key} {record[key]:.4f}" for key in terms)
-    used = f"mfu {record['mfu']:.0%} " if record["mfu"] else ""
+
+def table_lines(first: str, columns: dict[str, str], width: int = WIDTH) -> tuple[list[str], list[str]]:
+    """A row of a table as lines of at most `width` characters -> its head and the row; columns that do not fit go below.
+
+    columns  by name, the text of each cell; a name of more than 14 characters keeps its end
+    """
+    heads, rows = [" " * len(first)], [first]
+    for name, text in columns.items():
+        name = name if len(name) <= 14 else "…" + name[-13:]
+        n = max(len(name), len(text), 6) + 2
+        if len(rows[-1]) + n > width:
+            heads.append(" " * len(first))
+            rows.append(" " * len(first))
+        heads[-1] += f"{name:>{n}}"
+        rows[-1] += f"{text:>{n}}"
+    return heads, rows
+
+
+def step_text(record: dict, max_steps: int) -> str:
+    """What all students share in a row of the log."""
+    step, used = f"step {record['step']}/{max_steps}", f"  mfu {record['mfu']:.0%}" if record["mfu"] else ""
     return (
-        f"{name:<10} step {record['step']}/{max_steps}  {parts}  lr {record['lr']:.1e} gnorm {record['gnorm']:.2f}  "
-        f"{record['tok_per_sec'] / 1e3:.1f}k tok/s {used} eta {hours(record['eta_sec'])}"
+        f"{step:<{2 * len(str(max_steps)) + 6}}  lr {record['lr']:.1e}  "
+        f"{record['tok_per_sec'] / 1e3:6.1f}k tok/s{used}  eta {hours(record['eta_sec']):>6}  |"
     )
 
 
@@ -131,8 +163,14 @@ def check_sinks(tensorboard: bool, wandb_project: str | None) -> None:
             raise UserError(f"{key}: {package} is not installed; run `pip install {package}`, or leave it off")
 
 
-def open_sinks(folder: Path, tensorboard: bool, wandb_project: str | None) -> list[Callable[[dict], None]]:
-    """TensorBoard and Weights & Biases for the student in `folder`, where asked for; each takes records of log.jsonl."""
+def open_sinks(
+    folder: Path, tensorboard: bool, wandb_project: str | None, about: dict
+) -> list[Callable[[dict], None]]:  # fmt: skip
+    """TensorBoard and Weights & Biases for the student in `folder`, where asked for; each takes records of log.jsonl.
+
+    about  the run's config and facts, for Weights & Biases. Its id is kept in the folder, so that a run that goes on is the
+           same one there, and runs of equal names in other places are not. Steps that it has are not sent again.
+    """
     sinks = []
     if tensorboard:
         from torch.utils.tensorboard import SummaryWriter
@@ -141,11 +179,15 @@ def open_sinks(folder: Path, tensorboard: bool, wandb_project: str | None) -> li
     if wandb_project:
         import wandb
 
-        name = f"{folder.parent.name}/{folder.name}"
+        file = folder / "wandb_id"
+        if not file.is_file():
+            write_whole(file, uuid.uuid4().hex[:12])
         run = wandb.init(
-            project=wandb_project, name=name, id=name.replace("/", "-"), resume="allow", reinit="create_new"
-        )
-        sinks.append(lambda record: run.log(record, step=record["step"]))
+            project=wandb_project, group=str(folder.parent), name=folder.name, id=file.read_text(), dir=folder,
+            config=about, resume="allow", reinit="create_new",
+        )  # fmt: skip
+        there = run.step  # the next step where it goes on, 0 where it is new
+        sinks.append(lambda record: run.log(record, step=record["step"]) if record["step"] >= there else None)
     return sinks
 
 

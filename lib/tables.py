@@ -6,6 +6,7 @@ optimisation and scoring protocol.
 """
 
 import math
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from lib.figures import FIGURES, bootstrap
-from lib.files import UserError, read_json
+from lib.files import UserError, first_line, read_json
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.tasks import COLUMNS, SUITES
 
@@ -89,7 +90,7 @@ MAY_DIFFER = {
     "bos", "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
     "micro_batch", "device", "teacher_device", "recompute", "compile",  # speed and memory
     "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
-    "val_every_steps", "val_max_rows", "checkpoint_every_steps", "keep_checkpoints",
+    "val_every_steps", "val_max_rows", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints",
 }  # fmt: skip
 # Config keys of earlier results, which held the settings of all methods; they are part of a method's name here.
 OLD_SETTINGS = {
@@ -99,7 +100,12 @@ OLD_SETTINGS = {
     "detach_temperature", "lam",
 }  # fmt: skip
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
-RESULT = {"name": str, "split": str, "tasks": dict, "intrinsic": dict | None, "protocol": dict, "run": dict | None}
+RUN = {"method": str, "student": str, "seed": int, "step": int}  # of a student
+TASK = {"acc": float, "acc_stderr": float, "acc_norm?": float, "n": int, "n_rows": int, "n_paper": int, "source": str,
+        "data_sha256": str, "prompts_sha256": str}  # fmt: skip
+RESULT = {"name": str, "split": str, "protocol": {"dtype": str, "limit?": int}, "tasks": {"*": TASK},
+          "intrinsic?": {"n_rows": int, "n_targets": int, "rows_sha256": str, **{f"{key}?": float for key in FIGURES}},
+          "run?": RUN | {"config": dict}}  # fmt: skip
 
 
 def tabulate(
@@ -160,7 +166,7 @@ def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str]
     found, left_out = [], []
     for name, path in zip(paths, map(Path, paths), strict=True):
         run = path if "config" in read_if_there(path / "run.json") and not (path / "model").is_dir() else path.parent
-        config = read_if_there(run / "run.json").get("config", {})
+        config = read_if_there(run / "run.json", {"config?": {"methods?": list}}).get("config", {})
         if run == path:
             inside = sorted(folder for folder in path.glob("*/") if done(folder))
             for folder in dict.fromkeys([*(path / method for method in config.get("methods", ())), *inside]):
@@ -345,9 +351,17 @@ def gap(mine: dict[int, dict], first: dict[int, dict], key: str) -> str:
     diffs = {s: factor * (mine[s]["intrinsic"][key] - first[s]["intrinsic"][key]) for s in seeds}
     if len(seeds) != 1:
         return f"{mean(diffs):+.{digits}f} ± {half(diffs):.{digits}f}" if seeds else "–"
-    a, b = (dict(np.load(r[seeds[0]]["file"].with_suffix(".npz"))) for r in (mine, first))
+    a, b = (read_sums(r[seeds[0]]["file"].with_suffix(".npz")) for r in (mine, first))
     low, high = (factor * v for v in bootstrap(a, b)[key])
     return f"{mean(diffs):+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def read_sums(file: Path) -> dict[str, np.ndarray]:
+    """The summands per row beside a result."""
+    try:
+        return dict(np.load(file))
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file}: not whole ({first_line(error)}); score it again") from error
 
 
 def mean(by_seed: dict) -> float:

@@ -189,9 +189,9 @@ def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict],
                 there = ", ".join(map(str, row))
                 raise UserError(f"{where}, row {number}: no field {field!r}, only {there}; expected {what}")
             if not good(row[field], row):
-                raise UserError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
+                raise UserError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r:.60}")
             if kept and type(row[field]) is not type(kept[0][field]):
-                raise UserError(f"{where}, row {number}, field {field!r}: {row[field]!r}, and {kept[0][field]!r} in row 1; "
+                raise UserError(f"{where}, row {number}, field {field!r}: {row[field]!r:.60}, and {kept[0][field]!r:.60} in row 1; "
                                 "expected one type throughout")  # fmt: skip
         kept.append({field: row[field] for field in fields})
         digest.update(json.dumps(kept[-1], sort_keys=True).encode())
@@ -232,5 +232,10 @@ def read_items(names: list[str], split: str, data_dir: str | None, storycloze: s
     items = {}
     for name in names:
         where, rows = read_rows(name, getattr(TASKS[name], split)[0], data_dir, storycloze)
-        items[name] = Items(where, *check_rows(name, where, rows))
+        try:
+            items[name] = Items(where, *check_rows(name, where, rows))
+        except UserError:
+            raise
+        except (OSError, ValueError, csv.Error) as error:  # what pyarrow raises is one of them
+            raise UserError(f"{where}: not read ({first_line(error)}); fetch it again") from error
     return items

@@ -312,3 +312,43 @@ def lower_median(x, keep) -> Tensor:
     """Lower median of the entries to keep, without a transfer of their number to the host  # [N] -> []"""
     rising = x.masked_fill(~keep, math.inf).sort().values
     return rising.gather(0, ((keep.sum(0, keepdim=True) - 1) // 2).clamp(min=0))[0]
+
+
+# --- sums of any function of both probabilities ----------------------------------------------------------------------
+
+
+class _Pointwise(torch.autograd.Function):
+    """`pointwise`: the sums of one pass forward, the gradient in one pass backward; only the logits are kept."""
+
+    @staticmethod
+    def forward(ctx, z_s, z_t, tau, valid, terms, *of_row):
+        tops = [z.amax(-1, keepdim=True) for z in (z_s, z_t)]
+        sums = [((z - top) / tau).exp().sum(-1, keepdim=True).log() for z, top in zip((z_s, z_t), tops, strict=True)]
+        ln_q, ln_p = _ln(z_s, tops[0], sums[0], tau), _ln(z_t, tops[1], sums[1], tau)
+        value, slope = terms(ln_q, ln_p, *of_row)
+        mean = slope.sum(-1, keepdim=True)
+        ctx.save_for_backward(z_s, z_t, valid, *tops, *sums, mean, *of_row)
+        ctx.tau, ctx.terms = tau, terms
+        return value.sum(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        z_s, z_t, valid, top_s, top_t, sum_s, sum_t, mean, *of_row = ctx.saved_tensors
+        ln_q, ln_p = _ln(z_s, top_s, sum_s, ctx.tau), _ln(z_t, top_t, sum_t, ctx.tau)
+        grad = (ctx.terms(ln_q, ln_p, *of_row)[1] - ln_q.exp() * mean) * (g[:, None] / ctx.tau)
+        return grad.masked_fill(~valid[:, None], 0.0), None, None, None, None, *(None for _ in of_row)
+
+
+def _ln(z, top, total, tau) -> Tensor:
+    return (z - top) / tau - total
+
+
+def pointwise(terms, z_s, z_t, tau, valid, *of_row) -> Tensor:
+    """The sum over V of any function of q = softmax(z_s / tau) and p = softmax(z_t / tau)  # -> [N]
+
+    terms   (ln q, ln p, *of_row) -> its value and its slope, the derivative of the sum by ln q, [N, V] each; what the
+            slope leaves out is constant. The gradient is slope_i - q_i sum_j slope_j, over tau
+    of_row  tensors [N, 1] that the terms take, constant
+    valid   [N] bool; other positions get a gradient of exactly 0
+    """
+    return _Pointwise.apply(z_s, z_t, tau, valid, terms, *of_row)

@@ -53,9 +53,15 @@ def cross_entropy(z_s, z_t, y):
     return gather(z_s, {u: -torch.log(softmax(s)[label]) for u, s, _, label in rows(z_s, z_s, y)})
 
 
-def vanilla_kd(z_s, z_t, y, tau=0.5, t2_scaling=False):
-    scale = tau**2 if t2_scaling else 1.0
-    return gather(z_s, {u: scale * kl(softmax(t, tau), softmax(s, tau)) for u, s, t, _ in rows(z_s, z_t, y)})
+def standardized(z):
+    mean = sum(z) / len(z)
+    std = torch.sqrt(sum((x - mean) ** 2 for x in z) / (len(z) - 1))
+    return [(x - mean) / (std + 1e-7) for x in z]
+
+
+def vanilla_kd(z_s, z_t, y, tau=0.5, t2_scaling=False, standardize=False):
+    scale, of = tau**2 if t2_scaling else 1.0, standardized if standardize else list
+    return gather(z_s, {u: scale * kl(softmax(of(t), tau), softmax(of(s), tau)) for u, s, t, _ in rows(z_s, z_t, y)})
 
 
 def pd(z_s, z_t, y, tau=0.5, top_p=0.95, top_k=50, truncate_on="tempered", temper_student=False):
@@ -294,4 +300,58 @@ def bdl(z_s, z_t, y, lam=0.9):
     for u, s, t, _ in rows(z_s, z_t, y):
         p_s, p_t = softmax(s), softmax(t)
         out[u] = kl(mixture(lam, p_s, p_t), mixture(lam, p_t, p_s))
+    return gather(z_s, out)
+
+
+def skew_fkl(z_s, z_t, y, lam=0.1):
+    return gather(z_s, {u: kl(softmax(t), mixture(lam, softmax(t), softmax(s))) for u, s, t, _ in rows(z_s, z_t, y)})
+
+
+def skew_rkl(z_s, z_t, y, lam=0.1):
+    return gather(z_s, {u: kl(softmax(s), mixture(lam, softmax(s), softmax(t))) for u, s, t, _ in rows(z_s, z_t, y)})
+
+
+def abkd(z_s, z_t, y, alpha=0.2, beta=0.7):
+    a, b, s = alpha, beta, alpha + beta
+    if a == b == 0:
+        term = lambda p, q: torch.log(q / p) ** 2 / 2  # noqa: E731
+    elif a == 0:
+        term = lambda p, q: (b * q**b * torch.log(q / p) - q**b + p**b) / b**2  # noqa: E731
+    elif b == 0:
+        term = lambda p, q: (a * p**a * torch.log(p / q) - p**a + q**a) / a**2  # noqa: E731
+    elif s == 0:
+        term = lambda p, q: (a * torch.log(q / p) + (p / q) ** a - 1) / a**2  # noqa: E731
+    else:
+        term = lambda p, q: -(p**a * q**b - a / s * p**s - b / s * q**s) / (a * b)  # noqa: E731
+    return gather(z_s, {u: sum(term(p, q) for p, q in zip(softmax(t), softmax(s), strict=True))
+                        for u, s, t, _ in rows(z_s, z_t, y)})  # fmt: skip
+
+
+def akl(z_s, z_t, y, mu=0.5):
+    out = {}
+    for u, s, t, _ in rows(z_s, z_t, y):
+        q, p = softmax(s), softmax(t)
+        error = [abs(a - b).item() for a, b in zip(p, q, strict=True)]
+        up_to = [sum(p[j].item() for j in range(len(t)) if t[j] >= t[i]) for i in range(len(t))]
+        head = [i for i in range(len(t)) if up_to[i] <= mu or t[i] == max(t)]
+        h = sum(error[i] for i in head) / sum(error)
+        out[u] = h * kl(p, q) + (1 - h) * kl(q, p)
+    return gather(z_s, out)
+
+
+def todi(z_s, z_t, y, tau=1.0):
+    out = {}
+    for u, s, t, _ in rows(z_s, z_t, y):
+        q, p = softmax(s, tau), softmax(t, tau)
+        w = [(a / (a + b)).item() for a, b in zip(p, q, strict=True)]
+        forward, reverse = ([a * torch.log(a / b) for a, b in zip(*of, strict=True)] for of in ((p, q), (q, p)))
+        out[u] = sum(w[i] * forward[i] + (1 - w[i]) * reverse[i] for i in range(len(w)))
+    return gather(z_s, out)
+
+
+def taid(z_s, z_t, y, t=0.4, t_end=1.0):
+    out = {}
+    for u, s, z, _ in rows(z_s, z_t, y):
+        target = softmax([(1 - t) * a.detach() + t * b for a, b in zip(s, z, strict=True)])
+        out[u] = kl(target, softmax(s))
     return gather(z_s, out)

@@ -189,7 +189,7 @@ def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):
     said = capsys.readouterr().out.split("\nmethods, and the settings of their objectives")[1]
     names = set(re.findall(r"\w+", said))
     assert set(METHODS) | {key for name in METHODS for key in keywords(name)} <= names
-    assert "fixed_25: d_min=3," in said and "tad: tau=1.0, top_k=10, beta=2.0, norm=sequence\n" in said
+    assert "fixed_25: d_min=3," in said and "tad, topk_tail: tau=1.0, top_k=10, beta=2.0, norm=sequence\n" in said
 
 
 def test_every_field_is_read_somewhere():

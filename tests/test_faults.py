@@ -8,6 +8,7 @@ every byte of the folder before and after.
 import contextlib
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import re
@@ -55,7 +56,7 @@ def put(name: str, content: str | bytes) -> Callable[[Path], None]:
     return do
 
 
-def edit(name: str, **changes) -> Callable[[Path], None]:
+def edit(name: str, /, **changes) -> Callable[[Path], None]:
     """Set keys of a JSON file; `a__b` is b inside a, and `...` removes one. A checksum goes too: old files have none."""
 
     def do(w: Path) -> None:
@@ -126,7 +127,7 @@ def both(*breaks: Callable[[Path], None]) -> Callable[[Path], None]:
     return lambda w: [do(w) for do in breaks] and None
 
 
-def rows(name: str, change: Callable, **facts) -> Callable[[Path], None]:
+def rows(name: str, change: Callable, /, **facts) -> Callable[[Path], None]:
     """Change the ids of a rows file; its manifest then describes what is there, and holds `facts`."""
 
     def do(w: Path) -> None:
@@ -182,6 +183,12 @@ def make_world(w: Path) -> None:
         with contextlib.suppress(SystemExit):
             assert not script.main()
     assert (w / "run/alra/eval_heldout.json").is_file()
+    pid = os.fork()
+    if not pid:
+        stop_early()
+        sys.argv = ["prepare.py", "cfg.py", "--data_dir=stopped"]
+        prepare.main()
+    assert ended(pid) == 77
 
 
 CONFIG = """
@@ -379,7 +386,7 @@ case(TRAIN, gone("run/alra/model", "run/alra/run.json"), code=0, changes="run/",
 for content, says in {"{": "not whole JSON", "[1]": "expected a JSON object", "{}": "no 'config'", '{"config": []}': "config is", '{"config": {}}': "config.methods",
                       '{"config": {"methods": 3}}': "config.methods is 3"}.items():  # fmt: skip
     case(HALF, put("half/run.json", content), f"half/run.json: .*{says}")
-case(f"{HALF} --micro_batch=none", edit("half/run.json", micro_batch="x"), "micro_batch='x'")
+case(f"{HALF} --micro_batch=none", edit("half/run.json", micro_batch="x"), "half/run.json: micro_batch is 'x'")
 case(HALF, edit("half/run.json", config__lr=0.5), "out_dir=half: already contains a different run .lr=0.5 there")
 case(f"{HALF} --max_steps=2", says="max_steps=2: half is at step 3")
 case(f"{TRAIN} --max_steps=2", says="max_steps=2: run is at step 4")
@@ -499,7 +506,7 @@ def reader_gone(*numbers: int) -> Callable[[], None]:
         os.close(read)
         for number in numbers:
             os.dup2(write, number)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = streams()
 
     return during
 
@@ -532,38 +539,263 @@ def readable_by_all(w: Path) -> bool:
 case(f"{NEW} --max_steps=1", during=lambda: os.umask(0o022) and None, code=0, changes="new/", then=readable_by_all)
 
 
+# --- cases: scores, tables, figures, samples
+
+EVAL = "eval run/alra --tasks none --rows data --max_rows 4 --max_length 32 --device cpu"
+RESULT = "run/alra/eval_heldout.json"
+scored = {
+    "code": 0,
+    "changes": "run/alra/eval",
+    "then": lambda w: json.loads((w / RESULT).read_text())["intrinsic"]["ce"] > 0,
+}
+case(EVAL, **scored)
+case(f"{EVAL} --tasks lambada_openai --data_dir items", **scored)
+case(EVAL, during=hold("run/alra"), says="run/alra: another eval.py is at work there")
+case(EVAL, gone("run/alra/model"), "run/alra: no model/ in it")
+case(EVAL, cut("run/alra/model/model.safetensors"), "run/alra/model/model.safetensors: not a whole safetensors file")
+case(
+    EVAL, tensors("run/alra/model/model.safetensors", lambda of: of[NORM].fill_(float("nan"))), f"{NORM} is not finite"
+)
+case(EVAL, put("run/alra/run.json", "{"), "run/alra/run.json: not whole JSON")
+case(EVAL, put("run/alra/run.json", "{}"), "run/alra/run.json: no 'method'")
+case(EVAL, put("run/run.json", "[]"), "run/run.json: expected a JSON object")
+case(EVAL, edit("run/run.json", config=3), "run/run.json: config is 3")
+case(EVAL, gone("data/val.bin"), "data: no val.bin")
+case(EVAL, rows("val", lambda ids: ids[:0]), "data/val.bin: no rows")
+case(f"{EVAL} --out new", rows("val", lambda ids: ids * 0 + 1000), "data/val.bin: id 1000", changes="new")
+case(EVAL, put(RESULT, "{"), f"{RESULT}: not whole JSON")
+case(EVAL, edit(RESULT, weights_sha256="x"), code=0, changes="run/alra/eval")
+case(f"{EVAL} --out cfg.py", says="cfg.py")
+case(f"{EVAL} --tasks lambada", says="--tasks: no task 'lambada' in the heldout set, did you mean 'lambada_openai'")
+ITEMS = "items/lambada_openai/test.jsonl"
+SCORE = f"{EVAL} --tasks lambada_openai --data_dir items"
+for content, says in {"": "no rows", "{": "row 1: not JSON", "[1]": "row 1: expected an object", "{}": "row 1: no field 'text'",
+                      '{"text": 3}': "field 'text': expected words", '{"text": ""}': "field 'text'", b"\xff": "row 1: not JSON",
+                      '{"text": "a b"}\n{"text": ' + '"' * 2 + "}": "row 2, field 'text'"}.items():  # fmt: skip
+    case(SCORE, put(ITEMS, content), f"{ITEMS}.*{says}")
+case(SCORE, put(ITEMS, json.dumps({"text": "a " + "b" * 10**6})), "^UserError: .{1,400}$")
+case(SCORE, put(ITEMS, json.dumps({"text": "b" * 10**6})), "^UserError: .{1,400}$")
+case(
+    SCORE,
+    both(gone(ITEMS), put("items/lambada_openai/test.csv", "x")),
+    "lambada_openai: no items/lambada_openai/test.jsonl",
+)
+for name, content in {
+    "test.csv": "a,b\n\0,1\n",
+    "test.parquet": "PAR1",
+    "test.tsv": b"\xff\xfe",
+    "test.txt": "x",
+}.items():
+    case(f"{EVAL} --tasks storycloze_2016 --data_dir items --storycloze {name}", put(name, content), name)
+TABLE = "eval --table run"
+case(TABLE, code=0, says="Held-out rows")
+for content, says in {"{": "not whole JSON", "[]": "expected a JSON object", "{}": "no 'name'"}.items():
+    case(TABLE, put(RESULT, content), f"{RESULT}: .*{says}")
+for key in (
+    "name",
+    "split",
+    "tasks",
+    "protocol",
+    "protocol__dtype",
+    "run__method",
+    "run__seed",
+    "run__config",
+    "intrinsic__n_rows",
+):
+    case(TABLE, edit(RESULT, **{key: ...}), f"{RESULT}: no '{key.replace('__', '.')}' in it")
+case(TABLE, edit(RESULT, tasks={"lambada_openai": {"acc": "x"}}), f"{RESULT}: tasks.lambada_openai.acc is 'x'")
+case(TABLE, edit(RESULT, tasks={"lambada_openai": {"acc": 0.5}}), f"{RESULT}: no 'tasks.lambada_openai.acc_stderr'")
+case(TABLE, edit(RESULT, intrinsic__ce=float("nan")), f"{RESULT}: not whole JSON .NaN is not a number")
+case(TABLE, edit(RESULT, intrinsic__kl="1"), f"{RESULT}: intrinsic.kl is '1'")
+case(TABLE, cut(RESULT.replace(".json", ".npz")), "eval_heldout.npz: not whole")
+case(TABLE, gone(RESULT.replace(".json", ".npz")), "eval_heldout.npz: not whole")
+case(f"{TABLE} --csv nowhere/x.csv", says="nowhere/x.csv", then=lambda w: True)
+case("eval --table nowhere", says="nowhere: no eval_heldout.json")
+case("eval --table run --reference x", says="--reference x: none of the results is of it")
+
+
+def nan_scores() -> None:
+    import eval as ev
+
+    ev.benchmarks = lambda *args: {"lambada_openai": {"acc": float("nan")}}
+
+
+case(SCORE, during=nan_scores, says=f"{RESULT}: its content is not written: a number in it is not finite")
+case("plot run", code=0, changes="run/.*(png|csv)")
+case("plot run --figures=curves", put("run/run.json", "{"), "run/run.json: not whole JSON")
+case("plot run --figures=curves", put("run/run.json", '{"config": {}}'), "run/run.json: no 'config.batch_rows'")
+case("plot run --figures=curves", put("run/alra/log.jsonl", "x\n"), "run/alra/log.jsonl, line 1: not JSON")
+case("plot run --figures=curves", put("run/alra/log.jsonl", '{"loss": 1}\n'), "run/alra/log.jsonl, line 1: no 'step'")
+case(
+    "plot run --figures=budget",
+    put("run/alra/histograms.jsonl", '{"step": 1}\n'),
+    "histograms.jsonl, line 1: no 'd_u_hist'",
+)
+case("plot run --figures=anchoring", put("run/teacher.jsonl", '{"step": 1}\n'), "teacher.jsonl, line 1: no 'n'")
+case("plot run --figures=anchoring", says="run/teacher.jsonl: no such log")
+case("plot --rows data", put("data/train.json", "{"), "data/train.json: not whole JSON")
+case("plot nowhere", says="nowhere: no log.jsonl")
+SAMPLE = "sample run/alra --prompt a --tokens 2"
+case(SAMPLE, code=0)
+case(SAMPLE, during=reader_gone(1), code=0)
+case(SAMPLE, put("run/alra/run.json", "{"), "run/alra/run.json: not whole JSON")
+case(SAMPLE, edit("run/alra/run.json", bos="x"), "run/alra/run.json: bos is 'x'")
+case(SAMPLE, cut("run/alra/model/model.safetensors"), "model.safetensors: not a whole safetensors file")
+case("sample nowhere", says="nowhere: no such folder")
+
+# --- cases: sources
+
+PREPARE = "prepare cfg.py --data_dir=rows"
+prepared = {"code": 0, "changes": "rows/", "then": lambda w: (w / "rows/val.json").is_file()}
+case(PREPARE, **prepared)
+case("prepare cfg.py", code=0, says="made before by the same recipe")
+case("prepare cfg.py --seq_len=8", says="data: holds data of another recipe")
+case(f"{PREPARE} --source=", says="source=: ")
+case(f"{PREPARE} --source=nowhere", says="nowhere")
+case(f"{PREPARE} --source=nowhere/x.jsonl", says="source=nowhere/x.jsonl: no such file")
+case(f"{PREPARE} --source=cfg.py", says="cfg.py: expected a file that ends in one of")
+case(f"{PREPARE} --source=pipe.jsonl", lambda w: os.mkfifo(w / "pipe.jsonl"), "pipe.jsonl: .*regular file")
+case(f"{PREPARE} --source=text/*", lambda w: os.mkfifo(w / "text/c.jsonl"), "text/c.jsonl: .*regular file")
+case(
+    f"{PREPARE} --source=zero.jsonl", lambda w: (w / "zero.jsonl").symlink_to("/dev/zero"), "zero.jsonl: .*regular file"
+)
+case(f"{PREPARE} --source=zero.txt", lambda w: (w / "zero.txt").symlink_to("/dev/zero"), "zero.txt: .*regular file")
+case(PREPARE, lambda w: (w / "text/c.jsonl").symlink_to("a.jsonl"), "text/c.jsonl: .*text/a.jsonl")
+case(PREPARE, lambda w: (w / "text/c.jsonl").hardlink_to(w / "text/a.jsonl"), "text/c.jsonl: .*text/a.jsonl")
+case(PREPARE, lambda w: (w / "text/c.jsonl").symlink_to("nowhere"), "text/c.jsonl: .*a link to nothing")
+case(f"{PREPARE} --source=text/[1].jsonl", copy("text/a.jsonl", "text/[1].jsonl"), **prepared)
+for content, says in {"{": "record 1: expected UTF-8 JSON", b"\xff": "record 1: expected UTF-8", "{}": "record 1: expected a field 'text'",
+                      '{"text": 3}': "record 1: expected a field 'text'", "[" * 10**5: "record 1: expected UTF-8 JSON"}.items():  # fmt: skip
+    case(f"{PREPARE} --source=bad.jsonl", put("bad.jsonl", content), f"bad.jsonl, {says}", changes="rows")
+case(f"{PREPARE} --source=bad.jsonl", put("bad.jsonl", ""), "source=bad.jsonl: holds no record", changes="rows")
+for name in ("bad.jsonl.gz", "bad.jsonl.zst", "bad.parquet"):
+    case(f"{PREPARE} --source={name}", put(name, "x" * 99), f"{name}: cannot be read", changes="rows")
+case(f"{PREPARE} --source=bad.txt", put("bad.txt", b"\xff"), "bad.txt: expected UTF-8", changes="rows")
+
+
+def short_lines() -> None:
+    import prepare
+
+    prepare.LINE_BYTES = 1 << 20
+
+
+case(
+    f"{PREPARE} --source=bad.jsonl",
+    put("bad.jsonl", "x" * (3 << 20)),
+    "bad.jsonl: a line of more than 1 MiB",
+    changes="rows",
+    during=short_lines,
+)
+case(f"{PREPARE} --teacher=none", says="tokenizer=None, teacher=None")
+case(f"{PREPARE} --val_rows=1000", says="leave no row for train", changes="rows")
+case("prepare cfg.py --data_dir=cfg.py", says="cfg.py")
+case("prepare --verify data", code=0, says="as the manifest says")
+case("prepare --verify data", cut("data/train.bin", 4), "data/train.bin: [0-9,]+ bytes, expected a multiple")
+case("prepare --verify data", edit("data/train.json", sha256="x"), "train.bin: sha256 is")
+case("prepare --verify nowhere", says="nowhere/train.json: not there")
+case("prepare --show 9999 data", says="--show 9999: expected a row from 0")
+case("prepare --show x data", says="--show x data: expected")
+for key in ("rows", "tokenizer", "vocab_size", "val_rows"):
+    case("prepare --verify data", edit("data/train.json", **{key: ...}), f"data/train.json: no '{key}' in it")
+
+
+def stop_early() -> None:
+    """A killed preparation: one that stops after its first commit."""
+    import prepare
+
+    prepare.BATCH_DOCUMENTS, commit, begun = 5, prepare.Stream.save, []
+
+    def save(self):
+        begun.append(1)
+        if len(begun) == 3:
+            os._exit(77)
+        return commit(self)
+
+    prepare.Stream.save, prepare.COMMIT_SEC = save, 0.0
+    prepare.prepare.__defaults__ = (0.0,)
+
+
+STOPPED = "stopped/prepare.state"
+GO_ON = "prepare cfg.py --data_dir=stopped"
+
+
+def same_rows(w: Path) -> bool:
+    return all(
+        (w / "stopped" / f"{name}.bin").read_bytes() == (w / "data" / f"{name}.bin").read_bytes()
+        for name in ("train", "val")
+    )
+
+
+case(GO_ON, code=0, says="going on after 5 documents", changes="stopped/", then=same_rows)
+case(GO_ON, put(STOPPED, "{"), f"{STOPPED}: not whole JSON")
+case(GO_ON, put(STOPPED, "{}"), f"{STOPPED}: no 'recipe'")
+case(GO_ON, sub(STOPPED, '"records": 5', '"records": 6'), f"{STOPPED}: its checksum is not that of its content")
+case(GO_ON, cut("stopped/train.bin.tmp", 10**6), "stopped/train.bin.tmp: ")
+case(
+    GO_ON,
+    lambda w: flip(w / "stopped/train.bin.tmp"),
+    "stopped/train.bin.tmp: not the rows that prepare.state describes",
+)
+case(GO_ON, gone("stopped/train.bin.tmp"), "stopped/train.bin.tmp")
+case(f"{GO_ON} --seq_len=8", says="stopped: holds data of another recipe")
+case(GO_ON, during=hold("stopped"), says="stopped: another prepare.py is at work there")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[8] ^= 1
+    file.write_bytes(data)
+
+
 # --- running them
 
 
-def run_case(it: Case, world: Path, folder: Path) -> str:
-    """Run one case -> "" where it is as it should be, or what is wrong."""
-    shutil.copytree(world, folder, symlinks=True)
+SAID = "%|going on after"  # lines on stderr beside the error: a bar, and where a preparation goes on
+
+
+def run_case(it: Case, folder: Path, pristine: dict) -> str:
+    """Run one case -> "" where it is as it should be, or what is wrong. The folder is pristine before and after."""
     it.breaks(folder)
     before, told = contents(folder), folder.with_suffix(".told")
     pid = os.fork()
     if not pid:
         os._exit(in_child(it, folder, told))
-    try:
-        code = ended(pid)
-        out, err = (told.with_suffix(f".{name}").read_text(errors="replace") for name in ("out", "err"))
-        after, lines = (
-            contents(folder),
-            [line for line in re.split(r"[\r\n]+", err) if line.strip() and "%" not in line],
-        )
-        changed = sorted(str(p) for p in before.keys() | after.keys() if before.get(p) != after.get(p))
-        lost = [p for p in changed if not re.match(it.changes, p)] if it.changes else changed
-        wrong = [
-            "hung" * (code is None),
-            "traceback" * ("Traceback" in err),
-            f"exit code {code}, expected {it.code}" * (code != it.code),
-            f"changed: {lost[:4]}" * bool(lost),
-            f"{len(lines)} lines on stderr" * (it.code == 1 and len(lines) != 1 and not it.changes),
-            f"does not say {it.says!r}" * (not re.search(it.says, lines[-1] if it.code and lines else out + err)),
-        ]
-        wrong = [text for text in wrong if text] or ["the result is wrong" * (not it.then(folder))]
-        return "; ".join(wrong) + (f"\n{out[-300:]}{err[-1500:]}" if any(wrong) else "")
-    finally:
-        shutil.rmtree(folder)
+    code = ended(pid)
+    out, err = (told.with_suffix(f".{name}").read_text(errors="replace") for name in ("out", "err"))
+    lines = [line for line in re.split(r"[\r\n]+", err) if line.strip() and not re.search(SAID, line)]
+    after = contents(folder)
+    changed = sorted(p for p in before.keys() | after.keys() if before.get(p, 0) != after.get(p, 0))
+    lost = [p for p in changed if not (it.changes and re.match(it.changes, p))]
+    wrong = [
+        "hung" * (code is None),
+        "traceback" * ("Traceback" in err),
+        f"exit code {code}, expected {it.code}" * (code != it.code),
+        f"changed: {lost[:4]}" * bool(lost),
+        f"{len(lines)} lines on stderr" * (it.code == 1 and len(lines) != 1),
+        f"does not say {it.says!r}" * (not re.search(it.says, lines[-1] if it.code and lines else out + err)),
+    ]
+    wrong = [text for text in wrong if text] or [
+        text for text in ["the result is wrong" * (not it.then(folder))] if text
+    ]
+    restore(folder, pristine, after)
+    return "; ".join(wrong) + (f"\n{out[-300:]}{err[-1500:]}" if wrong else "")
+
+
+def restore(folder: Path, pristine: dict, after: dict) -> None:
+    """Make the folder pristine again."""
+    for name in sorted(after.keys() - pristine.keys(), reverse=True):
+        (folder / name).rmdir() if after[name] is None and not (folder / name).is_symlink() else (
+            folder / name
+        ).unlink()
+    for name, content in pristine.items():
+        if after.get(name, 0) != content:
+            if name in after:
+                gone(name)(folder)
+            (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
+
+
+def streams() -> tuple[io.TextIOWrapper, io.TextIOWrapper]:
+    return tuple(io.TextIOWrapper(io.BufferedWriter(io.FileIO(n, "w", closefd=False))) for n in (1, 2))
 
 
 def in_child(it: Case, folder: Path, told: Path) -> int:
@@ -575,7 +807,7 @@ def in_child(it: Case, folder: Path, told: Path) -> int:
     signal.alarm(HUNG_SEC)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(told.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = streams()
     script, *sys.argv[1:] = it.command.split(" ")
     code = 1
     try:
@@ -599,15 +831,19 @@ def ended(pid: int) -> int | None:
     return None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every path below a folder, and the bytes of files."""
-    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*"))}
-    return {f"{name}": path.read_bytes() if path.is_file() else None for name, path in found.items()}
+def contents(folder: Path) -> dict[str, bytes | str | None]:
+    """Every path below a folder: the bytes of files, where links point to, None for folders."""
+    found = {}
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            what = path.read_bytes() if path.is_file() else None if path.is_dir() else "neither"
+            found[str(path.relative_to(folder))] = os.readlink(path) if path.is_symlink() else what
+    return dict(sorted(found.items()))
 
 
 def main(folder: Path, wanted: str = "") -> int:
     """Make the world, run the cases, print what is wrong -> how many are."""
-    import bench, eval, losses, plot, prepare, replicate, sample, train  # noqa: E401, F401, I001  before the first fork
+    import eval, losses, plot, prepare, sample, train  # noqa: E401, F401, I001  before the first fork
 
     losses.check_settings("alra", 259)  # the first use of the meta device takes seconds
     world, begun = folder / "world", time.perf_counter()
@@ -618,24 +854,28 @@ def main(folder: Path, wanted: str = "") -> int:
         make_world(world)
         os._exit(0)
     assert ended(pid) == 0
-    outcomes, n_wrong = Counter(), 0
+    pristine, outcomes = contents(world), Counter()
     for it in CASES:
         if wanted in it.name:
-            t0 = time.perf_counter()
-            wrong = run_case(it, world, folder / "case")
-            outcomes["as it should be" if not wrong else wrong.split(";")[0].split(":")[0]] += 1
+            wrong = run_case(it, world, pristine)
+            assert contents(world) == pristine, it.name
+            fine = "went on rightly" if it.code == 0 else "one clear line"
+            outcomes[re.split("[;:\\n]", wrong)[0] or fine] += 1
             if wrong:
-                n_wrong += 1
-                print(f"--- {it.name} [{it.says}] {time.perf_counter() - t0:.1f} s\n{wrong}")
-    print(f"{dict(outcomes)}, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
-    return n_wrong
+                print(f"--- {it.name} [{it.says}]\n{wrong}")
+    cpu = sum(os.times()[:4])
+    print(
+        f"{len(CASES)} cases: {dict(outcomes)}; {time.perf_counter() - begun:.0f} s, {cpu:.0f} s of CPU",
+        file=sys.stderr,
+    )
+    return sum(n for what, n in outcomes.items() if what not in ("went on rightly", "one clear line"))
 
 
 def test_faults_end_in_one_line_or_go_on_rightly(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_faults", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0 and "as it should be" in done.stderr, done.stdout[-8000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import itertools
 import json
 import math
 import os
@@ -680,10 +679,18 @@ def test_mfu_is_the_share_of_all_cards(world, monkeypatch):
 
 
 def test_the_time_that_is_left_counts_from_where_this_process_began(world, tmp_path, monkeypatch):
-    """A clock that goes on by a second each time it is read: at the start, twice in an update, once for a line."""
-    clock = types.SimpleNamespace(perf_counter=itertools.count(1000.0).__next__)
+    """A clock that goes on by a second in each update and by two after it."""
+    clock, update, count = types.SimpleNamespace(now=1000.0), train.update, runlog.Clock.count
+    clock.perf_counter = lambda: clock.now
+
+    def wait(seconds, value):
+        clock.now += seconds
+        return value
+
     for module in (train, runlog):
         monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(train, "update", lambda *args: wait(1, update(*args)))
+    monkeypatch.setattr(runlog.Clock, "count", lambda *args: wait(2, count(*args)))
     keys = {"methods": "pretrain", "log_every_steps": 1, "val_every_steps": 9}
     assert train.run(load(world, tmp_path, **keys, max_steps=2)) == 0
     assert train.run(load(world, tmp_path, **keys)) == 0
@@ -693,7 +700,7 @@ def test_the_time_that_is_left_counts_from_where_this_process_began(world, tmp_p
     other = load(world, tmp_path / "b", **{**keys, "log_every_steps": 4, "checkpoint_every_steps": 3})
     assert train.run(other) == 0
     lines = [r for r in records(tmp_path / "b", "pretrain") if "loss" in r]
-    assert [(r["step"], r["eta_sec"], r["tok_per_sec"]) for r in lines] == [(4, 9 / 4 * 2, 52), (6, 0, 52)]
+    assert [(r["step"], r["eta_sec"], r["tok_per_sec"]) for r in lines] == [(4, 6, 52), (6, 0, 52)]
 
 
 def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monkeypatch):
@@ -711,7 +718,7 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
 
     class WandbRun:
         def __init__(self, name):
-            self.name = name
+            self.name, self.step = name, max((step for of, step, _ in logged if of == name), default=-1) + 1
 
         def log(self, record, step):
             logged.append((self.name, step, record))
@@ -725,20 +732,82 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
     out, keys = tmp_path / "out", {"methods": "pretrain,alra", "tensorboard": True, "wandb_project": "distil"}
     assert train.run(load(world, out, **keys, max_steps=4)) == 0
     assert train.run(load(world, out, **keys)) == 0
-    assert (
-        started[:2]
-        == started[2:]
-        == [
-            {"project": "distil", "name": f"out/{m}", "id": f"out-{m}", "resume": "allow", "reinit": "create_new"}
-            for m in ("pretrain", "alra")
-        ]
-    )
+    shutil.rmtree(out / "alra" / "checkpoints" / "step_00000006")  # what a kill may lose: 5 and 6 are made again
+    (out / "alra" / "run.json").unlink()
+    assert train.run(load(world, out, **keys)) == 0
+    ids = [(out / m / "wandb_id").read_text() for m in ("pretrain", "alra")]
+    assert len(set(ids)) == 2 and [of["id"] for of in started] == 3 * ids
+    for of, m in zip(started, 3 * ["pretrain", "alra"], strict=True):
+        assert (of["project"], of["group"], of["name"], of["resume"]) == ("distil", str(out), m, "allow")
+        assert of["config"]["method"] == m and of["config"]["lr"] == 0.01 and of["config"]["data_sha256"]
     for method in ("pretrain", "alra"):
-        wanted = records(out, method)
+        wanted = [(r["step"], {k: v for k, v in r.items() if k not in TIMED}) for r in records(out, method)]
         assert len(wanted) == 6  # three of training and two of validation, then the one at the cut
-        assert [(step, r) for name, step, r in logged if name == f"out/{method}"] == [(r["step"], r) for r in wanted]
-        got = [s for s in scalars if s[0] == out / method / "tensorboard"]
-        assert [s[1:] for s in got] == [(r["step"], k, v) for r in wanted for k, v in r.items() if k != "step" and v is not None]  # fmt: skip
+        sent = [(step, {k: v for k, v in r.items() if k not in TIMED}) for of, step, r in logged if of == method]
+        assert sent == wanted  # each once, the steps that were lost too
+        got = [s[1:] for s in scalars if s[0] == out / method / "tensorboard" and s[2] not in TIMED]
+        once = [(step, k, v) for step, r in wanted for k, v in r.items() if k != "step" and v is not None]
+        assert got[: len(once)] == once and set(got) == set(once)
+
+
+def test_a_row_of_nine_students_fits_160_columns_and_more_go_below():
+    names = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"]
+    record = {"step": 126_390, "lr": 6e-4, "tok_per_sec": 1_234_567.0, "mfu": 0.45, "eta_sec": 359_000.0}
+    first = runlog.step_text(record, 126_400)
+    (head,), (row,) = runlog.table_lines(first, {name: f"{11 + i:.4f}" for i, name in enumerate(names)})
+    assert (
+        max(len(head), len(row)) <= 160 and head.split() == names and row.startswith("step 126390/126400  lr 6.0e-04")
+    )
+    for i, name in enumerate(names):  # each number ends where its name does
+        end = head.index(f" {name}") + 1 + len(name)
+        assert row[:end].endswith(f" {11 + i:.4f}")
+    heads, rows = runlog.table_lines(first, {f"alra@a_long_label_{i}": "1.0000" for i in range(20)})
+    assert len(rows) == 4 and max(map(len, heads + rows)) <= 160 and heads[0].split()[-1].startswith("…")
+
+
+def test_a_run_says_what_it_runs_on_and_prints_a_row_for_all(world, tmp_path, capsys):
+    assert train.run(load(world, tmp_path, methods="pretrain,alra")) == 0
+    said = capsys.readouterr().out.splitlines()
+    about = said[1:4]  # after the line on the student's folder
+    assert about[0].endswith(", 1 process, float32, eager, micro_batch 2")
+    assert f"-> pretrain, alra: {world / 'student'}, 67,488 parameters, initial weights " in about[1]
+    assert about[2].startswith(
+        "6 steps of 4 rows: 312 nominal tokens; about 4.6 MiB of memory (4.5 MiB and 0.1 MiB for each row"
+    )
+    rows = [line for line in said[4:] if line.startswith("step ")]
+    trained = [r for r in records(tmp_path, "alra") if "ce" in r]
+    assert [row.split()[-1] for row in rows if " eta " in row] == [f"{r['ce']:.4f}" for r in trained]
+    assert [row.split()[2] for row in rows[-4:]] == ["val_ce", "val_kl", "val_agree", "teacher:"]
+    assert any(
+        line.startswith("6 steps in ") and " in validation" in line and " in checkpoints" in line for line in said
+    )
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=67_488 * (3 * 12 + 4) - 1))
+    with pytest.raises(
+        ConfigError, match=r"checkpoints and models take 2.6 MiB, 2.6 MiB are free; choose another disk"
+    ):
+        train.run(load(world, tmp_path, methods="alra"))
+    assert train.run(load(world, tmp_path, methods="alra", keep_checkpoints=1)) == 0
+
+
+def test_checkpoints_are_made_by_minutes_too(world, tmp_path, monkeypatch):
+    clock, update = types.SimpleNamespace(now=0.0), train.update
+    clock.perf_counter = lambda: clock.now
+
+    def slow(*args):
+        clock.now += 20
+        return update(*args)
+
+    for module in (train, runlog):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(train, "update", slow)
+    keys = {"methods": "pretrain", "checkpoint_every_steps": "none", "keep_checkpoints": 9}
+    assert train.run(load(world, tmp_path, **keys, checkpoint_every_minutes=0.5)) == 0
+    assert [p.name for p in checkpoint.whole(tmp_path / "pretrain" / "checkpoints")] == [
+        f"step_{n:08d}" for n in (0, 2, 4, 6)
+    ]
 
 
 # --- signals and kills, in processes of their own
@@ -821,7 +890,7 @@ def test_kill_9_loses_steps_but_never_bits(world, tmp_path):
     rng = np.random.default_rng(3)
     for _ in range(KILLS):
         process = start(world, tmp_path / "cut", **keys)
-        wait_for(process, "  loss ")
+        wait_for(process, " eta ")
         time.sleep(rng.uniform(0, 0.4))
         assert process.poll() is None
         process.kill()
@@ -932,6 +1001,7 @@ def test_flops_are_those_of_counting_every_product():
         ({"seq_len": 12}, "seq_len=12:"),
         ({"max_steps": 25, "schedule_steps": 25}, "max_steps=25: needs 100 rows"),
         ({"kd_schedule": "wsd", "compile": "true"}, "kd_schedule=wsd with compile=True"),
+        ({"methods": "taid", "compile": "true"}, "taid.t moves to 1.0 with compile=True"),
         ({"device": "gpu"}, "device gpu: expected cpu, or cuda"),
         ({"student": "300m"}, "300m: no such folder"),
     ],
@@ -1054,10 +1124,10 @@ def test_a_folder_that_holds_another_run_is_refused(world, finished):
 
 
 COMPARED = {
-    "methods": "pretrain,alra", "student": "STUDENT/config.json", "seed": 5, "seq_len": 12, "shuffle": True, "repeat_rows": True,
+    "methods": "pretrain,alra", "student": "STUDENT/config.json", "seed": 5, "seq_len": 12, "shuffle": True,
     "mask_after_eos": True, "schedule_steps": 7, "batch_rows": 8, "group": 2, "lr": 2e-2, "min_lr": 1e-5, "warmup_steps": 1,
     "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-5, "weight_decay": 0.1, "decay_1d": False, "clip": 1.0, "kd_schedule": "wsd",
-    "student_weights": "STUDENT", "teacher_device": "cpu", "dtype": "float32", "recompute": True, "compile": True, "device": "auto",
+    "student_weights": "STUDENT", "dtype": "float32",
 }  # fmt: skip
 
 

@@ -1,0 +1,238 @@
+"""The objectives of the field beside the paper's: their identities, their constants, and a setting that moves.
+
+What holds for every objective is in test_losses.py, the recorded numbers are in test_golden.py.
+"""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import losses
+import train
+from losses import METHODS, method_loss
+from tests.golden_table import KEYWORDS
+from tests.test_golden import cases
+from tests.test_losses import case, kd, kl, value_and_gradient
+
+FROZEN = ["akl", "todi", "taid"]  # a part is a constant: their gradient is not that of the value
+NEW = ["skew_fkl", "skew_rkl", "abkd", "topk_tail", "logit_std", *FROZEN]
+
+
+def same(a, b, **settings):
+    """Two objectives are equal, in value and gradient; each is a function of z_s, z_t, y."""
+    inputs = case(**{"ignored": (2,), **settings})
+    for x, y in zip(value_and_gradient(a, *inputs), value_and_gradient(b, *inputs), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+def of(name, **settings):
+    return lambda *inputs: getattr(losses, name)(*inputs, **settings)
+
+
+FORWARD, REVERSE = of("jsd", beta=0.0), of("jsd", beta=1.0)
+
+
+@pytest.mark.parametrize("name", ["skew_fkl", "taid", "todi", "ref_topk_tail"])
+def test_the_recorded_number_of_each_position(name):
+    for label, (z_s, z_t, y), settings, part in cases(name):
+        objective, keywords = KEYWORDS[name](settings, z_s.shape[1])
+        found = getattr(losses, objective)(z_s, z_t, y, **keywords)
+        torch.testing.assert_close(found, torch.from_numpy(part["tok"]).flatten(), rtol=1e-9, atol=1e-12, msg=label)
+
+
+def test_the_recorded_head_of_akl():
+    for label, (z_s, z_t, y), settings, part in cases("akl"):
+        h, forward, reverse = (torch.from_numpy(part[key]).flatten(0, 1) for key in ("h_ratio", "fkl", "rkl"))
+        found = losses.akl(z_s, z_t, y, mu=settings["mu"])
+        torch.testing.assert_close(found, h * forward + (1 - h) * reverse, rtol=1e-9, atol=0, msg=label)
+        torch.testing.assert_close(
+            losses._head_share(z_s, z_t, settings["mu"]), h[:, None], rtol=1e-9, atol=0, msg=label
+        )
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (of("skew_fkl", lam=0.0), FORWARD),
+        (of("skew_rkl", lam=0.0), REVERSE),
+        (of("abkd", alpha=1.0, beta=0.0), FORWARD),
+        (of("abkd", alpha=0.0, beta=1.0), REVERSE),
+        (of("taid", t=1.0), FORWARD),
+        (of("taid", t=torch.tensor(0.4).double()), of("taid", t=float(torch.tensor(0.4)))),
+        (lambda *z: (of("skew_fkl", lam=0.5)(*z) + of("skew_rkl", lam=0.5)(*z)) / 2, of("jsd", beta=0.5)),
+        (lambda *z: kd("topk_tail", *z), of("tad", beta=0.0, norm="unit")),
+        (of("tad", beta=0.0, top_k=60), FORWARD),
+    ],
+    ids=["sfkl0", "srkl0", "ab10", "ab01", "taid1", "tensor", "skew-jsd", "topk", "topk-all"],
+)
+@pytest.mark.parametrize("teacher", [3.0, 9.0])
+def test_two_objectives_are_one(a, b, teacher):
+    same(a, b, teacher=teacher)
+
+
+def test_roles_swap():
+    z_s, z_t, y = case(ignored=())
+    for lam in (0.1, 0.7):
+        swapped = losses.skew_fkl(z_t, z_s, y, lam=lam)
+        torch.testing.assert_close(losses.skew_rkl(z_s, z_t, y, lam=lam), swapped)
+    for a, b in ((0.2, 0.7), (0.5, 0.0), (0.5, -0.5), (1.5, 0.3)):
+        swapped = losses.abkd(z_t, z_s, y, alpha=b, beta=a)
+        torch.testing.assert_close(losses.abkd(z_s, z_t, y, alpha=a, beta=b), swapped)
+    torch.testing.assert_close(losses.todi(z_s, z_t, y), losses.todi(z_t, z_s, y))
+
+
+def test_the_skew_divergences_are_bounded():
+    for name in ("skew_fkl", "skew_rkl"):
+        for lam in (0.01, 0.1, 0.9):
+            loss = of(name, lam=lam)(*case(teacher=60.0, student=60.0, ignored=()))
+            assert (loss >= 0).all() and (loss <= -math.log(lam)).all() and loss.max() > -0.9 * math.log(lam)
+
+
+@pytest.mark.parametrize("name", ["skew_fkl", "skew_rkl", "abkd"])
+def test_tokens_that_underflow_in_both_models_are_no_nan(name):
+    z_s, z_t, y = case(dtype=torch.float32)
+    z_s[:, 3:9] -= 200
+    z_t[:, 3:9] -= 200
+    z_t[:, 11] -= 130
+    loss, gradient = value_and_gradient(of(name), z_s, z_t, y)
+    exact, gradient_64 = value_and_gradient(of(name), z_s.double(), z_t.double(), y)
+    assert (loss - exact).norm() <= 1e-5 * exact.norm() and (gradient - gradient_64).norm() <= 1e-5 * gradient_64.norm()
+
+
+def test_the_alpha_beta_divergence():
+    z_s, z_t, y = case(ignored=())
+    p, q = z_t.softmax(-1), z_s.softmax(-1)
+    half = 4 * (1 - (p * q).sqrt().sum(-1))
+    torch.testing.assert_close(losses.abkd(z_s, z_t, y, alpha=0.5, beta=0.5), half)
+    near, tiny = z_t + 1e-4 * z_s, 1e-6
+    d = near.log_softmax(-1) - z_t.log_softmax(-1)
+    for a, b in ((0.2, 0.7), (0.5, 0.0), (0.0, 0.5), (0.5, -0.5), (0.0, 0.0)):
+        second = (p ** (a + b) * d.square()).sum(-1) / 2
+        torch.testing.assert_close(losses.abkd(near, z_t, y, alpha=a, beta=b), second, rtol=1e-3, atol=0)
+        moved = (a + tiny * (a == 0), b + tiny * (b == 0 or a + b == 0))
+        pairs = (value_and_gradient(of("abkd", alpha=x, beta=w), z_s, z_t, y) for x, w in ((a, b), moved))
+        for exact, close in zip(*pairs, strict=True):
+            assert (exact - close).norm() <= 3e-5 * exact.norm(), (a, b)
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.2, 0.7), (0.5, 0.0), (0.0, 0.5), (0.5, -0.5), (-0.3, 0.9), (0.0, 0.0)])
+def test_one_gradient_of_all_alpha_beta_divergences(a, b):
+    z_s, z_t, y = case(ignored=())
+    z_s.requires_grad_()
+    (gradient,) = torch.autograd.grad(losses.abkd(z_s, z_t, y, alpha=a, beta=b).sum(), z_s)
+    p, q = z_t.softmax(-1), z_s.detach().softmax(-1)
+    slope = q**b * ((q**a - p**a) / a if a else (q / p).log())
+    torch.testing.assert_close(gradient, slope - q * slope.sum(-1, keepdim=True))
+
+
+def test_the_gradients_with_a_frozen_part():
+    z_s, z_t, y = case(ignored=())
+    p, q = z_t.softmax(-1), z_s.softmax(-1)
+    d = q.log() - p.log()
+    forward, reverse = (-p * d).sum(-1), (q * d).sum(-1)
+    h = (losses.akl(z_s, z_t, y) - reverse) / (forward - reverse)
+    assert ((h > 0) & (h < 1)).all()  # so the loss lies between the two
+    w = p / (p + q)
+    r = (0.6 * z_s + 0.4 * z_t).softmax(-1)
+    expected = {
+        "akl": h[:, None] * (q - p) + (1 - h)[:, None] * q * (d - reverse[:, None]),
+        "todi": (a := -w * p + (1 - w) * q * (1 + d)) - q * a.sum(-1, keepdim=True),
+        "taid": q - r,
+    }
+    for name, gradient in expected.items():
+        found = value_and_gradient(lambda *x: kd(name, *x), z_s, z_t, y)[1]  # noqa: B023
+        torch.testing.assert_close(found, gradient * torch.arange(1, len(y) + 1)[:, None])
+    torch.testing.assert_close(losses.todi(z_s, z_t, y), forward + reverse)  # its value alone says nothing of w
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_gradient_is_that_of_the_value_or_has_a_frozen_part(name):
+    z_s, z_t, y = case(n=3, v=23, ignored=(), student=1.0)
+    settings = {"top_k": 5} if name == "topk_tail" else {}
+    gradient = value_and_gradient(lambda *x: kd(name, *x, **settings), z_s, z_t, y)[1]
+    assert gradient.sum(-1).abs().max() < 1e-12
+    moved = torch.randn(z_s.shape, generator=torch.Generator().manual_seed(1), dtype=z_s.dtype)
+    up, down = (kd(name, z_s + step * moved, z_t, y, **settings) for step in (1e-6, -1e-6))
+    slope = ((up - down) / 2e-6 * torch.arange(1, 4)).sum()
+    off = ((gradient * moved).sum() - slope).abs()
+    assert off > 1e-3 if name in FROZEN else off < 1e-7
+
+
+def test_akls_head():
+    """Probabilities 0.4, 0.3, 0.2, 0.1: at 0.5 the head is the first; its error is the second's."""
+    z_t = torch.tensor([[0.2, 0.4, 0.1, 0.3]], dtype=torch.float64).log()
+    z_s, y = torch.zeros(1, 4, dtype=torch.float64), torch.tensor([0])
+    error = (z_t.exp() - 0.25).abs()[0]
+    for mu, head in ((0.1, [1]), (0.5, [1]), (0.72, [1, 3]), (0.95, [1, 3, 0])):
+        h = error[head].sum() / error.sum()
+        expected = h * kl(z_s, z_t) + (1 - h) * kl(z_t, z_s)
+        torch.testing.assert_close(losses.akl(z_s, z_t, y, mu=mu), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_akls_head_is_found_to_the_last_token(dtype):
+    z_s, z_t, _ = case(seed=3, n=17, v=997, teacher=2.0, dtype=dtype)
+    falling = z_t.log_softmax(-1).sort(descending=True)
+    error = (falling.values.exp() - z_s.softmax(-1).gather(1, falling.indices)).abs()
+    for mu in (0.01, 0.5, 0.99):
+        head = falling.values.exp().cumsum(-1) <= mu
+        head[:, 0] = True
+        expected = (error * head).sum(-1, keepdim=True) / error.sum(-1, keepdim=True)
+        torch.testing.assert_close(losses._head_share(z_s, z_t, mu), expected)
+
+
+def test_akl_at_equality_is_zero():
+    _, z_t, y = case(dtype=torch.float32)
+    loss, gradient = value_and_gradient(losses.akl, z_t, z_t, y)  # its weight is 0 / 0
+    assert not loss.any() and gradient.abs().max() < 1e-6
+
+
+def test_topk_tail_grows_with_k_towards_the_kl():
+    z_s, z_t, y = case(ignored=())
+    found = [losses.tad(z_s, z_t, y, top_k=k, beta=0.0) for k in (1, 5, 10, 60)]
+    assert all((less < more).all() for less, more in itertools.pairwise(found))
+    first = z_t.argmax(-1, keepdim=True)
+    p, q = (z.softmax(-1).gather(1, first)[:, 0] for z in (z_t, z_s))
+    torch.testing.assert_close(found[0], p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
+
+
+def test_standardized_logits():
+    z_s, z_t, y = case(ignored=())
+    loss, gradient = value_and_gradient(lambda *z: kd("logit_std", *z), 0.3 * z_t + 7, z_t, y)
+    assert loss.abs().max() < 1e-12 and gradient.abs().max() < 1e-6  # whatever the student's scale
+    _, gradient = value_and_gradient(lambda *z: kd("logit_std", *z), z_s, z_t, y)
+    assert (gradient * z_s).sum(-1).abs().max() < 1e-5 < gradient.abs().max()
+    x_s, x_t = ((z - z.mean(-1, keepdim=True)) / z.std(-1, keepdim=True) for z in (z_s, z_t))
+    torch.testing.assert_close(kd("logit_std", x_s, x_t, y), 4 * kl(x_s, x_t, 2.0), rtol=1e-6, atol=0)
+    z_s[3], z_t[4] = 5.0, -5.0  # constant rows
+    loss, gradient = value_and_gradient(lambda *z: kd("logit_std", *z), z_s, z_t, y)
+    assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+def test_taids_t_moves_over_the_run():
+    cfg = SimpleNamespace(kd_schedule="constant", schedule_steps=1000)
+    at = lambda name, step, **of: train.overrides_at(train.Student(name, None, None, None, of, ""), step, cfg)  # noqa: E731
+    assert [at("taid", step)["t"] for step in (0, 500, 1000)] == pytest.approx([0.4, 0.7, 1.0])
+    assert at("taid", 500, t=0.2, t_end=0.4, w_ce=1.0) == {"t": pytest.approx(0.3), "t_end": 0.4, "w_ce": 1.0}
+    assert at("alra", 500, gamma=3.0) == {"gamma": 3.0}
+    z_s, z_t, y = case()
+    torch.testing.assert_close(
+        method_loss("taid", z_s, z_t, y, **at("taid", 1000))[0], method_loss("vanilla_kd", z_s, z_t, y, tau=1.0, w_kd=1.0, w_ce=0.0)[0]
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
+@pytest.mark.parametrize("name", NEW)
+def test_value_and_gradient_are_one_graph(name):
+    z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
+    torch.compiler.reset()
+    whole = torch.compile(
+        lambda *z: losses._evaluate(METHODS[name], True, *z), backend="eager", fullgraph=True, dynamic=False
+    )
+    loss, _, dz = whole(z_s, z_t, y)
+    expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(dz, torch.autograd.grad(expected, z)[0], rtol=1e-4, atol=1e-6)

@@ -641,7 +641,7 @@ def check_student(cfg: Config, env: Env) -> None:
 
 def check_methods(cfg: Config, device: torch.device) -> None:
     """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
-    for name in (*cfg.methods, *cfg.hyper):
+    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, load_config(cfg.student).vocab_size, **cfg.overrides_of(name))
     taken = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
     unused = [name for name in cfg.hyper if name not in taken]

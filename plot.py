@@ -29,7 +29,6 @@ from PIL import Image  # matplotlib brings it
 
 import configure
 from lib.files import read_json, read_lines
-from lib.rows import MANIFEST
 from lib.tasks import TASKS
 
 FIGURES = ("curves", "budget", "anchoring")  # those drawn from a run's logs
@@ -67,10 +66,18 @@ PANELS = {  # key in log.jsonl -> title, unit
     "val_kl": ("validation KL(teacher || student)", NATS),
     "val_agree": ("validation top-1 agreement with teacher", "share of tokens"),
 }
-D_U = {"d_u_hist": list}  # keys of a histogram's record
-ANCHORS = {"n": int, "p_label": float, "p_top1": float, "agree": float, "p_label_hist": list, "p_top1_hist": list}
 LEVELS = {"val_teacher_ce": ("teacher", (0, (1, 2))), "val_teacher_entropy": ("teacher's entropy", (0, (5, 1, 1, 1)))}
 ENDS = {"eos": "document", "line": "line", "sentence": "sentence", "none": "anywhere:\nfull length"}  # of a manifest
+# What is read of a manifest, of a histogram's record, of a teacher's.
+SPLIT = {
+    "split": str,
+    "rows": int,
+    "padding_share": float,
+    "length_histogram": list,
+    "ends": dict.fromkeys(ENDS, float),
+}
+D_U = {"d_u_hist": list}
+ANCHORS = {"n": int, "p_label": float, "p_top1": float, "agree": float, "p_label_hist": list, "p_top1_hist": list}
 
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8.5, "legend.frameon": False,
                      "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True, "axes.spines.top": False,
@@ -493,7 +500,7 @@ def run(argv: list[str]) -> None:
         files = [args.rows / f"{split}.json" for split in ("train", "val")]
         if not files[0].is_file():
             raise ValueError(f"{files[0]}: not there; expected a folder that prepare.py has written to its end")
-        row_lengths([read_json(file, MANIFEST) for file in files if file.is_file()], out / "rows.png")
+        row_lengths([read_json(file, SPLIT) for file in files if file.is_file()], out / "rows.png")
     for name in [*done, *(name for name in ("pairs", "sets", "rows") if getattr(args, name))]:
         print(f"{out / name}.png\n{out / name}.csv")
 

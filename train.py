@@ -67,7 +67,7 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
              "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
              "bos"}  # fmt: skip
-RUN_KEYS = {"config": {"methods": list}, "micro_batch?": int}  # of run.json
+RUN_KEYS = {"config": {"methods": list}}  # of run.json
 STATE_KEYS = {
     "config?": dict,
     "sums": {"*": float},
@@ -567,7 +567,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
         )
     share, most, before = cfg.batch_rows // env.world, cfg.micro_batch, Path(cfg.out_dir) / "run.json"
     if most is None and before.is_file():
-        most = read_json(before, RUN_KEYS).get("micro_batch")
+        most = read_json(before, {"micro_batch?": int}).get("micro_batch")
     if most is None and env.device.type == "cuda":
         room = min(parallel.everyones(int(ROOM * torch.cuda.mem_get_info(env.device)[0])))
         most = fitting_micro_batch(share, cfg.group, room, *expected_bytes(cfg, env))

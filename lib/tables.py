@@ -100,12 +100,12 @@ OLD_SETTINGS = {
     "detach_temperature", "lam",
 }  # fmt: skip
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
-RUN = {"method": str, "student": str, "seed": int, "step": int}  # of a student
+RUN = {"method": str, "step?": int}  # what a student's run.json says
 TASK = {"acc": float, "acc_stderr": float, "acc_norm?": float, "n": int, "n_rows": int, "n_paper": int, "source": str,
         "data_sha256": str, "prompts_sha256": str}  # fmt: skip
 RESULT = {"name": str, "split": str, "protocol": {"dtype": str, "limit?": int}, "tasks": {"*": TASK},
           "intrinsic?": {"n_rows": int, "n_targets": int, "rows_sha256": str, **{f"{key}?": float for key in FIGURES}},
-          "run?": RUN | {"config": dict}}  # fmt: skip
+          "run?": RUN | {"student": str, "seed": int, "config": dict}}  # fmt: skip
 
 
 def tabulate(

@@ -8,6 +8,7 @@ every byte of the folder before and after.
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import io
 import json
 import os
@@ -634,6 +635,7 @@ case(
 case("plot run --figures=anchoring", put("run/teacher.jsonl", '{"step": 1}\n'), "teacher.jsonl, line 1: no 'n'")
 case("plot run --figures=anchoring", says="run/teacher.jsonl: no such log")
 case("plot --rows data", put("data/train.json", "{"), "data/train.json: not whole JSON")
+case("plot --rows data", edit("data/train.json", ends__line=...), "data/train.json: no 'ends.line' in it")
 case("plot nowhere", says="nowhere: no log.jsonl")
 SAMPLE = "sample run/alra --prompt a --tokens 2"
 case(SAMPLE, code=0)
@@ -858,6 +860,7 @@ def main(folder: Path, wanted: str = "") -> int:
         make_world(world)
         os._exit(0)
     assert ended(pid) == 0
+    gc.freeze()  # a collection in a child would copy every page
     pristine, outcomes = contents(world), Counter()
     for it in CASES:
         if wanted in it.name:

@@ -23,9 +23,17 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-.venv/ready: requirements.txt requirements-test.txt
+# requirements.lock holds every package as it was tested, for the Python that its first line names; another Python takes
+# the pinned requirements alone. `make lock` writes it anew from .venv.
+.venv/ready: requirements.txt requirements-test.txt requirements.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-test.txt
+	locked=$$(head -1 requirements.lock | grep -q "$$($(PYTHON) -c 'import sys; print("Python %d.%d" % sys.version_info[:2])')" \
+	  && echo "-c requirements.lock"); \
+	  $(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-test.txt $$locked
 	touch $@
 
-.PHONY: demo replicate test check
+lock:
+	$(BIN)/python -c 'import sys; print("# Python %d.%d" % sys.version_info[:2])' > requirements.lock
+	$(BIN)/python -m pip freeze | sed 's/+cpu//' >> requirements.lock
+
+.PHONY: demo replicate test check lock

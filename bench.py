@@ -1,16 +1,22 @@
 """Speed and memory, as ratios to what one would have without this project, in one run.
 
-    python bench.py loss fused rows step prepare eval       the sections asked for; without a name, all but `steps`
+    python bench.py loss fused rows step prepare eval       the sections asked for; without a name, these
     python bench.py fused --n=1024 --d_s=1024 --repeats=9   other sizes
     python bench.py steps --teacher=1.8b --student=500m     every method, and all nine at once, on a GPU
+    python bench.py gpu                                     all that is to be known of a card, in under eight minutes
+    python bench.py roofline                                the MFU to be expected of two cards
 
     loss     the objective alone, forward and backward from logits, beside the obvious eager implementation
     fused    heads and loss, beside their matrix products alone, and Liger's fused JSD where it is installed
     rows     heads and loss of four rows, beside the same with all their logits at once
     step     a whole training step of one row, beside a plain transformers loop with the obvious eager loss
-    steps    training steps of each method, and of nine students at once: tokens per second, MFU, peak memory
     prepare  prepare.py beside its tokenizer alone
     eval     eval.py beside lm-eval's Hugging Face backend
+    steps    training steps of each method, and of nine students at once: tokens per second, MFU, peak memory
+    gpu      the GPU tests; `fused`; steps of two students at three micro-batches, compiled or not; ALRA beside vanilla KD;
+             nine students beside one; where the time of a step goes. Random weights, nothing to download.
+             `--tiny` runs the same path anywhere
+    roofline time and MFU of a step from counts of bytes, FLOPs and launches, and the rates of two cards
 
 Cases of a section run in turn, round after round, so that a machine's moods hit all alike; what is reported is the
 median of the rounds, the ratio's round by round, and the range. Memory is the peak above what stood before the call
@@ -27,6 +33,7 @@ import io
 import itertools
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -34,11 +41,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn import functional as F
 
 import configure
@@ -46,8 +55,10 @@ import losses
 import prepare
 import train
 from lib.device import device_name, pick_device
+from lib.files import UserError
+from lib.fused import head_losses
 from lib.hf import load_tokenizer, tokenizer_hash
-from lib.runlog import mfu
+from lib.runlog import PEAK_FLOPS, flops_per_token, mfu
 from lib.teacher import Teacher
 from losses import METHODS, fused_head_loss, method_loss
 from model import PRESETS, Qwen2Config, init_student
@@ -150,8 +161,9 @@ def status(key: str) -> float:
 def row(section: str, case: str, found: dict, against: str | None, note: str = "") -> dict:
     """One line of the table: a case beside another of its section, by the median over rounds."""
     a, b = found[case], found.get(against)
-    line = {"section": section, "case": case, "sec": statistics.median(a["sec"]), "sec_range": [min(a["sec"]), max(a["sec"])],
-            "mib": None if None in a["mib"] else statistics.median(a["mib"]), "against": against, "note": note}  # fmt: skip
+    mib = None if None in a["mib"] else statistics.median(a["mib"])
+    line = {"section": section, "case": case, "sec": statistics.median(a["sec"]), "mib": mib, "note": note}
+    line |= {"sec_range": [min(a["sec"]), max(a["sec"])], "against": against}
     if b:
         ratios = [x / y for x, y in zip(a["sec"], b["sec"], strict=True)]
         line |= {"time_ratio": statistics.median(ratios), "time_ratio_range": [min(ratios), max(ratios)]}
@@ -160,7 +172,7 @@ def row(section: str, case: str, found: dict, against: str | None, note: str = "
     return line
 
 
-# --- the sections --------------------------------------------------------------------------------------------------
+# --- the objective, and heads with objective -----------------------------------------------------------------------
 
 
 def random_logits(n: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,18 +185,10 @@ def random_logits(n: int, vocab: int, device: torch.device) -> tuple[Tensor, Ten
 
 def bench_loss(args, device: torch.device) -> list[dict]:
     z_s, z_t, y = random_logits(args.n, args.vocab, device)
-    torch._dynamo.config.recompile_limit = len(METHODS)  # `both` is one piece of code for all of them
 
     def compiled(name: str) -> Callable:
-        objective = functools.partial(METHODS[name].fn, **METHODS[name].hyper)
-
-        def mean(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
-            found = objective(z_s, z_t, y)
-            return (found.loss if isinstance(found, tuple) else found).mean()
-
-        both = torch.func.grad_and_value(mean)
-        both = torch.compile(both, dynamic=False, fullgraph=True)
-        return lambda: both(z_s, z_t, y)
+        evaluate = torch.no_grad()(losses.evaluator(name, compile=True))
+        return lambda: evaluate(torch.float32, z_s, z_t, y)
 
     def eager(loss: Callable) -> Callable:
         def case():
@@ -197,85 +201,156 @@ def bench_loss(args, device: torch.device) -> list[dict]:
     cases |= {"eager alra": eager(eager_alra), "eager vanilla_kd": eager(eager_vanilla_kd)}
     cases["alra, not compiled"] = eager(lambda *z: losses.alra(*z).mean())
     found = measure(cases, args.repeats, device)
-    lines = [row("loss", "alra", found, "eager alra"), row("loss", "alra", found, "vanilla_kd")]
-    lines += [row("loss", "alra, not compiled", found, "eager alra"), row("loss", "eager alra", found, "eager vanilla_kd")]  # fmt: skip
-    return lines + [row("loss", name, found, "vanilla_kd") for name in args.methods if name not in ("alra", "vanilla_kd")]  # fmt: skip
+    pairs = [("alra", "eager alra"), ("alra, not compiled", "eager alra"), ("eager alra", "eager vanilla_kd")]
+    pairs += [(name, "vanilla_kd") for name in args.methods if name != "vanilla_kd"]
+    return [row("loss", case, found, against) for case, against in pairs]
+
+
+class Heads(NamedTuple):
+    """Random last hidden states, heads and labels."""
+
+    h_s: Tensor  # [B, N, D_s]
+    w_s: Tensor  # [V, D_s] fp32
+    h_t: Tensor  # [B, N, D_t]
+    w_t: Tensor  # [V, D_t]
+    y: Tensor  # [B, N]
+
+    @classmethod
+    def random(cls, n_rows: int, args, device: torch.device) -> "Heads":
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        like = {"generator": torch.Generator(device).manual_seed(1234), "device": device}
+        h_s, h_t = (torch.randn(n_rows, args.n, d, **like).to(dtype) for d in (args.d_s, args.d_t))
+        w_s, w_t = (torch.randn(args.vocab, d, **like) * 0.02 for d in (args.d_s, args.d_t))
+        y = torch.randint(0, args.vocab, (n_rows, args.n), **like)
+        return cls(h_s.requires_grad_(), w_s.requires_grad_(), h_t, w_t.to(dtype), y)
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Of all rows at once, fp32  # [B, N, V]"""
+        return (self.h_s @ self.w_s.to(self.h_s.dtype).T).float(), (self.h_t @ self.w_t.T).float()
+
+    def learn(self, loss: Callable) -> Callable:
+        """A case: forward and backward of `loss()`."""
+
+        def case():
+            self.h_s.grad = self.w_s.grad = None
+            loss().backward()
+
+        return case
+
+    def products(self) -> None:
+        """The products that every implementation needs: the logits of both, and the student's two gradients."""
+        with torch.no_grad():
+            w = self.w_s.to(self.h_s.dtype)
+            self.h_t[0] @ self.w_t.T
+            z_s = self.h_s[0] @ w.T
+            return z_s @ w, z_s.T @ self.h_s[0]
 
 
 def bench_fused(args, device: torch.device) -> list[dict]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(1234)
-    h_s = torch.randn(1, args.n, args.d_s, device=device, dtype=dtype).requires_grad_()
-    w_s = (torch.randn(args.vocab, args.d_s, device=device) * 0.02).requires_grad_()
-    h_t = torch.randn(1, args.n, args.d_t, device=device, dtype=dtype)
-    w_t = (torch.randn(args.vocab, args.d_t, device=device) * 0.02).to(dtype)
-    y = torch.randint(0, args.vocab, (1, args.n), device=device)
-
-    def products():
-        """The products that every implementation needs: the logits of both, and the student's two gradients."""
-        with torch.no_grad():
-            w = w_s.to(dtype)
-            h_t[0] @ w_t.T
-            z_s = h_s[0] @ w.T
-            return z_s @ w, z_s.T @ h_s[0]
-
-    def fused(name: str) -> Callable:
-        def case():
-            h_s.grad = w_s.grad = None
-            fused_head_loss(h_s, w_s, h_t, w_t, y, name, compile=True)[0].backward()
-
-        return case
-
-    def plain(name: str) -> Callable:
-        def case():
-            h_s.grad = w_s.grad = None
-            z_s, z_t = (h_s[0] @ w_s.to(dtype).T).float(), (h_t[0] @ w_t.T).float()
-            method_loss(name, z_s, z_t, y[0])[0].backward()
-
-        return case
-
-    def eager():
-        h_s.grad = w_s.grad = None
-        eager_alra((h_s[0] @ w_s.to(dtype).T).float(), (h_t[0] @ w_t.T).float(), y[0]).backward()
-
-    cases = {"products alone": products, **{name: fused(name) for name in args.methods}}
-    cases |= {"plain alra": plain("alra"), "eager alra": eager}
+    heads = Heads.random(1, args, device)
+    h_s, w_s, h_t, w_t, y = heads
+    learn = heads.learn
+    cases = {"products alone": heads.products}
+    cases |= {name: learn(lambda name=name: fused_head_loss(*heads, name, compile=True)[0]) for name in args.methods}
+    cases["plain alra"] = learn(lambda: method_loss("alra", *(z[0] for z in heads.logits()), y[0])[0])
+    cases["eager alra"] = learn(lambda: eager_alra(*(z[0] for z in heads.logits()), y[0]))
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
     except ImportError:
         say("  liger-kernel is not installed: its line is left out")
     else:
         liger = LigerFusedLinearJSDLoss(beta=0.0, compiled=True, chunk_size=args.n)
-
-        def case():
-            h_s.grad = w_s.grad = None
-            liger(h_s[0], w_s.to(dtype), h_t[0], w_t, y[0]).backward()
-
-        cases["Liger, KL + CE"] = case
+        cases["Liger, KL + CE"] = learn(lambda: liger(h_s[0], w_s.to(h_s.dtype), h_t[0], w_t, y[0]))
     found = measure(cases, args.repeats, device)
-    lines = [row("fused", "alra", found, b) for b in ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra") if b in found]  # fmt: skip
+    beside = [b for b in ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra") if b in found]
+    lines = [row("fused", "alra", found, b) for b in beside]
     return lines + [row("fused", name, found, "products alone") for name in args.methods if name != "alra"]
 
 
 def bench_rows(args, device: torch.device) -> list[dict]:
     """Four rows: the fused path holds the logits of one forward batch at a time, the plain one those of all."""
-    torch.manual_seed(1234)
-    h_s = torch.randn(4, args.n, args.d_s, device=device).requires_grad_()
-    w_s = (torch.randn(args.vocab, args.d_s, device=device) * 0.02).requires_grad_()
-    h_t, w_t = torch.randn(4, args.n, args.d_t, device=device), torch.randn(args.vocab, args.d_t, device=device) * 0.02
-    y = torch.randint(0, args.vocab, (4, args.n), device=device)
-
-    def fused():
-        h_s.grad = w_s.grad = None
-        fused_head_loss(h_s, w_s, h_t, w_t, y, "alra", compile=True)[0].backward()
+    heads = Heads.random(4, args, device)
 
     def plain():
-        h_s.grad = w_s.grad = None
-        logits = zip(h_s @ w_s.T, h_t @ w_t.T, y, strict=True)
-        (sum(method_loss("alra", z_s, z_t, labels)[0] for z_s, z_t, labels in logits) / 4).backward()
+        return sum(method_loss("alra", *z)[0] for z in zip(*heads.logits(), heads.y, strict=True)) / 4
 
-    found = measure({"fused": fused, "plain": plain}, args.repeats, device)
+    cases = {"fused": lambda: fused_head_loss(*heads, "alra", compile=True)[0], "plain": plain}
+    found = measure({name: heads.learn(loss) for name, loss in cases.items()}, args.repeats, device)
     return [row("rows", "fused", found, "plain", "ALRA, four forward batches")]
+
+
+# --- training steps ------------------------------------------------------------------------------------------------
+
+
+def make_teacher(args, device: torch.device, compile: bool = True) -> Teacher:
+    """A teacher with random weights."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = init_student(args.teacher, 1).to(device, dtype).requires_grad_(False)
+    if compile:
+        model.compile_layers()
+    return Teacher(model, device)
+
+
+def our_step(
+    methods: tuple[str, ...], student: str, teacher: Teacher | None, rows: int, micro_batch: int, n: int,
+    device: torch.device, compile: bool = True,
+) -> Callable:  # fmt: skip
+    """train.py's own update of fresh students on random rows of n inputs."""
+    cfg = configure.Config(
+        methods=methods, student=student, batch_rows=rows, micro_batch=micro_batch, seq_len=n, out_dir="out/bench",
+        warmup_steps=0, compile=compile, device=str(device),
+    )  # fmt: skip
+    env = train.Env(cfg)
+    students = [train.make_student(name, cfg, device) for name in methods]
+    generator = torch.Generator().manual_seed(1234)
+    x, y = torch.randint(0, PRESETS[student].vocab_size, (2, rows, n), generator=generator).to(device)
+    teacher = teacher if any(map(losses.needs_teacher, methods)) else None
+
+    def case():
+        cut = zip(x.split(micro_batch), y.split(micro_batch), strict=True)
+        stream = (train.Batch(a, b, b.numel(), teacher.hidden(a) if teacher else None) for a, b in cut)
+        train.update(students, teacher, stream, 0, cfg, env)
+
+    return case
+
+
+def run_flops(methods: tuple[str, ...], student: str, args) -> float:
+    """The arithmetic of a token; the teacher counts once."""
+    teacher = any(map(losses.needs_teacher, methods)) * flops_per_token(PRESETS[args.teacher], args.n, trained=False)
+    return teacher + len(methods) * flops_per_token(PRESETS[student], args.n, trained=True)
+
+
+def step_lines(
+    section: str, cases: dict[str, tuple], student: str, teacher: Teacher, args, device: torch.device,
+    against: str | None = None, rows: int | None = None,
+) -> list[dict]:  # fmt: skip
+    """Lines of training steps, one case after the other, as few machines hold two.
+
+    cases  name -> methods, micro_batch, compile
+    """
+    found, notes = {}, {}
+    rows = rows or args.rows
+    for name, (methods, micro_batch, compile) in cases.items():
+        before = start_memory(device)
+        try:
+            case = our_step(methods, student, teacher, rows, micro_batch, args.n, device, compile)
+            found |= measure({name: case}, args.repeats, device)
+        except torch.OutOfMemoryError:
+            say(f"  {name}: out of memory, left out")
+            continue
+        finally:
+            case = None
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        found[name]["mib"] = [peak_memory(device, before)]
+        rate = rows * args.n / statistics.median(found[name]["sec"])
+        used = mfu(rate * run_flops(methods, student, args), device, 1)
+        told = "MFU not known here" if used is None else f"MFU {used:.1%}"
+        told += "".join(f", estimated {estimate(card, student, micro_batch, compile, args).mfu:.1%}" for card in CARDS
+                        if len(methods) == 1 and used is not None and card in device_name(device))  # fmt: skip
+        notes[name] = f"{rate:,.0f} tokens/s, {told}"
+    return [row(section, name, found, against if against in found else None, notes[name]) for name in found]
 
 
 def bench_step(args, device: torch.device) -> list[dict]:
@@ -284,7 +359,8 @@ def bench_step(args, device: torch.device) -> list[dict]:
     x, y = torch.randint(0, shape.vocab_size, (2, 1, args.n), generator=torch.Generator().manual_seed(1234)).to(device)
 
     def hugging_face() -> Callable:
-        teacher, student = (transformers.AutoModelForCausalLM.from_config(hf_config(s)).to(device) for s in (teacher_shape, shape))  # fmt: skip
+        shapes = (teacher_shape, shape)
+        teacher, student = (transformers.AutoModelForCausalLM.from_config(hf_config(s)).to(device) for s in shapes)
         teacher.requires_grad_(False).eval()
         if device.type == "cuda":
             teacher.to(torch.bfloat16)
@@ -302,58 +378,19 @@ def bench_step(args, device: torch.device) -> list[dict]:
 
         return case
 
+    def ours() -> Callable:
+        return our_step(("alra",), args.student, make_teacher(args, device), 1, 1, args.n, device)
+
     found = {}
-    for name, make in {"ours": lambda: our_step(("alra",), args, x, y, device)[0], "transformers": hugging_face}.items():  # fmt: skip
+    for name, make in {"ours": ours, "transformers": hugging_face}.items():
         # one after the other, as both do not fit a small machine; memory counts all that the case holds
         before, case = start_memory(device), make()
         found |= {name: measure({name: case}, args.repeats, device)[name]}
         found[name]["mib"] = [peak_memory(device, before)]
         del case
         gc.collect()
-    return [row("step", "ours", found, "transformers", f"{args.student} student, one row of {args.n}, AdamW; not in turn")]  # fmt: skip
-
-
-def our_step(methods: tuple[str, ...], args, x: Tensor, y: Tensor, device: torch.device) -> tuple[Callable, Callable]:
-    """train.py's own update of fresh students on these rows -> a function that makes one, and MFU by tokens per second."""
-    rows = len(x)
-    cfg = configure.Config(methods=methods, student=args.student, batch_rows=rows, micro_batch=rows, seq_len=args.n, out_dir="out/bench", warmup_steps=0, compile=True, device=str(device))  # fmt: skip
-    env = train.Env(cfg)
-    students = [train.make_student(name, cfg, device) for name in methods]
-    teacher = None
-    if any(map(losses.needs_teacher, methods)):
-        teacher = Teacher(init_student(args.teacher, 1).to(device, env.dtype).requires_grad_(False), device)
-
-    def case():
-        h_t = teacher.hidden(x) if teacher else None
-        train.update(students, teacher, itertools.repeat(train.Batch(x, y, y.numel(), h_t)), 0, cfg, env)
-
-    flops = train.run_flops_per_token(len(methods), teacher, cfg)
-    return case, lambda tok_per_sec: mfu(tok_per_sec * flops, env.device, env.world)
-
-
-def bench_steps(args, device: torch.device) -> list[dict]:
-    shape = PRESETS[args.student]
-    tokens = (2, args.rows, args.n)
-    x, y = torch.randint(0, shape.vocab_size, tokens, generator=torch.Generator().manual_seed(1234)).to(device)
-    found, lines = {}, []
-    for methods in [(name,) for name in args.methods] + [args.methods]:
-        name = methods[0] if len(methods) == 1 else f"all {len(methods)}"
-        before = start_memory(device)
-        case, used = our_step(methods, args, x, y, device)
-        found |= measure({name: case}, args.repeats, device)
-        found[name]["mib"] = [peak_memory(device, before)]
-        rate = args.rows * args.n / statistics.median(found[name]["sec"])
-        share = used(rate)
-        note = f"{rate:,.0f} tokens/s, MFU {'not known here' if share is None else f'{share:.1%}'}"
-        if len(methods) > 1:
-            one_by_one = sum(statistics.median(found[m]["sec"]) for m in methods)
-            note += f"; {statistics.median(found[name]['sec']) / one_by_one:.2f} of the time of all one by one"
-        lines.append(row("steps", name, found, "vanilla_kd" if "vanilla_kd" in found else None, note))
-        del case
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return lines
+    note = f"{args.student} student, one row of {args.n}, AdamW; not in turn"
+    return [row("step", "ours", found, "transformers", note)]
 
 
 def hf_config(shape: Qwen2Config) -> transformers.Qwen2Config:
@@ -365,6 +402,167 @@ def hf_config(shape: Qwen2Config) -> transformers.Qwen2Config:
     )  # fmt: skip
 
 
+def bench_steps(args, device: torch.device) -> list[dict]:
+    cases = {name: ((name,), args.rows, True) for name in args.methods}
+    cases[f"all {len(args.methods)}"] = (args.methods, args.rows, True)
+    lines = step_lines("steps", cases, args.student, make_teacher(args, device), args, device, "vanilla_kd")
+    *single, last = (line["sec"] for line in lines)
+    if len(lines) == len(cases):
+        lines[-1]["note"] += f"; {last / sum(single):.2f} of the time of all one by one"
+    return lines
+
+
+# --- what is to be expected of a card --------------------------------------------------------------------------------
+
+
+class Card(NamedTuple):
+    """Rates that a card reaches. Products: of the teacher, of a 500M and a 200M student's layers, of the heads."""
+
+    flops: dict[str, float]  # FLOP/s in bf16, by the width of what is multiplied: estimates from data sheets, +-20 %
+    bytes: float  # bytes/s, 0.83 to 0.93 of the data sheet's
+    launch: float = 6e-6  # seconds that a host needs to launch a kernel from Python
+
+
+CARDS = {
+    "H200": Card({"1.8b": 655e12, "500m": 510e12, "200m": 400e12, "head": 610e12}, 4.0e12),
+    "RTX 4090": Card({"1.8b": 144e12, "500m": 136e12, "200m": 133e12, "head": 143e12}, 0.94e12),
+}
+
+
+class Estimate(NamedTuple):
+    sec: float  # of an update
+    mfu: float
+    parts: dict[str, float]  # seconds of the GPU by what they are spent on; the host's launches run beside them
+
+
+def estimate(card: str, student: str, micro_batch: int, compile: bool, args) -> Estimate:
+    """One update of args.rows rows of args.n tokens from the 1.8B teacher, from counts and the card's rates.
+
+    Times of products, of passes over memory and of AdamW add up; a launch that the host is late with makes the card
+    wait, so that an update takes at least as long as all launches. Counts that are arguments: `--loss_gb` and
+    `--loss_launches` (dense bytes and launches of ALRA's compiled graph, one row of 512, read from Inductor's code for
+    sm_90), `--layer_launches` and `--teacher_launches` (of a compiled layer; eager 148 and 41), `--head_passes` (fp32
+    passes over the head's gradient after its product: 3 for a sum, 0 where the product accumulates in place).
+    """
+    rate, s, t = CARDS[card], PRESETS[student], PRESETS["1.8b"]
+    n_tokens, n_micro = args.rows * args.n, args.rows // micro_batch
+    head_s, head_t = (shape.vocab_size * shape.hidden_size for shape in (s, t))
+    n_params = flops_per_token(s, 0, trained=False) / 2  # tied head: as many weights as multiply
+    flops_s, flops_t = flops_per_token(s, args.n, trained=True), flops_per_token(t, args.n, trained=False)
+    moved = 0.27 if compile else 1.0  # what is left of the element-wise passes of a layer
+    widths = {shape: shape.num_hidden_layers * shape.hidden_size * n_tokens * moved for shape in (s, t)}
+    parts = {
+        "teacher": (flops_t - 2 * head_t) * n_tokens / rate.flops["1.8b"],
+        "student": (flops_s - 6 * head_s) * n_tokens / rate.flops[student],
+        "heads": (2 * head_t + 6 * head_s) * n_tokens / rate.flops["head"],
+        "loss": args.rows * args.loss_gb * 1e9 * args.n / 512 / rate.bytes,
+        "small kernels": args.rows * args.loss_launches * 5e-6,  # of the objective, seconds each
+        "head's gradient": args.rows * args.head_passes * 4 * head_s / rate.bytes,
+        "element-wise": (650 * widths[s] + 150 * widths[t]) / rate.bytes,  # bytes per token, layer and unit of width
+        "casts": (17 * n_micro + 14 * (n_micro - 1)) * n_params / rate.bytes,  # of weights; sums of their gradients
+        "AdamW": 40 * n_params / rate.bytes,  # read and write weights, moments, gradients; the clip
+    }
+    a_layer, a_teacher = (args.layer_launches, args.teacher_launches) if compile else (148, 41)
+    launches = n_micro * (a_layer * s.num_hidden_layers + a_teacher * t.num_hidden_layers)
+    launches += args.rows * args.loss_launches
+    sec = max(sum(parts.values()), launches * rate.launch)
+    return Estimate(sec, (flops_s + flops_t) * n_tokens / sec / PEAK_FLOPS[card], parts)
+
+
+def bench_roofline(args, device: torch.device) -> list[dict]:
+    """Nothing is measured; the counts are arguments."""
+    lines = []
+    for card, student, m in itertools.product(CARDS, ("500m", "200m"), (args.rows, 1)):
+        for compile in (False, True):
+            found = estimate(card, student, m, compile, args)
+            note = f"estimated MFU {found.mfu:.1%}; ms: " + ", ".join(
+                f"{k} {1e3 * v:.1f}" for k, v in found.parts.items()
+            )
+            case = f"{card}, {student}, micro_batch {m}, layers {'compiled' if compile else 'eager'}"
+            lines.append({"section": "roofline", "case": case, "sec": found.sec, "against": None, "note": note})
+    return lines
+
+
+# --- all of a card ---------------------------------------------------------------------------------------------------
+
+
+def bench_gpu(args, device: torch.device) -> list[dict]:
+    """What a card does, until --minutes are over: each part is begun only before."""
+    end, lines = time.monotonic() + 60 * args.minutes, [gpu_tests()]
+    teacher = make_teacher(args, device, compile=False)
+    *_, large = sizes = args.sizes
+    nine = {"alra": (("alra",), large, True), f"all {len(args.methods)}": (args.methods, large, True)}
+    pair = {name: ((name,), args.rows, True) for name in ("vanilla_kd", "alra")}
+
+    def steps(student: str, compile: bool) -> list[dict]:
+        cases = {f"{student}, micro_batch {m}, {'compiled' if compile else 'eager'}": (("alra",), m, compile)
+                 for m in sizes}  # fmt: skip
+        return step_lines("gpu step", cases, student, teacher, args, device)
+
+    small, big = args.students
+    parts = {
+        "fused": lambda: bench_fused(args, device),
+        "eager steps": lambda: steps(small, False) + steps(big, False),
+        "compiled steps": lambda: teacher.model.compile_layers() or steps(small, True) + steps(big, True),
+        "ALRA beside vanilla KD": lambda: step_lines("gpu pair", pair, big, teacher, args, device, "vanilla_kd"),
+        "profile": lambda: profile_step(big, teacher, args, device),
+        "nine students": lambda: step_lines("gpu nine", nine, small, teacher, args, device, "alra"),
+    }
+    for name, part in parts.items():
+        say(f" {name}")
+        if time.monotonic() < end:
+            lines += part()
+        else:
+            lines.append(
+                {"section": "gpu", "case": name, "against": None, "note": f"left out: {args.minutes} minutes are over"}
+            )
+    return lines + bench_roofline(args, device)
+
+
+def gpu_tests() -> dict:
+    """The tests with the marker `gpu`: their last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    begun = time.perf_counter()
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    sec, last = time.perf_counter() - begun, (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]
+    return {"section": "gpu tests", "case": "pytest -m gpu", "sec": sec, "against": None, "note": last.strip("= ")}
+
+
+def profile_step(student: str, teacher: Teacher, args, device: torch.device) -> list[dict]:
+    """Where the time of a compiled ALRA step goes: shares of the wall time."""
+    case = our_step(("alra",), student, teacher, args.rows, args.rows, args.n, device)
+    with mock.patch.object(train, "head_losses", wraps=head_losses) as called:
+        case()
+    (heads, *others), _ = called.call_args
+    wall, step = kernel_seconds(case, device)
+    _, loss = kernel_seconds(lambda: head_losses(heads, *others), device)
+    shares = {"products": step["products"], "attention": step["attention"], "objective": loss["other"]}
+    shares |= {"element-wise, norms, AdamW": step["other"] - loss["other"], "idle": wall - sum(step.values())}
+    return [{"section": "gpu profile", "case": f"{student}, {args.rows} rows: {name}", "sec": sec, "against": None,
+             "note": f"{sec / wall:.1%} of the time"} for name, sec in shares.items()]  # fmt: skip
+
+
+def kernel_seconds(case: Callable, device: torch.device) -> tuple[float, dict[str, float]]:
+    """Run a case under the profiler -> its wall time, and the seconds of its kernels (operators on the CPU) by kind."""
+    cuda = device.type == "cuda"
+    case()  # the gradients that are accumulated exist
+    synchronize(device)
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+    with torch.profiler.profile(activities=activities) as profile:
+        begun = time.perf_counter()
+        case()
+        synchronize(device)
+        wall = time.perf_counter() - begun
+    sums = {"products": 0.0, "attention": 0.0, "other": 0.0}
+    for e in profile.key_averages():
+        if (e.device_type == DeviceType.CUDA) == cuda and not e.is_user_annotation:
+            attention = re.search("attention|flash|fmha|sdpa", e.key, re.I)
+            product = re.search(r"gemm|nvjet|cutlass|xmma|cublas|::(add|b)?mm", e.key, re.I)
+            kind = "attention" if attention else "products" if product else "other"
+            sums[kind] += (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e6
+    return wall, sums
+
+
 def bench_prepare(args, device: torch.device) -> list[dict]:
     """All that prepare.py does, with and without its start, beside encode_batch_fast on the same batches."""
     cfg = configure.Config(source=args.source, tokenizer=args.tokenizer, seq_len=args.n, train_rows=None, val_rows=64)
@@ -374,10 +572,15 @@ def bench_prepare(args, device: torch.device) -> list[dict]:
     n_chars = sum(map(len, itertools.chain(*texts)))
 
     def whole():
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # fmt: skip
-            prepare.prepare(dataclasses.replace(cfg, data_dir=folder))
+        quiet = io.StringIO()
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), tempfile.TemporaryDirectory() as to:
+            prepare.prepare(dataclasses.replace(cfg, data_dir=to))
 
-    once = {"lib.hf.load_tokenizer": tokenizer, "lib.hf.tokenizer_hash": tokenizer_hash(tokenizer), "prepare.token_table": prepare.token_table(tokenizer)}  # fmt: skip
+    once = {
+        "lib.hf.load_tokenizer": tokenizer,
+        "lib.hf.tokenizer_hash": tokenizer_hash(tokenizer),
+        "prepare.token_table": prepare.token_table(tokenizer),
+    }
 
     def loaded():
         with contextlib.ExitStack() as stack:
@@ -389,9 +592,9 @@ def bench_prepare(args, device: torch.device) -> list[dict]:
         for batch in texts:
             tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
 
-    cases = {"prepare.py, once loaded": loaded, "prepare.py, loading included": whole, "tokenizer alone": tokenizer_alone}  # fmt: skip
-    found = measure(cases, args.repeats, torch.device("cpu"))
-    return [row("prepare", case, found, "tokenizer alone", f"{n_chars / 1e6:.1f} M characters") for case in list(cases)[:2]]  # fmt: skip
+    ours = {"prepare.py, once loaded": loaded, "prepare.py, loading included": whole}
+    found = measure({**ours, "tokenizer alone": tokenizer_alone}, args.repeats, torch.device("cpu"))
+    return [row("prepare", case, found, "tokenizer alone", f"{n_chars / 1e6:.1f} M characters") for case in ours]
 
 
 def bench_eval(args, device: torch.device) -> list[dict]:
@@ -414,11 +617,15 @@ def bench_eval(args, device: torch.device) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, tokenizer)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-    yardstick = HFLM(pretrained=theirs, tokenizer=tokenizer, max_length=512, batch_size=16, logits_cache=False, device=str(device))  # fmt: skip
-    scorer = ours.Scorer(model, tokenizer)
-    cases = {"eval.py": lambda: ours.benchmarks(scorer, items, options), "HFLM": lambda: ours.benchmarks(yardstick, items, options)}  # fmt: skip
+    settings = {"max_length": 512, "batch_size": 16, "logits_cache": False, "device": str(device)}
+    scorers = {
+        "eval.py": ours.Scorer(model, tokenizer),
+        "HFLM": HFLM(pretrained=theirs, tokenizer=tokenizer, **settings),
+    }
+    cases = {name: functools.partial(ours.benchmarks, scorer, items, options) for name, scorer in scorers.items()}
     found = measure(cases, args.repeats, device)
-    return [row("eval", "eval.py", found, "HFLM", f"{len(names)} tasks, {args.limit} items each; head of 64 x {args.vocab:,}")]  # fmt: skip
+    note = f"{len(names)} tasks, {args.limit} items each; head of 64 x {args.vocab:,}"
+    return [row("eval", "eval.py", found, "HFLM", note)]
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
@@ -426,36 +633,39 @@ def bench_eval(args, device: torch.device) -> list[dict]:
 
 def machine(device: torch.device) -> dict:
     """The machine and the versions behind the numbers."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # fmt: skip
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "device": device_name(device),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "python": platform.python_version(), "commit": git.stdout.strip() or None, "date": time.strftime("%F"),
+        "device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "python": platform.python_version(), "commit": commit or None,
+        "date": time.strftime("%F"),
     }  # fmt: skip
 
 
 def markdown(lines: list[dict], about: dict, args) -> str:
-    head = ", ".join(f"{k} {v}" for k, v in about.items())
     sizes = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}"
+    text = [", ".join(f"{k} {v}" for k, v in about.items()) + ".", ""]
+    text += [f"{sizes}; medians of {args.repeats} rounds, range in brackets.", ""]
     columns = ("section", "case", "beside", "time ratio", "memory ratio", "seconds", "peak MiB", "note")
-    text = [f"{head}.", "", f"{sizes}; medians of {args.repeats} rounds, range in brackets.", ""]
     text += ["| " + " | ".join(columns) + " |", "|---|---|---|--:|--:|--:|--:|---|"]
-
-    def cell(line, key, form):
-        value = line.get(key)
-        if value is None:
-            return ""
-        low, high = line.get(f"{key}_range", (None, None))
-        return f"{value:{form}}" + (f" [{low:{form}}, {high:{form}}]" if low is not None else "")
-
+    numbers = {"time_ratio": ".2f", "memory_ratio": ".2f", "sec": ".3f", "mib": ",.0f"}
     for x in lines:
-        cells = (x["section"], x["case"], x["against"] or "", cell(x, "time_ratio", ".2f"), cell(x, "memory_ratio", ".2f"),
-                 cell(x, "sec", ".3f"), cell(x, "mib", ",.0f"), x["note"])  # fmt: skip
-        text.append("| " + " | ".join(cells) + " |")
+        cells = [x["section"], x["case"], x["against"] or ""]
+        for key, form in numbers.items():
+            spread = [f"{end:{form}}" for end in x.get(f"{key}_range", ())]
+            value = x.get(key)
+            cells.append("" if value is None else f"{value:{form}}" + (f" [{', '.join(spread)}]" if spread else ""))
+        text.append("| " + " | ".join([*cells, x["note"]]) + " |")
     return "\n".join(text) + "\n"
 
 
-SECTIONS = {"loss": bench_loss, "fused": bench_fused, "rows": bench_rows, "step": bench_step, "steps": bench_steps, "prepare": bench_prepare, "eval": bench_eval}  # fmt: skip
+SECTIONS = {
+    "loss": bench_loss, "fused": bench_fused, "rows": bench_rows, "step": bench_step, "prepare": bench_prepare,
+    "eval": bench_eval, "steps": bench_steps, "gpu": bench_gpu, "roofline": bench_roofline,
+}  # fmt: skip
+BY_NAME = ("steps", "gpu", "roofline")  # run only where they are asked for
+TINY = {"n": 13, "vocab": 4096, "d_s": 24, "d_t": 40, "rows": 2, "sizes": (1, 2), "student": "mini", "repeats": 1,
+        "students": ("mini", "mini"), "teacher": "demo_teacher", "methods": ("vanilla_kd", "alra")}  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -464,40 +674,55 @@ def say(text: str) -> None:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all but `steps` without a name")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--methods", default=",".join(tuple(METHODS)[:9]), help="names of losses.METHODS")
-    parser.add_argument("--n", type=int, default=512, help="positions, and inputs per row")
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--d_s", type=int, default=768, help="width of the student's head")
-    parser.add_argument("--d_t", type=int, default=2048, help="width of the teacher's head")
-    parser.add_argument("--student", default="200m", choices=PRESETS)
-    parser.add_argument("--teacher", default="500m", choices=PRESETS, help="of `step` and `steps`; 1.8b on a GPU")
-    parser.add_argument("--rows", type=int, default=16, help="rows per update, of `steps`")
-    parser.add_argument("--source", default="python", help="of `prepare`")
-    parser.add_argument("--tokenizer", default="demo/teacher", help="of `prepare` and `eval`")
-    parser.add_argument("--data_dir", help="of `eval`: JSONL files, as for eval.py")
-    parser.add_argument("--limit", type=int, default=60, help="of `eval`: items per task")
-    parser.add_argument("--out", default="out/bench", help="OUT.json and OUT.md are written")
+    add = parser.add_argument
+    add("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all but {', '.join(BY_NAME)} without a name")
+    add("--device", default="auto")
+    add("--repeats", type=int, default=5, help="rounds")
+    add("--methods", default=",".join(tuple(METHODS)[:9]), help="names of losses.METHODS")
+    add("--n", type=int, default=512, help="positions, and inputs per row")
+    add("--vocab", type=int, default=151_936)
+    add("--d_s", type=int, default=768, help="width of the student's head")
+    add("--d_t", type=int, default=2048, help="width of the teacher's head")
+    add("--student", default="200m", choices=PRESETS)
+    add("--teacher", choices=PRESETS, help="of steps; 500m without a GPU, 1.8b with one")
+    add("--rows", type=int, default=16, help="rows per update, of `steps`, `gpu` and `roofline`")
+    add("--minutes", type=float, default=7.0, help="of `gpu`: nothing is begun later")
+    add("--tiny", action="store_true", help="sizes for a try on a CPU")
+    add("--loss_gb", type=float, default=1.43, help="of `roofline`, as the next four: see `estimate`")
+    add("--loss_launches", type=int, default=55)
+    add("--layer_launches", type=int, default=54)
+    add("--teacher_launches", type=int, default=15)
+    add("--head_passes", type=int, default=3)
+    add("--source", default="python", help="of `prepare`")
+    add("--tokenizer", default="demo/teacher", help="of `prepare` and `eval`")
+    add("--data_dir", help="of `eval`: JSONL files, as for eval.py")
+    add("--limit", type=int, default=60, help="of `eval`: items per task")
+    add("--out", help="OUT.json and OUT.md are written; out/bench, for `gpu` results/bench/gpu")
     args = parser.parse_args(argv)
-    args.sections = args.sections or [name for name in SECTIONS if name != "steps"]
-    args.methods = tuple(args.methods.split(","))
+    args.sections = args.sections or [name for name in SECTIONS if name not in BY_NAME]
+    args.methods, args.sizes, args.students = tuple(args.methods.split(",")), (1, 4, args.rows), ("200m", "500m")
+    args.teacher = args.teacher or ("1.8b" if torch.cuda.is_available() else "500m")
+    args.out = args.out or ("results/bench/gpu" if "gpu" in args.sections and not args.tiny else "out/bench")
+    vars(args).update(TINY if args.tiny else {})
     for given, known in ((args.sections, SECTIONS), (args.methods, METHODS)):
         for name in given:
             if name not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}")
+                raise UserError(f"{name}: expected one of {', '.join(known)}")
     for need in ("alra", "vanilla_kd"):
-        if need not in args.methods and {"loss", "fused"} & set(args.sections):
-            raise ValueError(f"--methods={','.join(args.methods)}: `loss` and `fused` compare with {need}; add it")
+        if need not in args.methods and {"loss", "fused", "gpu"} & set(args.sections):
+            raise UserError(f"--methods={','.join(args.methods)}: `loss` and `fused` compare with {need}; add it")
     if args.repeats < 1:
-        raise ValueError(f"--repeats={args.repeats}: expected at least 1")
+        raise UserError(f"--repeats={args.repeats}: expected at least 1")
     return args
 
 
 def run(argv: list[str]) -> None:
     args = arguments(argv)
     device = pick_device(args.device)
+    if "gpu" in args.sections and device.type != "cuda" and not args.tiny:
+        raise UserError(
+            f"gpu: expected a CUDA device, got {device}; run it where one is, or add --tiny to try its path"
+        )
     about, lines = machine(device), []
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -506,7 +731,8 @@ def run(argv: list[str]) -> None:
         say(name)
         torch.manual_seed(1234)
         lines += SECTIONS[name](args, device)
-        out.with_suffix(".json").write_text(json.dumps({"machine": about, "settings": settings, "lines": lines}, indent=1) + "\n")  # fmt: skip
+        found = {"machine": about, "settings": settings, "lines": lines}
+        out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         out.with_suffix(".md").write_text(markdown(lines, about, args))
     print(out.with_suffix(".md").read_text())
 

@@ -44,14 +44,14 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from lib import figures, heldout, parallel
 from lib.checks import IGNORE
-from lib.device import device_name, pick_device
+from lib.device import count, device_name, free_bytes, pick_device
 from lib.files import UserError, dump, locked, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, open_rows
 from lib.tables import RESULT, RUN, read_if_there, row_text, stand_for, tabulate
-from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
+from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, differing, find_storycloze, read_items, task_file
 from lib.tokens import token_bytes
-from model import Qwen2
+from model import Qwen2, Qwen2Config
 
 DEFAULTS = json.loads(json.dumps(dataclasses.asdict(configure.Config())))  # as they stand in a run.json
 N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
@@ -383,9 +383,14 @@ class Checkpoint:
     name: str  # as the user gave it
     folder: Path  # where its results go
     run: dict | None  # facts of the student's training, with the run's config; None for other models
-    model: Qwen2
+    source: str  # the model's folder
+    shape: Qwen2Config
     tokenizer: PreTrainedTokenizerFast
     sha256: str  # of the fp32 weights, so that it does not depend on --dtype
+
+    def load(self, args, device: torch.device) -> Qwen2:
+        """The model; of many checkpoints only those at work are in memory."""
+        return Qwen2.from_pretrained(self.source, device=str(device)).to(getattr(torch, args.dtype))
 
 
 def locate(name: str, args) -> tuple[str, Path, dict | None]:
@@ -409,17 +414,15 @@ def locate(name: str, args) -> tuple[str, Path, dict | None]:
     return source, Path(folder), run
 
 
-def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args, device: torch.device) -> Checkpoint:
-    """Load what `locate` has found, and check it against its tokenizer."""
-    model = Qwen2.from_pretrained(source, device=str(device))
-    sha256, tokenizer = weights_hash(model), load_tokenizer(source)
+def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args) -> Checkpoint:
+    """Hash what `locate` has found, and check it against its tokenizer."""
+    model, tokenizer = Qwen2.from_pretrained(source), load_tokenizer(source)
     n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
     if n_ids > n_vocab:
         raise UserError(f"{name}: vocabulary of {n_vocab:,}, but its tokenizer has ids up to {n_ids - 1:,}")
     if args.max_length > model.config.max_position_embeddings:
         raise UserError(f"--max_length {args.max_length}: {name} takes {model.config.max_position_embeddings} at most")
-    model.to(getattr(torch, args.dtype))
-    return Checkpoint(name, folder, run, model, tokenizer, sha256)
+    return Checkpoint(name, folder, run, source, model.config, tokenizer, weights_hash(model))
 
 
 def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
@@ -450,7 +453,9 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
         say(STORYCLOZE)
     # errors in the items must show before anything is computed
     items = read_items(names, args.split, args.data_dir, args.storycloze)
-    checkpoints = [open_checkpoint(name, *at, args, device) for name, at in zip(paths, places, strict=True)]
+    for line in differing(items, args.split):
+        say(line)
+    checkpoints = [open_checkpoint(name, *at, args) for name, at in zip(paths, places, strict=True)]
     rows_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
     teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:
@@ -464,7 +469,7 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
                 f"{c.name}: its results would go to {c.folder}, like another's; score it apart, with an --out"
             )
         before = read_if_there(c.folder / f"eval_{args.split}.json", RESULT)
-        if before and before["weights_sha256"] == c.sha256:
+        if before and before.get("weights_sha256") == c.sha256:
             refuse_loss(c, before, protocol, bool(items), rows, teacher)
         elif before and (args.out or c.run is None):  # a student's own folder may be scored again after more training
             raise UserError(
@@ -478,11 +483,12 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     intrinsic = [(None, None)] * len(checkpoints)
     if rows_dir:
         check_rows_fit(rows_dir, rows, manifest, checkpoints)
-        intrinsic = held_out_figures(checkpoints, rows, teacher, args)
+        intrinsic = held_out_figures(checkpoints, rows, teacher, args, device)
     texts, packages = [], ("torch", "transformers", "tokenizers", "datasets", "numpy")
     for c, (figures_found, sums) in zip(checkpoints, intrinsic, strict=True):
         begun = time.perf_counter()
-        scorer = Scorer(c.model, c.tokenizer, args.max_length, args.batch_tokens, c.run.get("bos") if c.run else "auto")
+        model = c.load(args, device)
+        scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.run.get("bos") if c.run else "auto")
         result = {
             "name": c.name, "split": args.split, "tasks": benchmarks(scorer, items, args) if items else {},
             "intrinsic": figures_found, "weights_sha256": c.sha256, "tokenizer_sha256": tokenizer_hash(c.tokenizer),
@@ -492,6 +498,7 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
         }  # fmt: skip
         if parallel.rank() == 0:
             texts.append(write(c.folder, result, sums))
+        del model, scorer  # before the next one is loaded
     if parallel.rank() == 0:
         print(together([c.folder for c in checkpoints], texts, args))
 
@@ -509,7 +516,7 @@ def together(folders: list[Path], texts: list[str], args) -> str:
 def refuse_loss(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows, teacher: str | None) -> None:
     """Refuse to overwrite results that this call would not reproduce. `before` is the content of the result file."""
     found, there = before["intrinsic"], before["protocol"]
-    changed = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
+    changed = [f"{k} {there.get(k)} there, {v} here" for k, v in protocol.items() if there.get(k) != v]
     other_dtype = there["dtype"] != protocol["dtype"]  # one file holds scores and figures of one dtype
     if before["tasks"] and there["limit"] is None and changed and (scoring or other_dtype):
         raise UserError(f"{c.folder} holds scores of whole sets ({', '.join(changed)}); put these elsewhere by --out")
@@ -533,11 +540,11 @@ def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints:
     """Refuse rows of another tokenizer, rows with another BOS, and rows longer than a model's context."""
     n, largest = rows.shape[1] - 1, rows[rows != PAD].max(initial=0)
     for c in checkpoints:
-        if largest >= len(c.model.head):
+        if largest >= c.shape.vocab_size:
             raise UserError(
-                f"{rows_dir}/val.bin: id {largest}, with a vocabulary of {len(c.model.head)}; prepare it again"
+                f"{rows_dir}/val.bin: id {largest}, with a vocabulary of {c.shape.vocab_size}; prepare it again"
             )
-        most = c.model.config.max_position_embeddings
+        most = c.shape.max_position_embeddings
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
             raise UserError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
         if c.run and manifest.get("bos") != c.run.get("bos"):
@@ -548,23 +555,40 @@ def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints:
 
 
 def held_out_figures(
-    checkpoints: list[Checkpoint], rows: np.ndarray, teacher_name: str | None, args
+    checkpoints: list[Checkpoint], rows: np.ndarray, teacher_name: str | None, args, device: torch.device
 ) -> list[tuple[dict, dict]]:
-    """Per checkpoint: the figures over `rows` with their provenance, and the summands per row."""
-    first = checkpoints[0].model.head
+    """Per checkpoint: the figures over `rows` with their provenance, and the summands per row.
+
+    As many students as fit the free memory share a pass of the teacher.
+    """
+    n_vocab, room = checkpoints[0].shape.vocab_size, free_bytes(device)
     teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:
-        teacher = Qwen2.from_pretrained(teacher_name, device=str(first.device))
+        teacher = Qwen2.from_pretrained(teacher_name, device=str(device))
         facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher)}
-        teacher.to(first.dtype)
-    for name, m in [(c.name, c.model) for c in checkpoints] + [(teacher_name, teacher)] * bool(teacher):
-        if len(m.head) != len(first):
-            raise UserError(f"{name}: vocabulary of {len(m.head):,}, {checkpoints[0].name} has {len(first):,}")
-    n_bytes = byte_lengths(checkpoints[0].tokenizer, len(first))
-    every = over_rows([c.model for c in checkpoints], teacher, rows, n_bytes, args.batch_tokens)
-    totals = [figures.figures({key: value.sum(0) for key, value in sums.items()}) for sums in every]
-    facts["n_targets"] = int(every[0]["n"].sum())
-    return [({k: float(v) for k, v in t.items()} | facts, sums) for t, sums in zip(totals, every, strict=True)]
+        teacher.to(getattr(torch, args.dtype))
+    sizes = [(c.name, c.shape.vocab_size) for c in checkpoints] + (
+        [(teacher_name, len(teacher.head))] if teacher else []
+    )
+    for name, n in sizes:
+        if n != n_vocab:
+            raise UserError(f"{name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
+    n_bytes = byte_lengths(checkpoints[0].tokenizer, n_vocab)
+    needs = 4 * max(count(c.shape) for c in checkpoints)
+    of_teacher = 4 * sum(p.numel() for p in teacher.parameters()) if teacher else 0
+    size = max(1, min(len(checkpoints), int(0.8 * room - of_teacher) // needs))
+    say(
+        f"held-out rows: {size} of {len(checkpoints)} checkpoints at a time, {needs / 2**30:.2f} GiB each, and the teacher's "
+        f"{of_teacher / 2**30:.2f}, of {room / 2**30:.1f} GiB that are free"
+    )
+    found = []
+    for first in range(0, len(checkpoints), size):
+        models = [c.load(args, device) for c in checkpoints[first : first + size]]
+        found += over_rows(models, teacher, rows, n_bytes, args.batch_tokens)
+        del models  # before the next ones are loaded
+    totals = [figures.figures({key: value.sum(0) for key, value in sums.items()}) for sums in found]
+    facts["n_targets"] = int(found[0]["n"].sum())
+    return [({k: float(v) for k, v in t.items()} | facts, sums) for t, sums in zip(totals, found, strict=True)]
 
 
 def write(folder: Path, result: dict, sums: dict | None) -> str:

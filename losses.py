@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from lib import fused, vocab
 from lib.checks import IGNORE, all_finite, between, enter, leave, not_negative, one_of, positive, require, valid_mean
 from lib.files import nearest
+from lib.graph import Rewrite
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
 # --- ALRA ----------------------------------------------------------------------------------------------------------
@@ -278,10 +279,7 @@ def rld(
     _, odds_m, _ = _target_split(z_s, z_t, vocab.top(z_t, 1)[:, 0], tau_conf, valid)
     odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
     scd_u = binary_kl(odds_m, odds_s)
-    z_y = z_t.gather(1, y[:, None])
-    empty = z_y <= z_t.amin(-1, keepdim=True)  # no token ranks below the label
-    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=torch.where(empty, math.inf, z_y))
-    mcd_u = mcd_u.masked_fill(empty[:, 0], 0.0)
+    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_t.gather(1, y[:, None]))
     return leave(alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u, valid)
 
 
@@ -365,7 +363,7 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 
     once = upper(top_k, z_s.device).flatten()
     tokens = torch.cat([vocab.top(z_t, top_k), vocab.top(z_s, top_k)], 1)  # [N, 2 k] the teacher's, and the student's
     loss = 0.0
-    both = (z.gather(1, tokens).masked_fill(~valid[:, None], 0.0).chunk(2, 1) for z in (z_t, z_s))
+    both = (vocab.pick(z, tokens, valid).masked_fill(~valid[:, None], 0.0).chunk(2, 1) for z in (z_t, z_s))
     for in_t, in_s in zip(*both, strict=True):  # t-LD, s-LD
         d_t, d_s = (differences(x / tau).flatten(1) for x in (in_t, in_s))  # [N, k * k]
         loss = loss + kl(d_t, d_s, once)
@@ -534,8 +532,10 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.sum() / valid.sum().clamp(min=1), {**sums, "n_valid": valid.sum()}
 
 
-def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """`_mean_loss`, and the gradient of its loss in z_s if wanted.
+def _evaluate(
+    method: Method, gradient: torch.dtype | None, z_s, z_t, y
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """`_mean_loss`, and the gradient of its loss in z_s, in the dtype that is given, if one is.
 
     Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and
     the other students of the run go on.
@@ -545,14 +545,14 @@ def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict
             return *_mean_loss(method, z_s, z_t, y), None
         # one graph for both directions: nothing of [N, V] is kept between them
         dz, (loss, sums) = torch.func.grad_and_value(lambda z: _mean_loss(method, z, z_t, y), has_aux=True)(z_s)
-        return loss, sums, dz
+        return loss, sums, dz.to(gradient)
     broken = z_s.device.type == "cpu" and not all_finite(z_s)
     z_s = torch.zeros_like(z_s) if broken else z_s
-    with torch.set_grad_enabled(gradient):
-        loss, sums = _mean_loss(method, z_s.requires_grad_(gradient), z_t, y)
+    with torch.set_grad_enabled(gradient is not None):
+        loss, sums = _mean_loss(method, z_s.requires_grad_(gradient is not None), z_t, y)
     dz = None
     if gradient:
-        dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
+        dz = (torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)).to(gradient)
     if broken:
         loss, dz = loss * math.nan, dz if dz is None else dz.fill_(math.nan)
         sums = {key: value if key == "n_valid" else value * math.nan for key, value in sums.items()}
@@ -564,6 +564,8 @@ def _evaluate(method: Method, gradient: bool, z_s, z_t, y) -> tuple[Tensor, dict
 
 def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **overrides) -> Callable:
     """One forward batch of a method: f(gradient, z_s, z_t, y) -> mean loss, sums of its terms, gradient in z_s or None.
+
+    gradient  the dtype of the gradient, or None
 
     compile  run it under torch.compile, once per method, settings and shape
     """
@@ -577,10 +579,11 @@ def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
     method = _of_call(resolve(name, **dict(overrides)), n_sequences)
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
-    compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True)
+    options = {"post_grad_custom_pre_pass": Rewrite()}
+    compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True, options=options)
     check = functools.cache(functools.partial(_check_settings, method))  # once per vocabulary: it runs the objective
 
-    def evaluate(gradient: bool, z_s, z_t, y):
+    def evaluate(gradient: torch.dtype | None, z_s, z_t, y):
         check(z_s.shape[1])  # inside the graph bad settings would raise an error of torch's
         return compiled(gradient, z_s, z_t, y)
 
@@ -720,7 +723,7 @@ def adakd(
     else:
         s = (logp_s.exp() * (logp_s - logp_t)).sum(-1)
     n_hardest = (keep * valid.sum().double()).floor().clamp(min=1)
-    hardest = valid & (_falling_rank(s, valid) < n_hardest)
+    hardest = valid & (vocab.rising_rank(-s.detach(), valid) < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
     # Masked twice: other positions must reach neither the value nor the gradient of the median.
@@ -742,11 +745,9 @@ def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 2.0, keep: float =
     positive(tau=tau)
     require(0 < keep <= 1, f"keep={keep}: expected 0 < keep <= 1")
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    logp = z_s.detach().double().log_softmax(-1)  # fp64: early entropies are almost equal
-    entropy = -(logp.exp() * logp).sum(-1)
     n_valid = valid.sum()
     n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
-    kept = valid & (_falling_rank(entropy, valid) < n_kept)
+    kept = valid & (vocab.rising_rank(-vocab.entropy(z_s), valid) < n_kept)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
     return leave(loss, kept)
 
@@ -922,12 +923,6 @@ def _log_softmax(x) -> Tensor:
     """More exact than torch's on the CPU, which sums 151,936 terms in sequence: 1e-7 off in fp32, not 1e-6."""
     x = x - x.detach().amax(-1, keepdim=True)
     return x - x.exp().sum(-1, keepdim=True).log()
-
-
-def _falling_rank(x, valid) -> Tensor:
-    """Rank of each entry: 0 for the largest valid one; equal ones by position  # [N] -> [N]"""
-    order = x.detach().masked_fill(~valid, -math.inf).sort(descending=True, stable=True).indices
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
 
 
 METHODS |= {

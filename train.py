@@ -37,7 +37,7 @@ from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
 from lib.checks import all_finite
-from lib.device import ROOM, device_name, fitting_micro_batch, pick_device, require_compiler, run_bytes
+from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
 from lib.figures import figures
 from lib.files import append_line, locked, read_json, read_lines, write_json, writing
 from lib.fused import head_losses
@@ -329,10 +329,13 @@ def broken_terms(s: Student) -> str:
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
 
-def check_weights(live: list[Student], step: int) -> None:
+def check_weights(live: list[Student], step: int, env: Env) -> None:
     """Stop the students that an update has left with weights that are not finite, before these are used or saved."""
-    for s in live:
-        if not s.stopped and not all(all_finite(p) for p in s.model.parameters()):
+    broken = [not all(map(all_finite, s.model.parameters())) for s in live]
+    broken = torch.tensor(broken, dtype=torch.float32, device=env.device)
+    parallel.sum_in_place([broken])  # all processes stop the same students
+    for s, n in zip(live, broken.tolist(), strict=True):
+        if n and not s.stopped:
             s.stopped = f"step {step - 1}: its update made weights that are not finite; try a smaller lr"
 
 
@@ -459,7 +462,7 @@ def distil(
         last = step == cfg.max_steps
         save = env.saving or last or (cfg.checkpoint_every_steps and step % cfg.checkpoint_every_steps == 0)
         if save or env.stopping or step % cfg.val_every_steps == 0:
-            check_weights(live, step)
+            check_weights(live, step, env)
         for s in live:
             if s.stopped and env.first:
                 write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
@@ -569,7 +572,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
     if most is None and before.is_file():
         most = read_json(before, {"micro_batch?": int}).get("micro_batch")
     if most is None and env.device.type == "cuda":
-        room = min(parallel.everyones(int(ROOM * torch.cuda.mem_get_info(env.device)[0])))
+        room = min(parallel.everyones(int(ROOM * free_bytes(env.device))))
         most = fitting_micro_batch(share, cfg.group, room, *expected_bytes(cfg, env))
     return fitting_micro_batch(share, cfg.group, most or cfg.group, 0, 1)
 
@@ -837,9 +840,10 @@ def open_folder(
         for path, before in logs(live, cfg).items():
             if path.is_file():
                 checkpoint.drop_after(path, step - before)
-        if step == 0:  # from now on there is always a checkpoint behind the logs
-            save_checkpoints(live, 0, clock, cfg, facts, env)
-            env.written.result()
+    if step == 0:  # from now on there is always a checkpoint behind the logs
+        save_checkpoints(live, 0, clock, cfg, facts, env)
+        env.written.result()
+    if env.first:
         for s in live:
             about = {**dataclasses.asdict(cfg), **student_facts(s, step, clock, cfg, facts)}
             s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project, about)

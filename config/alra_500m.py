@@ -15,5 +15,6 @@ data_dir = "data/pile"
 out_dir = "out/alra_500m"
 
 max_steps = 126_400  # * 16 rows * 512 inputs = 1.035B nominal tokens
+device = "cuda"
 compile = True
 histogram_every_steps = 250  # for the paper's Figures 3 and 4: 506 times 16 rows, as many as its 8,000 sequences

@@ -17,4 +17,5 @@ data_dir = "data/pile"
 out_dir = "out/table_budget"
 
 max_steps = 67_200  # * 16 rows * 512 inputs = 550.5M nominal tokens, on the schedule of the whole 126,400
+device = "cuda"
 compile = True

@@ -16,4 +16,5 @@ data_dir = "data/pile"
 out_dir = "out/table_pair"
 
 max_steps = 126_400  # * 16 rows * 512 inputs = 1.035B nominal tokens
+device = "cuda"
 compile = True

@@ -63,6 +63,15 @@ def require_compiler(device: torch.device) -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free now, on the card or in the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def run_bytes(
     student: Qwen2Config, n_students: int, teacher: Qwen2Config | None, seq_len: int, group: int, width: int, recompute: bool
 ) -> tuple[int, int]:  # fmt: skip

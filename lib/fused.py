@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lib.checks import IGNORE, check_labels, require
 
-Evaluate = Callable[[bool, Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor], Tensor | None]]
+Evaluate = Callable[
+    [torch.dtype | None, Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor], Tensor | None]
+]
 
 
 def head_losses(
@@ -22,7 +24,8 @@ def head_losses(
     """Each student's loss and terms over the forward batches of y; the teacher's logits are computed once for all.
 
     students  (h_s [B, T, D_s], w_s [V, D_s], evaluate) each: last hidden states, head weight, and
-              evaluate(gradient, z_s [N, V], z_t [N, V], y [N]) -> mean loss [], sums of terms with n_valid, dz or None
+              evaluate(dtype of the gradient or None, z_s [N, V], z_t [N, V], y [N])
+              -> mean loss [], sums of terms with n_valid, gradient of z_s or None
     h_t, w_t  [B, T, D_t], [V, D_t]; None where no student has a teacher
     y         [B, T] labels, IGNORE where not in T_B
     group     rows per forward batch, a divisor of B
@@ -39,11 +42,11 @@ def head_losses(
             z_t = None if teacher is None else _logits(*teacher, rows)  # [N, V] fp32
             labels = y[rows].flatten()  # [N]
             for s in work:
-                gradient = s.dh is not None or s.dw is not None
-                loss, sums, dz = s.evaluate(gradient, _logits(s.h, s.w, rows), z_t, labels)
+                wanted = None if s.dh is None and s.dw is None else s.w.dtype  # on a GPU bf16, as under autocast
+                loss, sums, dz = s.evaluate(wanted, _logits(s.h, s.w, rows), z_t, labels)
                 for key, value in {"mean": loss * (1 / n_batches), **sums}.items():
                     s.sums[key] = s.sums.get(key, 0) + value
-                if gradient:
+                if wanted:
                     _add_gradients(s, dz, rows, n_batches)
     return [_finish(s) for s in work]
 
@@ -70,7 +73,6 @@ class _Work(NamedTuple):
 
 def _add_gradients(s: _Work, dz: Tensor, rows: slice, n_batches: int) -> None:
     """From the gradient of a forward batch's logits [N, V] those of the hidden states and of the head."""
-    dz = dz.to(s.w.dtype)  # on a GPU in the operands' dtype, as under autocast
     if s.dh is not None:
         s.dh[rows] = _mm(dz, s.w).div_(n_batches).view_as(s.dh[rows]).to(s.dh.dtype)
     if s.dw is not None:

@@ -99,13 +99,19 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_in, _, g_rest, __, g_kl):
         z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
-        g_kl, g_rest, ignored = g_kl[:, None], g_rest[:, None], ~valid[:, None]
+        g_kl, g_rest = g_kl[:, None], g_rest[:, None]
         q_s, q_t = ((z_s - top_s) / ctx.tau - rest_s).exp(), ((z_t - top_t) / ctx.tau - rest_t).exp()
         grad = ((g_kl + g_rest) * q_s - g_kl * q_t) / ctx.tau  # correct within the rest; the tokens follow below
         grad = grad if below is None else grad.masked_fill(z_t >= below, 0.0)
-        grad = grad.masked_fill(ignored, 0.0)  # exactly 0, also where the product was 0 * NaN
-        grad = grad.scatter(1, tokens, g_in.masked_fill(ignored, 0.0)) if tokens.shape[1] else grad
-        return grad, None, None, None, None, None
+        return _put(grad, tokens, g_in, valid), None, None, None, None, None
+
+
+def _put(grad, tokens, values, valid) -> Tensor:
+    """A gradient [N, V] with `values` [N, k] at distinct `tokens`; exactly 0 where ignored, even where a NaN stands."""
+    grad, values = (x.masked_fill(~valid[:, None], 0.0) for x in (grad, values))
+    if tokens.shape[1] == 1:  # a comparison, not a scatter: it joins any pass
+        return torch.where(torch.arange(grad.shape[1], device=grad.device) == tokens, values, grad)
+    return grad.scatter(1, tokens, values) if tokens.shape[1] else grad
 
 
 def _masked(x, out) -> Tensor:
@@ -150,9 +156,10 @@ def split(z_s, z_t, tokens, tau, valid, below=None) -> Split:
 
 
 def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
-    """KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, or over the tokens with z_t < below  # -> [N]"""
+    """KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, or over the tokens with z_t < below, 0 without one  # -> [N]"""
     nothing = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
-    return split(z_s, z_t, nothing, tau, valid, below=below).rest_kl
+    whole = split(z_s, z_t, nothing, tau, valid, below=below)
+    return whole.rest_kl if below is None else whole.rest_kl.masked_fill(whole.rest_t == -math.inf, 0.0)
 
 
 class _LogP(torch.autograd.Function):
@@ -167,24 +174,59 @@ class _LogP(torch.autograd.Function):
         largest, total = by_block(sums, z)
         top = largest.amax(-1, keepdim=True)
         total = (((largest - top) / tau).exp() * total).sum(-1, keepdim=True, dtype=torch.float64).log().to(z.dtype)
-        ctx.save_for_backward(z, tokens, valid, top, total)
+        logp = (z.gather(1, tokens) - top) / tau - total
+        ctx.save_for_backward(z, tokens, valid, top, total, logp)
         ctx.tau = tau
-        return (z.gather(1, tokens) - top) / tau - total
+        return logp
 
     @staticmethod
     def backward(ctx, g):
-        z, tokens, valid, top, total = ctx.saved_tensors
-        g, ignored = g / ctx.tau, ~valid[:, None]
-        grad = -g.sum(-1, keepdim=True) * ((z - top) / ctx.tau - total).exp()
-        if tokens.shape[1] == 1:  # a comparison, not a scatter: the compiler fuses it with the other terms' passes
-            grad = grad + torch.where(torch.arange(z.shape[1], device=z.device) == tokens, g, 0.0)
-            return grad.masked_fill(ignored, 0.0), None, None, None
-        return grad.masked_fill(ignored, 0.0).scatter_add(1, tokens, g.masked_fill(ignored, 0.0)), None, None, None
+        z, tokens, valid, top, total, logp = ctx.saved_tensors
+        g = g / ctx.tau
+        every = -g.sum(-1, keepdim=True)
+        grad = every * ((z - top) / ctx.tau - total).exp()
+        return _put(grad, tokens, every * logp.exp() + g, valid), None, None, None
 
 
 def log_p(z, tokens, tau, valid) -> Tensor:
-    """ln softmax(z / tau) at `tokens`  # [N, V], [N, k] -> [N, k]"""
+    """ln softmax(z / tau) at distinct `tokens`  # [N, V], [N, k] -> [N, k]"""
     return _LogP.apply(z, tokens, tau, valid)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, tokens, valid):
+        ctx.save_for_backward(tokens, valid)
+        ctx.V = z.shape[1]
+        return z.gather(1, tokens)
+
+    @staticmethod
+    def backward(ctx, g):
+        tokens, valid = ctx.saved_tensors
+        same = tokens[:, :, None] == tokens[:, None, :]
+        g = torch.where(same, g[:, None, :], 0.0).sum(-1)  # every copy of a token has the sum of all
+        return _put(g.new_zeros(g.shape[0], ctx.V), tokens, g, valid), None, None
+
+
+def pick(z, tokens, valid) -> Tensor:
+    """z.gather(1, tokens), where a token may come twice; its gradient is the same at every call on a GPU too."""
+    return _Pick.apply(z, tokens, valid)
+
+
+@torch.no_grad()
+def entropy(z) -> Tensor:
+    """Entropy of softmax(z)  # [N, V] -> [N] fp64"""
+
+    def sums(x):
+        top = x.amax(-1)
+        ln = x - top[:, :, None]
+        return top, ln.exp().sum(-1), (ln.exp() * ln).sum(-1)
+
+    largest, total, cross = by_block(sums, z)
+    shift = largest - largest.amax(-1, keepdim=True)
+    total, cross = shift.exp() * total, shift.exp() * (cross + total * shift)
+    total = total.sum(-1, dtype=torch.float64)
+    return total.log() - cross.sum(-1, dtype=torch.float64) / total
 
 
 @torch.no_grad()
@@ -308,10 +350,17 @@ def upper(k, device) -> Tensor:
     return rank[:, None] < rank[None, :]
 
 
+def rising_rank(x, keep) -> Tensor:
+    """How many of the entries to keep are smaller, or equal and earlier  # [N] -> [N]"""
+    place = torch.arange(len(x), device=x.device)
+    before = (x < x[:, None]) | ((x == x[:, None]) & (place < place[:, None]))
+    return (before & keep).sum(-1)
+
+
 def lower_median(x, keep) -> Tensor:
-    """Lower median of the entries to keep, without a transfer of their number to the host  # [N] -> []"""
-    rising = x.masked_fill(~keep, math.inf).sort().values
-    return rising.gather(0, ((keep.sum(0, keepdim=True) - 1) // 2).clamp(min=0))[0]
+    """Lower median of the entries to keep, 0 without one; no transfer of their number to the host  # [N] -> []"""
+    middle = keep & (rising_rank(x.detach(), keep) == (keep.sum() - 1) // 2)
+    return torch.where(middle, x, 0.0).sum()
 
 
 # --- sums of any function of both probabilities ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import datasets
@@ -1165,6 +1166,39 @@ def test_figures_are_not_lost_to_fewer_rows_or_another_teacher(finished, tmp_pat
     assert json.loads((tmp_path / "eval_heldout.json").read_text())["intrinsic"]["n_rows"] == 4
 
 
+def test_checkpoints_that_do_not_fit_together_are_scored_one_after_another(
+    finished, data, tmp_path, monkeypatch, capsys
+):
+    """The same figures; at any time only those at work are in memory."""
+    shutil.copytree(finished / "out", tmp_path / "out")
+    for name in ("a", "b"):
+        shutil.copytree(finished / "out" / "alra", tmp_path / "out" / name)
+    load, alive = ev.Qwen2.from_pretrained, []
+    most = [0]
+
+    def counted(*args, **kwargs):
+        model = load(*args, **kwargs)
+        alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(model)]
+        most[0] = max(most[0], len(alive))
+        return model
+
+    monkeypatch.setattr(ev.Qwen2, "from_pretrained", counted)
+    argv = [str(tmp_path / "out" / name) for name in ("alra", "a", "b")]
+    argv += ["--teacher", str(finished / "teacher"), "--tasks", "piqa", "--data_dir", str(data), "--limit", "3"]
+    found = {}
+    for room, at_a_time in ((10**9, 3), (0, 1)):
+        most[0] = 0
+        monkeypatch.setattr(ev, "free_bytes", lambda device, room=room: room)
+        ev.run(argv)
+        assert f"held-out rows: {at_a_time} of 3 checkpoints at a time" in capsys.readouterr().err
+        assert most[0] == at_a_time + 1  # and the teacher
+        found[room] = [
+            json.loads((tmp_path / "out" / n / "eval_heldout.json").read_text())["intrinsic"]
+            for n in ("alra", "a", "b")
+        ]
+    assert found[10**9] == found[0]
+
+
 def test_nothing_of_older_weights_stays_beside_new_results(finished, data, tmp_path):
     shutil.copytree(finished / "out", tmp_path / "out")
     folder = tmp_path / "out" / "alra"
@@ -1189,7 +1223,9 @@ def test_a_student_that_diverged_and_rows_too_long_are_told(finished, tmp_path):
     safetensors.torch.save_file(weights, file)
     config = json.loads((finished / "out" / "run.json").read_text())["config"]
     argv = ["--tasks", "none", "--rows", config["data_dir"]]
-    with pytest.raises(tasks.UserError, match="model.norm.weight is not finite; the weights are broken or have diverged"):
+    with pytest.raises(
+        tasks.UserError, match=r"model\.norm\.weight is not finite; the weights are broken or have diverged"
+    ):
         ev.run([str(tmp_path / "alra" / "model"), *argv, "--out", str(tmp_path / "a")])
     shape = json.loads((finished / "out" / "alra" / "model" / "config.json").read_text())
     shutil.copytree(finished / "out" / "alra" / "model", tmp_path / "short")
@@ -1281,3 +1317,16 @@ def test_errors_are_one_line_and_an_exit_code(tmp_path):
         [sys.executable, str(ROOT / "eval.py"), "--table", str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 1 and done.stderr.startswith("UserError: ") and "Traceback" not in done.stderr
+
+
+def test_items_that_are_not_the_published_ones_are_told(data):
+    items = tasks.read_items(["piqa"], "heldout", str(data), None)
+    (line,) = tasks.differing(items, "heldout")
+    assert line.startswith("piqa: 7 items of ") and "expected d82bc2d775ca); scores do not compare" in line
+    assert not tasks.differing({"hellaswag": items["piqa"]}, "validation")  # not known here
+
+
+@needs_shared
+@pytest.mark.parametrize(("name", "split"), list(tasks.KNOWN))
+def test_the_published_items_are_those_that_are_known(name, split):
+    assert not tasks.differing(tasks.read_items([name], split, str(SHARED / "eval"), None), split)

@@ -566,6 +566,8 @@ case(EVAL, rows("val", lambda ids: ids[:0]), "data/val.bin: no rows")
 case(f"{EVAL} --out new", rows("val", lambda ids: ids * 0 + 1000), "data/val.bin: id 1000", changes="new")
 case(EVAL, put(RESULT, "{"), f"{RESULT}: not whole JSON")
 case(EVAL, edit(RESULT, weights_sha256="x"), code=0, changes="run/alra/eval")
+case(EVAL, edit(RESULT, weights_sha256=...), code=0, changes="run/alra/eval")
+case(EVAL, edit(RESULT, protocol__max_length=...), code=0, changes="run/alra/eval")
 case(f"{EVAL} --out cfg.py", says="cfg.py")
 case(f"{EVAL} --tasks lambada", says="--tasks: no task 'lambada' in the heldout set, did you mean 'lambada_openai'")
 ITEMS = "items/lambada_openai/test.jsonl"

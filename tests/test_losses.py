@@ -697,25 +697,6 @@ def status(key):
     return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", text)[1])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
-@pytest.mark.parametrize("name", FIRST_TIER)
-def test_value_and_gradient_are_one_graph(name):
-    """No break, hence no wait for the device inside: `fullgraph` raises at the first."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    row, (z_s, z_t, y) = METHODS[name], case(n=5, v=97, dtype=torch.float32)
-    torch.compiler.reset()
-    compiled = torch.compile(lambda *z: losses._evaluate(row, True, *z), backend=backend, fullgraph=True, dynamic=False)
-    loss, _, dz = compiled(z_s, z_t, y)
-    expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]
-    assert len(graphs) == 1 and torch.allclose(loss, expected.detach(), rtol=1e-5)
-    assert torch.allclose(dz, torch.autograd.grad(expected, z)[0], rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs /proc and a C++ compiler")
@@ -727,7 +708,7 @@ def test_compiled_peak_is_the_gradient_and_two_temporaries(name):
 
     def run():
         with torch.no_grad():
-            return evaluate(True, z_s, z_t, y)
+            return evaluate(torch.float32, z_s, z_t, y)
 
     _, _, gradient = run()
     (expected,) = torch.autograd.grad(method_loss(name, z_s.requires_grad_(), z_t, y)[0], z_s)

@@ -1,0 +1,156 @@
+"""What a GPU's compiler is handed, and which operations it would run: seen on the CPU, without kernels."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.inductor_prims import force_stride_order
+
+import losses
+from lib.graph import Rewrite
+from losses import IGNORE, METHODS, method_loss
+from tests.test_losses import FIRST_TIER, ROWS
+
+aten = torch.ops.aten
+N, V = 5, 32_771  # prime; blocks of 128, as at the real vocabulary
+
+
+def case(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    z_s, z_t = (scale * torch.randn(N, V, generator=g) for scale in (1.5, 3.0))
+    y = torch.randint(V, (N,), generator=g)
+    y[2] = IGNORE
+    return z_s, z_t, y
+
+
+REWRITTEN = (
+    "vanilla_kd",
+    "rld",
+    "tad",
+    "alra",
+)  # one with a second temperature, two splits, a scatter and a cross-entropy
+
+
+def traced(f, rewrite):
+    """f compiled -> its graphs, and f. A rewritten graph is run beside the graph as it was."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return graph.forward
+
+    def rewritten(graph, _):
+        before = copy.deepcopy(graph)
+        Rewrite()(graph.graph)
+        graph.graph.lint()
+        graph.recompile()
+        graphs.append(graph.graph)
+
+        def both(*inputs):
+            found, expected = graph(*inputs), before(*inputs)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "a rewrite changed a value"
+            return found
+
+        return both
+
+    torch.compiler.reset()
+    lowered = {"fw_compiler": rewritten, "inference_compiler": rewritten, "decompositions": select_decomp_table()}
+    backend = aot_autograd(**lowered) if rewrite else keep
+    return graphs, torch.compile(f, backend=backend, fullgraph=True, dynamic=False)
+
+
+def value(node):
+    return node.meta.get("val", torch.empty(0))
+
+
+def dense(graph):
+    """Nodes of [N, V], in blocks or not."""
+    return [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and getattr(value(n), "shape", torch.Size()).numel() >= N * (V - V % 128)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
+@pytest.mark.parametrize("name", [name for name in FIRST_TIER if name != "fixed_7"])
+def test_value_and_gradient_are_one_graph_of_two_passes(name):
+    z_s, z_t, y = case()
+    graphs, compiled = traced(lambda *z: losses._evaluate(METHODS[name], torch.bfloat16, *z), name in REWRITTEN)
+    with torch.no_grad():
+        loss, _, dz = compiled(z_s, z_t, y)
+        compiled(*case(seed=1))
+    assert len(graphs) == 1  # `fullgraph` raises at a break, and the second call did not recompile
+    expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]
+    assert torch.allclose(loss, expected.detach(), rtol=1e-6)
+    gradient = torch.autograd.grad(expected, z)[0].bfloat16()
+    assert dz.dtype == torch.bfloat16 and (dz.float() - gradient.float()).norm() <= 1e-3 * gradient.float().norm()
+
+    if name not in REWRITTEN:
+        return
+    (graph,) = graphs
+    maxima = [n for n in graph.nodes if n.target is aten.amax.default and value(n.args[0]).numel() >= N * (V - V % 128)]
+    assert len(maxima) <= 2 + 2 * (name == "rld")  # of the blocks of each model; RLD's below the label too
+    assert not [n for n in dense(graph) if value(n).dtype == torch.float64]
+    for n in dense(graph):
+        computed = [
+            a
+            for a in n.all_input_nodes
+            if a.all_input_nodes and 1 < value(a).numel() <= N and value(a).is_floating_point()
+        ]
+        assert value(n).ndim > 2 or {a.target for a in computed} <= {force_stride_order}, n
+    scattered = [n for n in dense(graph) if n.target is aten.scatter.src]
+    assert len(scattered) <= 1 and all(value(n).dtype == torch.bfloat16 for n in scattered)
+
+
+STANDIN = """
+import sys, torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+
+module = backend_registration._DummyBackendModule()
+module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+backend_registration._setup_privateuseone_for_python_backend("standin", module)
+FakeTensor.is_cuda = property(lambda self: self.device.type == "standin")
+
+import losses
+
+B, T, V = 2, 64, 151_936
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        found = op(*args, **(kwargs or {}))
+        assert "sort" not in op.name(), op
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, torch.Tensor):
+                assert x.device.type == "standin" or x.ndim == 0, f"{op} on {x.device}"
+                assert x.dtype != torch.float64 or x.numel() < T * V, f"{op} in fp64 over the vocabulary"
+        return found
+
+
+with FakeTensorMode(), Watch():
+    like = dict(device="standin", dtype=torch.bfloat16)
+    h_t, w_t = torch.empty(B, T, 24, **like), torch.empty(V, 24, **like)
+    y = torch.empty(B, T, device="standin", dtype=torch.int64)
+    for name in sys.argv[1:]:
+        h_s = torch.empty(B, T, 16, **like, requires_grad=True)
+        w_s = torch.empty(V, 16, device="standin", requires_grad=True)
+        loss, terms = losses.fused_head_loss(h_s, w_s, h_t, w_t, y, name)
+        loss.backward()
+        assert loss.dtype == w_s.grad.dtype == torch.float32 and h_s.grad.dtype == torch.bfloat16
+        print(name)
+"""
+
+
+def test_every_method_stays_on_its_device_in_narrow_numbers():
+    """No CPU tensor, no sort, no fp64 over the vocabulary: forward and backward on a device that is not there."""
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", STANDIN, *ROWS], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.split() == ROWS, done.stderr[-2000:]

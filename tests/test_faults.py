@@ -754,7 +754,7 @@ def flip(file: Path) -> None:
 # --- running them
 
 
-SAID = "%|going on after"  # lines on stderr beside the error: a bar, and where a preparation goes on
+SAID = "%|going on after|not those that are published"  # lines on stderr that are no error
 
 
 def run_case(it: Case, folder: Path, pristine: dict) -> str:

@@ -533,13 +533,14 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _evaluate(
-    method: Method, gradient: torch.dtype | None, z_s, z_t, y
+    method: Method, gradient: torch.dtype | bool | None, z_s, z_t, y
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """`_mean_loss`, and the gradient of its loss in z_s, in the dtype that is given, if one is.
+    """`_mean_loss`, and the gradient of its loss in z_s if wanted: in the dtype that is given, or by True in z_s's own.
 
     Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and
     the other students of the run go on.
     """
+    gradient = z_s.dtype if gradient is True else gradient or None
     if torch.compiler.is_compiling():
         if not gradient:
             return *_mean_loss(method, z_s, z_t, y), None

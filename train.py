@@ -68,14 +68,7 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
              "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
              "bos"}  # fmt: skip
 RUN_KEYS = {"config": {"methods": list}}  # of run.json
-STATE_KEYS = {
-    "config?": dict,
-    "sums": {"*": float},
-    "valid_tokens": int,
-    "line_steps": int,
-    "line_valid": int,
-    "line_sec": float,
-}
+STATE_KEYS = {"config?": dict, "sums": {"*": float}, **dict.fromkeys(runlog.CLOCK_KEYS, float)}  # of a checkpoint
 SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
 
@@ -822,10 +815,8 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
 
 def logs(live: list[Student], cfg: Config) -> dict[Path, int]:
     """Each log of the run -> 0 where a line is of the weights after its step, 1 where it is of those before."""
-    return {s.folder / "log.jsonl": 0 for s in live} | {
-        folder / name: 1
-        for folder, name in [(Path(cfg.out_dir), "teacher.jsonl"), *((s.folder, "histograms.jsonl") for s in live)]
-    }
+    histograms = [Path(cfg.out_dir) / "teacher.jsonl", *(s.folder / "histograms.jsonl" for s in live)]
+    return {s.folder / "log.jsonl": 0 for s in live} | dict.fromkeys(histograms, 1)
 
 
 def open_folder(

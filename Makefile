@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+SHORT := --tune=none --seeds=2 --rows=64 --max_steps=200 --schedule_steps=200 --warmup_steps=20 --val_max_rows=32 --seq_len=32 \
+         --data_dir=data/mini_quick --out=out/replicate_quick
 
 demo: .venv/ready
 	$(BIN)/python prepare.py config/demo.py
@@ -14,7 +16,7 @@ demo: .venv/ready
 	$(BIN)/python plot.py out/demo
 
 replicate: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python replicate.py --jobs=2 $(if $(QUICK),--quick,--compile=True)
+	OMP_NUM_THREADS=1 $(BIN)/python compare.py config/mini.py --jobs=2 $(if $(QUICK),$(SHORT),--compile=True --results=results/replication)
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal

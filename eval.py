@@ -461,7 +461,9 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     if not names and not rows_dir:
         raise UserError("--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
     rows, manifest = open_rows(rows_dir, "val") if rows_dir else (None, None)
-    rows = rows[: args.max_rows] if rows_dir else None
+    if rows_dir and args.skip_rows >= len(rows):
+        raise UserError(f"--skip_rows {args.skip_rows}: {rows_dir} has {len(rows)} held-out rows")
+    rows = rows[args.skip_rows :][: args.max_rows] if rows_dir else None
     protocol = {"lm_eval": version("lm_eval"), "dtype": args.dtype, "max_length": args.max_length, "limit": args.limit}
     for i, c in enumerate(checkpoints):
         if c.folder in [other.folder for other in checkpoints[:i]]:
@@ -646,7 +648,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv, .tsv, .jsonl, .parquet")
     add("--limit", type=int, help="score the first N items of each task alone")
     add("--rows", metavar="DIR", help="folder with val.bin for the figures over held-out rows, or none; else the run's")
-    add("--max_rows", type=int, default=512, help="rows of it to read, from the first")
+    add("--max_rows", type=int, default=512, help="rows of it to read, from the first, or after --skip_rows")
+    add("--skip_rows", type=int, default=0, help="rows of it to pass over: those that have chosen settings")
     add("--teacher", metavar="NAME", help="whom to compare with on those rows, or none; else the run's")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the backbone; scores are float32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
@@ -660,7 +663,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--mixed", action="store_true", help="tabulate also runs that differ in more than the method")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="of tables; acc_norm where a task has it")
     args = p.parse_args(argv)
-    for key, least in (("limit", 2), ("max_rows", 1), ("batch_tokens", 1), ("max_length", 1)):
+    for key, least in (("limit", 2), ("max_rows", 1), ("skip_rows", 0), ("batch_tokens", 1), ("max_length", 1)):
         if getattr(args, key) is not None and getattr(args, key) < least:
             raise UserError(f"--{key} {getattr(args, key)}: expected at least {least}")
     if args.csv and not args.table:

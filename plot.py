@@ -29,6 +29,7 @@ from PIL import Image  # matplotlib brings it
 
 import configure
 from lib.files import read_json, read_lines
+from lib.stats import estimate
 from lib.tasks import TASKS
 
 FIGURES = ("curves", "budget", "anchoring")  # those drawn from a run's logs
@@ -130,6 +131,28 @@ def read_curves(logs: dict[str, Path]) -> dict[str, dict[str, list[tuple[int, fl
     return out
 
 
+def over_seeds(seeds: list[dict]) -> dict[str, dict[str, list[tuple]]]:
+    """Several of `read_curves`, one per seed -> the same with means (tokens, mean, half the 95 % interval).
+
+    One seed is returned as it is. A point that only one seed has is without interval.
+    """
+    if len(seeds) == 1:
+        return seeds[0]
+    found = {}  # name -> key -> tokens -> value by seed
+    for seed, points in enumerate(seeds):
+        for name, of in points.items():
+            for key, values in of.items():
+                for tokens, value in values:
+                    found.setdefault(name, {}).setdefault(key, {}).setdefault(tokens, {})[seed] = value
+    return {
+        name: {
+            key: [(tokens, e.mean, e.half or 0.0) for tokens, e in ((t, estimate(v)) for t, v in at.items())]
+            for key, at in of.items()
+        }
+        for name, of in found.items()
+    }
+
+
 def read_budgets(logs: dict[str, Path]) -> dict[str, tuple[list[dict], list[dict]]]:
     """-> {curve's name: (the student's histograms, its teacher's)} for every method with an adaptive local budget"""
     how = "; run train.py with --histogram_every_steps=N and an ALRA method whose budget adapts"
@@ -214,7 +237,9 @@ def few_colours(path: Path) -> None:
 
 
 def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> None:
-    """Every term of every student over the tokens of training, the teacher as a level; `points` as of `read_curves`.
+    """Every term of every student over the tokens of training, the teacher as a level.
+
+    points  as of `read_curves`; or of `over_seeds`, whose intervals are drawn as bands
 
     A term with one value for each student is drawn by student, in the legend's order; one that spans a factor of more
     than 20 gets a logarithmic axis.
@@ -229,15 +254,18 @@ def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
         once = all(len(of[key]) == 1 for of in points.values() if key in of)
         for i, (name, of) in enumerate(points.items()):
             if key in of:
-                x, y = np.array(of[key]).T if not once else ([i], [of[key][0][1]])
+                x, y, *half = np.array(of[key]).T
+                x = [i] if once else x
                 every = max(1, len(x) // 6)
                 axis.plot(x, y, label=name, markevery=(i * every // len(points), every), **style[name])
+                if half:
+                    axis.fill_between(x, y - half[0], y + half[0], color=style[name]["color"], alpha=0.15, linewidth=0)
         for level, (label, line) in LEVELS.items() if key == "val_ce" else ():
             for y in sorted({round(of[level][-1][1], 4) for of in points.values() if level in of}):
                 axis.axhline(y, **TEACHER | {"linestyle": line}, label=label)
         title, unit = PANELS[key]
         axis.set(title=title, ylabel=f"{key} [{unit}]")
-        values = [y for of in points.values() for _, y in of.get(key, ())]
+        values = [y for of in points.values() for _, y, *_ in of.get(key, ())]
         if min(values) > 0 and max(values) > 20 * min(values):
             axis.set_yscale("log")
         if once:
@@ -249,8 +277,8 @@ def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
         axis.set_visible(False)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(len(handles), 2 * cols))
-    save(figure, path, "curve key nominal_tokens value",
-         ((name, key, *p) for name, of in points.items() for key in (*panels, *LEVELS) for p in of.get(key, ())))  # fmt: skip
+    lines = [(name, key, *p) for name, of in points.items() for key in (*panels, *LEVELS) for p in of.get(key, ())]
+    save(figure, path, "curve key nominal_tokens value" + " half" * (len(lines[0]) > 4), lines)
 
 
 def stages(records: list[dict]) -> dict[str, list[dict]]:
@@ -466,6 +494,20 @@ def from_logs(figure: str, logs: dict[str, Path], path: Path) -> None:
         anchoring(read_log(runs[0] / "teacher.jsonl", how, ANCHORS), path)
 
 
+def draw_logs(names: Iterable[str], logs: dict[str, Path], out: Path, strict: bool = False) -> list[str]:
+    """Draw those of FIGURES that the logs allow -> their names. `strict`: a missing log is an error."""
+    done = []
+    for figure in names:
+        try:
+            from_logs(figure, logs, out / f"{figure}.png")
+            done.append(figure)
+        except MissingLog as error:
+            if strict:
+                raise
+            print(f"no {figure}.png: {error}", file=sys.stderr)
+    return done
+
+
 def run(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="*", type=Path, help="runs' or methods' folders")
@@ -483,15 +525,7 @@ def run(argv: list[str]) -> None:
         raise ValueError("nothing to draw: expected a run's folder, --pairs, --sets or --rows DATA_DIR")
     out = args.out or [*args.folders, args.rows or Path("out")][0]
     logs = find_logs(args.folders) if args.folders else {}
-    done = []
-    for figure in (asked or FIGURES) if logs else ():
-        try:
-            from_logs(figure, logs, out / f"{figure}.png")
-            done.append(figure)
-        except MissingLog as error:
-            if asked:
-                raise
-            print(f"no {figure}.png: {error}", file=sys.stderr)
+    done = draw_logs(asked or FIGURES, logs, out, bool(asked)) if logs else []
     if args.pairs:
         pairs(out / "pairs.png")
     if args.sets:

@@ -5,17 +5,17 @@ mean and 95 % interval. A table only holds rows that can be compared: same initi
 optimisation and scoring protocol.
 """
 
-import math
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from scipy.special import stdtrit
 
 from lib.figures import FIGURES, bootstrap
 from lib.files import UserError, first_line, read_json
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
+from lib.stats import differences as paired
+from lib.stats import estimate, p_text
 from lib.tasks import COLUMNS, SUITES
 
 # --- one checkpoint --------------------------------------------------------------------------------------------
@@ -333,27 +333,31 @@ def intrinsics(student: str | None, rows: dict, base: str, records: list) -> lis
     heads, found = ["", *(FIGURES[k].heading for k in keys)], results[0]["intrinsic"]
     lines = ["### Held-out rows", "", *grid(heads, [[m, *texts] for m, texts in zip(rows, marked, strict=True)]), ""]
     lines += [caption(rows), f"{found['n_targets']:,} targets in {found['n_rows']:,} rows; {teacher_text(found)}", ""]
-    body = [[m, *(gap(seeds, rows[base], k) for k in keys)] for m, seeds in rows.items() if m != base and base in rows]
-    if body:
-        what = (
-            "bootstrap over rows, the same for both"
-            if all(len(seeds) == 1 for seeds in rows.values())
-            else "over seeds"
-        )
+    against = [m for m in rows if m != base and base in rows]
+    if against:
+        single = all(len(seeds) == 1 for seeds in rows.values())
+        what = "bootstrap over rows, the same for both" if single else "over seeds, paired; p by Holm over the methods"
+        columns = zip(*(gaps(k, rows, base, against) for k in keys), strict=True)
+        body = [[m, *texts] for m, texts in zip(against, columns, strict=True)]
         lines += [f"### Held-out rows: difference to {base}, with 95 % intervals ({what})", "", *grid(heads, body), ""]
     return lines
 
 
-def gap(mine: dict[int, dict], first: dict[int, dict], key: str) -> str:
-    """A figure's difference between two methods, seed by seed."""
-    _, _, factor, digits = FIGURES[key]
-    seeds = [s for s in mine if s in first and key in mine[s]["intrinsic"] and key in first[s]["intrinsic"]]
-    diffs = {s: factor * (mine[s]["intrinsic"][key] - first[s]["intrinsic"][key]) for s in seeds}
-    if len(seeds) != 1:
-        return f"{mean(diffs):+.{digits}f} ± {half(diffs):.{digits}f}" if seeds else "–"
-    a, b = (read_sums(r[seeds[0]]["file"].with_suffix(".npz")) for r in (mine, first))
-    low, high = (factor * v for v in bootstrap(a, b)[key])
-    return f"{mean(diffs):+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+def gaps(key: str, rows: dict, base: str, against: list[str]) -> list[str]:
+    """A figure's difference to `base` by method: paired by seed, or by row where two methods share one seed alone."""
+    figure = FIGURES[key]
+    values = {m: {s: r["intrinsic"][key] * figure.factor for s, r in seeds.items() if key in r["intrinsic"]}
+              for m, seeds in rows.items()}  # fmt: skip
+    texts = []
+    for m, e in zip(against, paired([(values[m], values[base]) for m in against]), strict=True):
+        text = e.text(figure.digits, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else "")
+        if e.n == 1:
+            seed = next(s for s in values[m] if s in values[base])
+            a, b = (read_sums(rows[name][seed]["file"].with_suffix(".npz")) for name in (m, base))
+            low, high = (figure.factor * v for v in bootstrap(a, b)[key])
+            text += f" [{low:+.{figure.digits}f}, {high:+.{figure.digits}f}]"
+        texts.append(text)
+    return texts
 
 
 def read_sums(file: Path) -> dict[str, np.ndarray]:
@@ -364,16 +368,6 @@ def read_sums(file: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{file}: not whole ({first_line(error)}); score it again") from error
 
 
-def mean(by_seed: dict) -> float:
-    return sum(by_seed.values()) / len(by_seed)
-
-
-def half(by_seed: dict) -> float | None:
-    """Half the 95 % interval of the mean over seeds, by Student's t; None for one seed."""
-    n = len(by_seed)
-    return float(stdtrit(n - 1, 0.975) * np.std(list(by_seed.values()), ddof=1)) / math.sqrt(n) if n > 1 else None
-
-
 def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[list[str]]:
     """Cells (seed -> value) as text. The best of a column is bold, the second italic; values that print alike tie.
 
@@ -381,11 +375,11 @@ def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[l
     """
     out = [["–"] * len(better) for _ in rows]
     for c, (sign, d) in enumerate(zip(better, digits, strict=True)):
-        shown = {r: round(mean(row[c]), d) for r, row in enumerate(rows) if row[c]}
+        column = [estimate(row[c]) for row in rows]
+        shown = {r: round(e.mean, d) for r, e in enumerate(column) if e.n}
         ranks = sorted(set(shown.values()), reverse=sign > 0)
         for r, value in shown.items():
-            cell = rows[r][c]
-            text = f"{value:{'' if sign else '+'}.{d}f}" + (f" ± {half(cell):.{d}f}" if len(cell) > 1 else "")
+            text = column[r].text(d, "" if sign else "+")
             place = ranks.index(value) if sign and len(ranks) > 1 else None
             out[r][c] = {0: f"**{text}**", 1: f"*{text}*"}.get(place, text)
     return out
@@ -397,16 +391,8 @@ def caption(rows: dict) -> str:
     return f"{seeds}; **best**, *second*."
 
 
-def record(
-    table: str,
-    student: str | None,
-    split: str | None,
-    method: str,
-    column: str,
-    cell: dict,
-    paper: float | None,
-    metric: str | None = None,
-) -> dict:
-    value, pm = (mean(cell), half(cell)) if cell else (None, None)
+def record(table, student, split, method, column, cell, paper, metric=None) -> dict:
+    """A cell for the CSV file, unrounded; `cell` by seed."""
+    e = estimate(cell)
     return {"table": table, "student": student, "split": split, "method": method, "column": column, "metric": metric,
-            "value": value, "plus_minus": pm, "n_seeds": len(cell), "paper": paper}  # fmt: skip
+            "value": e.mean, "plus_minus": e.half, "n_seeds": e.n, "paper": paper}  # fmt: skip

@@ -8,15 +8,16 @@ import runpy
 import shlex
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import bench
+import compare
 import configure
 import eval as ev
 import prepare
-import replicate
 from lib import tasks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,10 +52,11 @@ COMMANDS = {
     "python bench.py loss fused rows step prepare eval": "",
     "python bench.py fused --n=1024 --d_s=1024 --repeats=9": "",
     "python bench.py steps --teacher=1.8b --student=500m": "",
-    "python replicate.py --jobs=2": "",
-    "python replicate.py --quick": "",
-    "python replicate.py --compile=True": "",
-    "python replicate.py --report": "",
+    "python compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2": "",
+    "python compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2": "",
+    "python compare.py config/demo.py --print": "",
+    "python compare.py config/demo.py --report": "",
+    "python compare.py config/mini.py --jobs=2": "",
     "python demo/make.py weights out/demo_teacher/pretrain/model": "",
     "python demo/make.py tokenizer": "",
 }
@@ -106,8 +108,8 @@ def small(tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text(f'{{"text": "{text}", "meta": {{}}}}\n' * 20)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "SECTIONS", {name: lambda args, device: [] for name in bench.SECTIONS})
-    monkeypatch.setattr(replicate, "replicate", lambda args, flags: configure.load(["config/mini.py", *flags]))
-    monkeypatch.setattr(replicate, "report", lambda source, to: None)
+    monkeypatch.setattr(compare, "compare", lambda args, spec, loaded: compare.trials(spec.tune, loaded.config.methods))
+    monkeypatch.setattr(compare, "report", lambda spec, source, to: (types.SimpleNamespace(failed=[]), ""))
     monkeypatch.setattr(prepare, "python_documents", lambda: iter([("a", text), ("b", text)]))
     return tmp_path
 
@@ -139,8 +141,8 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
             assert f"\n{script}:" in (ROOT / "Makefile").read_text()
         elif script in ("train.py", "prepare.py"):
             assert configure.load(argv).config.data_dir == cfg.data_dir and (name in argv or script == "prepare.py")
-        elif script == "replicate.py":
-            replicate.arguments(argv)
+        elif script == "compare.py":
+            compare.arguments(argv)
         else:
             assert script == "eval.py"
             args = ev.arguments(argv)

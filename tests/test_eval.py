@@ -1300,7 +1300,7 @@ def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
     assert one["tasks"] == two["tasks"] and one["intrinsic"] == two["intrinsic"]
 
 
-@pytest.mark.parametrize("name", ["eval", "plot", "sample", "bench", "replicate"])
+@pytest.mark.parametrize("name", ["eval", "plot", "sample", "bench", "compare"])
 def test_every_script_runs_under_the_guard(name, monkeypatch):
     """What ends with Ctrl-C or with a user's slip is told in one place."""
     script, ran = importlib.import_module(name), []

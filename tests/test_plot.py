@@ -88,6 +88,25 @@ def test_curves_come_with_their_numbers(run, capsys):
     assert points["alra", "d_u", 40] == 4.5 and points["alra", "pair", 40] == 0.125
 
 
+def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path):
+    one = plot.read_curves(plot.find_logs([run]))
+    two = {name: {key: [(t, v + 2) for t, v in of[key]] for key in of} for name, of in one.items() if name != "mine"}
+    assert plot.over_seeds([one]) is one
+    points = plot.over_seeds([one, two])
+    half = 12.7062 * math.sqrt(2) / math.sqrt(2)  # Student's t of one degree of freedom, deviation sqrt(2)
+    assert points["alra"]["ce"][0] == (40, 7.0, pytest.approx(half, rel=1e-4)) and points["mine"]["ce"][0] == (
+        40,
+        8.0,
+        0.0,
+    )
+    plot.curves(points, tmp_path / "c.png")
+    flat = {name: {key: [(t, mean, 0.0) for t, mean, _ in of[key]] for key in of} for name, of in points.items()}
+    plot.curves(flat, tmp_path / "flat.png")
+    assert small_png(tmp_path / "c.png") and (tmp_path / "c.png").read_bytes() != (tmp_path / "flat.png").read_bytes()
+    cells = {(r["curve"], r["key"], r["nominal_tokens"]): r for r in table(tmp_path / "c.csv")}
+    assert float(cells["alra", "ce", "40"]["half"]) == pytest.approx(half, rel=1e-4)
+
+
 def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     assert {"loss", "kd", "ce"} <= set(plot.PANELS)

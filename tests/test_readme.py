@@ -15,6 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 TINY = "--device=cpu --max_steps=2 --schedule_steps=2 --warmup_steps=1 --val_every_steps=2 --checkpoint_every_steps=2 --val_max_rows=2"
 SMALL = f"{TINY} --batch_rows=2 --micro_batch=2"
+QUICK = "--methods=vanilla_kd,alra --tune=none --seeds=1 --rows=4 --source=text.jsonl --val_share=0 --val_rows=8"
 REAL = f"{TINY} --teacher=demo/teacher --student=demo --batch_rows=2 --compile=false"  # the teacher of the paper is on the hub
 # Each command of the README -> what is added so that it ends in seconds without a hub; None: it is not run here.
 # The commands of one chain need what earlier ones of that chain have made.
@@ -43,10 +44,16 @@ CHAINS = {
         "python plot.py out/demo": "",
         "python plot.py --rows data/demo": "",
     },
+    "compare": {
+        "python compare.py config/tiny.py --methods=vanilla_kd,alra,skew_fkl --seeds=3": f"{QUICK} {SMALL}",
+        "python compare.py config/tiny.py --methods=vanilla_kd,alra,skew_fkl --seeds=3 --print": f"{QUICK} {SMALL} --seeds=2",
+        "python compare.py config/tiny.py --methods=vanilla_kd,alra,skew_fkl --seeds=3 --report": "",
+        "python train.py config/demo.py --methods=alra,alra@g1,alra@g9 --alra@g1.gamma=1 --alra@g9.gamma=9 --alra@g9.lr=1e-3 --out_dir=out/gammas": f"{SMALL} --data_dir=data/tiny --seq_len=64",
+    },
     "alone": {
         "make test": None,  # this very run
-        "make replicate": None,  # hours; tests/test_replicate.py runs it small
-        "python replicate.py --report": "",
+        "make replicate": None,  # hours; tests/test_compare.py plans it
+        "python compare.py config/mini.py --report --results=results/replication": "",
         "python plot.py --pairs --sets --out=out": "",
         "python bench.py fused": "--n=13 --vocab=4096 --d_s=24 --d_t=40 --repeats=1 --methods=vanilla_kd,alra --device=cpu",
     },

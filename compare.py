@@ -1,0 +1,507 @@
+"""A fair comparison on any config: the same number of trials for each method, several seeds, paired differences.
+
+    python compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
+    python compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
+    python compare.py config/demo.py --print          the commands of all that is still to do, one for each line
+    python compare.py config/demo.py --report         tables and figures anew, from the results that are there
+    python compare.py config/mini.py --jobs=2         the replication, which that config describes: hours on two cores
+
+Trials of all methods with seed 0 share as few runs as memory allows, and so one pass of the teacher. The lowest CE over
+the first `val_max_rows` held-out rows chooses; the rows after these are scored. Then seeds 1, 2, ..: a seed is the
+student's initial weights and the order of rows, the same for all methods. A student that the folder holds already is
+found by what made it (settings, the objective's source), whoever ran it; the same command goes on after a kill. A run
+that fails is halved until the student that broke it is alone; the report has it with its error, and the exit code is 1.
+"""
+
+import argparse
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import math
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import configure
+from configure import Config
+from lib.device import pick_device, run_bytes
+from lib.files import UserError, append_line, read_json, read_lines, write_json, write_lines, write_whole
+from lib.report import Spec, report
+from lib.rows import open_rows
+from lib.runlog import flops_per_token
+from lib.tables import MAY_DIFFER
+from losses import METHODS, needs_teacher
+from model import load_config
+
+ROOT = Path(__file__).resolve().parent
+ROOM = 0.7  # the share of the memory that all jobs together may count on
+AT_A_TIME = 32  # students per process of eval.py, where they share the teacher's pass
+FIGURE_SEED = 1  # the only one whose runs count d_u and the teacher's probabilities, for the figures
+
+
+# --- what is to be run -----------------------------------------------------------------------------------------------
+
+
+class Student(NamedTuple):
+    study: str  # "tune", "main" or a study of the config
+    name: str  # METHOD or METHOD@LABEL
+    cfg: Config  # of a run of it alone
+
+    @property
+    def made_by(self) -> str:
+        return made_by(self.cfg, self.name)
+
+
+class Job(NamedTuple):
+    name: str
+    argv: list[str]
+    students: list[Student]  # that it makes or scores
+
+
+def made_by(cfg: Config, name: str) -> str:
+    """All that a student of a run depends on, as text: its objective, its settings, and the config but for places and speed."""
+    keys = [key for key in configure.TYPES if key not in MAY_DIFFER]
+    keys += ["student", "teacher", "data_dir", "seed", "max_steps"]
+    settings = json.dumps([cfg.settings_of(name), *(getattr(cfg, key) for key in keys)])
+    return f"{objective(name.partition('@')[0])} {settings}"
+
+
+@functools.cache
+def objective(method: str) -> str:
+    """The method with a hash of its row and of its function's source: an edited one is another. Helpers are not seen."""
+    fn, *row = METHODS[method]
+    return f"{method} {hashlib.sha256(f'{inspect.getsource(fn)}{row}'.encode()).hexdigest()[:16]}"
+
+
+def alone(study: str, name: str, of: str, cfg: Config, seed: int, settings: dict) -> Student:
+    """The student `name` of the method `of`, with further settings."""
+    shown = cfg.histogram_every_steps if study == "main" and seed == FIGURE_SEED else None
+    hyper = {name: cfg.settings_of(of) | settings}
+    return Student(study, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=shown))  # fmt: skip
+
+
+def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[dict]]:
+    """Settings to try by method, as many for each: a method with fewer settings to choose gets more rates."""
+    rates, knobs = [], {m: {} for m in methods}
+    for text in tune:
+        key, _, values = text.partition("=")
+        method, _, setting = key.rpartition(".")
+        values = [configure._literal(v) for v in values.split(",")]
+        if key == "lr" and len(values) > 1 and all(isinstance(v, int | float) and v > 0 for v in values):
+            rates = [float(v) for v in values]
+        elif method in knobs and setting != "lr":
+            knobs[method][setting] = values
+        else:
+            raise UserError(
+                f"--tune={text}: expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of {','.join(methods)}"
+            )
+    if tune and not rates:
+        raise UserError(f"--tune={tune[0]}: add --tune=lr=RATE,RATE,.., so that all methods can have as many trials")
+    points = {
+        m: [dict(zip(of, point, strict=True)) for point in itertools.product(*of.values())] for m, of in knobs.items()
+    }
+    n = len(rates) * max(map(len, points.values()))
+    return {
+        m: [p | {"lr": lr} for lr in denser(rates, math.ceil(n / len(of))) for p in of][:n]
+        for m, of in points.items()
+        if n
+    }
+
+
+def denser(rates: list[float], n: int) -> list[float]:
+    """n rates: the given ones, then the geometric middle of the widest gap, again and again."""
+    rates = list(rates)
+    while len(rates) < n:
+        gaps = itertools.pairwise(sorted(rates))
+        low, high = max(gaps, key=lambda gap: round(gap[1] / gap[0], 1))
+        rates.append(float(f"{math.sqrt(low * high):.3g}"))
+    return rates
+
+
+def plan(spec: Spec, loaded: configure.Loaded, chosen: dict[str, dict]) -> list[Student]:
+    """The students of all studies and seeds. A study with the settings of an earlier one joins it."""
+    base, students, first = loaded.config, {}, {}
+    for study, changes in {"main": {}, **(spec.studies or {})}.items():
+        given = {key: value for key, value in changes.items() if loaded.origin.get(key) != "command line"}
+        of = changes.get("hyper", {})
+        given["hyper"] = {m: base.hyper.get(m, {}) | of.get(m, {}) for m in {**base.hyper, **of}}
+        cfg = dataclasses.replace(base, **given)
+        study = first.setdefault((made_by(cfg, "pretrain"), json.dumps(cfg.hyper)), study)
+        for name, seed in itertools.product(cfg.methods, range(1, spec.seeds + 1)):
+            settings, of_method = chosen.get(name, chosen.get(spec.like, {})), at_equal(spec.at, name, cfg)
+            students.setdefault((study, name, seed), alone(study, name, name, of_method, seed, settings))
+    return [*students.values()]
+
+
+def at_equal(what: str, name: str, cfg: Config) -> Config:
+    """The config of a method: at equal FLOPs one without a teacher makes more updates."""
+    if what == "updates" or needs_teacher(name) or cfg.teacher is None:
+        return cfg
+    student, teacher = flops(cfg)
+    longer = 1 + teacher / student
+    return dataclasses.replace(cfg, max_steps=round(cfg.max_steps * longer), schedule_steps=round(cfg.schedule_steps * longer))  # fmt: skip
+
+
+def flops(cfg: Config) -> tuple[float, float]:
+    """FLOPs of one token: of a student that is trained, and of the teacher's pass."""
+    student = flops_per_token(load_config(cfg.student), cfg.seq_len, trained=True)
+    return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False) if cfg.teacher else 0.0
+
+
+def per_run(cfg: Config, n_jobs: int) -> int:
+    """How many students fit the memory of one run, beside the other jobs."""
+    device = pick_device(cfg.device)
+    cuda = device.type == "cuda"
+    room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shapes = load_config(cfg.student), load_config(cfg.teacher) if cfg.teacher else None
+    width, micro = 2 if cuda and cfg.dtype != "float32" else 4, cfg.micro_batch or cfg.group
+    parts = (run_bytes(shapes[0], n, shapes[1], cfg.seq_len, cfg.group, width, cfg.recompute) for n in (1, 2))
+    one, two = (fixed + micro * per_row for fixed, per_row in parts)
+    return max(1, int(1 + (ROOM * room / n_jobs - one) / (two - one)))
+
+
+def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
+    """Runs of train.py: students that differ in method and settings alone share one, `at_most` of them."""
+    first, groups = {}, {}
+    for s in students:
+        first.setdefault(s.made_by, s)
+    for s in first.values():
+        shared = dataclasses.replace(s.cfg, methods=("-",), hyper={})
+        nth = next(i for i in itertools.count() if s.name not in groups.get((shared, i), {}))  # a name has one folder
+        groups.setdefault((shared, nth), {})[s.name] = s
+    jobs = []
+    for (shared, _), of in groups.items():
+        some = list(of.values())
+        jobs += [job(some[at : at + at_most], shared, out) for at in range(0, len(some), at_most)]
+    return jobs
+
+
+def job(students: list[Student], shared: Config, out: Path) -> Job:
+    """A run of these students, with a config file of its own; named after what it holds."""
+    names, hyper = tuple(s.name for s in students), {s.name: s.cfg.hyper[s.name] for s in students}
+    cfg = dataclasses.replace(shared, methods=names, hyper=hyper, out_dir="")
+    made_by = f"_made_by = {[s.made_by for s in students]!r}  # for compare.py\n"
+    sha = hashlib.sha256(f"{config_text(cfg)}{made_by}".encode()).hexdigest()[:8]
+    folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
+    write_whole(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))) + made_by)
+    return Job(folder.name, ["train.py", f"{folder}.py"], students)
+
+
+def config_text(cfg: Config) -> str:
+    """The config as a config file: the methods, and what differs from the defaults."""
+    default = dataclasses.asdict(Config()) | {"methods": None}
+    return "".join(f"{key} = {value!r}\n" for key, value in dataclasses.asdict(cfg).items() if value != default[key])
+
+
+def made(out: Path) -> dict[str, Path]:
+    """What the folder's runs hold, whoever ran them: what a student that has ended was made by -> its folder."""
+    found = {}
+    for file in sorted(out.glob("*_seed*.py")):
+        run = runpy.run_path(str(file))
+        folders = (file.with_suffix("") / name for name in run["methods"])
+        found |= {key: of for key, of in zip(run["_made_by"], folders, strict=True) if ended(of)}
+    return found
+
+
+def ended(folder: Path) -> bool:
+    return (folder / "run.json").is_file() or (folder / "stopped.json").is_file()
+
+
+# --- running it ------------------------------------------------------------------------------------------------------
+
+
+def train(students: list[Student], out: Path, args, lock) -> dict[str, str]:
+    """Make the students that are not there yet -> why the others could not be made, by `made_by`."""
+    failed: dict[str, str] = {}
+
+    def left(job: Job) -> list[Job]:
+        there = made(out)
+        some = [s for s in job.students if s.made_by not in there]
+        if not some or (out / job.name).is_dir():  # a run that has begun goes on as it is
+            return [job] * bool(some)
+        return together(some, out, len(some))
+
+    def after(job: Job, rc: int, said: str) -> list[Job]:
+        some = [s for s in job.students if s.made_by not in made(out)]
+        if some and rc == 0:
+            raise UserError(f"{job.name}: stopped by a signal; the same command goes on from there")
+        return halves(job, some, said, failed, lambda half: together(half, out, len(half)))
+
+    work([j for run in together(students, out, args.per_run) for j in left(run)], out, args, lock, after)
+    return failed
+
+
+def score(there: dict[str, Path], students: list[Student], n_rows: int, out: Path, args, lock) -> dict[str, str]:
+    """Score students on `n_rows` held-out rows after those that have chosen -> why others could not be scored."""
+    failed: dict[str, str] = {}
+
+    def left(students: list[Student]) -> list[Student]:
+        return [s for s in students if n_scored(there[s.made_by]) != n_rows]
+
+    def job(some: list[Student]) -> list[Job]:
+        folders = dict.fromkeys(str(there[s.made_by]) for s in some)
+        name = hashlib.sha256(" ".join(folders).encode()).hexdigest()[:8]
+        flags = [f"--skip_rows={some[0].cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={some[0].cfg.device}"]
+        return [Job(f"eval_{name}", ["eval.py", *folders, "--tasks=none", *flags], some)]
+
+    def after(done: Job, rc: int, said: str) -> list[Job]:
+        return halves(done, left(done.students), said, failed, job)
+
+    todo = left(students)
+    work([j for at in range(0, len(todo), AT_A_TIME) for j in job(todo[at : at + AT_A_TIME])], out, args, lock, after)
+    return failed
+
+
+def halves(job: Job, left: list[Student], said: str, failed: dict[str, str], make: Callable) -> list[Job]:
+    """What follows from a job that `left` some students undone: two smaller jobs; of one alone its last words are kept."""
+    if len(left) == len(job.students) == 1:
+        failed[left[0].made_by] = said
+        return []
+    middle = -(-len(left) // 2)
+    return [j for half in (left[:middle], left[middle:]) if half for j in make(half)]
+
+
+def n_scored(folder: Path) -> int:
+    file = folder / "eval_heldout.json"
+    return (read_json(file)["intrinsic"] or {"n_rows": 0})["n_rows"] if file.is_file() else 0
+
+
+def work(jobs: list[Job], out: Path, args, lock, after: Callable[[Job, int, str], list[Job]]) -> None:
+    """Run the jobs, `args.jobs` at a time; `after(job, exit code, last line)` gives the jobs that follow from one.
+
+    If this process ends, they end with a checkpoint. With `--print` they are printed, and this process ends.
+    """
+    if args.print and jobs:
+        print("\n".join(f"python {' '.join(job.argv)}" for job in jobs))
+        sys.exit()
+    waiting, busy, n = list(jobs), {}, 0
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < args.jobs:
+                job, *waiting = waiting
+                with (out / "logs" / f"{job.name}.txt").open("a") as log:
+                    argv = [sys.executable, ROOT / job.argv[0], *job.argv[1:]]
+                    # the lock is theirs too, should this process be killed
+                    process = subprocess.Popen(argv, stdout=log, stderr=log, pass_fds=[lock.fileno()])
+                busy[process] = (job, time.perf_counter())
+            time.sleep(0.1)
+            for process in [p for p in busy if p.poll() is not None]:
+                (job, begun), n = busy.pop(process), n + 1
+                wall = round(time.perf_counter() - begun, 1)
+                append_line(out / "runs.jsonl", {"run": job.name, "rc": process.returncode, "wall_sec": wall})
+                said = (out / "logs" / f"{job.name}.txt").read_text().strip().splitlines() or [""]
+                waiting += after(job, process.returncode, said[-1])
+                left = len(waiting) + len(busy)
+                ending = f"exit code {process.returncode}: {said[-1]}" if process.returncode else "ended"
+                print(f"{job.name}: {wall:.0f} s, {ending}; {n} done, {left} to go", flush=True)
+    finally:
+        for process in busy:
+            process.terminate()
+        for process, (job, begun) in busy.items():
+            wall = round(time.perf_counter() - begun, 1)
+            append_line(out / "runs.jsonl", {"run": job.name, "rc": process.wait(), "wall_sec": wall})
+
+
+def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
+    """Trials, seeds, scores, and what is kept of them."""
+    out, cfg = args.out, loaded.config
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{out}: runs of an earlier start are still at work there; waiting for them to end", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not args.print:
+            prepare(cfg, out / "config.py")
+        n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
+        if first is None or first >= n:
+            raise UserError(
+                f"val_max_rows={first}: they choose, later rows are scored; {cfg.data_dir} has {n}, set fewer"
+            )
+        tried = trials(spec.tune, cfg.methods)
+        tune = {(m, i): alone("tune", f"{m}{'-' if '@' in m else '@'}t{i}", m, at_equal(spec.at, m, cfg), 0, settings)
+                for m, of in tried.items() for i, settings in enumerate(of)}  # fmt: skip
+        failed, there = train([*tune.values()], out, args, lock), made(out)
+        ces = {m: [held_out_ce(there.get(tune[m, i].made_by)) for i in range(len(of))] for m, of in tried.items()}
+        chosen = {m: of[ces[m].index(min(ces[m]))] for m, of in tried.items() if min(ces[m]) < math.inf}
+        students = plan(spec, loaded, chosen)
+        without = {s.made_by: failed.get(tune[s.name, 0].made_by, "every trial stopped")
+                   for s in students if s.name in tried and s.name not in chosen}  # fmt: skip
+        failed |= without | train([s for s in students if s.made_by not in without], out, args, lock)
+        there = made(out)
+        whole = [s for s in students if s.made_by in there and not (there[s.made_by] / "stopped.json").is_file()]
+        failed |= score(there, whole, min(spec.rows, n - first), out, args, lock)
+    collect(students, spec.at, tried, chosen, failed, there, out, args.results)
+    with_teacher = {s.made_by for s in (*tune.values(), *students) if needs_teacher(s.name)} & there.keys()
+    passes = {"students": len(with_teacher), "runs": len({there[made].parent for made in with_teacher})}
+    settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at, "passes": passes}
+    write_json(args.results / "settings.json", settings)
+    write_lines(args.results / "rates.jsonl", [
+        {"method": m, "lr": settings["lr"], "settings": settings, "val_ce": ce if ce < math.inf else None}
+        for m, of in tried.items() for settings, ce in zip(of, ces[m], strict=True)])  # fmt: skip
+
+
+def prepare(cfg: Config, file: Path) -> None:
+    write_whole(file, config_text(cfg))
+    if subprocess.run([sys.executable, ROOT / "prepare.py", file], check=False).returncode:
+        raise UserError("prepare.py: made no rows; what it says stands above")
+
+
+def held_out_ce(folder: Path | None) -> float:
+    """The CE of a trial's last validation; infinite where it failed or was stopped."""
+    if folder is None or (folder / "stopped.json").is_file():
+        return math.inf
+    return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def collect(
+    students: list[Student],
+    at: str,
+    tried: dict,
+    chosen: dict,
+    failed: dict,
+    there: dict[str, Path],
+    out: Path,
+    results: Path,
+) -> None:
+    """Write what the report needs into `results`: a line for each student, and the logs of the main study."""
+    walls, lines = {}, []
+    for line in read_lines(out / "runs.jsonl"):
+        walls[line["run"]] = round(walls.get(line["run"], 0.0) + line["wall_sec"], 1)
+    for old in results.glob("logs*"):
+        shutil.rmtree(old)
+    results.mkdir(parents=True, exist_ok=True)
+    for s in students:
+        line = {"settings": s.study, "method": s.name, "seed": s.cfg.seed, "group": s.cfg.group, "at": at}
+        line |= {"trials": len(tried[s.name]), "chosen": chosen.get(s.name, {})} if s.name in tried else {}
+        if s.made_by in failed:
+            line["stopped"] = failed[s.made_by]
+        elif s.made_by in there:
+            line |= result(s, there[s.made_by], walls)
+            if s.study == "main":
+                copy_logs(there[s.made_by], s, results)
+        else:
+            raise UserError(
+                f"{s.name}, seed {s.cfg.seed}: has neither a result nor an error; the same command makes it"
+            )
+        lines.append(line)
+    write_lines(results / "results.jsonl", lines)
+    write_lines(results / "runs.jsonl", read_lines(out / "runs.jsonl"))
+
+
+def result(s: Student, folder: Path, walls: dict[str, float]) -> dict:
+    """A student's figures, provenance and cost."""
+    whole, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
+    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "wall_sec": walls.get(folder.parent.name),
+            "students_in_run": len(whole["config"]["methods"]), "hardware": whole["machine"],
+            **{k: whole[k] for k in ("data_sha256", "val_sha256", "teacher_sha256", "git_commit", "versions")}}  # fmt: skip
+    if stopped.is_file():
+        return line | {"stopped": read_json(stopped)["why"]}
+    facts, scored = read_json(folder / "run.json"), read_json(folder / "eval_heldout.json")
+    line |= scored["intrinsic"] | {"weights_sha256": scored["weights_sha256"]}
+    line |= {k: facts[k] for k in ("overrides", "step", "valid_tokens", "init_sha256")}
+    costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]
+    return line | dict(zip(("student_flops", "teacher_flops"), costs[: 1 + needs_teacher(s.name)], strict=False))
+
+
+def copy_logs(folder: Path, s: Student, results: Path) -> None:
+    """The logs behind the curves, budgets and anchoring, in the layout of a run for each seed."""
+    to = results / ("logs" if s.cfg.seed == FIGURE_SEED else f"logs_seed{s.cfg.seed}")
+    (to / s.name).mkdir(parents=True)
+    for path in (folder / "log.jsonl", folder / "histograms.jsonl"):
+        if path.is_file():
+            shutil.copy(path, to / s.name)
+    for path in (folder.parent / "run.json", folder.parent / "teacher.jsonl"):
+        if path.is_file():
+            shutil.copy(path, to)
+
+
+# --- command ---------------------------------------------------------------------------------------------------------
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Loaded]:
+    """-> compare.py's own flags, what is compared, and the config of every run."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
+                                     usage="compare.py CONFIG [--KEY=VALUE ..] [flags]")  # fmt: skip
+    add = parser.add_argument
+    add("--seeds", type=int, help="how many, from 1 on; default: the config's, or 3")
+    add("--tune", action="append", help="lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; again for more; none: no trials")
+    add("--reference", help="the method that differences are taken from; default: vanilla_kd, or else the first")
+    add(
+        "--at",
+        choices=("updates", "flops"),
+        help="what is equal for all methods; flops: of student and teacher together",
+    )
+    add("--rows", type=int, help="held-out rows to score; default: 512")
+    add("--jobs", type=int, default=1, help="runs at a time")
+    add("--per_run", type=int, help="students of a run at most; default: what the memory holds")
+    add("--out", type=Path, help="folder of the runs; default: out/compare_CONFIG")
+    add("--results", type=Path, help="folder of the report; default: OUT/report")
+    add("--print", action="store_true", help="print the commands of the next stage instead of running them")
+    add("--report", action="store_true", help="only write tables and figures anew, from --results")
+    args, rest = parser.parse_known_args(argv)
+    files = [word for word in rest if not word.startswith("--")]
+    loaded, given = configure.load(rest), {}
+    for file in files:
+        given |= runpy.run_path(file).get("_compare", {})
+    if loaded.origin.get("methods") == "command line":  # a comparison of one's own, not the file's studies
+        given = {k: v for k, v in given.items() if k in ("seeds", "tune", "reference", "rows", "at")}
+    flags = {k: getattr(args, k) for k in ("seeds", "tune", "reference", "rows", "at")}
+    given |= {k: tuple(v) if k == "tune" else v for k, v in flags.items() if v is not None}
+    unknown = given.keys() - {f.name for f in dataclasses.fields(Spec)}
+    if unknown:
+        raise UserError(f"_compare: no such key {min(unknown)!r}; lib/report.py lists them (Spec)")
+    spec = Spec(**given)
+    spec = dataclasses.replace(spec, tune=()) if spec.tune == ("none",) else spec
+    args.out = args.out or Path("out", f"compare_{Path(files[0]).stem if files else 'flags'}")
+    args.results = args.results or args.out / "report"
+    for key in ("seed", "out_dir"):
+        if loaded.origin.get(key) == "command line":
+            raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
+    for name in loaded.config.methods:
+        needs_teacher(name)  # ValueError for a method that does not exist
+    if spec.reference not in (None, *loaded.config.methods):
+        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(loaded.config.methods)}")
+    for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
+        if value is not None and value < 1:
+            raise UserError(f"--{key}={value}: expected at least 1")
+    if args.per_run is None and not args.report:
+        args.per_run = per_run(loaded.config, args.jobs)
+    return args, spec, loaded
+
+
+def run(argv: list[str]) -> int:
+    args, spec, loaded = arguments(argv)
+    if not args.report:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `work` ends its jobs
+        compare(args, spec, loaded)
+    found, table = report(spec, args.results, args.results)
+    print(f"\n{table}\n{args.results / 'README.md'}")
+    for x in found.failed:
+        print(f"{x['method']} ({x['settings']}, seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)
+    return 1 if found.failed else 0
+
+
+def main() -> None:
+    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

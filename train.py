@@ -91,7 +91,8 @@ class Env:
     def hold_signals(self) -> None:
         """From now on signals end the run after its update. Before, they end the process: nothing is to be saved."""
         for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(sign, self._on_signal)
+            if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup stays nohup
+                signal.signal(sign, self._on_signal)
 
     def _on_signal(self, *_):
         self.signalled = True

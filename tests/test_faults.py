@@ -476,6 +476,15 @@ for sign in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
          changes="new", then=lambda w: (w / "new/alra/checkpoints/step_00000001").is_dir())  # fmt: skip
 
 
+def hang_up() -> None:
+    """What a logout does to a run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    on_update(lambda: signal.raise_signal(signal.SIGHUP))()
+
+
+case(NEW, during=hang_up, code=0, changes="new", then=lambda w: same_end(w, "new"))
+
+
 def before_update(error: BaseException) -> Callable[[], None]:
     def during() -> None:
         import train
@@ -809,6 +818,7 @@ def in_child(it: Case, folder: Path, told: Path) -> int:
 
     os.chdir(folder)
     signal.alarm(HUNG_SEC)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(told.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = streams()

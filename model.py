@@ -60,18 +60,11 @@ class Qwen2Config:
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            value, number = getattr(self, f.name), isinstance(getattr(self, f.name), int | float)
-            most = 1000 if f.name == "num_hidden_layers" else 2**31
-            good = {
-                bool: isinstance(value, bool),
-                int: isinstance(value, int) and 0 < value <= most,
-                float: number and 0 < value <= most,
-            }
-            if not good.get(f.type, True):
-                raise ValueError(
-                    f"{f.name}={value!r}: expected {f.type.__name__}"
-                    + (f", above 0 and at most {most}" if f.type is not bool else "")
-                )
+            value, most = getattr(self, f.name), 1000 if f.name == "num_hidden_layers" else 2**31
+            if f.type in (int, float) and not (isinstance(value, int | f.type) and 0 < value <= most):
+                raise ValueError(f"{f.name}={value!r}: expected {f.type.__name__} above 0 and at most {most}")
+            if f.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{f.name}={value!r}: expected true or false")
         d, h, g = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         if self.head_dim is None:
             if d % h:

@@ -43,8 +43,9 @@ from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.runlog import flops_per_token
 from lib.tables import MAY_DIFFER
+from lib.teacher import for_students, is_native, teacher_size
 from losses import METHODS, needs_teacher
-from model import load_config
+from model import load_config, student_config
 
 ROOT = Path(__file__).resolve().parent
 ROOM = 0.7  # the share of the memory that all jobs together may count on
@@ -157,8 +158,12 @@ def at_equal(what: str, name: str, cfg: Config) -> Config:
 
 def flops(cfg: Config) -> tuple[float, float]:
     """FLOPs of one token: of a student that is trained, and of the teacher's pass."""
-    student = flops_per_token(load_config(cfg.student), cfg.seq_len, trained=True)
-    return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False) if cfg.teacher else 0.0
+    student = flops_per_token(student_config(cfg.student, for_students(cfg.teacher)), cfg.seq_len, trained=True)
+    if not cfg.teacher:
+        return student, 0.0
+    if not is_native(cfg.teacher):
+        return student, 2.0 * teacher_size(cfg.teacher).n_params
+    return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False)
 
 
 def per_run(cfg: Config, n_jobs: int) -> int:
@@ -166,9 +171,9 @@ def per_run(cfg: Config, n_jobs: int) -> int:
     device = pick_device(cfg.device)
     cuda = device.type == "cuda"
     room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shapes = load_config(cfg.student), load_config(cfg.teacher) if cfg.teacher else None
+    shape, teacher = student_config(cfg.student, for_students(cfg.teacher)), cfg.teacher and teacher_size(cfg.teacher)
     width, micro = 2 if cuda and cfg.dtype != "float32" else 4, cfg.micro_batch or cfg.group
-    parts = (run_bytes(shapes[0], n, shapes[1], cfg.seq_len, cfg.group, width, cfg.recompute) for n in (1, 2))
+    parts = (run_bytes(shape, n, teacher, cfg.seq_len, cfg.group, width, cfg.recompute) for n in (1, 2))
     one, two = (fixed + micro * per_row for fixed, per_row in parts)
     return max(1, int(1 + (ROOM * room / n_jobs - one) / (two - one)))
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
-from lib.files import UserError, first_line, nearest, write_json
+from lib.files import RENAMED, UserError, first_line, nearest, write_json
 
 
 class ConfigError(UserError):
@@ -39,9 +39,9 @@ class ConfigError(UserError):
 class Config:
     # --- who learns from whom
     methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS, or METHOD@LABEL; all share one teacher forward
-    student: str = "200m"  # its shape: a preset of model.PRESETS, or a Hugging Face config.json (or its folder)
+    student: str = "200m"  # its shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json (or its folder)
     student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
-    teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id; None where no method needs one
+    teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id (owner/name@revision); None: no method needs one
     tokenizer: str | None = None  # local folder or hub id; None: the teacher's
     seed: int = 1234  # of the student's initial weights
 
@@ -50,7 +50,12 @@ class Config:
     source: str = (
         "monology/pile-uncopyrighted"  # hub dataset; local file, folder or glob; or "python": its own docs and library
     )
-    source_revision: str | None = None  # hub only: a commit or tag
+    source_revision: str | None = None  # hub only: a commit or tag; of a source OWNER/NAME@REVISION it is the one there
+    source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
+    source_split: str = "train"  # hub only
+    source_text: str = (
+        "text"  # the column or field that holds the text; of these four one for all, or a,b for a mixture
+    )
     n_documents: int | None = 2_000_000  # records to read at most, in the source's own order; None: all
     train_rows: int | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
     val_rows: int = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
@@ -64,7 +69,7 @@ class Config:
 
     # --- optimisation (paper, appendix D.1)
     max_steps: int = 126_400  # updates of this run; may end before schedule_steps
-    schedule_steps: int = 126_400  # updates over which the cosine falls from lr to min_lr
+    schedule_steps: int = 126_400  # updates of the whole schedule, at whose end the rate is min_lr
     batch_rows: int = 16  # rows per update
     micro_batch: int | None = (
         None  # rows per model forward: speed and memory only, never the result; None: what fits the GPU, 1 on the CPU
@@ -79,9 +84,11 @@ class Config:
     weight_decay: float = 1e-2  # AdamW, decoupled
     decay_1d: bool = True  # decay biases and norms too, as the pipeline of the paper does
     clip: float = 0.5  # largest gradient norm
-
-    kd_schedule: Literal["constant", "wsd"] = (
-        "constant"  # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %, w_ce = 1 - w_kd; not the rate's
+    lr_schedule: Literal["cosine", "wsd", "constant"] = (
+        "cosine"  # to min_lr; "wsd": lr stays until the last 10 % of the schedule, then falls linearly to min_lr
+    )
+    w_kd_schedule: Literal["constant", "wsd"] = (
+        "constant"  # "wsd": w_kd rises over 10 % of the schedule and falls in its last 1 %, w_ce = 1 - w_kd
     )
 
     # --- machine
@@ -182,16 +189,20 @@ class Config:
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
 
 
-def load(argv: list[str], methods: Sequence[str] = ()) -> "Loaded":
+def load(
+    argv: list[str], methods: Sequence[str] = (), presets: Callable[[str | None], Sequence[str]] | None = None
+) -> "Loaded":
     """Config files and `--key=value` flags, in order -> the config and where each value came from.
 
-    `--help` prints all keys, and `methods` where the script has them, and ends the process.
+    `--help` prints all keys, `methods` where the script has them, and `presets` of students for the teacher that the
+    other arguments set, and ends the process.
     Raises `ConfigError` for a file that is not there or does not run, an unknown key, a wrong type or an
     impossible combination.
     """
     values, origin, hyper = {}, {}, {}
     if {"-h", "--help"} & set(argv):
-        print(help_text(sys.modules["__main__"].__doc__ or "", methods))
+        teacher = load([arg for arg in argv if arg not in ("-h", "--help")]).config.teacher
+        print(help_text(sys.modules["__main__"].__doc__ or "", methods, presets(teacher) if presets else ()))
         sys.exit(0)
     for arg in argv:
         if not arg.startswith("--"):
@@ -220,8 +231,8 @@ class Loaded:
     origin: dict = field(default_factory=dict)  # key -> file or "command line"; absent: the default
 
 
-def help_text(about: str, methods: Sequence[str] = ()) -> str:
-    """What `--help` prints: the script's own text, every key with its default, type and comment, and lines on methods.
+def help_text(about: str, methods: Sequence[str] = (), presets: Sequence[str] = ()) -> str:
+    """What `--help` prints: the script's own text, every key with its default, type and comment, presets and methods.
 
     The headings and comments are those of `Config`'s source, so that they are written once.
     """
@@ -238,6 +249,7 @@ def help_text(about: str, methods: Sequence[str] = ()) -> str:
             default = {} if default is dataclasses.MISSING else default
             value = ",".join(default) if isinstance(default, tuple) else default
             lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
+    lines += ["\n" * (i == 0) + line for i, line in enumerate(presets)]
     lines += ["\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE; lr too)"] if methods else []
     for line in methods:
         lines += textwrap.wrap(line, 120, initial_indent="    ", subsequent_indent=" " * 8)
@@ -324,6 +336,8 @@ def _known(key: str, where: str) -> None:
     """ConfigError for an unknown key. For a setting of a method it says how to set it."""
     if key in TYPES:
         return
+    if key in RENAMED:
+        raise ConfigError(f"{where}: {key!r} is called {RENAMED[key]!r} now")
     from losses import METHODS, keywords  # imported here: it takes a second, and only this error needs it
 
     owners = {setting: name for name in reversed(METHODS) for setting in keywords(name)}

@@ -50,6 +50,7 @@ from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, wei
 from lib.rows import PAD, open_rows
 from lib.tables import RESULT, RUN, read_if_there, row_text, stand_for, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, differing, find_storycloze, read_items, task_file
+from lib.teacher import Teacher, load_teacher
 from lib.tokens import token_bytes
 from model import Qwen2, Qwen2Config
 
@@ -335,7 +336,7 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
 
 def over_rows(
     students: list[Qwen2],
-    teacher: Qwen2 | None,
+    teacher: Teacher | None,
     rows: np.ndarray,
     n_bytes: np.ndarray,
     batch_tokens: int,
@@ -566,9 +567,10 @@ def held_out_figures(
     n_vocab, room = checkpoints[0].shape.vocab_size, free_bytes(device)
     teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:
-        teacher = Qwen2.from_pretrained(teacher_name, device=str(device))
-        facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher)}
-        teacher.to(getattr(torch, args.dtype))
+        teacher = load_teacher(teacher_name, torch.float32, device)
+        facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher.model)}
+        padded = len(teacher.head) > n_vocab > max(load_tokenizer(teacher_name).get_vocab().values())
+        teacher = Teacher(teacher.model.to(getattr(torch, args.dtype)), device, n_vocab if padded else None)
     sizes = [(c.name, c.shape.vocab_size) for c in checkpoints] + (
         [(teacher_name, len(teacher.head))] if teacher else []
     )
@@ -577,7 +579,7 @@ def held_out_figures(
             raise UserError(f"{name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
     n_bytes = byte_lengths(checkpoints[0].tokenizer, n_vocab)
     needs = 4 * max(count(c.shape) for c in checkpoints)
-    of_teacher = 4 * sum(p.numel() for p in teacher.parameters()) if teacher else 0
+    of_teacher = 4 * sum(p.numel() for p in teacher.model.parameters()) if teacher else 0
     size = max(1, min(len(checkpoints), int(0.8 * room - of_teacher) // needs))
     say(
         f"held-out rows: {size} of {len(checkpoints)} checkpoints at a time, {needs / 2**30:.2f} GiB each, and the teacher's "

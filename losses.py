@@ -515,32 +515,40 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     """-> the mean loss of one forward batch, and detached sums of its terms over the valid positions, with n_valid."""
     fn, grad, valid = method.fn, torch.is_grad_enabled(), y != IGNORE
     require(z_t is not None or not method.has_teacher, f"z_t: {fn.__name__} needs teacher logits, got None")
-    with torch.set_grad_enabled(grad and method.w_ce > 0):
+    with torch.set_grad_enabled(grad and _weighs(method.w_ce)):
         ce = cross_entropy(z_s, None, y)  # [N]
     loss, terms = torch.zeros_like(ce), {"ce": ce}
-    loss = loss + method.w_ce * ce if method.w_ce else loss
+    loss = loss + method.w_ce * ce if _weighs(method.w_ce) else loss
     if method.has_teacher:
-        with torch.set_grad_enabled(grad and method.w_kd > 0):
+        with torch.set_grad_enabled(grad and _weighs(method.w_kd)):
             kd = fn(z_s, z_t, y, **method.hyper)
         parts = kd._asdict() if isinstance(kd, tuple) else {"loss": kd}
         kd = parts.pop("loss")  # [N]
         got, expected = tuple(kd.shape), tuple(y.shape)
         require(got == expected, f"{fn.__name__}: expected one number per position, {expected}, got {got}")
-        loss = loss + method.w_kd * kd if method.w_kd else loss
+        loss = loss + method.w_kd * kd if _weighs(method.w_kd) else loss
         terms = {"kd": kd, "ce": ce, **{key: value for key, value in parts.items() if value.shape == y.shape}}
     sums = {key: leave(value.detach(), valid).sum() for key, value in {"loss": loss, **terms}.items()}
     return loss.sum() / valid.sum().clamp(min=1), {**sums, "n_valid": valid.sum()}
 
 
+def _weighs(weight: float | Tensor) -> bool:
+    """Whether a term is part of the loss. A weight that is a tensor changes from step to step."""
+    return isinstance(weight, Tensor) or weight > 0
+
+
 def _evaluate(
-    method: Method, gradient: torch.dtype | bool | None, z_s, z_t, y
+    method: Method, gradient: torch.dtype | bool | None, z_s, z_t, y, w_kd: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """`_mean_loss`, and the gradient of its loss in z_s if wanted: in the dtype that is given, or by True in z_s's own.
+
+    w_kd [] takes the place of the method's, and 1 - w_kd that of w_ce; None: neither.
 
     Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and
     the other students of the run go on.
     """
     gradient = z_s.dtype if gradient is True else gradient or None
+    method = method if w_kd is None else method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
     if torch.compiler.is_compiling():
         if not gradient:
             return *_mean_loss(method, z_s, z_t, y), None
@@ -564,7 +572,7 @@ def _evaluate(
 
 
 def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **overrides) -> Callable:
-    """One forward batch of a method: f(gradient, z_s, z_t, y) -> mean loss, sums of its terms, gradient in z_s or None.
+    """One forward batch of a method: f(gradient, z_s, z_t, y, w_kd=None) -> mean loss, sums of its terms, gradient in z_s or None.
 
     gradient  the dtype of the gradient, or None
 
@@ -584,9 +592,9 @@ def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
     compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True, options=options)
     check = functools.cache(functools.partial(_check_settings, method))  # once per vocabulary: it runs the objective
 
-    def evaluate(gradient: torch.dtype | None, z_s, z_t, y):
+    def evaluate(gradient: torch.dtype | None, z_s, z_t, y, w_kd=None):
         check(z_s.shape[1])  # inside the graph bad settings would raise an error of torch's
-        return compiled(gradient, z_s, z_t, y)
+        return compiled(gradient, z_s, z_t, y, w_kd)
 
     return evaluate
 

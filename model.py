@@ -1,7 +1,8 @@
 """The decoder: its shapes, its forward pass, and students from a seed.
 
-It is Qwen2 (Qwen1.5, 2, 2.5), and Llama without rope scaling, which is the same decoder with zero biases. Modules carry
-the names of the Hugging Face checkpoint, so its tensors and ours are the same dictionary (lib/hf.py reads and writes).
+It reads `qwen2` (Qwen1.5, 2, 2.5), `qwen3`, `llama` (1 to 3, SmolLM2) and `mistral`, which differ in the biases of q, k
+and v, in the norms on q and k, and in the rotary angles. Modules carry the names of the Hugging Face checkpoint, so its
+tensors and ours are the same dictionary (lib/hf.py reads and writes).
 
 Precision, on a GPU (`dtype="auto"`); on the CPU everything is fp32:
 
@@ -20,6 +21,9 @@ Dimension key: B batch, T time, D width, H query heads, G key/value heads, K wid
 """
 
 import dataclasses
+import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +61,9 @@ class Qwen2Config:
     rope_theta: float = 1e6
     max_position_embeddings: int = 32_768
     head_dim: int | None = None  # K; None: D / H
+    attention_bias: bool = True  # on q, k and v
+    qk_norm: bool = False  # RMSNorm on q and k of each head, before rotation (Qwen3)
+    rope_scaling: dict | None = None  # Llama 3's, by the names of its config.json
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -75,9 +82,14 @@ class Qwen2Config:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: expected an even number, rotary positions turn pairs")
 
+    def facts(self) -> dict:
+        """The fields for a record. Those that later versions added are left out at their defaults: old records lack them."""
+        added = {"attention_bias": True, "qk_norm": False, "rope_scaling": None}
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in added or v != added[k]}
 
-# Rows of the paper's table of architectures, then the demo's own. What the paper does not say (rope, norm epsilon,
-# supported context) is taken from the teacher.
+
+# Rows of the paper's table of architectures, then the demo's own. `student_config` puts the teacher's values in the place
+# of vocabulary, rope, norm epsilon and context, of which the paper does not speak. Those here are Qwen1.5's and the demo's.
 PRESETS = {
     "200m": Qwen2Config(768, 2112, 12, 12, 12),  # 203.4M parameters
     "500m": Qwen2Config(1024, 2816, 24, 16, 16),  # 464.0M
@@ -94,7 +106,13 @@ def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
     """positions [T] or [B, T] int64 -> cos, sin [.., T, K] fp32, the angles of the two halves side by side."""
     k = config.head_dim
     exponent = torch.arange(0, k, 2, device=positions.device, dtype=torch.float32) / k
-    angle = positions[..., None].float() * config.rope_theta**-exponent  # [.., T, K / 2]
+    frequency = config.rope_theta**-exponent  # [K / 2] radians per position
+    if scaling := config.rope_scaling:  # low frequencies are divided by `factor`, high ones kept, linear between
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = frequency * scaling["original_max_position_embeddings"] / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / scaling["factor"])
+    angle = positions[..., None].float() * frequency  # [.., T, K / 2]
     angle = torch.cat((angle, angle), -1)
     return angle.cos(), angle.sin()
 
@@ -136,16 +154,20 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Qwen2Config):
         super().__init__()
-        d, k = config.hidden_size, config.head_dim
+        d, k, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = k
-        self.q_proj = Linear(d, config.num_attention_heads * k)
-        self.k_proj = Linear(d, config.num_key_value_heads * k)
-        self.v_proj = Linear(d, config.num_key_value_heads * k)
+        self.q_proj = Linear(d, config.num_attention_heads * k, bias=bias)
+        self.k_proj = Linear(d, config.num_key_value_heads * k, bias=bias)
+        self.v_proj = Linear(d, config.num_key_value_heads * k, bias=bias)
         self.o_proj = Linear(config.num_attention_heads * k, d, bias=False)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(k, config.rms_norm_eps), RMSNorm(k, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)  # [B, T, H or G, K]
         q, k, v = (p.view(heads).transpose(1, 2) for p in linears(x, self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -202,6 +224,13 @@ class Qwen2(nn.Module):
         """The head's weight [V, D]: the embedding's where they are tied."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
+    def cut(self, vocab_size: int) -> None:
+        """Leave out the rows of embedding and head from `vocab_size` on: padding beyond the tokenizer's ids."""
+        if vocab_size < self.config.vocab_size:
+            self.config = dataclasses.replace(self.config, vocab_size=vocab_size)
+            for part in (self.model.embed_tokens, *([] if self.config.tie_word_embeddings else [self.lm_head])):
+                part.weight = nn.Parameter(part.weight[:vocab_size].clone())
+
     def hidden(
         self, idx: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, recompute: bool = False,
         dtype: torch.dtype | None = None,
@@ -243,10 +272,10 @@ class Qwen2(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
-        """A Hugging Face `qwen2` or `llama` checkpoint from a local folder or the hub, weights as `dtype`.
+        """A checkpoint of a family of NATIVE from a local folder or the hub (`owner/name@revision`), weights as `dtype`.
 
         Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
-        architecture, rope scaling, a pickle, and any tensor that is missing, left over or misshapen.
+        architecture, a pickle, and any tensor that is missing, left over or misshapen.
         """
         folder = find_folder(name)
         with torch.device("meta"):
@@ -257,10 +286,7 @@ class Qwen2(nn.Module):
 
     def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
         """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids."""
-        shape = dataclasses.asdict(self.config)
-        if shape["head_dim"] * shape["num_attention_heads"] == shape["hidden_size"]:
-            del shape["head_dim"]  # the default; older readers do not know the key
-        save_folder(Path(folder), shape, self.state_dict(), tokenizer)
+        save_folder(Path(folder), dataclasses.asdict(self.config), self.state_dict(), tokenizer)
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
@@ -268,7 +294,7 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
 
     Drawn on the CPU in fp32 in the order of the state dict, so that a seed means the same bits on every device.
     """
-    config = load_config(shape) if isinstance(shape, str) else shape
+    config = student_config(shape) if isinstance(shape, str) else shape
     with torch.device("meta"):
         model = Qwen2(config)
     model.to_empty(device="cpu")
@@ -282,33 +308,83 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
     return model
 
 
+INLINE = re.compile(r"(?:(\d+)x(\d+)x(\d+)|\s*\{.*)$", re.S)  # a shape in the place of its name
+
+
+def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
+    """A student's shape: a preset's name, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes.
+
+    teacher  the fields of `Qwen2Config` that a preset and a shape without them take from the teacher: vocabulary, rope
+             base and scaling, norm epsilon, context (`lib.teacher.for_students`). None: the preset's own
+    Raises `UserError` for a shape that cannot be read or is impossible.
+    """
+    if shape in PRESETS:
+        return dataclasses.replace(PRESETS[shape], **(teacher or {}))
+    inline = INLINE.match(shape)
+    if not inline:
+        return load_config(shape)
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    try:
+        given = dict(zip(keys, map(int, inline.groups()), strict=True)) if inline[1] else json.loads(shape)
+        unknown = given.keys() - {f.name for f in dataclasses.fields(Qwen2Config)}
+        absent = {*keys, *(() if teacher else ("vocab_size",))} - given.keys()
+        if unknown or absent:
+            problem = f"no such field {min(unknown)!r}" if unknown else f"no {min(absent)}"
+            raise ValueError(f"{problem}; expected {', '.join(keys)}, and others of config.json")
+        width, heads = given["hidden_size"], given["num_attention_heads"]
+        usual = {"intermediate_size": -(-width * 8 // 3 // 64) * 64, "num_key_value_heads": heads}
+        return Qwen2Config(**{**usual, **(teacher or {}), **given})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"student={shape}: {error}") from error
+
+
+NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # its rope scaling
+
+
+def foreign(hf: dict) -> str | None:
+    """What a config.json asks for that this decoder does not compute; None where it computes all."""
+    if hf.get("model_type") not in NATIVE:
+        return f"model_type={hf.get('model_type')!r}, expected one of {', '.join(NATIVE)}"
+    for rope in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default" and (kind != "llama3" or not all(key in rope for key in LLAMA3)):
+            return f"rope scaling {rope}, expected none or Llama 3's"
+    for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False),
+                        ("partial_rotary_factor", 1.0)):  # fmt: skip
+        if hf.get(key, wanted) != wanted:
+            return f"{key}={hf[key]!r}, expected {wanted!r}"
+    return None
+
+
 def load_config(name: str) -> Qwen2Config:
-    """A preset's name, a config.json, a model folder or a hub id -> the shape. `UserError` for others."""
-    if name in PRESETS:
-        return PRESETS[name]
+    """A config.json, a model folder or a hub id -> the shape. `UserError` for a family that is not in NATIVE.
+
+    A Mistral with a window is this decoder for rows up to the window, which is then its context.
+    """
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
     if not path.is_file():
         raise UserError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
     keys, remedy = {"rope_parameters?": dict, "rope_scaling?": dict}, "expected a config.json of the Hugging Face form"
     hf = read_json(path, keys, remedy)
-    kind = hf.get("model_type")
-    if kind not in ("qwen2", "llama"):
-        raise UserError(f"{path}: model_type={kind!r}, expected 'qwen2' or 'llama'; other architectures are not read")
-    rope = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or {}
-    for r in (rope, scaling):
-        if r.get("rope_type", r.get("type", "default")) != "default":
-            raise UserError(f"{path}: rope scaling {r}: expected none; take a checkpoint without it")
-    for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False),
-                        ("partial_rotary_factor", 1.0)):  # fmt: skip
-        if hf.get(key, wanted) != wanted:
-            raise UserError(f"{path}: {key}={hf[key]!r}, expected {wanted!r}; this decoder has no such part")
-    defaults = {"tie_word_embeddings": False, "num_key_value_heads": hf.get("num_attention_heads"), "head_dim": None,
-                "rope_theta": rope.get("rope_theta", 1e4), "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}  # fmt: skip
+    if unlike := foreign(hf):
+        raise UserError(f"{path}: {unlike}; this decoder has no such part")
+    kind, rope = hf["model_type"], {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    scaled = rope.get("rope_type", rope.get("type")) == "llama3"
+    hf = hf | {
+        "attention_bias": kind == "qwen2" or hf.get("attention_bias", False),
+        "qk_norm": kind == "qwen3",
+        "rope_scaling": {"rope_type": "llama3", **{key: rope[key] for key in LLAMA3}} if scaled else None,
+    }
+    defaults = {"tie_word_embeddings": False, "num_key_value_heads": hf.get("num_attention_heads"),
+                "head_dim": 128 if kind == "qwen3" else None, "rope_theta": rope.get("rope_theta", 1e4),
+                "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}  # fmt: skip
     fields = {f.name: hf.get(f.name, defaults.get(f.name)) for f in dataclasses.fields(Qwen2Config)}
-    absent = [k for k, v in fields.items() if v is None and k != "head_dim"]
+    absent = [k for k, v in fields.items() if v is None and k not in ("head_dim", "rope_scaling")]
     if absent:
         raise UserError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
+    if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
+        fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
     try:
         return Qwen2Config(**fields)
     except ValueError as error:

@@ -30,6 +30,9 @@ the first id of a row is passed over, since a row of one id has no target. What 
 row (it may be a lone EOS). A cut depends on `row_len` + 1 ids of the stream and on nothing else: neither on
 batches, nor on workers, nor on where a run was killed.
 
+**Several sources.** `source="a:0.7,b:0.3"` interleaves them by shares of documents: record i comes from the source that is
+furthest behind its share, so the order depends on the shares alone, and on no kill or number of workers.
+
 **Which rows.** The stream ends with the records, or when `train_rows` (+ `val_rows`) rows exist. Its last `val_rows` rows
 are val.bin, all before them train.bin, also where the source ends early, which is said. With `val_share` instead, whole
 documents are held out by the hash of their names (of their text where they have none), and cut as a stream of their own.
@@ -41,6 +44,7 @@ Until then `*.bin.tmp` and `prepare.state` hold the work, which the same command
 
 import contextlib
 import errno
+import functools
 import glob
 import hashlib
 import itertools
@@ -119,21 +123,99 @@ class Source(NamedTuple):
     revision: str | None = None  # hub only: the commit
 
 
-def open_source(name: str, revision: str | None) -> Source:
+def open_sources(cfg: Config) -> tuple[Source, list[dict]]:
+    """The source of `cfg`, or several of them interleaved by their shares -> it, and facts of each where there are several."""
+    parts = mixture(cfg.source)
+    wanted = {"source_revision": cfg.source_revision, "source_config": cfg.source_config,
+              "source_text": cfg.source_text, "source_split": cfg.source_split}  # fmt: skip
+    given = {key: (value or "").split(",") for key, value in wanted.items()}
+    for key, values in given.items():
+        if len(values) not in (1, len(parts)):
+            raise UserError(f"{key}={wanted[key]}: expected one for all, or one for each of the {len(parts)} sources")
+    local = [is_local(name) for name, _ in parts]
+    opened = []
+    for i, (name, _) in enumerate(parts):
+        own = {key: values[i % len(values)] or None for key, values in given.items()}
+        for key in ("source_revision", "source_config", "source_split"):
+            if local[i] and own[key] not in (None, "train"):
+                if len(given[key]) == len(parts) or all(local):
+                    raise UserError(f"{key}={own[key]}: only a hub dataset has one, and source={name} is local")
+                own[key] = None
+        opened.append(open_source(name, *(own[key] for key in given)))
+    if len(parts) == 1:
+        return opened[0], []
+    facts = [{"source": name, "share": share, "sha256": source.sha256, "revision": source.revision}
+             for (name, share), source in zip(parts, opened, strict=True)]  # fmt: skip
+    return interleaved(opened, parts), facts
+
+
+def mixture(text: str) -> list[tuple[str, float]]:
+    """ "a:0.7,b:0.3" -> names and shares, which are scaled to a sum of 1; any other text is one source."""
+    parts = [re.fullmatch(r"\s*(.+):(\d*\.?\d+)\s*", part) for part in text.split(",")]
+    if Path(text).expanduser().exists() or not any(parts):
+        return [(text, 1.0)]
+    if not all(parts) or not all(float(part[2]) for part in parts):
+        raise UserError(f"source={text}: expected a share above 0 for each, like a:0.7,b:0.3")
+    whole = sum(float(part[2]) for part in parts)
+    return [(part[1], float(part[2]) / whole) for part in parts]
+
+
+def interleaved(sources: list[Source], parts: list[tuple[str, float]]) -> Source:
+    """Record i of the mixture comes from the source that is furthest behind its share of i + 1 records.
+
+    So the order is a function of the shares alone. The mixture ends where a source is asked for more than it has.
+    """
+    numbers = range(len(sources))
+
+    def order() -> Iterator[int]:
+        taken = [0 for _ in numbers]
+        for i in itertools.count(1):
+            k = max(numbers, key=lambda k: parts[k][1] * i - taken[k])
+            taken[k] += 1
+            yield k
+
+    def records(skip: int) -> Iterator[tuple[str | None, str]]:
+        chosen = order()
+        before = list(itertools.islice(chosen, skip))
+        streams = [source.records(before.count(k)) for k, source in enumerate(sources)]
+        for k in chosen:
+            record = next(streams[k], None)
+            if record is None:
+                print(f"source={parts[k][0]}: at its end, and so the mixture ends", file=sys.stderr)
+                return
+            yield record
+
+    facts = json.dumps([(share, source.sha256) for (_, share), source in zip(parts, sources, strict=True)])
+    return Source(hashlib.sha256(facts.encode()).hexdigest(), records, lambda: max(s.done() for s in sources))
+
+
+def is_local(name: str) -> bool:
+    """Whether a source is no hub dataset `owner/name@revision`. What looks like a path is never looked for on the hub."""
+    path = Path(name).expanduser()
+    hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) and not name.endswith(SUFFIXES)
+    return name == "python" or path.exists() or not hub or (len(path.parts) > 1 and path.parent.is_dir())
+
+
+def open_source(
+    name: str,
+    revision: str | None = None,
+    config: str | None = None,
+    column: str | None = None,
+    split: str | None = None,
+) -> Source:
     """A source by its name: "python" (its own documentation and library), a local file, folder or glob, or a hub dataset.
 
-    Raises `UserError` where there is nothing to read. What looks like a path is never looked for on the hub.
+    column         of parquet files and hub datasets, field of JSON lines, that holds the text; None: "text"
+    config, split  of a hub dataset; None: the default one, "train"
+    Raises `UserError` where there is nothing to read.
     """
     if not name:
         raise UserError("source=: expected a file, folder, glob or hub dataset")
-    path = Path(name).expanduser()
-    hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not name.endswith(SUFFIXES)
-    local = path.exists() or not hub or (len(path.parts) > 1 and path.parent.is_dir())
-    if revision is not None and (name == "python" or local):
-        raise UserError(f"source_revision={revision}: only a hub dataset has revisions, and source={name} is local")
     if name == "python":
         return _memory_source(python_documents())
-    return _file_source(name) if local else _hub_source(name, revision)
+    if is_local(name):
+        return _file_source(name, column or "text")
+    return _hub_source(name, revision, config, column or "text", split or "train")
 
 
 def python_documents() -> list[tuple[str, str]]:
@@ -168,7 +250,7 @@ def _memory_source(documents: list[tuple[str, str]]) -> Source:
     return Source(digest.hexdigest(), records, lambda: at[0] / len(documents))
 
 
-def _file_source(name: str) -> Source:
+def _file_source(name: str, column: str) -> Source:
     """The records of local files in the order of their names. A folder that contains `train/` gives that part only."""
     root = Path(name).expanduser()
     if root.is_dir():
@@ -193,8 +275,10 @@ def _file_source(name: str) -> Source:
 
     def records(skip: int) -> Iterator[tuple[str | None, str]]:
         at["before"] = 0
-        raw = itertools.chain.from_iterable(_raw_records(f, n, at) for f, n in zip(files, names, strict=True))
-        return itertools.starmap(_parse, itertools.islice(raw, skip, None))  # what is skipped is not parsed
+        raw = itertools.chain.from_iterable(_raw_records(f, n, at, column) for f, n in zip(files, names, strict=True))
+        return itertools.starmap(
+            functools.partial(_parse, column), itertools.islice(raw, skip, None)
+        )  # what is skipped is not parsed
 
     digest = hashlib.sha256()
     for file, inside in zip(files, names, strict=True):
@@ -202,7 +286,7 @@ def _file_source(name: str) -> Source:
     return Source(digest.hexdigest(), records, lambda: (at["before"] + at["tell"]()) / max(total, 1))
 
 
-def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[str | None, object, int]]:
+def _raw_records(file: Path, name: str, at: dict, column: str) -> Iterator[tuple[str | None, object, int]]:
     """The records of one file as arguments of `_parse`: (name, raw record, file, number). `at` holds the progress."""
     import pyarrow
 
@@ -215,11 +299,13 @@ def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[str | None, 
 
             with _readable(file):
                 table = pyarrow.parquet.ParquetFile(raw)
-            if "text" not in table.schema_arrow.names:
-                raise UserError(f"{file}: expected a column 'text', got {', '.join(table.schema_arrow.names)}")
-            for i, batch in enumerate(_told(table.iter_batches(batch_size=1024, columns=["text"]), file)):
+            if column not in table.schema_arrow.names:
+                raise UserError(
+                    f"{file}: expected a column {column!r}, got {', '.join(table.schema_arrow.names)}; set source_text"
+                )
+            for i, batch in enumerate(_told(table.iter_batches(batch_size=1024, columns=[column]), file)):
                 for j, text in enumerate(batch.column(0).to_pylist()):
-                    yield None, {"text": text}, file, 1024 * i + j + 1
+                    yield None, {column: text}, file, 1024 * i + j + 1
         else:
             kind = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
             lines = _lines(pyarrow.CompressedInputStream(raw, kind) if kind else raw, file)
@@ -229,7 +315,9 @@ def _raw_records(file: Path, name: str, at: dict) -> Iterator[tuple[str | None, 
     at.update(before=at["before"] + file.stat().st_size, tell=lambda: 0)
 
 
-def _parse(name: str | None, raw: bytes | dict, file: object, number: int | None) -> tuple[str | None, str]:
+def _parse(
+    column: str, name: str | None, raw: bytes | dict, file: object, number: int | None
+) -> tuple[str | None, str]:
     """A whole file (no number), a JSON line or a record -> (name, text).
 
     A lone surrogate in JSON, which is no character and has no UTF-8, becomes U+FFFD.
@@ -241,10 +329,10 @@ def _parse(name: str | None, raw: bytes | dict, file: object, number: int | None
         record = json.loads(raw) if isinstance(raw, bytes) else raw
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: expected UTF-8{'' if number is None else ' JSON'} ({error})") from error
-    text = record.get("text") if isinstance(record, dict) else None
+    text = record.get(column) if isinstance(record, dict) else None
     if not isinstance(text, str):
         got = {k: type(v).__name__ for k, v in record.items()} if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{where}: expected a field 'text' that holds text, got {got}")
+        raise UserError(f"{where}: expected a field {column!r} that holds text, got {got}; source_text names it")
     if isinstance(raw, bytes) and not text.isascii() and b"\\u" in raw:
         text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     return name, text
@@ -278,10 +366,14 @@ def _readable(file: Path) -> Iterator[None]:
         raise UserError(f"{file}: cannot be read to its end ({error}); fetch it again") from error
 
 
-def _hub_source(name: str, revision: str | None) -> Source:
+def _hub_source(name: str, revision: str | None, config: str | None, column: str, split: str) -> Source:
     """A hub dataset at one commit, so that a killed preparation resumes with the same bytes."""
     import huggingface_hub
 
+    name, _, at = name.partition("@")
+    if at and revision:
+        raise UserError(f"source={name}@{at} with source_revision={revision}: name one revision")
+    revision = revision or at or None
     try:
         commit = huggingface_hub.HfApi().dataset_info(name, revision=revision).sha
     except Exception as error:  # each kind of network failure has a class of its own, which changes with the library
@@ -290,16 +382,18 @@ def _hub_source(name: str, revision: str | None) -> Source:
             f'source={name}: not "python", no local path, and no such dataset on the hub ({reason})'
         ) from error
     digest = hashlib.sha256(f"{name}\0{commit}".encode()).hexdigest()
-    return Source(digest, lambda skip: dataset_records(name, commit, skip), lambda: 0.0, commit)
+    return Source(digest, lambda skip: dataset_records(name, commit, skip, config, column, split), lambda: 0.0, commit)
 
 
-def dataset_records(path: str, revision: str | None, skip: int) -> Iterator[tuple[None, str]]:
-    """The train split of a dataset repository (hub id, or a folder with its layout), streamed in its own order."""
+def dataset_records(
+    path: str, revision: str | None, skip: int, config: str | None = None, column: str = "text", split: str = "train"
+) -> Iterator[tuple[None, str]]:
+    """A split of a dataset repository (hub id, or a folder with its layout), streamed in its own order."""
     import datasets
 
-    stream = datasets.load_dataset(path, split="train", streaming=True, revision=revision)
+    stream = datasets.load_dataset(path, config, split=split, streaming=True, revision=revision)
     for number, record in enumerate(stream.skip(skip) if skip else stream, skip + 1):
-        yield _parse(None, record, path, number)
+        yield _parse(column, None, record, path, number)
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -567,11 +661,16 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     tokenizer = load_tokenizer(name)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     table = token_table(tokenizer)
-    source = open_source(cfg.source, cfg.source_revision)
+    warn_of_chat(name, tokenizer)
+    source, parts = open_sources(cfg)
     recipe = {
         "source": cfg.source,
         "source_revision": source.revision,
         "source_sha256": source.sha256,
+        **({"sources": parts} if parts else {}),
+        "source_config": cfg.source_config,
+        "source_text": cfg.source_text,
+        "source_split": cfg.source_split,
         "n_documents": cfg.n_documents,
         "train_rows": cfg.train_rows,
         "val_rows": cfg.val_rows,
@@ -604,6 +703,17 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         for manifest in _finish(folder, state):
             print(_summary(folder, manifest))
         state_file.unlink()
+
+
+def warn_of_chat(name: str, tokenizer) -> None:
+    """Say so where documents would end with the token that ends a turn of a conversation."""
+    if re.search(r"im_end|eot|turn|\|end\|", tokenizer.eos_token):
+        base = re.sub(r"-it\b", "-pt", re.sub(r"-(Instruct|Chat)\b", "", name, flags=re.I))
+        base = f"{name}-Base" if base == name else base
+        print(
+            f"warning: {name}: documents will end with its eos_token {tokenizer.eos_token}, which ends turns of a chat; for "
+            f"plain text the base model fits, by its usual name {base}", file=sys.stderr,
+        )  # fmt: skip
 
 
 def _write_rows(
@@ -789,7 +899,10 @@ def _manifest(folder: Path, name: str) -> dict:
 
 
 def _same_recipe(folder: Path, old: dict, new: dict) -> None:
-    compared = [key for key in new if key not in ("source", "tokenizer")]  # a place may change, its hash may not
+    old = {"source_text": "text", "source_split": "train", **old}  # older data lack the keys
+    compared = [
+        key for key in new if key not in ("source", "sources", "tokenizer")
+    ]  # a place may change, its hash may not
     differ = [key for key in compared if old.get(key) != new[key]]
     for place in [key.removesuffix("_sha256") for key in differ if key.endswith("_sha256")]:
         differ += [place] * (old.get(place) != new[place])

@@ -39,13 +39,13 @@ from lib.batches import Rows
 from lib.checks import all_finite
 from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
 from lib.figures import figures
-from lib.files import append_line, locked, read_json, read_lines, write_json, writing
+from lib.files import RENAMED, append_line, locked, read_json, read_lines, write_json, writing
 from lib.fused import head_losses
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.histograms import histograms
 from lib.rows import row_order
 from lib.runlog import Clock
-from lib.teacher import Teacher, load_teacher
+from lib.teacher import Teacher, for_students, load_teacher, preset_lines, teacher_size
 from losses import (
     alra_terms,
     check_settings,
@@ -57,7 +57,7 @@ from losses import (
     resolve,
     settings_at,
 )
-from model import PRESETS, Qwen2, init_student, load_config
+from model import INLINE, PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 
 # Keys that may differ when a run goes on: they change what is done where, when and how fast, not what is learnt. Of data,
 # teacher and tokenizer the content is compared instead (SAME_FACTS); only prepare.py reads the last ones.
@@ -65,7 +65,7 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
              "keep_checkpoints", "out_dir", "device", "teacher_device", "recompute", "compile", "repeat_rows",
              "data_dir", "teacher", "tokenizer",
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
-             "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
+             "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
              "bos"}  # fmt: skip
 RUN_KEYS = {"config": {"methods": list}}  # of run.json
 STATE_KEYS = {"config?": dict, "sums": {"*": float}, **dict.fromkeys(runlog.CLOCK_KEYS, float)}  # of a checkpoint
@@ -146,7 +146,7 @@ class Batch(NamedTuple):
 
 
 def open_data(cfg: Config, name: str) -> Rows:
-    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, load_config(cfg.student).vocab_size)
+    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, student_shape(cfg).vocab_size)
 
 
 def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
@@ -179,14 +179,8 @@ def open_teacher(cfg: Config, env: Env) -> Teacher | None:
         return None
     if cfg.teacher is None:
         raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
-    t, s = load_config(cfg.teacher).vocab_size, load_config(cfg.student).vocab_size
-    if t != s:
-        raise ConfigError(
-            f"teacher={cfg.teacher}: vocabulary of {t:,}, student={cfg.student} has {s:,}; logits are matched token by "
-            "token, so they must be equal"
-        )
     place = pick_device(cfg.teacher_device) if cfg.teacher_device else env.device
-    return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile)
+    return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile, student_shape(cfg).vocab_size)
 
 
 # --- students --------------------------------------------------------------------------------------------------------
@@ -236,26 +230,60 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     return Student(name, model, optimizer, folder, overrides, sha, cfg.lr_factor(name))
 
 
+def student_shape(cfg: Config) -> Qwen2Config:
+    """The students' shape. A preset or an inline shape takes from the teacher what it does not say.
+
+    A vocabulary beyond the teacher's is cut to it (`check_vocabulary` sees to it that this is padding).
+    """
+    return _student_shape(cfg.student, cfg.teacher, any(map(needs_teacher, cfg.methods)))
+
+
+@functools.cache
+def _student_shape(student: str, teacher: str | None, matched: bool) -> Qwen2Config:
+    given = for_students(teacher)
+    shape = student_config(student, given)
+    most = given["vocab_size"] if given and matched else shape.vocab_size
+    return dataclasses.replace(shape, vocab_size=min(shape.vocab_size, most))
+
+
 def first_weights(cfg: Config) -> Qwen2:
     """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
     if cfg.student_weights is None:
-        return init_student(cfg.student, cfg.seed)
-    return Qwen2.from_pretrained(cfg.student_weights).requires_grad_(True).train()
+        return init_student(student_shape(cfg), cfg.seed)
+    model = Qwen2.from_pretrained(cfg.student_weights)
+    model.cut(student_shape(cfg).vocab_size)
+    return model.requires_grad_(True).train()
 
 
 def overrides_at(s: Student, step: int, cfg: Config) -> dict:
-    """A student's overrides in update `step`, with the settings that move. `kd_schedule` moves w_kd and w_ce = 1 - w_kd."""
-    now = {**s.overrides, **settings_at(s.name, step, cfg.schedule_steps, **s.overrides)}
-    if cfg.kd_schedule == "constant" or not needs_teacher(s.name):
-        return now
+    """A student's overrides in update `step`, with the settings that move."""
+    return {**s.overrides, **settings_at(s.name, step, cfg.schedule_steps, **s.overrides)}
+
+
+def objective_at(s: Student, step: int, cfg: Config) -> Callable:
+    """A student's objective in update `step`. `w_kd_schedule` moves w_kd and w_ce = 1 - w_kd (PD, Eq. 1)."""
+    objective = evaluator(s.name, cfg.group, cfg.compile, **overrides_at(s, step, cfg))
+    if cfg.w_kd_schedule == "constant" or not needs_teacher(s.name):
+        return objective
     w_kd = kd_weight(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
-    return {**now, "w_kd": w_kd, "w_ce": 1.0 - w_kd}
+    # a tensor, so that one compiled graph serves every weight; filled, since a copy would make the host wait
+    return functools.partial(objective, w_kd=torch.full((), w_kd, dtype=torch.float64, device=s.model.head.device))
 
 
 def learning_rate(step: int, cfg: Config) -> float:
-    """The rate of update `step`, counted from 0: linear to `lr` at the last warm-up update, then cosine to `min_lr`."""
+    """The rate of update `step`, counted from 0: linear to `lr` at the last warm-up update, then by `lr_schedule`.
+
+    cosine    falls to `min_lr` at the schedule's last update
+    wsd       stays, and falls linearly to `min_lr` over the last 10 % of the schedule
+    constant  stays
+    """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
+    if cfg.lr_schedule == "constant":
+        return cfg.lr
+    if cfg.lr_schedule == "wsd":
+        left = (cfg.schedule_steps - step - 1) / (0.1 * cfg.schedule_steps)
+        return cfg.min_lr + (cfg.lr - cfg.min_lr) * min(left, 1.0)
     part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
 
@@ -271,7 +299,7 @@ def update(
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over each
     one's valid positions, however they are dealt out to micro-batches and processes.
     """
-    objectives = [evaluator(s.name, cfg.group, cfg.compile, **overrides_at(s, step, cfg)) for s in students]
+    objectives = [objective_at(s, step, cfg) for s in students]
     n_micro, n_valid = cfg.batch_rows // cfg.micro_batch, 0  # over all processes
     for x, y, n, h_t in itertools.islice(stream, n_micro // env.world):
         n_valid += n
@@ -388,6 +416,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
 
 def run(loaded: configure.Loaded) -> int:
     """A whole run -> its exit code: 0 when every student reached the end, or a signal asked for an early one."""
+    _student_shape.cache_clear()  # folders may have changed since a run before in this process
     env, asked = Env(loaded.config), loaded.config.micro_batch
     cfg = dataclasses.replace(loaded.config, micro_batch=choose_micro_batch(loaded.config, env))
     if asked and cfg.micro_batch != asked:
@@ -406,6 +435,7 @@ def run(loaded: configure.Loaded) -> int:
             "ask for fewer steps, prepare more rows, or set repeat_rows=True"
         )
     tokenizer = open_tokenizer(cfg, rows)
+    check_vocabulary(cfg, tokenizer, env)
     check_rows(rows, val, cfg)
     try:
         teacher = open_teacher(cfg, env)
@@ -532,8 +562,8 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
 
 def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -> float:
     """The run's own arithmetic per token; the teacher counts once."""
-    flops = n_students * runlog.flops_per_token(load_config(cfg.student), cfg.seq_len, trained=True)
-    return flops + (runlog.flops_per_token(teacher.model.config, cfg.seq_len, trained=False) if teacher else 0.0)
+    flops = n_students * runlog.flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
+    return flops + (teacher.flops_per_token(cfg.seq_len) if teacher else 0.0)
 
 
 def log_validation(live: list[Student], found: dict[str, dict], step: int, env: Env) -> None:
@@ -573,8 +603,8 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
 
 def expected_bytes(cfg: Config, env: Env) -> tuple[int, int]:
     """Peak memory of the run on each device -> (bytes at any micro_batch, bytes more for each row of a micro-batch)."""
-    teacher = load_config(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None
-    student, width = load_config(cfg.student), env.dtype.itemsize
+    teacher = teacher_size(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None
+    student, width = student_shape(cfg), env.dtype.itemsize
     return run_bytes(student, len(cfg.methods), teacher, cfg.seq_len, cfg.group, width, cfg.recompute)
 
 
@@ -614,22 +644,22 @@ def holds_weights(name: str) -> bool:
 
 def check_student(cfg: Config, env: Env) -> None:
     """Check that `student_weights` have the student's shape; say so where a `student` folder's weights are not used."""
-    shape = load_config(cfg.student)
-    for key in ("student", *["teacher"] * any(map(needs_teacher, cfg.methods))):
-        most = load_config(getattr(cfg, key)).max_position_embeddings if getattr(cfg, key) else cfg.seq_len
-        if cfg.seq_len > most:
-            raise ConfigError(
-                f"seq_len={cfg.seq_len}: {key}={getattr(cfg, key)} takes max_position_embeddings={most} at most"
-            )
+    shape = student_shape(cfg)
+    if cfg.seq_len > shape.max_position_embeddings:
+        raise ConfigError(
+            f"seq_len={cfg.seq_len}: student={cfg.student} supports {shape.max_position_embeddings} positions; set less"
+        )
     if cfg.student_weights is not None:
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
         for key, value in vars(there).items():
-            if value != getattr(shape, key):
+            if value != getattr(shape, key) and not (key == "vocab_size" and value > shape.vocab_size):
                 raise ConfigError(
                     f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in "
                     f"student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
                 )
-    elif cfg.student not in PRESETS and not cfg.student.endswith(".json") and holds_weights(cfg.student):
+    elif not (cfg.student in PRESETS or INLINE.match(cfg.student) or cfg.student.endswith(".json")) and holds_weights(
+        cfg.student
+    ):
         env.say(
             f"student={cfg.student}: only the shape is taken from there, the weights are drawn anew; "
             f"--student_weights={cfg.student} starts from its weights"
@@ -639,15 +669,11 @@ def check_student(cfg: Config, env: Env) -> None:
 def check_methods(cfg: Config, device: torch.device) -> None:
     """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
-        check_settings(name, load_config(cfg.student).vocab_size, **cfg.overrides_of(name))
+        check_settings(name, student_shape(cfg).vocab_size, **cfg.overrides_of(name))
     taken = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
     unused = [name for name in cfg.hyper if name not in taken]
     if unused:
         raise ConfigError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")
-    if cfg.kd_schedule != "constant" and cfg.compile:
-        raise ConfigError(
-            "kd_schedule=wsd with compile=True: every new weight would be compiled anew; set compile=False"
-        )
     for name in cfg.methods if cfg.compile else ():
         first, last = (settings_at(name, step, 1, **cfg.overrides_of(name)) for step in (0, 1))
         if first != last:
@@ -672,8 +698,8 @@ def check_rows(rows: Rows, val: Rows, cfg: Config) -> None:
     val.check()
 
 
-def open_tokenizer(cfg: Config, rows: Rows):
-    """Load the run's tokenizer; check it against the rows and against the student's vocabulary."""
+def open_tokenizer(cfg: Config, rows: Rows) -> PreTrainedTokenizerFast:
+    """Load the run's tokenizer; check it against the rows, and the one of `student_weights` against it."""
     name = cfg.tokenizer or cfg.teacher
     if name is None:
         raise ConfigError(
@@ -684,12 +710,38 @@ def open_tokenizer(cfg: Config, rows: Rows):
         raise ConfigError(
             f"tokenizer {name}: not the one that {cfg.data_dir} was prepared with; prepare again or name that one"
         )
-    n, v = len(tokenizer), load_config(cfg.student).vocab_size
-    if n > v:
-        raise ConfigError(
-            f"student={cfg.student}: vocabulary of {v:,}, but the tokenizer {name} has {n:,} tokens; take a larger one"
-        )
+    if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file():
+        token = {i: t for t, i in tokenizer.get_vocab().items()}
+        for t, i in load_tokenizer(cfg.student_weights).get_vocab().items():
+            if token.get(i, t) != t:
+                raise ConfigError(
+                    f"student_weights={cfg.student_weights}: id {i} is {t!r} to its tokenizer, {token[i]!r} to {name}; start "
+                    "from weights with the same tokenizer"
+                )
     return tokenizer
+
+
+def check_vocabulary(cfg: Config, tokenizer: PreTrainedTokenizerFast, env: Env) -> None:
+    """Check that teacher and student have a row for each of the tokenizer's ids; say what is cut of the larger one."""
+    given = for_students(cfg.teacher)
+    n, s = max(tokenizer.get_vocab().values()) + 1, student_config(cfg.student, given).vocab_size
+    if n > s:
+        raise ConfigError(
+            f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; take a larger one"
+        )
+    if given is None or not any(map(needs_teacher, cfg.methods)):
+        return
+    t, length = given["vocab_size"], given.get("max_position_embeddings")
+    if n > t:
+        raise ConfigError(
+            f"teacher={cfg.teacher}: vocabulary of {t:,}, but the tokenizer has {n:,} tokens; logits are matched token by token"
+        )
+    if t != s:
+        env.say(
+            f"vocabulary: {t:,} of the teacher and {s:,} of the student are cut to {min(t, s):,}; the tokenizer has {n:,} ids"
+        )
+    if length and cfg.seq_len > length:
+        raise ConfigError(f"seq_len={cfg.seq_len}: teacher={cfg.teacher} supports {length} positions; set less")
 
 
 # --- the run's folder ------------------------------------------------------------------------------------------------
@@ -703,7 +755,7 @@ def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.devi
         "val_sha256": val.manifest["sha256"],
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
         "teacher_sha256": weights_hash(teacher.model) if teacher else None,
-        "teacher_shape": dataclasses.asdict(teacher.model.config) if teacher else None,  # the hash is of weights alone
+        "teacher_shape": teacher.shape if teacher else None,  # the hash is of weights alone
         **runlog.machine_facts(device),
     }
 
@@ -744,8 +796,11 @@ def ended(s: Student, cfg: Config) -> bool:
 
 def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> None:
     """`ConfigError` unless the facts `before`, of run.json or of a checkpoint, are of this very run."""
-    there, here = config_of(before) if "config" in before else {}, json.loads(json.dumps(dataclasses.asdict(cfg)))
-    compared = [key for key in here if key not in FREE_KEYS] if there else []  # older checkpoints have no config
+    there, here = config_of(before) if "config" in before else {}, dataclasses.asdict(cfg)
+    there, here = json.loads(
+        json.dumps([dataclasses.asdict(Config()) | there, here])
+    )  # what older runs lack was at its default
+    compared = [key for key in here if key not in FREE_KEYS and "config" in before]  # older checkpoints have none
     differs = [f"{key}={there.get(key)!r} there, {here[key]!r} here" for key in compared if there.get(key) != here[key]]
     differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
     if differs:
@@ -754,7 +809,7 @@ def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> Non
 
 def config_of(run: dict) -> dict:
     """The config in a run.json. Older ones have the settings as keys of their own, for all methods at once."""
-    config = dict(run["config"])
+    config = {RENAMED.get(key, key): value for key, value in run["config"].items()}
     if "hyper" not in config:
         old = {key: value for key, value in config.items() if key not in configure.TYPES and value is not None}
         hyper = {name: {key: old[key] for key in old if key in keywords(name)} for name in config["methods"]}
@@ -842,7 +897,7 @@ def open_folder(
 
 
 def main() -> None:
-    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], method_lines()))))
+    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], method_lines(), preset_lines))))
 
 
 if __name__ == "__main__":

@@ -73,11 +73,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def run_bytes(
-    student: Qwen2Config, n_students: int, teacher: Qwen2Config | None, seq_len: int, group: int, width: int, recompute: bool
+    student: Qwen2Config, n_students: int, teacher: tuple | None, seq_len: int, group: int, width: int, recompute: bool
 ) -> tuple[int, int]:  # fmt: skip
     """Peak memory of a run on one device -> (bytes at any micro_batch, bytes more for each row of a micro-batch).
 
-    width  bytes of an activation: 2 for bfloat16
+    teacher  its parameters, D and F (`lib.teacher.teacher_size`), or None
+    width    bytes of an activation: 2 for bfloat16
 
     With P parameters, L layers, T inputs per row, D width, F width inside the MLP, HK and GK widths of queries and keys:
 
@@ -95,8 +96,9 @@ def run_bytes(
     kept = c.num_hidden_layers * (c.hidden_size if recompute else layer) + recompute * layer + 5 * c.hidden_size
     per_row = n_students * width * seq_len * kept
     if teacher:
-        fixed += width * count(teacher)
-        per_row += width * seq_len * (9 * teacher.hidden_size + 4 * teacher.intermediate_size)
+        n_params, wide, inner = teacher
+        fixed += width * n_params
+        per_row += width * seq_len * (9 * wide + 4 * inner)
     return fixed, per_row
 
 

@@ -21,23 +21,31 @@ from lib.files import UserError, first_line, read_json
 INIT_STD = 0.02  # of a student's first weights
 
 
-def find_folder(name: str) -> Path:
-    """A local folder, or the local copy of a hub repository `owner/name` (downloaded if need be).
+def find_folder(name: str, download: bool = True) -> Path:
+    """A local folder, or the local copy of a hub repository `owner/name@revision` (downloaded if need be).
 
+    A revision is a branch, tag or commit; without one it is the default branch.
     The folder of a student, as train.py makes it, stands for the `model/` inside.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         inside = folder / "model"
         return inside if (inside / "config.json").is_file() and not (folder / "config.json").is_file() else folder
-    if name.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
-        raise UserError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name'")
+    repository, _, revision = name.partition("@")
+    if repository.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
+        raise UserError(
+            f"{name}: no such folder; expected a local model folder or a hub id 'owner/name' or 'owner/name@revision'"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=wanted, local_files_only=not download
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().splitlines()[0]
         raise UserError(f"{name}: no such local folder, and the hub did not give it ({why})") from error
@@ -122,29 +130,35 @@ def tensors_hash(tensors: dict[str, Tensor]) -> str:
 def save_folder(
     folder: Path, shape: dict, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast | None
 ) -> None:
-    """Write a `qwen2` decoder as a folder for transformers. It appears whole or not at all.
+    """Write a decoder as a folder for transformers. It appears whole or not at all.
 
-    `AutoTokenizer` reads every tokenizer beside a `qwen2` model as Qwen's own. With another tokenizer the same decoder is
-    therefore written as a `llama` with `attention_bias`, with a zero bias on the attention's output.
+    With norms on q and k it is a `qwen3`, without biases a `llama`, else a `qwen2`. But `AutoTokenizer` reads every tokenizer
+    beside a `qwen2` model as Qwen's own. With another tokenizer the same decoder is therefore written as a `llama` with
+    `attention_bias`, with a zero bias on the attention's output.
 
-    shape  the fields of config.json that describe the decoder
+    shape  the fields of the decoder's config
     """
     new, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    kind, name, parts = "qwen2", "Qwen2ForCausalLM", {"use_sliding_window": False}
-    ends = {}
+    bias, qk_norm, ends, qwens = shape.pop("attention_bias"), shape.pop("qk_norm"), {}, True
     if tokenizer is not None:
         tokenizer.save_pretrained(new)
         eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-        ends = {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
-        if not is_qwens(tokenizer, new):
-            kind, name, parts = "llama", "LlamaForCausalLM", {"attention_bias": True}
-            zeros = torch.zeros_like(weights["model.norm.weight"], device="cpu")
-            weights = weights | {bias: zeros.clone() for bias in output_biases(weights)}
+        ends, qwens = {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}, is_qwens(tokenizer, new)
+    kind = "qwen3" if qk_norm else "qwen2" if bias and qwens else "llama"
+    parts = {"attention_bias": bias} if kind != "qwen2" else {}
+    parts |= {"use_sliding_window": False} if kind != "llama" else {}
+    if bias and kind != "qwen2":
+        zeros = torch.zeros_like(weights["model.norm.weight"], device="cpu")
+        weights = weights | {bias: zeros.clone() for bias in output_biases(weights)}
+    if shape["head_dim"] * shape["num_attention_heads"] == shape["hidden_size"] and kind != "qwen3":
+        del shape["head_dim"]  # the default; older readers do not know the key
+    if shape["rope_scaling"] is None:
+        del shape["rope_scaling"]
     dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
     facts = {
-        "architectures": [name],
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
         "hidden_act": "silu",
         "torch_dtype": dtype,
@@ -168,16 +182,10 @@ def save_folder(
 def read_weights(model: nn.Module, folder: Path) -> None:
     """Copy a folder's safetensors into `model`, tensor by tensor: every tensor once, none left over.
 
-    A `llama` has no bias on q, k and v, which is a zero bias here; or, with `attention_bias`, a further one on the
-    attention's output, which must be zero.
+    Where `attention_bias` stands in config.json, so does a bias on the attention's output, which must be zero.
     """
-    facts, wanted = read_json(folder / "config.json", {"model_type": str}), dict(model.state_dict())
-    zeros = set()
-    if facts["model_type"] == "llama" and facts.get("attention_bias"):
-        zeros = output_biases(wanted)
-    elif facts["model_type"] == "llama":
-        for name in [n for n in wanted if n.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias"))]:
-            wanted.pop(name).zero_()
+    wanted = dict(model.state_dict())
+    zeros = output_biases(wanted) if read_json(folder / "config.json").get("attention_bias") else set()
     absent, twin, tied = wanted.keys() | zeros, None, "lm_head.weight" not in wanted
     for file in weight_files(folder):
         for name in tensor_names(file):

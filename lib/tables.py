@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.figures import FIGURES, bootstrap
-from lib.files import UserError, first_line, read_json
+from lib.files import RENAMED, UserError, first_line, read_json
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import differences as paired
 from lib.stats import estimate, p_text
@@ -86,7 +86,7 @@ RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nomin
 MAY_DIFFER = {
     "methods", "student", "seed", "hyper",  # rows and tables of their own; initial weights compared by seed
     "teacher", "tokenizer",  # places: the hashes are compared
-    "data_dir", "source", "source_revision", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
+    "data_dir", "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
     "bos", "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
     "micro_batch", "device", "teacher_device", "recompute", "compile",  # speed and memory
     "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
@@ -240,13 +240,14 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
 def differences(results: list[dict], defaults: dict) -> list[str]:
     """Facts that must be equal but differ, each with two results as an example. A fact that is None does not apply."""
     seen, out = {}, []
-    keys = sorted({*defaults}.union(*(r["run"]["config"] for r in results if r["run"])) - MAY_DIFFER - OLD_SETTINGS)
-    for r in results:
+    configs = [{RENAMED.get(k, k): v for k, v in r["run"]["config"].items()} if r["run"] else {} for r in results]
+    keys = sorted({*defaults}.union(*configs) - MAY_DIFFER - OLD_SETTINGS)
+    for r, config in zip(results, configs, strict=True):
         run, found = r["run"] or {}, r["intrinsic"] or {}
         protocol = {key: value for key, value in r["protocol"].items() if r["tasks"] or key == "dtype"}
         facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in protocol.items()}
         facts |= {key: run.get(key) for key in RUN_FACTS}
-        facts |= {key: str((defaults | run["config"]).get(key, "not there")) for key in keys if run}
+        facts |= {key: str((defaults | config).get(key, "not there")) for key in keys if run}
         facts |= {f"{key} of seed {seed_of(r)}": run.get(key) for key in ("init_sha256", "valid_tokens")}
         for name, scores in r["tasks"].items():
             facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}

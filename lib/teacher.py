@@ -1,35 +1,186 @@
 """The frozen teacher: its last hidden states and its head are all that a run needs of it.
 
-Hidden states travel between devices, not logits: V / D times fewer bytes.
+Families of `model.NATIVE` are computed by our own decoder, every other one by transformers. Hidden states travel between
+devices, not logits: V / D times fewer bytes.
 """
 
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
-from model import Qwen2
+import torch
+import transformers
+from torch import Tensor, nn
+
+from lib.device import count
+from lib.files import UserError, read_json
+from lib.hf import find_folder, weight_files
+from lib.runlog import flops_per_token
+from model import PRESETS, Qwen2, foreign, load_config, student_config
+
+# Keys of config.json by which logits are more than hidden states times head, with the values that change nothing.
+BENT = {"final_logit_softcapping": (None, 0.0), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
+# What a student's shape takes from its teacher.
+TAKEN = ("vocab_size", "rope_theta", "rope_scaling", "rms_norm_eps", "max_position_embeddings")
 
 
 class Teacher:
     """A frozen model, on a device of its own if need be; what it returns is on the students' device."""
 
-    def __init__(self, model: Qwen2, home: torch.device):
-        self.model, self.home = model, home
-        self.head = model.head.to(home)  # [V, D]; the same tensor where teacher and students share a device
+    def __init__(self, model: nn.Module, home: torch.device, vocab_size: int | None = None):
+        self.model, self.home, self.native = model, home, isinstance(model, Qwen2)
+        head = model.head if self.native else model.get_output_embeddings().weight
+        self.head = head[:vocab_size].to(home)  # [V, D]; the same tensor where teacher and students share a device
 
     @torch.no_grad()
     def hidden(self, idx: Tensor) -> Tensor:
         """Token ids [B, T] on any device -> last hidden states [B, T, D] on the students' device."""
-        return self.model.hidden(idx.to(self.model.head.device, non_blocking=True)).to(self.home, non_blocking=True)
+        idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
+        h = self.model.hidden(idx) if self.native else self.model.base_model(idx, use_cache=False)[0]
+        return h.to(self.home, non_blocking=True)
+
+    @property
+    def shape(self) -> dict:
+        """The shape as a run's folder keeps it: with the hash of the weights, all that the teacher's output depends on."""
+        if self.native:
+            return self.model.config.facts()
+        places = ("_name_or_path", "transformers_version", "dtype", "architectures")
+        return {key: value for key, value in self.model.config.to_diff_dict().items() if key not in places}
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of one token's forward pass. By transformers: two per weight that multiplies it, attention's scores left out."""
+        if self.native:
+            return flops_per_token(self.model.config, seq_len, trained=False)
+        config, embedding = self.model.config.get_text_config(), self.model.get_input_embeddings().weight
+        chosen = getattr(config, "num_experts_per_tok", None) or 1
+        weights = sum(p.numel() * (min(chosen / len(p), 1) if p.ndim == 3 else 1) for p in self.model.parameters())
+        tied = embedding is self.model.get_output_embeddings().weight
+        return 2.0 * (weights - (0 if tied else embedding.numel()))
 
 
 def load_teacher(
-    name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False
-) -> Teacher:
-    """A teacher from a local folder or hub id, with weights as `dtype` on `device`; `home` is the students' device.
+    name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False,
+    vocab_size: int | None = None,
+) -> Teacher:  # fmt: skip
+    """A teacher from a local folder or hub id `owner/name@revision`, frozen.
 
-    compile  run its layers under torch.compile
+    dtype       of its weights and activations
+    device      where it computes; `home` is the students' device (None: the same)
+    compile     run the layers of a native one under torch.compile
+    vocab_size  rows of the head to keep (None: all); the others are padding
+
+    Raises `UserError` for a folder without safetensors, a model whose logits are not its last hidden states times its
+    head, and one whose hidden states depend on later tokens.
     """
-    model = Qwen2.from_pretrained(name, dtype=dtype, device=device)
-    if compile:
-        model.compile_layers()
-    return Teacher(model, home or device)
+    folder, home = find_folder(name), home or device
+    if is_native(name):
+        model = Qwen2.from_pretrained(name, dtype=dtype, device=device)
+        if compile:
+            model.compile_layers()
+        return Teacher(model, home, vocab_size)
+    config = foreign_config(name)
+    weight_files(folder)  # refuses a pickle and a missing shard
+    try:
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"{name}: transformers does not load it ({_first_line(error)}); take another teacher"
+        ) from error
+    if told["missing_keys"]:  # transformers would draw them
+        raise UserError(f"{name}: missing tensor {min(told['missing_keys'])}; the checkpoint is not whole")
+    model = model.to(device).requires_grad_(False).eval()
+    check_logits(name, model)
+    return Teacher(model, home, vocab_size)
+
+
+def is_native(name: str) -> bool:
+    return not foreign(read_json(find_folder(name) / "config.json"))
+
+
+def foreign_config(name: str) -> transformers.PretrainedConfig:
+    """The config of a model that transformers computes. `UserError` for one that cannot be a teacher."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(find_folder(name), trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(
+            f"{name}: transformers does not know it ({_first_line(error)}); take another teacher"
+        ) from error
+    if config.is_encoder_decoder:
+        raise UserError(f"{name}: {config.model_type} is an encoder-decoder; expected a decoder alone")
+    for key, idle in BENT.items():
+        value = getattr(config.get_text_config(), key, None)
+        if value not in idle:
+            raise UserError(f"{name}: {key}={value}: its logits are not hidden states times head; take another teacher")
+    return config
+
+
+@torch.no_grad()
+def check_logits(name: str, model: nn.Module) -> None:
+    """Check on a few tokens that logits are last hidden states times head, and that no token sees a later one."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UserError(f"{name}: {type(model).__name__} has no output embedding; expected a language model")
+    if getattr(head, "bias", None) is not None:
+        raise UserError(f"{name}: its head has a bias: logits are not hidden states times head; take another teacher")
+    idx = torch.arange(2, 16, device=head.weight.device).repeat(2, 1) % len(head.weight)
+    idx[1, -1] = 0  # the rows differ in their last token
+    h, z = model.base_model(idx, use_cache=False)[0], model(idx, use_cache=False).logits
+    most = 1e-4 if z.dtype == torch.float32 else 2e-2  # of the norm, by rounding
+    if (h @ head.weight.T - z).float().norm() > most * z.float().norm():
+        raise UserError(f"{name}: its logits are not hidden states times head; take another teacher")
+    if (h[0, :-1] - h[1, :-1]).float().norm() > most * h.float().norm():
+        raise UserError(f"{name}: its hidden states depend on later tokens; expected a model that reads left to right")
+
+
+def for_students(name: str | None) -> dict | None:
+    """The fields TAKEN of a teacher that a student's shape takes from it; None without a teacher.
+
+    One that transformers computes may lack some (a LayerNorm has no RMSNorm's epsilon): the preset keeps its own.
+    """
+    if name is None:
+        return None
+    if is_native(name):
+        shape = load_config(str(find_folder(name) / "config.json"))  # never a preset of the same name
+        return {key: getattr(shape, key) for key in TAKEN}
+    config = foreign_config(name).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = {key: rope.get(key) if "rope" in key else getattr(config, key, None) for key in TAKEN}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def preset_lines(teacher: str | None) -> list[str]:
+    """Lines for `--help`: shapes of students, with their parameters at the vocabulary of a teacher that is at hand."""
+    try:
+        given, at = for_students(teacher and str(find_folder(teacher, download=False))), teacher
+    except UserError:
+        given, at = None, None
+    lines = [f"students (--student), with parameters at {f'the vocabulary of {at}' if at else 'their own vocabulary'}"]
+    for name in PRESETS:
+        shape = student_config(name, given)
+        sizes = f"width {shape.hidden_size}, {shape.num_hidden_layers} layers, {shape.num_attention_heads} heads"
+        lines.append(f"    {name:<14}{count(shape) / 1e6:9.1f}M  {sizes}, vocabulary {shape.vocab_size:,}")
+    return [*lines, "    or 512x8x8 (width x layers x heads), or a JSON object of keys of config.json"]
+
+
+class Size(NamedTuple):
+    n_params: int
+    hidden_size: int  # D
+    intermediate_size: int  # width inside the MLP
+
+
+def teacher_size(name: str) -> Size:
+    """The numbers of a teacher that memory depends on, without loading it."""
+    with torch.device("meta"):
+        if is_native(name):
+            return size(Qwen2(load_config(str(find_folder(name) / "config.json"))))
+        return size(transformers.AutoModelForCausalLM.from_config(foreign_config(name)))
+
+
+def size(model: nn.Module) -> Size:
+    config = model.config if isinstance(model, Qwen2) else model.config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return Size(sum(p.numel() for p in model.parameters()), config.hidden_size, inner)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,9 +1,11 @@
 """The fused head and loss against the plain path: values, gradients, batches cut in every way, several students."""
 
+import functools
 import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import losses
 from lib import fused
@@ -269,6 +271,27 @@ def test_compiled_it_refuses_as_plainly():
     with pytest.raises(ValueError, match=r"got 61 at \[0, 2\]"):
         fused_head_loss(*inputs, y.index_fill(1, torch.tensor(2), V), "tad", compile=True)
     assert len({losses.evaluator(name, compile=True) for name in ("tad", "rld", "tad")}) == 2  # one of each
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
+@pytest.mark.parametrize("name", ["pd", "alra"])
+def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
+    counter, compile = torch._dynamo.testing.CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, options, **keys: compile(function, backend=counter, **keys))
+    losses._compiled.cache_clear()
+    h_s, w_s, h_t, w_t, y = case()
+    for w_kd in (0.0, 0.3, 1.0):
+        tensor = {"w_kd": torch.tensor(w_kd, dtype=torch.float64)}
+        expected, terms = plain(h_s, w_s, h_t, w_t, y, name, w_kd=w_kd, w_ce=1 - w_kd)
+        wanted = torch.autograd.grad(expected, (h_s, w_s))
+        for compiled in (True, False):
+            evaluate = functools.partial(losses.evaluator(name, compile=compiled), **tensor)
+            loss, found = fused.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)[0]
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(torch.autograd.grad(loss, (h_s, w_s)), wanted, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(found["kd"].float(), terms["kd"], rtol=1e-5, atol=1e-6)
+    losses._compiled.cache_clear()
+    assert counter.frame_count == 1
 
 
 def test_compiled_settings_are_checked_once_for_a_vocabulary(monkeypatch):

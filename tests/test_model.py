@@ -228,7 +228,7 @@ def test_a_tied_head_stored_twice_is_read_where_it_is_the_same(folder):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2', expected 'qwen2' or 'llama'"),
+        ({"model_type": "gpt2"}, "model_type='gpt2', expected one of qwen2, qwen3, llama, mistral"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
@@ -276,12 +276,17 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_no_is_one_line(monke
     monkeypatch.setattr(
         huggingface_hub,
         "snapshot_download",
-        lambda name, allow_patterns: asked.append((name, allow_patterns)) or folder,
+        lambda name, allow_patterns, **keys: asked.append((name, allow_patterns, keys)) or folder,
     )
     assert Qwen2.from_pretrained("owner/name").config == SMALL
+    assert asked[0][2] == {"revision": None, "local_files_only": False}
+    find_folder("EleutherAI/pythia-410m@step1000")
+    assert asked[1][::2] == ("EleutherAI/pythia-410m", {"revision": "step1000", "local_files_only": False})
+    find_folder("owner/name@refs/pr/1", download=False)
+    assert asked[2][::2] == ("owner/name", {"revision": "refs/pr/1", "local_files_only": True})
     assert asked[0][0] == "owner/name" and "*.safetensors" in asked[0][1] and not any(".bin" in p for p in asked[0][1])
 
-    def no(name, allow_patterns):
+    def no(name, allow_patterns, **keys):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no)

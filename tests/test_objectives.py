@@ -213,7 +213,7 @@ def test_standardized_logits():
 
 
 def test_taids_t_moves_over_the_run():
-    cfg = SimpleNamespace(kd_schedule="constant", schedule_steps=1000)
+    cfg = SimpleNamespace(schedule_steps=1000)
     at = lambda name, step, **of: train.overrides_at(train.Student(name, None, None, None, of, ""), step, cfg)  # noqa: E731
     assert [at("taid", step)["t"] for step in (0, 500, 1000)] == pytest.approx([0.4, 0.7, 1.0])
     assert at("taid", 500, t=0.2, t_end=0.4, w_ce=1.0) == {"t": pytest.approx(0.3), "t_end": 0.4, "w_ce": 1.0}
@@ -230,7 +230,7 @@ def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
     whole = torch.compile(
-        lambda *z: losses._evaluate(METHODS[name], True, *z), backend="eager", fullgraph=True, dynamic=False
+        lambda *z: losses._evaluate(METHODS[name], torch.float32, *z), backend="eager", fullgraph=True, dynamic=False
     )
     loss, _, dz = whole(z_s, z_t, y)
     expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -533,17 +534,116 @@ def test_a_hub_dataset_is_read_at_one_commit(small, tmp_path, monkeypatch):
     class Info:
         sha = "c0ffee"
 
-    def streamed(path, revision, skip):
-        asked.append((path, revision, skip))
+    def streamed(path, revision, skip, config, column, split):
+        asked.append((path, revision, skip, config, column, split))
         return iter([(None, text) for text in small[1][skip:]])
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name, revision: Info)
+    wanted = []
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "dataset_info", lambda self, name, revision: wanted.append((name, revision)) or Info
+    )
     monkeypatch.setattr(prepare, "dataset_records", streamed)
     prepare.prepare(config(small, tmp_path / "a", "someone/corpus", source_revision="main"))
-    assert asked == [("someone/corpus", "c0ffee", 0)]
+    assert asked == [("someone/corpus", "c0ffee", 0, None, "text", "train")]
+    of = {"source_config": "sample-10BT", "source_text": "content", "source_split": "validation"}
+    prepare.prepare(config(small, tmp_path / "c", "someone/corpus@v1.0", **of))
+    assert wanted == [("someone/corpus", "main"), ("someone/corpus", "v1.0")]
+    assert asked[1] == ("someone/corpus", "c0ffee", 0, "sample-10BT", "content", "validation")
+    assert of.items() <= json.loads((tmp_path / "c/train.json").read_text()).items()
+    with pytest.raises(UserError, match="set another data_dir"):
+        prepare.prepare(config(small, tmp_path / "c", "someone/corpus@v1.0", **{**of, "source_text": "body"}))
+    with pytest.raises(UserError, match="someone/corpus@v1 with source_revision=v2: name one revision"):
+        prepare.open_source("someone/corpus@v1", "v2")
     assert json.loads((tmp_path / "a/train.json").read_text())["source_revision"] == "c0ffee"
     prepare.prepare(config(small, tmp_path / "b", write_jsonl(tmp_path / "t.jsonl", small[1])))
     assert ids_of(tmp_path / "a") == ids_of(tmp_path / "b")
+
+
+def test_config_split_and_column_reach_the_dataset(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*args, **keys):
+        asked.append((args, keys))
+        return iter([{"content": "one", "text": "two"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(prepare.dataset_records("o/n", "c0ffee", 0, "sample-10BT", "content", "dev")) == [(None, "one")]
+    assert asked == [(("o/n", "sample-10BT"), {"split": "dev", "streaming": True, "revision": "c0ffee"})]
+
+
+def test_several_sources_are_interleaved_by_their_shares(small, tmp_path, capsys):
+    one, two = small[1][:60], [text + " two" for text in small[1]]
+    a, b = write_jsonl(tmp_path / "a.jsonl", one), tmp_path / "b.jsonl"
+    b.write_text("".join(json.dumps({"content": text}) + "\n" for text in two))
+    cfg = config(small, tmp_path / "m", f"{a}:0.7,{b}:0.3", source_text="text,content")
+    source, parts = prepare.open_sources(cfg)
+    records = [text for _, text in source.records(0)]
+    assert capsys.readouterr().err == f"source={a}: at its end, and so the mixture ends\n"
+    for n in range(1, len(records) + 1):
+        k = sum(text in one for text in records[:n])
+        assert abs(k - 0.7 * n) < 1
+    assert records[:10] == [one[0], two[0], *one[1:4], two[1], *one[4:6], two[2], one[6]]
+    assert [t for t in records if t in one] == one and [t for t in records if t in two] == two[: len(records) - 60]
+    for skip in (1, 2, 37, len(records)):
+        assert [text for _, text in source.records(skip)] == records[skip:]
+    assert [(p["source"], p["share"]) for p in parts] == [(str(a), 0.7), (str(b), 0.3)]
+    assert prepare.mixture("a:7, b/c@v1:3") == [("a", 0.7), ("b/c@v1", 0.3)] and prepare.mixture("x,y") == [("x,y", 1)]
+    prepare.prepare(cfg)
+    prepare.prepare(config(small, tmp_path / "whole", write_jsonl(tmp_path / "c.jsonl", records)))
+    assert ids_of(tmp_path / "m") == ids_of(tmp_path / "whole")
+    assert json.loads((tmp_path / "m/val.json").read_text())["sources"] == parts
+    prepare.prepare(cfg)
+    assert "made before by the same recipe" in capsys.readouterr().out
+    for mixed, knobs, message in (
+        (f"{a}:0.6,{b}:0.4", {}, "source_sha256 was"),
+        (f"{a}:0.7,{b}", {}, "expected a share above 0 for each, like a:0.7,b:0.3"),
+        (f"{a}:0,{b}:1", {}, "expected a share above 0"),
+        (f"{a}:1,{b}:1", {"source_text": "a,b,c"}, "source_text=a,b,c: expected one for all, or one for each of the 2"),
+        (f"{a}:1,{b}:1", {"source_config": "x"}, "source_config=x: only a hub dataset has one"),
+        (str(a), {"source_split": "test"}, "source_split=test: only a hub dataset has one"),
+        (str(a), {"source_text": "body"}, "expected a field 'body' that holds text"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            prepare.prepare(config(small, tmp_path / ("m" if "sha" in message else "n"), mixed, **{"source_text": "text,content"}
+                                   | ({} if "," in mixed else {"source_text": "text"}) | knobs))  # fmt: skip
+
+
+def test_a_mixture_goes_on_with_the_same_bytes_after_a_kill_and_with_any_workers(small, tmp_path, monkeypatch):
+    a, b = write_jsonl(tmp_path / "a.jsonl", small[1]), write_jsonl(tmp_path / "b.jsonl", small[1][::-1])
+    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 7)
+    mixed = f"{a}:2,{b}:1"
+    prepare.prepare(config(small, tmp_path / "whole", mixed))
+
+    class Killed(Exception):
+        pass
+
+    times, feed = [], prepare.Stream.feed
+
+    def stop(self, *args, **keys):
+        times.append(1)
+        if len(times) == 5:
+            raise Killed
+        return feed(self, *args, **keys)
+
+    monkeypatch.setattr(prepare.Stream, "feed", stop)
+    with pytest.raises(Killed):
+        prepare.prepare(config(small, tmp_path / "killed", mixed), commit_sec=0.0)
+    assert json.loads((tmp_path / "killed/prepare.state").read_text())["records"] == 28
+    prepare.prepare(config(small, tmp_path / "killed", mixed, prepare_workers=2), commit_sec=0.0)
+    assert ids_of(tmp_path / "killed") == ids_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("eos", "name", "base"), [
+    ("<|im_end|>", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"), ("<|eot_id|>", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-1B"),
+    ("<end_of_turn>", "google/gemma-3-1b-it", "google/gemma-3-1b-pt"), ("<|endoftext|>", "EleutherAI/pythia-410m", None), ("</s>", "a/b", None),
+])  # fmt: skip
+def test_an_eos_that_ends_a_turn_of_a_chat_is_warned_of(eos, name, base, capsys):
+    prepare.warn_of_chat(name, types.SimpleNamespace(eos_token=eos))
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: {name}: documents will end with its eos_token {eos}") == bool(base)
+    assert told.endswith(f"usual name {base}\n") if base else not told
 
 
 def test_the_text_of_python_itself():
@@ -812,7 +912,7 @@ def test_sources_that_cannot_be_are_named(small, tmp_path):
     ):  # fmt: skip
         with pytest.raises(prepare.UserError, match=said.replace("{", r"\{").replace("/*", r"/\*")):
             prepare.prepare(config(small, tmp_path / "out" / name.replace("*", "x"), tmp_path / name))
-    with pytest.raises(prepare.UserError, match="only a hub dataset has revisions"):
+    with pytest.raises(prepare.UserError, match="only a hub dataset has one"):
         prepare.prepare(config(small, tmp_path / "out/r", tmp_path / "column.jsonl", source_revision="main"))
 
 

@@ -35,6 +35,8 @@ CHAINS = {
         "python prepare.py config/demo.py --source=text.jsonl --data_dir=data/mine": "--val_share=0 --val_rows=4",
         "python train.py config/demo.py --data_dir=data/mine --out_dir=out/mine": SMALL,
         "python eval.py out/mine --tasks none": "--max_rows 2 --device cpu",
+        "python prepare.py config/smollm2_30m.py --source=texts/": "--source=text.jsonl --teacher=demo/teacher --val_share=0.2",
+        "python train.py config/smollm2_30m.py": f"{SMALL} --teacher=demo/teacher --student=16x1x2 --compile=false",
     },
     "demo": {
         "make demo": "",

@@ -28,7 +28,7 @@ from lib import checkpoint, files, heldout, runlog
 from lib.files import UserError
 from lib.hf import find_folder
 from lib.rows import MANIFEST, PAD, open_rows, quick_hash, row_order
-from lib.teacher import load_teacher
+from lib.teacher import Teacher, load_teacher
 from losses import IGNORE, METHODS, method_loss
 from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash, weights_hash
 
@@ -102,6 +102,16 @@ def test_every_run_has_the_threads_of_the_runs_that_it_is_compared_with():
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]) == 1  # tests/conftest.py
 
 
+def test_learning_rates_that_stay_and_those_that_stay_and_fall():
+    keys = {"warmup_steps": 100, "schedule_steps": 1000, "max_steps": 1000, "lr": 1e-2, "min_lr": 1e-3}
+    wsd, constant = (configure.Config(lr_schedule=name, **keys) for name in ("wsd", "constant"))
+    rates = [train.learning_rate(step, wsd) for step in (0, 49, 99, 100, 500, 899, 924, 949, 999)]
+    assert rates == pytest.approx([1e-4, 5e-3, 1e-2, 1e-2, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 1e-3])
+    assert [train.learning_rate(step, constant) for step in (49, 99, 500, 999)] == pytest.approx(
+        [5e-3, 1e-2, 1e-2, 1e-2]
+    )
+
+
 def test_learning_rate_is_linear_then_cosine_and_ends_where_the_paper_says():
     cfg = Config()
     assert train.learning_rate(0, cfg) == pytest.approx(6e-4 / 512)
@@ -167,12 +177,12 @@ def test_padding_never_reaches_a_loss(world):
 
 
 def test_the_weight_of_the_teacher_follows_pds_schedule(world):
-    cfg = load(world, Path("unused"), kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000).config
-    pretrain, pd = (train.Student(name, None, None, None, {"w_kd": 0.9}, "") for name in ("pretrain", "pd"))
-    weights = [train.overrides_at(pd, step, cfg) for step in (0, 50, 100, 989, 995, 999)]
-    assert [w["w_kd"] for w in weights] == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
-    assert all(w["w_kd"] + w["w_ce"] == pytest.approx(1.0) for w in weights)
-    assert train.overrides_at(pretrain, 50, cfg) == {"w_kd": 0.9}  # has no teacher whose weight could change
+    cfg = load(world, Path("unused"), w_kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000).config
+    model = init_student(SHAPE)
+    pretrain, pd = (train.Student(name, model, None, None, {"w_kd": 0.9}, "") for name in ("pretrain", "pd"))
+    weights = [float(train.objective_at(pd, step, cfg).keywords["w_kd"]) for step in (0, 50, 100, 989, 995, 999)]
+    assert weights == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
+    assert "w_kd" not in train.objective_at(pretrain, 50, cfg).keywords  # has no teacher whose weight could change
 
 
 def gradients(world: Path, **changes) -> dict[str, list[torch.Tensor]]:
@@ -661,7 +671,7 @@ def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
 
 def test_mfu_is_the_share_of_all_cards(world, monkeypatch):
     cfg = load(world, Path("unused")).config
-    teacher = types.SimpleNamespace(model=types.SimpleNamespace(config=Qwen2Config(24, 31, 2, 2, 2, vocab_size=V)))
+    teacher = Teacher(Qwen2(Qwen2Config(24, 31, 2, 2, 2, vocab_size=V)), torch.device("cpu"))
 
     def used(tok_per_sec, n_students, teacher, env):
         return runlog.mfu(tok_per_sec * train.run_flops_per_token(n_students, teacher, cfg), env.device, env.world)
@@ -997,10 +1007,16 @@ def test_flops_are_those_of_counting_every_product():
         ({"teacher": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
         ({"teacher": "none"}, "tokenizer=None with teacher=None"),
         ({"teacher": "none", "tokenizer": TOKENIZER}, "teacher=None: vanilla_kd learns from one"),
-        ({"student": "200m"}, "vocabulary of 4,096, student=200m has 151,936"),
+        ({"student": "16x1x3"}, "student=16x1x3: num_attention_heads=3: expected a divisor of hidden_size=16"),
+        (
+            {"student": '{"hidden_size": 16, "layers": 1}'},
+            "no such field 'layers'; expected hidden_size, num_hidden_layers",
+        ),
+        ({"student": '{"hidden_size": 16, "num_attention_heads": 2}'}, "no num_hidden_layers; expected hidden_size"),
         ({"seq_len": 12}, "seq_len=12:"),
         ({"max_steps": 25, "schedule_steps": 25}, "max_steps=25: needs 100 rows"),
-        ({"kd_schedule": "wsd", "compile": "true"}, "kd_schedule=wsd with compile=True"),
+        ({"lr_schedule": "wds"}, "lr_schedule='wds': expected 'cosine' or 'wsd' or 'constant'"),
+        ({"kd_schedule": "wsd"}, "--kd_schedule=wsd: 'kd_schedule' is called 'w_kd_schedule' now"),
         ({"methods": "taid", "compile": "true"}, "taid.t moves to 1.0 with compile=True"),
         ({"device": "gpu"}, "device gpu: expected cpu, or cuda"),
         ({"student": "300m"}, "300m: no such folder"),
@@ -1066,9 +1082,7 @@ def test_a_broken_manifest_is_told_with_its_path(world, tmp_path, text, message)
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(world, tmp_path):
     init_student(dataclasses.replace(SHAPE, vocab_size=100)).save_pretrained(tmp_path / "small")
-    with pytest.raises(
-        ConfigError, match=rf"vocabulary of 100, but the tokenizer {re.escape(TOKENIZER)} has 4,096 tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"small: vocabulary of 100, but the tokenizer has 4,096 tokens"):
         train.run(load(world, tmp_path, student=tmp_path / "small", methods="pretrain", tokenizer=TOKENIZER))  # fmt: skip
 
 
@@ -1126,7 +1140,8 @@ def test_a_folder_that_holds_another_run_is_refused(world, finished):
 COMPARED = {
     "methods": "pretrain,alra", "student": "STUDENT/config.json", "seed": 5, "seq_len": 12, "shuffle": True,
     "mask_after_eos": True, "schedule_steps": 7, "batch_rows": 8, "group": 2, "lr": 2e-2, "min_lr": 1e-5, "warmup_steps": 1,
-    "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-5, "weight_decay": 0.1, "decay_1d": False, "clip": 1.0, "kd_schedule": "wsd",
+    "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-5, "weight_decay": 0.1, "decay_1d": False, "clip": 1.0, "w_kd_schedule": "wsd",
+    "lr_schedule": "wsd",
     "student_weights": "STUDENT", "dtype": "float32",
 }  # fmt: skip
 
@@ -1151,6 +1166,23 @@ def test_a_run_goes_on_only_with_what_it_learns_by(world, finished, key):
 def test_every_key_of_a_run_is_compared_or_free():
     assert set(COMPARED) | train.FREE_KEYS | {"hyper"} == set(configure.TYPES)
     assert not train.FREE_KEYS & {*COMPARED, "hyper"}
+
+
+def test_a_run_from_before_w_kd_schedule_had_its_name_goes_on(world, finished, monkeypatch):
+    read = train.read_json
+
+    def older(path):
+        facts = read(path)
+        for key in ("lr_schedule", "source_split"):  # keys that such a run lacks
+            del facts["config"][key]
+        facts["config"]["kd_schedule"] = facts["config"].pop("w_kd_schedule")
+        return facts
+
+    monkeypatch.setattr(train, "read_json", older)
+    assert differing(world, finished) == ""
+    assert "(w_kd_schedule='constant' there, 'wsd' here)" in differing(world, finished, w_kd_schedule="wsd")
+    assert "(lr_schedule='cosine' there, 'wsd' here)" in differing(world, finished, lr_schedule="wsd")
+    assert train.config_of({"config": {"kd_schedule": "wsd", "hyper": {}}}) == {"w_kd_schedule": "wsd", "hyper": {}}
 
 
 def test_a_run_from_before_settings_by_method_goes_on(world, finished, tmp_path):

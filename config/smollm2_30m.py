@@ -1,0 +1,33 @@
+# SmolLM2-135M teaches a student of 30M parameters (29.5M: width 384, 6 layers) on local text. A laptop is enough.
+#
+#   python prepare.py config/smollm2_30m.py [--source=FILE_OR_FOLDER]
+#   python train.py config/smollm2_30m.py
+#   python eval.py out/smollm2_30m --tasks none
+#
+# Without --source the text is that which comes with Python. Cost, computed: 0.51M tokens, 0.46 GFLOP each, 2.3e14 FLOP: about
+# an hour at 65 GFLOP/s, which is two idle cores; 1.6 GiB. LOG.md has a run.
+
+methods = ("alra",)
+student = "384x6x6"  # vocabulary (49,152), rope base, norm epsilon and context are the teacher's
+teacher = "HuggingFaceTB/SmolLM2-135M"
+data_dir = "data/smollm2"
+out_dir = "out/smollm2_30m"
+
+source = "python"
+n_documents = None
+train_rows = None
+val_rows = 0
+val_share = 0.02
+seq_len = 256
+
+shuffle = True
+repeat_rows = True
+max_steps = schedule_steps = 500  # * 4 rows * 256 inputs = 0.51M nominal tokens
+batch_rows = micro_batch = 4
+lr = 2e-3
+min_lr = 2e-4
+warmup_steps = 50
+val_every_steps = 50
+val_max_rows = 64
+checkpoint_every_steps = 50
+compile = True

@@ -1,0 +1,333 @@
+"""Teachers of any family: the native ones against transformers, the others through it, and every refusal."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+import configure
+import prepare
+import train
+from lib.files import UserError
+from lib.teacher import TAKEN, check_logits, for_students, load_teacher, preset_lines, teacher_size
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, load_tokenizer, student_config, weights_hash
+from tests.test_train import ROOT, TOKENIZER, V, load, world  # noqa: F401  a fixture
+
+CPU = torch.device("cpu")
+SMALL = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": V,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
+         "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+
+NATIVE = {
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3, biased": (transformers.Qwen3Config, {"head_dim": 6, "attention_bias": True}),
+    "llama 3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
+    "smollm2": (transformers.LlamaConfig, {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 8}),
+}
+FOREIGN = {
+    "pythia": (transformers.GPTNeoXConfig, {"intermediate_size": 96}),
+    "olmo 2": (transformers.Olmo2Config, {}),
+    "smollm 3": (transformers.SmolLM3Config, {}),
+    "gemma 3": (transformers.Gemma3TextConfig, {"head_dim": 8, "sliding_window": 8}),
+    "phi 3": (transformers.Phi3Config, {}),
+    "mixture of experts": (transformers.OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "mamba": (transformers.MambaConfig, {"state_size": 4}),
+    "gpt 2": (transformers.GPT2Config, {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "mistral with a window": (transformers.MistralConfig, {"sliding_window": 8}),
+}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A random model of a family, in a folder with the demo's tokenizer -> the folder's name."""
+
+    def make(kind, **keys) -> str:
+        torch.manual_seed(3)
+        cls, more = kind
+        wanted = {"num_key_value_heads": 4} if cls is transformers.GPTNeoXConfig else {}
+        model = AutoModelForCausalLM.from_config(cls(**{**SMALL, **wanted, **more, **keys}))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * 0.2)  # norms and biases too
+        model.save_pretrained(tmp_path / "teacher")
+        load_tokenizer(TOKENIZER).save_pretrained(tmp_path / "teacher")
+        return str(tmp_path / "teacher")
+
+    return make
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, V, (3, 29), generator=torch.Generator().manual_seed(5))
+
+
+def theirs(folder: str) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids()).logits
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_native_families_have_transformers_logits_before_and_after_saving(kind, make, tmp_path):
+    folder = make(NATIVE[kind])
+    if kind == "qwen3, biased":  # a bias on the attention's output is not computed here
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.bias.data.zero_()
+        model.save_pretrained(folder)
+    ours = Qwen2.from_pretrained(folder)
+    torch.testing.assert_close(ours(ids()), theirs(folder), rtol=1e-5, atol=1e-5)
+    tokenizer = load_tokenizer(TOKENIZER)
+    ours.save_pretrained(tmp_path / "again", tokenizer)
+    torch.testing.assert_close(theirs(str(tmp_path / "again")), theirs(folder), rtol=1e-5, atol=1e-5)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again("def f(x):\n\treturn 12").input_ids == tokenizer("def f(x):\n\treturn 12").input_ids
+    assert weights_hash(Qwen2.from_pretrained(str(tmp_path / "again"))) == weights_hash(ours)
+    teacher = load_teacher(folder, torch.float32, CPU)
+    assert teacher.native and json.loads(json.dumps(teacher.shape)) == teacher.shape
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
+    folder = make(FOREIGN[kind])
+    teacher = load_teacher(folder, torch.float32, CPU)
+    assert teacher.native == (kind == "mistral with a window") or pytest.fail("computed by the wrong code")
+    t = 8 if teacher.native else 29  # up to its window a Mistral is native
+    torch.testing.assert_close(
+        teacher.hidden(ids()[:, :t]) @ teacher.head.T, theirs(folder)[:, :t], rtol=1e-5, atol=1e-5
+    )
+    file = Path(folder) / "config.json"
+    before, facts = teacher.shape, json.loads(file.read_text())
+    file.write_text(json.dumps(facts | {"pad_token_id": 1, "rms_norm_eps": 1e-3}))
+    assert load_teacher(folder, torch.float32, CPU).shape != before  # what a run's folder compares
+    file.write_text(json.dumps(facts))
+    n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    assert teacher_size(folder).n_params == n and json.loads(json.dumps(teacher.shape)) == teacher.shape
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*NATIVE, *FOREIGN) if kind != "qwen3, biased"])
+def test_two_updates_of_alra_from_each_family(kind, make, world, tmp_path):  # noqa: F811
+    folder = make({**NATIVE, **FOREIGN}[kind], max_position_embeddings=256, sliding_window=256)
+    knobs = {"teacher": folder, "tokenizer": TOKENIZER, "student": "16x1x2", "methods": "alra", "max_steps": 2, "schedule_steps": 2,
+             "warmup_steps": 1, "val_max_rows": 2, "data_dir": world / "data", "out_dir": tmp_path / "out"}  # fmt: skip
+    assert train.run(load(world, tmp_path / "out", **knobs)) == 0
+    log = [json.loads(line) for line in (tmp_path / "out/alra/log.jsonl").read_text().splitlines()]
+    assert log[-1]["val_kl"] > 0 and log[-2]["kd"] > 0
+    student = Qwen2.from_pretrained(str(tmp_path / "out/alra"))
+    shape = for_students(folder)
+    assert shape["vocab_size"] == V and {key: getattr(student.config, key) for key in shape} == shape
+
+
+def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
+    folder = make(NATIVE["llama 3"])
+    shape = student_config("200m", for_students(folder))
+    assert (shape.vocab_size, shape.rope_theta, shape.rms_norm_eps, shape.max_position_embeddings) == (V, 1e4, 1e-6, 64)
+    assert shape.rope_scaling == {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    assert (shape.hidden_size, shape.attention_bias, shape.qk_norm) == (768, True, False)
+    qwen = {key: getattr(PRESETS["1.8b"], key) for key in TAKEN}  # Qwen1.5-1.8B's
+    assert all(student_config(name, qwen) == PRESETS[name] for name in ("200m", "500m", "1.8b"))
+    demo = for_students(str(ROOT / "demo/teacher"))
+    assert all(student_config(name, demo) == PRESETS[name] for name in ("mini", "demo", "demo_teacher"))
+    inline = student_config("512x8x4", qwen)
+    assert inline == student_config('{"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}', qwen)
+    assert (inline.intermediate_size, inline.num_key_value_heads, inline.vocab_size) == (1408, 4, 151_936)
+    part = (
+        '{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 9, "vocab_size": 7}'
+    )
+    assert student_config(part, qwen).vocab_size == 7 and student_config(part).intermediate_size == 9
+    with pytest.raises(UserError, match="no vocab_size"):
+        student_config("512x8x4")
+
+
+def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, world, tmp_path, capsys):  # noqa: F811
+    """The same bits as from a teacher and a student without the padding."""
+    shape, folder = Qwen2Config(16, 24, 1, 2, 2, vocab_size=V, max_position_embeddings=64), tmp_path / "s"
+    knobs = {"methods": "alra", "max_steps": 2, "schedule_steps": 2, "warmup_steps": 1, "student": folder,
+             "student_weights": folder}  # fmt: skip
+    wide = make(NATIVE["mistral"], vocab_size=V + 5)
+    seen = []
+    for pad_t, pad_s in ((0, 0), (5, 0), (0, 7), (5, 7)):
+        teacher = Qwen2.from_pretrained(wide)
+        teacher.cut(V + pad_t)
+        teacher.save_pretrained(tmp_path / "t", load_tokenizer(TOKENIZER))
+        student = init_student(dataclasses.replace(shape, vocab_size=V + 7))
+        student.cut(V + pad_s)
+        student.save_pretrained(folder)
+        out = tmp_path / f"{pad_t}-{pad_s}"
+        assert train.run(load(world, out, teacher=tmp_path / "t", **knobs)) == 0
+        told = f"vocabulary: {V + pad_t:,} of the teacher and {V + pad_s:,} of the student are cut to"
+        assert (told in capsys.readouterr().out) == (pad_t != pad_s)
+        seen.append(Qwen2.from_pretrained(str(out / "alra")))
+    assert [m.config.vocab_size for m in seen] == [V, V, V, V + 5]
+    assert len({weights_hash(m) for m in seen[:3]}) == 1
+    teacher.cut(V - 1)
+    teacher.save_pretrained(tmp_path / "t", load_tokenizer(TOKENIZER))
+    with pytest.raises(UserError, match=r"teacher=\S+/t: vocabulary of 4,095, but the tokenizer has 4,096 tokens"):
+        train.run(load(world, tmp_path / "no", teacher=tmp_path / "t", **knobs))
+
+
+def test_rows_longer_than_the_context_are_refused(make, world, tmp_path):  # noqa: F811
+    folder = make(NATIVE["mistral"], sliding_window=8)
+    knobs = {"teacher": folder, "methods": "alra"}
+    with pytest.raises(UserError, match=r"student=16x1x2 supports 8 positions"):
+        train.run(load(world, tmp_path / "out", student="16x1x2", **knobs))
+    with pytest.raises(UserError, match=r"teacher=\S+/teacher supports 8 positions"):
+        train.run(load(world, tmp_path / "out", **knobs))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama 3", "mistral", "smollm2"])
+def test_a_student_goes_on_from_the_weights_of_any_native_family(kind, make, world, tmp_path):  # noqa: F811
+    folder = make(NATIVE[kind])
+    knobs = {
+        "methods": "alra",
+        "student": folder,
+        "student_weights": folder,
+        "max_steps": 2,
+        "schedule_steps": 2,
+        "warmup_steps": 1,
+    }
+    assert train.run(load(world, tmp_path / "out", **knobs)) == 0
+    before, after = Qwen2.from_pretrained(folder), Qwen2.from_pretrained(str(tmp_path / "out/alra"))
+    assert before.config == after.config and not torch.equal(before.head, after.head)
+    torch.testing.assert_close(after(ids()), theirs(str(tmp_path / "out/alra/model")), rtol=1e-5, atol=1e-5)
+    edit_tokenizer(Path(folder))
+    with pytest.raises(UserError, match=r"student_weights=\S+: id \d+ is .* to its tokenizer, .* to .*; start"):
+        train.run(load(world, tmp_path / "no", **knobs))
+
+
+def edit_tokenizer(folder: Path) -> None:
+    """Exchange two ids of its vocabulary."""
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    vocab = facts["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+
+
+REFUSED = {
+    "a head with a bias": (transformers.PhiConfig, {}, "its head has a bias"),
+    "Gemma 2": (transformers.Gemma2Config, {"head_dim": 8}, "final_logit_softcapping=30.0"),
+    "Cohere": (transformers.CohereConfig, {}, "logit_scale=0.0625"),
+    "Granite": (transformers.GraniteConfig, {"logits_scaling": 8.0}, "logits_scaling=8.0"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_logits_that_are_more_than_hidden_states_times_head_are_refused_by_name(kind, make, monkeypatch):
+    cls, keys, message = REFUSED[kind]
+    folder = make((cls, keys))
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_teacher(folder, torch.float32, CPU)
+    if "bias" not in kind:  # a family that nobody has named is found out by its numbers
+        monkeypatch.setattr("lib.teacher.BENT", {})
+        with pytest.raises(UserError, match="its logits are not hidden states times head; take another teacher"):
+            load_teacher(folder, torch.float32, CPU)
+
+
+def test_encoder_decoders_models_that_look_ahead_and_models_without_a_head_are_refused(make, tmp_path, monkeypatch):
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=V)
+    config.save_pretrained(tmp_path / "t5")
+    with pytest.raises(UserError, match="t5 is an encoder-decoder"):
+        load_teacher(str(tmp_path / "t5"), torch.float32, CPU)
+    folder = make(FOREIGN["olmo 2"])
+    transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
+    with pytest.raises(UserError, match=r"missing tensor lm_head\.weight"):
+        load_teacher(folder, torch.float32, CPU)
+    folder = make(FOREIGN["gpt 2"])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    embed = model.transformer.forward
+    sees_all = lambda idx, **k: ((h := embed(idx, **k)[0]) + h.sum(1, keepdim=True),)  # noqa: E731
+    monkeypatch.setattr(model.transformer, "forward", sees_all)
+    monkeypatch.setattr(type(model), "forward", lambda self, idx, **k: transformers.modeling_outputs.CausalLMOutput(
+        logits=self.lm_head(self.transformer(idx)[0])))  # fmt: skip
+    with pytest.raises(UserError, match="depend on later tokens"):
+        check_logits("x", model)
+    monkeypatch.setattr(type(model), "get_output_embeddings", lambda self: None)
+    with pytest.raises(UserError, match="GPT2LMHeadModel has no output embedding"):
+        check_logits("x", model)
+
+
+def test_pickles_and_remote_code_are_never_opened(make, tmp_path):
+    folder = Path(make(FOREIGN["pythia"]))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="is a pickle, which can run code"):
+        load_teacher(str(folder), torch.float32, CPU)
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}))
+    (folder / "mine.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(UserError, match="transformers does not know it"):
+        load_teacher(str(folder), torch.float32, CPU)
+
+
+CONFIGS = {  # a small stand-in for each config's teacher, with the keys of its real config.json
+    "qwen3_200m": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                   "max_position_embeddings": 32_768, "max_window_layers": 28, "use_sliding_window": False, "attention_bias": False}),
+    "pythia_160m": (transformers.GPTNeoXConfig, {"intermediate_size": 96, "rotary_pct": 0.25, "max_position_embeddings": 2048, "use_parallel_residual": True}),
+    "smollm2_30m": (transformers.LlamaConfig, {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+                    "max_position_embeddings": 8192}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path, capsys):
+    teacher, text = make(CONFIGS[name]), tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"def f_{i}(x):\n    return x + {i}\n" * 9}) + "\n" for i in range(60)))
+    flags = [f"--source={text}", f"--teacher={teacher}", f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}", "--source_config=None",
+             "--train_rows=100", "--n_documents=None", "--val_rows=0", "--val_share=0.1", "--seq_len=16", "--max_steps=10", "--schedule_steps=10",
+             "--warmup_steps=2", "--batch_rows=2", "--micro_batch=2", "--compile=False", "--shuffle=True"]  # fmt: skip
+    prepare.prepare(configure.load([f"config/{name}.py", *flags]).config)
+    real = configure.load([f"config/{name}.py"]).config
+    tied = json.dumps(
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "tie_word_embeddings": "pythia" not in name,
+        }
+    )
+    assert train.run(configure.load([f"config/{name}.py", *flags, f"--student={tied}"])) == 0
+    shape, given = load_config(str(tmp_path / "out/alra")), for_students(teacher)
+    assert shape.tie_word_embeddings == student_config(real.student, given).tie_word_embeddings
+    assert {key: getattr(shape, key) for key in given} == given and given["rope_theta"] == (
+        1e4 if "pythia" in name else 1e6 if "qwen" in name else 1e5
+    )
+    folder = str(tmp_path / "out/alra/model")
+    torch.testing.assert_close(Qwen2.from_pretrained(folder)(ids()), theirs(folder), rtol=1e-5, atol=1e-5)
+
+
+def test_helps_lines_count_the_presets_at_the_vocabulary_of_a_teacher_at_hand(make):
+    lines = preset_lines(make(NATIVE["smollm2"]))
+    assert re.fullmatch(r"students .* at the vocabulary of \S+/teacher", lines[0])
+    assert lines[1].split() == [
+        "200m",
+        "89.9M",
+        "width",
+        "768,",
+        "12",
+        "layers,",
+        "12",
+        "heads,",
+        "vocabulary",
+        "4,096",
+    ]
+    assert preset_lines("Qwen/Qwen1.5-1.8B")[0].endswith("their own vocabulary")  # never downloaded for this
+    assert any(line.split()[:2] == ["500m", "464.0M"] for line in preset_lines(None))
+
+
+def test_what_a_config_json_leaves_out_is_the_familys_default(tmp_path):
+    facts = {
+        "hidden_size": 256,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+    }
+    for kind, head_dim, context in (("qwen3", 128, 32_768), ("mistral", 64, 4096), ("llama", 64, 32_768)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **facts}))
+        shape = load_config(str(tmp_path / "config.json"))
+        assert (shape.head_dim, shape.max_position_embeddings, shape.qk_norm) == (head_dim, context, kind == "qwen3")
+        assert not shape.attention_bias

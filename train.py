@@ -351,6 +351,14 @@ def broken_terms(s: Student) -> str:
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
 
+def going_on(live: list[Student], step: int, env: Env) -> list[Student]:
+    """The students that have not broken; those that have get a `stopped.json`."""
+    for s in live:
+        if s.stopped and env.first:
+            write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
+    return [s for s in live if not s.stopped]
+
+
 def check_weights(live: list[Student], step: int, env: Env) -> None:
     """Stop the students that an update has left with weights that are not finite, before these are used or saved."""
     broken = [not all(map(all_finite, s.model.parameters())) for s in live]
@@ -487,15 +495,13 @@ def distil(
         save = env.saving or last or (cfg.checkpoint_every_steps and step % cfg.checkpoint_every_steps == 0)
         if save or env.stopping or step % cfg.val_every_steps == 0:
             check_weights(live, step, env)
-        for s in live:
-            if s.stopped and env.first:
-                write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
-        live = [s for s in live if not s.stopped]
+        live = going_on(live, step, env)
         if step % cfg.log_every_steps == 0 or last:
             log_terms(live, teacher, step, clock, cfg, env)
-        if step % cfg.val_every_steps == 0 or last:
+        if live and (step % cfg.val_every_steps == 0 or last):
             with clock.aside("validation"):
                 log_validation(live, validate(live, teacher, val, cfg, env), step, env)
+            live = going_on(live, step, env)
         if save:
             with clock.aside("checkpoints"):
                 save_checkpoints(live, step, clock, cfg, facts, env)
@@ -569,7 +575,10 @@ def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -
 def log_validation(live: list[Student], found: dict[str, dict], step: int, env: Env) -> None:
     """One record per student, and one row for each figure."""
     for s in live:
-        if env.first:
+        bad = [name for name, value in found[s.name].items() if not math.isfinite(value)]
+        if bad:
+            s.stopped = f"step {step - 1}: after its update val_{bad[0]} is not finite; try a smaller lr"
+        elif env.first:
             s.record({"step": step, **{f"val_{name}": value for name, value in found[s.name].items()}})
     of = found[live[0].name] if live else {}
     for figure in [key for key in of if not key.startswith("teacher")]:

@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 HUNG_SEC = 20
 
@@ -903,6 +905,7 @@ def main(folder: Path, wanted: str = "") -> int:
     return sum(n for what, n in outcomes.items() if what not in ("went on rightly", "one clear line"))
 
 
+@pytest.mark.slow
 def test_faults_end_in_one_line_or_go_on_rightly(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_faults", str(tmp_path)], cwd=ROOT, capture_output=True, text=True

@@ -1171,7 +1171,7 @@ def test_every_key_of_a_run_is_compared_or_free():
 def test_a_run_from_before_w_kd_schedule_had_its_name_goes_on(world, finished, monkeypatch):
     read = train.read_json
 
-    def older(path):
+    def older(path, keys=None):
         facts = read(path)
         for key in ("lr_schedule", "source_split"):  # keys that such a run lacks
             del facts["config"][key]

@@ -99,6 +99,8 @@ class Config:
     )
     recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
     compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
+    shard: int = 1  # processes over which the weights of students and teacher are spread; 1: each holds all of them
+    timeout_minutes: float = 30.0  # how long a process waits for another one before the run ends
 
     # --- the run
     out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside
@@ -144,10 +146,10 @@ class Config:
             number = isinstance(lr, int | float) and not isinstance(lr, bool)
             _require(number and 0 < lr < math.inf, f"{name}.lr={lr!r}: expected a number above 0")
         for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len", "prepare_workers",
-                     "log_every_steps", "val_every_steps", "keep_checkpoints"):  # fmt: skip
+                     "log_every_steps", "val_every_steps", "keep_checkpoints", "shard"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
         _require(self.batch_rows <= 2**20, f"batch_rows={self.batch_rows}: expected at most {2**20}")
-        for name in ("lr", "min_lr", "clip", "adam_eps"):
+        for name in ("lr", "min_lr", "clip", "adam_eps", "timeout_minutes"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
         for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: expected 0 or more")
@@ -185,6 +187,8 @@ class Config:
                  f"micro_batch={self.micro_batch}: expected a multiple of group={self.group}, so that no forward batch is cut")  # fmt: skip
         _require(self.batch_rows % (self.micro_batch or 1) == 0,
                  f"micro_batch={self.micro_batch}: expected a divisor of batch_rows={self.batch_rows}")  # fmt: skip
+        _require(self.shard == 1 or self.teacher_device is None,
+                 f"teacher_device={self.teacher_device} with shard={self.shard}: a spread teacher lies on the students' devices; unset it")  # fmt: skip
         _require(not (self.val_rows and self.val_share),
                  f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0")  # fmt: skip
 

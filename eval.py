@@ -134,7 +134,7 @@ class Scorer(TemplateLM):
             if context and not bare:
                 raise UserError(f"a context of whitespace alone, before {continuation!r:.60}: nothing to condition on")
             pairs.append((bare, context[len(bare) :] + continuation))
-        ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm or parallel.rank() > 0)
+        ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm)
         plain = self._encode((e for c, e in pairs if not c), special=False)
         prefix, encoded = [self.prefix_token_id], []
         for request, (context, end) in zip(requests, pairs, strict=True):
@@ -166,17 +166,27 @@ class Scorer(TemplateLM):
             trees.append(Tree.grow(number, inputs, [len(tail) for _, _, tail in group]))
             number += len(group)
         targets = [np.array(tail) for _, _, tail in requests]
-        scores = np.zeros(number)
-        missed = np.zeros(number)  # continuation tokens that are not the greedy choice
-        batches = self._batches(trees)[parallel.rank() :: parallel.world()]
-        quiet = disable_tqdm or parallel.rank() > 0
+        total, wrong = self.share((self._batches(trees), targets), disable_tqdm)
+        return [(float(s), not w) for s, w in zip(total, wrong, strict=True)]
+
+    def share(self, work: tuple | None = None, quiet: bool = False) -> np.ndarray | None:
+        """Score this process's share of the first process's `work`, batches and targets -> all sums [2, R].
+
+        The first process alone reads, tokenizes and draws bootstrap samples; it ends the others by None -> None.
+        """
+        work = parallel.from_first(lambda: work)
+        if work is None:
+            return None
+        batches, targets = work
+        batches = batches[parallel.rank() :: parallel.world()]
+        scores, missed = np.zeros((2, len(targets)))  # [R] each; missed tokens are not the greedy choice
         flop = sum(map(self._flop, batches))
+        quiet = quiet or parallel.rank() > 0
         with progress(None, "scoring", flop, unit="FLOP", unit_scale=True, disable=quiet) as bar:
             for batch in batches:
                 self._score(batch, targets, scores, missed)
                 bar.update(self._flop(batch))
-        total, wrong = sum_over_processes(np.stack((scores, missed)), self._device)
-        return [(float(s), not w) for s, w in zip(total, wrong, strict=True)]
+        return sum_over_processes(np.stack((scores, missed)), self._device)
 
     def _batches(self, trees: list[Tree]) -> list[list[list[Tree]]]:
         """Pack trees, longest first, into rows as wide as the first tree, and rows into batches of `batch_tokens`."""
@@ -435,6 +445,7 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
     return None if not values or values[0] == "none" else values[0]
 
 
+@parallel.told_when_lost()
 def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table.
 
@@ -447,13 +458,14 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
         say(f"left out, as training has not ended there: {', '.join(unfinished)}")
     if args.out and len(paths) > 1:
         raise UserError(f"--out {args.out}: holds one checkpoint's results, got {len(paths)} checkpoints")
-    places = [locate(name, args) for name in paths]  # a missing folder must show before the hub is asked
+    # a missing folder must show before the hub is asked
+    places = parallel.from_first(lambda: [locate(name, args) for name in paths])
     names = choose_tasks(args.tasks, args.split)
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
     # errors in the items must show before anything is computed
-    items = read_items(names, args.split, args.data_dir, args.storycloze)
+    items = parallel.from_first(lambda: read_items(names, args.split, args.data_dir, args.storycloze))
     for line in differing(items, args.split):
         say(line)
     checkpoints = [open_checkpoint(name, *at, args) for name, at in zip(paths, places, strict=True)]
@@ -492,15 +504,22 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
         begun = time.perf_counter()
         model = c.load(args, device)
         scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.run.get("bos") if c.run else "auto")
+        if parallel.rank():
+            while items and scorer.share() is not None:
+                pass
+            del model, scorer
+            continue
+        scores = benchmarks(scorer, items, args) if items else {}
+        if items:
+            scorer.share()  # ends the others' loop
         result = {
-            "name": c.name, "split": args.split, "tasks": benchmarks(scorer, items, args) if items else {},
+            "name": c.name, "split": args.split, "tasks": scores,
             "intrinsic": figures_found, "weights_sha256": c.sha256, "tokenizer_sha256": tokenizer_hash(c.tokenizer),
             "protocol": protocol, "versions": {p: version(p) for p in packages}, "run": c.run,
             "device": device_name(device),
             "wall_sec": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
-        if parallel.rank() == 0:
-            texts.append(write(c.folder, result, sums))
+        texts.append(write(c.folder, result, sums))
         del model, scorer  # before the next one is loaded
     if parallel.rank() == 0:
         print(together([c.folder for c in checkpoints], texts, args))
@@ -564,12 +583,13 @@ def held_out_figures(
 
     As many students as fit the free memory share a pass of the teacher.
     """
-    n_vocab, room = checkpoints[0].shape.vocab_size, free_bytes(device)
+    n_vocab, room = checkpoints[0].shape.vocab_size, min(parallel.everyones(free_bytes(device)))
     teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:
-        teacher = load_teacher(teacher_name, torch.float32, device)
+        folder = parallel.from_first(lambda: str(find_folder(teacher_name)))
+        teacher = load_teacher(folder, torch.float32, device)
         facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher.model)}
-        padded = len(teacher.head) > n_vocab > max(load_tokenizer(teacher_name).get_vocab().values())
+        padded = len(teacher.head) > n_vocab > max(load_tokenizer(folder).get_vocab().values())
         teacher = Teacher(teacher.model.to(getattr(torch, args.dtype)), device, n_vocab if padded else None)
     sizes = [(c.name, c.shape.vocab_size) for c in checkpoints] + (
         [(teacher_name, len(teacher.head))] if teacher else []

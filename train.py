@@ -36,7 +36,7 @@ import configure
 from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
-from lib.checks import all_finite
+from lib.checks import IGNORE, all_finite
 from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
 from lib.figures import figures
 from lib.files import RENAMED, append_line, locked, read_json, read_lines, write_json, writing
@@ -66,9 +66,10 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
              "data_dir", "teacher", "tokenizer",
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
              "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
-             "bos"}  # fmt: skip
+             "bos", "shard", "timeout_minutes"}  # fmt: skip
 RUN_KEYS = {"config": {"methods": list}}  # of run.json
 STATE_KEYS = {"config?": dict, "sums": {"*": float}, **dict.fromkeys(runlog.CLOCK_KEYS, float)}  # of a checkpoint
+PLACES = {"out_dir", "data_dir", "teacher", "tokenizer", "student_weights"}  # compared by what is there
 SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
 
@@ -79,7 +80,7 @@ class Env:
         self.device = pick_device(cfg.device)
         narrow = cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and self.device.type == "cuda")
         self.dtype = torch.bfloat16 if narrow else torch.float32  # of activations and products
-        parallel.start(self.device)
+        parallel.start(self.device, cfg.timeout_minutes)
         self.rank, self.world = parallel.rank(), parallel.world()
         self.first = self.rank == 0
         self.signalled = self.stopping = False  # this process got a signal; any process did
@@ -180,7 +181,8 @@ def open_teacher(cfg: Config, env: Env) -> Teacher | None:
     if cfg.teacher is None:
         raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
     place = pick_device(cfg.teacher_device) if cfg.teacher_device else env.device
-    return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile, student_shape(cfg).vocab_size)
+    n_vocab = student_shape(cfg).vocab_size
+    return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile, n_vocab, cfg.shard)
 
 
 # --- students --------------------------------------------------------------------------------------------------------
@@ -217,9 +219,11 @@ def make_student(name: str, cfg: Config, device: torch.device) -> Student:
     """
     model = first_weights(cfg)
     sha = weights_hash(model)
-    model.to(device)
     if cfg.compile:
         model.compile_layers()
+    if cfg.shard > 1:
+        parallel.spread(model, model.model.layers, cfg.shard, device, layers_only=False)
+    model.to(device)
     decayed = [p for p in model.parameters() if cfg.decay_1d or p.ndim > 1]
     others = [p for p in model.parameters() if not (cfg.decay_1d or p.ndim > 1)]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -301,17 +305,19 @@ def update(
     """
     objectives = [objective_at(s, step, cfg) for s in students]
     n_micro, n_valid = cfg.batch_rows // cfg.micro_batch, 0  # over all processes
-    for x, y, n, h_t in itertools.islice(stream, n_micro // env.world):
+    n_mine, under_way = n_micro // env.world, []
+    for nth, (x, y, n, h_t) in enumerate(itertools.islice(stream, n_mine), 1):
         n_valid += n
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=env.dtype) for s in students]  # each [B, T, D_s]
         heads = [(h, s.model.head, objective) for h, s, objective in zip(h_s, students, objectives, strict=True)]
         results = head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group)
         for s, (loss, terms) in zip(students, results, strict=True):
-            (loss / n_micro).backward()
+            with parallel.summing(s.model, nth == n_mine, under_way):
+                (loss / n_micro).backward()
             for name, value in terms.items():
                 s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
-    for s in students:
-        parallel.sum_in_place([p.grad for p in s.model.parameters()])
+    for handle in under_way:
+        handle.wait()
     norms = [clip_gradients(list(s.model.parameters()), cfg.clip) for s in students]
     *norms, stop, save = torch.cat([torch.stack(norms), env.flags()]).tolist()  # the one time that the host waits
     env.stopping, env.saving = stop > 0, save > 0
@@ -334,20 +340,23 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
     torch's norm in fp64 of a whole tensor takes 20.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in parameters]
+    grads = [parallel.local(p.grad) for p in parameters]
     if grads[0].is_cuda:
         norm = torch.nn.utils.get_total_norm(grads)
     else:
         blocks = [block for g in grads for block in g.flatten().split(1 << 20)]
         norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
-        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
-    torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = parallel.norm_of_parts(norm, parameters[0]).float()
+    torch._foreach_mul_(grads, (most / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 def broken_terms(s: Student) -> str:
-    """Name the terms of a student that are not finite."""
-    broken = [name for name, value in s.sums.items() if not math.isfinite(value)]
+    """Name the terms of a student that are not finite, on whatever process."""
+    sums = torch.stack(list(s.sums.values()))
+    parallel.sum_in_place([sums])
+    broken = [name for name, value in zip(s.sums, sums.tolist(), strict=True) if not math.isfinite(value)]
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
 
@@ -361,7 +370,7 @@ def going_on(live: list[Student], step: int, env: Env) -> list[Student]:
 
 def check_weights(live: list[Student], step: int, env: Env) -> None:
     """Stop the students that an update has left with weights that are not finite, before these are used or saved."""
-    broken = [not all(map(all_finite, s.model.parameters())) for s in live]
+    broken = [not all(all_finite(parallel.local(p)) for p in s.model.parameters()) for s in live]
     broken = torch.tensor(broken, dtype=torch.float32, device=env.device)
     parallel.sum_in_place([broken])  # all processes stop the same students
     for s, n in zip(live, broken.tolist(), strict=True):
@@ -380,17 +389,28 @@ def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Conf
     The rows are dealt out to the processes; the sums of each row are added up over them.
     """
     n_rows = min(rows.n, cfg.val_max_rows or rows.n)
-    starts = range(env.rank * cfg.micro_batch, n_rows, env.world * cfg.micro_batch)
-    index = (np.arange(first, min(first + cfg.micro_batch, n_rows)) for first in starts)
-    batches = ((int(i[0]), *rows.batch(i, env.device)[:2]) for i in index)
-    students = [model_of(s, env) for s in live]
-    sums = heldout.row_sums(students, (teacher.hidden, teacher.head) if teacher else None, batches, n_rows)
+    with parallel.whole_roots(s.model for s in live):
+        students = [model_of(s, env) for s in live]
+        batches = validation_batches(rows, n_rows, cfg.micro_batch, env)
+        sums = heldout.row_sums(students, (teacher.hidden, teacher.head) if teacher else None, batches, n_rows)
     parallel.sum_in_place([value for of in sums for value in of.values()])
     found = [figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
     return {
         s.name: {key: float(of[figure]) for key, figure in VALIDATED.items() if figure in of}
         for s, of in zip(live, found, strict=True)
     }
+
+
+def validation_batches(rows: Rows, n_rows: int, size: int, env: Env) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """This process's batches: (number of the first row, inputs, labels).
+
+    All processes have as many, the last one perhaps without a label: where weights are spread, a forward needs them all.
+    """
+    for at in range(0, n_rows, env.world * size):
+        first = at + env.rank * size
+        index = np.arange(n_rows)[first : first + size]
+        x, y, _ = rows.batch(index if len(index) else np.array([0]), env.device)
+        yield first, x, y if len(index) else torch.full_like(y, IGNORE)
 
 
 def model_of(s: Student, env: Env) -> heldout.Model:
@@ -402,17 +422,19 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
 
     `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of each student that has some.
     """
+    mine = np.array_split(rows_of_update(rows, step, cfg), env.world)[env.rank]
+    x, y, _ = rows.batch(mine, env.device)
+    objective = {s.name: resolve(s.name, **s.overrides) for s in live if needs_teacher(s.name)}
+    budget = functools.partial(alra_terms, **resolve("alra", **cfg.overrides_of("alra")).hyper)
+    with parallel.whole_roots(s.model for s in live):
+        students = {
+            s.name: (model_of(s, env), functools.partial(objective[s.name].fn, **objective[s.name].hyper))
+            for s in live
+            if s.name in objective
+        }
+        of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if not env.first:
         return
-    x, y, _ = rows.batch(rows_of_update(rows, step, cfg), env.device)
-    objective = {s.name: resolve(s.name, **s.overrides) for s in live if needs_teacher(s.name)}
-    students = {
-        s.name: (model_of(s, env), functools.partial(objective[s.name].fn, **objective[s.name].hyper))
-        for s in live
-        if s.name in objective
-    }
-    budget = functools.partial(alra_terms, **resolve("alra", **cfg.overrides_of("alra")).hyper)
-    of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **of_teacher})
     for s in live:
         if s.name in counts:
@@ -422,10 +444,16 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
+@parallel.told_when_lost()
 def run(loaded: configure.Loaded) -> int:
     """A whole run -> its exit code: 0 when every student reached the end, or a signal asked for an early one."""
     _student_shape.cache_clear()  # folders may have changed since a run before in this process
     env, asked = Env(loaded.config), loaded.config.micro_batch
+    parallel.agree(**{key: value for key, value in vars(loaded.config).items() if key not in PLACES})
+    if env.world % loaded.config.shard:
+        raise ConfigError(
+            f"shard={loaded.config.shard}: expected a divisor of the {env.world} processes; start more of them, or set it"
+        )
     cfg = dataclasses.replace(loaded.config, micro_batch=choose_micro_batch(loaded.config, env))
     if asked and cfg.micro_batch != asked:
         env.say(
@@ -449,11 +477,13 @@ def run(loaded: configure.Loaded) -> int:
         teacher = open_teacher(cfg, env)
         students = [make_student(name, cfg, env.device) for name in cfg.methods]
         out = Path(cfg.out_dir)
-        out.mkdir(parents=True, exist_ok=True)
+        if env.first:
+            out.mkdir(parents=True, exist_ok=True)
         busy = ConfigError(
             f"out_dir={out}: another train.py is at work there; wait for its end, or choose another out_dir"
         )
         with locked(out, busy) if env.first else contextlib.nullcontext():
+            parallel.agree_on_folder(out)
             return distil(loaded, cfg, env, rows, val, tokenizer, teacher, students)
     except torch.OutOfMemoryError as error:
         less = fitting_micro_batch(cfg.batch_rows // env.world, cfg.group, cfg.micro_batch - 1, 0, 1)
@@ -471,6 +501,9 @@ def distil(
 ) -> int:  # fmt: skip
     """The loop, from the newest checkpoint to the saved models -> the exit code of `run`."""
     facts = run_facts(rows, val, teacher, env.device)
+    found = {s.name: [path.name for path in checkpoint.whole(s.folder / "checkpoints")] for s in students}
+    first_weights = {s.name: s.init_sha256 for s in students}
+    parallel.agree(**facts | {"machine": None}, first_weights=first_weights, checkpoints=found)
     check_folder(students, cfg, facts)
     live = [s for s in students if not s.stopped]
     done = all(ended(s, cfg) for s in live)
@@ -509,7 +542,7 @@ def distil(
     bar.close()
     if env.stopping:
         save_checkpoints(live, step, clock, cfg, facts, env)
-    env.written.result()
+    parallel.outlast(env.written)
     if not done:
         env.say(clock.summary(step))
     for s in students:
@@ -517,15 +550,27 @@ def distil(
             env.say(f"{s.name} stopped at {s.stopped}")
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
-        else:
-            if env.first and not done:
-                with writing(s.folder / "model.tmp"):
-                    s.model.save_pretrained(s.folder / "model", tokenizer)
-                write_json(s.folder / "run.json", student_facts(s, step, clock, cfg, facts))
+        elif done:
             env.say(f"{s.name}: {s.folder / 'model'}")
+        else:
+            save_model(s, student_facts(s, step, clock, cfg, facts), tokenizer, env)
     parallel.wait(env.device)
     parallel.stop()
     return 1 if any(s.stopped for s in students) else 0
+
+
+def save_model(s: Student, facts: dict, tokenizer: PreTrainedTokenizerFast, env: Env) -> None:
+    weights = parallel.copies(s.model.state_dict())
+
+    def write():
+        with writing(s.folder / "model.tmp"):
+            s.model.save_pretrained(s.folder / "model", tokenizer, weights)
+        write_json(s.folder / "run.json", facts)
+
+    if env.first:
+        env.written = env.writer.submit(write)
+    parallel.outlast(env.written)
+    env.say(f"{s.name}: {s.folder / 'model'}")
 
 
 def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Clock, cfg: Config, env: Env) -> None:
@@ -614,7 +659,7 @@ def expected_bytes(cfg: Config, env: Env) -> tuple[int, int]:
     """Peak memory of the run on each device -> (bytes at any micro_batch, bytes more for each row of a micro-batch)."""
     teacher = teacher_size(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None
     student, width = student_shape(cfg), env.dtype.itemsize
-    return run_bytes(student, len(cfg.methods), teacher, cfg.seq_len, cfg.group, width, cfg.recompute)
+    return run_bytes(student, len(cfg.methods), teacher, cfg.seq_len, cfg.group, width, cfg.recompute, cfg.shard)
 
 
 def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env: Env) -> None:
@@ -829,9 +874,7 @@ def config_of(run: dict) -> dict:
 def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env) -> None:
     """Write one per student from a copy, while training goes on; all are written before any older one is removed."""
     env.due = time.perf_counter() + 60 * (cfg.checkpoint_every_minutes or math.inf)
-    if not env.first:
-        return
-    env.written.result()  # the ones before; their error is raised here
+    parallel.outlast(env.written)  # the ones before; their error is raised here
     copies, config = [], dataclasses.asdict(cfg)
     for s in live:
         sums = {key: float(value) for key, value in s.sums.items()}
@@ -845,7 +888,8 @@ def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, 
         for folder, *_ in copies:
             checkpoint.prune(folder, cfg.keep_checkpoints, step)
 
-    env.written = env.writer.submit(write)
+    if env.first:
+        env.written = env.writer.submit(write)
 
 
 def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int, Clock]:
@@ -898,7 +942,7 @@ def open_folder(
                 checkpoint.drop_after(path, step - before)
     if step == 0:  # from now on there is always a checkpoint behind the logs
         save_checkpoints(live, 0, clock, cfg, facts, env)
-        env.written.result()
+        parallel.outlast(env.written)
     if env.first:
         for s in live:
             about = {**dataclasses.asdict(cfg), **student_facts(s, step, clock, cfg, facts)}

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from lib import parallel
 from lib.files import UserError, read_json, read_lines, write_json, write_lines, writing
 from lib.hf import tensors_hash
 
@@ -27,12 +28,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def copied(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[Tensors, Tensors]:
-    """Copies on the CPU of the weights and of the moments, by name."""
+    """Whole copies on the CPU of the weights and of the moments, by name; on processes but the first, nothing."""
     names = {p: name for name, p in model.named_parameters()}
-    weights = {name: p.to("cpu", copy=True) for name, p in model.state_dict().items()}
-    return weights, {
-        f"{names[p]}/{k}": v.to("cpu", copy=True) for p, kept in optimizer.state.items() for k, v in kept.items()
-    }
+    moments = {f"{names[p]}/{k}": v for p, kept in optimizer.state.items() for k, v in kept.items()}
+    return parallel.copies(model.state_dict()), parallel.copies(moments)
 
 
 def save(folder: Path, weights: Tensors, moments: Tensors, state: dict) -> None:
@@ -117,8 +116,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: di
             raise UserError(f"{file}: not the tensors that were saved; {remedy}")
     with torch.no_grad():
         for name, p in params.items():
-            p.copy_(tensors["model"][name])
-            optimizer.state[p] = {k: tensors["optimizer"][f"{name}/{k}"].to(p.device) for k in MOMENTS}
+            p.copy_(parallel.part_like(tensors["model"][name], p))
+            optimizer.state[p] = {k: parallel.part_like(tensors["optimizer"][f"{name}/{k}"], p) for k in MOMENTS}
     return state
 
 

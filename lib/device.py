@@ -1,5 +1,6 @@
 """Which device a run computes on, what it needs there, and the micro-batch that fits."""
 
+import dataclasses
 import os
 import platform
 import shutil
@@ -73,7 +74,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def run_bytes(
-    student: Qwen2Config, n_students: int, teacher: tuple | None, seq_len: int, group: int, width: int, recompute: bool
+    student: Qwen2Config, n_students: int, teacher: tuple | None, seq_len: int, group: int, width: int, recompute: bool,
+    shard: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
     """Peak memory of a run on one device -> (bytes at any micro_batch, bytes more for each row of a micro-batch).
 
@@ -87,23 +89,30 @@ def run_bytes(
         per row  for each student width * T * (L (6 D + 4 HK + 3 GK + 4 F) + 5 D); for the teacher width * T * (9 D + 4 F).
                  With `recompute`, L D and one layer's share instead of L layers' share
 
+    With `shard` = K > 1 what lies in layers is spread, 1 / K of it on each process, and two layers are whole at a time. Of a
+    student all is spread, at 16 P / K; its gradients (4 P) and what is outside its layers are whole until an update's end.
+
     The share of a layer is what autograd keeps of it in eager mode; compiled layers keep about half.
     """
     fixed = 5 * 4 * group * seq_len * student.vocab_size
-    fixed += n_students * (16 * count(student) + (width + 4) * student.vocab_size * student.hidden_size)
+    fixed += n_students * (width + 4) * student.vocab_size * student.hidden_size
+    total, outside, layer = count(student), count(student, 0), count(student, 1) - count(student, 0)
+    fixed += n_students * (16 * total // shard + (shard > 1) * 4 * (total + outside + 2 * layer))
     c, k = student, student.head_dim
     layer = 6 * c.hidden_size + 4 * c.num_attention_heads * k + 3 * c.num_key_value_heads * k + 4 * c.intermediate_size
     kept = c.num_hidden_layers * (c.hidden_size if recompute else layer) + recompute * layer + 5 * c.hidden_size
     per_row = n_students * width * seq_len * kept
     if teacher:
-        n_params, wide, inner = teacher
-        fixed += width * n_params
+        n_params, wide, inner, n_layers, inside = teacher
+        fixed += width * (n_params - inside + inside // shard + (shard > 1) * 2 * inside // n_layers)
         per_row += width * seq_len * (9 * wide + 4 * inner)
     return fixed, per_row
 
 
-def count(shape: Qwen2Config) -> int:
-    """Parameters of a decoder of this shape, a tied head counted once."""
+def count(shape: Qwen2Config, n_layers: int | None = None) -> int:
+    """Parameters of a decoder of this shape, or of one with `n_layers` layers, a tied head counted once."""
+    if n_layers is not None:
+        shape = dataclasses.replace(shape, num_hidden_layers=n_layers)
     with torch.device("meta"):
         return Qwen2(shape).n_params
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from lib import parallel
 from lib.checks import all_finite
 from lib.files import UserError, first_line, read_json
 
@@ -122,6 +123,7 @@ def tensors_hash(tensors: dict[str, Tensor]) -> str:
     """sha256 over the names and bytes of every tensor: equal hashes, equal tensors."""
     digest = hashlib.sha256()
     for name, p in tensors.items():
+        p = parallel.whole(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -193,7 +195,9 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 continue  # a constant that old checkpoints carry
             # opened for each tensor: whatever was read of an open file counts as memory
             with safetensors.safe_open(file, framework="pt") as tensors:
-                source = tensors.get_tensor(name)
+                stored = tensors.get_slice(name)
+                shape = tuple(stored.get_shape())
+                source = stored[parallel.kept(wanted[name])] if name in wanted and shape else tensors.get_tensor(name)
             if name == "lm_head.weight" and tied:
                 twin = source  # some writers store the tied head twice
                 continue
@@ -203,11 +207,9 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 absent.discard(name)
                 continue
             if name not in wanted:
-                raise UserError(f"{file}: extra tensor {name} {tuple(source.shape)}; config.json has no place for it")
-            if source.shape != wanted[name].shape:
-                raise UserError(
-                    f"{file}: {name} is {tuple(source.shape)}, expected {tuple(wanted[name].shape)} by config.json"
-                )
+                raise UserError(f"{file}: extra tensor {name} {shape}; config.json has no place for it")
+            if shape != wanted[name].shape:
+                raise UserError(f"{file}: {name} is {shape}, expected {tuple(wanted[name].shape)} by config.json")
             if name not in absent:
                 raise UserError(f"{file}: {name} is in another file of that folder too; remove one of them")
             if not source.is_floating_point():
@@ -216,7 +218,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 )
             if not all_finite(source):
                 raise UserError(f"{file}: {name} is not finite; the weights are broken or have diverged, take others")
-            wanted[name].copy_(source)
+            parallel.local(wanted[name]).copy_(source)
             absent.discard(name)
             del source
     if absent:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lib import parallel
 from lib.checks import IGNORE
 from lib.heldout import Model
 
@@ -15,18 +16,18 @@ Objective = Callable[[Tensor, Tensor, Tensor], object]  # of z_s, z_t [N, V] and
 def histograms(
     teacher: Model, budget: Objective, students: dict[str, tuple[Model, Objective]], x: Tensor, y: Tensor, group: int
 ) -> tuple[dict, dict[str, list[int]]]:
-    """Histograms over one update's rows, by forward batches of `group` rows.
+    """Histograms over one update's rows, by forward batches of `group` rows, added up over the processes.
 
     teacher   (hidden, head)
     budget    ALRA's terms; called with the teacher as its own student
     students  by name ((hidden, head), objective)
-    x, y      [B, T] inputs, and labels with IGNORE where there is none
+    x, y      [B, T] this process's inputs, and labels with IGNORE where there is none
 
     -> the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as candidates), means `p_label`, `p_top1`,
        `agree`, `ce`, `entropy`, and `p_label_hist`, `p_top1_hist` (50 equal bins of [0, 1]);
        by name, how many positions have each local budget, for objectives that have one
     """
-    sums, counts = {}, {}
+    sums, counts = {"n": (y != IGNORE).sum()}, {}
     for part in _parts(len(x), group):
         labels = y[part].flatten()
         z_t = _logits(teacher, x[part])  # [N, V]
@@ -38,7 +39,8 @@ def histograms(
             if hasattr(terms, "d_u"):
                 d_max = terms.tokens.shape[1]
                 counts[name] = counts.get(name, 0) + torch.bincount(terms.d_u[labels != IGNORE], minlength=d_max + 1)
-    n = int((y != IGNORE).sum())
+    parallel.sum_in_place([*sums.values(), *counts.values()])
+    n = int(sums.pop("n"))
     counts = {name: count.tolist() for name, count in counts.items()}
     means = {key: value.tolist() if value.ndim else float(value) / n for key, value in sums.items()}
     return {"n": n, "d_u_hist": counts.pop(""), **means}, counts

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lib import parallel
 from lib.device import count
 from lib.files import UserError, read_json
 from lib.hf import find_folder, weight_files
@@ -58,7 +59,7 @@ class Teacher:
 
 def load_teacher(
     name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False,
-    vocab_size: int | None = None,
+    vocab_size: int | None = None, shard: int = 1,
 ) -> Teacher:  # fmt: skip
     """A teacher from a local folder or hub id `owner/name@revision`, frozen.
 
@@ -66,13 +67,14 @@ def load_teacher(
     device      where it computes; `home` is the students' device (None: the same)
     compile     run the layers of a native one under torch.compile
     vocab_size  rows of the head to keep (None: all); the others are padding
+    shard       processes over which its layers are spread; embedding and head stay whole
 
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last hidden states times its
     head, and one whose hidden states depend on later tokens.
     """
     folder, home = find_folder(name), home or device
     if is_native(name):
-        model = Qwen2.from_pretrained(name, dtype=dtype, device=device)
+        model = Qwen2.from_pretrained(name, dtype, device, shard)
         if compile:
             model.compile_layers()
         return Teacher(model, home, vocab_size)
@@ -88,7 +90,10 @@ def load_teacher(
         ) from error
     if told["missing_keys"]:  # transformers would draw them
         raise UserError(f"{name}: missing tensor {min(told['missing_keys'])}; the checkpoint is not whole")
-    model = model.to(device).requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    if shard > 1:
+        parallel.spread(model.base_model, decoder_layers(model), shard, device, layers_only=True)
+    model.to(device)
     check_logits(name, model)
     return Teacher(model, home, vocab_size)
 
@@ -162,10 +167,22 @@ def preset_lines(teacher: str | None) -> list[str]:
     return [*lines, "    or 512x8x8 (width x layers x heads), or a JSON object of keys of config.json"]
 
 
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The layers of any decoder: the list of modules that holds most of its parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=n_params)
+
+
+def n_params(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
 class Size(NamedTuple):
     n_params: int
     hidden_size: int  # D
     intermediate_size: int  # width inside the MLP
+    n_layers: int
+    in_layers: int  # parameters
 
 
 def teacher_size(name: str) -> Size:
@@ -179,7 +196,8 @@ def teacher_size(name: str) -> Size:
 def size(model: nn.Module) -> Size:
     config = model.config if isinstance(model, Qwen2) else model.config.get_text_config()
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return Size(sum(p.numel() for p in model.parameters()), config.hidden_size, inner)
+    layers = decoder_layers(model)
+    return Size(n_params(model), config.hidden_size, inner, len(layers), n_params(layers))
 
 
 def _first_line(error: Exception) -> str:

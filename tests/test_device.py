@@ -55,7 +55,7 @@ def test_the_formula_covers_what_autograd_keeps_of_a_layer(shape, dtype):
 
 
 def test_the_formulas_fixed_part_and_recomputation():
-    shape, teacher = PRESETS["200m"], (1_836_828_672, 2048, 5504)
+    shape, teacher = PRESETS["200m"], (1_836_828_672, 2048, 5504, 24, 0)
     fixed, row = run_bytes(shape, 2, teacher, 512, 1, 2, False)
     head = shape.vocab_size * shape.hidden_size
     assert fixed == 2 * (16 * 203_437_824 + 6 * head) + 2 * 1_836_828_672 + 5 * 4 * 512 * shape.vocab_size
@@ -78,7 +78,7 @@ def test_a_card_gets_what_fits_its_free_memory_and_a_run_keeps_it(tmp_path, monk
     write_json(tmp_path / "t/config.json", {"model_type": "qwen2", **PRESETS["1.8b"].facts()})
     cfg = Config(out_dir=str(tmp_path), teacher=str(tmp_path / "t"), seq_len=512)
     env = types.SimpleNamespace(world=1, device=torch.device("cuda:0"), dtype=torch.bfloat16)
-    fixed, row = run_bytes(PRESETS["200m"], 1, (1_836_828_672, 2048, 5504), 512, 1, 2, False)
+    fixed, row = run_bytes(PRESETS["200m"], 1, (1_836_828_672, 2048, 5504, 24, 0), 512, 1, 2, False)
     free = int((fixed + 9 * row) / 0.9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     assert train.choose_micro_batch(cfg, env) == 8

@@ -1269,6 +1269,17 @@ def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, studen
     assert "prepare it again" in tried(str(finished / "out" / "alra"), "--rows", str(tmp_path / "cut"))
 
 
+# eval.py, but the second process can neither read items, nor tokenize, nor draw bootstrap samples.
+ONCE = """
+import os, sys
+sys.path.insert(0, {root!r})
+import eval as ev
+if os.environ["RANK"] == "1":
+    ev.read_items = ev.benchmarks = ev.locate = ev.Scorer._encode = None
+ev.main()
+"""
+
+
 def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
     argv = [
         str(finished / "out" / "alra"),
@@ -1291,7 +1302,8 @@ def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
         "--rdzv_backend=c10d",
         "--rdzv_endpoint=localhost:0",
     ]
-    done = subprocess.run([*torchrun, str(ROOT / "eval.py"), *argv, "--out", str(tmp_path / "two")], cwd=tmp_path,
+    (tmp_path / "once.py").write_text(ONCE.format(root=str(ROOT)))
+    done = subprocess.run([*torchrun, "once.py", *argv, "--out", str(tmp_path / "two")], cwd=tmp_path,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / n / "eval_heldout.json").read_text()) for n in ("one", "two"))

@@ -9,10 +9,12 @@ combination raises `ConfigError`. The resolved config is written into the run's 
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import io
-import json
+import math
+import os
 import re
 import sys
 import textwrap
@@ -24,7 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lib.files import RENAMED, UserError, nearest, write_whole
+from safetensors import SafetensorError
+
+from lib.files import RENAMED, UserError, first_line, nearest, write_json
 
 
 class ConfigError(UserError):
@@ -140,10 +144,11 @@ class Config:
             _require(named, f'hyper={self.hyper!r}: expected settings by method, like {{"alra": {{"gamma": 3.0}}}}')
             lr = of.get("lr", self.lr)
             number = isinstance(lr, int | float) and not isinstance(lr, bool)
-            _require(number and lr > 0, f"{name}.lr={lr!r}: expected a number above 0")
+            _require(number and 0 < lr < math.inf, f"{name}.lr={lr!r}: expected a number above 0")
         for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len", "prepare_workers",
                      "log_every_steps", "val_every_steps", "keep_checkpoints", "shard"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        _require(self.batch_rows <= 2**20, f"batch_rows={self.batch_rows}: expected at most {2**20}")
         for name in ("lr", "min_lr", "clip", "adam_eps", "timeout_minutes"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected more than 0")
         for name in ("weight_decay", "warmup_steps", "val_rows", "seed"):
@@ -255,26 +260,63 @@ def help_text(about: str, methods: Sequence[str] = (), presets: Sequence[str] = 
     return "\n".join(lines)
 
 
+class Heard:
+    """stdout or stderr of a script. A reader that goes away (`| head -1`) does not end the run, nor does a character
+    that the terminal's encoding lacks."""
+
+    def __init__(self, stream: typing.TextIO | None):
+        self.stream = stream or io.StringIO()  # it was closed before the script began
+        if isinstance(self.stream, io.TextIOWrapper):
+            self.stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, do: Callable, *args) -> None:
+        try:
+            do(*args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 def guard(main: Callable[[], int | None]) -> int:
     """Run a script's `main` -> its exit code. An error that a user can mend is one line, without a traceback.
 
     So is Ctrl-C, with the exit code that a shell gives it.
     """
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(Heard, streams)
     try:
-        return main() or 0
+        code = main() or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except (ValueError, OSError, SafetensorError, MemoryError, OverflowError, RuntimeError) as error:
+        memory = isinstance(error, RecursionError) or "alloc" in str(error)  # a library says so with a RuntimeError
+        if isinstance(error, RuntimeError) and not memory:
+            raise
+        text = str(error) if isinstance(error, UserError) else first_line(error)
+        print(f"{type(error).__name__}: {text}", file=sys.stderr)
         return 1
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = streams
 
 
 def save(loaded: Loaded, path: Path, **facts) -> None:
     """The resolved config, where each value came from, and further facts of the run, as JSON."""
     values = dataclasses.asdict(loaded.config)
     origin = {key: loaded.origin.get(key, "default") for key in values}
-    write_whole(path, json.dumps({"config": values, "origin": origin, **facts}, indent=1) + "\n")
+    write_json(path, {"config": values, "origin": origin, **facts})
 
 
 def _run_file(path: str) -> dict:
@@ -289,7 +331,7 @@ def _run_file(path: str) -> dict:
         exec(compile(Path(path).read_text(), path, "exec"), names)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{path}: does not run: {type(error).__name__}: {error}") from error
     return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 
@@ -340,11 +382,13 @@ def _typed(key: str, value: object, kind) -> object:
             if isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value):
                 return tuple(value)
         elif isinstance(value, member) and not (member is int and isinstance(value, bool)):
+            if isinstance(value, int | float) and not abs(value) < 2**53:
+                raise ConfigError(f"{key}={value}: expected a finite number below 2**53")
             choices = [c for k in _kinds(kind) if typing.get_origin(k) is Literal for c in typing.get_args(k)]
             if not choices or value in choices or value is None:
                 return value
         elif member is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            return _typed(key, float(value), kind)
     raise ConfigError(f"{key}={value!r}: expected {_name(kind)}, got {type(value).__name__}")
 
 

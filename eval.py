@@ -19,6 +19,7 @@ Dimension key: B batch, T time, N positions, R requests, V vocabulary, D width.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -44,10 +45,10 @@ import configure
 from lib import figures, heldout, parallel
 from lib.checks import IGNORE
 from lib.device import count, device_name, free_bytes, pick_device
-from lib.files import UserError, write_whole
+from lib.files import UserError, dump, locked, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, open_rows
-from lib.tables import RESULT, read_if_there, row_text, stand_for, tabulate
+from lib.tables import RESULT, RUN, read_if_there, row_text, stand_for, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, differing, find_storycloze, read_items, task_file
 from lib.teacher import Teacher, load_teacher
 from lib.tokens import token_bytes
@@ -131,7 +132,7 @@ class Scorer(TemplateLM):
         for context, continuation in (r.args for r in requests):
             bare = context.rstrip()
             if context and not bare:
-                raise UserError(f"a context of whitespace alone, before {continuation!r}: nothing to condition on")
+                raise UserError(f"a context of whitespace alone, before {continuation!r:.60}: nothing to condition on")
             pairs.append((bare, context[len(bare) :] + continuation))
         ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm)
         plain = self._encode((e for c, e in pairs if not c), special=False)
@@ -159,7 +160,7 @@ class Scorer(TemplateLM):
             group = [request for _, request in group]
             for (context, continuation), head, tail in group:
                 if not head or not 0 < len(tail) <= self.max_length:
-                    raise UserError(f"{continuation!r} after {context!r}: {len(head)} + {len(tail)} tokens; expected a "
+                    raise UserError(f"{continuation!r:.60} after {context!r:.60}: {len(head)} + {len(tail)} tokens; expected a "
                                     f"context, and a continuation of 1 to max_length={self.max_length} tokens")  # fmt: skip
             inputs = [(head + tail)[-(self.max_length + 1) :][:-1] for _, head, tail in group]
             trees.append(Tree.grow(number, inputs, [len(tail) for _, _, tail in group]))
@@ -410,7 +411,7 @@ def locate(name: str, args) -> tuple[str, Path, dict | None]:
         path = path.parent  # the user named the student's model/ folder
     if (path / "model" / "config.json").is_file():
         source, folder = str(path / "model"), folder or path
-        facts, whole = read_if_there(path / "run.json"), read_if_there(path.parent / "run.json")
+        facts, whole = read_if_there(path / "run.json", RUN), read_if_there(path.parent / "run.json", {"config": dict})
         run = facts | {"config": whole["config"]} if facts and whole else None
     elif path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent.parent.name for p in path.glob("*/model/config.json"))
@@ -437,7 +438,7 @@ def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args
 
 def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
     """A setting from its flag, or else from the runs' configs, which must agree. None: not set, or "none"."""
-    values = [given] if given else list(dict.fromkeys(c.run["config"][key] for c in checkpoints if c.run))
+    values = [given] if given else list(dict.fromkeys(c.run["config"].get(key) for c in checkpoints if c.run))
     values = [v for v in values if v]
     if len(values) > 1:
         raise UserError(f"{key}: {values[0]} in one run, {values[1]} in another; score them apart, or set {flag}")
@@ -445,8 +446,11 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
 
 
 @parallel.told_when_lost()
-def score(args, device: torch.device) -> None:
-    """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table."""
+def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
+    """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table.
+
+    stack  holds the locks of the folders that results go to
+    """
     paths, unfinished = stand_for(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
     if not paths:
         raise UserError(f"{' '.join(args.paths)}: nothing there whose training has ended; expected out/NAME or a model")
@@ -480,13 +484,17 @@ def score(args, device: torch.device) -> None:
                 f"{c.name}: its results would go to {c.folder}, like another's; score it apart, with an --out"
             )
         before = read_if_there(c.folder / f"eval_{args.split}.json", RESULT)
-        if before and before["weights_sha256"] == c.sha256:
+        if before and before.get("weights_sha256") == c.sha256:
             refuse_loss(c, before, protocol, bool(items), rows, teacher)
         elif before and (args.out or c.run is None):  # a student's own folder may be scored again after more training
             raise UserError(
                 f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
             )
         c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
+        if parallel.rank() == 0:
+            stack.enter_context(
+                locked(c.folder, UserError(f"{c.folder}: another eval.py is at work there; wait for its end"))
+            )
     intrinsic = [(None, None)] * len(checkpoints)
     if rows_dir:
         check_rows_fit(rows_dir, rows, manifest, checkpoints)
@@ -530,7 +538,7 @@ def together(folders: list[Path], texts: list[str], args) -> str:
 def refuse_loss(c: Checkpoint, before: dict, protocol: dict, scoring: bool, rows, teacher: str | None) -> None:
     """Refuse to overwrite results that this call would not reproduce. `before` is the content of the result file."""
     found, there = before["intrinsic"], before["protocol"]
-    changed = [f"{k} {there[k]} there, {v} here" for k, v in protocol.items() if there[k] != v]
+    changed = [f"{k} {there.get(k)} there, {v} here" for k, v in protocol.items() if there.get(k) != v]
     other_dtype = there["dtype"] != protocol["dtype"]  # one file holds scores and figures of one dtype
     if before["tasks"] and there["limit"] is None and changed and (scoring or other_dtype):
         raise UserError(f"{c.folder} holds scores of whole sets ({', '.join(changed)}); put these elsewhere by --out")
@@ -552,8 +560,12 @@ def rows_hash(rows: np.ndarray) -> str:
 
 def check_rows_fit(rows_dir: str, rows: np.ndarray, manifest: dict, checkpoints: list[Checkpoint]) -> None:
     """Refuse rows of another tokenizer, rows with another BOS, and rows longer than a model's context."""
-    n = rows.shape[1] - 1
+    n, largest = rows.shape[1] - 1, rows[rows != PAD].max(initial=0)
     for c in checkpoints:
+        if largest >= c.shape.vocab_size:
+            raise UserError(
+                f"{rows_dir}/val.bin: id {largest}, with a vocabulary of {c.shape.vocab_size}; prepare it again"
+            )
         most = c.shape.max_position_embeddings
         if manifest["tokenizer_sha256"] != tokenizer_hash(c.tokenizer):
             raise UserError(f"{rows_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
@@ -611,6 +623,7 @@ def write(folder: Path, result: dict, sums: dict | None) -> str:
     stem = folder / f"eval_{result['split']}"
     file = stem.with_suffix(".json")
     before = read_if_there(file, RESULT)
+    dump(file, {key: found for key, found in result.items() if key != "samples"})
     same_weights = before.get("weights_sha256") == result["weights_sha256"]
     if not same_weights or (before["protocol"] != result["protocol"] and result["tasks"]):
         for old in folder.glob(f"samples_{result['split']}_*.jsonl"):  # of scores that are replaced
@@ -684,16 +697,17 @@ def run(argv: list[str]) -> None:
     args = arguments(argv)
     if args.table:
         text, records = tabulate(args.paths, args.reference, args.mixed, args.metric, defaults=DEFAULTS)
-        print(text)
         if args.csv:
             with open(args.csv, "w", newline="", encoding="utf-8") as file:
                 out = csv.DictWriter(file, list(records[0]))
                 out.writeheader()
                 out.writerows(records)
+        print(text)
         return
     device = pick_device(args.device)
     parallel.start(device)
-    score(args, device)
+    with contextlib.ExitStack() as stack:
+        score(args, device, stack)
     parallel.stop()
 
 

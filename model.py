@@ -67,6 +67,15 @@ class Qwen2Config:
     rope_scaling: dict | None = None  # Llama 3's, by the names of its config.json
 
     def __post_init__(self):
+        for f in dataclasses.fields(self):
+            value, layers = getattr(self, f.name), f.name == "num_hidden_layers"
+            least, most = (
+                (0, 1000) if layers else (1 if f.type is int else 1e-30, 2**31)
+            )  # without layers: what is around them
+            if f.type in (int, float) and not (isinstance(value, int | f.type) and least <= value <= most):
+                raise ValueError(f"{f.name}={value!r}: expected {f.type.__name__} of {least} to {most}")
+            if f.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{f.name}={value!r}: expected true or false")
         d, h, g = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         if self.head_dim is None:
             if d % h:
@@ -372,7 +381,8 @@ def load_config(name: str) -> Qwen2Config:
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
     if not path.is_file():
         raise UserError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
-    hf = read_json(path, remedy="expected a config.json of the Hugging Face form")
+    keys, remedy = {"rope_parameters?": dict, "rope_scaling?": dict}, "expected a config.json of the Hugging Face form"
+    hf = read_json(path, keys, remedy)
     if unlike := foreign(hf):
         raise UserError(f"{path}: {unlike}; this decoder has no such part")
     kind, rope = hf["model_type"], {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
@@ -391,4 +401,7 @@ def load_config(name: str) -> Qwen2Config:
         raise UserError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
     if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
         fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
-    return Qwen2Config(**fields)
+    try:
+        return Qwen2Config(**fields)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error

@@ -13,7 +13,6 @@ two of the table share both line and marker (forests draw a dot for a numeral): 
 
 import argparse
 import csv
-import json
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 from PIL import Image  # matplotlib brings it
 
 import configure
-from lib.files import read_lines
+from lib.files import read_json, read_lines
 from lib.stats import estimate
 from lib.tasks import TASKS
 
@@ -70,6 +69,16 @@ PANELS = {  # key in log.jsonl -> title, unit
 }
 LEVELS = {"val_teacher_ce": ("teacher", (0, (1, 2))), "val_teacher_entropy": ("teacher's entropy", (0, (5, 1, 1, 1)))}
 ENDS = {"eos": "document", "line": "line", "sentence": "sentence", "none": "anywhere:\nfull length"}  # of a manifest
+# What is read of a manifest, of a histogram's record, of a teacher's.
+SPLIT = {
+    "split": str,
+    "rows": int,
+    "padding_share": float,
+    "length_histogram": list,
+    "ends": dict.fromkeys(ENDS, float),
+}
+D_U = {"d_u_hist": list}
+ANCHORS = {"n": int, "p_label": float, "p_top1": float, "agree": float, "p_label_hist": list, "p_top1_hist": list}
 
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8.5, "legend.frameon": False,
                      "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True, "axes.spines.top": False,
@@ -83,14 +92,15 @@ class MissingLog(ValueError):
 # --- logs ------------------------------------------------------------------------------------------------------
 
 
-def read_log(path: Path, how: str = "") -> list[dict]:
+def read_log(path: Path, how: str = "", keys: dict | None = None) -> list[dict]:
     """The records of a log. A last line without its end is still being written. Of duplicates the last one counts.
 
-    how  to get the log: said where it is missing or empty
+    how   to get the log: said where it is missing or empty
+    keys  that each record holds beside its step
     """
     if not path.is_file():
         raise MissingLog(f"{path}: no such log{how}")
-    records = read_lines(path)
+    records = read_lines(path, {"step": int} | (keys or {}))
     if how and not records:
         raise MissingLog(f"{path}: no record yet{how}")
     return list({(r["step"], *sorted(r)): r for r in records}.values())
@@ -112,7 +122,7 @@ def read_curves(logs: dict[str, Path]) -> dict[str, dict[str, list[tuple[int, fl
     """-> {curve's name: {key of the log: [(nominal tokens, value), ..]}}"""
     out = {name: {} for name in logs}
     for name, folder in logs.items():
-        run = json.loads((folder.parent / "run.json").read_text())["config"]
+        run = read_json(folder.parent / "run.json", {"config": {"batch_rows": int, "seq_len": int}})["config"]
         for record in read_log(folder / "log.jsonl"):
             tokens = record["step"] * run["batch_rows"] * run["seq_len"]
             for key, value in record.items():
@@ -148,9 +158,9 @@ def read_budgets(logs: dict[str, Path]) -> dict[str, tuple[list[dict], list[dict
     how = "; run train.py with --histogram_every_steps=N and an ALRA method whose budget adapts"
     out = {}
     for name, folder in logs.items():
-        records = read_log(file) if (file := folder / "histograms.jsonl").is_file() else []
+        records = read_log(file, keys=D_U) if (file := folder / "histograms.jsonl").is_file() else []
         if any(sum(r["d_u_hist"][:-1]) for r in records):  # a fixed budget has nothing below d_max
-            out[name] = records, read_log(folder.parent / "teacher.jsonl", how)
+            out[name] = records, read_log(folder.parent / "teacher.jsonl", how, D_U)
     if not out:
         raise MissingLog(f"{', '.join(map(str, logs.values()))}: no histograms.jsonl with a d_u below d_max{how}")
     return out
@@ -481,7 +491,7 @@ def from_logs(figure: str, logs: dict[str, Path], path: Path) -> None:
         if len(runs) > 1:
             raise MissingLog(f"{', '.join(map(str, runs))}: one figure shows one run's teacher; name one run")
         how = "; run train.py with --histogram_every_steps=N and a method that has a teacher"
-        anchoring(read_log(runs[0] / "teacher.jsonl", how), path)
+        anchoring(read_log(runs[0] / "teacher.jsonl", how, ANCHORS), path)
 
 
 def draw_logs(names: Iterable[str], logs: dict[str, Path], out: Path, strict: bool = False) -> list[str]:
@@ -524,7 +534,7 @@ def run(argv: list[str]) -> None:
         files = [args.rows / f"{split}.json" for split in ("train", "val")]
         if not files[0].is_file():
             raise ValueError(f"{files[0]}: not there; expected a folder that prepare.py has written to its end")
-        row_lengths([json.loads(file.read_text()) for file in files if file.is_file()], out / "rows.png")
+        row_lengths([read_json(file, SPLIT) for file in files if file.is_file()], out / "rows.png")
     for name in [*done, *(name for name in ("pairs", "sets", "rows") if getattr(args, name))]:
         print(f"{out / name}.png\n{out / name}.csv")
 

@@ -55,6 +55,7 @@ import signal
 import sys
 import sysconfig
 import time
+import zlib
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -71,13 +72,14 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.files import UserError, locked, read_json, write_whole
+from lib.files import UserError, locked, read_json, write_json, write_whole
 from lib.rows import BLOCK, MANIFEST, PAD, quick_hash
 from lib.tokens import token_bytes
 
 RULE_VERSION = 1
 PREFIX_ROWS = 67_200 * 16  # rows of the paper's 550M-token setting, which has a hash of its own
 COMMIT_SEC = 5.0  # work that a kill can cost
+LINE_BYTES = 1 << 28  # of the longest line of a source; it bounds the memory
 BATCH_CHARS, BATCH_DOCUMENTS = 1 << 20, 2048  # of one call of the tokenizer; they bound the memory
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 
@@ -105,7 +107,7 @@ SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
 FILES = {"train.bin", "train.json", "val.bin", "val.json"}
-STATE_KEYS = {"recipe": dict, "records": int, "whole": bool, "streams": dict}
+STATE_KEYS = {"recipe": dict, "records": int, "whole": bool, "streams": {"*": {"ends": str, "rest": list, "crc?": int}}}
 MANIFEST_KEYS = {"split": str, "tokenizer": str, "vocab_size": int, "val_rows": int, "val_share": float, "tokens": int}
 MANIFEST_KEYS |= {"documents": int, "padding_share": float, **MANIFEST}
 KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
@@ -207,6 +209,8 @@ def open_source(
     config, split  of a hub dataset; None: the default one, "train"
     Raises `UserError` where there is nothing to read.
     """
+    if not name:
+        raise UserError("source=: expected a file, folder, glob or hub dataset")
     if name == "python":
         return _memory_source(python_documents())
     if is_local(name):
@@ -251,15 +255,21 @@ def _file_source(name: str, column: str) -> Source:
     root = Path(name).expanduser()
     if root.is_dir():
         root = root / "train" if (root / "train").is_dir() else root
-        files = sorted(p for p in root.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+        files = sorted(p for p in root.rglob("*") if p.name.endswith(SUFFIXES) and not p.is_dir())
     else:
-        files = sorted(Path(p) for p in glob.glob(str(root), recursive=True))
+        files = [root] if root.exists() else sorted(Path(p) for p in glob.glob(str(root), recursive=True))
         root = root.parent
     if not files:
         raise UserError(f"source={name}: no such file, and no {', '.join(SUFFIXES)} file in it")
+    seen: dict = {}
     for file in files:
         if not file.name.endswith(SUFFIXES):
             raise UserError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
+        if not file.is_file():
+            raise UserError(f"{file}: expected a regular file; a pipe, a device or a link to nothing is not read")
+        first = seen.setdefault((file.stat().st_dev, file.stat().st_ino), file)
+        if first is not file:
+            raise UserError(f"{file}: the same file as {first}, whose text would count twice; leave one out")
     names = [os.path.relpath(file, root) if len(files) > 1 else file.name for file in files]
     total, at = sum(file.stat().st_size for file in files), {"before": 0, "tell": lambda: 0}
 
@@ -332,6 +342,8 @@ def _lines(stream, file: Path) -> Iterator[bytes]:
     rest = b""
     for block in _told(iter(lambda: stream.read(BLOCK), b""), file):
         *lines, rest = (rest + block).split(b"\n") if b"\n" in block else [rest + block]
+        if len(rest) > LINE_BYTES:
+            raise UserError(f"{file}: a line of more than {LINE_BYTES >> 20} MiB; expected one record in each line")
         yield from lines
     yield rest
 
@@ -587,9 +599,14 @@ class Stream:
         self.ends = [saved["ends"]]  # one letter of KINDS for each row
         self.rows = len(saved["ends"])
         self.rest = np.array(saved["rest"], np.uint32)
-        self.file.touch()
-        if self.file.stat().st_size < self.rows * row_len * 4:
-            raise UserError(f"{file}: shorter than prepare.state says; delete {file.parent} and start again")
+        self.crc, size = 0, self.rows * row_len * 4
+        if not size:
+            self.file.touch()
+        with open(file, "rb") as f:
+            for at in range(0, size, BLOCK):
+                self.crc = zlib.crc32(f.read(min(BLOCK, size - at)), self.crc)
+        if saved.get("crc", self.crc) != self.crc or file.stat().st_size < size:  # older states have no crc
+            raise UserError(f"{file}: not the rows that prepare.state describes; delete {file.parent} and start again")
 
     @property
     def full(self) -> bool:
@@ -614,6 +631,7 @@ class Stream:
         with open(self.file, "r+b") as f:
             f.seek(self.rows * self.row_len * 4)  # over what a killed run wrote after its last commit
             f.write(block)
+        self.crc = zlib.crc32(block, self.crc)
         self.ends.append(kinds)
         self.rows += len(ends)
         self.rest = ids[ends[-1] :].copy()
@@ -627,7 +645,7 @@ class Stream:
             f.truncate(self.rows * self.row_len * 4)
             os.fsync(f.fileno())
         self.ends = ["".join(self.ends)]
-        return {"ends": self.ends[0], "rest": [] if self.full else self.rest.tolist()}
+        return {"ends": self.ends[0], "rest": [] if self.full else self.rest.tolist(), "crc": self.crc}
 
 
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
@@ -713,7 +731,7 @@ def _write_rows(
         nonlocal committed
         state = {"recipe": recipe, "records": n_records, "whole": whole}
         state["streams"] = {name: stream.save() for name, stream in streams.items()}
-        write_whole(folder / "prepare.state", json.dumps(state))
+        write_json(folder / "prepare.state", state, sealed=True)
         committed = time.monotonic()
         return state
 

@@ -46,7 +46,7 @@ def run(argv: list[str]) -> None:
     model, tokenizer = Qwen2.from_pretrained(name), load_tokenizer(name)
     run = Path(name).parent / "run.json"  # of a student: says which id stood before its documents
     student = Path(name).name == "model" and run.is_file()
-    bos = read_json(run).get("bos") if student else leading_bos(tokenizer)
+    bos = read_json(run, {"bos?": int}).get("bos") if student else leading_bos(tokenizer)
     prompt = [tokenizer.eos_token_id if bos is None else bos, *tokenizer.encode(args.prompt, add_special_tokens=False)]
     ids = generate(model, prompt, args.tokens, args.temperature, args.top_k, args.seed)
     print(tokenizer.decode(ids[1:], skip_special_tokens=False))

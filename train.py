@@ -5,7 +5,7 @@
 
 The run's folder holds `run.json` (resolved config, versions, hashes) and one folder per student with `log.jsonl`,
 `checkpoints/` and, at the end, `model/`, which Hugging Face reads. Started again, a run goes on from its newest
-checkpoint; SIGINT and SIGTERM save one and exit 0, once it trains.
+checkpoint; SIGINT, SIGTERM and SIGHUP save one and exit 0, once it trains.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
@@ -36,10 +36,10 @@ import configure
 from configure import Config, ConfigError
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
-from lib.checks import IGNORE
+from lib.checks import IGNORE, all_finite
 from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
 from lib.figures import figures
-from lib.files import RENAMED, append_line, locked, read_json, write_json, writing
+from lib.files import RENAMED, append_line, locked, read_json, read_lines, write_json, writing
 from lib.fused import head_losses
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.histograms import histograms
@@ -67,6 +67,8 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
              "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
              "bos", "shard", "timeout_minutes"}  # fmt: skip
+RUN_KEYS = {"config": {"methods": list}}  # of run.json
+STATE_KEYS = {"config?": dict, "sums": {"*": float}, **dict.fromkeys(runlog.CLOCK_KEYS, float)}  # of a checkpoint
 PLACES = {"out_dir", "data_dir", "teacher", "tokenizer", "student_weights"}  # compared by what is there
 SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
@@ -88,9 +90,10 @@ class Env:
         self.heads, self.rows_below, self.redrawn = [], 0, []  # of the table that is printed
 
     def hold_signals(self) -> None:
-        """From now on SIGINT and SIGTERM end the run after its update. Before, they end the process: nothing is to be saved."""
-        for sign in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(sign, self._on_signal)
+        """From now on signals end the run after its update. Before, they end the process: nothing is to be saved."""
+        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup stays nohup
+                signal.signal(sign, self._on_signal)
 
     def _on_signal(self, *_):
         self.signalled = True
@@ -144,7 +147,7 @@ class Batch(NamedTuple):
 
 
 def open_data(cfg: Config, name: str) -> Rows:
-    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos)
+    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, student_shape(cfg).vocab_size)
 
 
 def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
@@ -357,6 +360,24 @@ def broken_terms(s: Student) -> str:
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
 
+def going_on(live: list[Student], step: int, env: Env) -> list[Student]:
+    """The students that have not broken; those that have get a `stopped.json`."""
+    for s in live:
+        if s.stopped and env.first:
+            write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
+    return [s for s in live if not s.stopped]
+
+
+def check_weights(live: list[Student], step: int, env: Env) -> None:
+    """Stop the students that an update has left with weights that are not finite, before these are used or saved."""
+    broken = [not all(all_finite(parallel.local(p)) for p in s.model.parameters()) for s in live]
+    broken = torch.tensor(broken, dtype=torch.float32, device=env.device)
+    parallel.sum_in_place([broken])  # all processes stop the same students
+    for s, n in zip(live, broken.tolist(), strict=True):
+        if n and not s.stopped:
+            s.stopped = f"step {step - 1}: its update made weights that are not finite; try a smaller lr"
+
+
 # --- validation and histograms ---------------------------------------------------------------------------------------
 
 VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce", "teacher_entropy": "teacher_entropy"}
@@ -451,6 +472,7 @@ def run(loaded: configure.Loaded) -> int:
         )
     tokenizer = open_tokenizer(cfg, rows)
     check_vocabulary(cfg, tokenizer, env)
+    check_rows(rows, val, cfg)
     try:
         teacher = open_teacher(cfg, env)
         students = [make_student(name, cfg, env.device) for name in cfg.methods]
@@ -482,16 +504,15 @@ def distil(
     found = {s.name: [path.name for path in checkpoint.whole(s.folder / "checkpoints")] for s in students}
     first_weights = {s.name: s.init_sha256 for s in students}
     parallel.agree(**facts | {"machine": None}, first_weights=first_weights, checkpoints=found)
-    open_folder(loaded, students, cfg.micro_batch, facts, env)
+    check_folder(students, cfg, facts)
     live = [s for s in students if not s.stopped]
-    step, clock = resume(live, cfg, facts, env)
-    announce(students, teacher, cfg, env)
-    if step:
+    done = all(ended(s, cfg) for s in live)
+    step, clock = (cfg.max_steps, Clock()) if done else resume(live, cfg, facts, env)
+    if not done:
+        announce(students, teacher, cfg, env)
+        open_folder(loaded, live, step, clock, cfg, facts, env)
+    if step and not done:
         env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")
-    if env.first:
-        for s in live:
-            about = {**dataclasses.asdict(cfg), **student_facts(s, step, clock, cfg, facts)}
-            s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project, about)
     env.hold_signals()
     env.due = time.perf_counter() + 60 * (cfg.checkpoint_every_minutes or math.inf)
     stream = batches(rows, teacher, step, cfg, env)
@@ -503,17 +524,18 @@ def distil(
         n_valid = update(live, teacher, stream, step, cfg, env)
         clock.count(n_valid, time.perf_counter() - t0)
         step += 1
-        for s in live:
-            if s.stopped and env.first:
-                write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
-        live = [s for s in live if not s.stopped]
         last = step == cfg.max_steps
+        save = env.saving or last or (cfg.checkpoint_every_steps and step % cfg.checkpoint_every_steps == 0)
+        if save or env.stopping or step % cfg.val_every_steps == 0:
+            check_weights(live, step, env)
+        live = going_on(live, step, env)
         if step % cfg.log_every_steps == 0 or last:
             log_terms(live, teacher, step, clock, cfg, env)
-        if step % cfg.val_every_steps == 0 or last:
+        if live and (step % cfg.val_every_steps == 0 or last):
             with clock.aside("validation"):
                 log_validation(live, validate(live, teacher, val, cfg, env), step, env)
-        if env.saving or last or (cfg.checkpoint_every_steps and step % cfg.checkpoint_every_steps == 0):
+            live = going_on(live, step, env)
+        if save:
             with clock.aside("checkpoints"):
                 save_checkpoints(live, step, clock, cfg, facts, env)
         bar.update()
@@ -521,12 +543,15 @@ def distil(
     if env.stopping:
         save_checkpoints(live, step, clock, cfg, facts, env)
     parallel.outlast(env.written)
-    env.say(clock.summary(step))
+    if not done:
+        env.say(clock.summary(step))
     for s in students:
         if s.stopped:
             env.say(f"{s.name} stopped at {s.stopped}")
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
+        elif done:
+            env.say(f"{s.name}: {s.folder / 'model'}")
         else:
             save_model(s, student_facts(s, step, clock, cfg, facts), tokenizer, env)
     parallel.wait(env.device)
@@ -595,7 +620,10 @@ def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -
 def log_validation(live: list[Student], found: dict[str, dict], step: int, env: Env) -> None:
     """One record per student, and one row for each figure."""
     for s in live:
-        if env.first:
+        bad = [name for name, value in found[s.name].items() if not math.isfinite(value)]
+        if bad:
+            s.stopped = f"step {step - 1}: after its update val_{bad[0]} is not finite; try a smaller lr"
+        elif env.first:
             s.record({"step": step, **{f"val_{name}": value for name, value in found[s.name].items()}})
     of = found[live[0].name] if live else {}
     for figure in [key for key in of if not key.startswith("teacher")]:
@@ -620,7 +648,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
         )
     share, most, before = cfg.batch_rows // env.world, cfg.micro_batch, Path(cfg.out_dir) / "run.json"
     if most is None and before.is_file():
-        most = read_json(before).get("micro_batch")
+        most = read_json(before, {"micro_batch?": int}).get("micro_batch")
     if most is None and env.device.type == "cuda":
         room = min(parallel.everyones(int(ROOM * free_bytes(env.device))))
         most = fitting_micro_batch(share, cfg.group, room, *expected_bytes(cfg, env))
@@ -694,7 +722,7 @@ def check_student(cfg: Config, env: Env) -> None:
 
 def check_methods(cfg: Config, device: torch.device) -> None:
     """Check that the table has every method, that methods take their settings, and that a needed compiler works."""
-    for name in (*cfg.methods, *cfg.hyper):
+    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, student_shape(cfg).vocab_size, **cfg.overrides_of(name))
     taken = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
     unused = [name for name in cfg.hyper if name not in taken]
@@ -710,6 +738,18 @@ def check_methods(cfg: Config, device: torch.device) -> None:
             )
     if cfg.compile:
         require_compiler(device)
+
+
+def check_rows(rows: Rows, val: Rows, cfg: Config) -> None:
+    """Check that training and validation rows were made alike, and that both hold something to learn."""
+    for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
+        here, there = rows.manifest.get(key), val.manifest.get(key)
+        if here != there:
+            raise ConfigError(
+                f"{cfg.data_dir}: {key} is {here} in train.json, {there} in val.json; prepare them together"
+            )
+    rows.check()
+    val.check()
 
 
 def open_tokenizer(cfg: Config, rows: Rows) -> PreTrainedTokenizerFast:
@@ -792,32 +832,33 @@ def student_facts(s: Student, step: int, clock: "Clock", cfg: Config, facts: dic
     }
 
 
-def open_folder(loaded: configure.Loaded, students: list[Student], micro_batch: int, facts: dict, env: Env) -> None:
-    """Make the run's folder, or check that the one there holds this very run."""
-    path = Path(loaded.config.out_dir) / "run.json"
+def check_folder(students: list[Student], cfg: Config, facts: dict) -> None:
+    """Check that a folder that is there holds this very run, and read which students have broken."""
+    path = Path(cfg.out_dir) / "run.json"
     if path.is_file():
-        before = read_json(path)
-        there, here = (
-            {**dataclasses.asdict(Config()), **of} for of in (config_of(before), dataclasses.asdict(loaded.config))
-        )
-        there, here = json.loads(json.dumps([there, here]))  # keys that older runs lack were at their defaults
-        compared = [key for key in here if key not in FREE_KEYS]
-        differs = [
-            f"{key}={there.get(key)!r} there, {here[key]!r} here" for key in compared if there.get(key) != here[key]
-        ]
-        differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
-        if differs:
-            raise ConfigError(
-                f"out_dir={path.parent}: already contains a different run ({differs[0]}); choose another out_dir"
-            )
-    parallel.wait(env.device)  # nobody looks for the file while it is being written
-    if env.first:
-        for s in students:
-            s.folder.mkdir(parents=True, exist_ok=True)
-        configure.save(loaded, path, micro_batch=micro_batch, **facts)
+        check_same(read_json(path, RUN_KEYS), f"out_dir={path.parent}", cfg, facts)
     for s in students:
         stopped = s.folder / "stopped.json"
-        s.stopped = read_json(stopped)["why"] if stopped.is_file() else None
+        s.stopped = read_json(stopped, {"why": str})["why"] if stopped.is_file() else None
+
+
+def ended(s: Student, cfg: Config) -> bool:
+    """Whether the student's model after the last step is there."""
+    file = s.folder / "run.json"  # written after the model
+    return file.is_file() and read_json(file, {"step": int})["step"] == cfg.max_steps
+
+
+def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> None:
+    """`ConfigError` unless the facts `before`, of run.json or of a checkpoint, are of this very run."""
+    there, here = config_of(before) if "config" in before else {}, dataclasses.asdict(cfg)
+    there, here = json.loads(
+        json.dumps([dataclasses.asdict(Config()) | there, here])
+    )  # what older runs lack was at its default
+    compared = [key for key in here if key not in FREE_KEYS and "config" in before]  # older checkpoints have none
+    differs = [f"{key}={there.get(key)!r} there, {here[key]!r} here" for key in compared if there.get(key) != here[key]]
+    differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
+    if differs:
+        raise ConfigError(f"{where}: already contains a different run ({differs[0]}); choose another out_dir")
 
 
 def config_of(run: dict) -> dict:
@@ -834,41 +875,78 @@ def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, 
     """Write one per student from a copy, while training goes on; all are written before any older one is removed."""
     env.due = time.perf_counter() + 60 * (cfg.checkpoint_every_minutes or math.inf)
     parallel.outlast(env.written)  # the ones before; their error is raised here
-    copies = []
+    copies, config = [], dataclasses.asdict(cfg)
     for s in live:
         sums = {key: float(value) for key, value in s.sums.items()}
         state = {"step": step, "method": s.name, "init_sha256": s.init_sha256, **facts, "sums": sums, **clock.state()}
-        copies.append((s.folder / "checkpoints", *checkpoint.copied(s.model, s.optimizer), state))
+        tensors = checkpoint.copied(s.model, s.optimizer) if step else ({}, {})
+        copies.append((s.folder / "checkpoints", *tensors, state | {"config": config}))
 
     def write():
         for copy in copies:
             checkpoint.save(*copy)
         for folder, *_ in copies:
-            checkpoint.prune(folder, cfg.keep_checkpoints)
+            checkpoint.prune(folder, cfg.keep_checkpoints, step)
 
     if env.first:
         env.written = env.writer.submit(write)
 
 
 def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int, Clock]:
-    """Restore all students from their newest common step -> that step and the clock."""
-    common = [{path.name for path in checkpoint.whole(s.folder / "checkpoints")} for s in live]
-    newest = max(set.intersection(*common), default=None) if common else None
-    step = int(newest.removeprefix("step_")) if newest else 0
-    if env.first:
-        for path in (*Path(cfg.out_dir).glob("*.jsonl"), *(p for s in live for p in s.folder.glob("*.jsonl"))):
-            # a histogram is of the weights before its step, a line of log.jsonl of those after it
-            checkpoint.drop_after(path, step if path.name == "log.jsonl" else step - 1)
-    if not newest:
+    """Restore all students from their newest common step -> that step and the clock. It only reads.
+
+    `ConfigError` where no step is common, but something of a run is there.
+    """
+    steps = [{checkpoint.step_of(path) for path in checkpoint.whole(s.folder / "checkpoints")} for s in live]
+    step = max(set.intersection(*steps), default=None)
+    if step is None:
+        left = [path for path in (*logs(live, cfg), *(s.folder / "model" for s in live)) if path.exists()]
+        if left or set.union(*steps) - {0}:
+            lost = min(zip(steps, live, strict=True), key=lambda pair: len(pair[0]))[1]
+            raise ConfigError(
+                f"{lost.folder / 'checkpoints'}: no step that all students have, but {cfg.out_dir} holds their work; put "
+                "the lost checkpoints back, or choose another out_dir"
+            )
         return 0, Clock()
+    if step > cfg.max_steps:
+        raise ConfigError(f"max_steps={cfg.max_steps}: {cfg.out_dir} is at step {step}; set it to that at least")
     for s in live:
-        belongs = {"method": s.name, "init_sha256": s.init_sha256}
-        belongs |= {key: facts[key] for key in ("data_sha256", "teacher_sha256")}
-        state = checkpoint.load(s.folder / "checkpoints" / newest, s.model, s.optimizer, belongs)
+        path, belongs = s.folder / "checkpoints" / f"step_{step:08d}", {"method": s.name, "init_sha256": s.init_sha256}
+        state = checkpoint.load(path, s.model, s.optimizer, belongs, STATE_KEYS)
+        check_same(state, path, cfg, facts)
         s.sums = {
             key: torch.tensor(value, dtype=torch.float64, device=env.device) for key, value in state["sums"].items()
         }
+    for path in logs(live, cfg):
+        read_lines(path, {"step": int})  # a broken one shows before anything is changed
     return step, Clock(step, **{key: state[key] for key in runlog.CLOCK_KEYS})
+
+
+def logs(live: list[Student], cfg: Config) -> dict[Path, int]:
+    """Each log of the run -> 0 where a line is of the weights after its step, 1 where it is of those before."""
+    histograms = [Path(cfg.out_dir) / "teacher.jsonl", *(s.folder / "histograms.jsonl" for s in live)]
+    return {s.folder / "log.jsonl": 0 for s in live} | dict.fromkeys(histograms, 1)
+
+
+def open_folder(
+    loaded: configure.Loaded, live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env
+) -> None:
+    """Make the run's folder, or cut the logs of the one there to what happened up to `step`."""
+    parallel.wait(env.device)  # nobody looks for the files while they are being written
+    if env.first:
+        for s in live:
+            s.folder.mkdir(parents=True, exist_ok=True)
+        configure.save(loaded, Path(cfg.out_dir) / "run.json", micro_batch=cfg.micro_batch, **facts)
+        for path, before in logs(live, cfg).items():
+            if path.is_file():
+                checkpoint.drop_after(path, step - before)
+    if step == 0:  # from now on there is always a checkpoint behind the logs
+        save_checkpoints(live, 0, clock, cfg, facts, env)
+        parallel.outlast(env.written)
+    if env.first:
+        for s in live:
+            about = {**dataclasses.asdict(cfg), **student_facts(s, step, clock, cfg, facts)}
+            s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project, about)
 
 
 def main() -> None:

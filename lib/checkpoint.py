@@ -2,11 +2,13 @@
 
 FOLDER/step_00001000/model.safetensors       weights
                      optimizer.safetensors   AdamW's moments, PARAMETER/exp_avg and so on
-                     state.json              step, account, and what the run was made of
+                     state.json              step, account, what the run was made of, hashes of the tensors
+
+That of step 0 has no tensors: the first weights come from the run's config. It says that nothing is lost of the run.
 """
 
-import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -16,7 +18,8 @@ import torch
 from torch import nn
 
 from lib import parallel
-from lib.files import UserError, read_lines, write_lines, writing
+from lib.files import UserError, read_json, read_lines, write_json, write_lines, writing
+from lib.hf import tensors_hash
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 
@@ -40,13 +43,20 @@ def save(folder: Path, weights: Tensors, moments: Tensors, state: dict) -> None:
     shutil.rmtree(new, ignore_errors=True)
     with writing(new):
         new.mkdir(parents=True)
-        safetensors.torch.save_file(weights, new / "model.safetensors")
-        safetensors.torch.save_file(moments, new / "optimizer.safetensors")
-        (new / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+        tensors = {"model": weights, "optimizer": moments} if state["step"] else {}
+        hashes = {f"{name}_sha256": hash_of(of) for name, of in tensors.items()}
+        write_json(new / "state.json", state | hashes, sealed=True)
+        for name, of in tensors.items():
+            safetensors.torch.save_file(of, new / f"{name}.safetensors")
+            shutil.copymode(new / "state.json", new / f"{name}.safetensors")  # safetensors keeps others from reading
         for path in (*new.iterdir(), new):
             flush(path)
         os.replace(new, final)
         flush(folder)
+
+
+def hash_of(tensors: Tensors) -> str:
+    return tensors_hash(dict(sorted(tensors.items())))  # a file has an order of its own
 
 
 def flush(path: Path) -> None:
@@ -58,42 +68,59 @@ def flush(path: Path) -> None:
 
 def whole(folder: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if not p.name.endswith(".tmp"))
+    return sorted(
+        (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir()), key=step_of
+    )
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last `keep`. Each is renamed before it is deleted, so that a kill leaves no partial one."""
-    for old in whole(folder)[:-keep]:
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def prune(folder: Path, keep: int, step: int) -> None:
+    """Remove all but the last `keep` up to `step`. Each is renamed before it is deleted, so that a kill leaves no partial one."""
+    for old in [p for p in whole(folder) if step_of(p) <= step][:-keep]:
         gone = old.with_name(old.name + ".tmp")
         shutil.rmtree(gone, ignore_errors=True)
         os.replace(old, gone)
         shutil.rmtree(gone)
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: dict) -> dict:
-    """Load a checkpoint into `model` and `optimizer` -> its state. `belongs`: facts of the run that it must hold.
+def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: dict, keys: dict) -> dict:
+    """Load a checkpoint into `model` and `optimizer` -> its state, with `keys` (`files.check`).
 
-    Raises `UserError` where it is broken or another run's.
+    belongs  facts of the run that it must hold
+
+    Raises `UserError` where it is broken, renamed or another run's. Older ones have no hashes to compare.
     """
-    try:
-        state = json.loads((path / "state.json").read_text())
-        weights = safetensors.torch.load_file(path / "model.safetensors")
-        moments = safetensors.torch.load_file(path / "optimizer.safetensors")
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path}: not a whole checkpoint ({error}); remove it to go on from the one before") from error
-    for key, value in belongs.items():
+    remedy = "remove it to go on from the one before"
+    state = read_json(path / "state.json", {"step": int, **keys}, remedy)
+    for key, value in {"step": step_of(path), **belongs}.items():
         if state.get(key) != value:
             raise UserError(f"{path}: {key} is {state.get(key)}, expected {value}; it belongs to another run")
+    if not state["step"]:
+        return state
     params = dict(model.named_parameters())
-    if weights.keys() != params.keys() or moments.keys() != {f"{name}/{k}" for name in params for k in MOMENTS}:
-        raise UserError(f"{path}: its tensors are not this student's; it belongs to another run")
+    shapes = {"model": {name: p.shape for name, p in params.items()}}
+    shapes["optimizer"] = {f"{name}/{k}": p.shape if k != "step" else () for name, p in params.items() for k in MOMENTS}
+    tensors = {}
+    for name, wanted in shapes.items():
+        file = path / f"{name}.safetensors"
+        try:
+            tensors[name] = safetensors.torch.load_file(file)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{file}: not whole ({error}); {remedy}") from error
+        if {key: t.shape for key, t in tensors[name].items()} != wanted:
+            raise UserError(f"{file}: its tensors are not this student's; it belongs to another run")
+        if f"{name}_sha256" in state and state[f"{name}_sha256"] != hash_of(tensors[name]):
+            raise UserError(f"{file}: not the tensors that were saved; {remedy}")
     with torch.no_grad():
         for name, p in params.items():
-            p.copy_(parallel.part_like(weights[name], p))
-            optimizer.state[p] = {k: parallel.part_like(moments[f"{name}/{k}"], p) for k in MOMENTS}
+            p.copy_(parallel.part_like(tensors["model"][name], p))
+            optimizer.state[p] = {k: parallel.part_like(tensors["optimizer"][f"{name}/{k}"], p) for k in MOMENTS}
     return state
 
 
 def drop_after(log: Path, step: int) -> None:
     """Remove a log's records of later steps, and a last line that a kill cut short."""
-    write_lines(log, [record for record in read_lines(log) if record["step"] <= step])
+    write_lines(log, [record for record in read_lines(log, {"step": int}) if record["step"] <= step])

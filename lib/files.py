@@ -3,7 +3,9 @@
 import contextlib
 import difflib
 import fcntl
+import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -58,40 +60,78 @@ def write_whole(path: Path, content: str | bytes) -> None:
     os.replace(work, path)
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict, sealed: bool = False) -> None:
+    """Write an object as a whole file. `sealed`: with a checksum of its content, which `read_json` compares."""
+    text = dump(path, value | {"checksum": checksum(value)} if sealed else value, indent=1)
     with writing(path):
-        write_whole(path, json.dumps(value, indent=1) + "\n")
+        write_whole(path, text)
+
+
+def dump(path: Path, value: dict, **how) -> str:
+    """A line of JSON for `path`. `UserError` where a number in it is not finite."""
+    try:
+        return json.dumps(value, allow_nan=False, **how) + "\n"
+    except ValueError as error:
+        keys = [key for key, number in value.items() if isinstance(number, float) and not math.isfinite(number)]
+        where = f"step {value['step']}" if "step" in value else "its content"
+        raise UserError(
+            f"{path}: {where} is not written: {', '.join(keys) or 'a number in it'} is not finite; see why, and start again"
+        ) from error
+
+
+def checksum(value: dict) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 AGAIN = "remove it, and the command that wrote it makes it again"
 
 
-def read_json(path: Path, keys: dict[str, type] | None = None, remedy: str = AGAIN) -> dict:
-    """The object in a JSON file, which holds `keys` with values of these types. `UserError` names file and key."""
+def read_json(path: Path, keys: dict | None = None, remedy: str = AGAIN) -> dict:
+    """The object in a JSON file, which holds `keys` (see `check`). `UserError` names file and key."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not whole JSON ({error}); {remedy}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; {remedy}")
-    for key, kind in (keys or {}).items():
-        if key not in value:
-            raise UserError(f"{path}: no {key!r} in it; {remedy}")
-        if not isinstance(value[key], kind) or (isinstance(value[key], bool) and kind is int):
-            raise UserError(
-                f"{path}: {key} is {value[key]!r:.60}, expected {getattr(kind, '__name__', kind)}; {remedy}"
-            )
+    check(value, keys or {}, f"{path}: ", remedy)
+    if (sealed := value.pop("checksum", None)) and sealed != checksum(value):
+        raise UserError(f"{path}: its checksum is not that of its content; {remedy}")
     return value
+
+
+def _refuse(constant: str):
+    raise ValueError(f"{constant} is not a number")
+
+
+def check(value, keys: dict, where: str, remedy: str, inside: str = "") -> None:
+    """`UserError` unless `value` is an object that holds `keys`: a type for each, or such keys again.
+
+    "*" is any key, and "NAME?" one that may be None or not there.
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"{where}expected a JSON object, got {type(value).__name__}; {remedy}")
+    for wanted, of in keys.items():
+        for key in value if wanted == "*" else [wanted.removesuffix("?")]:
+            if wanted.endswith("?") and value.get(key) is None:
+                continue
+            if key not in value:
+                raise UserError(f"{where}no {inside + key!r} in it; {remedy}")
+            kind = dict if isinstance(of, dict) else int | float if of is float else of
+            if not isinstance(value[key], kind) or (isinstance(value[key], bool) and kind in (int, int | float)):
+                name = getattr(kind, "__name__", kind)
+                raise UserError(f"{where}{inside}{key} is {value[key]!r:.60}, expected {name}; {remedy}")
+            if isinstance(of, dict):
+                check(value[key], of, where, remedy, f"{inside}{key}.")
 
 
 def append_line(path: Path, record: dict) -> None:
     """Add a record to a file of JSON lines."""
+    line = dump(path, record)
     with writing(path), path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(line)
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The records of a file of JSON lines; none where there is no file. A last line without its end is left out."""
+def read_lines(path: Path, keys: dict | None = None) -> list[dict]:
+    """The records of a file of JSON lines, each with `keys`; none where there is no file. A last line without its end is left out."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     records = []
     for number, line in enumerate(lines, 1):
@@ -99,14 +139,17 @@ def read_lines(path: Path) -> list[dict]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not JSON ({error}); mend or remove that line") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}, line {number}: expected a JSON object, got {line.decode()!r:.60}")
+        check(record, keys or {}, f"{path}, line {number}: ", "mend or remove that line")
         records.append(record)
     return records
 
 
 def write_lines(path: Path, records: list[dict]) -> None:
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

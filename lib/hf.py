@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
-from lib.files import UserError, read_json
+from lib.checks import all_finite
+from lib.files import UserError, first_line, read_json
 
 INIT_STD = 0.02  # of a student's first weights
 
@@ -59,7 +60,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     folder = find_folder(name)
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{name}: no tokenizer.json there; expected a folder or hub id with a fast tokenizer")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # each kind of broken file has an error of its own there
+        raise UserError(f"{folder}/tokenizer.json: not read ({first_line(error)}); fetch the folder again") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer names no eos_token, which ends every document")
     return tokenizer
@@ -112,9 +116,13 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """sha256 over the names and bytes of every tensor: equal hashes, equal weights."""
+    return tensors_hash(model.state_dict())
+
+
+def tensors_hash(tensors: dict[str, Tensor]) -> str:
+    """sha256 over the names and bytes of every tensor: equal hashes, equal tensors."""
     digest = hashlib.sha256()
-    for name, p in model.state_dict().items():
+    for name, p in tensors.items():
         p = parallel.whole(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -165,6 +173,7 @@ def save_folder(
     (new / "config.json").write_text(json.dumps(facts, indent=1) + "\n")
     weights = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
     safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(new / "config.json", new / "model.safetensors")  # safetensors keeps others from reading it
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.replace(folder, old)
@@ -207,6 +216,8 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 raise UserError(
                     f"{file}: {name} is {source.dtype}, expected floating point; take the weights as they were trained"
                 )
+            if not all_finite(source):
+                raise UserError(f"{file}: {name} is not finite; the weights are broken or have diverged, take others")
             parallel.local(wanted[name]).copy_(source)
             absent.discard(name)
             del source
@@ -236,7 +247,7 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        shards = sorted(set(read_json(index, {"weight_map": dict})["weight_map"].values()))
+        shards = sorted(set(read_json(index, {"weight_map": {"*": str}})["weight_map"].values()))
         gone = [s for s in shards if Path(s).name != s or not (folder / s).is_file()]
         if gone:
             raise UserError(f"{folder}: shard {gone[0]} is named in the index but not there")

@@ -21,11 +21,14 @@ def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
     """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. `UserError` where they do not match."""
     file, manifest = Path(folder) / f"{name}.bin", Path(folder) / f"{name}.json"
     if not manifest.is_file() or not file.is_file():
-        raise UserError(f"{folder}: no {name}.bin with {name}.json there; run prepare.py with the same config")
+        more = ", with val_rows or val_share above 0" if name == "val" else ""
+        raise UserError(f"{folder}: no {name}.bin with {name}.json there; run prepare.py with the same config{more}")
     facts = read_json(manifest, MANIFEST, "prepare it again")
     n, width, size = facts["rows"], facts["row_len"], file.stat().st_size
     if size != n * width * 4:
         raise UserError(f"{file}: {size:,} bytes, expected {n * width * 4:,} by {manifest.name}; prepare it again")
+    if not size:
+        raise UserError(f"{file}: no rows; prepare it again")
     if quick_hash(file) != facts["quick_sha256"]:
         raise UserError(f"{file}: not the bytes that {manifest.name} describes; prepare it again")
     return np.memmap(file, np.uint32, "r", shape=(n, width)), facts

@@ -28,10 +28,13 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "R
 
 def machine_facts(device: torch.device) -> dict:
     """Commit, versions and machine: part of what a result must be read with."""
-    here = Path(__file__).parent
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    commit = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+        commit = subprocess.check_output(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True
+        ).strip()
     return {
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": commit,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -5,13 +5,14 @@ mean and 95 % interval. A table only holds rows that can be compared: same initi
 optimisation and scoring protocol.
 """
 
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from lib.figures import FIGURES, bootstrap
-from lib.files import RENAMED, UserError, read_json
+from lib.files import RENAMED, UserError, first_line, read_json
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import differences as paired
 from lib.stats import estimate, p_text
@@ -99,7 +100,12 @@ OLD_SETTINGS = {
     "detach_temperature", "lam",
 }  # fmt: skip
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
-RESULT = {"name": str, "split": str, "tasks": dict, "intrinsic": dict | None, "protocol": dict, "run": dict | None}
+RUN = {"method": str, "step?": int}  # what a student's run.json says
+TASK = {"acc": float, "acc_stderr": float, "acc_norm?": float, "n": int, "n_rows": int, "n_paper": int, "source": str,
+        "data_sha256": str, "prompts_sha256": str}  # fmt: skip
+RESULT = {"name": str, "split": str, "protocol": {"dtype": str, "limit?": int}, "tasks": {"*": TASK},
+          "intrinsic?": {"n_rows": int, "n_targets": int, "rows_sha256": str, **{f"{key}?": float for key in FIGURES}},
+          "run?": RUN | {"student": str, "seed": int, "config": dict}}  # fmt: skip
 
 
 def tabulate(
@@ -160,7 +166,7 @@ def stand_for(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str]
     found, left_out = [], []
     for name, path in zip(paths, map(Path, paths), strict=True):
         run = path if "config" in read_if_there(path / "run.json") and not (path / "model").is_dir() else path.parent
-        config = read_if_there(run / "run.json").get("config", {})
+        config = read_if_there(run / "run.json", {"config?": {"methods?": list}}).get("config", {})
         if run == path:
             inside = sorted(folder for folder in path.glob("*/") if done(folder))
             for folder in dict.fromkeys([*(path / method for method in config.get("methods", ())), *inside]):
@@ -348,11 +354,19 @@ def gaps(key: str, rows: dict, base: str, against: list[str]) -> list[str]:
         text = e.text(figure.digits, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else "")
         if e.n == 1:
             seed = next(s for s in values[m] if s in values[base])
-            a, b = (dict(np.load(rows[name][seed]["file"].with_suffix(".npz"))) for name in (m, base))
+            a, b = (read_sums(rows[name][seed]["file"].with_suffix(".npz")) for name in (m, base))
             low, high = (figure.factor * v for v in bootstrap(a, b)[key])
             text += f" [{low:+.{figure.digits}f}, {high:+.{figure.digits}f}]"
         texts.append(text)
     return texts
+
+
+def read_sums(file: Path) -> dict[str, np.ndarray]:
+    """The summands per row beside a result."""
+    try:
+        return dict(np.load(file))
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file}: not whole ({first_line(error)}); score it again") from error
 
 
 def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from lib.files import UserError, nearest
+from lib.files import UserError, first_line, nearest
 
 
 def _one_of(*values):
@@ -203,9 +203,9 @@ def check_rows(name: str, where: str, rows: Iterator[dict]) -> tuple[list[dict],
                 there = ", ".join(map(str, row))
                 raise UserError(f"{where}, row {number}: no field {field!r}, only {there}; expected {what}")
             if not good(row[field], row):
-                raise UserError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r}")
+                raise UserError(f"{where}, row {number}, field {field!r}: expected {what}, got {row[field]!r:.60}")
             if kept and type(row[field]) is not type(kept[0][field]):
-                raise UserError(f"{where}, row {number}, field {field!r}: {row[field]!r}, and {kept[0][field]!r} in row 1; "
+                raise UserError(f"{where}, row {number}, field {field!r}: {row[field]!r:.60}, and {kept[0][field]!r:.60} in row 1; "
                                 "expected one type throughout")  # fmt: skip
         kept.append({field: row[field] for field in fields})
         digest.update(json.dumps(kept[-1], sort_keys=True).encode())
@@ -246,7 +246,12 @@ def read_items(names: list[str], split: str, data_dir: str | None, storycloze: s
     items = {}
     for name in names:
         where, rows = read_rows(name, getattr(TASKS[name], split)[0], data_dir, storycloze)
-        items[name] = Items(where, *check_rows(name, where, rows))
+        try:
+            items[name] = Items(where, *check_rows(name, where, rows))
+        except UserError:
+            raise
+        except (OSError, ValueError, csv.Error) as error:  # what pyarrow raises is one of them
+            raise UserError(f"{where}: not read ({first_line(error)}); fetch it again") from error
     return items
 
 
@@ -258,7 +263,3 @@ def differing(items: dict[str, Items], split: str) -> list[str]:
         for name, found in items.items()
         if found.sha256 != KNOWN.get((name, split), found.sha256)
     ]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -91,7 +91,7 @@ def test_a_card_gets_what_fits_its_free_memory_and_a_run_keeps_it(tmp_path, monk
 
 def test_out_of_memory_is_one_line_with_the_next_smaller_value(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "open_data", lambda cfg, name: types.SimpleNamespace(n=10**9))
-    for name in ("check_student", "check_methods", "open_tokenizer", "check_vocabulary"):
+    for name in ("check_student", "check_methods", "open_tokenizer", "check_vocabulary", "check_rows"):
         monkeypatch.setattr(train, name, lambda *args: None)
 
     def full(*args):

@@ -191,6 +191,7 @@ def test_spread_weights_are_resumed_with_the_same_bits_and_anywhere(four, world,
     for method in METHODS:
         assert final_bits(root / "cut", method, 4) == final_bits(root / "two", method, 4)
         shutil.rmtree(tmp_path / "two" / method / "checkpoints" / "step_00000004")
+        (tmp_path / "two" / method / "run.json").unlink()  # with it the run has ended
     assert train.run(configure.load(flags(world, tmp_path / "two"))) == 0  # one process goes on
     assert all(apart(root / "two", tmp_path / "two", method) < 1e-6 for method in METHODS)
 

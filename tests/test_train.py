@@ -552,10 +552,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(world, tmp_path, mon
     student = train.make_student("alra", load(world, tmp_path).config, torch.device("cpu"))
     copies = checkpoint.copied(student.model, student.optimizer)
     checkpoint.save(tmp_path, *copies, {"step": 3})
-    assert set(done[:3]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
-    assert done[3:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]
+    assert done[0] == "-> state.json" and set(done[1:4]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+    assert done[4:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]
     checkpoint.save(tmp_path, *copies, {"step": 3})  # there already: left alone
-    assert len(done) == 6
+    assert len(done) == 7
 
 
 def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, monkeypatch, capsys):
@@ -563,7 +563,7 @@ def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, m
 
     def fail(folder, *args):
         calls.append(folder.parent.name)
-        if len(calls) == 4:
+        if len(calls) == 6:
             raise UserError("the disk is full")
         save(folder, *args)
 
@@ -571,7 +571,7 @@ def test_no_checkpoint_goes_before_every_student_has_the_next(world, tmp_path, m
     keys = {"methods": "vanilla_kd,alra", "keep_checkpoints": 1}
     with pytest.raises(UserError, match="the disk is full"):
         train.run(load(world, tmp_path, **keys))
-    assert calls == ["vanilla_kd", "alra", "vanilla_kd", "alra"]
+    assert calls == ["vanilla_kd", "alra"] * 3  # the first of step 0
     monkeypatch.setattr(checkpoint, "save", save)
     assert train.run(load(world, tmp_path, **keys)) == 0 and "going on from step 2 of 6" in capsys.readouterr().out
 
@@ -580,7 +580,12 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
     train.run(load(world, tmp_path, methods="alra", max_steps=2))
     folder = tmp_path / "alra" / "checkpoints" / "step_00000002"
     state = (folder / "state.json").read_text()
-    (folder / "state.json").write_text(state.replace('"method": "alra"', '"method": "pd"'))
+    foreign = json.loads(state) | {"method": "pd"}
+    (folder / "state.json").write_text(json.dumps(foreign))
+    with pytest.raises(UserError, match=r"state.json: its checksum is not that of its content; remove it to go on"):
+        train.run(load(world, tmp_path, methods="alra"))
+    del foreign["checksum"]  # older ones have none
+    (folder / "state.json").write_text(json.dumps(foreign))
     with pytest.raises(UserError, match=r"step_00000002: method is pd, expected alra; it belongs to another run"):
         train.run(load(world, tmp_path, methods="alra"))
     (folder / "state.json").write_text(state)
@@ -590,11 +595,11 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
         whole = file.read_bytes()
         tensors = safetensors.torch.load(whole)
         safetensors.torch.save_file({k: tensors[k] for k in list(tensors)[1:]}, file)
-        with pytest.raises(UserError, match=r"step_00000002: its tensors are not this student's"):
+        with pytest.raises(UserError, match=rf"step_00000002/{name}.safetensors: its tensors are not this student's"):
             train.run(load(world, tmp_path, methods="alra"))
         file.write_bytes(whole)
     (folder / "optimizer.safetensors").write_bytes(data[:-100])
-    with pytest.raises(UserError, match=r"step_00000002: not a whole checkpoint"):
+    with pytest.raises(UserError, match=r"step_00000002/optimizer.safetensors: not whole .*remove it to go on"):
         train.run(load(world, tmp_path, methods="alra"))
 
 
@@ -647,10 +652,8 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(
     assert re.search(rf"^UserError: .*{where}: not written \(.*No space left.*\); see to its room and rights, and the same", said, re.M)  # fmt: skip
     assert not (tmp_path / "alra" / where).exists()  # its room is free again
     monkeypatch.setattr(safetensors.torch, "save_file", save)
-    steps = [2, 4, 6] if where == "model.tmp" else [2]
-    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == [
-        f"step_{s:08d}" for s in steps[-2:]
-    ]
+    steps = [4, 6] if where == "model.tmp" else [0, 2]
+    assert [p.name for p in checkpoint.whole(tmp_path / "alra" / "checkpoints")] == [f"step_{s:08d}" for s in steps]
     assert train.run(load(world, tmp_path, methods="alra")) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 
@@ -742,6 +745,7 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
     assert train.run(load(world, out, **keys, max_steps=4)) == 0
     assert train.run(load(world, out, **keys)) == 0
     shutil.rmtree(out / "alra" / "checkpoints" / "step_00000006")  # what a kill may lose: 5 and 6 are made again
+    (out / "alra" / "run.json").unlink()
     assert train.run(load(world, out, **keys)) == 0
     ids = [(out / m / "wandb_id").read_text() for m in ("pretrain", "alra")]
     assert len(set(ids)) == 2 and [of["id"] for of in started] == 3 * ids
@@ -814,7 +818,7 @@ def test_checkpoints_are_made_by_minutes_too(world, tmp_path, monkeypatch):
     keys = {"methods": "pretrain", "checkpoint_every_steps": "none", "keep_checkpoints": 9}
     assert train.run(load(world, tmp_path, **keys, checkpoint_every_minutes=0.5)) == 0
     assert [p.name for p in checkpoint.whole(tmp_path / "pretrain" / "checkpoints")] == [
-        f"step_{n:08d}" for n in (2, 4, 6)
+        f"step_{n:08d}" for n in (0, 2, 4, 6)
     ]
 
 
@@ -885,7 +889,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(world, tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=600)  # closes the pipe
     assert process.returncode == 0 and "stopped by a signal after step" in said
-    (folder,) = (tmp_path / "alra" / "checkpoints").iterdir()
+    _, folder = checkpoint.whole(tmp_path / "alra" / "checkpoints")
     step = json.loads((folder / "state.json").read_text())["step"]
     assert step >= 2
     assert train.run(load(world, tmp_path, methods="alra", **{**ENDLESS, "max_steps": step + 1})) == 0
@@ -1115,12 +1119,12 @@ COMPARED = {
 
 
 def differing(world, finished, **changes) -> str:
-    """What `open_folder` says of these changes, "" where it takes them for the same run."""
+    """What `check_folder` says of these changes, "" where it takes them for the same run."""
     facts = json.loads((finished / "run.json").read_text())
     values = {k: str(v).replace("STUDENT", str(world / "student")) for k, v in changes.items()}
     loaded = load(world, **{"out": finished, **values})
     try:
-        train.open_folder(loaded, [], 1, facts, types.SimpleNamespace(device=torch.device("cpu"), first=False))
+        train.check_folder([], loaded.config, facts)
     except ConfigError as error:
         return str(error)
     return ""
@@ -1139,7 +1143,7 @@ def test_every_key_of_a_run_is_compared_or_free():
 def test_a_run_from_before_w_kd_schedule_had_its_name_goes_on(world, finished, monkeypatch):
     read = train.read_json
 
-    def older(path):
+    def older(path, keys=None):
         facts = read(path)
         for key in ("lr_schedule", "source_split"):  # keys that such a run lacks
             del facts["config"][key]

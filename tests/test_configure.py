@@ -193,7 +193,7 @@ def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):
 
 
 def test_every_field_is_read_somewhere():
-    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "eval.py"))
+    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "session.py", "eval.py"))
     unread = [f for f in configure.TYPES if not re.search(rf"\bcfg\.{f}\b", code)]
     assert not [f for f in unread if f != "seq_len"], unread  # seq_len is read through row_len
     assert "cfg.row_len" in code and "cfg.hyper" in code

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 
+import session
 import train
 from configure import Config, ConfigError
 from lib.device import fitting_micro_batch, require_compiler, run_bytes
@@ -81,17 +82,19 @@ def test_a_card_gets_what_fits_its_free_memory_and_a_run_keeps_it(tmp_path, monk
     fixed, row = run_bytes(PRESETS["200m"], 1, (1_836_828_672, 2048, 5504, 24, 0), 512, 1, 2, False)
     free = int((fixed + 9 * row) / 0.9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    assert train.choose_micro_batch(cfg, env) == 8
+    assert session.choose_micro_batch(cfg, env) == 8
     (tmp_path / "run.json").write_text(json.dumps({"micro_batch": 4}))
-    assert train.choose_micro_batch(cfg, env) == 4  # a run that goes on keeps its own, for the same bits
-    assert train.choose_micro_batch(dataclasses.replace(cfg, micro_batch=2), env) == 2
+    assert session.choose_micro_batch(cfg, env) == 4  # a run that goes on keeps its own, for the same bits
+    assert session.choose_micro_batch(dataclasses.replace(cfg, micro_batch=2), env) == 2
     env.device = torch.device("cpu")
-    assert train.choose_micro_batch(dataclasses.replace(cfg, out_dir="nowhere"), env) == 1
+    assert session.choose_micro_batch(dataclasses.replace(cfg, out_dir="nowhere"), env) == 1
 
 
 def test_out_of_memory_is_one_line_with_the_next_smaller_value(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "open_data", lambda cfg, name: types.SimpleNamespace(n=10**9))
-    for name in ("check_student", "check_methods", "open_tokenizer", "check_vocabulary", "check_rows"):
+    for name in ("check_student", "check_methods"):
+        monkeypatch.setattr(session, name, lambda *args: None)
+    for name in ("open_tokenizer", "check_vocabulary", "check_rows"):
         monkeypatch.setattr(train, name, lambda *args: None)
 
     def full(*args):

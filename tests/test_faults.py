@@ -872,13 +872,13 @@ def contents(folder: Path) -> dict[str, bytes | str | None]:
 
 def main(folder: Path, wanted: str = "") -> int:
     """Make the world, run the cases, print what is wrong -> how many are."""
-    import eval, plot, prepare, sample, train  # noqa: E401, F401, I001  before the first fork
+    import eval, plot, prepare, sample, session, train  # noqa: E401, F401, I001  before the first fork
 
-    check = train.check_settings
+    check = session.check_settings
     of_the_world = [(name, 259, of) for name, of in (("pretrain", {}), ("alra", {"d_max": 7}))]
     for name, n_vocab, of in of_the_world:  # checked here once; in every case it would be most of its time
         check(name, n_vocab, **of)
-    train.check_settings = lambda name, n, **of: (name, n, of) in of_the_world or check(name, n, **of)
+    session.check_settings = lambda name, n, **of: (name, n, of) in of_the_world or check(name, n, **of)
     world, begun = folder / "world", time.perf_counter()
     world.mkdir(parents=True)
     pid = os.fork()

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import configure
+import session
 import train
 from configure import Config, ConfigError
 from lib import checkpoint, files, heldout, runlog
@@ -699,7 +700,7 @@ def test_the_time_that_is_left_counts_from_where_this_process_began(world, tmp_p
         clock.now += seconds
         return value
 
-    for module in (train, runlog):
+    for module in (train, session, runlog):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(train, "update", lambda *args: wait(1, update(*args)))
     monkeypatch.setattr(runlog.Clock, "count", lambda *args: wait(2, count(*args)))
@@ -796,7 +797,9 @@ def test_a_run_says_what_it_runs_on_and_prints_a_row_for_all(world, tmp_path, ca
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=67_488 * (3 * 12 + 4) - 1))
+    monkeypatch.setattr(
+        session.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=67_488 * (3 * 12 + 4) - 1)
+    )
     with pytest.raises(
         ConfigError, match=r"checkpoints and models take 2.6 MiB, 2.6 MiB are free; choose another disk"
     ):
@@ -812,7 +815,7 @@ def test_checkpoints_are_made_by_minutes_too(world, tmp_path, monkeypatch):
         clock.now += 20
         return update(*args)
 
-    for module in (train, runlog):
+    for module in (train, session, runlog):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(train, "update", slow)
     keys = {"methods": "pretrain", "checkpoint_every_steps": "none", "keep_checkpoints": 9}
@@ -1006,15 +1009,15 @@ def test_slips_get_one_clear_line(world, tmp_path, changes, message):
 )  # fmt: skip
 def test_micro_batch_is_lowered_to_what_fits_the_processes(world, processes, rows, asked, group, fits):
     cfg = load(world, Path("unused"), batch_rows=rows, micro_batch=asked, group=group).config
-    assert train.choose_micro_batch(cfg, types.SimpleNamespace(world=processes, device=torch.device("cpu"))) == fits
+    assert session.choose_micro_batch(cfg, types.SimpleNamespace(world=processes, device=torch.device("cpu"))) == fits
 
 
 def test_processes_that_would_cut_a_forward_batch_are_refused(world):
     cfg = load(world, Path("unused"), batch_rows=8, micro_batch=4, group=4).config
     with pytest.raises(ConfigError, match=r"4 processes with group=4: expected their product to divide batch_rows=8;"):
-        train.choose_micro_batch(cfg, types.SimpleNamespace(world=4))
+        session.choose_micro_batch(cfg, types.SimpleNamespace(world=4))
     with pytest.raises(ConfigError, match=r"3 processes with group=4"):
-        train.choose_micro_batch(cfg, types.SimpleNamespace(world=3))
+        session.choose_micro_batch(cfg, types.SimpleNamespace(world=3))
 
 
 @pytest.mark.parametrize(
@@ -1136,12 +1139,12 @@ def test_a_run_goes_on_only_with_what_it_learns_by(world, finished, key):
 
 
 def test_every_key_of_a_run_is_compared_or_free():
-    assert set(COMPARED) | train.FREE_KEYS | {"hyper"} == set(configure.TYPES)
-    assert not train.FREE_KEYS & {*COMPARED, "hyper"}
+    assert set(COMPARED) | session.FREE_KEYS | {"hyper"} == set(configure.TYPES)
+    assert not session.FREE_KEYS & {*COMPARED, "hyper"}
 
 
 def test_a_run_from_before_w_kd_schedule_had_its_name_goes_on(world, finished, monkeypatch):
-    read = train.read_json
+    read = session.read_json
 
     def older(path, keys=None):
         facts = read(path)
@@ -1150,11 +1153,11 @@ def test_a_run_from_before_w_kd_schedule_had_its_name_goes_on(world, finished, m
         facts["config"]["kd_schedule"] = facts["config"].pop("w_kd_schedule")
         return facts
 
-    monkeypatch.setattr(train, "read_json", older)
+    monkeypatch.setattr(session, "read_json", older)
     assert differing(world, finished) == ""
     assert "(w_kd_schedule='constant' there, 'wsd' here)" in differing(world, finished, w_kd_schedule="wsd")
     assert "(lr_schedule='cosine' there, 'wsd' here)" in differing(world, finished, lr_schedule="wsd")
-    assert train.config_of({"config": {"kd_schedule": "wsd", "hyper": {}}}) == {"w_kd_schedule": "wsd", "hyper": {}}
+    assert session.config_of({"config": {"kd_schedule": "wsd", "hyper": {}}}) == {"w_kd_schedule": "wsd", "hyper": {}}
 
 
 def test_a_run_from_before_settings_by_method_goes_on(world, finished, tmp_path):

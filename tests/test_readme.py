@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -67,12 +69,28 @@ def shown() -> list[str]:
     return re.findall(r"^    ((?:python|torchrun|make) .+)$", README, re.M)
 
 
-def sh(command: str, folder: Path) -> str:
-    """What the command prints. Nothing is compiled: `bench.py` would take a minute, and test_fused.py compiles."""
-    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=False, timeout=900,
-                          env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})  # fmt: skip
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+# Nothing is compiled: `bench.py` would take a minute, and test_fused.py compiles.
+ENV = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+@pytest.fixture(scope="module")
+def sh():
+    """sh(command, folder) -> what the command prints."""
+    scripts = forked.Scripts(ENV)
+
+    def run(command: str, folder: Path) -> str:
+        script = command.split()[1]
+        if command.startswith("python ") and script in forked.FORKED and "*" not in command:
+            done = scripts.run(command, folder)
+        else:
+            done = subprocess.run(
+                command, shell=True, cwd=folder, capture_output=True, text=True, check=False, timeout=900, env=ENV
+            )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    yield run
+    scripts.end()
 
 
 @pytest.fixture
@@ -103,7 +121,7 @@ def test_every_command_is_in_a_chain():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
-def test_every_command_runs(chain, copy):
+def test_every_command_runs(chain, copy, sh):
     for command in dict.fromkeys(shown()):  # in the README's order
         if command == "make demo" and chain == "demo":
             for line in demo_recipe(copy):
@@ -117,7 +135,7 @@ def test_every_command_runs(chain, copy):
 
 
 @pytest.mark.slow
-def test_an_objective_is_added_in_three_steps_as_the_readme_says(copy):
+def test_an_objective_is_added_in_three_steps_as_the_readme_says(copy, sh):
     """The blocks of code are pasted where the README says, and its commands are run: train, eval, table, plot."""
     steps = dict(re.findall(r"<!-- (step \d|hidden states) -->\n```\w+\n(.*?)```", README, re.S))
     assert list(steps) == ["step 1", "step 2", "step 3", "hidden states"]

@@ -255,6 +255,11 @@ def gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether `student_weights` names a checkpoint of a run, and not a model's folder."""
+    return (Path(name) / "state.json").is_file()
+
+
 def holds_weights(name: str) -> bool:
     return any(find_folder(name).glob("*.safetensors"))
 
@@ -266,7 +271,7 @@ def check_student(cfg: Config, env: Env) -> None:
         raise ConfigError(
             f"seq_len={cfg.seq_len}: student={cfg.student} supports {shape.max_position_embeddings} positions; set less"
         )
-    if cfg.student_weights is not None:
+    if cfg.student_weights is not None and not is_checkpoint(cfg.student_weights):
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
         for key, value in vars(there).items():
             if value != getattr(shape, key) and not (key == "vocab_size" and value > shape.vocab_size):
@@ -274,8 +279,10 @@ def check_student(cfg: Config, env: Env) -> None:
                     f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in "
                     f"student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
                 )
-    elif not (cfg.student in PRESETS or INLINE.match(cfg.student) or cfg.student.endswith(".json")) and holds_weights(
-        cfg.student
+    elif (
+        cfg.student_weights is None
+        and not (cfg.student in PRESETS or INLINE.match(cfg.student) or cfg.student.endswith(".json"))
+        and holds_weights(cfg.student)
     ):
         env.say(
             f"student={cfg.student}: only the shape is taken from there, the weights are drawn anew; "
@@ -416,6 +423,18 @@ def ended(s: Student, cfg: Config) -> bool:
     return file.is_file() and read_json(file, {"step": int})["step"] == cfg.max_steps
 
 
+def how_to_go_on(s: Student, cfg: Config) -> str:
+    """What a student that broke can do: go on from its last checkpoint, with half of its rate and under a label of its own."""
+    saved = [path for path in checkpoint.whole(s.folder / "checkpoints") if checkpoint.step_of(path)]
+    if not saved:
+        return ""
+    method, lr = s.name.partition("@")[0], cfg.lr * s.lr_factor / 2
+    return (
+        f"\n  from its last checkpoint with half the rate: --methods={method}@lower --{method}@lower.lr={lr:g} "
+        f"--student_weights={saved[-1]} --out_dir={cfg.out_dir}_lower"
+    )
+
+
 def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> None:
     """`ConfigError` unless the facts `before`, of run.json or of a checkpoint, are of this very run."""
     there, here = config_of(before) if "config" in before else {}, dataclasses.asdict(cfg)
@@ -427,6 +446,16 @@ def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> Non
     differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
     if differs:
         raise ConfigError(f"{where}: already contains a different run ({differs[0]}); choose another out_dir")
+
+
+def changes(before: dict | None, step: int, cfg: Config, facts: dict) -> list[dict]:
+    """What run.json tells of a run that went on: at which step, and by key what was and what is."""
+    if before is None:
+        return []
+    there, here = json.loads(json.dumps([config_of(before) | before, dataclasses.asdict(cfg) | facts]))
+    keys = [*FREE_KEYS, "git_commit", "machine", "versions"]
+    now = {key: [there.get(key), here[key]] for key in sorted(keys) if key in there and there[key] != here[key]}
+    return [*before.get("changes", []), *([{"step": step, **now}] if now else [])]
 
 
 def config_of(run: dict) -> dict:
@@ -504,7 +533,9 @@ def open_folder(
     if env.first:
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
-        configure.save(loaded, Path(cfg.out_dir) / "run.json", micro_batch=cfg.micro_batch, **facts)
+        path = Path(cfg.out_dir) / "run.json"
+        told = changes(read_json(path, RUN_KEYS) if path.is_file() else None, step, cfg, facts)
+        configure.save(loaded, path, micro_batch=cfg.micro_batch, changes=told, **facts)
         for path, before in logs(live, cfg).items():
             if path.is_file():
                 checkpoint.drop_after(path, step - before)

@@ -58,6 +58,8 @@ from session import (
     check_rows,
     check_vocabulary,
     ended,
+    how_to_go_on,
+    is_checkpoint,
     open_folder,
     open_tokenizer,
     out_of_memory,
@@ -150,8 +152,12 @@ def first_weights(cfg: Config) -> Qwen2:
     """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
     if cfg.student_weights is None:
         return init_student(student_shape(cfg), cfg.seed)
-    model = Qwen2.from_pretrained(cfg.student_weights)
-    model.cut(student_shape(cfg).vocab_size)
+    if is_checkpoint(cfg.student_weights):
+        model = init_student(student_shape(cfg), cfg.seed)
+        checkpoint.load_weights(Path(cfg.student_weights), model)
+    else:
+        model = Qwen2.from_pretrained(cfg.student_weights)
+        model.cut(student_shape(cfg).vocab_size)
     return model.requires_grad_(True).train()
 
 
@@ -409,7 +415,7 @@ def distil(
         env.say(clock.summary(step))
     for s in students:
         if s.stopped:
-            env.say(f"{s.name} stopped at {s.stopped}")
+            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, cfg)}")
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
         elif done:

@@ -121,6 +121,15 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: di
     return state
 
 
+def load_weights(path: Path, model: nn.Module) -> None:
+    """The weights alone of a checkpoint of a model of the same shape."""
+    file = path / "model.safetensors"
+    try:
+        model.load_state_dict(safetensors.torch.load_file(file))
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{file}: not the weights of this student's shape ({str(error).splitlines()[0]})") from error
+
+
 def drop_after(log: Path, step: int) -> None:
     """Remove a log's records of later steps, and a last line that a kill cut short."""
     write_lines(log, [record for record in read_lines(log, {"step": int}) if record["step"] <= step])

@@ -125,7 +125,8 @@ def test_every_command_runs(chain, copy, sh):
     for command in dict.fromkeys(shown()):  # in the README's order
         if command == "make demo" and chain == "demo":
             for line in demo_recipe(copy):
-                more = {"train.py": SMALL, "eval.py": "--max_rows 4"}.get(line.split()[1], "")
+                of = {"prepare.py": "--n_documents=150", "train.py": SMALL, "eval.py": "--max_rows 4"}
+                more = of.get(line.split()[1], "")
                 said = sh(f"{line} {more}", copy)
                 if "eval.py" in line:
                     assert all(name in said for name in ("pretrain", "vanilla_kd", "alra")), said

@@ -1175,6 +1175,50 @@ def test_a_run_from_before_settings_by_method_goes_on(world, finished, tmp_path)
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 
 
+def test_a_run_tells_what_changed_when_it_went_on(world, finished, tmp_path):
+    """Mended on the way: it ends within rounding of the run that was left alone."""
+    keys = {"methods": "vanilla_kd,alra"}
+    assert train.run(load(world, tmp_path, **keys, max_steps=2)) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["changes"] == []
+    moved = tmp_path / "moved"
+    shutil.copytree(world / "data", moved)
+    assert train.run(load(world, tmp_path, **keys, max_steps=4, recompute=True, data_dir=moved)) == 0
+    assert train.run(load(world, tmp_path, **keys, recompute=True, data_dir=moved, micro_batch=4)) == 0
+    first, second = json.loads((tmp_path / "run.json").read_text())["changes"]
+    assert first == {
+        "step": 2,
+        "max_steps": [2, 4],
+        "recompute": [False, True],
+        "data_dir": [str(world / "data"), str(moved)],
+    }
+    assert second == {"step": 4, "max_steps": [4, 6], "micro_batch": [2, 4]}
+    ours, alone = (Qwen2.from_pretrained(str(out / "alra")).state_dict() for out in (tmp_path, finished))
+    for name, p in alone.items():
+        torch.testing.assert_close(ours[name], p, rtol=1e-3, atol=2e-5)
+
+
+def test_a_student_that_broke_goes_on_from_its_checkpoint_with_a_lower_rate(world, tmp_path, monkeypatch, capsys):
+    update = train.update
+
+    def breaking(students, teacher, stream, step, cfg, env):
+        if step == 3:
+            next(students[0].model.parameters()).data.fill_(math.nan)
+        return update(students, teacher, stream, step, cfg, env)
+
+    monkeypatch.setattr(train, "update", breaking)
+    assert train.run(load(world, tmp_path / "out", methods="alra")) == 1
+    path = tmp_path / "out" / "alra" / "checkpoints" / "step_00000002"
+    line = f"--methods=alra@lower --alra@lower.lr=0.005 --student_weights={path} --out_dir={tmp_path / 'out'}_lower"
+    assert line in capsys.readouterr().out
+    monkeypatch.setattr(train, "update", update)
+    more = dict(word.removeprefix("--").split("=") for word in line.split() if "out_dir" not in word)
+    loaded = load(world, tmp_path / "out_lower", **more)
+    first = train.first_weights(loaded.config).state_dict()
+    saved = safetensors.torch.load_file(path / "model.safetensors")
+    assert all(torch.equal(first[name], p) for name, p in saved.items())
+    assert train.run(loaded) == 0 and (tmp_path / "out_lower" / "alra@lower" / "model" / "config.json").is_file()
+
+
 def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_path):
     """Moved data, teacher and tokenizer, other validations, and keys that prepare.py alone reads."""
     run = tmp_path / "run"

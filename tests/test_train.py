@@ -1183,6 +1183,8 @@ def test_a_run_tells_what_changed_when_it_went_on(world, finished, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(world / "data", moved)
     assert train.run(load(world, tmp_path, **keys, max_steps=4, recompute=True, data_dir=moved)) == 0
+    run = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(run | {"git_commit": "abc"}))
     assert train.run(load(world, tmp_path, **keys, recompute=True, data_dir=moved, micro_batch=4)) == 0
     first, second = json.loads((tmp_path / "run.json").read_text())["changes"]
     assert first == {
@@ -1191,7 +1193,7 @@ def test_a_run_tells_what_changed_when_it_went_on(world, finished, tmp_path):
         "recompute": [False, True],
         "data_dir": [str(world / "data"), str(moved)],
     }
-    assert second == {"step": 4, "max_steps": [4, 6], "micro_batch": [2, 4]}
+    assert second == {"step": 4, "git_commit": ["abc", run["git_commit"]], "max_steps": [4, 6], "micro_batch": [2, 4]}
     ours, alone = (Qwen2.from_pretrained(str(out / "alra")).state_dict() for out in (tmp_path, finished))
     for name, p in alone.items():
         torch.testing.assert_close(ours[name], p, rtol=1e-3, atol=2e-5)

@@ -39,7 +39,7 @@ documents are held out by the hash of their names (of their text where they have
 
 **Files.** `<data_dir>/train.bin`, `val.bin`: uint32, row-major [rows, row_len], PAD in the unused tail of a row; beside
 them `train.json`, `val.json`: where the rows come from, counts and hashes. They get these names when they are whole.
-Until then `*.bin.tmp` and `prepare.state` hold the work, which the same command takes up.
+Until then `*.bin.tmp`, `*.ends.tmp` and `prepare.state` hold the work, which the same command takes up.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
@@ -107,7 +107,14 @@ SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
 FILES = {"train.bin", "train.json", "val.bin", "val.json"}
-STATE_KEYS = {"recipe": dict, "records": int, "whole": bool, "streams": {"*": {"ends": str, "rest": list, "crc?": int}}}
+STREAM_KEYS = {
+    "rest": list,
+    "rows?": int,
+    "ends?": str,
+    "crc?": int,
+    "ends_crc?": int,
+}  # older states have `ends`, no `rows`
+STATE_KEYS = {"recipe": dict, "records": int, "whole": bool, "streams": {"*": STREAM_KEYS}}
 MANIFEST_KEYS = {"split": str, "tokenizer": str, "vocab_size": int, "val_rows": int, "val_share": float, "tokens": int}
 MANIFEST_KEYS |= {"documents": int, "padding_share": float, **MANIFEST}
 KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
@@ -594,10 +601,13 @@ class Stream:
     """A stream of ids that is being written into a file: the rows written so far, and the start of the next row."""
 
     def __init__(self, file: Path, row_len: int, max_rows: int | None, saved: dict | None):
-        saved = saved or {"ends": "", "rest": []}
+        saved = saved or {"rows": 0, "rest": []}
         self.file, self.row_len, self.max_rows = file, row_len, max_rows
-        self.ends = [saved["ends"]]  # one letter of KINDS for each row
-        self.rows = len(saved["ends"])
+        self.new_ends = read_ends(file, saved) if "ends" in saved else ""  # since the last save; older states hold all
+        self.rows = len(saved["ends"]) if "ends" in saved else saved["rows"]
+        self.ends_crc = saved.get("ends_crc", 0)
+        if "ends" not in saved and self.rows:
+            read_ends(file, saved)  # a broken one shows now
         self.rest = np.array(saved["rest"], np.uint32)
         self.crc, size = 0, self.rows * row_len * 4
         if not size:
@@ -632,7 +642,7 @@ class Stream:
             f.seek(self.rows * self.row_len * 4)  # over what a killed run wrote after its last commit
             f.write(block)
         self.crc = zlib.crc32(block, self.crc)
-        self.ends.append(kinds)
+        self.new_ends += kinds
         self.rows += len(ends)
         self.rest = ids[ends[-1] :].copy()
         known = n_rest + np.cumsum(lengths)  # ids of the stream that were there after each document
@@ -644,8 +654,31 @@ class Stream:
         with open(self.file, "r+b") as f:
             f.truncate(self.rows * self.row_len * 4)
             os.fsync(f.fileno())
-        self.ends = ["".join(self.ends)]
-        return {"ends": self.ends[0], "rest": [] if self.full else self.rest.tolist(), "crc": self.crc}
+        letters = self.new_ends.encode()
+        with open(ends_file(self.file), "r+b" if ends_file(self.file).exists() else "wb") as f:
+            f.seek(self.rows - len(letters))  # over what a killed run wrote after its last commit
+            f.write(letters)
+            f.truncate()
+            os.fsync(f.fileno())
+        self.ends_crc, self.new_ends = zlib.crc32(letters, self.ends_crc), ""
+        rest = [] if self.full else self.rest.tolist()
+        return {"rows": self.rows, "rest": rest, "crc": self.crc, "ends_crc": self.ends_crc}
+
+
+def ends_file(rows_file: Path) -> Path:
+    """Beside unfinished rows: one letter of KINDS for each, so that the state need not hold them all."""
+    return rows_file.with_suffix("").with_suffix(".ends.tmp")
+
+
+def read_ends(rows_file: Path, saved: dict) -> str:
+    """The letters of the rows that a state describes. Older states hold them."""
+    if "ends" in saved:
+        return saved["ends"]
+    file = ends_file(rows_file)
+    letters = file.read_bytes()[: saved["rows"]] if file.is_file() else b""
+    if len(letters) < saved["rows"] or zlib.crc32(letters) != saved["ends_crc"]:
+        raise UserError(f"{file}: not the ends that prepare.state describes; delete {file.parent} and start again")
+    return letters.decode()
 
 
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
@@ -691,6 +724,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):
+            _remove_ends(folder, _splits(recipe))  # left by a kill at the very end
             for name in _splits(recipe):
                 _same_recipe(folder, _manifest(folder, name), recipe)
             print(f"{folder}: made before by the same recipe and left as it is; --verify checks it")
@@ -703,6 +737,12 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         for manifest in _finish(folder, state):
             print(_summary(folder, manifest))
         state_file.unlink()
+        _remove_ends(folder, state["streams"])
+
+
+def _remove_ends(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        ends_file(folder / f"{name}.bin.tmp").unlink(missing_ok=True)
 
 
 def warn_of_chat(name: str, tokenizer) -> None:
@@ -782,7 +822,8 @@ def held_out(document: tuple[str | None, str], share: float) -> bool:
 
 def _finish(folder: Path, state: dict) -> list[dict]:
     """Give the files their final names and manifests. It can be killed and repeated at any point."""
-    recipe, ends = state["recipe"], {name: stream["ends"] for name, stream in state["streams"].items()}
+    recipe = state["recipe"]
+    ends = {name: read_ends(folder / f"{name}.bin.tmp", stream) for name, stream in state["streams"].items()}
     asked = f"train_rows={recipe['train_rows']}, val_rows={recipe['val_rows']}, val_share={recipe['val_share']}"
     if recipe["val_rows"]:
         n_rows, row_bytes = len(ends["train"]), recipe["row_len"] * 4

@@ -252,7 +252,7 @@ def test_pieces_of_the_stream_give_the_rows_of_the_whole(tmp_path, tokenizer_of)
                 f.write(b"not committed")
             stream = prepare.Stream(tmp_path / "x", 29, None, json.loads(json.dumps(saved)))
     stream.feed(np.empty(0, np.uint32), np.empty(0, np.int64), table, last=True)
-    assert [prepare.KINDS[k] for k in stream.save()["ends"]] == [kind for _, kind in whole]
+    assert [prepare.KINDS[k] for k in prepare.read_ends(stream.file, stream.save())] == [kind for _, kind in whole]
     assert stored(tmp_path / "x", 29) == [ids for ids, _ in whole]
 
 
@@ -783,6 +783,24 @@ def half_made(small, tmp_path, monkeypatch, source, **knobs):
         with pytest.raises(pytest.fail.Exception):
             prepare.prepare(config(small, tmp_path / "half", source, **knobs), commit_sec=0.0)
     return tmp_path / "half"
+
+
+def test_ends_of_rows_are_appended_compared_and_read_of_older_states(small, tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "t.jsonl", small[1])
+    prepare.prepare(config(small, tmp_path / "whole", source))
+    half = half_made(small, tmp_path, monkeypatch, source)
+    cfg, state, ends = config(small, half, source), half / "prepare.state", half / "train.ends.tmp"
+    letters, facts = ends.read_bytes(), json.loads(state.read_text())
+    assert "ends" not in facts["streams"]["train"] and len(letters) == facts["streams"]["train"]["rows"] > 0
+    ends.write_bytes(letters[:-1] + b"?")
+    with pytest.raises(prepare.UserError, match=rf"{ends}: not the ends that prepare.state describes; delete {half}"):
+        prepare.prepare(cfg)
+    ends.unlink()
+    del facts["checksum"]
+    facts["streams"]["train"] = {"ends": letters.decode(), "rest": facts["streams"]["train"]["rest"]}
+    state.write_text(json.dumps(facts))
+    prepare.prepare(cfg)
+    assert files_of(half) == files_of(tmp_path / "whole")
 
 
 def test_finished_data_of_the_same_recipe_is_left_alone(small, tmp_path, capsys):

@@ -456,6 +456,10 @@ def method_lines() -> list[str]:
         defaults = {p.name: p.default for p in inspect.signature(fn).parameters.values()}
         told = ", ".join(f"{key}={defaults[key]}" for key in settings(names[0]) if key in defaults)
         lines.append(f"{', '.join(names)}: {told or 'no settings'}")
+        for name in names:
+            method = METHODS[name]
+            own = {"w_kd": method.w_kd, "w_ce": method.w_ce, **method.hyper}
+            lines.append(f"  {name} has " + ", ".join(f"{key}={value}" for key, value in own.items()))
     return [*lines, "all: w_kd, w_ce (weights of the distillation term and of the causal language-modelling term)"]
 
 

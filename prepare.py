@@ -839,7 +839,8 @@ def _finish(folder: Path, state: dict) -> list[dict]:
             os.truncate(work, n_train * row_bytes)
     empty = [name for name in ends if not ends[name]]
     if empty:
-        raise UserError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}; change one of these, "
+        raise UserError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}; change one of these "
+                           "(of few documents --val_share=0 --val_rows=N holds out the last rows), "
                            f"delete {folder} and start again")  # fmt: skip
     made, first = [], 0  # first record of the split
     for name, kinds in ends.items():

@@ -223,7 +223,8 @@ def update(
     norms = [clip_gradients(list(s.model.parameters()), cfg.clip) for s in students]
     *norms, stop, save = torch.cat([torch.stack(norms), env.flags()]).tolist()  # the one time that the host waits
     env.stopping, env.saving = stop > 0, save > 0
-    for s, s.gnorm in zip(students, norms, strict=True):
+    for s, norm in zip(students, norms, strict=True):
+        s.gnorm = norm
         if not math.isfinite(s.gnorm):
             s.stopped = f"step {step}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made"
             continue

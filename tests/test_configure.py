@@ -280,3 +280,11 @@ def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
         assert cfg.out_dir == f"out/{name}" and not cfg.hyper and cfg.decay_1d and not cfg.shuffle, name
     assert 67_200 * 16 * 512 == 550_502_400 and 126_400 * 16 * 512 == 1_035_468_800  # nominal tokens
     assert Config().train_rows == 126_400 * 16
+
+
+def test_help_tells_each_methods_own_settings():
+    from losses import method_lines
+
+    lines = method_lines()
+    assert "  logit_std has w_kd=9.0, w_ce=0.1, tau=2.0, t2_scaling=True, standardize=True" in lines
+    assert "  alra_u has w_kd=1.0, w_ce=0.0, pair=pra_u" in lines

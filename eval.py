@@ -50,7 +50,7 @@ from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, wei
 from lib.rows import PAD, open_rows
 from lib.tables import RESULT, RUN, read_if_there, row_text, stand_for, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, differing, find_storycloze, read_items, task_file
-from lib.teacher import Teacher, load_teacher
+from lib.teacher import Teacher, load_teacher, n_params
 from lib.tokens import token_bytes
 from model import Qwen2, Qwen2Config
 
@@ -599,7 +599,7 @@ def held_out_figures(
             raise UserError(f"{name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
     n_bytes = byte_lengths(checkpoints[0].tokenizer, n_vocab)
     needs = 4 * max(count(c.shape) for c in checkpoints)
-    of_teacher = 4 * sum(p.numel() for p in teacher.model.parameters()) if teacher else 0
+    of_teacher = 4 * n_params(teacher.model) if teacher else 0
     size = max(1, min(len(checkpoints), int(0.8 * room - of_teacher) // needs))
     say(
         f"held-out rows: {size} of {len(checkpoints)} checkpoints at a time, {needs / 2**30:.2f} GiB each, and the teacher's "

@@ -601,14 +601,12 @@ class Stream:
     """A stream of ids that is being written into a file: the rows written so far, and the start of the next row."""
 
     def __init__(self, file: Path, row_len: int, max_rows: int | None, saved: dict | None):
-        saved = saved or {"rows": 0, "rest": []}
+        saved = saved or {}
         self.file, self.row_len, self.max_rows = file, row_len, max_rows
-        self.new_ends = read_ends(file, saved) if "ends" in saved else ""  # since the last save; older states hold all
-        self.rows = len(saved["ends"]) if "ends" in saved else saved["rows"]
-        self.ends_crc = saved.get("ends_crc", 0)
-        if "ends" not in saved and self.rows:
-            read_ends(file, saved)  # a broken one shows now
-        self.rest = np.array(saved["rest"], np.uint32)
+        ends = read_ends(file, saved) if saved else ""
+        self.rows, self.ends_crc = len(ends), saved.get("ends_crc", 0)
+        self.new_ends = ends if "ends" in saved else ""  # what the file of ends lacks
+        self.rest = np.array(saved.get("rest", []), np.uint32)
         self.crc, size = 0, self.rows * row_len * 4
         if not size:
             self.file.touch()

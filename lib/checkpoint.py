@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lib import parallel
-from lib.files import UserError, read_json, read_lines, write_json, write_lines, writing
+from lib.files import UserError, first_line, read_json, read_lines, write_json, write_lines, writing
 from lib.hf import tensors_hash
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
@@ -127,7 +127,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     try:
         model.load_state_dict(safetensors.torch.load_file(file))
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise UserError(f"{file}: not the weights of this student's shape ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{file}: not the weights of this student's shape ({first_line(error)})") from error
 
 
 def drop_after(log: Path, step: int) -> None:

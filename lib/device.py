@@ -16,10 +16,7 @@ ROOM = 0.9  # the share of a card's free memory that a run counts on
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:1` -> an existing device; under torchrun `cuda` is each process's own card.
-
-    A CUDA device becomes the current one, so that nothing is put on card 0 by the way.
-    """
+    """`auto`, `cpu`, `cuda` or `cuda:1` -> an existing device; under torchrun `cuda` is each process's own card."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

@@ -48,8 +48,7 @@ def find_folder(name: str, download: bool = True) -> Path:
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        why = str(error).strip().splitlines()[0]
-        raise UserError(f"{name}: no such local folder, and the hub did not give it ({why})") from error
+        raise UserError(f"{name}: no such local folder, and the hub did not give it ({first_line(error)})") from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lib import parallel
 from lib.device import count
-from lib.files import UserError, read_json
+from lib.files import UserError, first_line, read_json
 from lib.hf import find_folder, weight_files
 from lib.runlog import flops_per_token
 from model import PRESETS, Qwen2, foreign, load_config, student_config
@@ -85,9 +85,7 @@ def load_teacher(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise UserError(
-            f"{name}: transformers does not load it ({_first_line(error)}); take another teacher"
-        ) from error
+        raise UserError(f"{name}: transformers does not load it ({first_line(error)}); take another teacher") from error
     if told["missing_keys"]:  # transformers would draw them
         raise UserError(f"{name}: missing tensor {min(told['missing_keys'])}; the checkpoint is not whole")
     model.requires_grad_(False).eval()
@@ -107,9 +105,7 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
     try:
         config = transformers.AutoConfig.from_pretrained(find_folder(name), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
-        raise UserError(
-            f"{name}: transformers does not know it ({_first_line(error)}); take another teacher"
-        ) from error
+        raise UserError(f"{name}: transformers does not know it ({first_line(error)}); take another teacher") from error
     if config.is_encoder_decoder:
         raise UserError(f"{name}: {config.model_type} is an encoder-decoder; expected a decoder alone")
     for key, idle in BENT.items():
@@ -198,7 +194,3 @@ def size(model: nn.Module) -> Size:
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     layers = decoder_layers(model)
     return Size(n_params(model), config.hidden_size, inner, len(layers), n_params(layers))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -35,22 +35,24 @@ class ConfigError(UserError):
     """An impossible configuration: what, got, expected, what to do."""
 
 
+TEACHER = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"  # the paper's, at one commit
+CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
+
+
 @dataclass(frozen=True)
 class Config:
     # --- who learns from whom
     methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS, or METHOD@LABEL; all share one teacher forward
     student: str = "200m"  # its shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json (or its folder)
     student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
-    teacher: str | None = "Qwen/Qwen1.5-1.8B"  # local folder or hub id (owner/name@revision); None: no method needs one
+    teacher: str | None = TEACHER  # local folder or hub id (owner/name@revision); None: no method needs one
     tokenizer: str | None = None  # local folder or hub id; None: the teacher's
     seed: int = 1234  # of the student's initial weights
 
     # --- data (prepare.py writes it, train.py reads it)
     data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
-    source: str = (
-        "monology/pile-uncopyrighted"  # hub dataset; local file, folder or glob; or "python": its own docs and library
-    )
-    source_revision: str | None = None  # hub only: a commit or tag; of a source OWNER/NAME@REVISION it is the one there
+    source: str = CORPUS  # hub dataset; local file, folder or glob; or "python": its own docs and library
+    source_revision: str | None = None  # hub only: a commit or tag, where the source names none
     source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
     source_split: str = "train"  # hub only
     source_text: str = (

@@ -388,6 +388,7 @@ def _hub_source(name: str, revision: str | None, config: str | None, column: str
         raise UserError(
             f'source={name}: not "python", no local path, and no such dataset on the hub ({reason})'
         ) from error
+    print(f"source: {name}@{commit}", file=sys.stderr)
     digest = hashlib.sha256(f"{name}\0{commit}".encode()).hexdigest()
     return Source(digest, lambda skip: dataset_records(name, commit, skip, config, column, split), lambda: 0.0, commit)
 
@@ -684,12 +685,14 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `UserError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
     """
-    from lib.hf import leading_bos, load_tokenizer, tokenizer_hash  # not above: workers need no torch
+    from lib.hf import leading_bos, load_tokenizer, pinned, tokenizer_hash  # not above: workers need no torch
 
     name = cfg.tokenizer or cfg.teacher
     if name is None:
         raise UserError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
-    tokenizer = load_tokenizer(name)
+    tokenizer, used = load_tokenizer(name), pinned(name)
+    if used != name:
+        print(f"tokenizer: {used}", file=sys.stderr)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     table = token_table(tokenizer)
     warn_of_chat(name, tokenizer)
@@ -707,7 +710,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         "val_rows": cfg.val_rows,
         "val_share": cfg.val_share,
         "row_len": cfg.row_len,
-        "tokenizer": name,
+        "tokenizer": used,
         "tokenizer_sha256": tokenizer_hash(tokenizer),
         "vocab_size": len(table.pieces),
         "eos_id": tokenizer.eos_token_id,

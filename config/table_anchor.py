@@ -13,7 +13,7 @@
 
 methods = ("alra_n", "alra_ng", "alra", "alra_g")
 student = "200m"
-teacher = "Qwen/Qwen1.5-1.8B"
+teacher = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"
 data_dir = "data/pile"
 out_dir = "out/table_anchor"
 

@@ -51,6 +51,12 @@ def find_folder(name: str, download: bool = True) -> Path:
         raise UserError(f"{name}: no such local folder, and the hub did not give it ({first_line(error)})") from error
 
 
+def pinned(name: str) -> str:
+    """A hub id with the commit that is used, `owner/name@commit`, where it names a branch, a tag or nothing."""
+    folder = find_folder(name)
+    return name if Path(name).expanduser().is_dir() else f"{name.partition('@')[0]}@{folder.name}"  # snapshots/COMMIT
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a local folder or hub id, from its tokenizer.json alone.
 

@@ -253,7 +253,9 @@ def test_guard_turns_ctrl_c_into_one_line_and_130(capsys):
 PAPER = {  # appendix D.1 of the paper; None where the paper is silent
     "batch_rows": 16, "seq_len": 512, "group": 1, "lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 512, "clip": 0.5,
     "beta1": 0.9, "beta2": 0.98, "adam_eps": 1e-6, "weight_decay": 1e-2, "schedule_steps": 126_400, "seed": 1234,
-    "teacher": "Qwen/Qwen1.5-1.8B", "n_documents": 2_000_000, "source": "monology/pile-uncopyrighted",
+    "n_documents": 2_000_000,
+    "teacher": "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067",
+    "source": "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119",
 }  # fmt: skip
 MAIN = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
 TABLES = {  # methods and updates of each table of the paper

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import bench
 import sample
 from lib.files import UserError
-from lib.hf import leading_bos
+from lib.hf import leading_bos, pinned
 from model import (
     PRESETS,
     Qwen2,
@@ -292,6 +292,21 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_no_is_one_line(monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no)
     with pytest.raises(UserError, match=r"owner/name: no such local folder, and the hub did not give it \(offline\)"):
         find_folder("owner/name")
+
+
+def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp_path):
+    import huggingface_hub.constants
+
+    at = tmp_path / "models--owner--name"  # the hub's own layout, without a network
+    shutil.copytree(folder, at / "snapshots" / ("c0ffee" + 34 * "0"))
+    (at / "refs").mkdir()
+    (at / "refs" / "main").write_text("c0ffee" + 34 * "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name in ("owner/name", "owner/name@main", f"owner/name@c0ffee{34 * '0'}"):
+        assert pinned(name) == f"owner/name@c0ffee{34 * '0'}"
+    assert pinned(str(folder)) == str(folder)
+    assert Qwen2.from_pretrained("owner/name").config == SMALL
 
 
 def test_impossible_shapes():

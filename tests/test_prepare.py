@@ -526,7 +526,7 @@ def test_a_folder_like_the_pile_streams_through_datasets_alike(small, tmp_path, 
     assert [text for _, text in prepare.dataset_records(str(tmp_path / "pile"), None, 37)] == small[1][37:]
 
 
-def test_a_hub_dataset_is_read_at_one_commit(small, tmp_path, monkeypatch):
+def test_a_hub_dataset_is_read_at_one_commit(small, tmp_path, monkeypatch, capsys):
     import huggingface_hub
 
     asked = []
@@ -545,6 +545,7 @@ def test_a_hub_dataset_is_read_at_one_commit(small, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "dataset_records", streamed)
     prepare.prepare(config(small, tmp_path / "a", "someone/corpus", source_revision="main"))
     assert asked == [("someone/corpus", "c0ffee", 0, None, "text", "train")]
+    assert "source: someone/corpus@c0ffee\n" in capsys.readouterr().err
     of = {"source_config": "sample-10BT", "source_text": "content", "source_split": "validation"}
     prepare.prepare(config(small, tmp_path / "c", "someone/corpus@v1.0", **of))
     assert wanted == [("someone/corpus", "main"), ("someone/corpus", "v1.0")]

@@ -246,7 +246,7 @@ def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
     """
     panels = [key for key in PANELS if any(key in of for of in points.values())]
     if not panels:
-        raise ValueError(f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
+        raise MissingLog(f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
     cols = min(len(panels), 3)
     figure, axes = grid(-(-len(panels) // cols), cols, 3.9, 2.7)
     style = looks(points)

@@ -12,8 +12,9 @@ import math
 import shutil
 import signal
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from lib import checkpoint, parallel, runlog
 from lib.batches import Rows
 from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
 from lib.files import RENAMED, append_line, locked, read_json, read_lines
-from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
+from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.runlog import Clock
 from lib.teacher import Teacher, for_students, teacher_size
 from losses import (
@@ -68,7 +69,7 @@ class Env:
         self.due, self.saving = math.inf, False  # when the next checkpoint is due; whether it is
         self.writer, self.written = ThreadPoolExecutor(1), Future()  # of checkpoints, one at a time
         self.written.set_result(None)
-        self.heads, self.rows_below, self.redrawn = [], 0, []  # of the table that is printed
+        self.heads, self.rows_below, self.wide, self.redrawn = [], 0, 0, []  # of the table that is printed
 
     def hold_signals(self) -> None:
         """From now on signals end the run after its update. Before, they end the process: nothing is to be saved."""
@@ -90,24 +91,32 @@ class Env:
         """Print a row of a table; its head too, where that differs from the one before or stands 20 rows back.
 
         On a terminal `redraw` writes head and row over those before, below the progress bar.
+        first  what stands before the columns, which begin where those of the rows before do
         """
         if not self.first:
             return
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        heads, rows = runlog.table_lines(
-            first, columns, shutil.get_terminal_size().columns if terminal else runlog.WIDTH
-        )
+        width, self.wide = shutil.get_terminal_size().columns if terminal else runlog.WIDTH, max(self.wide, len(first))
+        heads, rows = runlog.table_lines(f"{first:<{self.wide}}  |", columns, width)
         if terminal and redraw:
             lines = list(itertools.chain.from_iterable(zip(heads, rows, strict=True)))
             for i in range(len(self.redrawn), len(lines)):
-                self.redrawn.append(tqdm(bar_format="{desc}", position=i + 1))
+                self.redrawn.append(tqdm(bar_format="{desc}", position=i + 1, leave=False))
             for line, text in itertools.zip_longest(self.redrawn, lines, fillvalue=""):
                 line.set_description_str(text)
             return
-        again = self.heads == [head.split() for head in heads] and self.rows_below < 20
-        self.heads, self.rows_below = [head.split() for head in heads], self.rows_below + 1 if again else 1
+        again = self.heads == heads and self.rows_below < 20
+        self.heads, self.rows_below = heads, self.rows_below + 1 if again else 1
         for head, row in zip(heads, rows, strict=True):
             self.say(row if again else f"{head}\n{row}")
+
+    def leave_table(self) -> None:
+        """Turn head and row that were redrawn into plain lines above the progress bar."""
+        texts = [line.desc for line in self.redrawn]
+        while self.redrawn:
+            self.redrawn.pop().close()
+        for text in texts:
+            self.say(text)
 
     def say(self, text: str) -> None:
         if self.first:
@@ -129,13 +138,13 @@ class Student:
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, of each term over the tokens since the last log line
     gnorm: float = 0.0
     stopped: str | None = None  # why it could not go on
-    sinks: list[Callable[[dict], None]] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
+    sinks: list[runlog.Sink] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
 
     def record(self, values: dict) -> None:
         """One more line of this student's log."""
         append_line(self.folder / "log.jsonl", values)
         for sink in self.sinks:
-            sink(values)
+            sink.record(values)
 
 
 def student_shape(cfg: Config) -> Qwen2Config:
@@ -239,15 +248,18 @@ def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env:
     if cfg.device == "auto" and env.device.type == "cpu" and Path("/proc/driver/nvidia/version").is_file():
         env.say("device=auto: this machine has an NVIDIA driver, but this torch finds no GPU; the run is on the CPU")
     rows = cfg.batch_rows * cfg.max_steps
-    env.say(
+    lines = [
         f"{device_name(env.device)}, {env.world} process{'es' * (env.world > 1)}, "
         f"{str(env.dtype).removeprefix('torch.')}, {'compiled' if cfg.compile else 'eager'}, "
-        f"micro_batch {cfg.micro_batch}\n"
-        f"{cfg.teacher if teacher else 'no teacher'} -> {', '.join(s.name for s in students)}: {cfg.student}, {n:,} "
-        f"parameters, initial weights {students[0].init_sha256[:12]}, in {cfg.out_dir}\n"
-        f"{cfg.max_steps:,} steps of {cfg.batch_rows} rows: {rows * cfg.seq_len:,} nominal tokens; about "
-        f"{gib(fixed + cfg.micro_batch * per_row)} of memory ({gib(fixed)} and {gib(per_row)} for each row of a "
-        f"micro-batch), {gib(needs)} of disk ({gib(free)} are free)"
+        f"micro_batch {cfg.micro_batch}",
+        f"{pinned(cfg.teacher) if teacher else 'no teacher'} -> {', '.join(s.name for s in students)}",
+        f"{cfg.student}: {n:,} parameters, initial weights {students[0].init_sha256[:12]}, in {cfg.out_dir}",
+        f"{cfg.max_steps:,} steps of {cfg.batch_rows} rows: {rows * cfg.seq_len:,} nominal tokens",
+        f"about {gib(fixed + cfg.micro_batch * per_row)} of memory ({gib(fixed)} and {gib(per_row)} for each row of a "
+        f"micro-batch), {gib(needs)} of disk ({gib(free)} are free)",
+    ]
+    env.say(
+        "\n".join(textwrap.fill(line, runlog.WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
     )
 
 
@@ -376,13 +388,14 @@ def check_vocabulary(cfg: Config, tokenizer: PreTrainedTokenizerFast, env: Env) 
 # --- the run's folder ------------------------------------------------------------------------------------------------
 
 
-def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, device: torch.device) -> dict:
+def run_facts(rows: Rows, val: Rows, teacher: Teacher | None, cfg: Config, device: torch.device) -> dict:
     """Provenance of every result of the run: hashes of data and teacher, versions, commit, machine."""
     return {
         "bos": rows.manifest.get("bos"),  # the id before each document; rows without the key have none
         "data_sha256": rows.manifest["sha256"],
         "val_sha256": val.manifest["sha256"],
         "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
+        "teacher_used": pinned(cfg.teacher) if teacher else None,
         "teacher_sha256": weights_hash(teacher.model) if teacher else None,
         "teacher_shape": teacher.shape if teacher else None,  # the hash is of weights alone
         **runlog.machine_facts(device),
@@ -546,3 +559,18 @@ def open_folder(
         for s in live:
             about = {**dataclasses.asdict(cfg), **student_facts(s, step, clock, cfg, facts)}
             s.sinks = runlog.open_sinks(s.folder, cfg.tensorboard, cfg.wandb_project, about)
+
+
+def close_sinks(s: Student, facts: dict) -> None:
+    """Give the services that receive the log what is known at the run's end: facts, and the student's pictures."""
+    if not s.sinks:
+        return
+    import plot  # matplotlib takes a second
+
+    pictures, logs = [], {s.name: s.folder}
+    for name in plot.FIGURES:
+        with contextlib.suppress(plot.MissingLog):  # not every run logs what each picture needs
+            plot.from_logs(name, logs, s.folder / f"{name}.png")
+            pictures.append(s.folder / f"{name}.png")
+    for sink in s.sinks:
+        sink.end(facts, pictures)

@@ -57,6 +57,7 @@ from session import (
     check_folder,
     check_rows,
     check_vocabulary,
+    close_sinks,
     ended,
     how_to_go_on,
     is_checkpoint,
@@ -369,10 +370,10 @@ def distil(
     teacher: Teacher | None, students: list[Student],
 ) -> int:  # fmt: skip
     """The loop, from the newest checkpoint to the saved models -> the exit code of `run`."""
-    facts = run_facts(rows, val, teacher, env.device)
+    facts = run_facts(rows, val, teacher, cfg, env.device)
     found = {s.name: [path.name for path in checkpoint.whole(s.folder / "checkpoints")] for s in students}
     first_weights = {s.name: s.init_sha256 for s in students}
-    parallel.agree(**facts | {"machine": None}, first_weights=first_weights, checkpoints=found)
+    parallel.agree(**facts | {"machine": None, "teacher_used": None}, first_weights=first_weights, checkpoints=found)
     check_folder(students, cfg, facts)
     live = [s for s in students if not s.stopped]
     done = all(ended(s, cfg) for s in live)
@@ -408,6 +409,7 @@ def distil(
             with clock.aside("checkpoints"):
                 save_checkpoints(live, step, clock, cfg, facts, env)
         bar.update()
+    env.leave_table()
     bar.close()
     if env.stopping:
         save_checkpoints(live, step, clock, cfg, facts, env)
@@ -415,6 +417,7 @@ def distil(
     if not done:
         env.say(clock.summary(step))
     for s in students:
+        of_student = student_facts(s, step, clock, cfg, facts)
         if s.stopped:
             env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, cfg)}")
         elif step < cfg.max_steps:
@@ -422,7 +425,9 @@ def distil(
         elif done:
             env.say(f"{s.name}: {s.folder / 'model'}")
         else:
-            save_model(s, student_facts(s, step, clock, cfg, facts), tokenizer, env)
+            save_model(s, of_student, tokenizer, env)
+        if s.stopped or step == cfg.max_steps:
+            close_sinks(s, of_student)
     parallel.wait(env.device)
     parallel.stop()
     return 1 if any(s.stopped for s in students) else 0
@@ -496,7 +501,7 @@ def log_validation(live: list[Student], found: dict[str, dict], step: int, env: 
             s.record({"step": step, **{f"val_{name}": value for name, value in found[s.name].items()}})
     of = found[live[0].name] if live else {}
     for figure in [key for key in of if not key.startswith("teacher")]:
-        env.table(f"step {step}  val_{figure}".ljust(24) + "|", {s.name: f"{found[s.name][figure]:.4f}" for s in live})
+        env.table(f"step {step}  val_{figure}", {s.name: f"{found[s.name][figure]:.4f}" for s in live})
     if "teacher_ce" in of:
         env.say(f"step {step}  teacher: CE {of['teacher_ce']:.4f}, entropy {of['teacher_entropy']:.4f}")
 

@@ -4,7 +4,6 @@ Nothing here changes what is learnt.
 """
 
 import contextlib
-import functools
 import importlib.util
 import platform
 import subprocess
@@ -13,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -142,7 +142,7 @@ def step_text(record: dict, max_steps: int) -> str:
     step, used = f"step {record['step']}/{max_steps}", f"  mfu {record['mfu']:.0%}" if record["mfu"] else ""
     return (
         f"{step:<{2 * len(str(max_steps)) + 6}}  lr {record['lr']:.1e}  "
-        f"{record['tok_per_sec'] / 1e3:6.1f}k tok/s{used}  eta {hours(record['eta_sec']):>6}  |"
+        f"{record['tok_per_sec'] / 1e3:6.1f}k tok/s{used}  eta {hours(record['eta_sec']):>6}"
     )
 
 
@@ -163,35 +163,61 @@ def check_sinks(tensorboard: bool, wandb_project: str | None) -> None:
             raise UserError(f"{key}: {package} is not installed; run `pip install {package}`, or leave it off")
 
 
-def open_sinks(
-    folder: Path, tensorboard: bool, wandb_project: str | None, about: dict
-) -> list[Callable[[dict], None]]:  # fmt: skip
-    """TensorBoard and Weights & Biases for the student in `folder`, where asked for; each takes records of log.jsonl.
+class Sink(NamedTuple):
+    """A service that receives a student's log."""
+
+    record: Callable[[dict], None]  # takes a record of log.jsonl
+    end: Callable[[dict, list[Path]], None]  # takes the student's facts and pictures at the end of its run
+
+
+def open_sinks(folder: Path, tensorboard: bool, wandb_project: str | None, about: dict) -> list[Sink]:
+    """TensorBoard and Weights & Biases for the student in `folder`, where asked for.
 
     about  the run's config and facts, for Weights & Biases. Its id is kept in the folder, so that a run that goes on is the
            same one there, and runs of equal names in other places are not. Steps that it has are not sent again.
     """
-    sinks = []
-    if tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        sinks.append(functools.partial(_to_tensorboard, SummaryWriter(folder / "tensorboard")))
-    if wandb_project:
-        import wandb
-
-        file = folder / "wandb_id"
-        if not file.is_file():
-            write_whole(file, uuid.uuid4().hex[:12])
-        run = wandb.init(
-            project=wandb_project, group=str(folder.parent), name=folder.name, id=file.read_text(), dir=folder,
-            config=about, resume="allow", reinit="create_new",
-        )  # fmt: skip
-        there = run.step  # the next step where it goes on, 0 where it is new
-        sinks.append(lambda record: run.log(record, step=record["step"]) if record["step"] >= there else None)
-    return sinks
+    sinks = [to_tensorboard(folder)] if tensorboard else []
+    return sinks + ([to_wandb(folder, wandb_project, about)] if wandb_project else [])
 
 
-def _to_tensorboard(writer, record: dict) -> None:
-    for key, value in record.items():
-        if key != "step" and value is not None:
-            writer.add_scalar(key, value, record["step"])
+def to_tensorboard(folder: Path) -> Sink:
+    from PIL import Image
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(folder / "tensorboard")
+
+    def record(values: dict) -> None:
+        for key, value in values.items():
+            if key != "step" and value is not None:
+                writer.add_scalar(key, value, values["step"])
+
+    def end(facts: dict, pictures: list[Path]) -> None:
+        for path in pictures:
+            writer.add_image(path.stem, np.asarray(Image.open(path).convert("RGB")), facts["step"], dataformats="HWC")
+        writer.close()
+
+    return Sink(record, end)
+
+
+def to_wandb(folder: Path, project: str, about: dict) -> Sink:
+    import wandb
+
+    file = folder / "wandb_id"
+    if not file.is_file():
+        write_whole(file, uuid.uuid4().hex[:12])
+    run = wandb.init(
+        project=project, group=str(folder.parent), name=folder.name, id=file.read_text(), dir=folder,
+        config=about, resume="allow", reinit="create_new",
+    )  # fmt: skip
+    there = run.step  # the next step where it goes on, 0 where it is new
+
+    def record(values: dict) -> None:
+        if values["step"] >= there:
+            run.log(values, step=values["step"])
+
+    def end(facts: dict, pictures: list[Path]) -> None:
+        run.log({path.stem: wandb.Image(str(path)) for path in pictures}, step=max(facts["step"], there))
+        run.summary.update(facts)
+        run.finish()
+
+    return Sink(record, end)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import configure
@@ -720,7 +721,7 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
     for name in ("tensorboard", "wandb"):
         (tmp_path / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    scalars, started, logged = [], [], []
+    scalars, images, started, logged, ended = [], [], [], [], []
 
     class Writer:
         def __init__(self, folder):
@@ -729,20 +730,31 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
         def add_scalar(self, key, value, step):
             scalars.append((self.folder, step, key, value))
 
+        def add_image(self, key, pixels, step, dataformats):
+            images.append((self.folder, key, pixels.shape[2], step, dataformats))
+
+        def close(self):
+            ended.append(self.folder)
+
     class WandbRun:
         def __init__(self, name):
             self.name, self.step = name, max((step for of, step, _ in logged if of == name), default=-1) + 1
+            self.summary = {}
 
         def log(self, record, step):
             logged.append((self.name, step, record))
+
+        def finish(self):
+            ended.append((self.name, self.summary))
 
     def init(**keys):
         started.append(keys)
         return WandbRun(keys["name"])
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=sys.__spec__))
-    out, keys = tmp_path / "out", {"methods": "pretrain,alra", "tensorboard": True, "wandb_project": "distil"}
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Image=Path, __spec__=sys.__spec__))
+    out = tmp_path / "out"
+    keys = {"methods": "pretrain,alra", "tensorboard": True, "wandb_project": "distil", "histogram_every_steps": 2}
     assert train.run(load(world, out, **keys, max_steps=4)) == 0
     assert train.run(load(world, out, **keys)) == 0
     shutil.rmtree(out / "alra" / "checkpoints" / "step_00000006")  # what a kill may lose: 5 and 6 are made again
@@ -753,7 +765,19 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
     for of, m in zip(started, 3 * ["pretrain", "alra"], strict=True):
         assert (of["project"], of["group"], of["name"], of["resume"]) == ("distil", str(out), m, "allow")
         assert of["config"]["method"] == m and of["config"]["lr"] == 0.01 and of["config"]["data_sha256"]
-    for method in ("pretrain", "alra"):
+    for method in (
+        "pretrain",
+        "alra",
+    ):  # at the end the pictures that the log allows, the facts, and the services close
+        drawn = {name: out / method / f"{name}.png" for name in ("curves", "anchoring")}  # no budget below d_max
+        at = [step for of, step, record in logged if of == method and record == drawn]
+        logged = [line for line in logged if line[0] != method or line[2] != drawn]
+        assert at == [4, 6, 7] and all(path.is_file() for path in drawn.values())
+        assert [line[1:] for line in images if line[0].parent == out / method] == [
+            (name, 3, step, "HWC") for step in (4, 6, 6) for name in drawn
+        ]
+        facts = json.loads((out / method / "run.json").read_text())
+        assert ended.count(out / method / "tensorboard") == 3 and ended.count((method, facts)) == 2
         wanted = [(r["step"], {k: v for k, v in r.items() if k not in TIMED}) for r in records(out, method)]
         assert len(wanted) == 6  # three of training and two of validation, then the one at the cut
         sent = [(step, {k: v for k, v in r.items() if k not in TIMED}) for of, step, r in logged if of == method]
@@ -763,10 +787,59 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(world, tmp_path, monke
         assert got[: len(once)] == once and set(got) == set(once)
 
 
+class Terminal:
+    """What a terminal shows of the text that is written to it."""
+
+    def __init__(self):
+        self.lines, self.row, self.column = [""], 0, 0
+
+    def write(self, text):
+        for part in re.findall(r"\x1b\[A|\r|\n|[^\x1b\r\n]+", text):
+            if part in ("\r", "\n", "\x1b[A"):
+                self.row, self.column = self.row + {"\r": 0, "\n": 1, "\x1b[A": -1}[part], 0
+                self.lines += [""] * (self.row + 1 - len(self.lines))
+            else:
+                line, end = self.lines[self.row].ljust(self.column), self.column + len(part)
+                self.lines[self.row], self.column = line[: self.column] + part + line[end:], end
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_the_newest_row_and_keeps_the_last_one(world, tmp_path, monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    env = session.Env(configure.Config(device="cpu"))
+
+    def shown():
+        return [line.rstrip() for line in screen.lines if line.strip() and "/2 [" not in line]
+
+    with tqdm(total=2) as bar:
+        for step in (1, 2):
+            env.table(f"step {step}/2", {"alra": f"{step}.5000", "tad": f"{step}.2500"}, redraw=True)
+            env.say(f"validated {step}")
+            bar.update()
+        last = ["               alra     tad", "step 2/2  |  2.5000  2.2500"]
+        assert shown() == ["validated 1", "validated 2", *last]  # below the bar
+        env.leave_table()
+    env.say("saved")
+    assert shown() == ["validated 1", "validated 2", *last, "saved"]
+    bar_at = next(i for i, line in enumerate(screen.lines) if "/2 [" in line)
+    assert screen.lines[bar_at + 1].strip() == "saved"
+    assert train.run(load(world, tmp_path, methods="pretrain,alra")) == 0
+    at = next(i for i, line in enumerate(shown()) if line.startswith("step 6/6 "))
+    assert shown()[at - 1].split() == ["pretrain", "alra"] and "6/6 [" in shown()[at + 1]
+    assert shown()[at + 2].startswith("6 steps in ") and not any(line.startswith("step 4/6 ") for line in shown())
+
+
 def test_a_row_of_nine_students_fits_160_columns_and_more_go_below():
     names = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"]
     record = {"step": 126_390, "lr": 6e-4, "tok_per_sec": 1_234_567.0, "mfu": 0.45, "eta_sec": 359_000.0}
-    first = runlog.step_text(record, 126_400)
+    first = runlog.step_text(record, 126_400) + "  |"  # as Env.table has it
     (head,), (row,) = runlog.table_lines(first, {name: f"{11 + i:.4f}" for i, name in enumerate(names)})
     assert (
         max(len(head), len(row)) <= 160 and head.split() == names and row.startswith("step 126390/126400  lr 6.0e-04")
@@ -780,14 +853,15 @@ def test_a_row_of_nine_students_fits_160_columns_and_more_go_below():
 
 def test_a_run_says_what_it_runs_on_and_prints_a_row_for_all(world, tmp_path, capsys):
     assert train.run(load(world, tmp_path, methods="pretrain,alra")) == 0
-    said = capsys.readouterr().out.splitlines()
-    about = said[1:4]  # after the line on the student's folder
-    assert about[0].endswith(", 1 process, float32, eager, micro_batch 2")
-    assert f"-> pretrain, alra: {world / 'student'}, 67,488 parameters, initial weights " in about[1]
-    assert about[2].startswith(
-        "6 steps of 4 rows: 312 nominal tokens; about 4.6 MiB of memory (4.5 MiB and 0.1 MiB for each row"
+    out = capsys.readouterr().out
+    said, about = out.splitlines(), " ".join(out.split())  # long lines are folded
+    assert ", 1 process, float32, eager, micro_batch 2 " in about
+    assert f" {world / 'teacher'} -> pretrain, alra {world / 'student'}: 67,488 parameters, initial weights " in about
+    assert (
+        f", in {tmp_path} 6 steps of 4 rows: 312 nominal tokens about 4.6 MiB of memory (4.5 MiB and 0.1 MiB" in about
     )
-    rows = [line for line in said[4:] if line.startswith("step ")]
+    assert max(len(line) for line in said if "student=" not in line) <= 160
+    rows = [line for line in said if line.startswith("step ")]
     trained = [r for r in records(tmp_path, "alra") if "ce" in r]
     assert [row.split()[-1] for row in rows if " eta " in row] == [f"{r['ce']:.4f}" for r in trained]
     assert [row.split()[2] for row in rows[-4:]] == ["val_ce", "val_kl", "val_agree", "teacher:"]

@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from lib import figures, heldout, parallel
 from lib.checks import IGNORE
-from lib.device import count, device_name, free_bytes, pick_device
+from lib.device import count, device_name, free_bytes, give_back_memory, pick_device
 from lib.files import UserError, dump, locked, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, open_rows
@@ -401,6 +401,7 @@ class Checkpoint:
 
     def load(self, args, device: torch.device) -> Qwen2:
         """The model; of many checkpoints only those at work are in memory."""
+        give_back_memory()  # of those before
         return Qwen2.from_pretrained(self.source, device=str(device)).to(getattr(torch, args.dtype))
 
 
@@ -425,9 +426,12 @@ def locate(name: str, args) -> tuple[str, Path, dict | None]:
     return source, Path(folder), run
 
 
-def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args) -> Checkpoint:
-    """Hash what `locate` has found, and check it against its tokenizer."""
-    model, tokenizer = Qwen2.from_pretrained(source), load_tokenizer(source)
+def open_checkpoint(name: str, source: str, folder: Path, run: dict | None, args, known: dict) -> Checkpoint:
+    """Hash what `locate` has found, and check it against its tokenizer; `known` holds those that are loaded."""
+    tokenizer = load_tokenizer(source)
+    tokenizer = known.setdefault((tokenizer_hash(tokenizer), tokenizer.eos_token_id, tokenizer.bos_token_id), tokenizer)
+    give_back_memory()
+    model = Qwen2.from_pretrained(source)
     n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
     if n_ids > n_vocab:
         raise UserError(f"{name}: vocabulary of {n_vocab:,}, but its tokenizer has ids up to {n_ids - 1:,}")
@@ -468,7 +472,8 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     items = parallel.from_first(lambda: read_items(names, args.split, args.data_dir, args.storycloze))
     for line in differing(items, args.split):
         say(line)
-    checkpoints = [open_checkpoint(name, *at, args) for name, at in zip(paths, places, strict=True)]
+    known = {}
+    checkpoints = [open_checkpoint(name, *at, args, known) for name, at in zip(paths, places, strict=True)]
     rows_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
     teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
     if not names and not rows_dir:

@@ -1174,8 +1174,15 @@ def test_checkpoints_that_do_not_fit_together_are_scored_one_after_another(
     shutil.copytree(finished / "out", tmp_path / "out")
     for name in ("a", "b"):
         shutil.copytree(finished / "out" / "alra", tmp_path / "out" / name)
-    load, alive = ev.Qwen2.from_pretrained, []
+    load, load_tokens, alive, tokenizers = ev.Qwen2.from_pretrained, ev.load_tokenizer, [], []
     most = [0]
+
+    def counted_tokenizer(name):
+        tokenizers[:] = [ref for ref in tokenizers if ref() is not None]
+        assert len(tokenizers) <= 1  # all share one
+        tokenizer = load_tokens(name)
+        tokenizers.append(weakref.ref(tokenizer))
+        return tokenizer
 
     def counted(*args, **kwargs):
         model = load(*args, **kwargs)
@@ -1184,6 +1191,7 @@ def test_checkpoints_that_do_not_fit_together_are_scored_one_after_another(
         return model
 
     monkeypatch.setattr(ev.Qwen2, "from_pretrained", counted)
+    monkeypatch.setattr(ev, "load_tokenizer", counted_tokenizer)
     argv = [str(tmp_path / "out" / name) for name in ("alra", "a", "b")]
     argv += ["--teacher", str(finished / "teacher"), "--tasks", "piqa", "--data_dir", str(data), "--limit", "3"]
     found = {}

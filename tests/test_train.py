@@ -1254,18 +1254,21 @@ def test_a_run_tells_what_changed_when_it_went_on(world, finished, tmp_path):
     keys = {"methods": "vanilla_kd,alra"}
     assert train.run(load(world, tmp_path, **keys, max_steps=2)) == 0
     assert json.loads((tmp_path / "run.json").read_text())["changes"] == []
-    moved = tmp_path / "moved"
+    moved, teacher = tmp_path / "moved", tmp_path / "teacher"
     shutil.copytree(world / "data", moved)
-    assert train.run(load(world, tmp_path, **keys, max_steps=4, recompute=True, data_dir=moved)) == 0
+    shutil.copytree(world / "teacher", teacher)
+    keys |= {"recompute": True, "data_dir": moved, "teacher": teacher}
+    assert train.run(load(world, tmp_path, **keys, max_steps=4)) == 0
     run = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps(run | {"git_commit": "abc"}))
-    assert train.run(load(world, tmp_path, **keys, recompute=True, data_dir=moved, micro_batch=4)) == 0
+    assert train.run(load(world, tmp_path, **keys, micro_batch=4)) == 0
     first, second = json.loads((tmp_path / "run.json").read_text())["changes"]
     assert first == {
         "step": 2,
         "max_steps": [2, 4],
         "recompute": [False, True],
         "data_dir": [str(world / "data"), str(moved)],
+        "teacher": [str(world / "teacher"), str(teacher)],
     }
     assert second == {"step": 4, "git_commit": ["abc", run["git_commit"]], "max_steps": [4, 6], "micro_batch": [2, 4]}
     ours, alone = (Qwen2.from_pretrained(str(out / "alra")).state_dict() for out in (tmp_path, finished))

@@ -80,12 +80,12 @@ class Env:
     def _on_signal(self, *_):
         self.signalled = True
 
-    def flags(self) -> Tensor:
-        """On the device: how many processes got a signal, and whether a checkpoint is due; so all do the same."""
-        flags = torch.tensor([float(self.signalled), float(self.first and time.perf_counter() > self.due)])
-        flags = flags.to(self.device, non_blocking=True)
-        parallel.sum_in_place([flags])
-        return flags
+    def over_processes(self, n: int) -> Tensor:
+        """On the device, fp64: the sum of `n`, how many processes got a signal, whether a checkpoint is due."""
+        due = self.first and time.perf_counter() > self.due
+        sums = torch.tensor([n, self.signalled, due], dtype=torch.float64).to(self.device, non_blocking=True)
+        parallel.sum_in_place([sums])
+        return sums
 
     def table(self, first: str, columns: dict[str, str], redraw: bool = False) -> None:
         """Print a row of a table; its head too, where that differs from the one before or stands 20 rows back.
@@ -135,10 +135,18 @@ class Student:
     overrides: dict  # of the method's row in METHODS
     init_sha256: str
     lr_factor: float = 1.0  # of the schedule's rate
-    sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, of each term over the tokens since the last log line
+    sums: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # fp64, of each term over this process's tokens since the last log line
     gnorm: float = 0.0
     stopped: str | None = None  # why it could not go on
     sinks: list[runlog.Sink] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
+
+    def totals(self) -> dict[str, float]:
+        """`sums` over all processes."""
+        values = torch.stack(list(self.sums.values())) if self.sums else torch.zeros(0)
+        parallel.sum_in_place([values])
+        return dict(zip(self.sums, values.tolist(), strict=True))
 
     def record(self, values: dict) -> None:
         """One more line of this student's log."""
@@ -487,8 +495,14 @@ def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, 
     parallel.outlast(env.written)  # the ones before; their error is raised here
     copies, config = [], dataclasses.asdict(cfg)
     for s in live:
-        sums = {key: float(value) for key, value in s.sums.items()}
-        state = {"step": step, "method": s.name, "init_sha256": s.init_sha256, **facts, "sums": sums, **clock.state()}
+        state = {
+            "step": step,
+            "method": s.name,
+            "init_sha256": s.init_sha256,
+            **facts,
+            "sums": s.totals(),
+            **clock.state(),
+        }
         tensors = checkpoint.copied(s.model, s.optimizer) if step else ({}, {})
         copies.append((s.folder / "checkpoints", *tensors, state | {"config": config}))
 
@@ -524,9 +538,8 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
         path, belongs = s.folder / "checkpoints" / f"step_{step:08d}", {"method": s.name, "init_sha256": s.init_sha256}
         state = checkpoint.load(path, s.model, s.optimizer, belongs, STATE_KEYS)
         check_same(state, path, cfg, facts)
-        s.sums = {
-            key: torch.tensor(value, dtype=torch.float64, device=env.device) for key, value in state["sums"].items()
-        }
+        sums = {key: value if env.first else 0.0 for key, value in state["sums"].items()}  # they are of all processes
+        s.sums = {key: torch.tensor(value, dtype=torch.float64, device=env.device) for key, value in sums.items()}
     for path in logs(live, cfg):
         read_lines(path, {"step": int})  # a broken one shows before anything is changed
     return step, Clock(step, **{key: state[key] for key in runlog.CLOCK_KEYS})

@@ -201,13 +201,13 @@ def learning_rate(step: int, cfg: Config) -> float:
 def update(
     students: list[Student], teacher: Teacher | None, stream: Iterator[Batch], step: int, cfg: Config, env: Env
 ) -> int:
-    """One optimizer step of every student from one pass of the teacher -> valid tokens seen.
+    """One optimizer step of every student from one pass of the teacher -> valid tokens seen by all processes.
 
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over each
     one's valid positions, however they are dealt out to micro-batches and processes.
     """
     objectives = [objective_at(s, step, cfg) for s in students]
-    n_micro, n_valid = cfg.batch_rows // cfg.micro_batch, 0  # over all processes
+    n_micro, n_valid = cfg.batch_rows // cfg.micro_batch, 0  # of all processes; of this one
     n_mine, under_way = n_micro // env.world, []
     for nth, (x, y, n, h_t) in enumerate(itertools.islice(stream, n_mine), 1):
         n_valid += n
@@ -222,7 +222,8 @@ def update(
     for handle in under_way:
         handle.wait()
     norms = [clip_gradients(list(s.model.parameters()), cfg.clip) for s in students]
-    *norms, stop, save = torch.cat([torch.stack(norms), env.flags()]).tolist()  # the one time that the host waits
+    # the one time that the host waits
+    *norms, n_valid, stop, save = torch.cat([torch.stack(norms), env.over_processes(n_valid)]).tolist()
     env.stopping, env.saving = stop > 0, save > 0
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
@@ -233,7 +234,7 @@ def update(
             group["lr"] = learning_rate(step, cfg) * s.lr_factor * group.get("lr_factor", 1.0)
         s.optimizer.step()
         s.optimizer.zero_grad(set_to_none=True)
-    return n_valid
+    return int(n_valid)
 
 
 def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
@@ -258,9 +259,7 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
 
 def broken_terms(s: Student) -> str:
     """Name the terms of a student that are not finite, on whatever process."""
-    sums = torch.stack(list(s.sums.values()))
-    parallel.sum_in_place([sums])
-    broken = [name for name, value in zip(s.sums, sums.tolist(), strict=True) if not math.isfinite(value)]
+    broken = [name for name, value in s.totals().items() if not math.isfinite(value)]
     return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
 
 
@@ -452,21 +451,16 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
 
     The row shows the CE of each student; of a lone one its loss, terms and gradient norm.
     """
-    counts = torch.tensor([clock.line_valid, clock.valid_tokens], dtype=torch.float64, device=env.device)
-    parallel.sum_in_place([counts])
-    line_valid, valid_tokens = (int(c) for c in counts.tolist())
     eta_sec = clock.eta_sec(step, cfg.max_steps)
     tok_per_sec = clock.line_steps * cfg.batch_rows * cfg.seq_len / clock.line_sec
     used = runlog.mfu(tok_per_sec * run_flops_per_token(len(live), teacher, cfg), env.device, env.world)
     cuda, columns = env.device.type == "cuda", {}
     for s in live:
-        sums = torch.stack(list(s.sums.values()))
-        parallel.sum_in_place([sums])
-        terms = dict(zip(s.sums, (sums / max(line_valid, 1)).tolist(), strict=True))
+        terms = {name: value / max(clock.line_valid, 1) for name, value in s.totals().items()}
         record = {
             "step": step,
             "nominal_tokens": step * cfg.batch_rows * cfg.seq_len,
-            "valid_tokens": valid_tokens,
+            "valid_tokens": clock.valid_tokens,
             **terms,
             "lr": learning_rate(step - 1, cfg) * s.lr_factor,
             "gnorm": s.gnorm,

@@ -76,7 +76,7 @@ class Clock:
 
     begun_step: int = 0  # where this process took over
     begun: float = field(default_factory=lambda: time.perf_counter())
-    valid_tokens: int = 0  # of all updates of the run, on this process's share of the rows
+    valid_tokens: int = 0  # of all updates of the run
     line_steps: int = 0  # since the last line
     line_valid: int = 0
     line_sec: float = 0.0  # inside updates only

@@ -1,6 +1,7 @@
 """Runs of train.py, one after the other, by the same processes: torchrun .. several.py RUNS.json.
 
-RUNS.json  [[flag, ..], ..]; "{rank}" stands for the number of the process. Where out_dir ends in "late", gradients are summed after the last backward pass, one by one.
+RUNS.json  [[flag, ..], ..]; "{rank}" stands for the number of the process. Where out_dir ends in "late", gradients are summed
+after the last backward pass, one by one; where it ends in "cut", process 1 gets a signal in the second update.
 Process 1 prints how many numbers of teacher and students it holds, and how runs end that do not end with 0.
 """
 
@@ -23,6 +24,11 @@ def late(model, last, under_way):
     yield
     if last:
         parallel.sum_in_place([p.grad for p in model.parameters()])
+
+
+def signalled(students, teacher, stream, step, cfg, env):
+    env.signalled |= cfg.out_dir.endswith("cut") and step == 1 == env.rank
+    return update(students, teacher, stream, step, cfg, env)
 
 
 def counted(make):
@@ -49,7 +55,7 @@ def exit_code(loaded):
 if __name__ == "__main__":
     stop, parallel.stop = parallel.stop, lambda: None  # processes that were started once serve every run
     train.make_student, train.open_teacher = counted(train.make_student), counted(train.open_teacher)
-    early = parallel.summing
+    early, update, train.update = parallel.summing, train.update, signalled
     parallel.start(torch.device("cpu"))
     for flags in json.loads(Path(sys.argv[1]).read_text()):
         loaded = configure.load([flag.format(rank=parallel.rank()) for flag in flags])

@@ -10,7 +10,6 @@ import sys
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import configure
+import session
 import train
 from lib import parallel
 from lib.device import run_bytes
@@ -64,7 +64,7 @@ def world(tmp_path_factory):
 def flags(world: Path, out: Path, **changes) -> list[str]:
     keys = {"methods": ",".join(METHODS), "student": world / "student", "teacher": world / "teacher", "out_dir": out,
             "data_dir": world / "data", "seq_len": SEQ, "max_steps": 4, "schedule_steps": 4, "warmup_steps": 2, "batch_rows": 8,
-            "micro_batch": 1, "lr": 1e-2, "log_every_steps": 2, "val_every_steps": 2, "checkpoint_every_steps": 2,
+            "micro_batch": 1, "lr": 1e-2, "log_every_steps": 3, "val_every_steps": 2, "checkpoint_every_steps": 2,
             "histogram_every_steps": 2, "alra.d_max": 7, "device": "cpu", **changes}  # fmt: skip
     return [f"--{k}={v}" for k, v in keys.items()]
 
@@ -121,8 +121,7 @@ def four(world, tmp_path_factory):
     """Runs of four processes, and what these say."""
     root = tmp_path_factory.mktemp("four")
     runs = [flags(world, root / "hooks"), flags(world, root / "late"), flags(world, root / "four", shard=4),
-            flags(world, root / "two", shard=2, micro_batch=8), flags(world, root / "cut", shard=2, micro_batch=2, max_steps=2),
-            flags(world, root / "cut", shard=2, micro_batch=2)]  # fmt: skip
+            flags(world, root / "two", shard=2, micro_batch=8), *2 * [flags(world, root / "cut", shard=2, micro_batch=2)]]  # fmt: skip
     runs.append(flags(world, root / "foreign", shard=2, **FOREIGN, teacher=world / "foreign"))
     for key, (value, _) in DIFFERENT.items():
         value = value.replace("OUT", str(root / "bad")).replace("WORLD", str(world))
@@ -185,7 +184,7 @@ def test_a_process_holds_its_part_of_the_weights(four):
 
 
 @pytest.mark.slow
-def test_spread_weights_are_resumed_with_the_same_bits_and_anywhere(four, world, tmp_path):
+def test_spread_weights_are_resumed_with_the_same_bits_and_anywhere(four, alone, world, tmp_path):
     root, _ = four
     shutil.copytree(root / "two", tmp_path / "two")
     for method in METHODS:
@@ -193,7 +192,13 @@ def test_spread_weights_are_resumed_with_the_same_bits_and_anywhere(four, world,
         shutil.rmtree(tmp_path / "two" / method / "checkpoints" / "step_00000004")
         (tmp_path / "two" / method / "run.json").unlink()  # with it the run has ended
     assert train.run(configure.load(flags(world, tmp_path / "two"))) == 0  # one process goes on
-    assert all(apart(root / "two", tmp_path / "two", method) < 1e-6 for method in METHODS)
+    for method in METHODS:
+        assert apart(root / "two", tmp_path / "two", method) < 1e-6
+        for out, rel in ((root / "cut", 1e-12), (tmp_path / "two", 1e-6)):  # both were cut between two lines of the log
+            for a, b in zip(records(root / "two", method), records(out, method), strict=True):
+                same(a, b, rel)
+            n = [json.loads((of / method / "run.json").read_text())["valid_tokens"] for of in (alone, out)]
+            assert n[0] == n[1] > 0
 
 
 @pytest.mark.slow
@@ -298,7 +303,7 @@ def test_another_process_that_is_lost_is_one_line(monkeypatch):
 
 def test_a_term_that_breaks_on_another_process_is_named(monkeypatch):
     monkeypatch.setattr(parallel, "sum_in_place", lambda tensors: tensors[0].add_(torch.tensor([0.0, torch.nan])))
-    student = SimpleNamespace(sums={"kd": torch.tensor(1.0), "ce": torch.tensor(2.0)})
+    student = session.Student("alra", None, None, None, {}, "", sums={"kd": torch.tensor(1.0), "ce": torch.tensor(2.0)})
     assert train.broken_terms(student) == "not finite: ce"
 
 

@@ -217,7 +217,7 @@ def test_data_is_what_the_code_reads():
     import configure
     from lib import tasks
 
-    named = re.findall(r"hub, `([^`]+)`", str(cells("Data and licences")))
+    named = re.findall(r"hub, `([^`]+)`(?:, commit `(\w{8})`)?", str(cells("Data and licences")))
     files = [load_yaml(tasks.task_file(n), resolve_func=False) for n in tasks.TASKS if n != "storycloze_2016"]
-    cfg = configure.Config()
-    assert set(named) == {cfg.source, cfg.teacher, *(file["dataset_path"] for file in files)}
+    pinned = [name.split("@") for name in (configure.CORPUS, configure.TEACHER)]
+    assert set(named) == {(name, commit[:8]) for name, commit in pinned} | {(f["dataset_path"], "") for f in files}

@@ -493,7 +493,7 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
             refuse_loss(c, before, protocol, bool(items), rows, teacher)
         elif before and (args.out or c.run is None):  # a student's own folder may be scored again after more training
             raise UserError(
-                f"{c.folder}: holds results of other weights than {c.name}; set another --out, or remove them"
+                f"{c.folder}: holds results of other weights than {c.name}; set another --out, or move them aside"
             )
         c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
         if parallel.rank() == 0:

@@ -615,7 +615,7 @@ class Stream:
             for at in range(0, size, BLOCK):
                 self.crc = zlib.crc32(f.read(min(BLOCK, size - at)), self.crc)
         if saved.get("crc", self.crc) != self.crc or file.stat().st_size < size:  # older states have no crc
-            raise UserError(f"{file}: not the rows that prepare.state describes; delete {file.parent} and start again")
+            raise UserError(f"{file}: not the rows that prepare.state describes; move {file.parent} aside and start again")
 
     @property
     def full(self) -> bool:
@@ -676,7 +676,7 @@ def read_ends(rows_file: Path, saved: dict) -> str:
     file = ends_file(rows_file)
     letters = file.read_bytes()[: saved["rows"]] if file.is_file() else b""
     if len(letters) < saved["rows"] or zlib.crc32(letters) != saved["ends_crc"]:
-        raise UserError(f"{file}: not the ends that prepare.state describes; delete {file.parent} and start again")
+        raise UserError(f"{file}: not the ends that prepare.state describes; move {file.parent} aside and start again")
     return letters.decode()
 
 
@@ -721,7 +721,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "prepare.state"
     with locked(folder, UserError(f"{folder}: another prepare.py is at work there")):
-        state = read_json(state_file, STATE_KEYS, f"delete {folder} and start again") if state_file.exists() else None
+        state = read_json(state_file, STATE_KEYS, f"move {folder} aside and start again") if state_file.exists() else None
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):
@@ -842,7 +842,7 @@ def _finish(folder: Path, state: dict) -> list[dict]:
     if empty:
         raise UserError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}; change one of these "
                            "(of few documents --val_share=0 --val_rows=N holds out the last rows), "
-                           f"delete {folder} and start again")  # fmt: skip
+                           f"move {folder} aside and start again")  # fmt: skip
     made, first = [], 0  # first record of the split
     for name, kinds in ends.items():
         work, final = folder / f"{name}.bin.tmp", folder / f"{name}.bin"
@@ -938,7 +938,7 @@ def _manifest(folder: Path, name: str) -> dict:
     for file in (folder / f"{name}.json", folder / f"{name}.bin"):
         if not file.is_file():
             raise UserError(f"{file}: not there; expected a folder that prepare.py has written to its end")
-    return read_json(folder / f"{name}.json", MANIFEST_KEYS, f"delete {folder} and prepare it again")
+    return read_json(folder / f"{name}.json", MANIFEST_KEYS, f"move {folder} aside and prepare it again")
 
 
 def _same_recipe(folder: Path, old: dict, new: dict) -> None:
@@ -952,7 +952,7 @@ def _same_recipe(folder: Path, old: dict, new: dict) -> None:
     if differ:
         told = "; ".join(f"{key} was {old.get(key)!r:.20}, now {new[key]!r:.20}" for key in differ)
         raise UserError(f"{folder}: holds data of another recipe: {told}. Nothing was touched: set another data_dir, or "
-                           "delete that folder first")  # fmt: skip
+                           "move that folder aside")  # fmt: skip
 
 
 def _summary(folder: Path, manifest: dict) -> str:

@@ -83,7 +83,7 @@ def checksum(value: dict) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-AGAIN = "remove it, and the command that wrote it makes it again"
+AGAIN = "move it aside, and the command that wrote it makes it again"
 
 
 def read_json(path: Path, keys: dict | None = None, remedy: str = AGAIN) -> dict:

@@ -409,7 +409,7 @@ case(HALF, put("half/alra/stopped.json", "{}"), "half/alra/stopped.json: no 'why
 case(TRAIN, put("run/alra/run.json", "{"), "run/alra/run.json: not whole JSON")
 case(TRAIN, edit("run/alra/run.json", step="4"), "run/alra/run.json: step is '4'")
 case(HALF, gone(STATE), "step_00000003/state.json")
-case(HALF, put(STATE, "{"), f"{STATE}: not whole JSON .*remove it to go on from the one before")
+case(HALF, put(STATE, "{"), f"{STATE}: not whole JSON .*move it aside to go on from the one before")
 case(HALF, sub(STATE, '"valid_tokens": ', '"valid_tokens": 1'), f"{STATE}: its checksum is not that of its content")
 for key in ("step", "sums", "valid_tokens", "line_steps", "line_valid", "line_sec"):
     case(HALF, edit(STATE, **{key: ...}), f"{STATE}: no '{key}'")

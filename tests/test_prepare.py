@@ -794,7 +794,7 @@ def test_ends_of_rows_are_appended_compared_and_read_of_older_states(small, tmp_
     letters, facts = ends.read_bytes(), json.loads(state.read_text())
     assert "ends" not in facts["streams"]["train"] and len(letters) == facts["streams"]["train"]["rows"] > 0
     ends.write_bytes(letters[:-1] + b"?")
-    with pytest.raises(prepare.UserError, match=rf"{ends}: not the ends that prepare.state describes; delete {half}"):
+    with pytest.raises(prepare.UserError, match=rf"{ends}: not the ends that prepare.state describes; move {half} aside"):
         prepare.prepare(cfg)
     ends.unlink()
     del facts["checksum"]
@@ -889,13 +889,13 @@ def test_damaged_records_are_told_by_their_path_with_the_remedy(content, said, s
         assert line.endswith(f"; {remedy}\n") and files_of(file.parent) == before and line.count("\n") == 1
 
     call = lambda: prepare.prepare(config(small, folder, source))  # noqa: E731
-    told(call, folder / "prepare.state", ("recipe", "recipe"), f"delete {folder} and start again")
+    told(call, folder / "prepare.state", ("recipe", "recipe"), f"move {folder} aside and start again")
     for call in (
         lambda: prepare.prepare(config(small, whole, source)),
         lambda: prepare.verify(whole),
         lambda: prepare.show(whole, 0),
     ):
-        told(call, whole / "train.json", ("split", "tokenizer"), f"delete {whole} and prepare it again")
+        told(call, whole / "train.json", ("split", "tokenizer"), f"move {whole} aside and prepare it again")
 
 
 def test_two_at_once_are_refused(small, tmp_path):

@@ -584,7 +584,7 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
     state = (folder / "state.json").read_text()
     foreign = json.loads(state) | {"method": "pd"}
     (folder / "state.json").write_text(json.dumps(foreign))
-    with pytest.raises(UserError, match=r"state.json: its checksum is not that of its content; remove it to go on"):
+    with pytest.raises(UserError, match=r"state.json: its checksum is not that of its content; move it aside to go on"):
         train.run(load(world, tmp_path, methods="alra"))
     del foreign["checksum"]  # older ones have none
     (folder / "state.json").write_text(json.dumps(foreign))
@@ -601,7 +601,7 @@ def test_a_broken_or_foreign_checkpoint_is_refused_by_name(world, tmp_path):
             train.run(load(world, tmp_path, methods="alra"))
         file.write_bytes(whole)
     (folder / "optimizer.safetensors").write_bytes(data[:-100])
-    with pytest.raises(UserError, match=r"step_00000002/optimizer.safetensors: not whole .*remove it to go on"):
+    with pytest.raises(UserError, match=r"step_00000002/optimizer.safetensors: not whole .*move it aside to go on"):
         train.run(load(world, tmp_path, methods="alra"))
 
 
@@ -1328,7 +1328,7 @@ def test_a_run_goes_on_where_only_places_and_times_differ(world, finished, tmp_p
     with pytest.raises(ConfigError, match=r"already contains a different run \(teacher_sha256 differs\)"):
         train.run(load(world, run, **{**keys, **free}))
     (run / "run.json").write_text("{")
-    with pytest.raises(UserError, match=r"run.json: not whole JSON \(.*; remove it"):
+    with pytest.raises(UserError, match=r"run.json: not whole JSON \(.*; move it aside"):
         train.run(load(world, run, **keys))
 
 

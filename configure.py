@@ -206,8 +206,11 @@ def load(
     impossible combination.
     """
     values, origin, hyper = {}, {}, {}
+    if not argv:
+        raise ConfigError("no config: expected one, like config/alra_200m.py, or --KEY=VALUE; --help lists the keys")
     if {"-h", "--help"} & set(argv):
-        teacher = load([arg for arg in argv if arg not in ("-h", "--help")]).config.teacher
+        others = [arg for arg in argv if arg not in ("-h", "--help")]
+        teacher = load(others).config.teacher if others else Config.teacher
         print(help_text(sys.modules["__main__"].__doc__ or "", methods, presets(teacher) if presets else ()))
         sys.exit(0)
     for arg in argv:
@@ -238,28 +241,33 @@ class Loaded:
 
 
 def help_text(about: str, methods: Sequence[str] = (), presets: Sequence[str] = ()) -> str:
-    """What `--help` prints: the script's own text, every key with its default, type and comment, presets and methods.
-
-    The headings and comments are those of `Config`'s source, so that they are written once.
-    """
-    source = inspect.getsource(Config)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("#- ") for t in tokens if t.type == tokenize.COMMENT}  # by line
-    lines, done = [about.strip()], 0
-    for node in ast.parse(source).body[0].body:
-        if isinstance(node, ast.AnnAssign):
-            lines += [f"\n{comments[n]}" for n in range(done + 1, node.lineno) if n in comments]
-            done = node.end_lineno
-            words = " ".join(comments[n] for n in range(node.lineno, done + 1) if n in comments)
-            key, default = node.target.id, Config.__dataclass_fields__[node.target.id].default
-            default = {} if default is dataclasses.MISSING else default
-            value = ",".join(default) if isinstance(default, tuple) else default
-            lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
+    """What `--help` prints: the script's own text, every key with its default, type and comment, presets and methods."""
+    lines = [about.strip()]
+    for key, (headings, words) in key_comments().items():
+        default = Config.__dataclass_fields__[key].default
+        default = {} if default is dataclasses.MISSING else default
+        value = ",".join(default) if isinstance(default, tuple) else default
+        lines += [f"\n{heading}" for heading in headings]
+        lines.append(f"    --{key}={value}  ({_name(TYPES[key])}){'  ' if words else ''}{words}")
     lines += ["\n" * (i == 0) + line for i, line in enumerate(presets)]
     lines += ["\nmethods, and the settings of their objectives (--METHOD.SETTING=VALUE; lr too)"] if methods else []
     for line in methods:
         lines += textwrap.wrap(line, 120, initial_indent="    ", subsequent_indent=" " * 8)
     return "\n".join(lines)
+
+
+def key_comments() -> dict[str, tuple[list[str], str]]:
+    """Key -> the headings before it and its comment, from `Config`'s source, so that they are written once."""
+    source, found, done = inspect.getsource(Config), {}, 0
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("#- ") for t in tokens if t.type == tokenize.COMMENT}  # by line
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            headings = [comments[n] for n in range(done + 1, node.lineno) if n in comments]
+            done = node.end_lineno
+            words = " ".join(comments[n] for n in range(node.lineno, done + 1) if n in comments)
+            found[node.target.id] = headings, words
+    return found
 
 
 class Heard:
@@ -347,7 +355,8 @@ def _known(key: str, where: str) -> None:
     from losses import METHODS, keywords  # imported here: it takes a second, and only this error needs it
 
     owners = {setting: name for name in reversed(METHODS) for setting in keywords(name)}
-    near = nearest(key, [*TYPES, *owners])
+    spoken = [other for other, (_, words) in key_comments().items() if key.replace("_", " ") in words]
+    near = nearest(key, [*TYPES, *owners]) or next(iter(spoken), None)
     setting = key if key in owners else near
     hint = "" if key in owners else f", did you mean {near!r}?" if near else "; configure.py lists them all"
     if setting in owners:

@@ -337,6 +337,10 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **(teacher or {}))
     inline = INLINE.match(shape)
+    if not inline and re.fullmatch(r"[\dx]+", shape) and not Path(shape).exists():
+        raise UserError(
+            f"student={shape}: expected WIDTHxLAYERSxHEADS, like 512x8x8, or a preset: {', '.join(PRESETS)}"
+        )
     if not inline:
         return load_config(shape)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")

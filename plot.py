@@ -17,6 +17,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -494,17 +495,20 @@ def from_logs(figure: str, logs: dict[str, Path], path: Path) -> None:
         anchoring(read_log(runs[0] / "teacher.jsonl", how, ANCHORS), path)
 
 
-def draw_logs(names: Iterable[str], logs: dict[str, Path], out: Path, strict: bool = False) -> list[str]:
-    """Draw those of FIGURES that the logs allow -> their names. `strict`: a missing log is an error."""
+def draw_logs(
+    names: Iterable[str], logs: dict[str, Path], out: Path, missing: Literal["say", "skip", "raise"] = "skip"
+) -> list[str]:
+    """Draw those of FIGURES that the logs allow -> their names. `missing`: what to do about the others."""
     done = []
     for figure in names:
         try:
             from_logs(figure, logs, out / f"{figure}.png")
             done.append(figure)
         except MissingLog as error:
-            if strict:
+            if missing == "raise":
                 raise
-            print(f"no {figure}.png: {error}", file=sys.stderr)
+            if missing == "say":
+                print(f"no {figure}.png: {error}", file=sys.stderr)
     return done
 
 
@@ -525,7 +529,7 @@ def run(argv: list[str]) -> None:
         raise ValueError("nothing to draw: expected a run's folder, --pairs, --sets or --rows DATA_DIR")
     out = args.out or [*args.folders, args.rows or Path("out")][0]
     logs = find_logs(args.folders) if args.folders else {}
-    done = draw_logs(asked or FIGURES, logs, out, bool(asked)) if logs else []
+    done = draw_logs(asked or FIGURES, logs, out, "raise" if asked else "say") if logs else []
     if args.pairs:
         pairs(out / "pairs.png")
     if args.sets:

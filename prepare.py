@@ -184,12 +184,15 @@ def interleaved(sources: list[Source], parts: list[tuple[str, float]]) -> Source
     def records(skip: int) -> Iterator[tuple[str | None, str]]:
         chosen = order()
         before = list(itertools.islice(chosen, skip))
-        streams = [source.records(before.count(k)) for k, source in enumerate(sources)]
+        counts = [before.count(k) for k in numbers]
+        streams = [source.records(n) for n, source in zip(counts, sources, strict=True)]
         for k in chosen:
             record = next(streams[k], None)
             if record is None:
-                print(f"source={parts[k][0]}: at its end, and so the mixture ends", file=sys.stderr)
+                read = ", ".join(f"{n:,} of {name}" for n, (name, _) in zip(counts, parts, strict=True))
+                print(f"source={parts[k][0]}: at its end, and so the mixture ends; documents: {read}", file=sys.stderr)
                 return
+            counts[k] += 1
             yield record
 
     facts = json.dumps([(share, source.sha256) for (_, share), source in zip(parts, sources, strict=True)])
@@ -615,7 +618,9 @@ class Stream:
             for at in range(0, size, BLOCK):
                 self.crc = zlib.crc32(f.read(min(BLOCK, size - at)), self.crc)
         if saved.get("crc", self.crc) != self.crc or file.stat().st_size < size:  # older states have no crc
-            raise UserError(f"{file}: not the rows that prepare.state describes; move {file.parent} aside and start again")
+            raise UserError(
+                f"{file}: not the rows that prepare.state describes; move {file.parent} aside and start again"
+            )
 
     @property
     def full(self) -> bool:
@@ -721,7 +726,9 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state_file = folder / "prepare.state"
     with locked(folder, UserError(f"{folder}: another prepare.py is at work there")):
-        state = read_json(state_file, STATE_KEYS, f"move {folder} aside and start again") if state_file.exists() else None
+        state = (
+            read_json(state_file, STATE_KEYS, f"move {folder} aside and start again") if state_file.exists() else None
+        )
         if state and not state["records"]:
             state = None  # nothing was made yet, of whatever recipe
         if not state and any(path.name in FILES for path in folder.iterdir()):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import configure
-from lib.files import read_json
+from lib.files import UserError, read_json
 from lib.hf import leading_bos, load_tokenizer
 from model import Qwen2
 
@@ -43,6 +43,9 @@ def run(argv: list[str]) -> None:
         raise ValueError("expected --temperature of 0 or more, --tokens and --top_k of at least 1")
     inside = Path(args.checkpoint) / "model"
     name = str(inside) if inside.is_dir() else args.checkpoint
+    students = [str(path.parent) for path in sorted(Path(name).glob("*/model"))]
+    if students:
+        raise UserError(f"{name}: holds several students; name one of them: {', '.join(students)}")
     model, tokenizer = Qwen2.from_pretrained(name), load_tokenizer(name)
     run = Path(name).parent / "run.json"  # of a student: says which id stood before its documents
     student = Path(name).name == "model" and run.is_file()

@@ -466,7 +466,8 @@ def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> Non
     differs = [f"{key}={there.get(key)!r} there, {here[key]!r} here" for key in compared if there.get(key) != here[key]]
     differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
     if differs:
-        raise ConfigError(f"{where}: already contains a different run ({differs[0]}); choose another out_dir")
+        told = ", ".join(differs[:3]) + (f" and {len(differs) - 3} more" if len(differs) > 3 else "")
+        raise ConfigError(f"{where}: already contains a different run ({told}); choose another out_dir")
 
 
 def changes(before: dict | None, step: int, cfg: Config, facts: dict) -> list[dict]:
@@ -580,10 +581,7 @@ def close_sinks(s: Student, facts: dict) -> None:
         return
     import plot  # matplotlib takes a second
 
-    pictures, logs = [], {s.name: s.folder}
-    for name in plot.FIGURES:
-        with contextlib.suppress(plot.MissingLog):  # not every run logs what each picture needs
-            plot.from_logs(name, logs, s.folder / f"{name}.png")
-            pictures.append(s.folder / f"{name}.png")
+    drawn = plot.draw_logs(plot.FIGURES, {s.name: s.folder}, s.folder)
+    pictures = [s.folder / f"{name}.png" for name in drawn]
     for sink in s.sinks:
         sink.end(facts, pictures)

@@ -37,6 +37,8 @@ def test_files_then_flags_and_where_each_value_came_from(tmp_path):
     [
         (["--d_mx=25"], "--d_mx=25: no such key 'd_mx', did you mean 'd_max'?"),
         (["--zzzz=1"], "no such key 'zzzz'; configure.py lists them all"),
+        (["--learning_rate=1"], "no such key 'learning_rate', did you mean 'lr'?"),  # the words of its comment
+        ([], "no config: expected one, like config/alra_200m.py, or --KEY=VALUE; --help lists the keys"),
         (["--lr=fast"], "--lr=fast: expected float, got 'fast'"),
         (["--max_steps=1.5"], "max_steps=1.5: expected int, got float"),
         (["--compile=1"], "compile=1: expected bool, got int"),

@@ -24,6 +24,7 @@ from model import (
     init_student,
     load_config,
     load_tokenizer,
+    student_config,
     tokenizer_hash,
     weights_hash,
 )
@@ -310,6 +311,8 @@ def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp
 
 
 def test_impossible_shapes():
+    with pytest.raises(UserError, match="student=64x2: expected WIDTHxLAYERSxHEADS, like 512x8x8, or a preset: 200m"):
+        student_config("64x2")
     with pytest.raises(ValueError, match="num_attention_heads=5: expected a divisor of hidden_size=24"):
         Qwen2Config(24, 37, 1, 5, 5)
     with pytest.raises(ValueError, match="num_key_value_heads=3: expected a divisor of num_attention_heads=4"):
@@ -436,6 +439,8 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_pa
     for name in ("alra", "alra/model"):
         sample.run([str(tmp_path / name), "--prompt", "if x"])
     assert prompts == [[ids[first], *tokenizer.encode("if x", add_special_tokens=False)]] * 2
+    with pytest.raises(UserError, match=rf"holds several students; name one of them: {tmp_path / 'alra'}$"):
+        sample.run([str(tmp_path)])
     assert capsys.readouterr().out == "if x\nif x\n" and leading_bos(tokenizer) == ids["bos"]
 
 

@@ -581,7 +581,8 @@ def test_several_sources_are_interleaved_by_their_shares(small, tmp_path, capsys
     cfg = config(small, tmp_path / "m", f"{a}:0.7,{b}:0.3", source_text="text,content")
     source, parts = prepare.open_sources(cfg)
     records = [text for _, text in source.records(0)]
-    assert capsys.readouterr().err == f"source={a}: at its end, and so the mixture ends\n"
+    said = f"source={a}: at its end, and so the mixture ends; documents: 60 of {a}, {len(records) - 60} of {b}\n"
+    assert capsys.readouterr().err == said
     for n in range(1, len(records) + 1):
         k = sum(text in one for text in records[:n])
         assert abs(k - 0.7 * n) < 1
@@ -794,7 +795,9 @@ def test_ends_of_rows_are_appended_compared_and_read_of_older_states(small, tmp_
     letters, facts = ends.read_bytes(), json.loads(state.read_text())
     assert "ends" not in facts["streams"]["train"] and len(letters) == facts["streams"]["train"]["rows"] > 0
     ends.write_bytes(letters[:-1] + b"?")
-    with pytest.raises(prepare.UserError, match=rf"{ends}: not the ends that prepare.state describes; move {half} aside"):
+    with pytest.raises(
+        prepare.UserError, match=rf"{ends}: not the ends that prepare.state describes; move {half} aside"
+    ):
         prepare.prepare(cfg)
     ends.unlink()
     del facts["checksum"]

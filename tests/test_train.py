@@ -1183,6 +1183,8 @@ def test_a_second_process_is_refused_while_one_is_at_work(world, finished, tmp_p
 def test_a_folder_that_holds_another_run_is_refused(world, finished):
     with pytest.raises(ConfigError, match=r"already contains a different run \(lr=0.01 there, 0.02 here\)"):
         train.run(load(world, finished, lr=2e-2))
+    told = r"different run \(\w+=.* there, .* here, \w+=.* there, .* here, \w+=.* there, .* here and 1 more\); choose"
+    assert re.search(told, differing(world, finished, lr=2e-2, clip=1.0, beta1=0.8, beta2=0.9))
     assert train.run(load(world, finished)) == 0  # the same run: done, and left alone
 
 

@@ -561,8 +561,10 @@ def open_folder(
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
         path = Path(cfg.out_dir) / "run.json"
-        told = changes(read_json(path, RUN_KEYS) if path.is_file() else None, step, cfg, facts)
-        configure.save(loaded, path, micro_batch=cfg.micro_batch, changes=told, **facts)
+        state = live[0].folder / "checkpoints" / f"step_{step:08d}" / "state.json"
+        before = path if path.is_file() else state  # where run.json was lost
+        facts["changes"] = changes(read_json(before, RUN_KEYS) if before.is_file() else None, step, cfg, facts)
+        configure.save(loaded, path, micro_batch=cfg.micro_batch, **facts)
         for path, before in logs(live, cfg).items():
             if path.is_file():
                 checkpoint.drop_after(path, step - before)

@@ -1276,6 +1276,13 @@ def test_a_run_tells_what_changed_when_it_went_on(world, finished, tmp_path):
     ours, alone = (Qwen2.from_pretrained(str(out / "alra")).state_dict() for out in (tmp_path, finished))
     for name, p in alone.items():
         torch.testing.assert_close(ours[name], p, rtol=1e-3, atol=2e-5)
+    (tmp_path / "run.json").unlink()  # the checkpoints tell too
+    (tmp_path / "alra" / "run.json").unlink()
+    shutil.rmtree(tmp_path / "alra" / "checkpoints" / "step_00000006")
+    assert train.run(load(world, tmp_path, **keys, micro_batch=4)) == 0
+    del second["git_commit"]
+    for file in (tmp_path / "run.json", tmp_path / "alra" / "run.json"):
+        assert json.loads(file.read_text())["changes"] == [first, second]
 
 
 def test_a_student_that_broke_goes_on_from_its_checkpoint_with_a_lower_rate(world, tmp_path, monkeypatch, capsys):

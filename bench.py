@@ -568,9 +568,10 @@ def provenance(args, device: torch.device) -> dict:
 def markdown(lines: list[dict], about: dict, args) -> str:
     said = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds [range]."
     if args.sections == ["roofline"]:
-        counts = ", ".join(f"{name} {value}" for name, value in COUNTS.items())
+        counts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in COUNTS.items())
         said = (
-            f"Nothing is measured: {args.rows} rows of {args.n} per update, {counts}, and the rates of lib/roofline.py."
+            f"Nothing is measured: {args.rows} rows of {args.n} per update, {counts}. `lib/roofline.py` says what these count, "
+            "and has the cards' rates."
         )
     numbers = {"time_ratio": ".2f", "memory_ratio": ".2f", "sec": ".3f", "mib": ",.0f"}
     text = [", ".join(f"{k} {v}" for k, v in about.items()) + ".", "", said, ""]

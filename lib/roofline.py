@@ -22,10 +22,9 @@ COUNTS = {
 def estimate(
     card: str, student: str, micro_batch: int, compile: bool, rows: int, n: int, **counts: float
 ) -> tuple[float, float, dict[str, float]]:  # fmt: skip
-    """One update of rows * n tokens with the 1.8B teacher -> seconds, MFU, seconds of the GPU by part; counts as in COUNTS.
+    """One update of rows * n tokens with the 1.8B teacher -> seconds, MFU, seconds by part, which add up; counts as in COUNTS.
 
-    Times of products, of passes over memory and of AdamW add up; a launch that the host is late with makes the card
-    wait, so that an update takes at least as long as all launches.
+    A launch that the host is late with makes the card wait, so that an update takes at least as long as all launches.
     """
     rate, s, t, c = CARDS[card], PRESETS[student], PRESETS["1.8b"], COUNTS | counts
     n_tokens, n_micro = rows * n, rows // micro_batch
@@ -48,5 +47,6 @@ def estimate(
     a_layer, a_teacher = (c["layer_launches"], c["teacher_launches"]) if compile else (148, 41)
     launches = n_micro * (a_layer * s.num_hidden_layers + a_teacher * t.num_hidden_layers)
     launches += rows * c["loss_launches"]
-    sec = max(sum(parts.values()), launches * LAUNCH_SEC)
+    parts["waiting for launches"] = max(launches * LAUNCH_SEC - sum(parts.values()), 0.0)
+    sec = sum(parts.values())
     return sec, (flops_s + flops_t) * n_tokens / sec / PEAK_FLOPS[card], parts

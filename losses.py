@@ -28,7 +28,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lib import fused, vocab
-from lib.checks import IGNORE, all_finite, between, enter, leave, not_negative, one_of, positive, require, valid_mean
+from lib.checks import (
+    IGNORE,
+    all_finite,
+    between,
+    check_objective,
+    enter,
+    leave,
+    not_negative,
+    one_of,
+    positive,
+    require,
+    valid_mean,
+)
 from lib.files import nearest
 from lib.graph import Rewrite
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
@@ -604,7 +616,7 @@ def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
 
 
 def check_settings(name: str, V: int, **overrides) -> None:
-    """ValueError where a setting of the method has a wrong type or value at a vocabulary of V."""
+    """ValueError where an objective breaks its contract, or a setting has a wrong type or value at a vocabulary of V."""
     method = resolve(name, **overrides)
     try:
         _check_settings(method, V)
@@ -613,8 +625,8 @@ def check_settings(name: str, V: int, **overrides) -> None:
 
 
 def _check_settings(method: Method, V: int) -> None:
-    nothing = torch.zeros(method.hyper.get("n_sequences", 1), V, device="meta")
-    _mean_loss(method, nothing, nothing, nothing.long()[:, 0])
+    if method.has_teacher:
+        check_objective(functools.partial(method.fn, **method.hyper), V, method.hyper.get("n_sequences", 1))
 
 
 def fused_head_loss(

@@ -29,6 +29,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator
 from PIL import Image  # matplotlib brings it
 
 import configure
+from lib.figures import LOGGED
 from lib.files import read_json, read_lines
 from lib.stats import estimate
 from lib.tasks import TASKS
@@ -245,7 +246,9 @@ def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
     A term with one value for each student is drawn by student, in the legend's order; one that spans a factor of more
     than 20 gets a logarithmic axis.
     """
-    panels = [key for key in PANELS if any(key in of for of in points.values())]
+    there = dict.fromkeys(key for of in points.values() for key in of)
+    panels = [key for key in PANELS if key in there]
+    panels += [key for key in there if key not in (*PANELS, *LEVELS, *LOGGED)]  # terms of other objectives
     if not panels:
         raise MissingLog(f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
     cols = min(len(panels), 3)
@@ -264,8 +267,8 @@ def curves(points: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
         for level, (label, line) in LEVELS.items() if key == "val_ce" else ():
             for y in sorted({round(of[level][-1][1], 4) for of in points.values() if level in of}):
                 axis.axhline(y, **TEACHER | {"linestyle": line}, label=label)
-        title, unit = PANELS[key]
-        axis.set(title=title, ylabel=f"{key} [{unit}]")
+        title, unit = PANELS.get(key, (f"term: {key}", None))
+        axis.set(title=title, ylabel=f"{key} [{unit}]" if unit else key)
         values = [y for of in points.values() for _, y, *_ in of.get(key, ())]
         if min(values) > 0 and max(values) > 20 * min(values):
             axis.set_yscale("log")

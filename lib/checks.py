@@ -7,9 +7,14 @@ tells which one it was.
 """
 
 import math
+import traceback
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from lib.figures import LOGGED
+from lib.files import first_line
 
 IGNORE = -100  # label of a position outside T_B
 
@@ -109,3 +114,42 @@ def between(low, high, **settings) -> None:
 def one_of(*choices, **settings) -> None:
     for name, value in settings.items():
         require(value in choices, f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def check_objective(fn: Callable, V: int, n_sequences: int = 1) -> None:
+    """Run fn(z_s, z_t, y) on random logits. `ValueError` where it breaks the contract at the head of losses.py.
+
+    Each of the sequences has three positions, of which the second is ignored.
+    """
+    generator = torch.Generator().manual_seed(0)
+    z_s, z_t = (torch.randn(3 * n_sequences, V, generator=generator) for _ in range(2))
+    y = torch.randint(V, (3 * n_sequences,), generator=generator)
+    y[1::3] = IGNORE
+    try:
+        with torch.enable_grad():
+            found = fn(z_s.requires_grad_(), z_t, y)
+    except ValueError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{type(error).__name__} in {at.filename}, line {at.lineno}: {first_line(error)}; it was given {len(y)} positions, "
+            f"{n_sequences} of them with the label IGNORE={IGNORE}, which `enter` turns into 0"
+        ) from error
+    parts = found._asdict() if hasattr(found, "_asdict") else {"loss": found}
+    loss = parts.pop("loss", None)
+    require(
+        isinstance(loss, Tensor),
+        f"expected a tensor [N], or a NamedTuple with `loss` first, got {type(found).__name__}",
+    )
+    require(loss.shape == y.shape, f"expected one number per position, [N={len(y)}], got {list(loss.shape)}")
+    taken = [key for key in parts if key in (*LOGGED, "ce", "kd") or key.startswith("val_")]
+    require(not taken, f"its part {taken[:1]} has the name of another column of the log; choose another")
+    value = float(loss.detach()[1::3].abs().max())
+    require(value == 0, f"expected 0 at ignored positions, got {value:.4g}; end with `return leave(.., valid)`")
+    require(loss.requires_grad, "no gradient reaches z_s: a student cannot learn from it")
+    (slope,) = torch.autograd.grad(loss, z_s, torch.ones_like(loss))
+    require(
+        not slope[1::3].any(),
+        "ignored positions have a gradient; leave them out of means over positions (`valid_mean`)",
+    )

@@ -735,6 +735,52 @@ def test_an_objective_of_the_readers_own_is_held_to_the_contract(monkeypatch):
         losses.method_loss("mine", z, z, y)
 
 
+def _squares(z_s, z_t, y, inside=True):
+    z_s, z_t, _, valid = losses.enter(z_s, z_t, y)
+    loss = (z_s - z_t).square().sum(-1)
+    return loss / (losses.valid_mean(loss, valid) if inside else loss.mean()), valid
+
+
+def _named(z_s, z_t, y, name):
+    loss = losses.leave(*_squares(z_s, z_t, y))
+    return NamedTuple("Terms", [("loss", torch.Tensor), (name, torch.Tensor)])(loss, loss)
+
+
+def _by_hand(z_s, z_t, y):
+    """As good as any: it looks at values, takes rows by a mask, and calls neither `enter` nor `leave`."""
+    out = z_s.new_zeros(len(y))
+    if (y != IGNORE).any():
+        out[y != IGNORE] = (z_s - z_t).square().sum(-1)[y != IGNORE] / z_t.std().item()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (_by_hand, ""),
+        (lambda *of: _named(*of, "forward"), ""),
+        (lambda *of: _named(*of, "ce"), r"its part \['ce'\] has the name of another column of the log"),
+        (lambda *of: _named(*of, "val_kl"), r"its part \['val_kl'\] has the name of another column of the log"),
+        (lambda *of: losses.leave(*_squares(*of)), ""),
+        (lambda *of: losses.leave(*_squares(*of, inside=False)), r"ignored positions have a gradient; .*`valid_mean`"),
+        (lambda *of: _squares(*of)[0], r"expected 0 at ignored positions, got 1\.\d+; end with `return leave"),
+        (lambda *of: _squares(*of), r"expected a tensor \[N\], or a NamedTuple with `loss` first, got tuple"),
+        (lambda *of: None, "or a NamedTuple with `loss` first, got NoneType"),
+        (lambda *of: _squares(*of)[0].sum(), r"expected one number per position, \[N=3\], got \[\]"),
+        (lambda *of: losses.leave(*_squares(*of)).detach(), "no gradient reaches z_s: a student cannot learn from it"),
+        (lambda z_s, z_t, y: z_s.gather(1, y[:, None]),
+         r"RuntimeError in \S+test_losses.py, line \d+: index -100 is out of .* 1 of them with the label IGNORE=-100, which `enter`"),
+    ],
+)  # fmt: skip
+def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
+    monkeypatch.setitem(losses.METHODS, "mine", losses.Method(fn, {}, 1.0, 0.0))
+    if message:
+        with pytest.raises(ValueError, match=f"^mine: .*{message}"):
+            losses.check_settings("mine", 23)
+    else:
+        losses.check_settings("mine", 23)
+
+
 def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
     class Terms(NamedTuple):
         loss: torch.Tensor

@@ -55,10 +55,13 @@ TEACHER = [
 def run(tmp_path):
     out = tmp_path / "run"
     for i, method in enumerate(("pretrain", "alra", "fixed_7", "mine")):
-        lines = [{"step": s, "ce": 5.0 / s + i, "loss": 1.0, "mfu": None, "lr": 0.1} for s in (1, 2, 3)]
+        rates = {"mfu": None, "lr": 0.1, "gnorm": 2.0, "tok_per_sec": 9.0}  # no terms, and not drawn
+        lines = [{"step": s, "ce": 5.0 / s + i, "loss": 1.0, **rates} for s in (1, 2, 3)]
         lines += [{"step": 3, "val_ce": 2.0 + i, "val_kl": 0.5, "val_agree": 0.25, "val_teacher_ce": 1.5}]
         if method == "alra":
             lines[0] |= dict.fromkeys(("kd", "mass", "local", "rest", "pair"), 0.125) | {"d_u": 4.5}
+        if method == "mine":
+            lines[0] |= {"forward": 0.5}  # a part of an objective that plot.py has never heard of
         write(out / method / "log.jsonl", lines)
     (out / "run.json").write_text(json.dumps({"config": {"batch_rows": 4, "seq_len": 10}}))
     return out
@@ -82,7 +85,7 @@ def test_curves_come_with_their_numbers(run, capsys):
     assert small_png(run / "curves.png")
     rows = table(run / "curves.csv")
     points = {(r["curve"], r["key"], int(r["nominal_tokens"])): float(r["value"]) for r in rows}
-    assert len(points) == len(rows) == 4 * 10 + 6
+    assert len(points) == len(rows) == 4 * 10 + 6 + 1 and points["mine", "forward", 40] == 0.5
     assert [points["alra", "ce", tokens] for tokens in (40, 80, 120)] == [6.0, 3.5, pytest.approx(5 / 3 + 1)]
     assert points["fixed_7", "val_ce", 120] == 4.0 and points["mine", "val_teacher_ce", 120] == 1.5
     assert points["alra", "d_u", 40] == 4.5 and points["alra", "pair", 40] == 0.125

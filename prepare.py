@@ -786,6 +786,9 @@ def _write_rows(
     def share() -> float:
         return min(1.0, max(source.done(), train.rows / (max_rows or 1e18), n_records / (cfg.n_documents or 1e18)))
 
+    def n_rows() -> int:
+        return sum(stream.rows for stream in streams.values())
+
     committed = 0.0
     commit()
     records = itertools.islice(source.records(n_records), cfg.n_documents and cfg.n_documents - n_records)
@@ -806,17 +809,17 @@ def _write_rows(
             n_records += n
             n_tokens += int(lengths[:n].sum())
             speed = n_tokens / (time.monotonic() - started)
-            n_rows = sum(stream.rows for stream in streams.values())
-            bar.set_postfix_str(f"{n_records:,} documents, {n_rows:,} rows, {speed:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"{n_records:,} documents, {n_rows():,} rows, {speed:,.0f} tokens/s", refresh=False)
             bar.update(max(share() - bar.n, 0))
             if train.full:
                 break
             if time.monotonic() - committed > commit_sec:
                 commit()
+        for stream in streams.values():
+            if not stream.full:
+                stream.feed(np.empty(0, np.uint32), np.empty(0, np.int64), table, last=True)
+        bar.set_postfix_str(f"{n_records:,} documents, {n_rows():,} rows", refresh=False)
         bar.update(1.0 - bar.n)
-    for stream in streams.values():
-        if not stream.full:
-            stream.feed(np.empty(0, np.uint32), np.empty(0, np.int64), table, last=True)
     if n_records == 0:
         raise UserError(f"source={cfg.source}: holds no record")
     return commit(whole=True)
@@ -847,9 +850,10 @@ def _finish(folder: Path, state: dict) -> list[dict]:
             os.truncate(work, n_train * row_bytes)
     empty = [name for name in ends if not ends[name]]
     if empty:
-        raise UserError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}; change one of these "
-                           "(of few documents --val_share=0 --val_rows=N holds out the last rows), "
-                           f"move {folder} aside and start again")  # fmt: skip
+        for file in (folder / "prepare.state", *folder.glob("*.tmp")):
+            file.unlink()  # of no use to any recipe
+        raise UserError(f"{asked}: {state['records']:,} records leave no row for {empty[0]}, and nothing was kept; change one of "
+                        "these (of few documents --val_share=0 --val_rows=N holds out the last rows)")  # fmt: skip
     made, first = [], 0  # first record of the split
     for name, kinds in ends.items():
         work, final = folder / f"{name}.bin.tmp", folder / f"{name}.bin"
@@ -957,9 +961,15 @@ def _same_recipe(folder: Path, old: dict, new: dict) -> None:
     for place in [key.removesuffix("_sha256") for key in differ if key.endswith("_sha256")]:
         differ += [place] * (old.get(place) != new[place])
     if differ:
-        told = "; ".join(f"{key} was {old.get(key)!r:.20}, now {new[key]!r:.20}" for key in differ)
+        told = "; ".join(f"{key} was {shortened(old.get(key))}, now {shortened(new[key])}" for key in differ)
         raise UserError(f"{folder}: holds data of another recipe: {told}. Nothing was touched: set another data_dir, or "
                            "move that folder aside")  # fmt: skip
+
+
+def shortened(value: object) -> str:
+    """A value in a message: hashes by their beginning, long paths by their end too."""
+    text = repr(value)
+    return text if len(text) < 64 else f"{text[:12]}…{'' if re.fullmatch('.[0-9a-f]{64}.', text) else text[-48:]}"
 
 
 def _summary(folder: Path, manifest: dict) -> str:

@@ -966,8 +966,15 @@ def test_too_little_text_for_a_split_is_said(small, tmp_path, capsys):
         prepare.prepare(config(small, tmp_path / "a", source))
     with pytest.raises(prepare.UserError, match="2 records leave no row for val"):
         prepare.prepare(config(small, tmp_path / "b", source, val_rows=0, val_share=1e-6))
-    prepare.prepare(config(small, tmp_path / "c", write_jsonl(source, small[1]), train_rows=5000))
-    assert "the source ended after" in capsys.readouterr().out
+    assert [file.name for name in "ab" for file in (tmp_path / name).glob("[!.]*")] == []  # free for another recipe
+    prepare.prepare(config(small, tmp_path / "a", write_jsonl(source, small[1]), train_rows=5000))
+    said = capsys.readouterr()
+    n = [json.loads((tmp_path / "a" / f"{split}.json").read_text())["rows"] for split in ("train", "val")]
+    assert "the source ended after" in said.out and said.err.strip().endswith(f"documents, {sum(n):,} rows")
+    with pytest.raises(prepare.UserError, match=r"source was '\S+…\S+/t.jsonl', now '\S+…\S+/other_texts.jsonl'"):
+        prepare.prepare(
+            config(small, tmp_path / "a", write_jsonl(tmp_path / "other_texts.jsonl", ["c"]), train_rows=5000)
+        )
 
 
 def test_the_readmes_flags_for_ones_own_text_hold_out_documents_from_everywhere(small, tmp_path):

@@ -44,7 +44,7 @@ from lib.rows import open_rows
 from lib.runlog import flops_per_token
 from lib.tables import MAY_DIFFER
 from lib.teacher import for_students, is_native, teacher_size
-from losses import METHODS, needs_teacher
+from losses import METHODS, needs_teacher, resolve
 from model import load_config, student_config
 
 ROOT = Path(__file__).resolve().parent
@@ -480,8 +480,11 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Load
     for key in ("seed", "out_dir"):
         if loaded.origin.get(key) == "command line":
             raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
-    for name in loaded.config.methods:
-        needs_teacher(name)  # ValueError for a method that does not exist
+    for name in loaded.config.methods:  # ValueError for a method or a setting that does not exist
+        resolve(name, **loaded.config.overrides_of(name))
+    for name, of in trials(spec.tune, loaded.config.methods).items():
+        for settings in of:
+            resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
     if spec.reference not in (None, *loaded.config.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(loaded.config.methods)}")
     for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():

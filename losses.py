@@ -84,7 +84,7 @@ def alra_terms(
     I is the position's local set and R the rest of the vocabulary.
 
     d_min, d_max     smallest and largest local budget, tokens; 2 <= d_min <= d_max < V
-    tau, tau_p       temperature of the distributions (Eq. 2) and of the pairs (Eq. 16)
+    tau, tau_p       temperature of the distributions, also in SWPRA's weights (Eq. 2), and of the pairs (Eq. 16)
     gamma            how fast SWPRA's weight falls with the student's probability gap (Eq. 19)
     eps              added to the denominators of Eq. 8 and Eq. 20
     anchor           what the candidate set must hold: "teacher" top-1 (ALRA), "none" (-N), "label" (-NG), "both" (-G)
@@ -110,25 +110,28 @@ def alra_terms(
         tokens = vocab.by_logit(z_t, _anchored(tokens, z_t, y, anchor))  # candidate set in the teacher's order, Eq. 5
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
-        share = support / (valid_mean(support, valid) + eps)  # Eq. 7 in the denominator
-        d_u = (d_min + (d_max - d_min) * share).round().clamp(d_min, d_max).long()  # Eq. 8
+        relative = support / (valid_mean(support, valid) + eps)  # Eq. 7 in the denominator
+        d_u = (d_min + (d_max - d_min) * relative).round().clamp(d_min, d_max).long()  # Eq. 8
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
     split = vocab.split(z_s, z_t, tokens, tau, valid)
-    # [N, d_max + 1]: the candidates, and all other tokens as one category. R is that category and the candidates
-    # outside I. Its KL is the KL over these, plus the KL within the category times its share, as in Eq. 13.
+    # [N, d_max + 1] tempered logits: the candidates, and all other tokens as one category, whose logit is their logsumexp
+    # (`split` has divided it by tau). R is that category and the candidates outside I.
     x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)
     x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
     in_local = F.pad(inside, (0, 1))
     odds_s, odds_t = (lse(x, in_local) - lse(x, ~in_local) for x in (x_s, x_t))  # ln(alpha / (1 - alpha)), Eq. 10
     mass = binary_kl(odds_t, odds_s)  # Eq. 14, like the next two
     local = kl(x_t, x_s, in_local)
-    rest = kl(x_t, x_s, ~in_local) + ln_softmax(x_t, ~in_local)[:, -1].exp() * split.rest_kl
+    share = ln_softmax(x_t, ~in_local)[:, -1].exp()  # [N] of the category in the teacher's R
+    rest = (
+        kl(x_t, x_s, ~in_local) + share * split.rest_kl
+    )  # KL over the members of R, and within the category, as in Eq. 13
 
     pairs = inside[:, :, None] & inside[:, None, :] & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
     pair_kl = binary_kl(differences(split.in_t / tau_p), differences(split.in_s / tau_p))  # Eq. 16
     if pair == "swpra":
-        p_s = x_s.log_softmax(-1)[:, :-1].exp()  # [N, d_max] full-vocabulary probabilities
+        p_s = x_s.log_softmax(-1)[:, :-1].exp()  # [N, d_max] full-vocabulary probabilities at tau
         p_s = p_s.detach() if detach_weights else p_s
         score = (-gamma * differences(p_s).abs()).exp() * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
         score = torch.where(pairs, score, 0.0)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from lib import parallel
-from lib.files import UserError, read_json
+from lib.files import UserError, nearest, read_json
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
     find_folder,
@@ -337,9 +337,11 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **(teacher or {}))
     inline = INLINE.match(shape)
-    if not inline and re.fullmatch(r"[\dx]+", shape) and not Path(shape).exists():
+    if not inline and "/" not in shape and not shape.endswith(".json") and not Path(shape).exists():
+        near = nearest(shape, PRESETS)
         raise UserError(
-            f"student={shape}: expected WIDTHxLAYERSxHEADS, like 512x8x8, or a preset: {', '.join(PRESETS)}"
+            f"student={shape}: expected a preset ({', '.join(PRESETS)}), WIDTHxLAYERSxHEADS, like 512x8x8, or a folder"
+            f"{f'; did you mean {near!r}?' if near else ''}"
         )
     if not inline:
         return load_config(shape)
@@ -384,7 +386,7 @@ def load_config(name: str) -> Qwen2Config:
     """
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
     if not path.is_file():
-        raise UserError(f"{name}: no config.json there (presets are {', '.join(PRESETS)})")
+        raise UserError(f"{name}: no config.json there; expected a model's folder or its config.json")
     keys, remedy = {"rope_parameters?": dict, "rope_scaling?": dict}, "expected a config.json of the Hugging Face form"
     hf = read_json(path, keys, remedy)
     if unlike := foreign(hf):

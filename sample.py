@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import configure
 from lib.files import UserError, read_json
@@ -19,7 +20,7 @@ from model import Qwen2
 def generate(model: Qwen2, ids: list[int], n: int, temperature: float, top_k: int | None, seed: int) -> list[int]:
     """`n` more ids after `ids`, drawn from softmax(z / temperature) over the `top_k` largest logits; 0 takes the largest."""
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(n):
+    for _ in tqdm(range(n), unit="token", delay=5, leave=False):
         context = torch.tensor([ids[-model.config.max_position_embeddings :]])
         z = model.hidden(context)[0, -1] @ model.head.T  # [V]
         if temperature == 0:

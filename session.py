@@ -183,6 +183,9 @@ def begin(loaded: configure.Loaded) -> tuple[Config, Env]:
         raise ConfigError(
             f"shard={loaded.config.shard}: expected a divisor of the {env.world} processes; start more of them, or set it"
         )
+    takers = [name for name in loaded.config.methods if needs_teacher(name)]
+    if takers and loaded.config.teacher is None:
+        raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
     cfg = dataclasses.replace(loaded.config, micro_batch=choose_micro_batch(loaded.config, env))
     if asked and cfg.micro_batch != asked:
         env.say(
@@ -260,7 +263,7 @@ def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env:
         f"{device_name(env.device)}, {env.world} process{'es' * (env.world > 1)}, "
         f"{str(env.dtype).removeprefix('torch.')}, {'compiled' if cfg.compile else 'eager'}, "
         f"micro_batch {cfg.micro_batch}",
-        f"{pinned(cfg.teacher) if teacher else 'no teacher'} -> {', '.join(s.name for s in students)}",
+        f"{pinned(cfg.teacher) if teacher else 'no teacher'} -> {', '.join(with_settings(s.name, cfg) for s in students)}",
         f"{cfg.student}: {n:,} parameters, initial weights {students[0].init_sha256[:12]}, in {cfg.out_dir}",
         f"{cfg.max_steps:,} steps of {cfg.batch_rows} rows: {rows * cfg.seq_len:,} nominal tokens",
         f"about {gib(fixed + cfg.micro_batch * per_row)} of memory ({gib(fixed)} and {gib(per_row)} for each row of a "
@@ -269,6 +272,11 @@ def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env:
     env.say(
         "\n".join(textwrap.fill(line, runlog.WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
     )
+
+
+def with_settings(student: str, cfg: Config) -> str:
+    of = ", ".join(f"{key}={value}" for key, value in cfg.settings_of(student).items())
+    return f"{student} ({of})" if of else student
 
 
 def gib(n: int) -> str:
@@ -287,10 +295,10 @@ def holds_weights(name: str) -> bool:
 def check_student(cfg: Config, env: Env) -> None:
     """Check that `student_weights` have the student's shape; say so where a `student` folder's weights are not used."""
     shape = student_shape(cfg)
-    if cfg.seq_len > shape.max_position_embeddings:
-        raise ConfigError(
-            f"seq_len={cfg.seq_len}: student={cfg.student} supports {shape.max_position_embeddings} positions; set less"
-        )
+    n, given = shape.max_position_embeddings, (for_students(cfg.teacher) or {}).get("max_position_embeddings")
+    if cfg.seq_len > n:
+        whose = f"teacher={cfg.teacher}, and so the student," if n == given else f"student={cfg.student}"
+        raise ConfigError(f"seq_len={cfg.seq_len}: {whose} supports {n} positions; set less")
     if cfg.student_weights is not None and not is_checkpoint(cfg.student_weights):
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
         for key, value in vars(there).items():
@@ -374,17 +382,19 @@ def check_vocabulary(cfg: Config, tokenizer: PreTrainedTokenizerFast, env: Env) 
     """Check that teacher and student have a row for each of the tokenizer's ids; say what is cut of the larger one."""
     given = for_students(cfg.teacher)
     n, s = max(tokenizer.get_vocab().values()) + 1, student_config(cfg.student, given).vocab_size
+    matched = given is not None and any(map(needs_teacher, cfg.methods))
+    if matched and n > given["vocab_size"]:
+        raise ConfigError(
+            f"teacher={cfg.teacher}: vocabulary of {given['vocab_size']:,}, but the tokenizer has {n:,} tokens; logits are "
+            "matched token by token"
+        )
     if n > s:
         raise ConfigError(
-            f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; take a larger one"
+            f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; take a shape with a larger one"
         )
-    if given is None or not any(map(needs_teacher, cfg.methods)):
+    if not matched:
         return
     t, length = given["vocab_size"], given.get("max_position_embeddings")
-    if n > t:
-        raise ConfigError(
-            f"teacher={cfg.teacher}: vocabulary of {t:,}, but the tokenizer has {n:,} tokens; logits are matched token by token"
-        )
     if t != s:
         env.say(
             f"vocabulary: {t:,} of the teacher and {s:,} of the student are cut to {min(t, s):,}; the tokenizer has {n:,} ids"

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from configure import Config, ConfigError
+from configure import Config
 from lib import checkpoint, heldout, parallel, runlog
 from lib.batches import Rows
 from lib.checks import IGNORE, all_finite
@@ -113,11 +113,8 @@ def batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config, env: En
 
 def open_teacher(cfg: Config, env: Env) -> Teacher | None:
     """The frozen teacher, or None where no method of the run reads its logits."""
-    takers = [name for name in cfg.methods if needs_teacher(name)]
-    if not takers:
+    if not any(map(needs_teacher, cfg.methods)):
         return None
-    if cfg.teacher is None:
-        raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
     place = pick_device(cfg.teacher_device) if cfg.teacher_device else env.device
     n_vocab = student_shape(cfg).vocab_size
     return load_teacher(cfg.teacher, env.dtype, place, env.device, cfg.compile, n_vocab, cfg.shard)
@@ -228,7 +225,7 @@ def update(
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if not math.isfinite(s.gnorm):
-            s.stopped = f"step {step}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made"
+            s.stopped = f"step {step + 1}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made"
             continue
         for group in s.optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg) * s.lr_factor * group.get("lr_factor", 1.0)
@@ -267,7 +264,7 @@ def going_on(live: list[Student], step: int, env: Env) -> list[Student]:
     """The students that have not broken; those that have get a `stopped.json`."""
     for s in live:
         if s.stopped and env.first:
-            write_json(s.folder / "stopped.json", {"step": step - 1, "why": s.stopped})
+            write_json(s.folder / "stopped.json", {"step": step, "why": s.stopped})
     return [s for s in live if not s.stopped]
 
 
@@ -278,7 +275,7 @@ def check_weights(live: list[Student], step: int, env: Env) -> None:
     parallel.sum_in_place([broken])  # all processes stop the same students
     for s, n in zip(live, broken.tolist(), strict=True):
         if n and not s.stopped:
-            s.stopped = f"step {step - 1}: its update made weights that are not finite; try a smaller lr"
+            s.stopped = f"step {step}: its update made weights that are not finite; try a smaller lr"
 
 
 # --- validation and histograms ---------------------------------------------------------------------------------------
@@ -490,7 +487,7 @@ def log_validation(live: list[Student], found: dict[str, dict], step: int, env: 
     for s in live:
         bad = [name for name, value in found[s.name].items() if not math.isfinite(value)]
         if bad:
-            s.stopped = f"step {step - 1}: after its update val_{bad[0]} is not finite; try a smaller lr"
+            s.stopped = f"step {step}: after its update val_{bad[0]} is not finite; try a smaller lr"
         elif env.first:
             s.record({"step": step, **{f"val_{name}": value for name, value in found[s.name].items()}})
     of = found[live[0].name] if live else {}

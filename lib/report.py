@@ -195,7 +195,11 @@ def means(name: str, labels: dict[Key, str], found: Results, records: list[dict]
         shares = [x["wall_sec"] / x["students_in_run"] for x in planned if x.get("wall_sec")]
         seconds = f"{sum(shares) / len(shares):.0f}" if shares else "–"
         rates = sorted({x["lr"] for x in planned if x.get("lr")})
-        chosen = {f"{k} {v:g}" for x in planned for k, v in x.get("chosen", {}).items() if k != "lr"}
+        given = {x["method"]: x.get("overrides", {}) for x in planned if "@" in x["method"]}  # what a label stands for
+        given = [*given.values(), *(x.get("chosen", {}) for x in planned)]
+        chosen = {
+            f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for of in given for k, v in of.items() if k != "lr"
+        }
         spent = [next((f"{x[key]:.3g}" for x in planned if key in x), "–") for key in costs]
         settings = ", ".join([" ".join(f"{lr:g}" for lr in rates) or "–", *sorted(chosen)])
         body.append(

@@ -147,8 +147,10 @@ def step_text(record: dict, max_steps: int) -> str:
 
 
 def hours(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f}s"
     minutes = round(seconds / 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m" if minutes else f"{seconds:.0f}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m"
 
 
 # --- services that receive the log's records -------------------------------------------------------------------------

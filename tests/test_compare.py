@@ -187,6 +187,8 @@ def test_memory_says_how_many_share_a_run(monkeypatch):
         (["--reference=tad"], "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
         (["--tunes=x"], "--tunes=x: no such key 'tunes'"),
         (["--methods=alr@x"], "no such method 'alr', did you mean 'alra'?"),
+        (["--alra.gama=1"], "alra takes no gama (did you mean 'gamma'?)"),
+        (["--tune=lr=1e-3,1e-2", "--tune=alra.gama=1,2"], "alra takes no gama (did you mean 'gamma'?)"),
     ],
 )
 def test_refusals(argv, message):

@@ -243,9 +243,9 @@ for arg, says in {
     "--device=cuda": "device cuda:0: expected cpu",
     "--seq_len=12": "seq_len=12: data has rows for seq_len=16",
     "--max_steps=5000 --schedule_steps=5000": "max_steps=5000: needs 20,000 rows",
-    "--teacher=none": "tokenizer=None with teacher=None",
+    "--teacher=none": "teacher=None: alra learns from one",
     "--teacher=no/where/at": "no/where/at: no such folder",
-    "--student=300m": "300m: no such folder",
+    "--student=300m": r"student=300m: expected a preset \(",
     "--data_dir=text": "text: no train.bin with train.json there",
     "--micro_batch=3": "micro_batch=3: expected a divisor",
     "--compile=yes": "compile=yes: expected bool",
@@ -454,17 +454,17 @@ def one_broke(w: Path) -> bool:
 
 case(
     f"{NEW} --pretrain.lr=1e39",
-    says="pretrain stopped at step 0: its update made weights that are not finite",
+    says="pretrain stopped at step 1: its update made weights that are not finite",
     changes="new",
     then=one_broke,
 )
 case(
     f"{NEW} --pretrain.lr=1e22",
-    says="pretrain stopped at step 0: after its update val_ce is not finite",
+    says="pretrain stopped at step 1: after its update val_ce is not finite",
     changes="new",
     then=one_broke,
 )
-case(f"{NEW} --methods=pretrain,alra --pretrain.lr=1e39 --alra.lr=1e39", says="alra stopped at step 0", changes="new")
+case(f"{NEW} --methods=pretrain,alra --pretrain.lr=1e39 --alra.lr=1e39", says="alra stopped at step 1", changes="new")
 
 
 def hold(folder: str) -> Callable[[], None]:

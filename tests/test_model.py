@@ -265,7 +265,7 @@ def test_broken_folders(folder, tmp_path):
     refuse(folder, "no such folder")
     with pytest.raises(UserError, match="no such folder; expected a local model folder or a hub id"):
         find_folder("config/teachr")
-    with pytest.raises(UserError, match=r"presets are 200m"):
+    with pytest.raises(UserError, match=r"no config.json there; expected a model's folder"):
         load_config(str(tmp_path))
 
 
@@ -311,8 +311,12 @@ def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp
 
 
 def test_impossible_shapes():
-    with pytest.raises(UserError, match="student=64x2: expected WIDTHxLAYERSxHEADS, like 512x8x8, or a preset: 200m"):
+    with pytest.raises(
+        UserError, match=r"student=64x2: expected a preset \(200m, .*\), WIDTHxLAYERSxHEADS, like 512x8x8, or a folder$"
+    ):
         student_config("64x2")
+    with pytest.raises(UserError, match=r"or a folder; did you mean 'demo'\?"):
+        student_config("demmo")
     with pytest.raises(ValueError, match="num_attention_heads=5: expected a divisor of hidden_size=24"):
         Qwen2Config(24, 37, 1, 5, 5)
     with pytest.raises(ValueError, match="num_key_value_heads=3: expected a divisor of num_attention_heads=4"):

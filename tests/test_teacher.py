@@ -175,7 +175,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, world,
 def test_rows_longer_than_the_context_are_refused(make, world, tmp_path):  # noqa: F811
     folder = make(NATIVE["mistral"], sliding_window=8)
     knobs = {"teacher": folder, "methods": "alra"}
-    with pytest.raises(UserError, match=r"student=16x1x2 supports 8 positions"):
+    with pytest.raises(UserError, match=r"teacher=\S+teacher, and so the student, supports 8 positions"):
         train.run(load(world, tmp_path / "out", student="16x1x2", **knobs))
     with pytest.raises(UserError, match=r"teacher=\S+/teacher supports 8 positions"):
         train.run(load(world, tmp_path / "out", **knobs))

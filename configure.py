@@ -231,13 +231,14 @@ def load(
                     hyper.setdefault(method, {}).update(of)
                 value = hyper
             values[key], origin[key] = value, "command line" if arg.startswith("--") else arg
-    return Loaded(Config(**values), origin)
+    return Loaded(Config(**values), origin, tuple(argv))
 
 
 @dataclass(frozen=True)
 class Loaded:
     config: Config
     origin: dict = field(default_factory=dict)  # key -> file or "command line"; absent: the default
+    argv: tuple[str, ...] = ()
 
 
 def help_text(about: str, methods: Sequence[str] = (), presets: Sequence[str] = ()) -> str:

@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from lib import figures, heldout, parallel
 from lib.checks import IGNORE
-from lib.device import count, device_name, free_bytes, give_back_memory, pick_device
+from lib.device import count, device_name, free_bytes, gib, give_back_memory, pick_device
 from lib.files import UserError, dump, locked, write_whole
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, open_rows
@@ -456,8 +456,12 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     stack  holds the locks of the folders that results go to
     """
     paths, unfinished = stand_for(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
+    why = {path: read_if_there(Path(path) / "stopped.json", {"why": str}) for path in unfinished}
+    unfinished = [f"{path} (stopped at {of['why']})" if of else path for path, of in why.items()]
     if not paths:
-        raise UserError(f"{' '.join(args.paths)}: nothing there whose training has ended; expected out/NAME or a model")
+        raise UserError(
+            f"no finished student: {', '.join(unfinished) or ' '.join(args.paths)}; expected out/NAME or a model"
+        )
     if unfinished:
         say(f"left out, as training has not ended there: {', '.join(unfinished)}")
     if args.out and len(paths) > 1:
@@ -607,8 +611,8 @@ def held_out_figures(
     of_teacher = 4 * n_params(teacher.model) if teacher else 0
     size = max(1, min(len(checkpoints), int(0.8 * room - of_teacher) // needs))
     say(
-        f"held-out rows: {size} of {len(checkpoints)} checkpoints at a time, {needs / 2**30:.2f} GiB each, and the teacher's "
-        f"{of_teacher / 2**30:.2f}, of {room / 2**30:.1f} GiB that are free"
+        f"held-out rows: {size} of {len(checkpoints)} checkpoints at a time, {gib(needs)} each, and the teacher's "
+        f"{gib(of_teacher)}, of {gib(room)} that are free"
     )
     found = []
     for first in range(0, len(checkpoints), size):

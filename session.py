@@ -9,6 +9,9 @@ import functools
 import itertools
 import json
 import math
+import platform
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -28,7 +31,7 @@ import configure
 from configure import Config, ConfigError
 from lib import checkpoint, parallel, runlog
 from lib.batches import Rows
-from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, pick_device, require_compiler, run_bytes
+from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, gib, pick_device, require_compiler, run_bytes
 from lib.files import RENAMED, append_line, locked, read_json, read_lines
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.runlog import Clock
@@ -52,6 +55,7 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
 RUN_KEYS = {"config": {"methods": list}}  # of run.json
 STATE_KEYS = {"config?": dict, "sums": {"*": float}, **dict.fromkeys(runlog.CLOCK_KEYS, float)}  # of a checkpoint
 PLACES = {"out_dir", "data_dir", "teacher", "tokenizer", "student_weights"}  # compared by what is there
+PACKAGES = 320 * 2**20  # bytes of a process that has imported what train.py needs
 SAME_FACTS = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")
 
 
@@ -105,7 +109,7 @@ class Env:
             for line, text in itertools.zip_longest(self.redrawn, lines, fillvalue=""):
                 line.set_description_str(text)
             return
-        again = self.heads == heads and self.rows_below < 20
+        again = self.heads == heads and (self.rows_below < 20 or not redraw)  # rows of one validation stay together
         self.heads, self.rows_below = heads, self.rows_below + 1 if again else 1
         for head, row in zip(heads, rows, strict=True):
             self.say(row if again else f"{head}\n{row}")
@@ -248,6 +252,7 @@ def expected_bytes(cfg: Config, env: Env) -> tuple[int, int]:
 def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env: Env) -> None:
     """Say what runs on what, and what it will take. `ConfigError` where its checkpoints do not fit the disk."""
     fixed, per_row = expected_bytes(cfg, env)
+    fixed += PACKAGES if env.device.type == "cpu" else 0
     n, kept = students[0].model.n_params, sum(f.stat().st_size for f in Path(cfg.out_dir).glob("*/checkpoints/*/*"))
     needs = len(students) * n * (12 * (cfg.keep_checkpoints + 1) + 4)  # weights and two moments; at the end the model
     free = shutil.disk_usage(cfg.out_dir).free
@@ -266,8 +271,8 @@ def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env:
         f"{pinned(cfg.teacher) if teacher else 'no teacher'} -> {', '.join(with_settings(s.name, cfg) for s in students)}",
         f"{cfg.student}: {n:,} parameters, initial weights {students[0].init_sha256[:12]}, in {cfg.out_dir}",
         f"{cfg.max_steps:,} steps of {cfg.batch_rows} rows: {rows * cfg.seq_len:,} nominal tokens",
-        f"about {gib(fixed + cfg.micro_batch * per_row)} of memory ({gib(fixed)} and {gib(per_row)} for each row of a "
-        f"micro-batch), {gib(needs)} of disk ({gib(free)} are free)",
+        f"about {gib(fixed + cfg.micro_batch * per_row)} of memory{' for each process' * (env.world > 1)}: {gib(fixed)} and "
+        f"{cfg.micro_batch} x {gib(per_row)} for the rows of a micro-batch; {gib(needs)} of disk, {gib(free)} are free",
     ]
     env.say(
         "\n".join(textwrap.fill(line, runlog.WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
@@ -277,10 +282,6 @@ def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env:
 def with_settings(student: str, cfg: Config) -> str:
     of = ", ".join(f"{key}={value}" for key, value in cfg.settings_of(student).items())
     return f"{student} ({of})" if of else student
-
-
-def gib(n: int) -> str:
-    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def is_checkpoint(name: str) -> bool:
@@ -454,15 +455,20 @@ def ended(s: Student, cfg: Config) -> bool:
     return file.is_file() and read_json(file, {"step": int})["step"] == cfg.max_steps
 
 
-def how_to_go_on(s: Student, cfg: Config) -> str:
-    """What a student that broke can do: go on from its last checkpoint, with half of its rate and under a label of its own."""
+def how_to_go_on(s: Student, loaded: configure.Loaded, cfg: Config) -> str:
+    """What a student that broke can do: go on from kept weights, with half of its rate and under a label of its own."""
     saved = [path for path in checkpoint.whole(s.folder / "checkpoints") if checkpoint.step_of(path)]
     if not saved:
-        return ""
-    method, lr = s.name.partition("@")[0], cfg.lr * s.lr_factor / 2
+        return "; no weights of it are kept: begin anew with a smaller lr"
+    label = f"{s.name.partition('@')[0]}@lower"
+    settings = cfg.settings_of(s.name) | {"lr": cfg.lr * s.lr_factor / 2}
+    flags = [arg for arg in loaded.argv if not re.match(r"--(methods|student_weights|out_dir|[^=]*\.[^=]*)=", arg)]
+    flags += [f"--methods={label}", *(f"--{label}.{key}={value}" for key, value in settings.items())]
+    flags += [f"--student_weights={saved[-1]}", f"--out_dir={cfg.out_dir}_lower"]
+    steps = ", ".join(str(checkpoint.step_of(path)) for path in saved)
     return (
-        f"\n  from its last checkpoint with half the rate: --methods={method}@lower --{method}@lower.lr={lr:g} "
-        f"--student_weights={saved[-1]} --out_dir={cfg.out_dir}_lower"
+        f"\n  Its weights after step {steps} are kept. To go on from the last of them with half the rate (schedule, AdamW and data "
+        f"begin anew):\n  python train.py {shlex.join(flags)}"
     )
 
 
@@ -539,8 +545,8 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
         if left or set.union(*steps) - {0}:
             lost = min(zip(steps, live, strict=True), key=lambda pair: len(pair[0]))[1]
             raise ConfigError(
-                f"{lost.folder / 'checkpoints'}: no step that all students have, but {cfg.out_dir} holds their work; put "
-                "the lost checkpoints back, or choose another out_dir"
+                f"{lost.folder / 'checkpoints'}: without these no step is left that all students of {cfg.out_dir} have; put them "
+                "back, or choose another out_dir (--student_weights=CHECKPOINT takes the weights of one along)"
             )
         return 0, Clock()
     if step > cfg.max_steps:
@@ -573,7 +579,10 @@ def open_folder(
         path = Path(cfg.out_dir) / "run.json"
         state = live[0].folder / "checkpoints" / f"step_{step:08d}" / "state.json"
         before = path if path.is_file() else state  # where run.json was lost
-        facts["changes"] = changes(read_json(before, RUN_KEYS) if before.is_file() else None, step, cfg, facts)
+        there = read_json(before, RUN_KEYS) if before.is_file() else None
+        facts["changes"] = changes(there, step, cfg, facts)
+        now = {"step": step, "time": time.strftime("%FT%T%z"), "host": platform.node(), "processes": env.world}
+        facts["starts"] = [*(there or {}).get("starts", []), now]
         configure.save(loaded, path, micro_batch=cfg.micro_batch, **facts)
         for path, before in logs(live, cfg).items():
             if path.is_file():

@@ -201,11 +201,11 @@ def update(
     """One optimizer step of every student from one pass of the teacher -> valid tokens seen by all processes.
 
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over each
-    one's valid positions, however they are dealt out to micro-batches and processes.
+    one's valid positions, however they are dealt out to micro-batches and processes. The log has means over all tokens.
     """
     objectives = [objective_at(s, step, cfg) for s in students]
-    n_micro, n_valid = cfg.batch_rows // cfg.micro_batch, 0  # of all processes; of this one
-    n_mine, under_way = n_micro // env.world, []
+    n_micro = cfg.batch_rows // cfg.micro_batch
+    n_mine, n_valid, under_way = n_micro // env.world, 0, []  # of this process
     for nth, (x, y, n, h_t) in enumerate(itertools.islice(stream, n_mine), 1):
         n_valid += n
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=env.dtype) for s in students]  # each [B, T, D_s]
@@ -225,7 +225,7 @@ def update(
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if not math.isfinite(s.gnorm):
-            s.stopped = f"step {step + 1}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made"
+            s.stopped = f"step {step + 1}: gradient norm {s.gnorm}; {broken_terms(s)}; the update was not made; try a smaller lr"
             continue
         for group in s.optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg) * s.lr_factor * group.get("lr_factor", 1.0)
@@ -257,14 +257,15 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
 def broken_terms(s: Student) -> str:
     """Name the terms of a student that are not finite, on whatever process."""
     broken = [name for name, value in s.totals().items() if not math.isfinite(value)]
-    return f"not finite: {', '.join(broken)}" if broken else "every term is finite, the backward pass is not"
+    return f"not finite: {', '.join(broken)}" if broken else "the terms are finite, their gradient is not"
 
 
-def going_on(live: list[Student], step: int, env: Env) -> list[Student]:
-    """The students that have not broken; those that have get a `stopped.json`."""
+def going_on(live: list[Student], step: int, loaded: configure.Loaded, cfg: Config, env: Env) -> list[Student]:
+    """The students that have not broken; those that have are told at once and get a `stopped.json`."""
     for s in live:
         if s.stopped and env.first:
             write_json(s.folder / "stopped.json", {"step": step, "why": s.stopped})
+            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, loaded, cfg)}")
     return [s for s in live if not s.stopped]
 
 
@@ -394,13 +395,13 @@ def distil(
         save = env.saving or last or (cfg.checkpoint_every_steps and step % cfg.checkpoint_every_steps == 0)
         if save or env.stopping or step % cfg.val_every_steps == 0:
             check_weights(live, step, env)
-        live = going_on(live, step, env)
+        live = going_on(live, step, loaded, cfg, env)
         if step % cfg.log_every_steps == 0 or last:
             log_terms(live, teacher, step, clock, cfg, env)
         if live and (step % cfg.val_every_steps == 0 or last):
             with clock.aside("validation"):
-                log_validation(live, validate(live, teacher, val, cfg, env), step, env)
-            live = going_on(live, step, env)
+                log_validation(live, validate(live, teacher, val, cfg, env), step, cfg, env)
+            live = going_on(live, step, loaded, cfg, env)
         if save:
             with clock.aside("checkpoints"):
                 save_checkpoints(live, step, clock, cfg, facts, env)
@@ -415,11 +416,11 @@ def distil(
     for s in students:
         of_student = student_facts(s, step, clock, cfg, facts)
         if s.stopped:
-            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, cfg)}")
+            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, loaded, cfg)}")
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
         elif done:
-            env.say(f"{s.name}: {s.folder / 'model'}")
+            env.say(f"{s.name}: trained before; {s.folder / 'model'}")
         else:
             save_model(s, of_student, tokenizer, env)
         if s.stopped or step == cfg.max_steps:
@@ -451,7 +452,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
     eta_sec = clock.eta_sec(step, cfg.max_steps)
     tok_per_sec = clock.line_steps * cfg.batch_rows * cfg.seq_len / clock.line_sec
     used = runlog.mfu(tok_per_sec * run_flops_per_token(len(live), teacher, cfg), env.device, env.world)
-    cuda, columns = env.device.type == "cuda", {}
+    cuda, columns = env.device.type == "cuda", {} if len(cfg.methods) == 1 else dict.fromkeys(cfg.methods, "stopped")
     for s in live:
         terms = {name: value / max(clock.line_valid, 1) for name, value in s.totals().items()}
         record = {
@@ -465,11 +466,12 @@ def log_terms(live: list[Student], teacher: Teacher | None, step: int, clock: Cl
             "mfu": used,
             "mem_gib": torch.cuda.max_memory_allocated(env.device) / 2**30 if cuda else None,
             "eta_sec": eta_sec,
+            "time": round(time.time()),  # seconds since 1970
         }
         s.sums = {}
         if env.first:
             s.record(record)
-        of = {**terms, "gnorm": s.gnorm} if len(live) == 1 else {s.name: terms["ce"]}
+        of = {**terms, "gnorm": s.gnorm} if len(cfg.methods) == 1 else {s.name: terms["ce"]}
         columns |= {key: f"{value:.4f}" for key, value in of.items()}
     if live:
         env.table(runlog.step_text({**record, "lr": learning_rate(step - 1, cfg)}, cfg.max_steps), columns, redraw=True)
@@ -482,7 +484,7 @@ def run_flops_per_token(n_students: int, teacher: Teacher | None, cfg: Config) -
     return flops + (teacher.flops_per_token(cfg.seq_len) if teacher else 0.0)
 
 
-def log_validation(live: list[Student], found: dict[str, dict], step: int, env: Env) -> None:
+def log_validation(live: list[Student], found: dict[str, dict], step: int, cfg: Config, env: Env) -> None:
     """One record per student, and one row for each figure."""
     for s in live:
         bad = [name for name, value in found[s.name].items() if not math.isfinite(value)]
@@ -492,7 +494,8 @@ def log_validation(live: list[Student], found: dict[str, dict], step: int, env: 
             s.record({"step": step, **{f"val_{name}": value for name, value in found[s.name].items()}})
     of = found[live[0].name] if live else {}
     for figure in [key for key in of if not key.startswith("teacher")]:
-        env.table(f"step {step}  val_{figure}", {s.name: f"{found[s.name][figure]:.4f}" for s in live})
+        values = {name: f"{found[name][figure]:.4f}" if name in found else "stopped" for name in cfg.methods}
+        env.table(f"step {step}  val_{figure}", values)
     if "teacher_ce" in of:
         env.say(f"step {step}  teacher: CE {of['teacher_ce']:.4f}, entropy {of['teacher_entropy']:.4f}")
 

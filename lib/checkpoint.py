@@ -93,7 +93,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, belongs: di
 
     Raises `UserError` where it is broken, renamed or another run's. Older ones have no hashes to compare.
     """
-    remedy = "move it aside to go on from the one before"
+    remedy = f"move the folder {path} aside to go on from the one before"
     state = read_json(path / "state.json", {"step": int, **keys}, remedy)
     for key, value in {"step": step_of(path), **belongs}.items():
         if state.get(key) != value:

@@ -25,7 +25,8 @@ def pick_device(name: str) -> torch.device:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     n = torch.cuda.device_count()
     if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
-        raise UserError(f"device {name}: expected cpu, or cuda with one of this machine's {n} CUDA devices")
+        there = f" with one of this machine's {n} CUDA devices" if n else ", of which torch finds none here"
+        raise UserError(f"device {name}: expected cpu, or cuda{there}")
     return torch.device(name)
 
 
@@ -70,6 +71,10 @@ def free_bytes(device: torch.device) -> int:
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def gib(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def give_back_memory() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 BINS = 15  # of the calibration error
 DRAWS = 2_000  # of the paired bootstrap
 # What a record of log.jsonl has beside an objective's terms; a term needs another name. Those of validation begin with val_.
-LOGGED = ("step", "nominal_tokens", "valid_tokens", "lr", "gnorm", "tok_per_sec", "mfu", "mem_gib", "eta_sec")
+LOGGED = ("step", "nominal_tokens", "valid_tokens", "lr", "gnorm", "tok_per_sec", "mfu", "mem_gib", "eta_sec", "time")
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
 
 

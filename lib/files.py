@@ -32,7 +32,7 @@ def writing(path: Path) -> Iterator[None]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         raise UserError(
-            f"{path}: not written ({error}); see to its room and rights, and the same command goes on from the last whole "
+            f"{path}: not written ({error}); free space there or check its permissions, and the same command goes on from the last whole "
             "checkpoint"
         ) from error
 

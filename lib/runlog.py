@@ -105,7 +105,8 @@ class Clock:
     def summary(self, step: int) -> str:
         sec = time.perf_counter() - self.begun
         of_it = ", ".join(f"{hours(value)} in {what}" for what, value in self.asides.items())
-        return f"{step - self.begun_step} steps in {hours(sec)}{f', of which {of_it}' if of_it else ''}"
+        n = step - self.begun_step
+        return f"{n} step{'s' * (n != 1)} in {hours(sec)}{f', of which {of_it}' if of_it else ''}"
 
     def state(self) -> dict:
         """What a checkpoint keeps."""
@@ -149,8 +150,8 @@ def step_text(record: dict, max_steps: int) -> str:
 def hours(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f}s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
 
 
 # --- services that receive the log's records -------------------------------------------------------------------------

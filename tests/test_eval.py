@@ -1033,9 +1033,11 @@ def unended(finished, tmp_path):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_runs_folder_stands_for_its_students(unended, capsys, whole):
     paths = [str(unended)] if whole else [str(p) for p in sorted(unended.iterdir())]
+    if whole:
+        (unended / "tad" / "stopped.json").write_text('{"step": 3, "why": "step 3: gradient norm nan"}')
     ev.run([*paths, "--tasks", "none"])
-    told = capsys.readouterr()
-    assert f"left out, as training has not ended there: {unended / 'tad'}\n" in told.err
+    told, why = capsys.readouterr(), " (stopped at step 3: gradient norm nan)" if whole else ""
+    assert f"left out, as training has not ended there: {unended / 'tad'}{why}\n" in told.err
     rows = [line.split(" | ")[0] for line in told.out.splitlines()[:10] if line.startswith("| ")]
     assert rows == ["| ", "| ---", "| pretrain", "| alra"]  # one table, of both
     ev.run(["--table", *paths])
@@ -1046,12 +1048,12 @@ def test_a_runs_folder_stands_for_its_students(unended, capsys, whole):
 
 def test_an_unfinished_student_that_is_named_is_an_error(unended):
     for paths, said in ((["tad"], "has its training ended?"), (["alra", "tad"], "tad: no model/ in it"),
-                        (["run.json"], "nothing there whose training has ended")):  # fmt: skip
+                        (["run.json"], "no finished student: ")):  # fmt: skip
         with pytest.raises(tasks.UserError, match=re.escape(said)):
             ev.run([*(str(unended / p) for p in paths), "--tasks", "none"])
     for method in ("alra", "pretrain"):
         shutil.rmtree(unended / method / "model")
-    with pytest.raises(tasks.UserError, match="nothing there whose training has ended"):
+    with pytest.raises(tasks.UserError, match="no finished student: "):
         ev.run([str(unended), "--tasks", "none"])
     with pytest.raises(tables.UserError, match=r"no eval_heldout\.json in there"):
         ev.run(["--table", str(unended)])

@@ -52,7 +52,7 @@ CHAINS = {
         "python compare.py config/tiny.py --methods=vanilla_kd,alra,skew_fkl --seeds=3": f"{QUICK} {SMALL}",
         "python compare.py config/tiny.py --methods=vanilla_kd,alra,skew_fkl --seeds=3 --print": f"{QUICK} {SMALL} --seeds=2",
         "python compare.py config/tiny.py --methods=vanilla_kd,alra,skew_fkl --seeds=3 --report": "",
-        "python train.py config/demo.py --methods=alra,alra@g1,alra@g9 --alra@g1.gamma=1 --alra@g9.gamma=9 --alra@g9.lr=1e-3 --out_dir=out/gammas": f"{SMALL} --data_dir=data/tiny --seq_len=64",
+        "python train.py config/demo.py --methods=alra,alra@g1,alra@g9,alra@slow --alra@g1.gamma=1 --alra@g9.gamma=9 --alra@slow.lr=1e-3 --out_dir=out/gammas": f"{SMALL} --data_dir=data/tiny --seq_len=64",
     },
     "alone": {
         "make test": None,  # this very run

@@ -139,9 +139,7 @@ class Student:
     overrides: dict  # of the method's row in METHODS
     init_sha256: str
     lr_factor: float = 1.0  # of the schedule's rate
-    sums: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # fp64, of each term over this process's tokens since the last log line
+    sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term: this process's tokens since the last line
     gnorm: float = 0.0
     stopped: str | None = None  # why it could not go on
     sinks: list[runlog.Sink] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
@@ -252,8 +250,9 @@ def expected_bytes(cfg: Config, env: Env) -> tuple[int, int]:
 def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env: Env) -> None:
     """Say what runs on what, and what it will take. `ConfigError` where its checkpoints do not fit the disk."""
     fixed, per_row = expected_bytes(cfg, env)
-    fixed += PACKAGES if env.device.type == "cpu" else 0
-    n, kept = students[0].model.n_params, sum(f.stat().st_size for f in Path(cfg.out_dir).glob("*/checkpoints/*/*"))
+    n = students[0].model.n_params
+    fixed += PACKAGES + 12 * n * len(students) if env.device.type == "cpu" else 0  # and the copy that is written
+    kept = sum(f.stat().st_size for f in Path(cfg.out_dir).glob("*/checkpoints/*/*"))
     needs = len(students) * n * (12 * (cfg.keep_checkpoints + 1) + 4)  # weights and two moments; at the end the model
     free = shutil.disk_usage(cfg.out_dir).free
     if needs > free + kept:
@@ -512,14 +511,8 @@ def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, 
     parallel.outlast(env.written)  # the ones before; their error is raised here
     copies, config = [], dataclasses.asdict(cfg)
     for s in live:
-        state = {
-            "step": step,
-            "method": s.name,
-            "init_sha256": s.init_sha256,
-            **facts,
-            "sums": s.totals(),
-            **clock.state(),
-        }
+        state = {"step": step, "method": s.name, "init_sha256": s.init_sha256, **facts, **clock.state()}
+        state["sums"] = s.totals()
         tensors = checkpoint.copied(s.model, s.optimizer) if step else ({}, {})
         copies.append((s.folder / "checkpoints", *tensors, state | {"config": config}))
 

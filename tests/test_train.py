@@ -870,7 +870,7 @@ def test_a_run_says_what_it_runs_on_and_prints_a_row_for_all(world, tmp_path, ca
         in about
     )
     assert (
-        f", in {tmp_path} 6 steps of 4 rows: 312 nominal tokens about 324.6 MiB of memory: 324.5 MiB and 2 x 0.1 MiB"
+        f", in {tmp_path} 6 steps of 4 rows: 312 nominal tokens about 326.1 MiB of memory: 326.0 MiB and 2 x 0.1 MiB"
         in about
     )
     assert max(len(line) for line in said if "student=" not in line) <= 160

@@ -356,8 +356,9 @@ def _known(key: str, where: str) -> None:
     from losses import METHODS, keywords  # imported here: it takes a second, and only this error needs it
 
     owners = {setting: name for name in reversed(METHODS) for setting in keywords(name)}
-    spoken = [other for other, (_, words) in key_comments().items() if key.replace("_", " ") in words]
-    near = nearest(key, [*TYPES, *owners]) or next(iter(spoken), None)
+    near = nearest(key, [*TYPES, *owners])
+    if not near:  # a key whose comment has these words
+        near = next((k for k, (_, words) in key_comments().items() if key.replace("_", " ") in words), None)
     setting = key if key in owners else near
     hint = "" if key in owners else f", did you mean {near!r}?" if near else "; configure.py lists them all"
     if setting in owners:

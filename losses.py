@@ -42,7 +42,6 @@ from lib.checks import (
     valid_mean,
 )
 from lib.files import nearest
-from lib.graph import Rewrite
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
 # --- ALRA ----------------------------------------------------------------------------------------------------------
@@ -604,6 +603,8 @@ def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **override
 
 @functools.cache
 def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
+    from lib.graph import Rewrite  # half a second, and only compiled runs need it
+
     method = _of_call(resolve(name, **dict(overrides)), n_sequences)
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share

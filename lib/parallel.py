@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from lib.files import UserError
 
@@ -168,9 +166,9 @@ def summing(model: nn.Module, last: bool, under_way: list) -> Iterator[None]:
     Each sum starts as soon as its gradient is ready, beside the rest of the backward pass and that of the next model.
     Wait for `under_way` before gradients are read. Weights that are spread take care of their sums by themselves.
     """
-    if isinstance(model, FSDPModule):
+    if is_spread(model):
         model.set_requires_gradient_sync(last)
-    early = last and world() > 1 and not isinstance(model, FSDPModule)
+    early = last and world() > 1 and not is_spread(model)
 
     def begin(p: Tensor) -> None:
         under_way.append(dist.all_reduce(p.grad, async_op=True))
@@ -190,6 +188,8 @@ def spread(root: nn.Module, layers: Iterable[nn.Module], shard: int, device: tor
     shard        a divisor of the number of processes; each `shard` processes in a row hold one copy of the weights
     layers_only  keep what is outside the layers, like embedding and head, whole on every process
     """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # half a second, and few runs need it
+
     mesh = dist.init_device_mesh(device.type, (world() // shard, shard), mesh_dim_names=("copies", "parts"))
     mesh = mesh if world() > shard else mesh["parts"]
     layers = list(layers)
@@ -206,14 +206,19 @@ def spread(root: nn.Module, layers: Iterable[nn.Module], shard: int, device: tor
         register_fsdp_forward_method(root, "hidden")
 
 
+def is_spread(x: Tensor | nn.Module) -> bool:
+    """Whether a tensor is a DTensor, or a module FSDP2's, by a method of theirs: to import them takes half a second."""
+    return hasattr(x, "to_local") or hasattr(x, "unshard")
+
+
 def local(t: Tensor) -> Tensor:
     """The part of a tensor that this process holds; all of it where it is not spread."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if is_spread(t) else t
 
 
 def kept(t: Tensor) -> slice:
     """The rows of the whole tensor that `local` holds."""
-    if not isinstance(t, DTensor):
+    if not is_spread(t):
         return slice(None)
     size = -(-t.shape[0] // t.device_mesh.size(-1))
     first = min(size * t.device_mesh.get_local_rank(-1), t.shape[0])
@@ -222,7 +227,7 @@ def kept(t: Tensor) -> slice:
 
 def part_like(whole: Tensor, like: Tensor) -> Tensor:
     """A tensor of the same values, on the device of `like` and spread as that is. A scalar is never spread."""
-    if not isinstance(like, DTensor) or whole.ndim == 0:
+    if not is_spread(like) or whole.ndim == 0:
         return whole.to(like.device)
     part = torch.empty_like(like, dtype=whole.dtype)
     local(part).copy_(whole[kept(like)])
@@ -231,7 +236,7 @@ def part_like(whole: Tensor, like: Tensor) -> Tensor:
 
 def whole(t: Tensor) -> Tensor:
     """All of a tensor, on every process."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    return t.full_tensor() if is_spread(t) else t
 
 
 def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -246,7 +251,7 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def norm_of_parts(norm: Tensor, like: Tensor) -> Tensor:
     """The norm of whole gradients from that of the parts on this process. `like`: one of the parameters."""
-    if not isinstance(like, DTensor):
+    if not is_spread(like):
         return norm
     squares = norm.square()
     dist.all_reduce(squares, group=like.device_mesh.get_group(-1))
@@ -256,7 +261,7 @@ def norm_of_parts(norm: Tensor, like: Tensor) -> Tensor:
 @contextlib.contextmanager
 def whole_roots(models: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, what stands outside the layers of each model, like its head, is whole."""
-    roots = [model for model in models if isinstance(model, FSDPModule)]
+    roots = [model for model in models if is_spread(model)]
     for root in roots:
         root.unshard()
     yield

@@ -11,7 +11,8 @@ import traceback
 from pathlib import Path
 
 IMPORTS = (
-    "lm_eval.api.model, matplotlib.pyplot, pyarrow.parquet, safetensors.torch, scipy.special, torch, tqdm, transformers"
+    "lm_eval.api.model, matplotlib.pyplot, pyarrow.parquet, safetensors.torch, scipy.special, torch, tqdm, transformers, "
+    "torch.distributed.fsdp, torch._inductor.custom_graph_pass"
 )
 FORKED = ("prepare.py", "train.py", "eval.py", "plot.py", "sample.py")  # the others start processes of their own
 

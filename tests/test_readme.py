@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 TINY = "--device=cpu --max_steps=2 --schedule_steps=2 --warmup_steps=1 --val_every_steps=2 --checkpoint_every_steps=2 --val_max_rows=2"
 SMALL = f"{TINY} --batch_rows=2 --micro_batch=2"
 QUICK = "--methods=vanilla_kd,alra --tune=none --seeds=1 --rows=4 --source=text.jsonl --val_share=0 --val_rows=8"
-REAL = f"{TINY} --teacher=demo/teacher --student=demo --batch_rows=2 --compile=false"  # the teacher of the paper is on the hub
+REAL = f"{TINY} --teacher=demo/teacher --student=16x1x2 --batch_rows=2 --compile=false"  # the teacher of the paper is on the hub
 # Each command of the README -> what is added so that it ends in seconds without a hub; None: it is not run here.
 # The commands of one chain need what earlier ones of that chain have made.
 CHAINS = {
@@ -144,7 +144,7 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(copy, sh):
     losses.write_text(f"{losses.read_text()}\n\n{steps['step 1']}\n\n{steps['step 2']}")
     sh("python prepare.py config/demo.py --source=text.jsonl", copy)
     for command in steps["step 3"].splitlines():
-        more = {"train.py": SMALL, "eval.py": "--max_rows 2"}.get(command.split()[1], "")
+        more = {"train.py": f"{SMALL} --student=16x1x2", "eval.py": "--max_rows 2"}.get(command.split()[1], "")
         said = sh(f"{command} {'' if '--table' in command else more}", copy)
         if "eval.py" in command:
             assert "| sqrt_kd tau=1.5 |" in said
@@ -157,7 +157,7 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(copy, sh):
     code, above = train.read_text(), "        for s, (loss, terms) in zip(students, results, strict=True):\n"
     assert code.count(above) == 1
     train.write_text(code.replace(above, steps["hidden states"] + above))
-    sh(f"python train.py config/demo.py --methods=vanilla_kd {SMALL} --out_dir=out/alike", copy)
+    sh(f"python train.py config/demo.py --methods=vanilla_kd {SMALL} --student=16x1x2 --out_dir=out/alike", copy)
     lines = [
         json.loads((copy / "out" / run / "vanilla_kd" / "log.jsonl").read_text().splitlines()[0])
         for run in ("sqrt_kd", "alike")

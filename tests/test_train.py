@@ -860,6 +860,14 @@ def test_a_row_of_nine_students_fits_160_columns_and_more_go_below():
     assert len(rows) == 4 and max(map(len, heads + rows)) <= 160 and heads[0].split()[-1].startswith("…")
 
 
+def test_the_head_comes_again_after_twenty_rows_but_not_inside_a_validation(capsys):
+    env = session.Env(configure.Config(device="cpu"))
+    for i, step in enumerate(19 * [True] + 3 * [False] + [True]):
+        env.table(f"row {i:02}", {"alra": "1.0000"}, redraw=step)
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [i for i, words in enumerate(lines) if words == ["alra"]] == [0, 23] and lines[24] == ["row", "22"]
+
+
 def test_a_run_says_what_it_runs_on_and_prints_a_row_for_all(world, tmp_path, capsys):
     assert train.run(load(world, tmp_path, methods="pretrain,alra")) == 0
     out = capsys.readouterr().out

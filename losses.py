@@ -123,9 +123,7 @@ def alra_terms(
     mass = binary_kl(odds_t, odds_s)  # Eq. 14, like the next two
     local = kl(x_t, x_s, in_local)
     share = ln_softmax(x_t, ~in_local)[:, -1].exp()  # [N] of the category in the teacher's R
-    rest = (
-        kl(x_t, x_s, ~in_local) + share * split.rest_kl
-    )  # KL over the members of R, and within the category, as in Eq. 13
+    rest = kl(x_t, x_s, ~in_local) + share * split.rest_kl  # over the members of R, and within the category: Eq. 13
 
     pairs = inside[:, :, None] & inside[:, None, :] & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
     pair_kl = binary_kl(differences(split.in_t / tau_p), differences(split.in_s / tau_p))  # Eq. 16

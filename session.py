@@ -247,7 +247,7 @@ def expected_bytes(cfg: Config, env: Env) -> tuple[int, int]:
     return run_bytes(student, len(cfg.methods), teacher, cfg.seq_len, cfg.group, width, cfg.recompute, cfg.shard)
 
 
-def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env: Env) -> None:
+def announce(students: list[Student], facts: dict, cfg: Config, env: Env) -> None:
     """Say what runs on what, and what it will take. `ConfigError` where its checkpoints do not fit the disk."""
     fixed, per_row = expected_bytes(cfg, env)
     n = students[0].model.n_params
@@ -267,7 +267,7 @@ def announce(students: list[Student], teacher: Teacher | None, cfg: Config, env:
         f"{device_name(env.device)}, {env.world} process{'es' * (env.world > 1)}, "
         f"{str(env.dtype).removeprefix('torch.')}, {'compiled' if cfg.compile else 'eager'}, "
         f"micro_batch {cfg.micro_batch}",
-        f"{pinned(cfg.teacher) if teacher else 'no teacher'} -> {', '.join(with_settings(s.name, cfg) for s in students)}",
+        f"{facts['teacher_used'] or 'no teacher'} -> {', '.join(with_settings(s.name, cfg) for s in students)}",
         f"{cfg.student}: {n:,} parameters, initial weights {students[0].init_sha256[:12]}, in {cfg.out_dir}",
         f"{cfg.max_steps:,} steps of {cfg.batch_rows} rows: {rows * cfg.seq_len:,} nominal tokens",
         f"about {gib(fixed + cfg.micro_batch * per_row)} of memory{' for each process' * (env.world > 1)}: {gib(fixed)} and "

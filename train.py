@@ -376,7 +376,7 @@ def distil(
     done = all(ended(s, cfg) for s in live)
     step, clock = (cfg.max_steps, Clock()) if done else resume(live, cfg, facts, env)
     if not done:
-        announce(students, teacher, cfg, env)
+        announce(students, facts, cfg, env)
         open_folder(loaded, live, step, clock, cfg, facts, env)
     if step and not done:
         env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")

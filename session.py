@@ -28,11 +28,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from configure import Config, ConfigError
+from configure import LEARNT, Config
 from lib import checkpoint, parallel, runlog
 from lib.batches import Rows
 from lib.device import ROOM, device_name, fitting_micro_batch, free_bytes, gib, pick_device, require_compiler, run_bytes
-from lib.files import RENAMED, append_line, locked, read_json, read_lines
+from lib.files import UserError, append_line, locked, read_json, read_lines, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.runlog import Clock
 from lib.teacher import Teacher, for_students, teacher_size
@@ -44,14 +44,6 @@ from losses import (
 )
 from model import INLINE, PRESETS, Qwen2, Qwen2Config, load_config, student_config
 
-# Keys that may differ when a run goes on: they change what is done where, when and how fast, not what is learnt. Of data,
-# teacher and tokenizer the content is compared instead (SAME_FACTS); only prepare.py reads the last ones.
-FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes",
-             "keep_checkpoints", "out_dir", "device", "teacher_device", "recompute", "compile", "repeat_rows",
-             "data_dir", "teacher", "tokenizer",
-             "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
-             "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
-             "bos", "shard", "timeout_minutes"}  # fmt: skip
 RUN_KEYS = {"config": {"methods": list}}  # of run.json
 STATE_KEYS = {"config?": dict, "sums": {"*": float}, **dict.fromkeys(runlog.CLOCK_KEYS, float)}  # of a checkpoint
 PLACES = {"out_dir", "data_dir", "teacher", "tokenizer", "student_weights"}  # compared by what is there
@@ -176,19 +168,19 @@ def shape_of(student: str, teacher: str | None, matched: bool) -> Qwen2Config:
 # --- what must be right before the first step ------------------------------------------------------------------------
 
 
-def begin(loaded: configure.Loaded) -> tuple[Config, Env]:
+def begin(cfg: Config) -> tuple[Config, Env]:
     """The config with the `micro_batch` that is used, and where the run computes; what needs no data is checked."""
     shape_of.cache_clear()  # folders may have changed since a run before in this process
-    env, asked = Env(loaded.config), loaded.config.micro_batch
-    parallel.agree(**{key: value for key, value in vars(loaded.config).items() if key not in PLACES})
-    if env.world % loaded.config.shard:
-        raise ConfigError(
-            f"shard={loaded.config.shard}: expected a divisor of the {env.world} processes; start more of them, or set it"
+    env, asked = Env(cfg), cfg.micro_batch
+    parallel.agree(**{key: value for key, value in vars(cfg).items() if key not in PLACES})
+    if env.world % cfg.shard:
+        raise UserError(
+            f"shard={cfg.shard}: expected a divisor of the {env.world} processes; start more of them, or set it"
         )
-    takers = [name for name in loaded.config.methods if needs_teacher(name)]
-    if takers and loaded.config.teacher is None:
-        raise ConfigError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
-    cfg = dataclasses.replace(loaded.config, micro_batch=choose_micro_batch(loaded.config, env))
+    takers = [name for name in cfg.methods if needs_teacher(name)]
+    if takers and cfg.teacher is None:
+        raise UserError(f"teacher=None: {takers[0]} learns from one; set a local folder or hub id")
+    cfg = dataclasses.replace(cfg, micro_batch=choose_micro_batch(cfg, env))
     if asked and cfg.micro_batch != asked:
         env.say(
             f"micro_batch={asked}: lowered to {cfg.micro_batch}, the most that fits {env.world} processes; the result is "
@@ -207,17 +199,17 @@ def taken(cfg: Config, env: Env) -> Iterator[None]:
     out = Path(cfg.out_dir)
     if env.first:
         out.mkdir(parents=True, exist_ok=True)
-    busy = ConfigError(f"out_dir={out}: another train.py is at work there; wait for its end, or choose another out_dir")
+    busy = UserError(f"out_dir={out}: another train.py is at work there; wait for its end, or choose another out_dir")
     with locked(out, busy) if env.first else contextlib.nullcontext():
         parallel.agree_on_folder(out)
         yield
 
 
-def out_of_memory(cfg: Config, env: Env) -> ConfigError:
+def out_of_memory(cfg: Config, env: Env) -> UserError:
     less = fitting_micro_batch(cfg.batch_rows // env.world, cfg.group, cfg.micro_batch - 1, 0, 1)
     smaller = less < cfg.micro_batch
     what = f"set --micro_batch={less}" if smaller else "set --recompute=True, or train fewer methods at once"
-    return ConfigError(f"micro_batch={cfg.micro_batch}: out of memory on {env.device}; {what}")
+    return UserError(f"micro_batch={cfg.micro_batch}: out of memory on {env.device}; {what}")
 
 
 def choose_micro_batch(cfg: Config, env: Env) -> int:
@@ -227,7 +219,7 @@ def choose_micro_batch(cfg: Config, env: Env) -> int:
     `group`.
     """
     if cfg.batch_rows % (env.world * cfg.group):
-        raise ConfigError(
+        raise UserError(
             f"{env.world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}; "
             "start another number of processes, or set --batch_rows"
         )
@@ -248,7 +240,7 @@ def expected_bytes(cfg: Config, env: Env) -> tuple[int, int]:
 
 
 def announce(students: list[Student], facts: dict, cfg: Config, env: Env) -> None:
-    """Say what runs on what, and what it will take. `ConfigError` where its checkpoints do not fit the disk."""
+    """Say what runs on what, and what it will take. `UserError` where its checkpoints do not fit the disk."""
     fixed, per_row = expected_bytes(cfg, env)
     n = students[0].model.n_params
     fixed += PACKAGES + 12 * n * len(students) if env.device.type == "cpu" else 0  # and the copy that is written
@@ -256,7 +248,7 @@ def announce(students: list[Student], facts: dict, cfg: Config, env: Env) -> Non
     needs = len(students) * n * (12 * (cfg.keep_checkpoints + 1) + 4)  # weights and two moments; at the end the model
     free = shutil.disk_usage(cfg.out_dir).free
     if needs > free + kept:
-        raise ConfigError(
+        raise UserError(
             f"out_dir={cfg.out_dir}: checkpoints and models take {gib(needs)}, {gib(free + kept)} are free; choose another "
             f"disk, or set --keep_checkpoints=1 (now {cfg.keep_checkpoints})"
         )
@@ -298,12 +290,12 @@ def check_student(cfg: Config, env: Env) -> None:
     n, given = shape.max_position_embeddings, (for_students(cfg.teacher) or {}).get("max_position_embeddings")
     if cfg.seq_len > n:
         whose = f"teacher={cfg.teacher}, and so the student," if n == given else f"student={cfg.student}"
-        raise ConfigError(f"seq_len={cfg.seq_len}: {whose} supports {n} positions; set less")
+        raise UserError(f"seq_len={cfg.seq_len}: {whose} supports {n} positions; set less")
     if cfg.student_weights is not None and not is_checkpoint(cfg.student_weights):
         there = load_config(str(find_folder(cfg.student_weights) / "config.json"))  # never a preset of the same name
         for key, value in vars(there).items():
             if value != getattr(shape, key) and not (key == "vocab_size" and value > shape.vocab_size):
-                raise ConfigError(
+                raise UserError(
                     f"student_weights={cfg.student_weights}: {key} is {value} there, but {getattr(shape, key)} in "
                     f"student={cfg.student}; set --student={cfg.student_weights} to take the shape from there too"
                 )
@@ -325,12 +317,12 @@ def check_methods(cfg: Config, device: torch.device) -> None:
     taken = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
     unused = [name for name in cfg.hyper if name not in taken]
     if unused:
-        raise ConfigError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")
+        raise UserError(f"{unused[0]}: has settings, but is not among methods={cfg.methods}; add it, or remove them")
     for name in cfg.methods if cfg.compile else ():
         first, last = (settings_at(name, step, 1, **cfg.overrides_of(name)) for step in (0, 1))
         if first != last:
             key = min(first)
-            raise ConfigError(
+            raise UserError(
                 f"{name}.{key} moves to {last[key]} with compile=True: every new value would be compiled anew; set "
                 f"--{name}.{key}_end={first[key]} to hold it, or compile=False"
             )
@@ -343,13 +335,13 @@ def check_rows(rows: Rows, val: Rows, cfg: Config) -> None:
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         here, there = rows.manifest.get(key), val.manifest.get(key)
         if here != there:
-            raise ConfigError(
+            raise UserError(
                 f"{cfg.data_dir}: {key} is {here} in train.json, {there} in val.json; prepare them together"
             )
     rows.check()
     val.check()
     if not cfg.repeat_rows and rows.n < cfg.max_steps * cfg.batch_rows:
-        raise ConfigError(
+        raise UserError(
             f"max_steps={cfg.max_steps}: needs {cfg.max_steps * cfg.batch_rows:,} rows, {cfg.data_dir} has {rows.n:,}; "
             "ask for fewer steps, prepare more rows, or set repeat_rows=True"
         )
@@ -359,19 +351,19 @@ def open_tokenizer(cfg: Config, rows: Rows) -> PreTrainedTokenizerFast:
     """Load the run's tokenizer; check it against the rows, and the one of `student_weights` against it."""
     name = cfg.tokenizer or cfg.teacher
     if name is None:
-        raise ConfigError(
+        raise UserError(
             "tokenizer=None with teacher=None: set the tokenizer that made the rows, it goes into the saved model"
         )
     tokenizer = load_tokenizer(name)
     if tokenizer_hash(tokenizer) != rows.manifest["tokenizer_sha256"]:
-        raise ConfigError(
+        raise UserError(
             f"tokenizer {name}: not the one that {cfg.data_dir} was prepared with; prepare again or name that one"
         )
     if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file():
         token = {i: t for t, i in tokenizer.get_vocab().items()}
         for t, i in load_tokenizer(cfg.student_weights).get_vocab().items():
             if token.get(i, t) != t:
-                raise ConfigError(
+                raise UserError(
                     f"student_weights={cfg.student_weights}: id {i} is {t!r} to its tokenizer, {token[i]!r} to {name}; start "
                     "from weights with the same tokenizer"
                 )
@@ -384,12 +376,12 @@ def check_vocabulary(cfg: Config, tokenizer: PreTrainedTokenizerFast, env: Env) 
     n, s = max(tokenizer.get_vocab().values()) + 1, student_config(cfg.student, given).vocab_size
     matched = given is not None and any(map(needs_teacher, cfg.methods))
     if matched and n > given["vocab_size"]:
-        raise ConfigError(
+        raise UserError(
             f"teacher={cfg.teacher}: vocabulary of {given['vocab_size']:,}, but the tokenizer has {n:,} tokens; logits are "
             "matched token by token"
         )
     if n > s:
-        raise ConfigError(
+        raise UserError(
             f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; take a shape with a larger one"
         )
     if not matched:
@@ -400,7 +392,7 @@ def check_vocabulary(cfg: Config, tokenizer: PreTrainedTokenizerFast, env: Env) 
             f"vocabulary: {t:,} of the teacher and {s:,} of the student are cut to {min(t, s):,}; the tokenizer has {n:,} ids"
         )
     if length and cfg.seq_len > length:
-        raise ConfigError(f"seq_len={cfg.seq_len}: teacher={cfg.teacher} supports {length} positions; set less")
+        raise UserError(f"seq_len={cfg.seq_len}: teacher={cfg.teacher} supports {length} positions; set less")
 
 
 # --- the run's folder ------------------------------------------------------------------------------------------------
@@ -454,14 +446,14 @@ def ended(s: Student, cfg: Config) -> bool:
     return file.is_file() and read_json(file, {"step": int})["step"] == cfg.max_steps
 
 
-def how_to_go_on(s: Student, loaded: configure.Loaded, cfg: Config) -> str:
+def how_to_go_on(s: Student, cfg: Config) -> str:
     """What a student that broke can do: go on from kept weights, with half of its rate and under a label of its own."""
     saved = [path for path in checkpoint.whole(s.folder / "checkpoints") if checkpoint.step_of(path)]
     if not saved:
         return "; no weights of it are kept: begin anew with a smaller lr"
     label = f"{s.name.partition('@')[0]}@lower"
     settings = cfg.settings_of(s.name) | {"lr": cfg.lr * s.lr_factor / 2}
-    flags = [arg for arg in loaded.argv if not re.match(r"--(methods|student_weights|out_dir|[^=]*\.[^=]*)=", arg)]
+    flags = [arg for arg in sys.argv[1:] if not re.match(r"--(methods|student_weights|out_dir|[^=]*\.[^=]*)=", arg)]
     flags += [f"--methods={label}", *(f"--{label}.{key}={value}" for key, value in settings.items())]
     flags += [f"--student_weights={saved[-1]}", f"--out_dir={cfg.out_dir}_lower"]
     steps = ", ".join(str(checkpoint.step_of(path)) for path in saved)
@@ -472,37 +464,24 @@ def how_to_go_on(s: Student, loaded: configure.Loaded, cfg: Config) -> str:
 
 
 def check_same(before: dict, where: str | Path, cfg: Config, facts: dict) -> None:
-    """`ConfigError` unless the facts `before`, of run.json or of a checkpoint, are of this very run."""
-    there, here = config_of(before) if "config" in before else {}, dataclasses.asdict(cfg)
-    there, here = json.loads(
-        json.dumps([dataclasses.asdict(Config()) | there, here])
-    )  # what older runs lack was at its default
-    compared = [key for key in here if key not in FREE_KEYS and "config" in before]  # older checkpoints have none
-    differs = [f"{key}={there.get(key)!r} there, {here[key]!r} here" for key in compared if there.get(key) != here[key]]
-    differs += [f"{key} differs" for key in SAME_FACTS if key in before and before[key] != facts[key]]
+    """`UserError` unless the facts `before`, of run.json or of a checkpoint, are of this very run."""
+    here = {key: value for key, value in dataclasses.asdict(cfg).items() if key in LEARNT}
+    there, here = before["config"], json.loads(json.dumps(here))
+    differs = [f"{key}={there[key]!r} there, {here[key]!r} here" for key in here if there[key] != here[key]]
+    differs += [f"{key} differs" for key in SAME_FACTS if before[key] != facts[key]]
     if differs:
         told = ", ".join(differs[:3]) + (f" and {len(differs) - 3} more" if len(differs) > 3 else "")
-        raise ConfigError(f"{where}: already contains a different run ({told}); choose another out_dir")
+        raise UserError(f"{where}: already contains a different run ({told}); choose another out_dir")
 
 
 def changes(before: dict | None, step: int, cfg: Config, facts: dict) -> list[dict]:
     """What run.json tells of a run that went on: at which step, and by key what was and what is."""
     if before is None:
         return []
-    there, here = json.loads(json.dumps([config_of(before) | before, dataclasses.asdict(cfg) | facts]))
-    keys = [*FREE_KEYS, "git_commit", "machine", "versions"]
+    there, here = json.loads(json.dumps([before["config"] | before, dataclasses.asdict(cfg) | facts]))
+    keys = [*(configure.TYPES.keys() - LEARNT), "git_commit", "machine", "versions"]
     now = {key: [there.get(key), here[key]] for key in sorted(keys) if key in there and there[key] != here[key]}
     return [*before.get("changes", []), *([{"step": step, **now}] if now else [])]
-
-
-def config_of(run: dict) -> dict:
-    """The config in a run.json. Older ones have the settings as keys of their own, for all methods at once."""
-    config = {RENAMED.get(key, key): value for key, value in run["config"].items()}
-    if "hyper" not in config:
-        old = {key: value for key, value in config.items() if key not in configure.TYPES and value is not None}
-        hyper = {name: {key: old[key] for key in old if key in keywords(name)} for name in config["methods"]}
-        config["hyper"] = {name: of for name, of in hyper.items() if of}
-    return config
 
 
 def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env) -> None:
@@ -529,7 +508,7 @@ def save_checkpoints(live: list[Student], step: int, clock: Clock, cfg: Config, 
 def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int, Clock]:
     """Restore all students from their newest common step -> that step and the clock. It only reads.
 
-    `ConfigError` where no step is common, but something of a run is there.
+    `UserError` where no step is common, but something of a run is there.
     """
     steps = [{checkpoint.step_of(path) for path in checkpoint.whole(s.folder / "checkpoints")} for s in live]
     step = max(set.intersection(*steps), default=None)
@@ -537,13 +516,13 @@ def resume(live: list[Student], cfg: Config, facts: dict, env: Env) -> tuple[int
         left = [path for path in (*logs(live, cfg), *(s.folder / "model" for s in live)) if path.exists()]
         if left or set.union(*steps) - {0}:
             lost = min(zip(steps, live, strict=True), key=lambda pair: len(pair[0]))[1]
-            raise ConfigError(
+            raise UserError(
                 f"{lost.folder / 'checkpoints'}: without these no step is left that all students of {cfg.out_dir} have; put them "
                 "back, or choose another out_dir (--student_weights=CHECKPOINT takes the weights of one along)"
             )
         return 0, Clock()
     if step > cfg.max_steps:
-        raise ConfigError(f"max_steps={cfg.max_steps}: {cfg.out_dir} is at step {step}; set it to that at least")
+        raise UserError(f"max_steps={cfg.max_steps}: {cfg.out_dir} is at step {step}; set it to that at least")
     for s in live:
         path, belongs = s.folder / "checkpoints" / f"step_{step:08d}", {"method": s.name, "init_sha256": s.init_sha256}
         state = checkpoint.load(path, s.model, s.optimizer, belongs, STATE_KEYS)
@@ -561,9 +540,7 @@ def logs(live: list[Student], cfg: Config) -> dict[Path, int]:
     return {s.folder / "log.jsonl": 0 for s in live} | dict.fromkeys(histograms, 1)
 
 
-def open_folder(
-    loaded: configure.Loaded, live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env
-) -> None:
+def open_folder(live: list[Student], step: int, clock: Clock, cfg: Config, facts: dict, env: Env) -> None:
     """Make the run's folder, or cut the logs of the one there to what happened up to `step`."""
     parallel.wait(env.device)  # nobody looks for the files while they are being written
     if env.first:
@@ -576,7 +553,7 @@ def open_folder(
         facts["changes"] = changes(there, step, cfg, facts)
         now = {"step": step, "time": time.strftime("%FT%T%z"), "host": platform.node(), "processes": env.world}
         facts["starts"] = [*(there or {}).get("starts", []), now]
-        configure.save(loaded, path, micro_batch=cfg.micro_batch, **facts)
+        write_json(path, {"config": dataclasses.asdict(cfg), "argv": sys.argv[1:], **facts})
         for path, before in logs(live, cfg).items():
             if path.is_file():
                 checkpoint.drop_after(path, step - before)

@@ -38,7 +38,7 @@ from lib.hf import weights_hash
 from lib.histograms import histograms
 from lib.rows import row_order
 from lib.runlog import Clock
-from lib.teacher import Teacher, load_teacher, preset_lines
+from lib.teacher import Teacher, load_teacher
 from losses import (
     alra_terms,
     evaluator,
@@ -260,12 +260,12 @@ def broken_terms(s: Student) -> str:
     return f"not finite: {', '.join(broken)}" if broken else "the terms are finite, their gradient is not"
 
 
-def going_on(live: list[Student], step: int, loaded: configure.Loaded, cfg: Config, env: Env) -> list[Student]:
+def going_on(live: list[Student], step: int, cfg: Config, env: Env) -> list[Student]:
     """The students that have not broken; those that have are told at once and get a `stopped.json`."""
     for s in live:
         if s.stopped and env.first:
             write_json(s.folder / "stopped.json", {"step": step, "why": s.stopped})
-            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, loaded, cfg)}")
+            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, cfg)}")
     return [s for s in live if not s.stopped]
 
 
@@ -346,9 +346,9 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
 
 
 @parallel.told_when_lost()
-def run(loaded: configure.Loaded) -> int:
+def run(cfg: Config) -> int:
     """A whole run -> its exit code: 0 when every student reached the end, or a signal asked for an early one."""
-    cfg, env = begin(loaded)
+    cfg, env = begin(cfg)
     rows, val = open_data(cfg, "train"), open_data(cfg, "val")
     tokenizer = open_tokenizer(cfg, rows)
     check_vocabulary(cfg, tokenizer, env)
@@ -357,13 +357,13 @@ def run(loaded: configure.Loaded) -> int:
         teacher = open_teacher(cfg, env)
         students = [make_student(name, cfg, env.device) for name in cfg.methods]
         with taken(cfg, env):
-            return distil(loaded, cfg, env, rows, val, tokenizer, teacher, students)
+            return distil(cfg, env, rows, val, tokenizer, teacher, students)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(cfg, env) from error
 
 
 def distil(
-    loaded: configure.Loaded, cfg: Config, env: Env, rows: Rows, val: Rows, tokenizer: PreTrainedTokenizerFast,
+    cfg: Config, env: Env, rows: Rows, val: Rows, tokenizer: PreTrainedTokenizerFast,
     teacher: Teacher | None, students: list[Student],
 ) -> int:  # fmt: skip
     """The loop, from the newest checkpoint to the saved models -> the exit code of `run`."""
@@ -377,7 +377,7 @@ def distil(
     step, clock = (cfg.max_steps, Clock()) if done else resume(live, cfg, facts, env)
     if not done:
         announce(students, facts, cfg, env)
-        open_folder(loaded, live, step, clock, cfg, facts, env)
+        open_folder(live, step, clock, cfg, facts, env)
     if step and not done:
         env.say(f"{cfg.out_dir}: going on from step {step} of {cfg.max_steps}")
     env.hold_signals()
@@ -395,13 +395,13 @@ def distil(
         save = env.saving or last or (cfg.checkpoint_every_steps and step % cfg.checkpoint_every_steps == 0)
         if save or env.stopping or step % cfg.val_every_steps == 0:
             check_weights(live, step, env)
-        live = going_on(live, step, loaded, cfg, env)
+        live = going_on(live, step, cfg, env)
         if step % cfg.log_every_steps == 0 or last:
             log_terms(live, teacher, step, clock, cfg, env)
         if live and (step % cfg.val_every_steps == 0 or last):
             with clock.aside("validation"):
                 log_validation(live, validate(live, teacher, val, cfg, env), step, cfg, env)
-            live = going_on(live, step, loaded, cfg, env)
+            live = going_on(live, step, cfg, env)
         if save:
             with clock.aside("checkpoints"):
                 save_checkpoints(live, step, clock, cfg, facts, env)
@@ -416,7 +416,7 @@ def distil(
     for s in students:
         of_student = student_facts(s, step, clock, cfg, facts)
         if s.stopped:
-            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, loaded, cfg)}")
+            env.say(f"{s.name} stopped at {s.stopped}{how_to_go_on(s, cfg)}")
         elif step < cfg.max_steps:
             env.say(f"{s.name}: stopped by a signal after step {step}; the same command goes on from there")
         elif done:
@@ -501,7 +501,7 @@ def log_validation(live: list[Student], found: dict[str, dict], step: int, cfg: 
 
 
 def main() -> None:
-    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], method_lines(), preset_lines))))
+    sys.exit(configure.guard(lambda: run(configure.load(sys.argv[1:], method_lines))))
 
 
 if __name__ == "__main__":

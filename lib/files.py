@@ -13,8 +13,6 @@ from pathlib import Path
 
 import safetensors
 
-RENAMED = {"kd_schedule": "w_kd_schedule"}  # keys of the config that earlier runs wrote under another name
-
 
 class UserError(ValueError):
     """What a user can mend: what, got, expected, what to do. The scripts print it as one line."""

@@ -59,7 +59,7 @@ if __name__ == "__main__":
     parallel.start(torch.device("cpu"))
     for flags in json.loads(Path(sys.argv[1]).read_text()):
         loaded = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
-        parallel.summing = late if loaded.config.out_dir.endswith("late") else early
+        parallel.summing = late if loaded.out_dir.endswith("late") else early
         codes = parallel.everyones(exit_code(loaded))
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)

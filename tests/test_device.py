@@ -13,7 +13,7 @@ from torch.utils import backend_registration
 
 import session
 import train
-from configure import Config, ConfigError
+from configure import Config
 from lib.device import fitting_micro_batch, require_compiler, run_bytes
 from lib.files import UserError, write_json
 from lib.teacher import Teacher
@@ -103,7 +103,7 @@ def test_out_of_memory_is_one_line_with_the_next_smaller_value(tmp_path, monkeyp
     monkeypatch.setattr(train, "open_teacher", full)
     for asked, less in ((8, "set --micro_batch=4"), (1, "set --recompute=True, or train fewer methods at once")):
         loaded = types.SimpleNamespace(config=Config(out_dir=str(tmp_path / "out"), micro_batch=asked))
-        with pytest.raises(ConfigError, match=f"micro_batch={asked}: out of memory on cpu; {less}"):
+        with pytest.raises(UserError, match=f"micro_batch={asked}: out of memory on cpu; {less}"):
             train.run(loaded)
     assert not (tmp_path / "out").exists()
 

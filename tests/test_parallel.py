@@ -222,7 +222,7 @@ def test_histograms_and_held_out_figures_are_those_of_one_process(four, alone):
 
 def test_the_large_config_takes_the_memory_that_its_header_says(monkeypatch):
     monkeypatch.chdir(ROOT)
-    cfg, text = configure.load(["config/large.py"]).config, Path("config/large.py").read_text()
+    cfg, text = configure.load(["config/large.py"]), Path("config/large.py").read_text()
     student = load_config(cfg.student)
     shape = Qwen2Config(
         5120, 27648, 64, 40, 8, vocab_size=student.vocab_size, tie_word_embeddings=False
@@ -252,7 +252,7 @@ def test_the_large_config_takes_the_memory_that_its_header_says(monkeypatch):
     ],
 )
 def test_what_cannot_be_spread_is_refused(world, tmp_path, changes, message):
-    with pytest.raises(configure.ConfigError, match=message):
+    with pytest.raises(configure.UserError, match=message):
         train.run(configure.load(flags(world, tmp_path, **changes)))
     assert not list(tmp_path.iterdir())
 

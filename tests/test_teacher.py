@@ -279,8 +279,8 @@ def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path, c
     flags = [f"--source={text}", f"--teacher={teacher}", f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}", "--source_config=None",
              "--train_rows=100", "--n_documents=None", "--val_rows=0", "--val_share=0.1", "--seq_len=16", "--max_steps=10", "--schedule_steps=10",
              "--warmup_steps=2", "--batch_rows=2", "--micro_batch=2", "--compile=False", "--shuffle=True"]  # fmt: skip
-    prepare.prepare(configure.load([f"config/{name}.py", *flags]).config)
-    real = configure.load([f"config/{name}.py"]).config
+    prepare.prepare(configure.load([f"config/{name}.py", *flags]))
+    real = configure.load([f"config/{name}.py"])
     tied = json.dumps(
         {
             "hidden_size": 16,

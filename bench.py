@@ -52,15 +52,14 @@ import configure
 import losses
 import prepare
 import train
-from lib.device import device_name, pick_device
+from lib.device import device_name, machine_facts, mfu, pick_device
 from lib.files import UserError
 from lib.fused import head_losses
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.roofline import CARDS, COUNTS, estimate
-from lib.runlog import flops_per_token, machine_facts, mfu
 from lib.teacher import Teacher
 from losses import METHODS, fused_head_loss, method_loss
-from model import PRESETS, Qwen2Config, init_student
+from model import PRESETS, Qwen2Config, flops_per_token, init_student
 
 # --- what one would write at first ---------------------------------------------------------------------------------
 
@@ -291,15 +290,14 @@ def our_step(
         methods=methods, student=student, batch_rows=rows, micro_batch=micro_batch, seq_len=n, out_dir="out/bench",
         warmup_steps=0, compile=compile, device=str(device), teacher=None,  # a preset's own shape
     )  # fmt: skip
-    env = train.Env(cfg)
-    students = [train.make_student(name, cfg, device) for name in methods]
+    students = [train.make_student(name, cfg) for name in methods]
     x, y = random_rows(student, rows, n, device)
     teacher = teacher if any(map(losses.needs_teacher, methods)) else None
 
     def case():
         cut = zip(x.split(micro_batch), y.split(micro_batch), strict=True)
         stream = (train.Batch(a, b, b.numel(), teacher.hidden(a) if teacher else None) for a, b in cut)
-        train.update(students, teacher, stream, 0, cfg, env)
+        train.update(students, teacher, stream, 0, cfg)
 
     return case
 

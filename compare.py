@@ -37,14 +37,14 @@ import torch
 
 import configure
 from configure import Config
-from lib.device import pick_device, run_bytes
+from lib.device import count, pick_device
 from lib.files import UserError, append_line, read_json, read_lines, write_json, write_lines, write_whole
+from lib.hf import find_folder
 from lib.report import Spec, report
 from lib.rows import open_rows
-from lib.runlog import flops_per_token
-from lib.teacher import for_students, is_native, teacher_size
+from lib.teacher import for_students, is_native
 from losses import METHODS, needs_teacher, resolve
-from model import load_config, student_config
+from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent
 ROOM = 0.7  # the share of the memory that all jobs together may count on
@@ -164,7 +164,7 @@ def flops(cfg: Config) -> tuple[float, float]:
     if not cfg.teacher:
         return student, 0.0
     if not is_native(cfg.teacher):
-        return student, 2.0 * teacher_size(cfg.teacher).n_params
+        return student, float(teacher_bytes(cfg.teacher))  # two for each parameter, which has two bytes
     return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False)
 
 
@@ -173,11 +173,15 @@ def per_run(cfg: Config, n_jobs: int) -> int:
     device = pick_device(cfg.device)
     cuda = device.type == "cuda"
     room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shape, teacher = student_config(cfg.student, for_students(cfg.teacher)), cfg.teacher and teacher_size(cfg.teacher)
-    width, micro = 2 if cuda and cfg.dtype != "float32" else 4, cfg.micro_batch or cfg.group
-    parts = (run_bytes(shape, n, teacher, cfg.seq_len, cfg.group, width, cfg.recompute) for n in (1, 2))
-    one, two = (fixed + micro * per_row for fixed, per_row in parts)
-    return max(1, int(1 + (ROOM * room / n_jobs - one) / (two - one)))
+    shape, teacher = student_config(cfg.student, for_students(cfg.teacher)), cfg.teacher and teacher_bytes(cfg.teacher)
+    head = (
+        4 * shape.vocab_size * max(shape.hidden_size, 5 * cfg.group * cfg.seq_len)
+    )  # its gradient, or five times the logits
+    return max(1, int((ROOM * room / n_jobs - 2 * (teacher or 0) - head) / (20 * count(shape))))
+
+
+def teacher_bytes(name: str) -> int:
+    return sum(file.stat().st_size for file in find_folder(name).glob("*.safetensors"))
 
 
 def together(students: list[Student], out: Path, at_most: int) -> list[Job]:

@@ -447,7 +447,6 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
     return None if not values or values[0] == "none" else values[0]
 
 
-@parallel.told_when_lost()
 def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table.
 

@@ -106,6 +106,19 @@ PRESETS = {
 }
 
 
+def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
+    """FLOPs of one token.
+
+    Two per weight of every matrix that multiplies it (the head, but not the embedding look-up), and 2 * 2 * H * K * T / 2
+    per layer for causal attention; three times that where a backward pass follows.
+    """
+    d, k = shape.hidden_size, shape.head_dim
+    attention = d * k * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads)
+    matrices = shape.num_hidden_layers * (attention + 3 * d * shape.intermediate_size) + shape.vocab_size * d
+    scores = shape.num_hidden_layers * 2 * shape.num_attention_heads * k * seq_len
+    return (2 * matrices + scores) * (3 if trained else 1)
+
+
 def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
     """positions [T] or [B, T] int64 -> cos, sin [.., T, K] fp32, the angles of the two halves side by side."""
     k = config.head_dim

@@ -5,12 +5,9 @@ A function that sends anything is called by all processes, in the same order.
 
 import contextlib
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent import futures
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.files import UserError
-
-LOOK_SEC = 1.0  # between two looks at work that may outlast a timeout
-LOST = ("gloo", "pair closure", "peer", "imed out")  # in what gloo says of another process; NCCL's errors have a class
 
 # --- start and end ---------------------------------------------------------------------------------------------------
 
@@ -55,23 +49,6 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def told_when_lost() -> Iterator[None]:
-    """Turn what the backend says when another process has ended, or answers no more, into one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if world() == 1 or not (isinstance(error, dist.DistError) or any(word in text for word in LOST)):
-            raise
-        slow = "imed out" in text or "timeout" in text
-        what = "did not answer within timeout_minutes" if slow else "has ended"
-        raise UserError(
-            f"process {rank()}: another process {what}; start the same command again (torchrun --max_restarts=3 does so by "
-            "itself): a run goes on from its newest checkpoint"
-        ) from error
-
-
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -88,6 +65,22 @@ def sum_in_place(tensors: Iterable[Tensor]) -> None:
     if world() > 1:
         for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
             handle.wait()
+
+
+def total(*numbers: Tensor | float) -> list[float]:
+    """Numbers, summed over the processes."""
+    device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cuda" if is_nccl() else "cpu"))
+    sums = (
+        torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
+        if numbers
+        else torch.zeros(0)
+    )
+    sum_in_place([sums])
+    return sums.tolist()
+
+
+def is_nccl() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def everyones(value) -> list:
@@ -119,13 +112,6 @@ def wait(device: torch.device) -> None:
     sum_in_place([torch.zeros(1, device=device)])
 
 
-def outlast(work: futures.Future) -> None:
-    """Wait until every process's `work` is done, even beyond the timeout. An error in it is raised."""
-    while not all(everyones(bool(futures.wait([work], LOOK_SEC).done))):
-        pass
-    work.result(0)  # it is done
-
-
 def agree(**facts) -> None:
     """Check that all processes hold the same facts. `UserError` on the first process names both values; the others exit."""
     every = everyones(facts)
@@ -140,20 +126,6 @@ def agree(**facts) -> None:
     raise UserError(
         f"{key}: {every[0][key]} on process 0, {every[other].get(key)} on process {other}; give all processes the same"
     )
-
-
-def agree_on_folder(folder: Path) -> None:
-    """Check that all processes see one folder: the first writes a file there, which the others must find."""
-    mine = f".seen_by_all_{secrets.token_hex(8)}"
-    if rank() == 0:
-        (folder / mine).touch()
-    place, name = everyones((str(folder), mine))[0]
-    seen = folder.is_dir() and name in os.listdir(folder)
-    try:
-        agree(out_dir=place if seen else f"{folder} without the file that process 0 wrote")
-    finally:
-        if rank() == 0:
-            (folder / mine).unlink()
 
 
 # --- sums of gradients that start early ------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.figures import FIGURES, bootstrap
 from configure import LEARNT
+from lib.figures import FIGURES, bootstrap
 from lib.files import UserError, first_line, read_json
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import differences as paired

@@ -4,18 +4,14 @@ Families of `model.NATIVE` are computed by our own decoder, every other one by t
 devices, not logits: V / D times fewer bytes.
 """
 
-from typing import NamedTuple
-
 import torch
 import transformers
 from torch import Tensor, nn
 
 from lib import parallel
-from lib.device import count
 from lib.files import UserError, first_line, read_json
 from lib.hf import find_folder, weight_files
-from lib.runlog import flops_per_token
-from model import PRESETS, Qwen2, foreign, load_config, student_config
+from model import Qwen2, flops_per_token, foreign, load_config
 
 # Keys of config.json by which logits are more than hidden states times head, with the values that change nothing.
 BENT = {"final_logit_softcapping": (None, 0.0), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
@@ -149,20 +145,6 @@ def for_students(name: str | None) -> dict | None:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def preset_lines(teacher: str | None) -> list[str]:
-    """Lines for `--help`: shapes of students, with their parameters at the vocabulary of a teacher that is at hand."""
-    try:
-        given, at = for_students(teacher and str(find_folder(teacher, download=False))), teacher
-    except UserError:
-        given, at = None, None
-    lines = [f"students (--student), with parameters at {f'the vocabulary of {at}' if at else 'their own vocabulary'}"]
-    for name in PRESETS:
-        shape = student_config(name, given)
-        sizes = f"width {shape.hidden_size}, {shape.num_hidden_layers} layers, {shape.num_attention_heads} heads"
-        lines.append(f"    {name:<14}{count(shape) / 1e6:9.1f}M  {sizes}, vocabulary {shape.vocab_size:,}")
-    return [*lines, "    or 512x8x8 (width x layers x heads), or a JSON object of keys of config.json"]
-
-
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The layers of any decoder: the list of modules that holds most of its parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -171,26 +153,3 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def n_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-class Size(NamedTuple):
-    n_params: int
-    hidden_size: int  # D
-    intermediate_size: int  # width inside the MLP
-    n_layers: int
-    in_layers: int  # parameters
-
-
-def teacher_size(name: str) -> Size:
-    """The numbers of a teacher that memory depends on, without loading it."""
-    with torch.device("meta"):
-        if is_native(name):
-            return size(Qwen2(load_config(str(find_folder(name) / "config.json"))))
-        return size(transformers.AutoModelForCausalLM.from_config(foreign_config(name)))
-
-
-def size(model: nn.Module) -> Size:
-    config = model.config if isinstance(model, Qwen2) else model.config.get_text_config()
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    layers = decoder_layers(model)
-    return Size(n_params(model), config.hidden_size, inner, len(layers), n_params(layers))

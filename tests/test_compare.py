@@ -229,7 +229,7 @@ def here(monkeypatch):
             begun.append(job.name)
             try:
                 trains, argv, said = job.argv[0] == "train.py", job.argv[1:], ""
-                rc = train.run(configure.load(argv)) if trains else ev.run(argv) or 0
+                rc = train.distil(configure.load(argv)) if trains else ev.run(argv) or 0
             except ValueError as error:
                 rc, said = 1, str(error)
             write_lines(out / "runs.jsonl", [*read_lines(out / "runs.jsonl"), {"run": job.name, "wall_sec": 60.0}])

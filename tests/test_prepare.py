@@ -368,7 +368,7 @@ def test_a_run_keeps_the_bos_of_its_rows_for_its_scores(bos, small, tmp_path, to
             "data_dir": tmp_path / "a", "out_dir": tmp_path / "out", "warmup_steps": 0, "device": "cpu", "val_max_rows": 3}  # fmt: skip
 
     def run(n):
-        return train.run(load([f"--{k}={v}" for k, v in {**keys, "max_steps": n}.items()]))
+        return train.distil(load([f"--{k}={v}" for k, v in {**keys, "max_steps": n}.items()]))
 
     assert run(1) == 0
     facts = json.loads((tmp_path / "out/pretrain/run.json").read_text())

@@ -779,7 +779,7 @@ def _write_rows(
         nonlocal committed
         state = {"recipe": recipe, "records": n_records, "whole": whole}
         state["streams"] = {name: stream.save() for name, stream in streams.items()}
-        write_json(folder / "prepare.state", state, sealed=True)
+        write_json(folder / "prepare.state", state)
         committed = time.monotonic()
         return state
 

@@ -36,7 +36,7 @@ from lib.batches import Rows
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
 from lib.files import UserError, append_line, locked, read_json, read_lines, reading, write_json, write_lines, writing
-from lib.hf import load_tokenizer, pinned, tensors_hash, tokenizer_hash, weights_hash
+from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash, weights_hash
 from lib.teacher import Teacher, for_students
 from losses import check_settings, needs_teacher
 from model import Qwen2, Qwen2Config, student_config
@@ -139,13 +139,16 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
         name, "tokenizer=None with teacher=None: set the tokenizer that made the rows, it goes into the saved model"
     )
     tokenizer, shape, needed = load_tokenizer(name), student_config(cfg.student, given), cfg.max_steps * cfg.batch_rows
-    n, s, t = max(tokenizer.get_vocab().values()) + 1, shape.vocab_size, shape.vocab_size
+    ours = tokenizer.get_vocab()
+    n, s, t = max(ours.values()) + 1, shape.vocab_size, shape.vocab_size
     if given and any(map(needs_teacher, cfg.methods)):
         t, length = given["vocab_size"], given.get("max_position_embeddings") or math.inf
         require(
             cfg.seq_len <= length, f"seq_len={cfg.seq_len}: teacher={cfg.teacher} supports {length} positions; set less"
         )
+    theirs = load_tokenizer(cfg.student_weights).get_vocab() if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file() else {}
     for ok, message in (
+        (theirs | ours == ours | theirs, f"student_weights={cfg.student_weights}: its tokenizer gives other ids"),
         *((rows.manifest.get(key) == val.manifest.get(key), f"{cfg.data_dir}: {key} differs in train.json and val.json; prepare them together")
           for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos")),
         (cfg.repeat_rows or rows.n >= needed, f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; "

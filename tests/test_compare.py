@@ -237,7 +237,7 @@ def here(monkeypatch):
 
     monkeypatch.setattr(compare, "work", work)
     monkeypatch.setattr(compare, "prepare", lambda cfg, file: None)
-    monkeypatch.setattr(train.Env, "hold_signals", lambda self: None)
+    monkeypatch.setattr(train, "hold_signals", lambda: None)
     monkeypatch.setattr(reports, "figures", lambda *a: [])
     return begun
 

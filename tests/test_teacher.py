@@ -14,7 +14,7 @@ import configure
 import prepare
 import train
 from lib.files import UserError
-from lib.teacher import TAKEN, check_logits, for_students, load_teacher, preset_lines, teacher_size
+from lib.teacher import TAKEN, check_logits, for_students, load_teacher
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, load_tokenizer, student_config, weights_hash
 from tests.test_train import ROOT, TOKENIZER, V, load, world  # noqa: F401  a fixture
 
@@ -108,7 +108,7 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     assert load_teacher(folder, torch.float32, CPU).shape != before  # what a run's folder compares
     file.write_text(json.dumps(facts))
     n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
-    assert teacher_size(folder).n_params == n and json.loads(json.dumps(teacher.shape)) == teacher.shape
+    assert json.loads(json.dumps(teacher.shape)) == teacher.shape
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*NATIVE, *FOREIGN) if kind != "qwen3, biased"])
@@ -175,7 +175,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, world,
 def test_rows_longer_than_the_context_are_refused(make, world, tmp_path):  # noqa: F811
     folder = make(NATIVE["mistral"], sliding_window=8)
     knobs = {"teacher": folder, "methods": "alra"}
-    with pytest.raises(UserError, match=r"teacher=\S+teacher, and so the student, supports 8 positions"):
+    with pytest.raises(UserError, match=r"seq_len=13: the student supports 8 positions"):
         train.distil(load(world, tmp_path / "out", student="16x1x2", **knobs))
     with pytest.raises(UserError, match=r"teacher=\S+/teacher supports 8 positions"):
         train.distil(load(world, tmp_path / "out", **knobs))
@@ -197,7 +197,7 @@ def test_a_student_goes_on_from_the_weights_of_any_native_family(kind, make, wor
     assert before.config == after.config and not torch.equal(before.head, after.head)
     torch.testing.assert_close(after(ids()), theirs(str(tmp_path / "out/alra/model")), rtol=1e-5, atol=1e-5)
     edit_tokenizer(Path(folder))
-    with pytest.raises(UserError, match=r"student_weights=\S+: id \d+ is .* to its tokenizer, .* to .*; start"):
+    with pytest.raises(UserError, match=r"student_weights=\S+: its tokenizer gives other ids"):
         train.distil(load(world, tmp_path / "no", **knobs))
 
 
@@ -297,25 +297,6 @@ def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path, c
     )
     folder = str(tmp_path / "out/alra/model")
     torch.testing.assert_close(Qwen2.from_pretrained(folder)(ids()), theirs(folder), rtol=1e-5, atol=1e-5)
-
-
-def test_helps_lines_count_the_presets_at_the_vocabulary_of_a_teacher_at_hand(make):
-    lines = preset_lines(make(NATIVE["smollm2"]))
-    assert re.fullmatch(r"students .* at the vocabulary of \S+/teacher", lines[0])
-    assert lines[1].split() == [
-        "200m",
-        "89.9M",
-        "width",
-        "768,",
-        "12",
-        "layers,",
-        "12",
-        "heads,",
-        "vocabulary",
-        "4,096",
-    ]
-    assert preset_lines("Qwen/Qwen1.5-1.8B")[0].endswith("their own vocabulary")  # never downloaded for this
-    assert any(line.split()[:2] == ["500m", "464.0M"] for line in preset_lines(None))
 
 
 def test_what_a_config_json_leaves_out_is_the_familys_default(tmp_path):

@@ -58,7 +58,7 @@ from lib.fused import head_losses
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.roofline import CARDS, COUNTS, estimate
 from lib.teacher import Teacher
-from losses import METHODS, fused_head_loss, method_loss
+from losses import METHODS
 from model import PRESETS, Qwen2Config, flops_per_token, init_student
 
 # --- what one would write at first ---------------------------------------------------------------------------------
@@ -229,6 +229,14 @@ def all_logits(h_s, w_s, h_t, w_t, _) -> tuple[Tensor, Tensor]:
     return (h_s @ w_s.to(h_s.dtype).T).float(), (h_t @ w_t.T).float()
 
 
+def fused_head_loss(h_s, w_s, h_t, w_t, y, name: str) -> tuple[Tensor, dict]:
+    return head_losses([(h_s, w_s, losses.evaluator(name, compile=True))], h_t, w_t, y)[0]
+
+
+def method_loss(name: str, *z) -> Tensor:
+    return losses._mean_loss(losses.resolve(name), *z)[0]
+
+
 def bench_fused(args, device: torch.device) -> list[dict]:
     heads = h_s, w_s, h_t, w_t, y = random_heads(1, args, device)
 
@@ -240,8 +248,8 @@ def bench_fused(args, device: torch.device) -> list[dict]:
         z_s = h_s[0] @ w.T
         return z_s @ w, z_s.T @ h_s[0]
 
-    of = {name: lambda name=name: fused_head_loss(*heads, name, compile=True)[0] for name in args.methods}
-    of["plain alra"] = lambda: method_loss("alra", *(z[0] for z in all_logits(*heads)), y[0])[0]
+    of = {name: lambda name=name: fused_head_loss(*heads, name)[0] for name in args.methods}
+    of["plain alra"] = lambda: method_loss("alra", *(z[0] for z in all_logits(*heads)), y[0])
     of["eager alra"] = lambda: eager_alra(*(z[0] for z in all_logits(*heads)), y[0])
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
@@ -262,9 +270,9 @@ def bench_rows(args, device: torch.device) -> list[dict]:
     heads = h_s, w_s, _, _, y = random_heads(4, args, device)
 
     def plain():
-        return sum(method_loss("alra", *z)[0] for z in zip(*all_logits(*heads), y, strict=True)) / 4
+        return sum(method_loss("alra", *z) for z in zip(*all_logits(*heads), y, strict=True)) / 4
 
-    cases = {"fused": learn(h_s, w_s, lambda: fused_head_loss(*heads, "alra", compile=True)[0])}
+    cases = {"fused": learn(h_s, w_s, lambda: fused_head_loss(*heads, "alra")[0])}
     found = measure(cases | {"plain": learn(h_s, w_s, plain)}, args.repeats, device)
     return [row("rows", "fused", found, "plain", "ALRA, four forward batches")]
 

@@ -42,6 +42,7 @@ from lib.files import UserError, append_line, read_json, read_lines, write_json,
 from lib.hf import find_folder
 from lib.report import Spec, report
 from lib.rows import open_rows
+from lib.settings import literal
 from lib.teacher import for_students, is_native
 from losses import METHODS, needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
@@ -102,7 +103,7 @@ def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[di
     for text in tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
-        values = [configure.literal(v) for v in values.split(",")]
+        values = [literal(v) for v in values.split(",")]
         if key == "lr" and len(values) > 1 and all(isinstance(v, int | float) and v > 0 for v in values):
             rates = [float(v) for v in values]
         elif method in knobs and setting != "lr":

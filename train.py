@@ -40,7 +40,7 @@ from lib.histograms import histograms
 from lib.rows import row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
-from losses import alra_terms, evaluator, kd_weight, method_lines, needs_teacher, resolve, settings_at
+from losses import alra, evaluator, method_lines, moving, needs_teacher, resolve
 from model import Qwen2, flops_per_token, init_student
 
 # --- data, teacher, students -----------------------------------------------------------------------------------------
@@ -126,19 +126,12 @@ def first_weights(cfg: Config) -> Qwen2:
     return model.requires_grad_(True).train()
 
 
-def overrides_at(s: Student, step: int, cfg: Config) -> dict:
-    """A student's overrides in update `step`, with the settings that move."""
-    return {**s.overrides, **settings_at(s.name, step, cfg.schedule_steps, **s.overrides)}
-
-
 def objective_at(s: Student, step: int, cfg: Config) -> Callable:
-    """A student's objective in update `step`. `w_kd_schedule` moves w_kd and w_ce = 1 - w_kd (PD, Eq. 1)."""
-    objective = evaluator(s.name, cfg.group, cfg.compile, **overrides_at(s, step, cfg))
-    if cfg.w_kd_schedule == "constant" or not needs_teacher(s.name):
-        return objective
-    w_kd = kd_weight(step, cfg.schedule_steps, peak=resolve(s.name, **s.overrides).w_kd)
-    # a tensor, so that one compiled graph serves every weight; filled, since a copy would make the host wait
-    return functools.partial(objective, w_kd=torch.full((), w_kd, dtype=torch.float64, device=s.model.head.device))
+    """A student's objective in update `step`, with the settings that move."""
+    moved = moving(resolve(s.name, **s.overrides), step, cfg.schedule_steps, cfg.w_kd_schedule)
+    # tensors, so that one compiled graph serves every value; filled, since a copy would make the host wait
+    moved = {key: torch.full((), x, dtype=torch.float64, device=s.model.head.device) for key, x in moved.items()}
+    return functools.partial(evaluator(s.name, cfg.group, cfg.compile, **s.overrides), moved=moved)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -292,7 +285,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of each student that has some.
     """
     x, y, _ = rows.batch(rows_of_update(rows, step, cfg), torch.device(cfg.device))
-    budget = functools.partial(alra_terms, **resolve("alra", **cfg.overrides_of("alra")).hyper)
+    budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
     objectives = {s.name: resolve(s.name, **s.overrides) for s in live if needs_teacher(s.name)}
     with parallel.whole_roots(s.model for s in live):
         students = {s.name: (model_of(s, cfg), functools.partial(objectives[s.name].fn, **objectives[s.name].hyper))

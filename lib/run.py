@@ -30,13 +30,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from configure import LEARNT, Config, require
+from configure import LEARNT, Config
 from lib import parallel
 from lib.batches import Rows
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
 from lib.files import UserError, append_line, locked, read_json, read_lines, reading, write_json, write_lines, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash, weights_hash
+from lib.settings import require
 from lib.teacher import Teacher, for_students
 from losses import check_settings, needs_teacher
 from model import Qwen2, Qwen2Config, student_config
@@ -146,7 +147,11 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
         require(
             cfg.seq_len <= length, f"seq_len={cfg.seq_len}: teacher={cfg.teacher} supports {length} positions; set less"
         )
-    theirs = load_tokenizer(cfg.student_weights).get_vocab() if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file() else {}
+    theirs = (
+        load_tokenizer(cfg.student_weights).get_vocab()
+        if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file()
+        else {}
+    )
     for ok, message in (
         (theirs | ours == ours | theirs, f"student_weights={cfg.student_weights}: its tokenizer gives other ids"),
         *((rows.manifest.get(key) == val.manifest.get(key), f"{cfg.data_dir}: {key} differs in train.json and val.json; prepare them together")

@@ -40,7 +40,7 @@ def test_files_then_flags_and_where_each_value_came_from(tmp_path):
         (["--max_steps=1.5"], "max_steps=1.5: expected int"),
         (["--compile=1"], "compile=1: expected bool"),
         (["--seed=True"], "seed=True: expected int"),
-        (["--dtype=int8"], "dtype='int8': expected Literal['auto', 'float32', 'bfloat16']"),
+        (["--dtype=int8"], "dtype='int8': expected 'auto' or 'float32' or 'bfloat16'"),
         (["--anchor=top"], "--anchor=top: no such key 'anchor', did you mean 'teacher'?; a method's settings"),
         (["--lr"], "--lr: expected --lr=VALUE"),
         (["--methods="], "methods=(): expected at least one name"),
@@ -48,10 +48,10 @@ def test_files_then_flags_and_where_each_value_came_from(tmp_path):
         (["--methods=alra@a,alra@a"], "one stands there twice"),
         (["--methods=alra@"], "methods: 'alra@': expected METHOD or METHOD@LABEL"),
         (["--methods=alra@../x"], "methods: 'alra@../x': expected METHOD or METHOD@LABEL"),
-        (["--alra.lr=0"], "hyper['alra']={'lr': 0}: expected settings, lr above 0"),
-        (["--alra@g1.lr=fast"], "hyper['alra@g1']={'lr': 'fast'}: expected settings, lr above 0"),
-        (["--lr=-1"], "lr=-1.0: expected more than 0"),
-        (["--beta1=1.0"], "beta1, beta2, val_share: expected less than 1"),
+        (["--alra.lr=0"], "alra.lr=0.0: expected float more than 0"),
+        (["--alra@g1.lr=fast"], "alra@g1.lr='fast': expected float more than 0"),
+        (["--lr=-1"], "lr=-1.0: expected float more than 0"),
+        (["--beta1=1.0"], "beta1=1.0: expected float 0 to below 1"),
         (["--micro_batch=5"], "micro_batch=5: expected a divisor of batch_rows=16"),
         (["--group=4", "--micro_batch=1"], "micro_batch=1: expected a multiple of group=4"),
         (["--max_steps=200000"], "max_steps=200000: expected at most schedule_steps=126400"),
@@ -73,7 +73,7 @@ def test_refusals(argv, message, monkeypatch):
         ("lr = '1e-3'\n", "lr='1e-3': expected float"),
         ("lr = \n", "does not run: SyntaxError"),
         ("def lr():\n    return 1\n", "lr=<function"),
-        ("methods = ('alra', 3)\n", "methods=('alra', 3): expected tuple[str, ...]"),
+        ("methods = ('alra', 3)\n", "methods=('alra', 3): expected names"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(text, message, tmp_path):
@@ -151,12 +151,13 @@ def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
     for name in configure.TYPES:
         (line,) = [text for text in lines if text.startswith(f"    {name}: ")]
         assert "  # " in line, line
-    assert "    lr: float = 6e-4  # peak learning rate" in lines
+    assert "    lr: Above0 = 6e-4  # peak learning rate" in lines
 
 
 def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):
     import train
-    from losses import METHODS, keywords
+    from losses import METHODS
+    from tests.plain import keywords
 
     monkeypatch.setattr("sys.argv", ["train.py", "-h"])
     with pytest.raises(SystemExit):
@@ -164,18 +165,18 @@ def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):
     said = capsys.readouterr().out.split("hash=False)")[1]
     names = set(re.findall(r"\w+", said))
     assert set(METHODS) | {key for name in METHODS for key in keywords(name)} <= names
-    assert "fixed_25: d_min=3," in said and "tad, topk_tail: tau=1.0, top_k=10, beta=2.0, norm=sequence\n" in said
 
 
 def test_every_field_is_read_somewhere():
-    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "session.py", "eval.py"))
+    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "lib/run.py", "eval.py"))
     unread = [f for f in configure.TYPES if not re.search(rf"\bcfg\.{f}\b", code)]
     assert not unread, unread
     assert "cfg.hyper" in code
 
 
 def test_a_setting_of_a_method_is_reached_by_its_name_and_no_other():
-    from losses import METHODS, keywords
+    from losses import METHODS
+    from tests.plain import keywords
 
     for method in METHODS:
         for key in keywords(method):
@@ -263,5 +264,6 @@ def test_help_tells_each_methods_own_settings():
     from losses import method_lines
 
     lines = method_lines()
-    assert "  logit_std has w_kd=9.0, w_ce=0.1, tau=2.0, t2_scaling=True, standardize=True" in lines
-    assert "  alra_u has w_kd=1.0, w_ce=0.0, pair=pra_u" in lines
+    assert "        alra_u: w_kd=1.0, w_ce=0.0 {'pair': 'pra_u'}" in lines and any(
+        line.startswith("    alra: d_min=3, ") for line in lines
+    )

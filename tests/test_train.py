@@ -30,8 +30,9 @@ from lib.files import UserError
 from lib.hf import find_folder
 from lib.rows import MANIFEST, PAD, open_rows, quick_hash, row_order
 from lib.teacher import Teacher, load_teacher
-from losses import IGNORE, METHODS, method_loss
+from losses import IGNORE, METHODS
 from model import Qwen2, Qwen2Config, flops_per_token, init_student, load_tokenizer, tokenizer_hash, weights_hash
+from tests.plain import method_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -183,9 +184,11 @@ def test_the_weight_of_the_teacher_follows_pds_schedule(world):
     cfg = load(world, Path("unused"), w_kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000)
     model = init_student(SHAPE)
     pretrain, pd = (train.Student(name, model, None, None, {"w_kd": 0.9}, "") for name in ("pretrain", "pd"))
-    weights = [float(train.objective_at(pd, step, cfg).keywords["w_kd"]) for step in (0, 50, 100, 989, 995, 999)]
+    weights = [
+        float(train.objective_at(pd, step, cfg).keywords["moved"]["w_kd"]) for step in (0, 50, 100, 989, 995, 999)
+    ]
     assert weights == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
-    assert "w_kd" not in train.objective_at(pretrain, 50, cfg).keywords  # has no teacher whose weight could change
+    assert not train.objective_at(pretrain, 50, cfg).keywords["moved"]  # has no teacher whose weight could change
 
 
 def gradients(world: Path, **changes) -> dict[str, list[torch.Tensor]]:
@@ -918,12 +921,12 @@ def test_flops_are_those_of_counting_every_product():
     [
         ({"methods": "alr"}, "no such method 'alr', did you mean 'alra'?"),
         ({"methods": "pretrain", "alra.d_max": 7}, "['alra']: settings of what is not among methods=('pretrain',)"),
-        ({"alra.d_mx": 7}, "alra takes no d_mx (did you mean 'd_max'?); it takes anchor, budget, d_max"),
+        ({"alra.d_mx": 7}, "alra takes no d_mx; it takes anchor, budget, d_max"),
         ({"alr.d_max": 7}, "no such method 'alr', did you mean 'alra'?"),
-        ({"alra.gamma": -1}, "alra: gamma=-1.0: expected 0 or more"),
-        ({"alra.pair": "prau"}, "alra: pair='prau': expected one of 'swpra', 'pra_u', 'pra'"),
+        ({"alra.gamma": -1}, "alra.gamma=-1.0: expected float 0 or more"),
+        ({"alra.pair": "prau"}, "alra.pair='prau': expected 'swpra' or 'pra_u' or 'pra'"),
         ({"alra.d_max": 5000}, "alra: d_max=5000: expected 2 <= d_max < V=4096"),
-        ({"alra.d_max": "seven"}, "alra.d_max='seven': expected int, got str"),
+        ({"alra.d_max": "seven"}, "alra.d_max='seven': expected int"),
         ({"data_dir": "nowhere"}, "nowhere: no train.bin with train.json there; run prepare.py"),
         ({"teacher": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
         ({"teacher": "none", "methods": "pretrain"}, "tokenizer=None with teacher=None"),
@@ -936,7 +939,7 @@ def test_flops_are_those_of_counting_every_product():
         ({"student": '{"hidden_size": 16, "num_attention_heads": 2}'}, "no num_hidden_layers; expected hidden_size"),
         ({"seq_len": 12}, "seq_len=12:"),
         ({"max_steps": 25, "schedule_steps": 25}, "max_steps=25: needs 100 rows"),
-        ({"lr_schedule": "wds"}, "lr_schedule='wds': expected Literal['cosine', 'wsd', 'constant']"),
+        ({"lr_schedule": "wds"}, "lr_schedule='wds': expected 'cosine' or 'wsd' or 'constant'"),
         ({"device": "gpu"}, "device gpu: expected cpu, or cuda, of which torch finds none here"),
         ({"student": "300m"}, "student=300m: expected a preset (200m, "),
     ],

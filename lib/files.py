@@ -54,7 +54,7 @@ def reading(path: Path, remedy: str = "move it aside, and the command that wrote
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
+    except Exception as error:  # each kind of broken file has an error of its own
         raise UserError(f"{path}: cannot be used ({type(error).__name__}: {first_line(error)}); {remedy}") from error
 
 

@@ -4,6 +4,8 @@ Families of `model.NATIVE` are computed by our own decoder, every other one by t
 devices, not logits: V / D times fewer bytes.
 """
 
+import dataclasses
+
 import torch
 import transformers
 from torch import Tensor, nn
@@ -38,7 +40,7 @@ class Teacher:
     def shape(self) -> dict:
         """The shape as a run's folder keeps it: with the hash of the weights, all that the teacher's output depends on."""
         if self.native:
-            return self.model.config.facts()
+            return dataclasses.asdict(self.model.config)
         places = ("_name_or_path", "transformers_version", "dtype", "architectures")
         return {key: value for key, value in self.model.config.to_diff_dict().items() if key not in places}
 

@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lib import parallel
 from lib.files import UserError, first_line, read_json
 from lib.hf import find_folder, weight_files
 from model import Qwen2, flops_per_token, foreign, load_config
@@ -57,7 +56,7 @@ class Teacher:
 
 def load_teacher(
     name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False,
-    vocab_size: int | None = None, shard: int = 1,
+    vocab_size: int | None = None,
 ) -> Teacher:  # fmt: skip
     """A teacher from a local folder or hub id `owner/name@revision`, frozen.
 
@@ -65,14 +64,13 @@ def load_teacher(
     device      where it computes; `home` is the students' device (None: the same)
     compile     run the layers of a native one under torch.compile
     vocab_size  rows of the head to keep (None: all); the others are padding
-    shard       processes over which its layers are spread; embedding and head stay whole
 
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last hidden states times its
     head, and one whose hidden states depend on later tokens.
     """
     folder, home = find_folder(name), home or device
     if is_native(name):
-        model = Qwen2.from_pretrained(name, dtype, device, shard)
+        model = Qwen2.from_pretrained(name, dtype, device)
         if compile:
             model.compile_layers()
         return Teacher(model, home, vocab_size)
@@ -87,8 +85,6 @@ def load_teacher(
     if told["missing_keys"]:  # transformers would draw them
         raise UserError(f"{name}: missing tensor {min(told['missing_keys'])}; the checkpoint is not whole")
     model.requires_grad_(False).eval()
-    if shard > 1:
-        parallel.spread(model.base_model, decoder_layers(model), shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
     return Teacher(model, home, vocab_size)
@@ -145,12 +141,6 @@ def for_students(name: str | None) -> dict | None:
     rope = getattr(config, "rope_parameters", None) or {}
     found = {key: rope.get(key) if "rope" in key else getattr(config, key, None) for key in TAKEN}
     return {key: value for key, value in found.items() if value is not None}
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The layers of any decoder: the list of modules that holds most of its parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=n_params)
 
 
 def n_params(model: nn.Module) -> int:

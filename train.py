@@ -30,13 +30,12 @@ from tqdm import tqdm
 import configure
 from configure import Config
 from lib import heldout, parallel, run
-from lib.batches import Rows
 from lib.device import mfu, pick_device
 from lib.figures import figures
 from lib.files import UserError, append_line, read_json
 from lib.fused import head_losses
 from lib.histograms import histograms
-from lib.rows import row_order
+from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
 from losses import alra, evaluator, method_lines, moving, needs_teacher, resolve

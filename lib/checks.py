@@ -7,9 +7,8 @@ trips torch's own assertion.
 import torch
 from torch import Tensor
 
+from lib.rows import IGNORE
 from lib.settings import require
-
-IGNORE = -100  # label of a position outside T_B
 
 
 def enter(z_s, z_t, y, guard=False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

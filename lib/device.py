@@ -2,9 +2,9 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -44,21 +44,17 @@ def device_name(device: torch.device) -> str:
 
 def machine_facts(device: torch.device) -> dict:
     """Commit, versions and machine: part of what a result must be read with."""
-    commit = None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
-        commit = subprocess.check_output(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-    return {
-        "git_commit": commit,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": np.__version__,
-        },
-        "machine": device_name(device),
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = (
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if shutil.which("git")
+        else ""
+    )
+    versions = {
+        "python": platform.python_version(),
+        **{of.__name__: of.__version__ for of in (torch, transformers, np)},
     }
+    return {"git_commit": commit or None, "versions": versions, "machine": device_name(device)}
 
 
 def mfu(flops_per_sec: float, device: torch.device, world: int) -> float | None:
@@ -92,9 +88,7 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def count(shape: Qwen2Config, n_layers: int | None = None) -> int:
-    """Parameters of a decoder of this shape, or of one with `n_layers` layers, a tied head counted once."""
-    if n_layers is not None:
-        shape = dataclasses.replace(shape, num_hidden_layers=n_layers)
+def count(shape: Qwen2Config) -> int:
+    """Parameters of a decoder of this shape, a tied head counted once."""
     with torch.device("meta"):
         return Qwen2(shape).n_params

@@ -5,7 +5,6 @@ A function that sends anything is called by all processes, in the same order.
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -35,13 +34,8 @@ def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timeout,
-            device_id=device if cuda else None,
-        )
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if cuda else None
+        )  # fmt: skip
 
 
 def stop() -> None:
@@ -69,18 +63,11 @@ def sum_in_place(tensors: Iterable[Tensor]) -> None:
 
 def total(*numbers: Tensor | float) -> list[float]:
     """Numbers, summed over the processes."""
-    device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cuda" if is_nccl() else "cpu"))
-    sums = (
-        torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
-        if numbers
-        else torch.zeros(0)
-    )
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cuda" if nccl else "cpu"))
+    sums = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
     sum_in_place([sums])
     return sums.tolist()
-
-
-def is_nccl() -> bool:
-    return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def everyones(value) -> list:
@@ -113,19 +100,12 @@ def wait(device: torch.device) -> None:
 
 
 def agree(**facts) -> None:
-    """Check that all processes hold the same facts. `UserError` on the first process names both values; the others exit."""
-    every = everyones(facts)
-    differs = [(key, other) for key in facts for other, there in enumerate(every) if there.get(key) != every[0][key]]
-    if not differs:
-        return
-    if rank():
-        with contextlib.suppress(RuntimeError):
-            everyones(None)  # until the first process has said it and is gone
-        sys.exit(1)
-    key, other = differs[0]
-    raise UserError(
-        f"{key}: {every[0][key]} on process 0, {every[other].get(key)} on process {other}; give all processes the same"
-    )
+    """Check that all processes hold the same facts; each of them ends with the difference."""
+    for other, there in enumerate(every := everyones(facts)):
+        for key in (key for key in facts if there[key] != every[0][key]):
+            raise UserError(
+                f"{key}: {every[0][key]} on process 0, {there[key]} on process {other}; give all processes the same"
+            )
 
 
 # --- sums of gradients that start early ------------------------------------------------------------------------------

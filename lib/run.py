@@ -32,11 +32,11 @@ from transformers import PreTrainedTokenizerFast
 
 from configure import LEARNT, Config
 from lib import parallel
-from lib.batches import Rows
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
 from lib.files import UserError, append_line, locked, read_json, read_lines, reading, write_json, write_lines, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash, weights_hash
+from lib.rows import Rows
 from lib.settings import require
 from lib.teacher import Teacher, for_students
 from losses import check_settings, needs_teacher

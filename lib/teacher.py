@@ -10,8 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lib.files import UserError, first_line, read_json
+from lib.files import read_json, reading
 from lib.hf import find_folder, weight_files
+from lib.settings import require
 from model import Qwen2, flops_per_token, foreign, load_config
 
 # Keys of config.json by which logits are more than hidden states times head, with the values that change nothing.
@@ -76,14 +77,13 @@ def load_teacher(
         return Teacher(model, home, vocab_size)
     config = foreign_config(name)
     weight_files(folder)  # refuses a pickle and a missing shard
-    try:
+    with reading(folder, "take another teacher"):
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise UserError(f"{name}: transformers does not load it ({first_line(error)}); take another teacher") from error
-    if told["missing_keys"]:  # transformers would draw them
-        raise UserError(f"{name}: missing tensor {min(told['missing_keys'])}; the checkpoint is not whole")
+    require(
+        not told["missing_keys"], f"{name}: missing tensors {told['missing_keys']}; the checkpoint is not whole"
+    )  # they would be drawn
     model.requires_grad_(False).eval()
     model.to(device)
     check_logits(name, model)
@@ -96,16 +96,16 @@ def is_native(name: str) -> bool:
 
 def foreign_config(name: str) -> transformers.PretrainedConfig:
     """The config of a model that transformers computes. `UserError` for one that cannot be a teacher."""
-    try:
+    with reading(find_folder(name), "take another teacher"):
         config = transformers.AutoConfig.from_pretrained(find_folder(name), trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{name}: transformers does not know it ({first_line(error)}); take another teacher") from error
-    if config.is_encoder_decoder:
-        raise UserError(f"{name}: {config.model_type} is an encoder-decoder; expected a decoder alone")
+    require(
+        not config.is_encoder_decoder, f"{name}: {config.model_type} is an encoder-decoder; expected a decoder alone"
+    )
     for key, idle in BENT.items():
         value = getattr(config.get_text_config(), key, None)
-        if value not in idle:
-            raise UserError(f"{name}: {key}={value}: its logits are not hidden states times head; take another teacher")
+        require(
+            value in idle, f"{name}: {key}={value}: its logits are not hidden states times head; take another teacher"
+        )
     return config
 
 
@@ -113,18 +113,16 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
 def check_logits(name: str, model: nn.Module) -> None:
     """Check on a few tokens that logits are last hidden states times head, and that no token sees a later one."""
     head = model.get_output_embeddings()
-    if head is None:
-        raise UserError(f"{name}: {type(model).__name__} has no output embedding; expected a language model")
-    if getattr(head, "bias", None) is not None:
-        raise UserError(f"{name}: its head has a bias: logits are not hidden states times head; take another teacher")
+    require(head is not None, f"{name}: {type(model).__name__} has no output embedding; expected a language model")
+    bent = f"{name}: its head has a bias, or its logits are not hidden states times head; take another teacher"
+    require(getattr(head, "bias", None) is None, bent)
     idx = torch.arange(2, 16, device=head.weight.device).repeat(2, 1) % len(head.weight)
     idx[1, -1] = 0  # the rows differ in their last token
     h, z = model.base_model(idx, use_cache=False)[0], model(idx, use_cache=False).logits
     most = 1e-4 if z.dtype == torch.float32 else 2e-2  # of the norm, by rounding
-    if (h @ head.weight.T - z).float().norm() > most * z.float().norm():
-        raise UserError(f"{name}: its logits are not hidden states times head; take another teacher")
-    if (h[0, :-1] - h[1, :-1]).float().norm() > most * h.float().norm():
-        raise UserError(f"{name}: its hidden states depend on later tokens; expected a model that reads left to right")
+    require((h @ head.weight.T - z).float().norm() <= most * z.float().norm(), bent)
+    right = (h[0, :-1] - h[1, :-1]).float().norm() <= most * h.float().norm()
+    require(right, f"{name}: its hidden states depend on later tokens; expected a model that reads left to right")
 
 
 def for_students(name: str | None) -> dict | None:

@@ -48,6 +48,16 @@ class AlraTerms(NamedTuple):
     d_u: Tensor  # [N] int64 local budget, Eq. 8
     support: Tensor  # [N] fp64 effective support E_u, Eq. 6
     tokens: Tensor  # [N, d_max] candidate set in rank order; the first d_u are the local set
+    weight: Tensor  # [N, d_max, d_max] pair weights kappa, upper triangle, Eq. 17
+    log_alpha: Tensor  # [N, 2] ln of the teacher's mass in the local set and in the rest, Eq. 10
+
+    @property
+    def log_alpha_t(self) -> Tensor:
+        return self.log_alpha[:, 0]
+
+    @property
+    def log_rest_t(self) -> Tensor:
+        return self.log_alpha[:, 1]
 
 
 def alra(
@@ -115,7 +125,8 @@ def alra(
     aligned = (weight * pair_kl).sum((1, 2))  # Eq. 17
 
     loss = leave(mass + local + rest + lambda_pair * aligned, valid)
-    return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
+    log_alpha = torch.stack([F.logsigmoid(odds_t), F.logsigmoid(-odds_t)], 1)
+    return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens, weight, log_alpha)
 
 
 @torch.no_grad()
@@ -648,8 +659,7 @@ def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 2.0, keep: Part =
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     n_valid = valid.sum()
     n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
-    ln_q = _log_softmax(z_s.detach())
-    kept = valid & (vocab.rising_rank((ln_q.exp() * ln_q).sum(-1, dtype=torch.float64), valid) < n_kept)
+    kept = valid & (vocab.rising_rank(-vocab.entropy(z_s), valid) < n_kept)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
     return leave(loss, kept)
 

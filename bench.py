@@ -52,15 +52,14 @@ import configure
 import losses
 import prepare
 import train
-from lib.device import device_name, pick_device
+from lib.device import device_name, machine_facts, mfu, pick_device
 from lib.files import UserError
 from lib.fused import head_losses
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.roofline import CARDS, COUNTS, estimate
-from lib.runlog import flops_per_token, machine_facts, mfu
 from lib.teacher import Teacher
-from losses import METHODS, fused_head_loss, method_loss
-from model import PRESETS, Qwen2Config, init_student
+from losses import METHODS
+from model import PRESETS, Qwen2Config, flops_per_token, init_student
 
 # --- what one would write at first ---------------------------------------------------------------------------------
 
@@ -230,6 +229,14 @@ def all_logits(h_s, w_s, h_t, w_t, _) -> tuple[Tensor, Tensor]:
     return (h_s @ w_s.to(h_s.dtype).T).float(), (h_t @ w_t.T).float()
 
 
+def fused_head_loss(h_s, w_s, h_t, w_t, y, name: str) -> tuple[Tensor, dict]:
+    return head_losses([(h_s, w_s, losses.evaluator(name, compile=True))], h_t, w_t, y)[0]
+
+
+def method_loss(name: str, *z) -> Tensor:
+    return losses._mean_loss(losses.resolve(name), *z)[0]
+
+
 def bench_fused(args, device: torch.device) -> list[dict]:
     heads = h_s, w_s, h_t, w_t, y = random_heads(1, args, device)
 
@@ -241,8 +248,8 @@ def bench_fused(args, device: torch.device) -> list[dict]:
         z_s = h_s[0] @ w.T
         return z_s @ w, z_s.T @ h_s[0]
 
-    of = {name: lambda name=name: fused_head_loss(*heads, name, compile=True)[0] for name in args.methods}
-    of["plain alra"] = lambda: method_loss("alra", *(z[0] for z in all_logits(*heads)), y[0])[0]
+    of = {name: lambda name=name: fused_head_loss(*heads, name)[0] for name in args.methods}
+    of["plain alra"] = lambda: method_loss("alra", *(z[0] for z in all_logits(*heads)), y[0])
     of["eager alra"] = lambda: eager_alra(*(z[0] for z in all_logits(*heads)), y[0])
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
@@ -263,9 +270,9 @@ def bench_rows(args, device: torch.device) -> list[dict]:
     heads = h_s, w_s, _, _, y = random_heads(4, args, device)
 
     def plain():
-        return sum(method_loss("alra", *z)[0] for z in zip(*all_logits(*heads), y, strict=True)) / 4
+        return sum(method_loss("alra", *z) for z in zip(*all_logits(*heads), y, strict=True)) / 4
 
-    cases = {"fused": learn(h_s, w_s, lambda: fused_head_loss(*heads, "alra", compile=True)[0])}
+    cases = {"fused": learn(h_s, w_s, lambda: fused_head_loss(*heads, "alra")[0])}
     found = measure(cases | {"plain": learn(h_s, w_s, plain)}, args.repeats, device)
     return [row("rows", "fused", found, "plain", "ALRA, four forward batches")]
 
@@ -291,15 +298,14 @@ def our_step(
         methods=methods, student=student, batch_rows=rows, micro_batch=micro_batch, seq_len=n, out_dir="out/bench",
         warmup_steps=0, compile=compile, device=str(device), teacher=None,  # a preset's own shape
     )  # fmt: skip
-    env = train.Env(cfg)
-    students = [train.make_student(name, cfg, device) for name in methods]
+    students = [train.make_student(name, cfg) for name in methods]
     x, y = random_rows(student, rows, n, device)
     teacher = teacher if any(map(losses.needs_teacher, methods)) else None
 
     def case():
         cut = zip(x.split(micro_batch), y.split(micro_batch), strict=True)
         stream = (train.Batch(a, b, b.numel(), teacher.hidden(a) if teacher else None) for a, b in cut)
-        train.update(students, teacher, stream, 0, cfg, env)
+        train.update(students, teacher, stream, 0, cfg)
 
     return case
 

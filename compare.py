@@ -37,15 +37,15 @@ import torch
 
 import configure
 from configure import Config
-from lib.device import pick_device, run_bytes
+from lib.device import count, pick_device
 from lib.files import UserError, append_line, read_json, read_lines, write_json, write_lines, write_whole
+from lib.hf import find_folder
 from lib.report import Spec, report
 from lib.rows import open_rows
-from lib.runlog import flops_per_token
-from lib.tables import MAY_DIFFER
-from lib.teacher import for_students, is_native, teacher_size
+from lib.settings import literal
+from lib.teacher import for_students, is_native
 from losses import METHODS, needs_teacher, resolve
-from model import load_config, student_config
+from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent
 ROOM = 0.7  # the share of the memory that all jobs together may count on
@@ -74,8 +74,11 @@ class Job(NamedTuple):
 
 def made_by(cfg: Config, name: str) -> str:
     """All that a student of a run depends on, as text: its objective, its settings, and the config but for places and speed."""
-    keys = [key for key in configure.TYPES if key not in MAY_DIFFER]
-    keys += ["student", "teacher", "data_dir", "seed", "max_steps"]
+    keys = [key for key in sorted(configure.LEARNT) if key not in ("methods", "hyper")] + [
+        "teacher",
+        "data_dir",
+        "max_steps",
+    ]
     settings = json.dumps([cfg.settings_of(name), *(getattr(cfg, key) for key in keys)])
     return f"{objective(name.partition('@')[0])} {settings}"
 
@@ -100,7 +103,7 @@ def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[di
     for text in tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
-        values = [configure._literal(v) for v in values.split(",")]
+        values = [literal(v) for v in values.split(",")]
         if key == "lr" and len(values) > 1 and all(isinstance(v, int | float) and v > 0 for v in values):
             rates = [float(v) for v in values]
         elif method in knobs and setting != "lr":
@@ -132,11 +135,11 @@ def denser(rates: list[float], n: int) -> list[float]:
     return rates
 
 
-def plan(spec: Spec, loaded: configure.Loaded, chosen: dict[str, dict]) -> list[Student]:
+def plan(spec: Spec, base: Config, given_keys: set[str], chosen: dict[str, dict]) -> list[Student]:
     """The students of all studies and seeds. A study with the settings of an earlier one joins it."""
-    base, students, first = loaded.config, {}, {}
+    students, first = {}, {}
     for study, changes in {"main": {}, **(spec.studies or {})}.items():
-        given = {key: value for key, value in changes.items() if loaded.origin.get(key) != "command line"}
+        given = {key: value for key, value in changes.items() if key not in given_keys}
         of = changes.get("hyper", {})
         given["hyper"] = {m: base.hyper.get(m, {}) | of.get(m, {}) for m in {**base.hyper, **of}}
         cfg = dataclasses.replace(base, **given)
@@ -162,7 +165,7 @@ def flops(cfg: Config) -> tuple[float, float]:
     if not cfg.teacher:
         return student, 0.0
     if not is_native(cfg.teacher):
-        return student, 2.0 * teacher_size(cfg.teacher).n_params
+        return student, float(teacher_bytes(cfg.teacher))  # two for each parameter, which has two bytes
     return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False)
 
 
@@ -171,11 +174,15 @@ def per_run(cfg: Config, n_jobs: int) -> int:
     device = pick_device(cfg.device)
     cuda = device.type == "cuda"
     room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shape, teacher = student_config(cfg.student, for_students(cfg.teacher)), cfg.teacher and teacher_size(cfg.teacher)
-    width, micro = 2 if cuda and cfg.dtype != "float32" else 4, cfg.micro_batch or cfg.group
-    parts = (run_bytes(shape, n, teacher, cfg.seq_len, cfg.group, width, cfg.recompute) for n in (1, 2))
-    one, two = (fixed + micro * per_row for fixed, per_row in parts)
-    return max(1, int(1 + (ROOM * room / n_jobs - one) / (two - one)))
+    shape, teacher = student_config(cfg.student, for_students(cfg.teacher)), cfg.teacher and teacher_bytes(cfg.teacher)
+    head = (
+        4 * shape.vocab_size * max(shape.hidden_size, 5 * cfg.group * cfg.seq_len)
+    )  # its gradient, or five times the logits
+    return max(1, int((ROOM * room / n_jobs - 2 * (teacher or 0) - head) / (20 * count(shape))))
+
+
+def teacher_bytes(name: str) -> int:
+    return sum(file.stat().st_size for file in find_folder(name).glob("*.safetensors"))
 
 
 def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
@@ -184,7 +191,7 @@ def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
     for s in students:
         first.setdefault(s.made_by, s)
     for s in first.values():
-        shared = dataclasses.replace(s.cfg, methods=("-",), hyper={})
+        shared = dataclasses.replace(s.cfg, methods=("any",), hyper={})
         nth = next(i for i in itertools.count() if s.name not in groups.get((shared, i), {}))  # a name has one folder
         groups.setdefault((shared, nth), {})[s.name] = s
     jobs = []
@@ -320,9 +327,9 @@ def work(jobs: list[Job], out: Path, args, lock, after: Callable[[Job, int, str]
             append_line(out / "runs.jsonl", {"run": job.name, "rc": process.wait(), "wall_sec": wall})
 
 
-def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
+def compare(args, spec: Spec, cfg: Config) -> None:
     """Trials, seeds, scores, and what is kept of them."""
-    out, cfg = args.out, loaded.config
+    out = args.out
     (out / "logs").mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as lock:
         try:
@@ -343,7 +350,7 @@ def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
         failed, there = train([*tune.values()], out, args, lock), made(out)
         ces = {m: [held_out_ce(there.get(tune[m, i].made_by)) for i in range(len(of))] for m, of in tried.items()}
         chosen = {m: of[ces[m].index(min(ces[m]))] for m, of in tried.items() if min(ces[m]) < math.inf}
-        students = plan(spec, loaded, chosen)
+        students = plan(spec, cfg, args.given, chosen)
         without = {s.made_by: failed.get(tune[s.name, 0].made_by, "every trial stopped")
                    for s in students if s.name in tried and s.name not in chosen}  # fmt: skip
         failed |= without | train([s for s in students if s.made_by not in without], out, args, lock)
@@ -441,7 +448,7 @@ def copy_logs(folder: Path, s: Student, results: Path) -> None:
 # --- command ---------------------------------------------------------------------------------------------------------
 
 
-def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Loaded]:
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     """-> compare.py's own flags, what is compared, and the config of every run."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
                                      usage="compare.py CONFIG [--KEY=VALUE ..] [flags]")  # fmt: skip
@@ -463,10 +470,11 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Load
     add("--report", action="store_true", help="only write tables and figures anew, from --results")
     args, rest = parser.parse_known_args(argv)
     files = [word for word in rest if not word.startswith("--")]
-    loaded, given = configure.load(rest), {}
+    cfg, given = configure.load(rest), {}
+    args.given = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
     for file in files:
         given |= runpy.run_path(file).get("_compare", {})
-    if loaded.origin.get("methods") == "command line":  # a comparison of one's own, not the file's studies
+    if "methods" in args.given:  # a comparison of one's own, not the file's studies
         given = {k: v for k, v in given.items() if k in ("seeds", "tune", "reference", "rows", "at")}
     flags = {k: getattr(args, k) for k in ("seeds", "tune", "reference", "rows", "at")}
     given |= {k: tuple(v) if k == "tune" else v for k, v in flags.items() if v is not None}
@@ -478,28 +486,28 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, configure.Load
     args.out = args.out or Path("out", f"compare_{Path(files[0]).stem if files else 'flags'}")
     args.results = args.results or args.out / "report"
     for key in ("seed", "out_dir"):
-        if loaded.origin.get(key) == "command line":
+        if key in args.given:
             raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
-    for name in loaded.config.methods:  # ValueError for a method or a setting that does not exist
-        resolve(name, **loaded.config.overrides_of(name))
-    for name, of in trials(spec.tune, loaded.config.methods).items():
+    for name in cfg.methods:  # ValueError for a method or a setting that does not exist
+        resolve(name, **cfg.overrides_of(name))
+    for name, of in trials(spec.tune, cfg.methods).items():
         for settings in of:
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
-    if spec.reference not in (None, *loaded.config.methods):
-        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(loaded.config.methods)}")
+    if spec.reference not in (None, *cfg.methods):
+        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
         if value is not None and value < 1:
             raise UserError(f"--{key}={value}: expected at least 1")
     if args.per_run is None and not args.report:
-        args.per_run = per_run(loaded.config, args.jobs)
-    return args, spec, loaded
+        args.per_run = per_run(cfg, args.jobs)
+    return args, spec, cfg
 
 
 def run(argv: list[str]) -> int:
-    args, spec, loaded = arguments(argv)
+    args, spec, cfg = arguments(argv)
     if not args.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `work` ends its jobs
-        compare(args, spec, loaded)
+        compare(args, spec, cfg)
     found, table = report(spec, args.results, args.results)
     print(f"\n{table}\n{args.results / 'README.md'}")
     for x in found.failed:

@@ -21,7 +21,6 @@ Dimension key: B batch, T time, N positions, R requests, V vocabulary, D width.
 import argparse
 import contextlib
 import csv
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -54,7 +53,6 @@ from lib.teacher import Teacher, load_teacher, n_params
 from lib.tokens import token_bytes
 from model import Qwen2, Qwen2Config
 
-DEFAULTS = json.loads(json.dumps(dataclasses.asdict(configure.Config())))  # as they stand in a run.json
 N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
 
 
@@ -449,7 +447,6 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
     return None if not values or values[0] == "none" else values[0]
 
 
-@parallel.told_when_lost()
 def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     """Score all checkpoints. Each result file is written as soon as its checkpoint is done; then print their table.
 
@@ -539,7 +536,7 @@ def together(folders: list[Path], texts: list[str], args) -> str:
     if len(folders) == 1:
         return texts[0]
     try:
-        return tabulate(list(map(str, folders)), args.reference, args.mixed, args.metric, [args.split], DEFAULTS)[0]
+        return tabulate(list(map(str, folders)), args.reference, args.mixed, args.metric, [args.split])[0]
     except UserError as error:
         return "\n".join([*texts, f"Each by itself: {error}"])
 
@@ -705,7 +702,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> None:
     args = arguments(argv)
     if args.table:
-        text, records = tabulate(args.paths, args.reference, args.mixed, args.metric, defaults=DEFAULTS)
+        text, records = tabulate(args.paths, args.reference, args.mixed, args.metric)
         if args.csv:
             with open(args.csv, "w", newline="", encoding="utf-8") as file:
                 out = csv.DictWriter(file, list(records[0]))

@@ -18,37 +18,27 @@ function and a row of `METHODS` to this file. Dimensions: N positions, V vocabul
 """
 
 import functools
-import inspect
 import math
+import traceback
+import typing
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lib import fused, vocab
-from lib.checks import (
-    IGNORE,
-    all_finite,
-    between,
-    check_objective,
-    enter,
-    leave,
-    not_negative,
-    one_of,
-    positive,
-    require,
-    valid_mean,
-)
-from lib.files import nearest
+from lib import vocab
+from lib.checks import IGNORE, enter, leave, valid_mean
+from lib.files import UserError, first_line, nearest
+from lib.settings import Above0, Below1, Least0, Part, Share, checked, require
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
 # --- ALRA ----------------------------------------------------------------------------------------------------------
 
 
 class AlraTerms(NamedTuple):
-    """What `alra_terms` returns. At ignored positions only `loss` has a meaning."""
+    """What `alra` returns. At ignored positions only `loss` has a meaning."""
 
     loss: Tensor  # [N] mass + local + rest + lambda_pair * pair (Eq. 22); 0 where ignored
     mass: Tensor  # [N] KL(b_t || b_s), Eq. 14
@@ -70,10 +60,11 @@ class AlraTerms(NamedTuple):
         return self.log_alpha[:, 1]
 
 
-def alra_terms(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, d_min: int = 3, d_max: int = 25, tau: float = 1.0, tau_p: float = 1.0,
-    gamma: float = 5.0, lambda_pair: float = 1.0, eps: float = 1e-6, anchor: str = "teacher", pair: str = "swpra",
-    budget: str = "adaptive", detach_weights: bool = True,
+def alra(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, d_min: int = 3, d_max: int = 25, tau: Above0 = 1.0, tau_p: Above0 = 1.0,
+    gamma: Least0 = 5.0, lambda_pair: Least0 = 1.0, eps: Above0 = 1e-6,
+    anchor: Literal["teacher", "none", "label", "both"] = "teacher", pair: Literal["swpra", "pra_u", "pra"] = "swpra",
+    budget: Literal["adaptive", "fixed"] = "adaptive", detach_weights: bool = True,
 ) -> AlraTerms:  # fmt: skip
     """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1. Divergences: teacher to student.
 
@@ -93,11 +84,6 @@ def alra_terms(
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that could move the
                      weights would lower its loss by driving pairs apart
     """
-    positive(tau=tau, tau_p=tau_p, eps=eps)
-    not_negative(gamma=gamma, lambda_pair=lambda_pair)
-    one_of("none", "teacher", "label", "both", anchor=anchor)
-    one_of("swpra", "pra_u", "pra", pair=pair)
-    one_of("adaptive", "fixed", budget=budget)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     N, V = z_s.shape
     require(2 <= d_max < V, f"d_max={d_max}: expected 2 <= d_max < V={V}")
@@ -143,12 +129,6 @@ def alra_terms(
     return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens, weight, log_alpha)
 
 
-@functools.wraps(alra_terms, assigned=())  # shows the signature of `alra_terms`
-def alra(z_s: Tensor, z_t: Tensor, y: Tensor, **settings) -> Tensor:
-    """ALRA's loss alone: `alra_terms(...).loss`, with its settings and defaults  # [N]"""
-    return alra_terms(z_s, z_t, y, **settings).loss
-
-
 @torch.no_grad()
 def _anchored(tokens, z_t, y, anchor) -> Tensor:
     """The candidate set (Eq. 5): a missing anchor replaces the lowest-ranked proposal that is not an anchor itself.
@@ -187,7 +167,7 @@ def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
 
 
 def vanilla_kd(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, t2_scaling: bool = False, standardize: bool = False
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 0.5, t2_scaling: bool = False, standardize: bool = False
 ) -> Tensor:
     """KL(P_t || P_s) over the full vocabulary (Eq. 3), P = softmax(z / tau) on both sides (Eq. 2).
 
@@ -197,7 +177,6 @@ def vanilla_kd(
 
     MiniPLM's code trains the cross-entropy form. That differs by the teacher's entropy and has the same gradient.
     """
-    positive(tau=tau)
     z_s, z_t, y, valid = enter(z_s, z_t, y, guard=standardize)
     z_s, z_t = (_standardized(z_s), _standardized(z_t)) if standardize else (z_s, z_t)
     return leave(vocab.forward_kl(z_s, z_t, tau, valid) * (tau**2 if t2_scaling else 1.0), valid)
@@ -211,8 +190,8 @@ def _standardized(z) -> Tensor:
 
 
 def pd(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 0.5, top_p: float = 0.95, top_k: int = 50,
-    truncate_on: str = "tempered", temper_student: bool = False,
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 0.5, top_p: Part = 0.95, top_k: int = 50,
+    truncate_on: Literal["tempered", "raw"] = "tempered", temper_student: bool = False,
 ) -> Tensor:  # fmt: skip
     """Pre-training distillation (Peng et al. 2025): KL(F(P_t) || P_s), F the truncated, tempered, renormalised teacher.
 
@@ -226,11 +205,8 @@ def pd(
     There is no public code. Choices made here: the token that crosses top_p is kept; the student is normalised over
     the full vocabulary, which pushes down the tokens that are not kept; no tau^2. `kd_weight` is PD's schedule.
     """
-    positive(tau=tau)
-    require(0 < top_p <= 1, f"top_p={top_p}: expected 0 < top_p <= 1, where 1 keeps all")
-    one_of("tempered", "raw", truncate_on=truncate_on)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    between(1, z_s.shape[1], top_k=top_k)
+    require(1 <= top_k <= z_s.shape[1], f"top_k={top_k}: expected 1 to V")
     tokens = vocab.top(z_t, top_k)  # [N, top_k] largest first
     tau_p = tau if truncate_on == "tempered" else 1.0
     p_t = vocab.log_p(z_t, tokens, tau_p, valid).double().exp()
@@ -242,7 +218,7 @@ def pd(
     return leave((f * (ln_f - logp_s)).sum(-1), valid)
 
 
-def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, easy_weight: float = 0.5) -> Tensor:
+def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, easy_weight: Share = 0.5) -> Tensor:
     """ATKD (Zhong et al. 2024): hard positions learn target and non-targets, easy ones the non-targets alone.
 
         TKD_u = KL of the pair (p_y, 1 - p_y);  DKD_u = KL of the softmaxes over V without y; both teacher to student
@@ -253,8 +229,6 @@ def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, easy_weight: 
     UNC is compared as log-odds: the order is the same, and values that 1 - p rounds together stay apart. No tau^2.
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
-    positive(tau=tau)
-    between(0, 1, easy_weight=easy_weight)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     odds_s, odds_t, dkd_u = _target_split(z_s, z_t, y, tau, valid)
     tkd_u = binary_kl(odds_t, odds_s)
@@ -273,8 +247,8 @@ def _target_split(z_s, z_t, y, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rld(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, tau_conf: float = 1.0, alpha: float = 1.0,
-    beta: float = 1.0,
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, tau_conf: Above0 = 1.0, alpha: Least0 = 1.0,
+    beta: Least0 = 1.0,
 ) -> Tensor:  # fmt: skip
     """RLD (Sun et al. 2025): the teacher's confidence goes to the label, its ranking below the label to the rest.
 
@@ -285,8 +259,6 @@ def rld(
     A is strict and uses raw teacher logits: the label, tokens above it and tokens equal to it leave both distributions.
     The ALRA paper leaves alpha, beta and tau_conf open: all 1 here (authors: 1, 0.5 to 8, 1). No warm-up.
     """
-    positive(tau=tau, tau_conf=tau_conf)
-    not_negative(alpha=alpha, beta=beta)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     _, odds_m, _ = _target_split(z_s, z_t, vocab.top(z_t, 1)[:, 0], tau_conf, valid)
     odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
@@ -296,8 +268,8 @@ def rld(
 
 
 def ldrld(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, d: int = 15, alpha: float = 1.0, beta: float = 1.0,
-    pair_reduction: str = "mean",
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, d: int = 15, alpha: Least0 = 1.0, beta: Least0 = 1.0,
+    pair_reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:  # fmt: skip
     """LDRLD (Xu et al. 2025): the student's top d in weighted pairs and as one distribution, and the rest. No label.
 
@@ -309,9 +281,6 @@ def ldrld(
 
     The ALRA paper leaves alpha and beta open: both 1 here (authors' example: 10.5 and 7 at d = 7, tau = 4).
     """
-    positive(tau=tau)
-    not_negative(alpha=alpha, beta=beta)
-    one_of("mean", "sum", pair_reduction=pair_reduction)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     require(2 <= d < z_s.shape[1], f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
     split = vocab.split(z_s, z_t, vocab.top(z_s, d), tau, valid)
@@ -326,7 +295,7 @@ def ldrld(
 
 
 def tad(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0, top_k: int = 10, beta: float = 2.0, norm: str = "sequence",
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, top_k: int = 10, beta: Least0 = 2.0, norm: Literal["sequence", "unit", "none"] = "sequence",
     n_sequences: int = 1,
 ) -> Tensor:  # fmt: skip
     """TAD (Dasgupta et al. 2026): the KL over head tokens and tail mass, and the weighted KL within the tail.
@@ -341,9 +310,6 @@ def tad(
 
     There is no public code. The tail bucket in D1 follows from TAD's gradient. Masses stay in the log domain: no floor.
     """
-    positive(tau=tau)
-    not_negative(beta=beta)
-    one_of("sequence", "unit", "none", norm=norm)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     N, V = z_s.shape
     require(1 <= top_k < V, f"top_k={top_k}: expected 1 <= top_k < V={V}")
@@ -360,7 +326,7 @@ def tad(
     return leave(kl(x_t, x_s) + beta * w * split.rest_kl, valid)
 
 
-def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 8) -> Tensor:
+def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 3.0, top_k: int = 8) -> Tensor:
     """BiLD (Li et al. 2025): t-LD + s-LD, on the teacher's and on the student's top k tokens.
 
         D_ab = (z_a - z_b) / tau for a < b in the leader's order;  LD = KL(softmax(D^T) || softmax(D^S)) over pairs
@@ -369,15 +335,12 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 3.0, top_k: int = 
     single pair and nothing to learn, so k >= 3. The loss is blind to tokens outside both sets. The authors' KL on
     prompt tokens has no counterpart in pre-training.
     """
-    positive(tau=tau)
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
-    between(3, z_s.shape[1], top_k=top_k)
-    once = upper(top_k, z_s.device).flatten()
-    tokens = torch.cat([vocab.top(z_t, top_k), vocab.top(z_s, top_k)], 1)  # [N, 2 k] the teacher's, and the student's
-    loss = 0.0
-    both = (vocab.pick(z, tokens, valid).masked_fill(~valid[:, None], 0.0).chunk(2, 1) for z in (z_t, z_s))
-    for in_t, in_s in zip(*both, strict=True):  # t-LD, s-LD
-        d_t, d_s = (differences(x / tau).flatten(1) for x in (in_t, in_s))  # [N, k * k]
+    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    require(3 <= top_k <= z_s.shape[1], f"top_k={top_k}: expected 3 to V")
+    once, loss = upper(top_k, z_s.device).flatten(), 0.0
+    for leader in (z_t, z_s):  # t-LD, s-LD
+        tokens = vocab.top(leader, top_k)
+        d_t, d_s = (differences(z.gather(1, tokens) / tau).flatten(1) for z in (z_t, z_s))  # [N, k * k]
         loss = loss + kl(d_t, d_s, once)
     return leave(loss, valid)
 
@@ -406,16 +369,16 @@ METHODS: dict[str, Method] = {
     "ldrld": Method(ldrld, {}, 1.0, 0.5),
     "tad": Method(tad, {}, 0.5, 0.5),
     "bild": Method(bild, {}, 1.0, 0.0),
-    "alra": Method(alra_terms, {}, 1.0, 0.0),
+    "alra": Method(alra, {}, 1.0, 0.0),
     # pair weighting
-    "alra_r": Method(alra_terms, {"pair": "pra"}, 1.0, 0.0),
-    "alra_u": Method(alra_terms, {"pair": "pra_u"}, 1.0, 0.0),
+    "alra_r": Method(alra, {"pair": "pra"}, 1.0, 0.0),
+    "alra_u": Method(alra, {"pair": "pra_u"}, 1.0, 0.0),
     # anchoring
-    "alra_n": Method(alra_terms, {"anchor": "none"}, 1.0, 0.0),
-    "alra_ng": Method(alra_terms, {"anchor": "label"}, 1.0, 0.0),
-    "alra_g": Method(alra_terms, {"anchor": "both"}, 1.0, 0.0),
+    "alra_n": Method(alra, {"anchor": "none"}, 1.0, 0.0),
+    "alra_ng": Method(alra, {"anchor": "label"}, 1.0, 0.0),
+    "alra_g": Method(alra, {"anchor": "both"}, 1.0, 0.0),
     # fixed budgets: ALD + PRA-U on the student's top d
-    **{f"fixed_{d}": Method(alra_terms, {"budget": "fixed", "d_max": d, "pair": "pra_u"}, 1.0, 0.0)
+    **{f"fixed_{d}": Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"}, 1.0, 0.0)
        for d in (3, 7, 9, 15, 19, 25)},
 }  # fmt: skip
 
@@ -425,246 +388,165 @@ def needs_teacher(name: str) -> bool:
     return resolve(name).has_teacher
 
 
-def settings(name: str) -> dict[str, type]:
-    """What `resolve(name)` may override, with types: the settings of the method's objective, `w_kd` and `w_ce`."""
-    method = _row(name)
-    known = {p.name: p.annotation for p in inspect.signature(method.fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    known.pop("n_sequences", None)  # a fact of the call
-    unknown = sorted(set(method.hyper) - set(known))
-    require(not unknown, f"METHODS[{name!r}]: {method.fn.__name__} takes no {', '.join(unknown)}")
-    return {"w_kd": float, "w_ce": float, **known}
-
-
-def keywords(name: str) -> frozenset[str]:
-    """The names of `settings(name)`."""
-    return frozenset(settings(name))
+def settings(name: str) -> dict[str, object]:
+    """What `resolve(name)` may override, with kinds: the settings of the method's objective, `w_kd` and `w_ce`."""
+    fn = resolve(name).fn
+    kinds = typing.get_type_hints(fn, include_extras=True)
+    return {
+        "w_kd": Least0,
+        "w_ce": Least0,
+        **{key: kinds[key] for key in fn.__kwdefaults__ or {} if key != "n_sequences"},
+    }
 
 
 def resolve(name: str, **overrides) -> Method:
-    """The row of `METHODS` with overrides. ValueError for an unknown name, an unknown setting or a wrong type."""
-    method, known = _row(name), settings(name)
-    for key in sorted(set(overrides) - set(known)):
-        near = nearest(key, known)
-        hint = f" (did you mean {near!r}?)" if near else ""
-        raise ValueError(f"{name} takes no {key}{hint}; it takes {', '.join(sorted(known))}")
+    """The row of `METHODS` of METHOD or METHOD@LABEL, with overrides. `UserError` for an unknown name or setting, and a wrong value."""
+    name = name.partition("@")[0]
+    require(
+        name in METHODS,
+        f"no such method {name!r}, did you mean {nearest(name, METHODS)!r}? There are {', '.join(METHODS)}",
+    )
+    method, known = METHODS[name], settings(name) if overrides else {}
     for key, value in overrides.items():
-        kind = known[key]
-        if kind in (bool, int, float):  # the objective itself checks choices
-            fits = type(value) is kind or (kind is float and type(value) is int)
-            require(fits, f"{name}.{key}={value!r}: expected {kind.__name__}, got {type(value).__name__}")
-            overrides[key] = kind(value)
+        require(key in known, f"{name} takes no {key}; it takes {', '.join(sorted(known))}")
+        overrides[key] = checked(f"{name}.{key}", value, known[key])
     weights = {key: overrides.pop(key) for key in ("w_kd", "w_ce") if key in overrides}
-    not_negative(**weights)
     return method._replace(hyper={**method.hyper, **overrides}, **weights)
 
 
 def method_lines() -> list[str]:
-    """A line for each objective: the methods that use it, and its settings with their defaults; for `--help`."""
-    users: dict = {}
-    for name, method in METHODS.items():
-        users.setdefault(method.fn, []).append(name)
-    lines = []
-    for fn, names in users.items():
-        defaults = {p.name: p.default for p in inspect.signature(fn).parameters.values()}
-        told = ", ".join(f"{key}={defaults[key]}" for key in settings(names[0]) if key in defaults)
-        lines.append(f"{', '.join(names)}: {told or 'no settings'}")
-        for name in names:
-            method = METHODS[name]
-            own = {"w_kd": method.w_kd, "w_ce": method.w_ce, **method.hyper}
-            lines.append(f"  {name} has " + ", ".join(f"{key}={value}" for key, value in own.items()))
-    return [*lines, "all: w_kd, w_ce (weights of the distillation term and of the causal language-modelling term)"]
+    """For `--help`: each objective with its settings, and the methods that use it."""
+    lines = ["methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"]
+    for fn in dict.fromkeys(method.fn for method in METHODS.values()):
+        lines.append(
+            f"    {fn.__name__}: " + ", ".join(f"{key}={value}" for key, value in (fn.__kwdefaults__ or {}).items())
+        )
+        lines += [
+            f"        {name}: w_kd={m.w_kd}, w_ce={m.w_ce} {m.hyper or ''}" for name, m in METHODS.items() if m.fn is fn
+        ]
+    return lines
 
 
-def _row(name: str) -> Method:
-    """The row of a method. A student's name, METHOD@LABEL, stands for its method."""
-    name = name.partition("@")[0]
-    if name not in METHODS:
-        near = nearest(name, METHODS)
-        hint = f", did you mean {near!r}?" if near else f": {', '.join(METHODS)}"
-        raise ValueError(f"no such method {name!r}{hint}")
-    return METHODS[name]
+def moving(method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant") -> dict[str, float]:
+    """The settings that move, in update `step` of `n_steps`: one with an x_end beside it goes there in a straight line.
 
-
-def settings_at(name: str, step: int, n_steps: int, **overrides) -> dict[str, float]:
-    """The settings that move, in update `step` of `n_steps`: a setting x with an x_end beside it goes there linearly."""
-    method = resolve(name, **overrides)
+    PD's schedule of the distillation weight: it rises over the first 10 % of the steps and falls in the last 1 %.
+    """
     now = {**(method.fn.__kwdefaults__ or {}), **method.hyper}
-    ends = {key: now.get(f"{key}_end") for key in now}
-    return {key: now[key] + (end - now[key]) * step / n_steps for key, end in ends.items() if end is not None}
-
-
-def kd_weight(step: int, n_steps: int, peak: float) -> float:
-    """PD's schedule of the distillation weight: it rises over the first 10 % of the steps and falls in the last 1 %."""
-    require(n_steps >= 1, f"n_steps={n_steps}: expected at least 1")
-    require(0 <= step <= n_steps, f"step={step}: expected 0 to n_steps={n_steps}")
-    return peak * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
+    found = {key: x + (now[f"{key}_end"] - x) * step / n_steps for key, x in now.items() if f"{key}_end" in now}
+    if w_kd_schedule == "wsd" and method.has_teacher:
+        found["w_kd"] = method.w_kd * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
+    return found
 
 
 # --- one forward batch ----------------------------------------------------------------------------------------------
 
 
-def method_loss(
-    name: str, z_s: Tensor, z_t: Tensor | None, y: Tensor, n_sequences: int = 1, **overrides
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A method's loss of one forward batch, w_kd * kd + w_ce * ce (Eq. 23), and the unweighted means of its terms.
-
-    z_s, z_t     [N, V] and y [N] as for every objective; z_t may be None where the method has no teacher
-    n_sequences  sequences of equal length in the batch, one after another
-    overrides    `w_kd`, `w_ce` and settings of the objective; any other name is a ValueError
-
-    -> loss   [] differentiable in z_s; 0 if no position is valid
-       terms  detached means over the valid positions: `loss`, `kd` (with a teacher), `ce`, and the objective's parts
-              (ALRA: `mass`, `local`, `rest`, `pair`, `d_u`, `support`). A term of weight 0 costs no gradient
-    """
-    loss, sums = _mean_loss(_of_call(resolve(name, **overrides), n_sequences), z_s, z_t, y)
-    n_valid = sums.pop("n_valid").clamp(min=1)
-    return loss, {key: value / n_valid for key, value in sums.items()}
-
-
-def _of_call(method: Method, n_sequences: int) -> Method:
-    """The method with `n_sequences`, where its objective asks for it."""
-    asks = "n_sequences" in inspect.signature(method.fn).parameters
-    return method._replace(hyper={**method.hyper, "n_sequences": n_sequences}) if asks else method
-
-
 def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
-    """-> the mean loss of one forward batch, and detached sums of its terms over the valid positions, with n_valid."""
+    """w_kd * kd + w_ce * ce (Eq. 23) -> its mean over one forward batch, and detached sums of its terms with n_valid.
+
+    The terms are `loss`, `kd` (with a teacher), `ce`, and the objective's parts. A term of weight 0 costs no gradient.
+    """
     fn, grad, valid = method.fn, torch.is_grad_enabled(), y != IGNORE
-    require(z_t is not None or not method.has_teacher, f"z_t: {fn.__name__} needs teacher logits, got None")
-    with torch.set_grad_enabled(grad and _weighs(method.w_ce)):
+    weigh_ce, weigh_kd = (isinstance(w, Tensor) or w > 0 for w in (method.w_ce, method.w_kd))  # a tensor moves
+    with torch.set_grad_enabled(grad and weigh_ce):
         ce = cross_entropy(z_s, None, y)  # [N]
-    loss, terms = torch.zeros_like(ce), {"ce": ce}
-    loss = loss + method.w_ce * ce if _weighs(method.w_ce) else loss
+    loss, terms = method.w_ce * ce if weigh_ce else torch.zeros_like(ce), {"ce": ce}
     if method.has_teacher:
-        with torch.set_grad_enabled(grad and _weighs(method.w_kd)):
+        require(z_t is not None, f"z_t: {fn.__name__} needs teacher logits, got None")
+        with torch.set_grad_enabled(grad and weigh_kd):
             kd = fn(z_s, z_t, y, **method.hyper)
         parts = kd._asdict() if isinstance(kd, tuple) else {"loss": kd}
         kd = parts.pop("loss")  # [N]
-        got, expected = tuple(kd.shape), tuple(y.shape)
-        require(got == expected, f"{fn.__name__}: expected one number per position, {expected}, got {got}")
-        loss = loss + method.w_kd * kd if _weighs(method.w_kd) else loss
+        loss = loss + method.w_kd * kd if weigh_kd else loss
         terms = {"kd": kd, "ce": ce, **{key: value for key, value in parts.items() if value.shape == y.shape}}
     sums = {key: leave(value.detach(), valid).sum() for key, value in {"loss": loss, **terms}.items()}
     return loss.sum() / valid.sum().clamp(min=1), {**sums, "n_valid": valid.sum()}
 
 
-def _weighs(weight: float | Tensor) -> bool:
-    """Whether a term is part of the loss. A weight that is a tensor changes from step to step."""
-    return isinstance(weight, Tensor) or weight > 0
-
-
 def _evaluate(
-    method: Method, gradient: torch.dtype | bool | None, z_s, z_t, y, w_kd: Tensor | None = None
+    method: Method, gradient: torch.dtype | None, z_s, z_t, y, moved: dict[str, Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """`_mean_loss`, and the gradient of its loss in z_s if wanted: in the dtype that is given, or by True in z_s's own.
+    """`_mean_loss`, and the gradient of its loss in z_s if a dtype for it is given.
 
-    w_kd [] takes the place of the method's, and 1 - w_kd that of w_ce; None: neither.
-
-    Student logits that are not finite give NaN on the CPU too, not a ValueError: a student that breaks stops alone, and
-    the other students of the run go on.
+    moved  settings, as tensors [], that take the place of the method's; beside w_kd, w_ce is 1 - w_kd
     """
-    gradient = z_s.dtype if gradient is True else gradient or None
-    method = method if w_kd is None else method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
-    if torch.compiler.is_compiling():
-        if not gradient:
+    if moved:
+        weights = {"w_kd": moved["w_kd"], "w_ce": 1.0 - moved["w_kd"]} if "w_kd" in moved else {}
+        method = method._replace(hyper={**method.hyper, **{k: v for k, v in moved.items() if k != "w_kd"}}, **weights)
+    if not gradient:
+        with torch.no_grad():
             return *_mean_loss(method, z_s, z_t, y), None
-        # one graph for both directions: nothing of [N, V] is kept between them
+    if torch.compiler.is_compiling():  # one graph for both directions: nothing of [N, V] is kept between them
         dz, (loss, sums) = torch.func.grad_and_value(lambda z: _mean_loss(method, z, z_t, y), has_aux=True)(z_s)
         return loss, sums, dz.to(gradient)
-    broken = z_s.device.type == "cpu" and not all_finite(z_s)
-    z_s = torch.zeros_like(z_s) if broken else z_s
-    with torch.set_grad_enabled(gradient is not None):
-        loss, sums = _mean_loss(method, z_s.requires_grad_(gradient is not None), z_t, y)
-    dz = None
-    if gradient:
-        dz = (torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)).to(gradient)
-    if broken:
-        loss, dz = loss * math.nan, dz if dz is None else dz.fill_(math.nan)
-        sums = {key: value if key == "n_valid" else value * math.nan for key, value in sums.items()}
-    return loss.detach(), sums, dz
-
-
-# --- head and loss in one -------------------------------------------------------------------------------------------
+    with torch.enable_grad():
+        loss, sums = _mean_loss(method, z_s.requires_grad_(), z_t, y)
+    dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
+    return loss.detach(), sums, dz.to(gradient)
 
 
 def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **overrides) -> Callable:
-    """One forward batch of a method: f(gradient, z_s, z_t, y, w_kd=None) -> mean loss, sums of its terms, gradient in z_s or None.
+    """One forward batch of a method: f(gradient's dtype or None, z_s, z_t, y, moved=None) -> mean loss, sums of its terms, gradient.
 
-    gradient  the dtype of the gradient, or None
-
-    compile  run it under torch.compile, once per method, settings and shape
+    n_sequences  sequences of equal length in the batch, one after another
+    compile      run it under torch.compile, once per method, settings and shape
     """
+    method = resolve(name, **overrides)
+    if "n_sequences" in (method.fn.__kwdefaults__ or {}):
+        method.hyper["n_sequences"] = n_sequences
     if compile:
-        return _compiled(name.partition("@")[0], n_sequences, tuple(sorted(overrides.items())))
-    return functools.partial(_evaluate, _of_call(resolve(name, **overrides), n_sequences))
+        return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
+    return functools.partial(_evaluate, method)
 
 
 @functools.cache
-def _compiled(name: str, n_sequences: int, overrides: tuple) -> Callable:
+def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
     from lib.graph import Rewrite  # half a second, and only compiled runs need it
 
-    method = _of_call(resolve(name, **dict(overrides)), n_sequences)
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
-    options = {"post_grad_custom_pre_pass": Rewrite()}
-    compiled = torch.compile(lambda *inputs: _evaluate(method, *inputs), dynamic=False, fullgraph=True, options=options)
-    check = functools.cache(functools.partial(_check_settings, method))  # once per vocabulary: it runs the objective
-
-    def evaluate(gradient: torch.dtype | None, z_s, z_t, y, w_kd=None):
-        check(z_s.shape[1])  # inside the graph bad settings would raise an error of torch's
-        return compiled(gradient, z_s, z_t, y, w_kd)
-
-    return evaluate
+    one, options = (
+        functools.partial(_evaluate, Method(fn, dict(hyper), w_kd, w_ce)),
+        {"post_grad_custom_pre_pass": Rewrite()},
+    )
+    return torch.compile(
+        lambda *inputs, moved=None: one(*inputs, moved), dynamic=False, fullgraph=True, options=options
+    )
 
 
 def check_settings(name: str, V: int, **overrides) -> None:
-    """ValueError where an objective breaks its contract, or a setting has a wrong type or value at a vocabulary of V."""
-    method = resolve(name, **overrides)
-    try:
-        _check_settings(method, V)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    """`UserError` where a setting is wrong at a vocabulary of V, or the objective does not do what the head of this file says.
 
-
-def _check_settings(method: Method, V: int) -> None:
-    if method.has_teacher:
-        check_objective(functools.partial(method.fn, **method.hyper), V, method.hyper.get("n_sequences", 1))
-
-
-def fused_head_loss(
-    h_s: Tensor, w_s: Tensor, h_t: Tensor | None, w_t: Tensor | None, y: Tensor, method: str, group: int = 1,
-    compile: bool = False, **overrides,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """`method_loss` from last hidden states and head weights; the logits of one forward batch exist at a time.
-
-    h_s, h_t  [B, T, D_s], [B, T, D_t]  last hidden states; h_t and w_t are None where the method has no teacher
-    w_s, w_t  [V, D_s], [V, D_t]        head weights
-    y         [B, T]                    labels, IGNORE where not in T_B
-    group     sequences per forward batch, a divisor of B: the range of batch statistics
-    compile   run the objective under torch.compile
-
-    -> loss   [] the mean over the B / group forward batches of each one's `method_loss`; one with no valid position
-              counts as 0. Differentiable in h_s and w_s, once
-       terms  detached means over all valid positions of the call; weight them by their number when summing up
+    It runs on three positions, of which the second is ignored.
     """
-    return fused_head_losses([(h_s, w_s, method, overrides)], h_t, w_t, y, group, compile)[0]
-
-
-def fused_head_losses(
-    students: list[tuple[Tensor, Tensor, str, dict]], h_t: Tensor | None, w_t: Tensor | None, y: Tensor, group: int = 1,
-    compile: bool = False,
-) -> list[tuple[Tensor, dict[str, Tensor]]]:  # fmt: skip
-    """`fused_head_loss` for several students (h_s, w_s, method, overrides) of one teacher (lib/fused.py)."""
-    heads = [(h_s, w_s, evaluator(name, group, compile, **overrides)) for h_s, w_s, name, overrides in students]
-    if not any(needs_teacher(name) for _, _, name, _ in students):
-        h_t = w_t = None
-    return fused.head_losses(heads, h_t, w_t, y, group)
+    method = resolve(name, **overrides)
+    z_s, z_t = torch.randn(2, 3, V, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, IGNORE, V - 1])
+    if not method.has_teacher:
+        return
+    try:
+        found = method.fn(z_s.requires_grad_(), z_t, y, **method.hyper)
+        loss = getattr(found, "loss", found)  # of a NamedTuple
+        require(
+            loss.shape == y.shape and loss[1] == 0,
+            "expected one number per position, 0 where ignored: end with `return leave(.., valid)`",
+        )
+        (slope,) = torch.autograd.grad(loss.sum(), z_s)
+        require(
+            not slope[1].any(),
+            "ignored positions have a gradient; leave them out of means over positions (`valid_mean`)",
+        )
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, UserError) else f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
+        raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
 # --- further objectives, with their authors' settings ---------------------------------------------------------------
 
 
-def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
+def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Tensor:
     """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2.
 
     Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1, so it has no row.
@@ -677,14 +559,13 @@ def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tens
     return _sum_of(terms, z_s, z_t, y, tau)
 
 
-def jsd(z_s: Tensor, z_t: Tensor, y: Tensor, *, beta: float = 0.5, tau: float = 1.0) -> Tensor:
+def jsd(z_s: Tensor, z_t: Tensor, y: Tensor, *, beta: Share = 0.5, tau: Above0 = 1.0) -> Tensor:
     """Generalised Jensen-Shannon divergence in TRL's convention (GKD, Agarwal et al. 2024). No tau^2.
 
         m = (1 - beta) p_s + beta p_t,    loss[u] = beta KL(P_t || m) + (1 - beta) KL(P_s || m)
 
     beta = 0 is KL(P_t || P_s) and beta = 1 is KL(P_s || P_t), not the limits of the formula, which are 0.
     """
-    between(0, 1, beta=beta)
     if beta in (0, 1):
         return (vanilla_kd if beta == 0 else reverse_kl)(z_s, z_t, y, tau=tau)
     ln_odds = math.log(beta) - math.log1p(-beta)
@@ -712,13 +593,11 @@ def tvd(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     return _sum_of(terms, z_s, z_t, y)
 
 
-def dkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 4.0, alpha: float = 1.0, beta: float = 8.0) -> Tensor:
+def dkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 4.0, alpha: Least0 = 1.0, beta: Least0 = 8.0) -> Tensor:
     """DKD (Zhao et al. 2022): tau^2 (alpha TCKD + beta NCKD), KL of the target's pair and of the non-targets.
 
     At tau = alpha = 1 with NCKD weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
     """
-    positive(tau=tau)
-    not_negative(alpha=alpha, beta=beta)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     odds_s, odds_t, nckd = _target_split(z_s, z_t, y, tau, valid)
     return leave(tau**2 * (alpha * binary_kl(odds_t, odds_s) + beta * nckd), valid)
@@ -736,8 +615,8 @@ def mse_logits(z_s: Tensor, z_t: Tensor, y: Tensor, *, center: bool = False) -> 
 
 
 def adakd(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, keep: float = 0.5, c: float = 0.5, rule: str = "hellinger",
-    base: str = "reverse", detach_temperature: bool = False,
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, keep: Part = 0.5, c: Least0 = 0.5, rule: Literal["hellinger", "reverse_kl"] = "hellinger",
+    base: Literal["reverse", "forward"] = "reverse", detach_temperature: bool = False,
 ) -> Tensor:  # fmt: skip
     """AdaKD (code: SassyRong/AdaKD): only the hardest positions, each at its own temperature.
 
@@ -751,10 +630,6 @@ def adakd(
     Where the median is 0, as at equality, s_u is divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep`
     over training is left out. c = 0 means temperature 1.
     """
-    require(0 < keep <= 1, f"keep={keep}: expected 0 < keep <= 1")
-    not_negative(c=c)
-    one_of("hellinger", "reverse_kl", rule=rule)
-    one_of("reverse", "forward", base=base)
     z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
     logp_s, logp_t = _log_softmax(z_s), _log_softmax(z_t)
     if rule == "hellinger":
@@ -775,14 +650,12 @@ def adakd(
     return leave(loss * valid.sum() / n_hardest.to(loss.dtype), hardest)
 
 
-def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 2.0, keep: float = 0.2) -> Tensor:
+def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 2.0, keep: Part = 0.2) -> Tensor:
     """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) on the positions where the student is least sure.
 
     It keeps the ceil(keep n_valid) positions of the forward batch with the largest student entropy at temperature 1.
     The mean runs over these, so each carries n_valid / n_kept. It keeps none where n_valid < 3, unless keep = 1.
     """
-    positive(tau=tau)
-    require(0 < keep <= 1, f"keep={keep}: expected 0 < keep <= 1")
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     n_valid = valid.sum()
     n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
@@ -791,14 +664,13 @@ def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 2.0, keep: float =
     return leave(loss, kept)
 
 
-def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
+def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Share = 0.9) -> Tensor:
     """DA-KD's bidirectional discrepancy (He et al. 2025, Eq. 4): KL between two mixtures of teacher and student.
 
         loss[u] = KL((1 - lam) p_t + lam p_s || lam p_t + (1 - lam) p_s)
 
     The gradient runs through both. lam = 0 is KL(P_t || P_s), 1 is KL(P_s || P_t), 0.5 is 0. No public code.
     """
-    between(0, 1, lam=lam)
     if lam in (0, 1):
         return (vanilla_kd if lam == 0 else reverse_kl)(z_s, z_t, y, tau=1.0)
     bias = math.log(lam) - math.log1p(-lam)
@@ -815,7 +687,7 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.9) -> Tensor:
     return _sum_of(terms, z_s, z_t, y)
 
 
-def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
+def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Below1 = 0.1) -> Tensor:
     """Skew forward KL (DistiLLM, Ko et al. 2024): KL(P_t || lam P_t + (1 - lam) P_s), at most -ln lam.
 
     lam = 0 is KL(P_t || P_s). The gradient runs through the mixture. The authors' code leaves out the teacher's
@@ -823,7 +695,7 @@ def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor
     """
     if lam == 0:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
-    ln_odds = _skew(lam)
+    ln_odds = math.log1p(-lam) - math.log(lam)
 
     def terms(ln_q, ln_p):
         x, p = ln_q - ln_p + ln_odds, ln_p.exp()
@@ -832,26 +704,20 @@ def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor
     return _sum_of(terms, z_s, z_t, y, plus=-math.log(lam))
 
 
-def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: float = 0.1) -> Tensor:
+def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Below1 = 0.1) -> Tensor:
     """Skew reverse KL (DistiLLM, Ko et al. 2024): KL(P_s || lam P_s + (1 - lam) P_t), at most -ln lam.
 
     lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too; some copies of the code detach it there.
     """
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
-    ln_odds = _skew(lam)
+    ln_odds = math.log1p(-lam) - math.log(lam)
 
     def terms(ln_q, ln_p):
         x, q = ln_p - ln_q + ln_odds, ln_q.exp()
         return -q * F.softplus(x), q * (x.sigmoid() - F.softplus(x))
 
     return _sum_of(terms, z_s, z_t, y, plus=-math.log(lam))
-
-
-def _skew(lam) -> float:
-    """ln((1 - lam) / lam). KL(a || lam a + (1 - lam) b) is -ln lam - sum_i a_i softplus(ln b_i - ln a_i + this)."""
-    require(0 < lam < 1, f"lam={lam}: expected 0 <= lam < 1")
-    return math.log1p(-lam) - math.log(lam)
 
 
 def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float = 0.7) -> Tensor:
@@ -864,7 +730,6 @@ def abkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, alpha: float = 0.2, beta: float
     Each summand is >= 0 and taken from the larger of p and q: p^s (E_s(d) - E_beta(d)) / alpha with
     E_k(d) = (e^(k d) - 1) / k, d = ln q - ln p <= 0, or with the roles swapped.
     """
-    require(math.isfinite(alpha) and math.isfinite(beta), f"alpha={alpha}, beta={beta}: expected finite numbers")
     s = alpha + beta
 
     def terms(ln_q, ln_p):
@@ -883,7 +748,7 @@ def _chord(a, b, d) -> Tensor:
     return (e_a - e_b) / (a - b) if a != b else (d * (a * d).exp() - e_a) / a
 
 
-def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: float = 0.5) -> Tensor:
+def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: Part = 0.5) -> Tensor:
     """AKL (Wu et al. 2024): forward and reverse KL, weighted by where the student's error stands.
 
         head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu, so not the crossing token
@@ -892,7 +757,6 @@ def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: float = 0.5) -> Tensor:
     At equality, where h is 0 / 0, it is 1/2. Equal probabilities enter the head together. The released code lacks a
     parameter and its return.
     """
-    require(0 < mu < 1, f"mu={mu}: expected 0 < mu < 1")
     z_s, z_t, y, valid = enter(z_s, z_t, y)
 
     def terms(ln_q, ln_p, h):
@@ -919,7 +783,7 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     return torch.where(total > 0, head / total, 0.5)
 
 
-def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
+def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Tensor:
     """ToDi (Jung et al. 2025): forward or reverse KL token by token, whichever has the larger probability. No tau^2.
 
         loss[u] = sum_i [w_i p_i ln(p_i / q_i) + (1 - w_i) q_i ln(q_i / p_i)],   w_i = p_i / (p_i + q_i), a constant
@@ -935,7 +799,7 @@ def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: float = 1.0) -> Tensor:
     return _sum_of(terms, z_s, z_t, y, tau)
 
 
-def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: float = 0.4, t_end: float = 1.0) -> Tensor:
+def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: Share = 0.4, t_end: Share = 1.0) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target between both models.
 
     t      share of the teacher: a number, or a tensor [] that is not checked. 1 is KL(P_t || P_s); at 0 nothing is learnt
@@ -944,14 +808,12 @@ def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: float = 0.4, t_end: float = 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Left out: its adaptive
     step of t, which is smaller than the straight line's in runs of up to some 4,000 updates.
     """
-    between(0, 1, t_end=t_end, **({} if isinstance(t, Tensor) else {"t": t}))
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     return leave(vocab.forward_kl(z_s, (1 - t) * z_s.detach() + t * z_t, 1.0, valid), valid)
 
 
 def _sum_of(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
     """The sum over V of `terms` of q = P_s and p = P_t at temperature tau (`vocab.pointwise`), plus a number  # [N]"""
-    positive(tau=tau)
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
 

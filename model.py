@@ -24,6 +24,7 @@ import dataclasses
 import json
 import math
 import re
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from lib import parallel
-from lib.files import UserError, nearest, read_json
+from lib.files import UserError, nearest, read_json, reading
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
     find_folder,
@@ -45,51 +45,39 @@ from lib.hf import (  # noqa: F401  part of this module's interface
     tokenizer_hash,
     weights_hash,
 )
+from lib.settings import Above0, Count, Index, checked, require
 
 
 @dataclass(frozen=True)
 class Qwen2Config:
     """The shape of a decoder, in the field names of the Hugging Face config."""
 
-    hidden_size: int  # D
-    intermediate_size: int  # width inside the MLP
-    num_hidden_layers: int
-    num_attention_heads: int  # H
-    num_key_value_heads: int  # G, a divisor of H
-    vocab_size: int = 151_936  # V
+    hidden_size: Count  # D
+    intermediate_size: Count  # width inside the MLP
+    num_hidden_layers: Index
+    num_attention_heads: Count  # H
+    num_key_value_heads: Count  # G, a divisor of H
+    vocab_size: Count = 151_936  # V
     tie_word_embeddings: bool = True
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
-    max_position_embeddings: int = 32_768
-    head_dim: int | None = None  # K; None: D / H
+    rms_norm_eps: Above0 = 1e-6
+    rope_theta: Above0 = 1e6
+    max_position_embeddings: Count = 32_768
+    head_dim: Count | None = None  # K; None: D / H
     attention_bias: bool = True  # on q, k and v
     qk_norm: bool = False  # RMSNorm on q and k of each head, before rotation (Qwen3)
     rope_scaling: dict | None = None  # Llama 3's, by the names of its config.json
 
     def __post_init__(self):
-        for f in dataclasses.fields(self):
-            value, layers = getattr(self, f.name), f.name == "num_hidden_layers"
-            least, most = (
-                (0, 1000) if layers else (1 if f.type is int else 1e-30, 2**31)
-            )  # without layers: what is around them
-            if f.type in (int, float) and not (isinstance(value, int | f.type) and least <= value <= most):
-                raise ValueError(f"{f.name}={value!r}: expected {f.type.__name__} of {least} to {most}")
-            if f.type is bool and not isinstance(value, bool):
-                raise ValueError(f"{f.name}={value!r}: expected true or false")
+        for key, kind in typing.get_type_hints(Qwen2Config, include_extras=True).items():
+            object.__setattr__(self, key, checked(key, getattr(self, key), kind))
         d, h, g = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         if self.head_dim is None:
-            if d % h:
-                raise ValueError(f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
             object.__setattr__(self, "head_dim", d // h)
-        if h % g:
-            raise ValueError(f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim}: expected an even number, rotary positions turn pairs")
-
-    def facts(self) -> dict:
-        """The fields for a record. Those that later versions added are left out at their defaults: old records lack them."""
-        added = {"attention_bias": True, "qk_norm": False, "rope_scaling": None}
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in added or v != added[k]}
+            require(d % h == 0, f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
+        require(h % g == 0, f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}")
+        require(
+            self.head_dim % 2 == 0, f"head_dim={self.head_dim}: expected an even number, rotary positions turn pairs"
+        )
 
 
 # Rows of the paper's table of architectures, then the demo's own. `student_config` puts the teacher's values in the place
@@ -104,6 +92,19 @@ PRESETS = {
         256, 688, 6, 4, 4, vocab_size=4096, rope_theta=1e4, max_position_embeddings=1024
     ),  # 5.8M
 }
+
+
+def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
+    """FLOPs of one token.
+
+    Two per weight of every matrix that multiplies it (the head, but not the embedding look-up), and 2 * 2 * H * K * T / 2
+    per layer for causal attention; three times that where a backward pass follows.
+    """
+    d, k = shape.hidden_size, shape.head_dim
+    attention = d * k * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads)
+    matrices = shape.num_hidden_layers * (attention + 3 * d * shape.intermediate_size) + shape.vocab_size * d
+    scores = shape.num_hidden_layers * 2 * shape.num_attention_heads * k * seq_len
+    return (2 * matrices + scores) * (3 if trained else 1)
 
 
 def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
@@ -275,12 +276,8 @@ class Qwen2(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     @classmethod
-    def from_pretrained(
-        cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", shard: int = 1
-    ) -> "Qwen2":
+    def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
         """A checkpoint of a family of NATIVE from a local folder or the hub (`owner/name@revision`), weights as `dtype`.
-
-        With `shard` > 1 its layers are spread over so many processes, and each reads its own part alone.
 
         Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
         architecture, a pickle, and any tensor that is missing, left over or misshapen.
@@ -289,20 +286,13 @@ class Qwen2(nn.Module):
         with torch.device("meta"):
             model = cls(load_config(str(folder / "config.json")))  # never a preset of the same name
         model.to(dtype)
-        if shard > 1:
-            parallel.spread(model, model.model.layers, shard, torch.device(device), layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
 
-    def save_pretrained(
-        self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None, weights: dict | None = None
-    ) -> None:
-        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids.
-
-        weights  whole tensors by name, where this model's own are spread
-        """
-        save_folder(Path(folder), dataclasses.asdict(self.config), weights or self.state_dict(), tokenizer)
+    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids."""
+        save_folder(Path(folder), dataclasses.asdict(self.config), self.state_dict(), tokenizer)
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
@@ -324,40 +314,32 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
     return model
 
 
-INLINE = re.compile(r"(?:(\d+)x(\d+)x(\d+)|\s*\{.*)$", re.S)  # a shape in the place of its name
-
-
 def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     """A student's shape: a preset's name, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes.
 
     teacher  the fields of `Qwen2Config` that a preset and a shape without them take from the teacher: vocabulary, rope
              base and scaling, norm epsilon, context (`lib.teacher.for_students`). None: the preset's own
-    Raises `UserError` for a shape that cannot be read or is impossible.
     """
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **(teacher or {}))
-    inline = INLINE.match(shape)
-    if not inline and "/" not in shape and not shape.endswith(".json") and not Path(shape).exists():
-        near = nearest(shape, PRESETS)
-        raise UserError(
-            f"student={shape}: expected a preset ({', '.join(PRESETS)}), WIDTHxLAYERSxHEADS, like 512x8x8, or a folder"
-            f"{f'; did you mean {near!r}?' if near else ''}"
-        )
-    if not inline:
-        return load_config(shape)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    try:
-        given = dict(zip(keys, map(int, inline.groups()), strict=True)) if inline[1] else json.loads(shape)
-        unknown = given.keys() - {f.name for f in dataclasses.fields(Qwen2Config)}
-        absent = {*keys, *(() if teacher else ("vocab_size",))} - given.keys()
-        if unknown or absent:
-            problem = f"no such field {min(unknown)!r}" if unknown else f"no {min(absent)}"
-            raise ValueError(f"{problem}; expected {', '.join(keys)}, and others of config.json")
-        width, heads = given["hidden_size"], given["num_attention_heads"]
-        usual = {"intermediate_size": -(-width * 8 // 3 // 64) * 64, "num_key_value_heads": heads}
+    sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
+    if not sizes and shape[:1] != "{":
+        near = nearest(shape, PRESETS)
+        there = "/" in shape or Path(shape).exists()
+        require(
+            there,
+            f"student={shape}: expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder; did you mean {near!r}?",
+        )
+        return load_config(shape)
+    with reading(Path(f"student={shape}"), f"expected {', '.join(keys)}, and others of config.json"):
+        given = dict(zip(keys, map(int, sizes.groups()), strict=True)) if sizes else json.loads(shape)
+        usual = {
+            "intermediate_size": -(-given["hidden_size"] * 8 // 3 // 64) * 64,
+            "num_key_value_heads": given["num_attention_heads"],
+        }
+        require(teacher or "vocab_size" in given, f"student={shape}: no vocab_size, and no teacher")
         return Qwen2Config(**{**usual, **(teacher or {}), **given})
-    except (ValueError, TypeError) as error:
-        raise UserError(f"student={shape}: {error}") from error
 
 
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
@@ -387,8 +369,7 @@ def load_config(name: str) -> Qwen2Config:
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
     if not path.is_file():
         raise UserError(f"{name}: no config.json there; expected a model's folder or its config.json")
-    keys, remedy = {"rope_parameters?": dict, "rope_scaling?": dict}, "expected a config.json of the Hugging Face form"
-    hf = read_json(path, keys, remedy)
+    hf = read_json(path)
     if unlike := foreign(hf):
         raise UserError(f"{path}: {unlike}; this decoder has no such part")
     kind, rope = hf["model_type"], {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
@@ -402,12 +383,7 @@ def load_config(name: str) -> Qwen2Config:
                 "head_dim": 128 if kind == "qwen3" else None, "rope_theta": rope.get("rope_theta", 1e4),
                 "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}  # fmt: skip
     fields = {f.name: hf.get(f.name, defaults.get(f.name)) for f in dataclasses.fields(Qwen2Config)}
-    absent = [k for k, v in fields.items() if v is None and k not in ("head_dim", "rope_scaling")]
-    if absent:
-        raise UserError(f"{path}: no {', '.join(absent)}; expected a config.json of the Hugging Face form")
     if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
         fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
-    try:
+    with reading(path, "expected a config.json of the Hugging Face form"):
         return Qwen2Config(**fields)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error

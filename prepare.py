@@ -714,7 +714,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         "train_rows": cfg.train_rows,
         "val_rows": cfg.val_rows,
         "val_share": cfg.val_share,
-        "row_len": cfg.row_len,
+        "row_len": cfg.seq_len + 1,
         "tokenizer": used,
         "tokenizer_sha256": tokenizer_hash(tokenizer),
         "vocab_size": len(table.pieces),
@@ -770,8 +770,8 @@ def _write_rows(
     """Read, tokenize, cut and write until all rows exist or the records end -> the final state."""
     folder, saved = Path(cfg.data_dir), state["streams"] if state else {}
     max_rows = cfg.train_rows and cfg.train_rows + cfg.val_rows
-    train = Stream(folder / "train.bin.tmp", cfg.row_len, max_rows, saved.get("train"))
-    val = Stream(folder / "val.bin.tmp", cfg.row_len, None, saved.get("val")) if cfg.val_share else None
+    train = Stream(folder / "train.bin.tmp", cfg.seq_len + 1, max_rows, saved.get("train"))
+    val = Stream(folder / "val.bin.tmp", cfg.seq_len + 1, None, saved.get("val")) if cfg.val_share else None
     streams = {"train": train} | ({"val": val} if val else {})
     n_records, n_tokens, started = state["records"] if state else 0, 0, time.monotonic()
 
@@ -779,7 +779,7 @@ def _write_rows(
         nonlocal committed
         state = {"recipe": recipe, "records": n_records, "whole": whole}
         state["streams"] = {name: stream.save() for name, stream in streams.items()}
-        write_json(folder / "prepare.state", state, sealed=True)
+        write_json(folder / "prepare.state", state)
         committed = time.monotonic()
         return state
 
@@ -991,7 +991,7 @@ def main() -> int:
     elif argv[:1] in (["--verify"], ["--show"]):
         raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
     else:
-        cfg = load(argv).config
+        cfg = load(argv)
         try:
             prepare(cfg)
         except KeyboardInterrupt:

@@ -1,20 +1,22 @@
-"""Which device a run computes on, what it needs there, and the micro-batch that fits."""
+"""Which device a run computes on, what it has, and how much of it is used."""
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import platform
 import shutil
-import sysconfig
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import torch
+import transformers
 
 from lib.files import UserError
 from model import Qwen2, Qwen2Config
 
-ROOM = 0.9  # the share of a card's free memory that a run counts on
+# Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 def pick_device(name: str) -> torch.device:
@@ -40,25 +42,28 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def require_compiler(device: torch.device) -> None:
-    """`UserError` where torch.compile has no compiler to work with: a C++ one on the CPU, a C one for Triton on a GPU."""
-    if device.type == "cuda":
-        header = Path(sysconfig.get_path("include"), "Python.h")
-        if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))) or not header.is_file():
-            raise UserError(
-                f"compile=True: Triton needs a C compiler and {header}; install gcc and Python's headers (python3-dev), or "
-                "set compile=False"
-            )
-        return
-    from torch._inductor import cpp_builder  # imported here: it takes a second, and few runs need it
-    from torch._inductor.exc import InvalidCxxCompiler
+def machine_facts(device: torch.device) -> dict:
+    """Commit, versions and machine: part of what a result must be read with."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = (
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if shutil.which("git")
+        else ""
+    )
+    versions = {
+        "python": platform.python_version(),
+        **{of.__name__: of.__version__ for of in (torch, transformers, np)},
+    }
+    return {"git_commit": commit or None, "versions": versions, "machine": device_name(device)}
 
-    try:
-        cpp_builder.get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise UserError(
-            "compile=True: no C++ compiler works here; install g++, name one in CXX, or set compile=False"
-        ) from error
+
+def mfu(flops_per_sec: float, device: torch.device, world: int) -> float | None:
+    """The share of all cards' peak that these FLOP/s are; None on an unknown card."""
+    if device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_name(device)
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
+    return flops_per_sec / (peak * world) if peak else None
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -83,51 +88,7 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def run_bytes(
-    student: Qwen2Config, n_students: int, teacher: tuple | None, seq_len: int, group: int, width: int, recompute: bool,
-    shard: int = 1,
-) -> tuple[int, int]:  # fmt: skip
-    """Peak memory of a run on one device -> (bytes at any micro_batch, bytes more for each row of a micro-batch).
-
-    teacher  its parameters, D and F (`lib.teacher.teacher_size`), or None
-    width    bytes of an activation: 2 for bfloat16
-
-    With P parameters, L layers, T inputs per row, D width, F width inside the MLP, HK and GK widths of queries and keys:
-
-        fixed    16 P for each student (weights, gradients and two moments, fp32), width * P of the teacher; for the head
-                 (width + 4) V D for each student and five fp32 matrices of logits [group * T, V]
-        per row  for each student width * T * (L (6 D + 4 HK + 3 GK + 4 F) + 5 D); for the teacher width * T * (9 D + 4 F).
-                 With `recompute`, L D and one layer's share instead of L layers' share
-
-    With `shard` = K > 1 what lies in layers is spread, 1 / K of it on each process, and two layers are whole at a time. Of a
-    student all is spread, at 16 P / K; its gradients (4 P) and what is outside its layers are whole until an update's end.
-
-    The share of a layer is what autograd keeps of it in eager mode; compiled layers keep about half.
-    """
-    fixed = 5 * 4 * group * seq_len * student.vocab_size
-    fixed += n_students * (width + 4) * student.vocab_size * student.hidden_size
-    total, outside, layer = count(student), count(student, 0), count(student, 1) - count(student, 0)
-    fixed += n_students * (16 * total // shard + (shard > 1) * 4 * (total + outside + 2 * layer))
-    c, k = student, student.head_dim
-    layer = 6 * c.hidden_size + 4 * c.num_attention_heads * k + 3 * c.num_key_value_heads * k + 4 * c.intermediate_size
-    kept = c.num_hidden_layers * (c.hidden_size if recompute else layer) + recompute * layer + 5 * c.hidden_size
-    per_row = n_students * width * seq_len * kept
-    if teacher:
-        n_params, wide, inner, n_layers, inside = teacher
-        fixed += width * (n_params - inside + inside // shard + (shard > 1) * 2 * inside // n_layers)
-        per_row += width * seq_len * (9 * wide + 4 * inner)
-    return fixed, per_row
-
-
-def count(shape: Qwen2Config, n_layers: int | None = None) -> int:
-    """Parameters of a decoder of this shape, or of one with `n_layers` layers, a tied head counted once."""
-    if n_layers is not None:
-        shape = dataclasses.replace(shape, num_hidden_layers=n_layers)
+def count(shape: Qwen2Config) -> int:
+    """Parameters of a decoder of this shape, a tied head counted once."""
     with torch.device("meta"):
         return Qwen2(shape).n_params
-
-
-def fitting_micro_batch(rows: int, group: int, room: int, fixed: int, per_row: int) -> int:
-    """The largest divisor of `rows` that is a multiple of `group` and fits `room` bytes; `group` where nothing fits."""
-    sizes = [m for m in range(group, rows + 1, group) if rows % m == 0]
-    return max((m for m in sizes if fixed + m * per_row <= room), default=group)

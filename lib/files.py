@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -12,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import safetensors
-
-RENAMED = {"kd_schedule": "w_kd_schedule"}  # keys of the config that earlier runs wrote under another name
 
 
 class UserError(ValueError):
@@ -50,6 +47,17 @@ def locked(folder: Path, error: Exception) -> Iterator[None]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def reading(path: Path, remedy: str = "move it aside, and the command that wrote it makes it again") -> Iterator[None]:
+    """Turn whatever goes wrong while `path` is read, or does not have what is looked for, into one clear line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each kind of broken file has an error of its own
+        raise UserError(f"{path}: cannot be used ({type(error).__name__}: {first_line(error)}); {remedy}") from error
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all: under another name first, flushed to the disk, then renamed."""
     work = path.with_name(path.name + ".new")
@@ -60,9 +68,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
     os.replace(work, path)
 
 
-def write_json(path: Path, value: dict, sealed: bool = False) -> None:
-    """Write an object as a whole file. `sealed`: with a checksum of its content, which `read_json` compares."""
-    text = dump(path, value | {"checksum": checksum(value)} if sealed else value, indent=1)
+def write_json(path: Path, value: dict) -> None:
+    """Write an object as a whole file."""
+    text = dump(path, value, indent=1)
     with writing(path):
         write_whole(path, text)
 
@@ -79,10 +87,6 @@ def dump(path: Path, value: dict, **how) -> str:
         ) from error
 
 
-def checksum(value: dict) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
 AGAIN = "move it aside, and the command that wrote it makes it again"
 
 
@@ -93,8 +97,6 @@ def read_json(path: Path, keys: dict | None = None, remedy: str = AGAIN) -> dict
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not whole JSON ({error}); {remedy}") from error
     check(value, keys or {}, f"{path}: ", remedy)
-    if (sealed := value.pop("checksum", None)) and sealed != checksum(value):
-        raise UserError(f"{path}: its checksum is not that of its content; {remedy}")
     return value
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.checks import IGNORE, check_labels, require
+from lib.checks import IGNORE
+from lib.settings import require
 
 Evaluate = Callable[
     [torch.dtype | None, Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor], Tensor | None]
@@ -34,7 +35,7 @@ def head_losses(
     -> per student: loss [], the mean over forward batches, differentiable in h_s and w_s, once; and the detached means
        of its terms over all valid positions. Each student gets the bits that it would get alone.
     """
-    _check(students, h_t, w_t, y, group)
+    require(y.shape[0] % group == 0, f"group={group}: expected a divisor of the {y.shape[0]} sequences")
     n_batches = y.shape[0] // group
     teacher = None if h_t is None else _operands(h_t, w_t, y)
     work = [_Work.begin(*student, y) for student in students]
@@ -140,19 +141,3 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _wide(x) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _check(students, h_t, w_t, y, group) -> None:
-    """Shapes, the group, and on the CPU the labels."""
-    require(y.ndim == 2, f"y: expected [B, T], got shape {tuple(y.shape)}")
-    B, V = y.shape[0], students[0][1].shape[0]
-    require(group >= 1 and B % group == 0, f"group={group}: expected a divisor of the B={B} sequences")
-    require((h_t is None) == (w_t is None), "h_t, w_t: expected both or neither")
-    pairs = [("h_s", h_s, "w_s", w_s) for h_s, w_s, _ in students]
-    pairs += [("h_t", h_t, "w_t", w_t)] if h_t is not None else []
-    for h_name, h, w_name, w in pairs:
-        fits = h.ndim == 3 and h.shape[:2] == y.shape
-        require(fits, f"{h_name}: expected [B={B}, T={y.shape[1]}, D] as y has, got {tuple(h.shape)}")
-        require(w.shape == (V, h.shape[2]), f"{w_name}: expected [V={V}, D={h.shape[2]}], got {tuple(w.shape)}")
-    if y.device.type == "cpu":
-        check_labels(y, V)

@@ -5,12 +5,8 @@ A function that sends anything is called by all processes, in the same order.
 
 import contextlib
 import os
-import secrets
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent import futures
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.files import UserError
-
-LOOK_SEC = 1.0  # between two looks at work that may outlast a timeout
-LOST = ("gloo", "pair closure", "peer", "imed out")  # in what gloo says of another process; NCCL's errors have a class
 
 # --- start and end ---------------------------------------------------------------------------------------------------
 
@@ -41,35 +34,13 @@ def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timeout,
-            device_id=device if cuda else None,
-        )
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if cuda else None
+        )  # fmt: skip
 
 
 def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def told_when_lost() -> Iterator[None]:
-    """Turn what the backend says when another process has ended, or answers no more, into one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if world() == 1 or not (isinstance(error, dist.DistError) or any(word in text for word in LOST)):
-            raise
-        slow = "imed out" in text or "timeout" in text
-        what = "did not answer within timeout_minutes" if slow else "has ended"
-        raise UserError(
-            f"process {rank()}: another process {what}; start the same command again (torchrun --max_restarts=3 does so by "
-            "itself): a run goes on from its newest checkpoint"
-        ) from error
 
 
 def rank() -> int:
@@ -88,6 +59,15 @@ def sum_in_place(tensors: Iterable[Tensor]) -> None:
     if world() > 1:
         for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
             handle.wait()
+
+
+def total(*numbers: Tensor | float) -> list[float]:
+    """Numbers, summed over the processes."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cuda" if nccl else "cpu"))
+    sums = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
+    sum_in_place([sums])
+    return sums.tolist()
 
 
 def everyones(value) -> list:
@@ -119,41 +99,13 @@ def wait(device: torch.device) -> None:
     sum_in_place([torch.zeros(1, device=device)])
 
 
-def outlast(work: futures.Future) -> None:
-    """Wait until every process's `work` is done, even beyond the timeout. An error in it is raised."""
-    while not all(everyones(bool(futures.wait([work], LOOK_SEC).done))):
-        pass
-    work.result(0)  # it is done
-
-
 def agree(**facts) -> None:
-    """Check that all processes hold the same facts. `UserError` on the first process names both values; the others exit."""
-    every = everyones(facts)
-    differs = [(key, other) for key in facts for other, there in enumerate(every) if there.get(key) != every[0][key]]
-    if not differs:
-        return
-    if rank():
-        with contextlib.suppress(RuntimeError):
-            everyones(None)  # until the first process has said it and is gone
-        sys.exit(1)
-    key, other = differs[0]
-    raise UserError(
-        f"{key}: {every[0][key]} on process 0, {every[other].get(key)} on process {other}; give all processes the same"
-    )
-
-
-def agree_on_folder(folder: Path) -> None:
-    """Check that all processes see one folder: the first writes a file there, which the others must find."""
-    mine = f".seen_by_all_{secrets.token_hex(8)}"
-    if rank() == 0:
-        (folder / mine).touch()
-    place, name = everyones((str(folder), mine))[0]
-    seen = folder.is_dir() and name in os.listdir(folder)
-    try:
-        agree(out_dir=place if seen else f"{folder} without the file that process 0 wrote")
-    finally:
-        if rank() == 0:
-            (folder / mine).unlink()
+    """Check that all processes hold the same facts; each of them ends with the difference."""
+    for other, there in enumerate(every := everyones(facts)):
+        for key in (key for key in facts if there[key] != every[0][key]):
+            raise UserError(
+                f"{key}: {every[0][key]} on process 0, {there[key]} on process {other}; give all processes the same"
+            )
 
 
 # --- sums of gradients that start early ------------------------------------------------------------------------------
@@ -164,106 +116,13 @@ def summing(model: nn.Module, last: bool, under_way: list) -> Iterator[None]:
     """Around a backward pass: where it is the `last` of an update, gradients are summed over the processes.
 
     Each sum starts as soon as its gradient is ready, beside the rest of the backward pass and that of the next model.
-    Wait for `under_way` before gradients are read. Weights that are spread take care of their sums by themselves.
+    Wait for `under_way` before gradients are read.
     """
-    if is_spread(model):
-        model.set_requires_gradient_sync(last)
-    early = last and world() > 1 and not is_spread(model)
 
     def begin(p: Tensor) -> None:
         under_way.append(dist.all_reduce(p.grad, async_op=True))
 
-    hooks = [p.register_post_accumulate_grad_hook(begin) for p in model.parameters()] if early else []
+    hooks = [p.register_post_accumulate_grad_hook(begin) for p in model.parameters()] if last and world() > 1 else []
     yield
     for hook in hooks:
         hook.remove()
-
-
-# --- weights that are spread over processes --------------------------------------------------------------------------
-
-
-def spread(root: nn.Module, layers: Iterable[nn.Module], shard: int, device: torch.device, layers_only: bool) -> None:
-    """Leave 1 / `shard` of the weights on each process; a layer is whole only while it computes (FSDP2).
-
-    shard        a divisor of the number of processes; each `shard` processes in a row hold one copy of the weights
-    layers_only  keep what is outside the layers, like embedding and head, whole on every process
-    """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # half a second, and few runs need it
-
-    mesh = dist.init_device_mesh(device.type, (world() // shard, shard), mesh_dim_names=("copies", "parts"))
-    mesh = mesh if world() > shard else mesh["parts"]
-    layers = list(layers)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    inside = {p for layer in layers for p in layer.parameters()}
-    fully_shard(
-        root, mesh=mesh, ignored_params={p for p in root.parameters() if p not in inside} if layers_only else None
-    )
-    for module in (root, *layers):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that is scaled first
-    if hasattr(root, "hidden"):
-        register_fsdp_forward_method(root, "hidden")
-
-
-def is_spread(x: Tensor | nn.Module) -> bool:
-    """Whether a tensor is a DTensor, or a module FSDP2's, by a method of theirs: to import them takes half a second."""
-    return hasattr(x, "to_local") or hasattr(x, "unshard")
-
-
-def local(t: Tensor) -> Tensor:
-    """The part of a tensor that this process holds; all of it where it is not spread."""
-    return t.to_local() if is_spread(t) else t
-
-
-def kept(t: Tensor) -> slice:
-    """The rows of the whole tensor that `local` holds."""
-    if not is_spread(t):
-        return slice(None)
-    size = -(-t.shape[0] // t.device_mesh.size(-1))
-    first = min(size * t.device_mesh.get_local_rank(-1), t.shape[0])
-    return slice(first, min(first + size, t.shape[0]))
-
-
-def part_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the same values, on the device of `like` and spread as that is. A scalar is never spread."""
-    if not is_spread(like) or whole.ndim == 0:
-        return whole.to(like.device)
-    part = torch.empty_like(like, dtype=whole.dtype)
-    local(part).copy_(whole[kept(like)])
-    return part
-
-
-def whole(t: Tensor) -> Tensor:
-    """All of a tensor, on every process."""
-    return t.full_tensor() if is_spread(t) else t
-
-
-def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole copies on the CPU of the first process; none on the others."""
-    found = {}
-    for name, t in tensors.items():
-        t = whole(t)
-        if rank() == 0:
-            found[name] = t.to("cpu", copy=True)
-    return found
-
-
-def norm_of_parts(norm: Tensor, like: Tensor) -> Tensor:
-    """The norm of whole gradients from that of the parts on this process. `like`: one of the parameters."""
-    if not is_spread(like):
-        return norm
-    squares = norm.square()
-    dist.all_reduce(squares, group=like.device_mesh.get_group(-1))
-    return squares.sqrt()
-
-
-@contextlib.contextmanager
-def whole_roots(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, what stands outside the layers of each model, like its head, is whole."""
-    roots = [model for model in models if is_spread(model)]
-    for root in roots:
-        root.unshard()
-    yield
-    for root in roots:
-        root.reshard()

@@ -1,7 +1,7 @@
 """What a training step should take on a card, from counts of bytes, FLOPs and launches, and from the card's rates."""
 
-from lib.runlog import PEAK_FLOPS, flops_per_token
-from model import PRESETS
+from lib.device import PEAK_FLOPS
+from model import PRESETS, flops_per_token
 
 # Rates that a card reaches, estimates from data sheets, +-20 %: FLOP/s in bf16 of the teacher's products, of a student's
 # layers and of the heads; bytes/s, 0.83 to 0.93 of the data sheet's.

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from configure import LEARNT
 from lib.figures import FIGURES, bootstrap
-from lib.files import RENAMED, UserError, first_line, read_json
+from lib.files import UserError, first_line, read_json
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import differences as paired
 from lib.stats import estimate, p_text
@@ -79,26 +80,14 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
 # --- many results ----------------------------------------------------------------------------------------------
 
 # Two students stand in one table where these facts, their initial weights, the protocol of scoring and every config key
-# but those of MAY_DIFFER are equal.
+# of COMPARED are equal.
 RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nominal_tokens")
-# Config keys that two such students need not share. A key that stands in neither list nor Config must be equal too, so
-# that a key of tomorrow is compared from its first day on. A result without some key counts as made at its default.
-MAY_DIFFER = {
-    "methods", "student", "seed", "hyper",  # rows and tables of their own; initial weights compared by seed
-    "teacher", "tokenizer",  # places: the hashes are compared
-    "data_dir", "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
-    "bos", "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
-    "micro_batch", "device", "teacher_device", "recompute", "compile", "shard", "timeout_minutes",  # speed and memory
-    "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
-    "val_every_steps", "val_max_rows", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints",
-}  # fmt: skip
-# Config keys of earlier results, which held the settings of all methods; they are part of a method's name here.
-OLD_SETTINGS = {
-    "w_kd", "w_ce", "tau", "t2_scaling", "top_p", "top_k", "truncate_on", "temper_student", "easy_weight",
-    "tau_conf", "alpha", "beta", "d", "pair_reduction", "norm", "d_min", "d_max", "tau_p", "gamma", "lambda_pair",
-    "eps", "anchor", "pair", "budget", "detach_weights", "center", "keep", "c", "rule", "base",
-    "detach_temperature", "lam",
-}  # fmt: skip
+COMPARED = LEARNT - {
+    "methods",
+    "student",
+    "seed",
+    "hyper",
+}  # these are rows and tables of their own; initial weights are compared by seed
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 RUN = {"method": str, "step?": int}  # what a student's run.json says
 TASK = {"acc": float, "acc_stderr": float, "acc_norm?": float, "n": int, "n_rows": int, "n_paper": int, "source": str,
@@ -114,7 +103,6 @@ def tabulate(
     mixed: bool = False,
     metric: str = "acc",
     splits: Iterable[str] = tuple(SUITES),
-    defaults: dict | None = None,
 ) -> tuple[str, list[dict]]:
     """Folders with results -> Markdown, and one record per cell for a CSV file.
 
@@ -122,7 +110,6 @@ def tabulate(
     mixed      tabulate what cannot be compared too, and say so
     metric     "acc", or "acc_norm" for the tasks that have it
     splits     whose results to read
-    defaults   config keys with their defaults, for results that lack a key
     """
     folders, left_out = stand_for(
         paths, lambda folder: any((folder / f"eval_{split}.json").is_file() for split in splits)
@@ -133,7 +120,7 @@ def tabulate(
         raise UserError(f"--reference {reference}: none of the results is of it; there are {', '.join(made)}")
     for student in dict.fromkeys(student_of(r) for r in results):
         mine = [r for r in results if student_of(r) == student]
-        apart = differences(mine, defaults or {})
+        apart = differences(mine)
         if apart and not mixed:
             raise UserError(f"{apart[0]}; tabulate them apart, or all the same with --mixed")
         lines += [f"## {student or 'other models'}", ""]
@@ -237,17 +224,15 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
     return shown or tables[: bool(rows)]
 
 
-def differences(results: list[dict], defaults: dict) -> list[str]:
+def differences(results: list[dict]) -> list[str]:
     """Facts that must be equal but differ, each with two results as an example. A fact that is None does not apply."""
     seen, out = {}, []
-    configs = [{RENAMED.get(k, k): v for k, v in r["run"]["config"].items()} if r["run"] else {} for r in results]
-    keys = sorted({*defaults}.union(*configs) - MAY_DIFFER - OLD_SETTINGS)
-    for r, config in zip(results, configs, strict=True):
+    for r in results:
         run, found = r["run"] or {}, r["intrinsic"] or {}
         protocol = {key: value for key, value in r["protocol"].items() if r["tasks"] or key == "dtype"}
         facts = {f"protocol, {r['split']}: {key}": str(value) for key, value in protocol.items()}
         facts |= {key: run.get(key) for key in RUN_FACTS}
-        facts |= {key: str((defaults | config).get(key, "not there")) for key in keys if run}
+        facts |= {key: str(run["config"][key]) for key in sorted(COMPARED) if run}
         facts |= {f"{key} of seed {seed_of(r)}": run.get(key) for key in ("init_sha256", "valid_tokens")}
         for name, scores in r["tasks"].items():
             facts |= {f"{name}, {r['split']}: {key}": scores[key] for key in TASK_FACTS}

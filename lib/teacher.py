@@ -4,18 +4,16 @@ Families of `model.NATIVE` are computed by our own decoder, every other one by t
 devices, not logits: V / D times fewer bytes.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from lib import parallel
-from lib.device import count
-from lib.files import UserError, first_line, read_json
+from lib.files import read_json, reading
 from lib.hf import find_folder, weight_files
-from lib.runlog import flops_per_token
-from model import PRESETS, Qwen2, foreign, load_config, student_config
+from lib.settings import require
+from model import Qwen2, flops_per_token, foreign, load_config
 
 # Keys of config.json by which logits are more than hidden states times head, with the values that change nothing.
 BENT = {"final_logit_softcapping": (None, 0.0), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
@@ -42,7 +40,7 @@ class Teacher:
     def shape(self) -> dict:
         """The shape as a run's folder keeps it: with the hash of the weights, all that the teacher's output depends on."""
         if self.native:
-            return self.model.config.facts()
+            return dataclasses.asdict(self.model.config)
         places = ("_name_or_path", "transformers_version", "dtype", "architectures")
         return {key: value for key, value in self.model.config.to_diff_dict().items() if key not in places}
 
@@ -59,7 +57,7 @@ class Teacher:
 
 def load_teacher(
     name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False,
-    vocab_size: int | None = None, shard: int = 1,
+    vocab_size: int | None = None,
 ) -> Teacher:  # fmt: skip
     """A teacher from a local folder or hub id `owner/name@revision`, frozen.
 
@@ -67,30 +65,26 @@ def load_teacher(
     device      where it computes; `home` is the students' device (None: the same)
     compile     run the layers of a native one under torch.compile
     vocab_size  rows of the head to keep (None: all); the others are padding
-    shard       processes over which its layers are spread; embedding and head stay whole
 
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last hidden states times its
     head, and one whose hidden states depend on later tokens.
     """
     folder, home = find_folder(name), home or device
     if is_native(name):
-        model = Qwen2.from_pretrained(name, dtype, device, shard)
+        model = Qwen2.from_pretrained(name, dtype, device)
         if compile:
             model.compile_layers()
         return Teacher(model, home, vocab_size)
     config = foreign_config(name)
     weight_files(folder)  # refuses a pickle and a missing shard
-    try:
+    with reading(folder, "take another teacher"):
         model, told = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise UserError(f"{name}: transformers does not load it ({first_line(error)}); take another teacher") from error
-    if told["missing_keys"]:  # transformers would draw them
-        raise UserError(f"{name}: missing tensor {min(told['missing_keys'])}; the checkpoint is not whole")
+    require(
+        not told["missing_keys"], f"{name}: missing tensors {told['missing_keys']}; the checkpoint is not whole"
+    )  # they would be drawn
     model.requires_grad_(False).eval()
-    if shard > 1:
-        parallel.spread(model.base_model, decoder_layers(model), shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
     return Teacher(model, home, vocab_size)
@@ -102,16 +96,16 @@ def is_native(name: str) -> bool:
 
 def foreign_config(name: str) -> transformers.PretrainedConfig:
     """The config of a model that transformers computes. `UserError` for one that cannot be a teacher."""
-    try:
+    with reading(find_folder(name), "take another teacher"):
         config = transformers.AutoConfig.from_pretrained(find_folder(name), trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{name}: transformers does not know it ({first_line(error)}); take another teacher") from error
-    if config.is_encoder_decoder:
-        raise UserError(f"{name}: {config.model_type} is an encoder-decoder; expected a decoder alone")
+    require(
+        not config.is_encoder_decoder, f"{name}: {config.model_type} is an encoder-decoder; expected a decoder alone"
+    )
     for key, idle in BENT.items():
         value = getattr(config.get_text_config(), key, None)
-        if value not in idle:
-            raise UserError(f"{name}: {key}={value}: its logits are not hidden states times head; take another teacher")
+        require(
+            value in idle, f"{name}: {key}={value}: its logits are not hidden states times head; take another teacher"
+        )
     return config
 
 
@@ -119,18 +113,16 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
 def check_logits(name: str, model: nn.Module) -> None:
     """Check on a few tokens that logits are last hidden states times head, and that no token sees a later one."""
     head = model.get_output_embeddings()
-    if head is None:
-        raise UserError(f"{name}: {type(model).__name__} has no output embedding; expected a language model")
-    if getattr(head, "bias", None) is not None:
-        raise UserError(f"{name}: its head has a bias: logits are not hidden states times head; take another teacher")
+    require(head is not None, f"{name}: {type(model).__name__} has no output embedding; expected a language model")
+    bent = f"{name}: its head has a bias, or its logits are not hidden states times head; take another teacher"
+    require(getattr(head, "bias", None) is None, bent)
     idx = torch.arange(2, 16, device=head.weight.device).repeat(2, 1) % len(head.weight)
     idx[1, -1] = 0  # the rows differ in their last token
     h, z = model.base_model(idx, use_cache=False)[0], model(idx, use_cache=False).logits
     most = 1e-4 if z.dtype == torch.float32 else 2e-2  # of the norm, by rounding
-    if (h @ head.weight.T - z).float().norm() > most * z.float().norm():
-        raise UserError(f"{name}: its logits are not hidden states times head; take another teacher")
-    if (h[0, :-1] - h[1, :-1]).float().norm() > most * h.float().norm():
-        raise UserError(f"{name}: its hidden states depend on later tokens; expected a model that reads left to right")
+    require((h @ head.weight.T - z).float().norm() <= most * z.float().norm(), bent)
+    right = (h[0, :-1] - h[1, :-1]).float().norm() <= most * h.float().norm()
+    require(right, f"{name}: its hidden states depend on later tokens; expected a model that reads left to right")
 
 
 def for_students(name: str | None) -> dict | None:
@@ -149,48 +141,5 @@ def for_students(name: str | None) -> dict | None:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def preset_lines(teacher: str | None) -> list[str]:
-    """Lines for `--help`: shapes of students, with their parameters at the vocabulary of a teacher that is at hand."""
-    try:
-        given, at = for_students(teacher and str(find_folder(teacher, download=False))), teacher
-    except UserError:
-        given, at = None, None
-    lines = [f"students (--student), with parameters at {f'the vocabulary of {at}' if at else 'their own vocabulary'}"]
-    for name in PRESETS:
-        shape = student_config(name, given)
-        sizes = f"width {shape.hidden_size}, {shape.num_hidden_layers} layers, {shape.num_attention_heads} heads"
-        lines.append(f"    {name:<14}{count(shape) / 1e6:9.1f}M  {sizes}, vocabulary {shape.vocab_size:,}")
-    return [*lines, "    or 512x8x8 (width x layers x heads), or a JSON object of keys of config.json"]
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The layers of any decoder: the list of modules that holds most of its parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=n_params)
-
-
 def n_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-class Size(NamedTuple):
-    n_params: int
-    hidden_size: int  # D
-    intermediate_size: int  # width inside the MLP
-    n_layers: int
-    in_layers: int  # parameters
-
-
-def teacher_size(name: str) -> Size:
-    """The numbers of a teacher that memory depends on, without loading it."""
-    with torch.device("meta"):
-        if is_native(name):
-            return size(Qwen2(load_config(str(find_folder(name) / "config.json"))))
-        return size(transformers.AutoModelForCausalLM.from_config(foreign_config(name)))
-
-
-def size(model: nn.Module) -> Size:
-    config = model.config if isinstance(model, Qwen2) else model.config.get_text_config()
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    layers = decoder_layers(model)
-    return Size(n_params(model), config.hidden_size, inner, len(layers), n_params(layers))

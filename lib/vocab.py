@@ -193,26 +193,6 @@ def log_p(z, tokens, tau, valid) -> Tensor:
     return _LogP.apply(z, tokens, tau, valid)
 
 
-class _Pick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z, tokens, valid):
-        ctx.save_for_backward(tokens, valid)
-        ctx.V = z.shape[1]
-        return z.gather(1, tokens)
-
-    @staticmethod
-    def backward(ctx, g):
-        tokens, valid = ctx.saved_tensors
-        same = tokens[:, :, None] == tokens[:, None, :]
-        g = torch.where(same, g[:, None, :], 0.0).sum(-1)  # every copy of a token has the sum of all
-        return _put(g.new_zeros(g.shape[0], ctx.V), tokens, g, valid), None, None
-
-
-def pick(z, tokens, valid) -> Tensor:
-    """z.gather(1, tokens), where a token may come twice; its gradient is the same at every call on a GPU too."""
-    return _Pick.apply(z, tokens, valid)
-
-
 @torch.no_grad()
 def entropy(z) -> Tensor:
     """Entropy of softmax(z)  # [N, V] -> [N] fp64"""

@@ -146,7 +146,8 @@ def evaluate(v: Vector, dtype: torch.dtype, rounded: torch.dtype | None = None) 
     z_s, z_t = (z.to(rounded or dtype).to(dtype) for z in (v.z_s, v.z_t))
     z_s.requires_grad_()
     n = (v.y != losses.IGNORE).sum()
-    loss = v.w_kd * getattr(losses, v.objective)(z_s, z_t, v.y, **v.settings).sum() / n + v.offset
+    found = getattr(losses, v.objective)(z_s, z_t, v.y, **v.settings)
+    loss = v.w_kd * getattr(found, "loss", found).sum() / n + v.offset
     if v.w_ce:
         loss = loss + v.w_ce * losses.cross_entropy(z_s, None, v.y).sum() / n
     (gradient,) = torch.autograd.grad(loss, z_s)

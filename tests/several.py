@@ -26,16 +26,17 @@ def late(model, last, under_way):
         parallel.sum_in_place([p.grad for p in model.parameters()])
 
 
-def signalled(students, teacher, stream, step, cfg, env):
-    env.signalled |= cfg.out_dir.endswith("cut") and step == 1 == env.rank
-    return update(students, teacher, stream, step, cfg, env)
+def signalled(students, teacher, stream, step, cfg):
+    if cfg.out_dir.endswith("cut") and step == 1 == parallel.rank():
+        train.STOP.set()
+    return update(students, teacher, stream, step, cfg)
 
 
 def counted(make):
     def made(*args):
         found = make(*args)
         if parallel.rank() == 1:
-            n, cfg = sum(parallel.local(p).numel() for p in found.model.parameters()), args[-2]
+            n, cfg = sum(parallel.local(p).numel() for p in found.model.parameters()), args[-1]
             print(f"process 1: {n} of {type(found).__name__} in {Path(cfg.out_dir).name}")
         return found
 
@@ -44,7 +45,7 @@ def counted(make):
 
 def exit_code(loaded):
     try:
-        code = configure.guard(lambda: train.run(loaded))
+        code = configure.guard(lambda: train.distil(loaded))
     except SystemExit as end:
         return end.code
     if code:
@@ -59,7 +60,7 @@ if __name__ == "__main__":
     parallel.start(torch.device("cpu"))
     for flags in json.loads(Path(sys.argv[1]).read_text()):
         loaded = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
-        parallel.summing = late if loaded.config.out_dir.endswith("late") else early
+        parallel.summing = late if loaded.out_dir.endswith("late") else early
         codes = parallel.everyones(exit_code(loaded))
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)

@@ -12,8 +12,8 @@ import bench
 import losses
 from lib.files import UserError
 from lib.roofline import estimate
-from losses import method_loss
 from model import Qwen2
+from tests.plain import method_loss
 
 
 @pytest.mark.parametrize(("name", "eager"), [("alra", bench.eager_alra), ("vanilla_kd", bench.eager_vanilla_kd)])

@@ -110,7 +110,7 @@ def small(tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text(f'{{"text": "{text}", "meta": {{}}}}\n' * 20)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "SECTIONS", {name: lambda args, device: [] for name in bench.SECTIONS})
-    monkeypatch.setattr(compare, "compare", lambda args, spec, loaded: compare.trials(spec.tune, loaded.config.methods))
+    monkeypatch.setattr(compare, "compare", lambda args, spec, loaded: compare.trials(spec.tune, loaded.methods))
     monkeypatch.setattr(compare, "report", lambda spec, source, to: (types.SimpleNamespace(failed=[]), ""))
     monkeypatch.setattr(prepare, "python_documents", lambda: iter([("a", text), ("b", text)]))
     return tmp_path
@@ -137,7 +137,7 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
         [shlex.split(re.sub(r"^torchrun (--\S+ )+", "python ", c)) for c in commands(header)],
         f"config/{file.name}",
     )
-    cfg = configure.load([name]).config
+    cfg = configure.load([name])
     assert cfg.out_dir == f"out/{file.stem}"
     assert any(words[1:] == ["train.py", name] for words in found) or file.stem == "demo"
     for words in found:
@@ -145,7 +145,7 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
         if words[0] == "make":
             assert f"\n{script}:" in (ROOT / "Makefile").read_text()
         elif script in ("train.py", "prepare.py"):
-            assert configure.load(argv).config.data_dir == cfg.data_dir and (name in argv or script == "prepare.py")
+            assert configure.load(argv).data_dir == cfg.data_dir and (name in argv or script == "prepare.py")
         elif script == "compare.py":
             compare.arguments(argv)
         else:
@@ -159,6 +159,6 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
 
 def test_the_runs_of_figures_3_and_4_log_what_they_show():
     for name in ("alra_200m", "alra_500m", "table_main"):
-        cfg = configure.load([str(ROOT / "config" / f"{name}.py")]).config
+        cfg = configure.load([str(ROOT / "config" / f"{name}.py")])
         n = -(-cfg.max_steps // cfg.histogram_every_steps)
         assert "alra" in cfg.methods and n == 506 and n * cfg.batch_rows == pytest.approx(8_000, rel=0.02)

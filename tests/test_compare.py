@@ -65,7 +65,7 @@ def test_holm_by_hand():
 # --- what is run -----------------------------------------------------------------------------------------------------
 
 
-def loaded(*argv: str) -> configure.Loaded:
+def loaded(*argv: str) -> configure.Config:
     return configure.load(["config/mini.py", *argv])
 
 
@@ -92,8 +92,8 @@ def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates():
 
 
 def replication(*argv: str) -> tuple[Spec, list[compare.Student]]:
-    _, spec, of = compare.arguments(["config/mini.py", *argv])
-    return spec, compare.plan(spec, of, {})
+    args, spec, of = compare.arguments(["config/mini.py", *argv])
+    return spec, compare.plan(spec, of, args.given, {})
 
 
 def test_the_replication_has_the_students_of_its_committed_results():
@@ -123,10 +123,10 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tmp_path)
     held = [(job.students[0].study, job.students[0].cfg.seed, len(job.students)) for job in jobs]
     assert sorted(held) == sorted((s, seed, n) for s, n in (("main", 20), ("detach", 1), ("group4", 4), ("group16", 4),
                                                             ("long", 6)) for seed in (1, 2))  # fmt: skip
-    cfg = configure.load(jobs[0].argv[1:]).config
+    cfg = configure.load(jobs[0].argv[1:])
     assert cfg.methods == tuple(s.name for s in jobs[0].students) and cfg.out_dir == str(tmp_path / jobs[0].name)
     detach = next(job for job in jobs if job.students[0].study == "detach")
-    assert configure.load(detach.argv[1:]).config.settings_of("alra") == {"detach_weights": False}
+    assert configure.load(detach.argv[1:]).settings_of("alra") == {"detach_weights": False}
     folder = tmp_path / detach.name / "alra"
     folder.mkdir(parents=True)
     (folder / "run.json").touch()
@@ -139,7 +139,7 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tmp_path)
 def test_the_settings_that_were_chosen_are_the_methods_or_those_it_is_like():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
     _, spec, of = compare.arguments(["config/mini.py", "--alra.tau=2"])
-    settings = {(s.study, s.name): s.cfg.settings_of(s.name) for s in compare.plan(spec, of, chosen)}
+    settings = {(s.study, s.name): s.cfg.settings_of(s.name) for s in compare.plan(spec, of, set(), chosen)}
     assert settings["main", "pd"] == {"lr": 1e-3} and settings["main", "alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
     assert settings["main", "fixed_3"] == {"lr": 1e-2, "gamma": 9} and settings["long", "alra"]["lr"] == 1e-2
     assert settings["detach", "alra"]["detach_weights"] is False
@@ -147,7 +147,7 @@ def test_the_settings_that_were_chosen_are_the_methods_or_those_it_is_like():
 
 def test_an_edited_objective_is_another(monkeypatch):
     """Its row or its function; a student made with the former one is not taken for one of the new."""
-    cfg = loaded().config
+    cfg = loaded()
     before = {m: compare.made_by(cfg, m) for m in ("pd", "tad", "alra@x")}
     assert before["alra@x"] == compare.made_by(cfg, "alra") != compare.made_by(cfg, "alra_n")
     monkeypatch.setitem(compare.METHODS, "pd", compare.METHODS["pd"]._replace(w_ce=0.25))
@@ -163,7 +163,7 @@ def test_an_edited_objective_is_another(monkeypatch):
 
 
 def test_at_equal_flops_a_method_without_a_teacher_makes_more_updates():
-    cfg = loaded().config
+    cfg = loaded()
     student, teacher = compare.flops(cfg)
     longer = compare.at_equal("flops", "pretrain", cfg)
     assert longer.max_steps == longer.schedule_steps
@@ -173,7 +173,7 @@ def test_at_equal_flops_a_method_without_a_teacher_makes_more_updates():
 
 def test_memory_says_how_many_share_a_run(monkeypatch):
     monkeypatch.setattr(compare.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**10}.get)  # 1 GiB
-    some = [compare.per_run(loaded("--device=cpu", *more).config, jobs) for more, jobs in (((), 1), ((), 2), (("--student=200m", "--group=16"), 1))]  # fmt: skip
+    some = [compare.per_run(loaded("--device=cpu", *more), jobs) for more, jobs in (((), 1), ((), 2), (("--student=200m", "--group=16"), 1))]  # fmt: skip
     assert 1 < some[1] < some[0] and some[2] == 1
 
 
@@ -229,7 +229,7 @@ def here(monkeypatch):
             begun.append(job.name)
             try:
                 trains, argv, said = job.argv[0] == "train.py", job.argv[1:], ""
-                rc = train.run(configure.load(argv)) if trains else ev.run(argv) or 0
+                rc = train.distil(configure.load(argv)) if trains else ev.run(argv) or 0
             except ValueError as error:
                 rc, said = 1, str(error)
             write_lines(out / "runs.jsonl", [*read_lines(out / "runs.jsonl"), {"run": job.name, "wall_sec": 60.0}])
@@ -237,7 +237,7 @@ def here(monkeypatch):
 
     monkeypatch.setattr(compare, "work", work)
     monkeypatch.setattr(compare, "prepare", lambda cfg, file: None)
-    monkeypatch.setattr(train.Env, "hold_signals", lambda self: None)
+    monkeypatch.setattr(train, "hold_signals", lambda: None)
     monkeypatch.setattr(reports, "figures", lambda *a: [])
     return begun
 
@@ -254,7 +254,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(rows, here
     assert all(x["overrides"] == x["chosen"] == best["settings"] and x["lr"] == best["lr"] for x in lines[2:])
     a, b, c, d = lines
     assert a["init_sha256"] == c["init_sha256"] != b["init_sha256"] == d["init_sha256"]
-    cfg = compare.arguments(argv)[2].config
+    cfg = compare.arguments(argv)[2]
     student, teacher = compare.flops(cfg)
     assert c["student_flops"] == 3 * 2 * 31 * student and c["teacher_flops"] == 3 * 2 * 31 * teacher
     assert "teacher_flops" not in a and c["wall_sec"] == 60.0 and c["students_in_run"] == 2
@@ -282,7 +282,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(rows, here
         compare.run([*argv, "--seeds=3", "--print"])
     (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("python")]
     script, file = line.split()[1:]
-    assert script == "train.py" and configure.load([file]).config.seed == 3
+    assert script == "train.py" and configure.load([file]).seed == 3
 
 
 WORK = compare.work  # the real one
@@ -321,7 +321,7 @@ def test_a_student_that_cannot_be_scored_stands_alone_too(rows, here, tmp_path, 
 
 
 def test_a_student_without_result_and_without_error_is_an_error(tmp_path):
-    (student,) = compare.plan(Spec(seeds=1), loaded("--methods=alra"), {})
+    (student,) = compare.plan(Spec(seeds=1), loaded("--methods=alra"), {"methods"}, {})
     with pytest.raises(UserError, match="alra, seed 1: has neither a result nor an error"):
         compare.collect([student], "updates", {}, {}, {}, {}, tmp_path, tmp_path / "report")
 
@@ -410,7 +410,7 @@ def made_up(folder: Path, ce: dict[str, list[float]], **more) -> None:
                           "hardware": "a machine", "git_commit": "abc", "versions": {"python": "3"}})  # fmt: skip
     lines[0] |= more
     write_lines(folder / "results.jsonl", lines)
-    cfg = loaded().config
+    cfg = loaded()
     write_json(folder / "settings.json", {"main": {k: getattr(cfg, k) for k in configure.TYPES}, "skip_rows": 256})
 
 

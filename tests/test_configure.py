@@ -1,14 +1,12 @@
 """Config: typed, strict, and every refusal one clear line."""
 
-import dataclasses
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 import configure
-from configure import Config, ConfigError, load
+from configure import Config, UserError, load
 from lib import files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,50 +20,49 @@ def write(folder: Path, text: str) -> str:
 
 def test_files_then_flags_and_where_each_value_came_from(tmp_path):
     path = write(tmp_path, "import math\n_half = 0.5\nlr = 2 * _half\nmax_steps = schedule_steps = 1_000\n")
-    loaded = load(
-        [path, "--max_steps=700", "--methods=alra,pretrain", "--teacher=none", "--compile=true", "--alra.tau=2"]
-    )
-    cfg = loaded.config
+    cfg = load([path, "--max_steps=700", "--methods=alra,pretrain", "--teacher=none", "--compile=true", "--alra.tau=2"])
     assert (cfg.lr, cfg.max_steps, cfg.schedule_steps) == (1.0, 700, 1000)
     assert cfg.methods == ("alra", "pretrain") and cfg.teacher is None and cfg.compile is True
-    assert cfg.hyper == {"alra": {"tau": 2}} and loaded.origin["hyper"] == "command line"
-    assert loaded.origin["lr"] == path and loaded.origin["max_steps"] == "command line" and "seed" not in loaded.origin
+    assert cfg.hyper == {"alra": {"tau": 2}}
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--d_mx=25"], "--d_mx=25: no such key 'd_mx', did you mean 'd_max'?"),
-        (["--zzzz=1"], "no such key 'zzzz'; configure.py lists them all"),
-        (["--learning_rate=1"], "no such key 'learning_rate', did you mean 'lr'?"),  # the words of its comment
+        (
+            ["--d_mx=25"],
+            "--d_mx=25: no such key 'd_mx'; a method's settings are",
+        ),
+        (["--zzzz=1"], "no such key 'zzzz'; a method's"),
+        (["--learning_rate=1"], "no such key 'learning_rate'"),
         ([], "no config: expected one, like config/alra_200m.py, or --KEY=VALUE; --help lists the keys"),
-        (["--lr=fast"], "--lr=fast: expected float, got 'fast'"),
-        (["--max_steps=1.5"], "max_steps=1.5: expected int, got float"),
-        (["--compile=1"], "compile=1: expected bool, got int"),
-        (["--seed=True"], "seed=True: expected int, got bool"),
-        (["--dtype=int8"], "dtype='int8': expected 'auto' or 'float32' or 'bfloat16', got str"),
-        (["--anchor=top"], "--anchor=top: no such key 'anchor'; settings belong to a method: --alra.anchor=VALUE"),
+        (["--lr=fast"], "lr='fast': expected float"),
+        (["--max_steps=1.5"], "max_steps=1.5: expected int"),
+        (["--compile=1"], "compile=1: expected bool"),
+        (["--seed=True"], "seed=True: expected int"),
+        (["--dtype=int8"], "dtype='int8': expected 'auto' or 'float32' or 'bfloat16'"),
+        (["--anchor=top"], "--anchor=top: no such key 'anchor', did you mean 'teacher'?; a method's settings"),
         (["--lr"], "--lr: expected --lr=VALUE"),
         (["--methods="], "methods=(): expected at least one name"),
         (["--methods=alra,alra"], "alra"),
-        (["--methods=alra@a,alra@a"], "stands there twice"),
+        (["--methods=alra@a,alra@a"], "one stands there twice"),
         (["--methods=alra@"], "methods: 'alra@': expected METHOD or METHOD@LABEL"),
         (["--methods=alra@../x"], "methods: 'alra@../x': expected METHOD or METHOD@LABEL"),
-        (["--alra.lr=0"], "alra.lr=0: expected a number above 0"),
-        (["--alra@g1.lr=fast"], "alra@g1.lr='fast': expected a number above 0"),
-        (["--lr=-1"], "lr=-1.0: expected more than 0"),
-        (["--beta1=1.0"], "beta1=1.0: expected 0 <= beta1 < 1"),
+        (["--alra.lr=0"], "alra.lr=0.0: expected float more than 0"),
+        (["--alra@g1.lr=fast"], "alra@g1.lr='fast': expected float more than 0"),
+        (["--lr=-1"], "lr=-1.0: expected float more than 0"),
+        (["--beta1=1.0"], "beta1=1.0: expected float 0 to below 1"),
         (["--micro_batch=5"], "micro_batch=5: expected a divisor of batch_rows=16"),
         (["--group=4", "--micro_batch=1"], "micro_batch=1: expected a multiple of group=4"),
         (["--max_steps=200000"], "max_steps=200000: expected at most schedule_steps=126400"),
-        (["--val_share=0.1"], "val_rows=2048 with val_share=0.1: set one of them to 0"),
-        (["train.cfg"], "train.cfg: expected a config file (*.py) or --key=value"),
-        (["config/alra_200n.py"], "no such config file, did you mean config/alra_200m.py?"),
+        (["--val_share=0.1"], "val_rows=2048 with val_share=0.1: set one to 0"),
+        (["train.cfg"], "train.cfg: no such config file (*.py)"),
+        (["config/alra_200n.py"], "no such config file (*.py), did you mean config/alra_200m.py?"),
     ],
 )
 def test_refusals(argv, message, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         load(argv)
 
 
@@ -73,14 +70,14 @@ def test_refusals(argv, message, monkeypatch):
     ("text", "message"),
     [
         ("learning_rate = 1\n", "no such key 'learning_rate'"),
-        ("lr = '1e-3'\n", "lr='1e-3': expected float, got str"),
+        ("lr = '1e-3'\n", "lr='1e-3': expected float"),
         ("lr = \n", "does not run: SyntaxError"),
         ("def lr():\n    return 1\n", "lr=<function"),
         ("methods = ('alra', 3)\n", "methods=('alra', 3): expected names"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(text, message, tmp_path):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         load([write(tmp_path, text)])
 
 
@@ -95,14 +92,13 @@ ONE = ("max_steps", "schedule_steps", "batch_rows", "micro_batch", "group", "seq
         (ONE, 0, 1),
         (("lr", "min_lr", "clip", "adam_eps"), 0.0, 1e-9),
         (("weight_decay", "warmup_steps", "val_rows", "seed"), -1, 0),
-        (("beta1", "beta2", "val_share"), 1.0, 0.999),
         (("beta1", "beta2", "val_share"), -0.1, 0.0),
     ],
 )
 def test_each_number_has_its_bound(keys, refused, taken):
     base = {"max_steps": 1, "warmup_steps": 0, "val_rows": 0, "min_lr": 1e-9}  # so that no key stands against another
     for key in keys:
-        with pytest.raises(ConfigError, match=rf"^{key}=-?[\d.]+: expected "):
+        with pytest.raises(UserError, match=rf"^{key}=-?[\d.]+: expected "):
             Config(**{**base, key: refused})
         Config(**{**base, key: taken})
 
@@ -116,12 +112,12 @@ def test_each_number_has_its_bound(keys, refused, taken):
         ({"group": 3, "micro_batch": 12}, {"group": 4}, "group=3: expected a divisor of batch_rows=20"),
         ({"group": 4, "micro_batch": 10}, {"group": 10}, "micro_batch=10: expected a multiple of group=4"),
         ({"micro_batch": 8}, {"micro_batch": 10}, "micro_batch=8: expected a divisor of batch_rows=20"),
-        ({"val_share": 0.1}, {"val_share": 0.0}, "val_rows=2048 with val_share=0.1: set one of them to 0"),
+        ({"val_share": 0.1}, {"val_share": 0.0}, "val_rows=2048 with val_share=0.1: set one to 0"),
     ],
 )
 def test_keys_that_stand_against_each_other(refused, taken, message):
     base = {"max_steps": 10, "schedule_steps": 10, "warmup_steps": 0, "batch_rows": 20, "micro_batch": 20}
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         Config(**{**base, **refused})
     Config(**{**base, **taken})
 
@@ -129,9 +125,9 @@ def test_keys_that_stand_against_each_other(refused, taken, message):
 def test_words_that_stand_for_values():
     cfg = load(
         ["--compile=true", "--recompute=false", "--train_rows=none", "--val_max_rows=None", "--alra.anchor=none"]
-    ).config
+    )
     assert cfg.compile is True and cfg.recompute is False and cfg.train_rows is None and cfg.val_max_rows is None
-    assert cfg.row_len == cfg.seq_len + 1 == 513 and cfg.hyper == {"alra": {"anchor": "none"}}
+    assert cfg.hyper == {"alra": {"anchor": "none"}}
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
@@ -147,80 +143,58 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
     assert path.read_text() == "old"
 
 
-def test_the_resolved_config_is_written_whole(tmp_path):
-    loaded = load(["--seed=7"])
-    configure.save(loaded, tmp_path / "run.json", commit="abc")
-    got = json.loads((tmp_path / "run.json").read_text())
-    assert set(got["config"]) == {f.name for f in dataclasses.fields(Config)}
-    assert got["config"]["seed"] == 7 and got["origin"]["seed"] == "command line" and got["origin"]["lr"] == "default"
-    assert got["commit"] == "abc"
-
-
 def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
     with pytest.raises(SystemExit) as ended:
-        load(["config/demo.py", "--help"], ("alra: gamma=5.0", "beta_kd: no settings"))
-    said = capsys.readouterr().out
-    assert ended.value.code == 0
-    lines = said.splitlines()
+        load(["config/demo.py", "--help"], lambda: ("alra: gamma=5.0", "beta_kd: no settings"))
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and lines[-2:] == ["alra: gamma=5.0", "beta_kd: no settings"]
     for name in configure.TYPES:
-        (line,) = [text for text in lines if text.startswith(f"    --{name}=")]
-        assert len(line.split("  ")) > 3 or name in ("pair_reduction",), line  # key, type, comment
-    assert "    --lr=0.0006  (float)  peak learning rate" in lines
-    assert any(
-        line.startswith("    --methods=alra  (names, comma-separated)  names in losses.METHODS") for line in lines
-    )
-    assert lines.index("optimisation (paper, appendix D.1)") + 1 == next(
-        i for i, text in enumerate(lines) if text.startswith("    --max_steps=")
-    )
-    (source,) = [text for text in lines if text.startswith("    --source=")]
-    assert source.endswith(
-        '  hub dataset; local file, folder or glob; or "python": its own docs and library'
-    )  # its comment is a line below
-    assert lines[-3].startswith("methods, and the settings of their objectives")
-    assert lines[-2:] == ["    alra: gamma=5.0", "    beta_kd: no settings"]
-    assert sum("rises over 10 %" in text for text in lines) == 1  # no comment stands twice
+        (line,) = [text for text in lines if text.startswith(f"    {name}: ")]
+        assert "  # " in line, line
+    assert "    lr: Above0 = 6e-4  # peak learning rate" in lines
 
 
 def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):
     import train
-    from losses import METHODS, keywords
+    from losses import METHODS
+    from tests.plain import keywords
 
     monkeypatch.setattr("sys.argv", ["train.py", "-h"])
     with pytest.raises(SystemExit):
         train.main()
-    said = capsys.readouterr().out.split("\nmethods, and the settings of their objectives")[1]
+    said = capsys.readouterr().out.split("hash=False)")[1]
     names = set(re.findall(r"\w+", said))
     assert set(METHODS) | {key for name in METHODS for key in keywords(name)} <= names
-    assert "fixed_25: d_min=3," in said and "tad, topk_tail: tau=1.0, top_k=10, beta=2.0, norm=sequence\n" in said
 
 
 def test_every_field_is_read_somewhere():
-    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "session.py", "eval.py"))
+    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "lib/run.py", "eval.py"))
     unread = [f for f in configure.TYPES if not re.search(rf"\bcfg\.{f}\b", code)]
-    assert not [f for f in unread if f != "seq_len"], unread  # seq_len is read through row_len
-    assert "cfg.row_len" in code and "cfg.hyper" in code
+    assert not unread, unread
+    assert "cfg.hyper" in code
 
 
 def test_a_setting_of_a_method_is_reached_by_its_name_and_no_other():
-    from losses import METHODS, keywords
+    from losses import METHODS
+    from tests.plain import keywords
 
     for method in METHODS:
         for key in keywords(method):
-            assert load([f"--{method}.{key}=3"]).config.hyper == {method: {key: 3}}
-            with pytest.raises(ConfigError, match=re.escape(f"no such key {key!r}; settings belong to a method: --")):
+            assert load([f"--{method}.{key}=3"]).hyper == {method: {key: 3}}
+            with pytest.raises(UserError, match=re.escape(f"no such key {key!r}")):
                 load([f"--{key}=3"])
 
 
 def test_settings_of_several_sources_add_up(tmp_path):
     path = write(tmp_path, 'hyper = {"alra": {"gamma": 3.0, "d_max": 7}, "tad": {"beta": 1.0}}\n')
-    cfg = load([path, "--alra.gamma=9", "--pd.truncate_on=raw", "--alra.detach_weights=false"]).config
+    cfg = load([path, "--alra.gamma=9", "--pd.truncate_on=raw", "--alra.detach_weights=false"])
     wanted = {"alra": {"gamma": 9, "d_max": 7, "detach_weights": False}, "tad": {"beta": 1.0}}
     assert cfg.hyper == {**wanted, "pd": {"truncate_on": "raw"}}
-    cfg = load([path, "--methods=alra,alra@a.1", "--alra@a.1.gamma=1", "--alra@a.1.lr=3e-4"]).config
+    cfg = load([path, "--methods=alra,alra@a.1", "--alra@a.1.gamma=1", "--alra@a.1.lr=3e-4"])
     assert cfg.settings_of("alra@a.1") == {"gamma": 1, "d_max": 7, "lr": 3e-4} and cfg.settings_of("alra")["gamma"] == 3
     assert cfg.overrides_of("alra@a.1") == {"gamma": 1, "d_max": 7} and cfg.lr_factor("alra@a.1") == 3e-4 / 6e-4
     assert cfg.lr_factor("alra") == 1.0
-    with pytest.raises(ConfigError, match=r"hyper=\{'alra': 3\}: expected settings by method"):
+    with pytest.raises(UserError, match=r"hyper\['alra'\]=3: expected settings"):
         load([write(tmp_path, 'hyper = {"alra": 3}\n')])
 
 
@@ -233,10 +207,10 @@ def test_every_config_file_loads():
 
 def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):
     def main():
-        raise ConfigError("lr=0: expected more than 0")
+        raise UserError("lr=0: expected more than 0")
 
     assert configure.guard(main) == 1
-    assert capsys.readouterr().err == "ConfigError: lr=0: expected more than 0\n"
+    assert capsys.readouterr().err == "UserError: lr=0: expected more than 0\n"
     assert configure.guard(lambda: Path("/no/such/file").read_text()) == 1
     assert capsys.readouterr().err == "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'\n"
     assert configure.guard(lambda: None) == 0 and configure.guard(lambda: 3) == 3
@@ -278,7 +252,7 @@ def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
         flags = [f"--student={size}", f"--out_dir=out/table_{name}_{size}"]
         runs[f"table_{name}_{size}"] = (f"table_{name}", flags, methods, steps)
     for name, (file, flags, methods, steps) in runs.items():
-        cfg = load([str(folder / f"{file}.py"), *flags]).config
+        cfg = load([str(folder / f"{file}.py"), *flags])
         assert cfg.methods == methods and cfg.max_steps == steps and cfg.student == size, name
         assert {key: getattr(cfg, key) for key in PAPER} == PAPER, name
         assert cfg.out_dir == f"out/{name}" and not cfg.hyper and cfg.decay_1d and not cfg.shuffle, name
@@ -290,5 +264,6 @@ def test_help_tells_each_methods_own_settings():
     from losses import method_lines
 
     lines = method_lines()
-    assert "  logit_std has w_kd=9.0, w_ce=0.1, tau=2.0, t2_scaling=True, standardize=True" in lines
-    assert "  alra_u has w_kd=1.0, w_ce=0.0, pair=pra_u" in lines
+    assert "        alra_u: w_kd=1.0, w_ce=0.0 {'pair': 'pra_u'}" in lines and any(
+        line.startswith("    alra: d_min=3, ") for line in lines
+    )

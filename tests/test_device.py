@@ -7,13 +7,13 @@ import multiprocessing
 import types
 
 import pytest
+import session
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 
-import session
 import train
-from configure import Config, ConfigError
+from configure import Config
 from lib.device import fitting_micro_batch, require_compiler, run_bytes
 from lib.files import UserError, write_json
 from lib.teacher import Teacher
@@ -82,11 +82,11 @@ def test_a_card_gets_what_fits_its_free_memory_and_a_run_keeps_it(tmp_path, monk
     fixed, row = run_bytes(PRESETS["200m"], 1, (1_836_828_672, 2048, 5504, 24, 0), 512, 1, 2, False)
     free = int((fixed + 9 * row) / 0.9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    assert session.choose_micro_batch(cfg, env) == 8
+    assert session.choose_micro_batch(cfg) == 8
     (tmp_path / "run.json").write_text(json.dumps({"micro_batch": 4}))
-    assert session.choose_micro_batch(cfg, env) == 4  # a run that goes on keeps its own, for the same bits
+    assert session.choose_micro_batch(cfg) == 4  # a run that goes on keeps its own, for the same bits
     assert session.choose_micro_batch(dataclasses.replace(cfg, micro_batch=2), env) == 2
-    env.device = torch.device("cpu")
+    torch.device("cpu") = torch.device("cpu")
     assert session.choose_micro_batch(dataclasses.replace(cfg, out_dir="nowhere"), env) == 1
 
 
@@ -103,8 +103,8 @@ def test_out_of_memory_is_one_line_with_the_next_smaller_value(tmp_path, monkeyp
     monkeypatch.setattr(train, "open_teacher", full)
     for asked, less in ((8, "set --micro_batch=4"), (1, "set --recompute=True, or train fewer methods at once")):
         loaded = types.SimpleNamespace(config=Config(out_dir=str(tmp_path / "out"), micro_batch=asked))
-        with pytest.raises(ConfigError, match=f"micro_batch={asked}: out of memory on cpu; {less}"):
-            train.run(loaded)
+        with pytest.raises(UserError, match=f"micro_batch={asked}: out of memory on cpu; {less}"):
+            train.distil(loaded)
     assert not (tmp_path / "out").exists()
 
 
@@ -196,7 +196,7 @@ def two_updates(into) -> None:
 
         batches = stream()
         for step in range(2):
-            train.update(students, teacher, batches, step, cfg, env)
+            train.update(students, teacher, batches, step, cfg)
     into.put(dict(asked))
 
 

@@ -16,6 +16,7 @@ import datasets
 import numpy as np
 import pytest
 import safetensors.torch
+import session
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -24,7 +25,6 @@ from transformers import PreTrainedTokenizerFast
 
 import configure
 import eval as ev
-import session
 from lib import figures, tables, tasks
 from lib.rows import quick_hash
 from model import Qwen2, Qwen2Config, init_student, load_tokenizer, tokenizer_hash

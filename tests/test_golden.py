@@ -70,7 +70,7 @@ def test_the_pieces_of_alra():
     for label, (z_s, z_t, y), settings, part in cases("ref_alra"):
         _, keywords = KEYWORDS["ref_alra"](settings, z_s.shape[1])
         for pair in ("swpra", "pra", "pra_u"):
-            terms = losses.alra_terms(z_s, z_t, y, pair=pair, **keywords)
+            terms = losses.alra(z_s, z_t, y, pair=pair, **keywords)
             np.testing.assert_allclose(terms.pair, part[pair], rtol=1e-9, err_msg=label)
         for key in ("mass", "local", "rest"):
             np.testing.assert_allclose(getattr(terms, key), part[key], rtol=1e-9, err_msg=label)

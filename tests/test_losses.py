@@ -15,11 +15,12 @@ import torch
 
 import losses
 from lib import vocab
-from losses import IGNORE, METHODS, method_loss
-from tests import naive
+from losses import IGNORE, METHODS
+from tests import naive, plain
+from tests.plain import method_loss
 
 # One row per objective; the paper's variants of ALRA differ in settings that the naive comparison goes through.
-ROWS = [name for name in METHODS if METHODS[name].fn is not losses.alra_terms or name in ("alra", "alra_g", "fixed_7")]
+ROWS = [name for name in METHODS if METHODS[name].fn is not losses.alra or name in ("alra", "alra_g", "fixed_7")]
 KD_ROWS = [name for name in ROWS if name != "pretrain"]
 FIRST_TIER = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra", "fixed_7"]
 
@@ -37,6 +38,7 @@ def value_and_gradient(fn, z_s, z_t, y, **settings):
     """[N] and its gradient, each position weighted differently so that none can stand in for another."""
     z_s = z_s.clone().requires_grad_()
     loss = fn(z_s, z_t, y, **settings)
+    loss = getattr(loss, "loss", loss)
     if not loss.requires_grad:  # the naive loops found no position to take
         return loss, torch.zeros_like(z_s)
     return loss.detach(), torch.autograd.grad((loss * torch.arange(1, len(y) + 1)).sum(), z_s)[0]
@@ -164,7 +166,7 @@ def test_every_objective_is_held_against_naive_loops():
 def test_alra_pieces_are_those_of_the_paper(anchor, kind):
     z_s, z_t, y = awkward(kind)
     settings = {"d_max": 7, "tau": 1.5, "eps": 0.9, "anchor": anchor}
-    got, expected = losses.alra_terms(z_s, z_t, y, **settings), naive.alra_terms(z_s, z_t, y, **settings)
+    got, expected = losses.alra(z_s, z_t, y, **settings), naive.alra_terms(z_s, z_t, y, **settings)
     for u, piece in expected.items():
         assert set(got.tokens[u].tolist()) == set(piece["tokens"])
         assert got.tokens[u, : piece["d_u"]].tolist() == piece["set"]
@@ -192,23 +194,23 @@ def test_a_missing_anchor_replaces_the_lowest_proposal_that_is_none(anchor, labe
     z_s, z_t = -torch.arange(11.0)[None], torch.zeros(1, 11)  # student ranks 0, 1, 2, ...; teacher's top-1 is 9
     z_t[0, 9] = 1.0
     y = torch.tensor([label])
-    terms = losses.alra_terms(z_s, z_t, y, d_min=2, d_max=4, anchor=anchor)
+    terms = losses.alra(z_s, z_t, y, d_min=2, d_max=4, anchor=anchor)
     assert set(terms.tokens[0].tolist()) == expected
 
 
 def test_budgets_follow_the_valid_positions_of_the_call_alone():
     z_s, z_t, y = case(n=13, ignored=(1, 4))
     z_t[3] *= 0.1  # one diffuse position moves the mean
-    d_u = losses.alra_terms(z_s, z_t, y).d_u
+    d_u = losses.alra(z_s, z_t, y).d_u
     kept = y != IGNORE
-    assert torch.equal(d_u[kept], losses.alra_terms(z_s[kept], z_t[kept], y[kept]).d_u)
-    assert not torch.equal(d_u[:3][kept[:3]], losses.alra_terms(z_s[:3], z_t[:3], y[:3]).d_u[kept[:3]])
+    assert torch.equal(d_u[kept], losses.alra(z_s[kept], z_t[kept], y[kept]).d_u)
+    assert not torch.equal(d_u[:3][kept[:3]], losses.alra(z_s[:3], z_t[:3], y[:3]).d_u[kept[:3]])
     assert d_u[kept].min() >= 3 and d_u[kept].max() == 25
 
 
 def test_budgets_are_the_same_integers_in_fp32():
     z_s, z_t, y = case(n=211, v=101, dtype=torch.float32)
-    narrow, wide = (losses.alra_terms(z_s.to(d), z_t.to(d), y) for d in (torch.float32, torch.float64))
+    narrow, wide = (losses.alra(z_s.to(d), z_t.to(d), y) for d in (torch.float32, torch.float64))
     assert torch.equal(narrow.d_u, wide.d_u) and torch.equal(narrow.tokens, wide.tokens)
 
 
@@ -273,15 +275,15 @@ def test_the_size_of_blocks_changes_nothing(name, kind, monkeypatch):
 @pytest.mark.parametrize("teacher", [3.0, 9.0])
 def test_the_exact_coefficients_give_the_full_kl(teacher):
     z_s, z_t, y = case(teacher=teacher, ignored=())
-    t = losses.alra_terms(z_s, z_t, y, tau=1.5)
+    t = losses.alra(z_s, z_t, y, tau=1.5)
     whole = t.mass + t.log_alpha_t.exp() * t.local + t.log_rest_t.exp() * t.rest  # Eq. 13
     torch.testing.assert_close(whole, kl(z_s, z_t, 1.5), rtol=1e-11, atol=1e-13)
 
 
 def test_a_constant_adaptive_budget_without_anchor_is_the_fixed_one():
     z_s, z_t, y = case()
-    adaptive = losses.alra(z_s, z_t, y, d_min=7, d_max=7, anchor="none", pair="pra_u")
-    torch.testing.assert_close(adaptive, losses.alra(z_s, z_t, y, d_max=7, budget="fixed", pair="pra_u"))
+    adaptive = losses.alra(z_s, z_t, y, d_min=7, d_max=7, anchor="none", pair="pra_u").loss
+    torch.testing.assert_close(adaptive, losses.alra(z_s, z_t, y, d_max=7, budget="fixed", pair="pra_u").loss)
     torch.testing.assert_close(adaptive, kd("fixed_7", z_s, z_t, y))
 
 
@@ -506,7 +508,7 @@ VARIANTS = {  # adaptive, ground truth, teacher top-1, pairwise loss
 
 def settings_of(name):
     row = losses.resolve(name)
-    defaults = {key: value for key, value in (row.fn.__kwdefaults__ or {}).items() if key in losses.keywords(name)}
+    defaults = {key: value for key, value in (row.fn.__kwdefaults__ or {}).items() if key in plain.keywords(name)}
     return {**defaults, **row.hyper}
 
 
@@ -542,7 +544,7 @@ def test_a_methods_loss_is_its_weighted_terms():
         torch.testing.assert_close(terms["ce"], ce)
         assert ("kd" in terms) == losses.needs_teacher(name)
         assert list(terms)[:3] == ["loss", "kd", "ce"] or list(terms) == ["loss", "ce"]
-        assert ({"mass", "local", "rest", "pair", "d_u"} <= set(terms)) == (row.fn is losses.alra_terms)
+        assert ({"mass", "local", "rest", "pair", "d_u"} <= set(terms)) == (row.fn is losses.alra)
         assert not any(t.requires_grad for t in terms.values())
     parts = method_loss("alra", z_s, z_t, y, lambda_pair=0.5)[1]
     torch.testing.assert_close(parts["kd"], parts["mass"] + parts["local"] + parts["rest"] + 0.5 * parts["pair"])
@@ -557,9 +559,9 @@ def test_overrides_reach_the_objective():
     (without,) = torch.autograd.grad(loss, z_s)
     (with_ce,) = torch.autograd.grad(method_loss("tad", z_s, z_t, y, w_kd=0.25, w_ce=1.0, top_k=5)[0], z_s)
     assert not torch.allclose(without, with_ce)
-    assert losses.keywords("bild") == {"w_kd", "w_ce", "tau", "top_k"}
-    assert losses.keywords("pretrain") == {"w_kd", "w_ce"}
-    assert "d_max" in losses.keywords("fixed_7") and losses.METHODS["tad"].hyper == {}
+    assert plain.keywords("bild") == {"w_kd", "w_ce", "tau", "top_k"}
+    assert plain.keywords("pretrain") == {"w_kd", "w_ce"}
+    assert "d_max" in plain.keywords("fixed_7") and losses.METHODS["tad"].hyper == {}
 
 
 def test_pretrain_needs_no_teacher():
@@ -570,12 +572,11 @@ def test_pretrain_needs_no_teacher():
 
 
 def test_the_weight_of_pd_warms_up_holds_and_decays():
-    assert [losses.kd_weight(s, 1000, 0.9) for s in (0, 50, 100, 500, 990, 1000)] == pytest.approx(
-        [0, 0.45, 0.9, 0.9, 0.9, 0]
+    pd = losses.resolve("pd", w_kd=0.9)
+    assert [losses.moving(pd, s, 1000, "wsd")["w_kd"] for s in (0, 50, 100, 500, 990, 995, 1000)] == pytest.approx(
+        [0, 0.45, 0.9, 0.9, 0.9, 0.45, 0]
     )
-    assert losses.kd_weight(995, 1000, 0.9) == pytest.approx(0.45)
-    with pytest.raises(ValueError, match=r"step=11: expected 0 to n_steps=10"):
-        losses.kd_weight(11, 10, 0.9)
+    assert losses.moving(pd, 50, 1000) == {}
 
 
 # Bad input.
@@ -589,11 +590,8 @@ def refused(message, call):
 def test_bad_shapes_are_refused_by_name():
     z_s, z_t, y = case()
     for fn in {row.fn for row in METHODS.values()} - {losses.cross_entropy}:
-        refused("z_t: expected shape (7, 61) as z_s has, got (7, 60)", lambda fn=fn: fn(z_s, z_t[:, 1:], y))
-        refused("y: expected shape [N=7] as z_s has, got (6,)", lambda fn=fn: fn(z_s, z_t, y[1:]))
-    refused("z_s: expected [N, V], got shape (1, 7, 61)", lambda: losses.alra(z_s[None], z_t[None], y))
-    refused("z_s: expected a float dtype, got torch.int64", lambda: losses.alra(z_s.long(), z_t, y))
-    refused("z_t: expected a float dtype as z_s has, got torch.int64", lambda: losses.alra(z_s, z_t.long(), y))
+        refused("z_t: expected shape (7, 61) as z_s has", lambda fn=fn: fn(z_s, z_t[:, 1:], y))
+        refused("z_s, y: expected [N, V] and [N], got (7, 61) and (6,)", lambda fn=fn: fn(z_s, z_t, y[1:]))
     refused("y: expected int64 labels, got torch.int32", lambda: losses.alra(z_s, z_t, y.int()))
     refused("z_t: tad needs teacher logits, got None", lambda: method_loss("tad", z_s, None, y))
 
@@ -605,36 +603,34 @@ def test_bad_shapes_are_refused_by_name():
         ("alra", {"d_max": 1}, "d_max=1: expected 2 <= d_max < V=61"),
         ("alra", {"d_min": 1}, "d_min=1: expected 2 <= d_min <= d_max=25"),
         ("alra", {"d_min": 9, "d_max": 7}, "d_min=9: expected 2 <= d_min <= d_max=7"),
-        ("alra", {"anchor": "top"}, "anchor='top': expected one of 'none', 'teacher', 'label', 'both'"),
-        ("alra", {"pair": "pra-u"}, "pair='pra-u': expected one of 'swpra', 'pra_u', 'pra'"),
-        ("alra", {"budget": 7}, "budget=7: expected one of 'adaptive', 'fixed'"),
-        ("alra", {"eps": 0.0}, "eps=0.0: expected more than 0"),
-        ("alra", {"gamma": -1.0}, "gamma=-1.0: expected 0 or more"),
-        ("alra", {"lambda_pair": math.nan}, "lambda_pair=nan: expected 0 or more"),
-        ("alra", {"tau_p": 0.0}, "tau_p=0.0: expected more than 0"),
-        ("vanilla_kd", {"tau": -0.5}, "tau=-0.5: expected more than 0"),
-        ("pd", {"top_k": 62}, "top_k=62: expected 1 to 61"),
-        ("pd", {"top_p": 1.5}, "top_p=1.5: expected 0 < top_p <= 1"),
-        ("pd", {"truncate_on": "cooked"}, "truncate_on='cooked': expected one of 'tempered', 'raw'"),
-        ("atkd", {"easy_weight": 1.5}, "easy_weight=1.5: expected 0 to 1"),
-        ("rld", {"tau_conf": math.inf}, "tau_conf=inf: expected more than 0"),
+        ("alra", {"anchor": "top"}, "anchor='top': expected 'teacher' or 'none' or 'label' or 'both'"),
+        ("alra", {"pair": "pra-u"}, "pair='pra-u': expected 'swpra' or 'pra_u' or 'pra'"),
+        ("alra", {"budget": 7}, "budget=7: expected 'adaptive' or 'fixed'"),
+        ("alra", {"eps": 0.0}, "eps=0.0: expected float more than 0"),
+        ("alra", {"gamma": -1.0}, "gamma=-1.0: expected float 0 or more"),
+        ("alra", {"lambda_pair": math.nan}, "lambda_pair=nan: expected float 0 or more"),
+        ("alra", {"tau_p": 0.0}, "tau_p=0.0: expected float more than 0"),
+        ("vanilla_kd", {"tau": -0.5}, "tau=-0.5: expected float more than 0"),
+        ("pd", {"top_k": 62}, "top_k=62: expected 1 to V"),
+        ("pd", {"top_p": 1.5}, "top_p=1.5: expected float more than 0, at most 1"),
+        ("pd", {"truncate_on": "cooked"}, "truncate_on='cooked': expected 'tempered' or 'raw'"),
+        ("atkd", {"easy_weight": 1.5}, "easy_weight=1.5: expected float 0 to 1"),
+        ("rld", {"tau_conf": math.inf}, "tau_conf=inf: expected float more than 0"),
         ("ldrld", {"d": 61}, "d=61: expected 2 <= d < V=61"),
-        ("ldrld", {"pair_reduction": "max"}, "pair_reduction='max': expected one of 'mean', 'sum'"),
+        ("ldrld", {"pair_reduction": "max"}, "pair_reduction='max': expected 'mean' or 'sum'"),
         ("tad", {"top_k": 61}, "top_k=61: expected 1 <= top_k < V=61"),
-        ("tad", {"norm": "batch"}, "norm='batch': expected one of 'sequence', 'unit', 'none'"),
-        ("bild", {"top_k": 2}, "top_k=2: expected 3 to 61"),
-        ("bild", {"top_k": 62}, "top_k=62: expected 3 to 61"),
-        ("jsd", {"beta": 2.0}, "beta=2.0: expected 0 to 1"),
-        ("adakd", {"keep": 0.0}, "keep=0.0: expected 0 < keep <= 1"),
-        ("sekd", {"keep": 1.1}, "keep=1.1: expected 0 < keep <= 1"),
-        ("bdl", {"lam": -0.1}, "lam=-0.1: expected 0 to 1"),
-        ("skew_fkl", {"lam": 1.0}, "lam=1.0: expected 0 <= lam < 1"),
-        ("skew_rkl", {"lam": -0.1}, "lam=-0.1: expected 0 <= lam < 1"),
-        ("abkd", {"beta": math.nan}, "alpha=0.2, beta=nan: expected finite numbers"),
-        ("akl", {"mu": 1.0}, "mu=1.0: expected 0 < mu < 1"),
-        ("taid", {"t": 1.1}, "t=1.1: expected 0 to 1"),
-        ("taid", {"t_end": -0.1}, "t_end=-0.1: expected 0 to 1"),
-        ("tad", {"w_ce": -1.0}, "w_ce=-1.0: expected 0 or more"),
+        ("tad", {"norm": "batch"}, "norm='batch': expected 'sequence' or 'unit' or 'none'"),
+        ("bild", {"top_k": 2}, "top_k=2: expected 3 to V"),
+        ("bild", {"top_k": 62}, "top_k=62: expected 3 to V"),
+        ("jsd", {"beta": 2.0}, "beta=2.0: expected float 0 to 1"),
+        ("adakd", {"keep": 0.0}, "keep=0.0: expected float more than 0"),
+        ("sekd", {"keep": 1.1}, "keep=1.1: expected float more than 0"),
+        ("bdl", {"lam": -0.1}, "lam=-0.1: expected float 0 to 1"),
+        ("skew_fkl", {"lam": 1.0}, "lam=1.0: expected float 0 to below 1"),
+        ("skew_rkl", {"lam": -0.1}, "lam=-0.1: expected float 0 to below 1"),
+        ("taid", {"t": 1.1}, "t=1.1: expected float 0 to 1"),
+        ("taid", {"t_end": -0.1}, "t_end=-0.1: expected float 0 to 1"),
+        ("tad", {"w_ce": -1.0}, "w_ce=-1.0: expected float 0 or more"),
         ("tad", {"d_max": 7}, "tad takes no d_max; it takes beta, norm, tau, top_k, w_ce, w_kd"),
         ("aldra", {}, "no such method 'aldra', did you mean 'alra'?"),
     ],
@@ -642,24 +638,6 @@ def test_bad_shapes_are_refused_by_name():
 def test_bad_settings_are_refused_by_name_value_and_bound(name, settings, message):
     z_s, z_t, y = case()
     refused(message, lambda: method_loss(name, z_s, z_t, y, **settings))
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_bad_values_at_valid_positions_are_refused(name):
-    z_s, z_t, y = case(ignored=(2,))
-    for label in (61, -1, -7):
-        wrong = y.clone()
-        wrong[4] = label
-        refused(f"y: expected labels of 0 to V-1=60, or IGNORE=-100, got {label} at [4]",
-                lambda wrong=wrong: method_loss(name, z_s, z_t, wrong))  # fmt: skip
-    for value in (math.nan, math.inf, -math.inf):
-        broken = z_s.clone()
-        broken[[2, 3], 59] = value
-        refused(f"z_s: expected finite logits at valid positions, got {value} at [3, 59]",
-                lambda broken=broken: method_loss(name, broken, z_t, y))  # fmt: skip
-        if name != "pretrain":
-            refused(f"z_t: expected finite logits at valid positions, got {value} at [3, 59]",
-                    lambda broken=broken: method_loss(name, z_s, broken, y))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -721,18 +699,9 @@ def test_compiled_peak_is_the_gradient_and_two_temporaries(name):
     assert (status("VmHWM") - before) / (4 * n * v) < 3.2
 
 
-def test_an_objective_of_the_readers_own_is_held_to_the_contract(monkeypatch):
-    z, y = torch.randn(7, 11), torch.arange(7)
+def test_a_row_whose_setting_its_objective_lacks_is_told(monkeypatch):
     monkeypatch.setitem(losses.METHODS, "mine", losses.Method(losses.reverse_kl, {"tua": 2.0}, 1.0, 0.0))
-    with pytest.raises(ValueError, match=r"METHODS\['mine'\]: reverse_kl takes no tua"):
-        losses.keywords("mine")
-
-    def scalar(z_s, z_t, y):
-        return (z_s - z_t).square().mean()
-
-    monkeypatch.setitem(losses.METHODS, "mine", losses.Method(scalar, {}, 1.0, 0.0))
-    with pytest.raises(ValueError, match=r"scalar: expected one number per position, \(7,\), got \(\)"):
-        losses.method_loss("mine", z, z, y)
+    refused("mine: reverse_kl() got an unexpected keyword argument 'tua'", lambda: losses.check_settings("mine", 23))
 
 
 def _squares(z_s, z_t, y, inside=True):
@@ -759,17 +728,15 @@ def _by_hand(z_s, z_t, y):
     [
         (_by_hand, ""),
         (lambda *of: _named(*of, "forward"), ""),
-        (lambda *of: _named(*of, "ce"), r"its part \['ce'\] has the name of another column of the log"),
-        (lambda *of: _named(*of, "val_kl"), r"its part \['val_kl'\] has the name of another column of the log"),
         (lambda *of: losses.leave(*_squares(*of)), ""),
         (lambda *of: losses.leave(*_squares(*of, inside=False)), r"ignored positions have a gradient; .*`valid_mean`"),
-        (lambda *of: _squares(*of)[0], r"expected 0 at ignored positions, got 1\.\d+; end with `return leave"),
-        (lambda *of: _squares(*of), r"expected a tensor \[N\], or a NamedTuple with `loss` first, got tuple"),
-        (lambda *of: None, "or a NamedTuple with `loss` first, got NoneType"),
-        (lambda *of: _squares(*of)[0].sum(), r"expected one number per position, \[N=3\], got \[\]"),
-        (lambda *of: losses.leave(*_squares(*of)).detach(), "no gradient reaches z_s: a student cannot learn from it"),
+        (lambda *of: _squares(*of)[0], "expected one number per position, 0 where ignored: end with `return leave"),
+        (lambda *of: _squares(*of), "'tuple' object has no attribute 'shape'"),
+        (lambda *of: None, "'NoneType' object has no"),
+        (lambda *of: _squares(*of)[0].sum(), "expected one number per position"),
+        (lambda *of: losses.leave(*_squares(*of)).detach(), "element 0 of tensors does not require grad"),
         (lambda z_s, z_t, y: z_s.gather(1, y[:, None]),
-         r"RuntimeError in \S+test_losses.py, line \d+: index -100 is out of .* 1 of them with the label IGNORE=-100, which `enter`"),
+         r"index -100 is out of .* \(RuntimeError in \S+test_losses.py, line \d+\)"),
     ],
 )  # fmt: skip
 def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
@@ -799,9 +766,9 @@ def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
     expected = -(z_t.softmax(-1) * z_t.log_softmax(-1)).sum(-1)[valid].mean()
     torch.testing.assert_close(terms["entropy"], expected)
     torch.testing.assert_close(loss, 1.5 * losses.reverse_kl(z_s, z_t, y).sum() / valid.sum())
-    assert losses.settings("mine") == {"w_kd": float, "w_ce": float, "scale": float}
+    assert losses.settings("mine").keys() == {"w_kd", "w_ce", "scale"}
     assert type(losses.resolve("mine", scale=2).hyper["scale"]) is float  # as `--mine.scale=2` gives it
-    with pytest.raises(ValueError, match=r"mine\.scale='big': expected float, got str"):
+    with pytest.raises(ValueError, match=r"mine\.scale='big': expected float"):
         losses.resolve("mine", scale="big")
 
 
@@ -817,4 +784,4 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     losses.tad(z_s, z_t, y, top_k=5, n_sequences=2).sum().backward()
     assert z_s.grad.isfinite().all() and not z_s.grad[6:].any()
     refused("n_sequences=5: expected a divisor of N=12", lambda: losses.tad(z_s, z_t, y, n_sequences=5))
-    assert "n_sequences" not in losses.keywords("tad")
+    assert "n_sequences" not in plain.keywords("tad")

@@ -14,6 +14,7 @@ import plot
 import sample
 from lib.tasks import TASKS
 from model import Qwen2Config, init_student
+from tests import plain
 
 
 def write(path, records):
@@ -113,7 +114,7 @@ def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path):
 def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     assert {"loss", "kd", "ce"} <= set(plot.PANELS)
-    assert set(losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]) <= set(plot.PANELS)
+    assert set(plain.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]) <= set(plot.PANELS)
     from train import VALIDATED
 
     assert {f"val_{key}" for key in VALIDATED} <= set(plot.PANELS) | set(plot.LEVELS)
@@ -256,7 +257,7 @@ def test_pair_scores_by_hand_and_as_trained(tmp_path, capsys):
 
     p = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
     z_t = torch.arange(5, 0, -1).double()[None]  # the same order
-    weight = losses.alra_terms(p.log()[None], z_t, torch.tensor([0]), d_min=4, d_max=4, gamma=5.0, eps=1e-300).weight[0]
+    weight = losses.alra(p.log()[None], z_t, torch.tensor([0]), d_min=4, d_max=4, gamma=5.0, eps=1e-300).weight[0]
     score = torch.tensor(
         [[plot.pair_score(float(p[i]), float(p[j]), 5.0)[2] if i < j else 0.0 for j in range(4)] for i in range(4)]
     ).double()

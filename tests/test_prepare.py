@@ -368,7 +368,7 @@ def test_a_run_keeps_the_bos_of_its_rows_for_its_scores(bos, small, tmp_path, to
             "data_dir": tmp_path / "a", "out_dir": tmp_path / "out", "warmup_steps": 0, "device": "cpu", "val_max_rows": 3}  # fmt: skip
 
     def run(n):
-        return train.run(load([f"--{k}={v}" for k, v in {**keys, "max_steps": n}.items()]))
+        return train.distil(load([f"--{k}={v}" for k, v in {**keys, "max_steps": n}.items()]))
 
     assert run(1) == 0
     facts = json.loads((tmp_path / "out/pretrain/run.json").read_text())
@@ -733,7 +733,7 @@ def asking(self, *args, **kwargs):
     return taken
 prepare.Stream.feed = asking
 if __name__ == "__main__":
-    prepare.prepare(load(sys.argv[1:]).config, commit_sec=-1.0)
+    prepare.prepare(load(sys.argv[1:]), commit_sec=-1.0)
 """
 
 
@@ -984,7 +984,7 @@ def test_the_readmes_flags_for_ones_own_text_hold_out_documents_from_everywhere(
     for i in range(300):
         (tmp_path / f"texts/{i:03}.txt").write_text(f"Document {i}.")
     places = [f"--source={tmp_path / 'texts'}", f"--data_dir={tmp_path / 'a'}", f"--tokenizer={small[0]}"]
-    prepare.prepare(load([*flags, *places]).config)
+    prepare.prepare(load([*flags, *places]))
     text = load_tokenizer(small[0]).decode(joined(stored(tmp_path / "a/val.bin", 513)))
     numbers = [int(n) for n in re.findall(r"Document (\d+)", text)]
     assert 1 <= len(numbers) <= 9 and numbers != list(range(300 - len(numbers), 300))

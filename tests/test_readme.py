@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests import forked, plain
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -190,7 +190,6 @@ def cells(heading: str) -> list[list[str]]:
 def test_the_choices_name_real_keys():
     import configure
     import eval as ev
-    import losses
 
     choices = cells("Choices that the paper leaves open")
     named = [key for *_, others in choices for key in re.findall(r"`(\w+)`", others)]
@@ -198,7 +197,7 @@ def test_the_choices_name_real_keys():
     for key in named:
         assert key in configure.TYPES, key
     hyper = [pair for *_, others in choices for pair in re.findall(r"`(?!config|eval)(\w+)\.(\w+)`", others)]
-    assert len(hyper) > 8 and all(key in losses.keywords(method) for method, key in hyper), hyper
+    assert len(hyper) > 8 and all(key in plain.keywords(method) for method, key in hyper), hyper
     flags = [key for *_, others in choices for key in re.findall(r"`--(\w+)`", others)]
     assert {"metric", "limit"} == set(flags) <= vars(ev.arguments(["x"])).keys()
 

@@ -78,6 +78,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
     compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
+    shard: Count = 1  # processes over which the weights of students and teacher are spread; 1: each holds all of them
     timeout_minutes: Above0 = 30.0  # how long a process waits for another one before the run ends
 
     # --- the run
@@ -120,6 +121,7 @@ class Config:
             (rows % self.group == 0, f"group={self.group}: expected a divisor of batch_rows={rows}"),
             ((self.micro_batch or self.group) % self.group == 0, f"micro_batch={self.micro_batch}: expected a multiple of group={self.group}"),
             (rows % (self.micro_batch or 1) == 0, f"micro_batch={self.micro_batch}: expected a divisor of batch_rows={rows}"),
+            (self.shard == 1 or self.teacher_device is None, f"teacher_device={self.teacher_device}: not with shard={self.shard}"),
             (not (self.val_rows and self.val_share), f"val_rows={self.val_rows} with val_share={self.val_share}: set one to 0"),
             *((re.fullmatch(r"\w+(@[\w+-][\w.+-]*)?", name), f"methods: {name!r}: expected METHOD or METHOD@LABEL") for name in self.methods),
             *((type(of) is dict and checked(f"{name}.lr", of.get("lr", self.lr), Above0), f"hyper[{name!r}]={of!r}: expected settings by name")

@@ -35,6 +35,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from lib import parallel
 from lib.files import UserError, nearest, read_json, reading
 from lib.hf import (  # noqa: F401  part of this module's interface
     INIT_STD,
@@ -276,8 +277,12 @@ class Qwen2(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     @classmethod
-    def from_pretrained(cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Qwen2":
+    def from_pretrained(
+        cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", shard: int = 1
+    ) -> "Qwen2":
         """A checkpoint of a family of NATIVE from a local folder or the hub (`owner/name@revision`), weights as `dtype`.
+
+        With `shard` > 1 its layers are spread over so many processes, and each reads its own part alone.
 
         Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
         architecture, a pickle, and any tensor that is missing, left over or misshapen.
@@ -286,13 +291,20 @@ class Qwen2(nn.Module):
         with torch.device("meta"):
             model = cls(load_config(str(folder / "config.json")))  # never a preset of the same name
         model.to(dtype)
+        if shard > 1:
+            parallel.spread(model, model.model.layers, shard, torch.device(device), layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
 
-    def save_pretrained(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
-        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids."""
-        save_folder(Path(folder), dataclasses.asdict(self.config), self.state_dict(), tokenizer)
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None, weights: dict | None = None
+    ) -> None:
+        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids.
+
+        weights  whole tensors by name, where this model's own are spread
+        """
+        save_folder(Path(folder), dataclasses.asdict(self.config), weights or self.state_dict(), tokenizer)
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:

@@ -30,6 +30,7 @@ from tqdm import tqdm
 import configure
 from configure import Config
 from lib import heldout, parallel, run
+from lib.checks import IGNORE
 from lib.device import mfu, pick_device
 from lib.figures import figures
 from lib.files import UserError, append_line, read_json
@@ -84,7 +85,7 @@ def open_teacher(cfg: Config) -> Teacher | None:
         return None
     home, n_vocab = torch.device(cfg.device), run.student_shape(cfg).vocab_size
     place = pick_device(cfg.teacher_device) if cfg.teacher_device else home
-    return load_teacher(cfg.teacher, run.activations(cfg), place, home, cfg.compile, n_vocab)
+    return load_teacher(cfg.teacher, run.activations(cfg), place, home, cfg.compile, n_vocab, cfg.shard)
 
 
 def make_student(name: str, cfg: Config) -> Student:
@@ -96,6 +97,8 @@ def make_student(name: str, cfg: Config) -> Student:
     sha = run.weights_hash(model)
     if cfg.compile:
         model.compile_layers()
+    if cfg.shard > 1:
+        parallel.spread(model, model.model.layers, cfg.shard, torch.device(cfg.device), layers_only=False)
     model.to(cfg.device)
     groups = {True: [], False: []}  # whether they decay
     for p in model.parameters():
@@ -159,7 +162,7 @@ def fitted(students: list[Student], teacher: Teacher | None, rows: Rows, cfg: Co
     sizes = [m for m in range(share, cfg.group - 1, -cfg.group) if share % m == 0]
     if asked is None and before.is_file():
         asked = read_json(before)["config"]["micro_batch"]
-    for m in sizes if asked is None and cfg.device.startswith("cuda") else ():
+    for m in sizes if asked is None and cfg.device.startswith("cuda") and cfg.shard == 1 else ():
         room = [torch.empty_like(p) for s in students for p in s.model.parameters() for _ in range(2)]
         one = dataclasses.replace(cfg, micro_batch=m, batch_rows=2 * m * world, max_steps=1)
         with contextlib.suppress(
@@ -231,14 +234,15 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
     On the CPU torch adds squares one after the other in fp32, and the norm is 2 % low for 67M equal elements. There they
     are added in fp64, 1M elements at a time.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
+    parameters = [p for p in parameters if p.grad is not None]
+    grads = [parallel.local(p.grad) for p in parameters]
     if grads[0].is_cuda:
         norm = torch.nn.utils.get_total_norm(grads)
     else:
         blocks = [block for g in grads for block in g.flatten().split(1 << 20)]
         norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-    norm = norm.float()
+    norm = parallel.norm_of_parts(norm, parameters[0]).float()
     torch._foreach_mul_(grads, (most / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -255,14 +259,17 @@ def model_of(s: Student, cfg: Config) -> heldout.Model:
 def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config) -> dict[str, dict]:
     """Per student: CE, KL(teacher || student) and top-1 agreement per token of the validation rows, temperature 1."""
     n_rows, size = min(rows.n, cfg.val_max_rows or rows.n), cfg.micro_batch
-    mine = np.array_split(np.arange(n_rows), parallel.world())[parallel.rank()]
-    batches = (
-        (index[0], *rows.batch(index, torch.device(cfg.device))[:2])
-        for index in np.array_split(mine, range(size, len(mine), size))
-        if len(index)
-    )
-    of_teacher = (teacher.hidden, teacher.head) if teacher else None
-    sums = heldout.row_sums([model_of(s, cfg) for s in live], of_teacher, batches, n_rows)
+
+    def mine():  # all processes have as many batches, the last ones perhaps without a label: spread weights need them all
+        for at in range(0, n_rows, parallel.world() * size):
+            first = at + parallel.rank() * size
+            index = np.arange(n_rows)[first : first + size]
+            x, y, _ = rows.batch(index if len(index) else np.array([0]), torch.device(cfg.device))
+            yield first, x, y if len(index) else torch.full_like(y, IGNORE)
+
+    with parallel.whole_roots(s.model for s in live):
+        of_teacher = (teacher.hidden, teacher.head) if teacher else None
+        sums = heldout.row_sums([model_of(s, cfg) for s in live], of_teacher, mine(), n_rows)
     parallel.sum_in_place([value for of in sums for value in of.values()])
     found = [figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
     return {
@@ -278,12 +285,11 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     """
     x, y, _ = rows.batch(rows_of_update(rows, step, cfg), torch.device(cfg.device))
     budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
-    students = {}
-    for s in live:
-        if needs_teacher(s.name):
-            method = resolve(s.name, **s.overrides)
-            students[s.name] = model_of(s, cfg), functools.partial(method.fn, **method.hyper)
-    of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
+    objectives = {s.name: resolve(s.name, **s.overrides) for s in live if needs_teacher(s.name)}
+    with parallel.whole_roots(s.model for s in live):
+        students = {s.name: (model_of(s, cfg), functools.partial(objectives[s.name].fn, **objectives[s.name].hyper))
+                    for s in live if s.name in objectives}  # fmt: skip
+        of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if parallel.rank() == 0:
         append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **of_teacher})
         for name, count in counts.items():

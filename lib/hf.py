@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from lib import parallel
 from lib.checks import all_finite
 from lib.files import UserError, first_line, read_json, reading
 from lib.settings import require
@@ -103,6 +104,7 @@ def tensors_hash(tensors: dict[str, Tensor]) -> str:
     """sha256 over the names and bytes of every tensor: equal hashes, equal tensors."""
     digest = hashlib.sha256()
     for name, p in tensors.items():
+        p = parallel.whole(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -164,7 +166,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                         source.is_floating_point() and all_finite(source),
                         f"{file}: {name} is {source.dtype}, or not finite",
                     )
-                    wanted[name].copy_(source)
+                    parallel.local(wanted[name]).copy_(source[parallel.kept(wanted[name])])
                     left.discard(name)
     require(
         not left, f"{folder}: missing tensor {min(left, default='')} ({len(left)} in all); the checkpoint is not whole"

@@ -116,13 +116,106 @@ def summing(model: nn.Module, last: bool, under_way: list) -> Iterator[None]:
     """Around a backward pass: where it is the `last` of an update, gradients are summed over the processes.
 
     Each sum starts as soon as its gradient is ready, beside the rest of the backward pass and that of the next model.
-    Wait for `under_way` before gradients are read.
+    Wait for `under_way` before gradients are read. Weights that are spread take care of their sums by themselves.
     """
+    if is_spread(model):
+        model.set_requires_gradient_sync(last)
+    early = last and world() > 1 and not is_spread(model)
 
     def begin(p: Tensor) -> None:
         under_way.append(dist.all_reduce(p.grad, async_op=True))
 
-    hooks = [p.register_post_accumulate_grad_hook(begin) for p in model.parameters()] if last and world() > 1 else []
+    hooks = [p.register_post_accumulate_grad_hook(begin) for p in model.parameters()] if early else []
     yield
     for hook in hooks:
         hook.remove()
+
+
+# --- weights that are spread over processes --------------------------------------------------------------------------
+
+
+def spread(root: nn.Module, layers: Iterable[nn.Module], shard: int, device: torch.device, layers_only: bool) -> None:
+    """Leave 1 / `shard` of the weights on each process; a layer is whole only while it computes (FSDP2).
+
+    shard        a divisor of the number of processes; each `shard` processes in a row hold one copy of the weights
+    layers_only  keep what is outside the layers, like embedding and head, whole on every process
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # half a second, and few runs need it
+
+    mesh = dist.init_device_mesh(device.type, (world() // shard, shard), mesh_dim_names=("copies", "parts"))
+    mesh = mesh if world() > shard else mesh["parts"]
+    layers = list(layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    inside = {p for layer in layers for p in layer.parameters()}
+    fully_shard(
+        root, mesh=mesh, ignored_params={p for p in root.parameters() if p not in inside} if layers_only else None
+    )
+    for module in (root, *layers):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that is scaled first
+    if hasattr(root, "hidden"):
+        register_fsdp_forward_method(root, "hidden")
+
+
+def is_spread(x: Tensor | nn.Module) -> bool:
+    """Whether a tensor is a DTensor, or a module FSDP2's, by a method of theirs: to import them takes half a second."""
+    return hasattr(x, "to_local") or hasattr(x, "unshard")
+
+
+def local(t: Tensor) -> Tensor:
+    """The part of a tensor that this process holds; all of it where it is not spread."""
+    return t.to_local() if is_spread(t) else t
+
+
+def kept(t: Tensor) -> slice:
+    """The rows of the whole tensor that `local` holds."""
+    if not is_spread(t):
+        return slice(None)
+    size = -(-t.shape[0] // t.device_mesh.size(-1))
+    first = min(size * t.device_mesh.get_local_rank(-1), t.shape[0])
+    return slice(first, min(first + size, t.shape[0]))
+
+
+def part_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the same values, on the device of `like` and spread as that is. A scalar is never spread."""
+    if not is_spread(like) or whole.ndim == 0:
+        return whole.to(like.device)
+    part = torch.empty_like(like, dtype=whole.dtype)
+    local(part).copy_(whole[kept(like)])
+    return part
+
+
+def whole(t: Tensor) -> Tensor:
+    """All of a tensor, on every process."""
+    return t.full_tensor() if is_spread(t) else t
+
+
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole copies on the CPU of the first process; none on the others."""
+    found = {}
+    for name, t in tensors.items():
+        t = whole(t)
+        if rank() == 0:
+            found[name] = t.to("cpu", copy=True)
+    return found
+
+
+def norm_of_parts(norm: Tensor, like: Tensor) -> Tensor:
+    """The norm of whole gradients from that of the parts on this process. `like`: one of the parameters."""
+    if not is_spread(like):
+        return norm
+    squares = norm.square()
+    dist.all_reduce(squares, group=like.device_mesh.get_group(-1))
+    return squares.sqrt()
+
+
+@contextlib.contextmanager
+def whole_roots(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, what stands outside the layers of each model, like its head, is whole."""
+    roots = [model for model in models if is_spread(model)]
+    for root in roots:
+        root.unshard()
+    yield
+    for root in roots:
+        root.reshard()

@@ -125,6 +125,7 @@ def check_config(cfg: Config) -> None:
         check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
     for ok, message in (
         (cfg.batch_rows % (world * cfg.group) == 0, f"{world} processes with group={cfg.group}: expected their product to divide batch_rows={cfg.batch_rows}"),
+        (world % cfg.shard == 0, f"shard={cfg.shard}: expected a divisor of the {world} processes; start more of them, or set it"),
         (cfg.teacher or not any(map(needs_teacher, cfg.methods)), f"teacher=None: one of {cfg.methods} learns from one; set a local folder or hub id"),
         (taken >= cfg.hyper.keys(), f"{[*cfg.hyper.keys() - taken]}: settings of what is not among methods={cfg.methods}; add it, or remove them"),
         (cfg.seq_len <= shape.max_position_embeddings, f"seq_len={cfg.seq_len}: the student supports {shape.max_position_embeddings} positions; set less"),
@@ -297,7 +298,7 @@ def opening(students: list[Student], step: int, about: dict, cfg: Config) -> str
 def still_whole(live: list[Student], step: int, look: bool) -> list[Student]:
     """The students that have not broken; `look` at their weights too. Those that have get a `stopped.json`."""
     if look:
-        broken = [not all(all_finite(p) for p in s.model.parameters()) for s in live]
+        broken = [not all(all_finite(parallel.local(p)) for p in s.model.parameters()) for s in live]
         for s, n in zip(live, parallel.total(*broken), strict=True):  # all processes stop the same ones
             s.stopped = s.stopped or ("its update made weights that are not finite" if n else None)
     for s in live:
@@ -321,7 +322,7 @@ def save(live: list[Student], step: int, counts: dict, about: dict, cfg: Config)
         tensors = (
             {"model": s.model.state_dict(), "optimizer": moments} if step else {}
         )  # the first weights come from the config
-        tensors = {name: dict(sorted(of.items())) for name, of in tensors.items()}
+        tensors = {name: parallel.copies(dict(sorted(of.items()))) for name, of in tensors.items()}
         state = of_student(s, step, counts, about, cfg) | {"sums": s.totals()}
         if parallel.rank() == 0:
             write_checkpoint(s.folder / "checkpoints" / f"step_{step:08d}", tensors, state)
@@ -370,8 +371,8 @@ def load(path: Path, s: Student, about: dict) -> dict:
         require(right, f"{path}: not as it was saved, or of another run")
         with torch.no_grad():
             for name, p in s.model.named_parameters() if tensors else ():
-                p.copy_(tensors["model"][name])
-                s.optimizer.state[p] = {k: tensors["optimizer"][f"{name}/{k}"].to(p.device) for k in MOMENTS}
+                p.copy_(parallel.part_like(tensors["model"][name], p))
+                s.optimizer.state[p] = {k: parallel.part_like(tensors["optimizer"][f"{name}/{k}"], p) for k in MOMENTS}
         sums = {
             key: 0.0 if parallel.rank() else value for key, value in state["sums"].items()
         }  # they are of all processes
@@ -389,9 +390,10 @@ def load_weights(path: Path, model: torch.nn.Module) -> None:
 
 def finish(s: Student, step: int, counts: dict, about: dict, tokenizer: PreTrainedTokenizerFast, cfg: Config) -> None:
     """The model for transformers, and beside it what it is made of."""
+    weights = parallel.copies(s.model.state_dict())
     if parallel.rank() == 0:
         with writing(s.folder / "model.tmp"):
-            s.model.save_pretrained(s.folder / "model", tokenizer)
+            s.model.save_pretrained(s.folder / "model", tokenizer, weights)
         write_json(s.folder / "run.json", of_student(s, step, counts, about, cfg))
     say(f"{s.name}: {s.folder / 'model'}")
 

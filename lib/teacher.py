@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lib import parallel
 from lib.files import read_json, reading
 from lib.hf import find_folder, weight_files
 from lib.settings import require
@@ -57,7 +58,7 @@ class Teacher:
 
 def load_teacher(
     name: str, dtype: torch.dtype, device: torch.device, home: torch.device | None = None, compile: bool = False,
-    vocab_size: int | None = None,
+    vocab_size: int | None = None, shard: int = 1,
 ) -> Teacher:  # fmt: skip
     """A teacher from a local folder or hub id `owner/name@revision`, frozen.
 
@@ -65,13 +66,14 @@ def load_teacher(
     device      where it computes; `home` is the students' device (None: the same)
     compile     run the layers of a native one under torch.compile
     vocab_size  rows of the head to keep (None: all); the others are padding
+    shard       processes over which its layers are spread; embedding and head stay whole
 
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last hidden states times its
     head, and one whose hidden states depend on later tokens.
     """
     folder, home = find_folder(name), home or device
     if is_native(name):
-        model = Qwen2.from_pretrained(name, dtype, device)
+        model = Qwen2.from_pretrained(name, dtype, device, shard)
         if compile:
             model.compile_layers()
         return Teacher(model, home, vocab_size)
@@ -85,6 +87,8 @@ def load_teacher(
         not told["missing_keys"], f"{name}: missing tensors {told['missing_keys']}; the checkpoint is not whole"
     )  # they would be drawn
     model.requires_grad_(False).eval()
+    if shard > 1:
+        parallel.spread(model.base_model, decoder_layers(model), shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
     return Teacher(model, home, vocab_size)
@@ -139,6 +143,12 @@ def for_students(name: str | None) -> dict | None:
     rope = getattr(config, "rope_parameters", None) or {}
     found = {key: rope.get(key) if "rope" in key else getattr(config, key, None) for key in TAKEN}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The layers of any decoder: the list of modules that holds most of its parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=n_params)
 
 
 def n_params(model: nn.Module) -> int:

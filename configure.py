@@ -52,7 +52,6 @@ class Config:
     # --- data (prepare.py writes it, train.py reads it)
     data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
     source: str = CORPUS  # hub dataset; local file, folder or glob; or "python": its own docs and library
-    source_revision: str | None = None  # hub only: a commit or tag, where the source names none
     source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
     source_split: str = "train"  # hub only
     source_text: str = (
@@ -64,7 +63,6 @@ class Config:
     val_share: float = 0.0  # share of documents held out by hash, instead of val_rows
     bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
     seq_len: int = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
-    prepare_workers: int = 1  # tokenizer processes; any number gives the same bytes
     shuffle: bool = False  # visit the rows in an order drawn from `seed`, a new one for each pass
     repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are
     mask_after_eos: bool = False  # leave the token after an EOS (the first of a document, or its BOS) out of the loss
@@ -147,7 +145,7 @@ class Config:
             lr = of.get("lr", self.lr)
             number = isinstance(lr, int | float) and not isinstance(lr, bool)
             _require(number and 0 < lr < math.inf, f"{name}.lr={lr!r}: expected a number above 0")
-        for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len", "prepare_workers",
+        for name in ("max_steps", "schedule_steps", "batch_rows", "group", "seq_len",
                      "log_every_steps", "val_every_steps", "keep_checkpoints", "shard"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
         _require(self.batch_rows <= 2**20, f"batch_rows={self.batch_rows}: expected at most {2**20}")

@@ -50,7 +50,7 @@ FREE_KEYS = {"max_steps", "micro_batch", "log_every_steps", "checkpoint_every_st
              "keep_checkpoints", "out_dir", "device", "teacher_device", "recompute", "compile", "repeat_rows",
              "data_dir", "teacher", "tokenizer",
              "histogram_every_steps", "tensorboard", "wandb_project", "val_every_steps", "val_max_rows",
-             "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share", "prepare_workers",
+             "source", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share",
              "bos", "shard", "timeout_minutes"}  # fmt: skip
 RUN_KEYS = {"config": {"methods": list}}  # of run.json
 STATE_KEYS = {"config?": dict, "sums": {"*": float}, **dict.fromkeys(runlog.CLOCK_KEYS, float)}  # of a checkpoint

@@ -86,8 +86,8 @@ RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nomin
 MAY_DIFFER = {
     "methods", "student", "seed", "hyper",  # rows and tables of their own; initial weights compared by seed
     "teacher", "tokenizer",  # places: the hashes are compared
-    "data_dir", "source", "source_revision", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
-    "bos", "prepare_workers", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
+    "data_dir", "source", "source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share",  # as those of the rows
+    "bos", "repeat_rows", "max_steps",  # `step` is compared; the same rows are read either way
     "micro_batch", "device", "teacher_device", "recompute", "compile", "shard", "timeout_minutes",  # speed and memory
     "out_dir", "log_every_steps", "histogram_every_steps", "tensorboard", "wandb_project",
     "val_every_steps", "val_max_rows", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints",

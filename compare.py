@@ -160,8 +160,10 @@ def flops(cfg: Config) -> tuple[float, float]:
 
 def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
     """Runs of train.py: students that differ in method and settings alone share one, `at_most` of them."""
-    groups: dict = {}
-    for s in {s.made_by: s for s in reversed(students)}.values():
+    first, groups = {}, {}
+    for s in students:
+        first.setdefault(s.made_by, s)
+    for s in first.values():
         shared = dataclasses.replace(s.cfg, methods=("-",), hyper={})
         nth = next(i for i in itertools.count() if s.name not in groups.get((shared, i), {}))  # a name has one folder
         groups.setdefault((shared, nth), {})[s.name] = s
@@ -231,19 +233,23 @@ def train(students: list[Student], out: Path, args) -> dict[str, str]:
     there = made(out).keys() | {s.made_by for job in begun for s in job.students}
     jobs = begun + together([s for s in students if s.made_by not in there], out, args.per_run)
     jobs = [job for job in jobs if any(s.made_by not in made(out) for s in job.students)]
+    launch(jobs, out, args.jobs)
+    there = made(out)
+    jobs = together([s for job in jobs for s in job.students if s.made_by not in there], out, 1)  # what broke, alone
     said, there = launch(jobs, out, args.jobs), made(out)
-    return {s.made_by: said[job.name] for job in jobs for s in job.students if s.made_by not in there}
+    return {job.students[0].made_by: said[job.name] for job in jobs if job.students[0].made_by not in there}
 
 
 def score(there: dict[str, Path], students: list[Student], n_rows: int, out: Path, args) -> dict[str, str]:
     """Score students on `n_rows` held-out rows after those that have chosen -> why others could not be scored."""
-    todo, jobs = [s for s in students if n_scored(there[s.made_by]) != n_rows], []
-    for some in (todo[at : at + AT_A_TIME] for at in range(0, len(todo), AT_A_TIME)):
-        folders = dict.fromkeys(str(there[s.made_by]) for s in some)
-        flags = [f"--skip_rows={some[0].cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={some[0].cfg.device}"]
-        name = hashlib.sha256(" ".join(folders).encode()).hexdigest()[:8]
-        jobs.append(Job(f"eval_{name}", ["eval.py", *folders, "--tasks=none", *flags], some))
-    said = launch(jobs, out, args.jobs)
+    said = {}
+    for size in (AT_A_TIME, 1):  # what broke, alone
+        todo, jobs = [s for s in students if n_scored(there[s.made_by]) != n_rows], []
+        for some in (todo[at : at + size] for at in range(0, len(todo), size)):
+            folders = list(dict.fromkeys(str(there[s.made_by]) for s in some))
+            flags = [f"--skip_rows={some[0].cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={some[0].cfg.device}"]
+            jobs.append(Job(f"eval_{Path(folders[0]).name}_{len(jobs)}", ["eval.py", *folders, "--tasks=none", *flags], some))
+        said = launch(jobs, out, args.jobs)
     return {s.made_by: said[job.name] for job in jobs for s in job.students if n_scored(there[s.made_by]) != n_rows}
 
 

@@ -114,7 +114,7 @@ def section(name: str, title: str, rows: list[tuple], of: pd.DataFrame, planned:
     shown, body = [key for key in SHOWN if key in of], []
     for ((study, method), label), line, texts in zip(labels.items(), cells, marked, strict=True):
         mine = of[(of.settings == study) & (of.method == method)]
-        n, rates = len(line[0]), " ".join(f"{lr:g}" for lr in sorted(mine.lr.dropna().unique())) if "lr" in of else "–"
+        n, rates = len(line[0]), " ".join(f"{lr:g}" for lr in sorted(mine.lr.dropna().unique())) or "–"
         chosen = {f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for given in mine.get("chosen", pd.Series(dtype=object)).dropna()
                   for k, v in given.items() if k != "lr"}  # fmt: skip
         wall = (mine.wall_sec / mine.students_in_run).mean() if "wall_sec" in of else float("nan")
@@ -152,7 +152,10 @@ def trials(results: Path) -> list[str]:
     wide = rates.assign(row=rates.method + of).pivot(index="row", columns="lr", values="text").fillna("–")
     wide = wide.loc[(rates.method + of).unique()]
     body = [[row, *values] for row, values in zip(wide.index, wide.values.tolist(), strict=True)]
-    return ["## Trials", "", "Held-out CE of seed 0, in nats per token.", "", *tables.grid(["", *(f"{lr:g}" for lr in wide)], body), ""]  # fmt: skip
+    ends = rates.groupby("method").lr.agg(["min", "max"])
+    at_end = [m for m, i in best.items() if rates.lr[i] in ends.loc[m].tolist()]
+    beyond = f"Best at the lowest or highest rate tried, so that one beyond might do better: {', '.join(at_end) or 'none'}."
+    return ["## Trials", "", "Held-out CE of seed 0, in nats per token.", "", *tables.grid(["", *(f"{lr:g}" for lr in wide)], body), "", beyond, ""]  # fmt: skip
 
 
 def draw_figures(spec: Spec, layout: list[tuple], results: Path, out: Path, records: list[dict]) -> list[str]:

@@ -146,7 +146,7 @@ def trials(results: Path) -> list[str]:
     if rates.empty:
         return []
     of = rates.get("settings", pd.Series([{}] * len(rates))).apply(lambda s: "".join(f" {k}={v}" for k, v in s.items() if k != "lr"))
-    best = rates.groupby("method", sort=False).val_ce.idxmin()
+    best = rates.dropna(subset=["val_ce"]).groupby("method", sort=False).val_ce.idxmin()
     rates["text"] = rates.val_ce.map(lambda ce: "stopped" if pd.isna(ce) else f"{ce:.4f}")
     rates.loc[best, "text"] = "**" + rates.text[best] + "**"
     wide = rates.assign(row=rates.method + of).pivot(index="row", columns="lr", values="text").fillna("–")

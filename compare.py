@@ -2,44 +2,36 @@
 
     python compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
     python compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
-    python compare.py config/demo.py --print          the commands of all that is still to do, one for each line
     python compare.py config/demo.py --report         tables and figures anew, from the results that are there
     python compare.py config/mini.py --jobs=2         the replication, which that config describes: hours on two cores
 
-Trials of all methods with seed 0 share as few runs as memory allows, and so one pass of the teacher. The lowest CE over
-the first `val_max_rows` held-out rows chooses; the rows after these are scored. Then seeds 1, 2, ..: a seed is the
-student's initial weights and the order of rows, the same for all methods. A student that the folder holds already is
-found by what made it (settings, the objective's source), whoever ran it; the same command goes on after a kill. A run
-that fails is halved until the student that broke it is alone; the report has it with its error, and the exit code is 1.
+Trials of all methods with seed 0 share a run, and so one pass of the teacher. The lowest CE over the first `val_max_rows`
+held-out rows chooses; the rows after these are scored. Then seeds 1, 2, ..: a seed is the student's initial weights and the
+order of rows, the same for all methods. A student that the folder holds already is found by what made it (settings, the
+objective's source); the same command goes on after a kill. What a run that fails has not made is in the report without
+numbers, and the exit code is 1.
 """
 
 import argparse
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import inspect
 import itertools
 import json
 import math
-import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 import configure
 from configure import Config
-from lib.device import count, pick_device
-from lib.files import UserError, append_line, read_json, read_lines, write_json, write_lines, write_whole
-from lib.hf import find_folder
+from lib.files import UserError, append_line, locked, read_json, read_lines, write_json, write_lines, write_whole
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
@@ -48,7 +40,6 @@ from losses import METHODS, needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent
-ROOM = 0.7  # the share of the memory that all jobs together may count on
 AT_A_TIME = 32  # students per process of eval.py, where they share the teacher's pass
 FIGURE_SEED = 1  # the only one whose runs count d_u and the teacher's probabilities, for the figures
 
@@ -169,22 +160,6 @@ def flops(cfg: Config) -> tuple[float, float]:
     return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False)
 
 
-def per_run(cfg: Config, n_jobs: int) -> int:
-    """How many students fit the memory of one run, beside the other jobs."""
-    device = pick_device(cfg.device)
-    cuda = device.type == "cuda"
-    room = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shape, teacher = student_config(cfg.student, for_students(cfg.teacher)), cfg.teacher and teacher_bytes(cfg.teacher)
-    head = (
-        4 * shape.vocab_size * max(shape.hidden_size, 5 * cfg.group * cfg.seq_len)
-    )  # its gradient, or five times the logits
-    return max(1, int((ROOM * room / n_jobs - 2 * (teacher or 0) - head) / (20 * count(shape))))
-
-
-def teacher_bytes(name: str) -> int:
-    return sum(file.stat().st_size for file in find_folder(name).glob("*.safetensors"))
-
-
 def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
     """Runs of train.py: students that differ in method and settings alone share one, `at_most` of them."""
     first, groups = {}, {}
@@ -235,55 +210,49 @@ def ended(folder: Path) -> bool:
 # --- running it ------------------------------------------------------------------------------------------------------
 
 
-def train(students: list[Student], out: Path, args, lock) -> dict[str, str]:
+def launch(jobs: list[Job], out: Path, n: int) -> dict[str, str]:
+    """Run the jobs, `n` at a time -> by name the last line that each one said."""
+
+    def one(job: Job) -> tuple[str, str]:
+        file, begun = out / "logs" / f"{job.name}.txt", time.perf_counter()
+        with file.open("a") as log:
+            rc = subprocess.run([sys.executable, ROOT / job.argv[0], *job.argv[1:]], stdout=log, stderr=log).returncode
+        wall, said = round(time.perf_counter() - begun, 1), (file.read_text().strip().splitlines() or [""])[-1]
+        append_line(out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
+        print(f"{job.name}: {wall:.0f} s, {f'exit code {rc}: {said}' if rc else 'ended'}", flush=True)
+        return job.name, said
+
+    pool = ThreadPoolExecutor(n)
+    try:
+        return dict(pool.map(one, jobs))
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C goes to the jobs too, which end with a checkpoint
+
+
+def train(students: list[Student], out: Path, args) -> dict[str, str]:
     """Make the students that are not there yet -> why the others could not be made, by `made_by`."""
-    failed: dict[str, str] = {}
-
-    def left(job: Job) -> list[Job]:
-        there = made(out)
-        some = [s for s in job.students if s.made_by not in there]
-        if not some or (out / job.name).is_dir():  # a run that has begun goes on as it is
-            return [job] * bool(some)
-        return together(some, out, len(some))
-
-    def after(job: Job, rc: int, said: str) -> list[Job]:
-        some = [s for s in job.students if s.made_by not in made(out)]
-        if some and rc == 0:
-            raise UserError(f"{job.name}: stopped by a signal; the same command goes on from there")
-        return halves(job, some, said, failed, lambda half: together(half, out, len(half)))
-
-    work([j for run in together(students, out, args.per_run) for j in left(run)], out, args, lock, after)
-    return failed
+    begun = [job for job in together(students, out, args.per_run) if (out / job.name).is_dir()]  # these go on as they are
+    there = made(out).keys() | {s.made_by for job in begun for s in job.students}
+    jobs = begun + together([s for s in students if s.made_by not in there], out, args.per_run)
+    jobs = [job for job in jobs if any(s.made_by not in made(out) for s in job.students)]
+    launch(jobs, out, args.jobs)
+    there = made(out)
+    jobs = together([s for job in jobs for s in job.students if s.made_by not in there], out, 1)  # what broke, alone
+    said, there = launch(jobs, out, args.jobs), made(out)
+    return {job.students[0].made_by: said[job.name] for job in jobs if job.students[0].made_by not in there}
 
 
-def score(there: dict[str, Path], students: list[Student], n_rows: int, out: Path, args, lock) -> dict[str, str]:
+def score(there: dict[str, Path], students: list[Student], n_rows: int, out: Path, args) -> dict[str, str]:
     """Score students on `n_rows` held-out rows after those that have chosen -> why others could not be scored."""
-    failed: dict[str, str] = {}
-
-    def left(students: list[Student]) -> list[Student]:
-        return [s for s in students if n_scored(there[s.made_by]) != n_rows]
-
-    def job(some: list[Student]) -> list[Job]:
-        folders = dict.fromkeys(str(there[s.made_by]) for s in some)
-        name = hashlib.sha256(" ".join(folders).encode()).hexdigest()[:8]
-        flags = [f"--skip_rows={some[0].cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={some[0].cfg.device}"]
-        return [Job(f"eval_{name}", ["eval.py", *folders, "--tasks=none", *flags], some)]
-
-    def after(done: Job, rc: int, said: str) -> list[Job]:
-        return halves(done, left(done.students), said, failed, job)
-
-    todo = left(students)
-    work([j for at in range(0, len(todo), AT_A_TIME) for j in job(todo[at : at + AT_A_TIME])], out, args, lock, after)
-    return failed
-
-
-def halves(job: Job, left: list[Student], said: str, failed: dict[str, str], make: Callable) -> list[Job]:
-    """What follows from a job that `left` some students undone: two smaller jobs; of one alone its last words are kept."""
-    if len(left) == len(job.students) == 1:
-        failed[left[0].made_by] = said
-        return []
-    middle = -(-len(left) // 2)
-    return [j for half in (left[:middle], left[middle:]) if half for j in make(half)]
+    said = {}
+    for size in (AT_A_TIME, 1):  # what broke, alone
+        todo, jobs = [s for s in students if n_scored(there[s.made_by]) != n_rows], []
+        for some in (todo[at : at + size] for at in range(0, len(todo), size)):
+            folders = list(dict.fromkeys(str(there[s.made_by]) for s in some))
+            flags = [f"--skip_rows={some[0].cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={some[0].cfg.device}"]
+            jobs.append(Job(f"eval_{Path(folders[0]).name}_{len(jobs)}", ["eval.py", *folders, "--tasks=none", *flags], some))
+        said = launch(jobs, out, args.jobs)
+    return {s.made_by: said[job.name] for job in jobs for s in job.students if n_scored(there[s.made_by]) != n_rows}
 
 
 def n_scored(folder: Path) -> int:
@@ -291,54 +260,12 @@ def n_scored(folder: Path) -> int:
     return (read_json(file)["intrinsic"] or {"n_rows": 0})["n_rows"] if file.is_file() else 0
 
 
-def work(jobs: list[Job], out: Path, args, lock, after: Callable[[Job, int, str], list[Job]]) -> None:
-    """Run the jobs, `args.jobs` at a time; `after(job, exit code, last line)` gives the jobs that follow from one.
-
-    If this process ends, they end with a checkpoint. With `--print` they are printed, and this process ends.
-    """
-    if args.print and jobs:
-        print("\n".join(f"python {' '.join(job.argv)}" for job in jobs))
-        sys.exit()
-    waiting, busy, n = list(jobs), {}, 0
-    try:
-        while waiting or busy:
-            while waiting and len(busy) < args.jobs:
-                job, *waiting = waiting
-                with (out / "logs" / f"{job.name}.txt").open("a") as log:
-                    argv = [sys.executable, ROOT / job.argv[0], *job.argv[1:]]
-                    # the lock is theirs too, should this process be killed
-                    process = subprocess.Popen(argv, stdout=log, stderr=log, pass_fds=[lock.fileno()])
-                busy[process] = (job, time.perf_counter())
-            time.sleep(0.1)
-            for process in [p for p in busy if p.poll() is not None]:
-                (job, begun), n = busy.pop(process), n + 1
-                wall = round(time.perf_counter() - begun, 1)
-                append_line(out / "runs.jsonl", {"run": job.name, "rc": process.returncode, "wall_sec": wall})
-                said = (out / "logs" / f"{job.name}.txt").read_text().strip().splitlines() or [""]
-                waiting += after(job, process.returncode, said[-1])
-                left = len(waiting) + len(busy)
-                ending = f"exit code {process.returncode}: {said[-1]}" if process.returncode else "ended"
-                print(f"{job.name}: {wall:.0f} s, {ending}; {n} done, {left} to go", flush=True)
-    finally:
-        for process in busy:
-            process.terminate()
-        for process, (job, begun) in busy.items():
-            wall = round(time.perf_counter() - begun, 1)
-            append_line(out / "runs.jsonl", {"run": job.name, "rc": process.wait(), "wall_sec": wall})
-
-
-def compare(args, spec: Spec, cfg: Config) -> None:
+def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
     """Trials, seeds, scores, and what is kept of them."""
     out = args.out
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    with (out / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{out}: runs of an earlier start are still at work there; waiting for them to end", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if not args.print:
-            prepare(cfg, out / "config.py")
+    with locked(out, UserError(f"{out}: another compare.py is at work there")):
+        prepare(cfg, out / "config.py")
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
         if first is None or first >= n:
             raise UserError(
@@ -347,20 +274,18 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         tried = trials(spec.tune, cfg.methods)
         tune = {(m, i): alone("tune", f"{m}{'-' if '@' in m else '@'}t{i}", m, at_equal(spec.at, m, cfg), 0, settings)
                 for m, of in tried.items() for i, settings in enumerate(of)}  # fmt: skip
-        failed, there = train([*tune.values()], out, args, lock), made(out)
+        failed, there = train([*tune.values()], out, args), made(out)
         ces = {m: [held_out_ce(there.get(tune[m, i].made_by)) for i in range(len(of))] for m, of in tried.items()}
         chosen = {m: of[ces[m].index(min(ces[m]))] for m, of in tried.items() if min(ces[m]) < math.inf}
         students = plan(spec, cfg, args.given, chosen)
         without = {s.made_by: failed.get(tune[s.name, 0].made_by, "every trial stopped")
                    for s in students if s.name in tried and s.name not in chosen}  # fmt: skip
-        failed |= without | train([s for s in students if s.made_by not in without], out, args, lock)
+        failed |= without | train([s for s in students if s.made_by not in without], out, args)
         there = made(out)
         whole = [s for s in students if s.made_by in there and not (there[s.made_by] / "stopped.json").is_file()]
-        failed |= score(there, whole, min(spec.rows, n - first), out, args, lock)
+        failed |= score(there, whole, min(spec.rows, n - first), out, args)
     collect(students, spec.at, tried, chosen, failed, there, out, args.results)
-    with_teacher = {s.made_by for s in (*tune.values(), *students) if needs_teacher(s.name)} & there.keys()
-    passes = {"students": len(with_teacher), "runs": len({there[made].parent for made in with_teacher})}
-    settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at, "passes": passes}
+    settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at}
     write_json(args.results / "settings.json", settings)
     write_lines(args.results / "rates.jsonl", [
         {"method": m, "lr": settings["lr"], "settings": settings, "val_ce": ce if ce < math.inf else None}
@@ -463,10 +388,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     )
     add("--rows", type=int, help="held-out rows to score; default: 512")
     add("--jobs", type=int, default=1, help="runs at a time")
-    add("--per_run", type=int, help="students of a run at most; default: what the memory holds")
+    add("--per_run", type=int, default=10**6, help="students of a run at most, where the memory does not hold all")
     add("--out", type=Path, help="folder of the runs; default: out/compare_CONFIG")
     add("--results", type=Path, help="folder of the report; default: OUT/report")
-    add("--print", action="store_true", help="print the commands of the next stage instead of running them")
     add("--report", action="store_true", help="only write tables and figures anew, from --results")
     args, rest = parser.parse_known_args(argv)
     files = [word for word in rest if not word.startswith("--")]
@@ -498,21 +422,19 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
         if value is not None and value < 1:
             raise UserError(f"--{key}={value}: expected at least 1")
-    if args.per_run is None and not args.report:
-        args.per_run = per_run(cfg, args.jobs)
-    return args, spec, cfg
+    return args, spec, loaded
 
 
 def run(argv: list[str]) -> int:
     args, spec, cfg = arguments(argv)
     if not args.report:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `work` ends its jobs
-        compare(args, spec, cfg)
+        compare(args, spec, loaded)
     found, table = report(spec, args.results, args.results)
     print(f"\n{table}\n{args.results / 'README.md'}")
-    for x in found.failed:
-        print(f"{x['method']} ({x['settings']}, seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)
-    return 1 if found.failed else 0
+    failed = found[found.stopped.notna()]
+    for x in failed.itertuples():
+        print(f"{x.method} ({x.settings}, seed {x.seed}): no result: {x.stopped}", file=sys.stderr)
+    return 1 if len(failed) else 0
 
 
 def main() -> None:

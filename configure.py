@@ -39,7 +39,6 @@ class Config:
     # --- data (prepare.py writes it, train.py reads it)
     data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
     source: str = CORPUS  # hub dataset; local file, folder or glob; or "python": its own docs and library
-    source_revision: str | None = None  # hub only: a commit or tag, where the source names none
     source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
     source_split: str = "train"  # hub only
     source_text: str = "text"  # the column or field that holds the text; of these four one for all, or a,b for a mixture
@@ -49,7 +48,6 @@ class Config:
     val_share: Below1 = 0.0  # share of documents held out by hash, instead of val_rows
     bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
     seq_len: Count = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
-    prepare_workers: Count = 1  # tokenizer processes; any number gives the same bytes
     shuffle: bool = False  # visit the rows in an order drawn from `seed`, a new one for each pass
     repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are
     mask_after_eos: bool = False  # leave the token after an EOS (the first of a document, or its BOS) out of the loss

@@ -4,18 +4,16 @@
     python eval.py out/demo --tasks none                        # all its students; only the figures over val.bin
     python eval.py --table out/*/*                              # many results, the paper's rows, columns and numbers
     python eval.py --table out/alra_200m --metric acc_norm      # the same with acc_norm where a task has it
-    torchrun --nproc_per_node=8 eval.py out/alra_200m/alra      # the same numbers, sooner
 
 A run's folder stands for its students, and so does `out/NAME/*`; those that are still in training are named and left
 out. Results go into the student's own folder, those of any other model into out/eval/NAME. Several get one table where
 they can be compared.
 
 Prompts, choices and metrics are those of lm-eval's own task files (tasks.py finds and checks their rows); here requests
-are scored, fast. A document's requests become one row of a tree, where each shared beginning stands once: every
-token looks at its own ancestors alone and keeps the position that it has in its request. The head runs only
-where a continuation is scored, in fp32.
+are scored, fast. Choices that share a context are one row: the context, then each continuation, which sees the context
+and itself alone and has the positions of its request. The head runs only where a continuation is scored, in fp32.
 
-Dimension key: B batch, T time, N positions, R requests, V vocabulary, D width.
+Dimension key: B batch, T time, N positions, V vocabulary, D width.
 """
 
 import argparse
@@ -32,6 +30,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from lib import figures, heldout, parallel
+from lib import figures, heldout
 from lib.checks import IGNORE
 from lib.device import count, device_name, free_bytes, gib, give_back_memory, pick_device
 from lib.files import UserError, dump, locked, write_whole
@@ -59,37 +58,8 @@ N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, 
 # --- scoring requests ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tree:
-    """The requests of one document as a tree of tokens: a beginning that requests share is stored once."""
-
-    ids: list[int]  # [T] token of each node; a parent stands before its children
-    depth: list[int]  # [T] position in the request
-    paths: list[np.ndarray]  # per request, its nodes from the root down
-    first: int  # number of the first request
-    n_scored: int  # nodes at which some continuation token is predicted
-
-    @classmethod
-    def grow(cls, first: int, inputs: list[list[int]], n_targets: list[int]) -> "Tree":
-        node, ids, depth, paths = {}, [], [], []
-        for tokens in inputs:
-            path, parent = [], -1
-            for position, token in enumerate(tokens):
-                parent = node.setdefault((parent, token), len(ids))
-                if parent == len(ids):
-                    ids.append(token)
-                    depth.append(position)
-                path.append(parent)
-            paths.append(np.array(path))
-        scored = set().union(*(path[-n:].tolist() for path, n in zip(paths, n_targets, strict=True)))
-        return cls(ids, depth, paths, first, len(scored))
-
-
 class Scorer(TemplateLM):
     """lm-eval's view of a `Qwen2`: log-likelihoods of continuations, by the rules of its own Hugging Face backend.
-
-    With several processes each scores its share of the batches, and all end with every score: the numbers
-    do not depend on how many there are.
 
     bos  the id that stood before each document in training and stands before each context here; None: none did;
          "auto": the one that the tokenizer adds by itself
@@ -144,95 +114,47 @@ class Scorer(TemplateLM):
             else:
                 head, tail = prefix, plain[end]
             encoded.append((request.args, head, tail))
-        return self._loglikelihood_tokens(encoded, disable_tqdm, [(r.task_name, r.doc_id) for r in requests])
+        return self._loglikelihood_tokens(encoded, disable_tqdm)
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, documents=None, **kwargs) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs) -> list[tuple[float, bool]]:
         """[((context, continuation), context ids, continuation ids)] -> log-probability (nats), all greedy?
 
-        Requests that stand together and belong to one document share a tree. Longest trees first: what does not
-        fit, fails at once.
+        Requests that stand together and see the same context share a row. Longest rows first: what does not fit, fails
+        at once.
         """
-        trees, number = [], 0
-        documents = range(len(requests)) if documents is None else documents
-        for _, group in itertools.groupby(zip(documents, requests, strict=True), key=lambda pair: pair[0]):
-            group = [request for _, request in group]
-            for (context, continuation), head, tail in group:
-                if not head or not 0 < len(tail) <= self.max_length:
-                    raise UserError(f"{continuation!r:.60} after {context!r:.60}: {len(head)} + {len(tail)} tokens; expected a "
-                                    f"context, and a continuation of 1 to max_length={self.max_length} tokens")  # fmt: skip
-            inputs = [(head + tail)[-(self.max_length + 1) :][:-1] for _, head, tail in group]
-            trees.append(Tree.grow(number, inputs, [len(tail) for _, _, tail in group]))
-            number += len(group)
-        targets = [np.array(tail) for _, _, tail in requests]
-        total, wrong = self.share((self._batches(trees), targets), disable_tqdm)
-        return [(float(s), not w) for s, w in zip(total, wrong, strict=True)]
-
-    def share(self, work: tuple | None = None, quiet: bool = False) -> np.ndarray | None:
-        """Score this process's share of the first process's `work`, batches and targets -> all sums [2, R].
-
-        The first process alone reads, tokenizes and draws bootstrap samples; it ends the others by None -> None.
-        """
-        work = parallel.from_first(lambda: work)
-        if work is None:
-            return None
-        batches, targets = work
-        batches = batches[parallel.rank() :: parallel.world()]
-        scores, missed = np.zeros((2, len(targets)))  # [R] each; missed tokens are not the greedy choice
-        flop = sum(map(self._flop, batches))
-        quiet = quiet or parallel.rank() > 0
-        with progress(None, "scoring", flop, unit="FLOP", unit_scale=True, disable=quiet) as bar:
-            for batch in batches:
-                self._score(batch, targets, scores, missed)
-                bar.update(self._flop(batch))
-        return sum_over_processes(np.stack((scores, missed)), self._device)
-
-    def _batches(self, trees: list[Tree]) -> list[list[list[Tree]]]:
-        """Pack trees, longest first, into rows as wide as the first tree, and rows into batches of `batch_tokens`."""
-        batches, rooms, width = [], [], 0  # rooms: free tokens in each row of the last batch
-        for tree in sorted(trees, key=lambda tree: -len(tree.ids)):
-            row = next((i for i, room in enumerate(rooms) if room >= len(tree.ids)), len(rooms))
-            if row == len(rooms):
-                if not batches or width * (row + 1) > self.batch_tokens:
-                    batches.append([])
-                    rooms, width, row = [], len(tree.ids), 0
-                rooms.append(width)
-                batches[-1].append([])
-            rooms[row] -= len(tree.ids)
-            batches[-1][row].append(tree)
-        return batches
-
-    def _flop(self, batch: list[list[Tree]]) -> int:
-        """FLOPs of a batch (backbone, attention, head), which the progress bar counts."""
-        c, (n_vocab, width), t = self.model.config, self.head.shape, len(batch[0][0].ids)
-        per_token = sum(p.numel() for layer in self.model.model.layers for p in layer.parameters())
-        per_token += 2 * t * width * c.num_hidden_layers
-        return 2 * (len(batch) * t * per_token + sum(x.n_scored for row in batch for x in row) * n_vocab * width)
+        seen = []  # the context ids of each request that fit beside its continuation
+        for (context, continuation), head, tail in requests:
+            if not head or not 0 < len(tail) <= self.max_length:
+                raise UserError(f"{continuation!r:.60} after {context!r:.60}: {len(head)} + {len(tail)} tokens; expected a "
+                                f"context, and a continuation of 1 to max_length={self.max_length} tokens")  # fmt: skip
+            seen.append(head[-(self.max_length + 1 - len(tail)) :])
+        rows = [Row.of(seen[group[0]], [(i, requests[i][2]) for i in group])
+                for group in (list(g) for _, g in itertools.groupby(range(len(seen)), key=seen.__getitem__))]  # fmt: skip
+        rows.sort(key=lambda row: -len(row.ids))
+        scores, missed = np.zeros((2, len(requests)))  # missed tokens are not the greedy choice
+        with progress(None, "scoring", sum(len(row.ids) for row in rows), unit="token", disable=disable_tqdm or None) as bar:
+            while rows:
+                n = max(1, self.batch_tokens // len(rows[0].ids))
+                batch, rows = rows[:n], rows[n:]
+                self._score(batch, scores, missed)
+                bar.update(sum(len(row.ids) for row in batch))
+        return [(float(score), not miss) for score, miss in zip(scores, missed, strict=True)]
 
     @torch.inference_mode()
-    def _score(self, batch: list[list[Tree]], targets: list[np.ndarray], scores: np.ndarray, missed: np.ndarray):
-        """Add the log-probabilities of a batch to `scores` and its missed tokens to `missed`, both [R]."""
-        b, t = len(batch), len(batch[0][0].ids)
-        idx, positions = np.zeros((2, b, t), np.int64)
-        mask = np.zeros((b, 1, t, t), bool)
-        mask[:, :, range(t), range(t)] = True  # padding attends to itself: a softmax over nothing is NaN
-        lower = np.tri(t, dtype=bool)
-        where, what, whose = [], [], []  # [N] position in the flat batch, target token, request
-        for row, trees in enumerate(batch):
-            at = 0
-            for tree in trees:
-                end = at + len(tree.ids)
-                idx[row, at:end], positions[row, at:end] = tree.ids, tree.depth
-                for number, path in enumerate(tree.paths, tree.first):
-                    mask[row, 0][np.ix_(at + path, at + path)] |= lower[: len(path), : len(path)]
-                    where.append(row * t + at + path[-len(targets[number]) :])
-                    what.append(targets[number])
-                    whose.append(np.full(len(targets[number]), number))
-                at = end
-        where, what, whose = map(np.concatenate, (where, what, whose))
-        if all(len(trees) == 1 == len(trees[0].paths) for trees in batch):  # plain causal rows, padded on the right
-            h = self.model.hidden(self._put(idx))
-        else:
-            h = self.model.hidden(self._put(idx), self._put(positions), self._put(mask))
+    def _score(self, batch: list["Row"], scores: np.ndarray, missed: np.ndarray) -> None:
+        """Add the log-probabilities of a batch to `scores` and its missed tokens to `missed`."""
+        t = len(batch[0].ids)
+        ids, positions, branch = np.zeros((3, len(batch), t), np.int64)
+        for i, row in enumerate(batch):
+            for to, values in ((ids, row.ids), (positions, row.positions), (branch, row.branch)):
+                to[i, : len(values)] = values
+        if branch.any():
+            mask = np.tri(t, dtype=bool) & ((branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None]))
+            h = self.model.hidden(*map(self._put, (ids, positions, mask[:, None])))
+        else:  # plain causal rows, padded on the right
+            h = self.model.hidden(self._put(ids))
+        where = np.concatenate([i * t + np.array(row.where) for i, row in enumerate(batch)])
+        what, whose = (np.concatenate([getattr(row, key) for row in batch]) for key in ("what", "whose"))
         scored, place = np.unique(where, return_inverse=True)  # choices share the position before their first token
         h = h.flatten(0, 1)[self._put(scored)].float()  # [N, D]
         for lo in range(0, len(scored), 1024):
@@ -250,6 +172,31 @@ class Scorer(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm: bool = False):
         raise NotImplementedError("none of the nine tasks asks for it")
+
+
+class Row(NamedTuple):
+    """A context and the continuations that are scored after it."""
+
+    ids: list[int]  # the context, then each continuation without its last token
+    positions: list[int]
+    branch: list[int]  # 0 in the context, 1, 2, .. in the continuations
+    where: list[int]  # of each token that is scored: the place before it,
+    what: list[int]  # the token,
+    whose: list[int]  # and the number of its request
+
+    @classmethod
+    def of(cls, context: list[int], tails: list[tuple[int, list[int]]]) -> "Row":
+        n = len(context)
+        row = cls(list(context), list(range(n)), [0] * n, [], [], [])
+        for k, (number, tail) in enumerate(tails, 1):
+            first = len(row.ids)
+            row.where.extend([n - 1, *range(first, first + len(tail) - 1)])
+            row.ids.extend(tail[:-1])
+            row.positions.extend(range(n, n + len(tail) - 1))
+            row.branch.extend([k if len(tails) > 1 else 0] * (len(tail) - 1))
+            row.what.extend(tail)
+            row.whose.extend([number] * len(tail))
+        return row
 
 
 def pick(h: Tensor, w: Tensor, row: Tensor, y: Tensor, n_logits: int) -> tuple[Tensor, Tensor]:
@@ -284,18 +231,6 @@ def progress(*args, **kwargs) -> tqdm:
     """A progress bar with ETA; without a terminal, one line of it every half minute."""
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(*args, mininterval=seconds, maxinterval=max(10.0, seconds), **kwargs)
-
-
-# --- several processes -----------------------------------------------------------------------------------------
-
-
-def sum_over_processes(array: np.ndarray, device: torch.device) -> np.ndarray:
-    """The sum over processes. It is exact: each process fills its own part and leaves 0 elsewhere."""
-    if parallel.world() == 1:
-        return array
-    total = torch.from_numpy(array).to(device)
-    parallel.sum_in_place([total])
-    return total.cpu().numpy()
 
 
 # --- the nine tasks --------------------------------------------------------------------------------------------
@@ -349,17 +284,17 @@ def over_rows(
     n_bytes: np.ndarray,
     batch_tokens: int,
 ) -> list[dict[str, np.ndarray]]:
-    """The summands of `figures.figures`, per student and row; each process scores its share of the batches.
+    """The summands of `figures.figures`, per student and row.
 
     rows [n, row_len] uint32, PAD at the tail; n_bytes [V] bytes of text that a token stands for. A BOS and an EOS are
     targets like any other, but have no text: bits per byte leave them out.
     """
     device = students[0].head.device
     per_batch = max(1, batch_tokens // rows.shape[1])
-    starts = range(0, len(rows), per_batch)[parallel.rank() :: parallel.world()]
+    starts = range(0, len(rows), per_batch)
 
     def batches():
-        for first in progress(starts, "held-out rows", unit="batch", disable=parallel.rank() > 0):
+        for first in progress(starts, "held-out rows", unit="batch"):
             ids = torch.from_numpy(rows[first : first + per_batch].astype(np.int64)).to(device)
             yield (
                 first,
@@ -370,7 +305,7 @@ def over_rows(
     models = [(m.hidden, m.head) for m in students]
     of_teacher = (teacher.hidden, teacher.head) if teacher else None
     every = heldout.row_sums(models, of_teacher, batches(), len(rows), torch.from_numpy(n_bytes).to(device))
-    found = [{key: sum_over_processes(value.cpu().numpy(), device) for key, value in of.items()} for of in every]
+    found = [{key: value.cpu().numpy() for key, value in of.items()} for of in every]
     if not all(np.isfinite(of["ce"]).all() for of in found):
         raise UserError("a held-out token's probability is not a number or 0; the weights have diverged")
     return found
@@ -464,13 +399,13 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
     if args.out and len(paths) > 1:
         raise UserError(f"--out {args.out}: holds one checkpoint's results, got {len(paths)} checkpoints")
     # a missing folder must show before the hub is asked
-    places = parallel.from_first(lambda: [locate(name, args) for name in paths])
+    places = [locate(name, args) for name in paths]
     names = choose_tasks(args.tasks, args.split)
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
     # errors in the items must show before anything is computed
-    items = parallel.from_first(lambda: read_items(names, args.split, args.data_dir, args.storycloze))
+    items = read_items(names, args.split, args.data_dir, args.storycloze)
     for line in differing(items, args.split):
         say(line)
     known = {}
@@ -497,10 +432,7 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
                 f"{c.folder}: holds results of other weights than {c.name}; set another --out, or move them aside"
             )
         c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
-        if parallel.rank() == 0:
-            stack.enter_context(
-                locked(c.folder, UserError(f"{c.folder}: another eval.py is at work there; wait for its end"))
-            )
+        stack.enter_context(locked(c.folder, UserError(f"{c.folder}: another eval.py is at work there; wait for its end")))
     intrinsic = [(None, None)] * len(checkpoints)
     if rows_dir:
         check_rows_fit(rows_dir, rows, manifest, checkpoints)
@@ -510,14 +442,7 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
         begun = time.perf_counter()
         model = c.load(args, device)
         scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.run.get("bos") if c.run else "auto")
-        if parallel.rank():
-            while items and scorer.share() is not None:
-                pass
-            del model, scorer
-            continue
         scores = benchmarks(scorer, items, args) if items else {}
-        if items:
-            scorer.share()  # ends the others' loop
         result = {
             "name": c.name, "split": args.split, "tasks": scores,
             "intrinsic": figures_found, "weights_sha256": c.sha256, "tokenizer_sha256": tokenizer_hash(c.tokenizer),
@@ -527,8 +452,7 @@ def score(args, device: torch.device, stack: contextlib.ExitStack) -> None:
         }  # fmt: skip
         texts.append(write(c.folder, result, sums))
         del model, scorer  # before the next one is loaded
-    if parallel.rank() == 0:
-        print(together([c.folder for c in checkpoints], texts, args))
+    print(together([c.folder for c in checkpoints], texts, args))
 
 
 def together(folders: list[Path], texts: list[str], args) -> str:
@@ -589,10 +513,10 @@ def held_out_figures(
 
     As many students as fit the free memory share a pass of the teacher.
     """
-    n_vocab, room = checkpoints[0].shape.vocab_size, min(parallel.everyones(free_bytes(device)))
+    n_vocab, room = checkpoints[0].shape.vocab_size, free_bytes(device)
     teacher, facts = None, {"n_rows": len(rows), "rows_sha256": rows_hash(rows)}
     if teacher_name:
-        folder = parallel.from_first(lambda: str(find_folder(teacher_name)))
+        folder = str(find_folder(teacher_name))
         teacher = load_teacher(folder, torch.float32, device)
         facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher.model)}
         padded = len(teacher.head) > n_vocab > max(load_tokenizer(folder).get_vocab().values())
@@ -657,8 +581,7 @@ def write(folder: Path, result: dict, sums: dict | None) -> str:
 
 
 def say(text: str) -> None:
-    if parallel.rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -711,10 +634,8 @@ def run(argv: list[str]) -> None:
         print(text)
         return
     device = pick_device(args.device)
-    parallel.start(device)
     with contextlib.ExitStack() as stack:
         score(args, device, stack)
-    parallel.stop()
 
 
 def main() -> None:

@@ -51,7 +51,6 @@ _compare = {
     "seeds": 5,
     "tune": ("lr=3e-4,1e-3,3e-3,1e-2,3e-2",),
     "like": "alra",
-    "paper": True,
     "studies": {  # config keys that differ
         "pair": {"methods": ("alra_u", "alra_r")},
         "anchor": {"methods": ("alra_n", "alra_ng", "alra_g")},

@@ -171,12 +171,6 @@ def test_at_equal_flops_a_method_without_a_teacher_makes_more_updates():
     assert compare.at_equal("flops", "alra", cfg) == cfg == compare.at_equal("updates", "pretrain", cfg)
 
 
-def test_memory_says_how_many_share_a_run(monkeypatch):
-    monkeypatch.setattr(compare.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 2**10}.get)  # 1 GiB
-    some = [compare.per_run(loaded("--device=cpu", *more), jobs) for more, jobs in (((), 1), ((), 2), (("--student=200m", "--group=16"), 1))]  # fmt: skip
-    assert 1 < some[1] < some[0] and some[2] == 1
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -224,21 +218,22 @@ def here(monkeypatch):
     """Runs are made in this process, without the seconds that an import takes -> the names of those that began."""
     begun = []
 
-    def work(jobs, out, args, lock, after):
-        for job in (waiting := list(jobs)):
+    def launch(jobs, out, n):
+        said = {}
+        for job in jobs:
             begun.append(job.name)
             try:
-                trains, argv, said = job.argv[0] == "train.py", job.argv[1:], ""
-                rc = train.distil(configure.load(argv)) if trains else ev.run(argv) or 0
+                trains, argv = job.argv[0] == "train.py", job.argv[1:]
+                train.run(configure.load(argv)) if trains else ev.run(argv)
             except ValueError as error:
-                rc, said = 1, str(error)
+                said[job.name] = str(error)
             write_lines(out / "runs.jsonl", [*read_lines(out / "runs.jsonl"), {"run": job.name, "wall_sec": 60.0}])
-            waiting += after(job, rc, said)
+        return said
 
-    monkeypatch.setattr(compare, "work", work)
+    monkeypatch.setattr(compare, "launch", launch)
     monkeypatch.setattr(compare, "prepare", lambda cfg, file: None)
-    monkeypatch.setattr(train, "hold_signals", lambda: None)
-    monkeypatch.setattr(reports, "figures", lambda *a: [])
+    monkeypatch.setattr(train.Env, "hold_signals", lambda self: None)
+    monkeypatch.setattr(reports, "draw_figures", lambda *a: [])
     return begun
 
 
@@ -276,18 +271,6 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(rows, here
     here.clear()
     assert compare.run([*more, "--rows=5"]) == 0 and [name[:4] for name in here] == ["eval"]  # only scored anew
     assert {x["n_rows"] for x in read_lines(tmp_path / "report" / "results.jsonl")} == {5}
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        compare.work = WORK
-        compare.run([*argv, "--seeds=3", "--print"])
-    (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("python")]
-    script, file = line.split()[1:]
-    assert script == "train.py" and configure.load([file]).seed == 3
-
-
-WORK = compare.work  # the real one
-
-
 def test_what_cannot_be_made_stands_alone_in_the_report(rows, here, tmp_path, capsys):
     argv = [*rows, "--methods=pretrain,alra,tad", "--tad.beta=-1", "--seeds=1", f"--out={tmp_path}"]
     assert compare.run(argv) == 1
@@ -332,34 +315,6 @@ def test_rows_that_choose_must_leave_some_to_score(rows, here, tmp_path):
     with pytest.raises(UserError, match=r"--skip_rows 999: .* held-out rows"):
         data = next(word for word in rows if word.startswith("--data_dir=")).partition("=")[2]
         ev.run(["demo/teacher", "--tasks=none", f"--rows={data}", "--skip_rows=999", f"--out={tmp_path}"])
-
-
-def test_jobs_run_some_at_a_time_and_end_with_this_process(tmp_path, monkeypatch):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "ends.py").write_text("import sys; print('one'); print('last'); sys.exit(int(sys.argv[1]))")
-    (tmp_path / "waits.py").write_text("import signal; signal.pause()")
-    args, seen = compare.argparse.Namespace(print=False, jobs=2), []
-
-    def after(job, rc, said):
-        seen.append((job.name, rc, said))
-        return [compare.Job("then", [str(tmp_path / "ends.py"), "0"], [])] if rc else []
-
-    with (tmp_path / "lock").open("w") as lock:
-        compare.work([compare.Job("bad", [str(tmp_path / "ends.py"), "3"], [])], tmp_path, args, lock, after)
-        assert seen == [("bad", 3, "last"), ("then", 0, "last")]
-        children, popen = [], subprocess.Popen
-        started = lambda *a, **kw: children.append(popen(*a, **kw)) or children[-1]  # noqa: E731
-        monkeypatch.setattr(compare.subprocess, "Popen", started)
-
-        def ctrl_c(_):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(compare.time, "sleep", ctrl_c)
-        job = compare.Job("endless", [str(tmp_path / "waits.py")], [])
-        with pytest.raises(KeyboardInterrupt):
-            compare.work([job, job, job], tmp_path, args, lock, after)
-    assert [child.returncode for child in children] == [-signal.SIGTERM] * 2
-    assert [(x["run"], x["rc"]) for x in read_lines(tmp_path / "runs.jsonl")] == [("bad", 3), ("then", 0), ("endless", -15), ("endless", -15)]  # fmt: skip
 
 
 WAITS = """

@@ -307,22 +307,7 @@ def test_sharing_packing_and_batching_change_nothing(student, tokenizer, batch_t
         documents.append(document)
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
     wanted = [naive(student, head, tail, 31) for _, head, tail in requests]
-    same(scorer._loglikelihood_tokens(requests, True, documents), wanted)
     same(scorer._loglikelihood_tokens(requests, True), wanted)
-
-
-def test_a_tree_holds_each_shared_beginning_once():
-    tree = ev.Tree.grow(0, [[5, 6, 7], [5, 6, 8, 9], [5, 6, 7], [6]], [1, 2, 2, 1])
-    assert tree.ids == [5, 6, 7, 8, 9, 6] and tree.depth == [0, 1, 2, 2, 3, 0]
-    assert [p.tolist() for p in tree.paths] == [[0, 1, 2], [0, 1, 3, 4], [0, 1, 2], [5]]
-    assert tree.n_scored == 5  # 2; 3, 4; 1, 2; 5
-
-
-def test_trees_fill_rows_and_rows_fill_batches(student, tokenizer):
-    trees = [ev.Tree.grow(i, [list(range(n))], [1]) for i, n in enumerate((4, 11, 3, 5, 7, 2, 2))]
-    batches = ev.Scorer(student, tokenizer, batch_tokens=23)._batches(trees)
-    sizes = [[[len(tree.ids) for tree in row] for row in batch] for batch in batches]
-    assert sizes == [[[11], [7]], [[5], [4], [3, 2], [2]]]
 
 
 def test_no_position_looks_nowhere(student, tokenizer, monkeypatch):
@@ -330,7 +315,7 @@ def test_no_position_looks_nowhere(student, tokenizer, monkeypatch):
     masks, hidden = [], student.hidden
     monkeypatch.setattr(type(student), "hidden", lambda self, *given: masks.append(given[2]) or hidden(*given))
     requests = [(("", ""), list(range(n)), tail) for n in (20, 9) for tail in ([50, 51], [60])]
-    ev.Scorer(student, tokenizer)._loglikelihood_tokens(requests, True, [0, 0, 1, 1])
+    ev.Scorer(student, tokenizer)._loglikelihood_tokens(requests, True)
     assert masks[0].shape[0] == 2 and masks[0].any(-1).all() and not masks[0].tril().ne(masks[0]).any()
 
 
@@ -339,7 +324,7 @@ def test_the_head_runs_only_where_a_continuation_is_scored(student, tokenizer, m
     monkeypatch.setattr(ev, "pick", lambda h, *rest: seen.append(len(h)) or pick(h, *rest))
     scorer = ev.Scorer(student, tokenizer)
     requests = [(("", ""), list(range(40)), tail) for tail in ([50, 51], [60, 61, 62], [70])]
-    scorer._loglikelihood_tokens(requests, True, [0, 0, 0])
+    scorer._loglikelihood_tokens(requests, True)
     assert seen == [1 + 1 + 2]  # what follows the context stands once
 
 
@@ -1278,47 +1263,6 @@ def test_checkpoints_that_cannot_be_scored(finished, tokenizer, tmp_path, studen
     (tmp_path / "cut" / "val.json").write_text((finished / "data" / "val.json").read_text())
     (tmp_path / "cut" / "val.bin").write_bytes((finished / "data" / "val.bin").read_bytes()[:-4])
     assert "prepare it again" in tried(str(finished / "out" / "alra"), "--rows", str(tmp_path / "cut"))
-
-
-# eval.py, but the second process can neither read items, nor tokenize, nor draw bootstrap samples.
-ONCE = """
-import os, sys
-sys.path.insert(0, {root!r})
-import eval as ev
-if os.environ["RANK"] == "1":
-    ev.read_items = ev.benchmarks = ev.locate = ev.Scorer._encode = None
-ev.main()
-"""
-
-
-def test_two_processes_give_the_numbers_of_one(finished, data, tmp_path):
-    argv = [
-        str(finished / "out" / "alra"),
-        "--data_dir",
-        str(data),
-        "--tasks",
-        "arc_easy,lambada_openai",
-        "--batch_tokens",
-        "97",
-        "--device",
-        "cpu",
-    ]
-    ev.run([*argv, "--out", str(tmp_path / "one")])
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--master_port=0",
-        "--rdzv_backend=c10d",
-        "--rdzv_endpoint=localhost:0",
-    ]
-    (tmp_path / "once.py").write_text(ONCE.format(root=str(ROOT)))
-    done = subprocess.run([*torchrun, "once.py", *argv, "--out", str(tmp_path / "two")], cwd=tmp_path,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    one, two = (json.loads((tmp_path / n / "eval_heldout.json").read_text()) for n in ("one", "two"))
-    assert one["tasks"] == two["tasks"] and one["intrinsic"] == two["intrinsic"]
 
 
 @pytest.mark.parametrize("name", ["eval", "plot", "sample", "bench", "compare"])

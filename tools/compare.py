@@ -1,9 +1,9 @@
 """A fair comparison on any config: the same number of trials for each method, several seeds, paired differences.
 
-    python compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
-    python compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
-    python compare.py config/demo.py --report         tables and figures anew, from the results that are there
-    python compare.py config/mini.py --jobs=2         the replication, which that config describes: hours on two cores
+    python tools/compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
+    python tools/compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
+    python tools/compare.py config/demo.py --report         tables and figures anew, from the results that are there
+    python tools/compare.py config/mini.py --jobs=2         the replication, which that config describes: hours on two cores
 
 Trials of all methods with seed 0 share a run, and so one pass of the teacher. The lowest CE over the first `val_max_rows`
 held-out rows chooses; the rows after these are scored. Then seeds 1, 2, ..: a seed is the student's initial weights and the
@@ -29,9 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import configure
 from configure import Config
 from lib.files import UserError, append_line, locked, read_json, read_lines, write_json, write_lines, write_whole
+from lib.hf import find_folder
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
@@ -39,7 +42,7 @@ from lib.teacher import for_students, is_native
 from losses import METHODS, needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 AT_A_TIME = 32  # students per process of eval.py, where they share the teacher's pass
 FIGURE_SEED = 1  # the only one whose runs count d_u and the teacher's probabilities, for the figures
 
@@ -156,7 +159,8 @@ def flops(cfg: Config) -> tuple[float, float]:
     if not cfg.teacher:
         return student, 0.0
     if not is_native(cfg.teacher):
-        return student, float(teacher_bytes(cfg.teacher))  # two for each parameter, which has two bytes
+        files = find_folder(cfg.teacher).glob("*.safetensors")
+        return student, float(sum(file.stat().st_size for file in files))  # two for each parameter, which has two bytes
     return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False)
 
 
@@ -260,7 +264,7 @@ def n_scored(folder: Path) -> int:
     return (read_json(file)["intrinsic"] or {"n_rows": 0})["n_rows"] if file.is_file() else 0
 
 
-def compare(args, spec: Spec, loaded: configure.Loaded) -> None:
+def compare(args, spec: Spec, cfg: Config) -> None:
     """Trials, seeds, scores, and what is kept of them."""
     out = args.out
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -422,13 +426,13 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
         if value is not None and value < 1:
             raise UserError(f"--{key}={value}: expected at least 1")
-    return args, spec, loaded
+    return args, spec, cfg
 
 
 def run(argv: list[str]) -> int:
     args, spec, cfg = arguments(argv)
     if not args.report:
-        compare(args, spec, loaded)
+        compare(args, spec, cfg)
     found, table = report(spec, args.results, args.results)
     print(f"\n{table}\n{args.results / 'README.md'}")
     failed = found[found.stopped.notna()]

@@ -1,6 +1,6 @@
 """Text from a checkpoint.
 
-python sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0.8
+python tools/sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0.8
 """
 
 import argparse
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from lib.files import UserError, read_json

@@ -1,9 +1,9 @@
 """Speed and memory, as ratios to what one would have without this project, in one run.
 
-    python bench.py                                         all sections
-    python bench.py fused --n=1024 --d_s=1024 --repeats=9   other sizes
-    python bench.py steps --teacher=1.8b --student=500m     on a GPU
-    python bench.py profile                                 where the time of a step goes, by torch.profiler
+    python tools/bench.py                                         all sections
+    python tools/bench.py fused --n=1024 --d_s=1024 --repeats=9   other sizes
+    python tools/bench.py steps --teacher=1.8b --student=500m     on a GPU
+    python tools/bench.py profile                                 where the time of a step goes, by torch.profiler
 
     fused    heads and loss, beside their matrix products alone, the obvious eager code, and Liger's fused JSD
     step     a training step of one row, beside a plain transformers loop with the obvious eager loss
@@ -33,15 +33,17 @@ import torch
 import transformers
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import configure
 import losses
 import train
-from lib.device import pick_device
+from lib.device import machine_facts, mfu, pick_device
 from lib.files import UserError
-from lib.runlog import flops_per_token, machine_facts, mfu
+from lib.fused import head_losses
 from lib.teacher import Teacher
-from losses import METHODS, fused_head_loss, method_loss
-from model import PRESETS, init_student
+from losses import METHODS
+from model import PRESETS, flops_per_token, init_student
 
 # --- what one would write at first ---------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """The paper's figures from a run's logs, as PNG.
 
-    python plot.py out/demo                            every term of every method; budget and anchoring where logged
-    python plot.py out/alra_200m/alra out/other --out=compare
-    python plot.py --pairs --sets --out=figures        SWPRA's pair scores; sizes of the evaluation sets
-    python plot.py --rows data/demo                    row lengths
+    python tools/plot.py out/demo                            every term of every method; budget and anchoring where logged
+    python tools/plot.py out/alra_200m/alra out/other --out=compare
+    python tools/plot.py --pairs --sets --out=figures        SWPRA's pair scores; sizes of the evaluation sets
+    python tools/plot.py --rows data/demo                    row lengths
 
 OUT is the first folder given, or `out`. The numbers are those of the logs (log.jsonl, histograms.jsonl, teacher.jsonl),
 of the manifests, and of the report's tables.csv. A method looks the same in every figure.
@@ -21,6 +21,8 @@ import numpy as np
 matplotlib.use("Agg")  # files only, no window
 import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter, MaxNLocator
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from lib.figures import LOGGED

@@ -29,13 +29,11 @@ from tqdm import tqdm
 
 import configure
 from configure import Config
-from lib import heldout, parallel, run
+from lib import metrics, parallel, run
 from lib.checks import IGNORE
 from lib.device import mfu, pick_device
-from lib.figures import figures
 from lib.files import UserError, append_line, read_json
 from lib.fused import head_losses
-from lib.histograms import histograms
 from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
@@ -252,7 +250,7 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
 VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce", "teacher_entropy": "teacher_entropy"}
 
 
-def model_of(s: Student, cfg: Config) -> heldout.Model:
+def model_of(s: Student, cfg: Config) -> metrics.Model:
     return functools.partial(s.model.hidden, dtype=run.activations(cfg)), s.model.head
 
 
@@ -269,9 +267,9 @@ def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Conf
 
     with parallel.whole_roots(s.model for s in live):
         of_teacher = (teacher.hidden, teacher.head) if teacher else None
-        sums = heldout.row_sums([model_of(s, cfg) for s in live], of_teacher, mine(), n_rows)
+        sums = metrics.row_sums([model_of(s, cfg) for s in live], of_teacher, mine(), n_rows)
     parallel.sum_in_place([value for of in sums for value in of.values()])
-    found = [figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
+    found = [metrics.figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
     return {
         s.name: {f"val_{key}": float(of[figure]) for key, figure in VALIDATED.items() if figure in of}
         for s, of in zip(live, found, strict=True)
@@ -289,7 +287,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     with parallel.whole_roots(s.model for s in live):
         students = {s.name: (model_of(s, cfg), functools.partial(objectives[s.name].fn, **objectives[s.name].hyper))
                     for s in live if s.name in objectives}  # fmt: skip
-        of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
+        of_teacher, counts = metrics.histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if parallel.rank() == 0:
         append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **of_teacher})
         for name, count in counts.items():

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -68,6 +69,13 @@ def free_bytes(device: torch.device) -> int:
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has held, of the card or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gib(n: int) -> str:

@@ -103,7 +103,9 @@ def dump(path: Path, value: dict, **how) -> str:
     except ValueError as error:
         keys = [key for key, number in value.items() if isinstance(number, float) and not math.isfinite(number)]
         what = f"step {value['step']}" if "step" in value else "its content"
-        raise UserError(f"{path}: {what}: {', '.join(keys) or 'a number'} is not finite; nothing was written") from error
+        raise UserError(
+            f"{path}: {what}: {', '.join(keys) or 'a number'} is not finite; nothing was written"
+        ) from error
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -52,4 +52,3 @@ def literal(text: str) -> object:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
-

@@ -256,6 +256,7 @@ VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce"
 
 
 def as_model(s: Student, cfg: Config) -> metrics.Model:
+    """Its forward pass and head. Inside `gathered_roots`, or a sharded head is not whole."""
     return functools.partial(s.model.hidden, dtype=run.compute_dtype(cfg)), s.model.head
 
 
@@ -288,11 +289,11 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     """
     x, y, _ = rows.batch(rows_of_update(rows, step, cfg), torch.device(cfg.device))
     budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
-    students = {}
-    for s in filter(lambda s: needs_teacher(s.name), live):
-        method = resolve(s.name, **s.overrides)
-        students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
     with parallel.gathered_roots(s.model for s in live):
+        students = {}
+        for s in filter(lambda s: needs_teacher(s.name), live):
+            method = resolve(s.name, **s.overrides)
+            students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
         record, counts = metrics.histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if parallel.rank() == 0:
         append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})

@@ -209,7 +209,7 @@ CASES += [
     # scores, figures, samples
     (EVAL, gone("run/alra/model"), "run/alra"), (EVAL, cut("run/alra/model/model.safetensors"), "run/alra/model/model.safetensors: "),
     (EVAL, tensors("run/alra/model/model.safetensors", lambda t: t[NORM].fill_(float("nan"))), f"{NORM} .*finite"),
-    (EVAL, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"), (EVAL, put("run/run.json", "{"), "run/run.json: cannot be used"),
+    (EVAL, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"),
     (EVAL, gone("data/val.bin"), "data: no val.bin"), (EVAL, rows("val", filled(1000)), "data/val.bin: .*id"), (f"{EVAL} --out cfg.py", None, "cfg.py"),
     (f"{EVAL} --max_rows 0", None, "--max_rows 0: expected at least 1"), (EVAL.replace("none", "lambada"), None, "--tasks: no task 'lambada' .*did you mean 'lambada_openai'"),
     *((SCORE, put(ITEMS, content), f"{ITEMS}|lambada_openai") for content in ("", "{", "[1]", "{}", '{"text": 3}')),

@@ -1,12 +1,14 @@
-"""Runs of train.py, one after the other, by the same processes: torchrun .. several.py RUNS.json.
+"""Runs of train.py by several processes, which are forks of one that has imported torch: python tests/several.py RUNS.json.
 
-RUNS.json  [[flag, ..], ..]; "{rank}" stands for the number of the process. Where out_dir ends in "late", gradients are summed
-after the last backward pass, one by one; where it ends in "cut", process 1 gets a signal in the second update.
-Process 1 prints how many numbers of teacher and students it holds, and how runs end that do not end with 0.
+RUNS.json  {"2": [[flag, ..], ..]}: runs of two processes, one after the other; "{rank}" stands for the number of the process. Where out_dir ends in "late", gradients are summed
+after the last backward pass; where it ends in "cut", process 1 gets a signal in the second update.
+Process 1 prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
 import contextlib
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from lib import parallel
 
 
 @contextlib.contextmanager
-def late(model, last, under_way):
+def late(model, last, handles):
     yield
     if last:
         parallel.sum_in_place([p.grad for p in model.parameters()])
@@ -34,34 +36,42 @@ def signalled(students, teacher, stream, step, cfg):
 
 def counted(make):
     def made(*args):
-        found = make(*args)
+        it = make(*args)
         if parallel.rank() == 1:
-            n, cfg = sum(parallel.local(p).numel() for p in found.model.parameters()), args[-1]
-            print(f"process 1: {n} of {type(found).__name__} in {Path(cfg.out_dir).name}")
-        return found
+            n, out = sum(parallel.local(p).numel() for p in it.model.parameters()), Path(args[-1].out_dir).name
+            print(f"process 1: {n} of {type(it).__name__} in {out}")
+        return it
 
     return made
 
 
-def exit_code(loaded):
-    try:
-        code = configure.guard(lambda: train.distil(loaded))
-    except SystemExit as end:
-        return end.code
-    if code:
-        parallel.everyones(None)  # the others wait for the end of this process
-    return code
-
-
-if __name__ == "__main__":
-    stop, parallel.stop = parallel.stop, lambda: None  # processes that were started once serve every run
-    train.make_student, train.open_teacher = counted(train.make_student), counted(train.open_teacher)
-    early, update, train.update = parallel.summing, train.update, signalled
+def work(runs: list[list[str]]) -> None:
+    stop, parallel.stop = parallel.stop, lambda: None  # the same processes serve every run
+    early = parallel.summing_gradients
     parallel.start(torch.device("cpu"))
-    for flags in json.loads(Path(sys.argv[1]).read_text()):
-        loaded = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
-        parallel.summing = late if loaded.out_dir.endswith("late") else early
-        codes = parallel.everyones(exit_code(loaded))
+    for flags in runs:
+        cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
+        parallel.summing_gradients = late if cfg.out_dir.endswith("late") else early
+        codes = parallel.gather(configure.guard(lambda cfg=cfg: train.distil(cfg)))
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)
     stop()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    train.make_student, train.open_teacher = counted(train.make_student), counted(train.open_teacher)
+    update, train.update = train.update, signalled
+    for n, runs in json.loads(Path(sys.argv[1]).read_text()).items():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        children = []
+        for rank in range(int(n)):
+            if not (pid := os.fork()):
+                os.environ["RANK"] = str(rank)
+                code = configure.guard(lambda runs=runs: work(runs))
+                os._exit(code)
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        assert not any(codes), codes

@@ -5,13 +5,13 @@ import json
 import signal
 from pathlib import Path
 
+import bench
 import pytest
 import torch
+from lib.roofline import estimate
 
-import bench
 import losses
 from lib.files import UserError
-from lib.roofline import estimate
 from model import Qwen2
 from tests.plain import method_loss
 

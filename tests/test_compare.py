@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import compare
 import pytest
 
-import compare
 import configure
 import eval as ev
 import train

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from lib.files import UserError
 from lib.hf import find_folder, leading_bos, load_tokenizer, pinned, tokenizer_hash, weights_hash
-from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary, student_config
 from tests import world
 from tests.world import DEMO, ROOT, SHARED
 from tools import bench, sample
@@ -377,3 +377,44 @@ def test_loading_never_holds_the_file_and_the_weights_at_once(tmp_path):
     model = Qwen2.from_pretrained(str(tmp_path / "m"))
     peak = bench.peak_memory(torch.device("cpu"), before)
     assert size > 100 and peak < 1.4 * size and model.head.any()
+
+
+# --- compiled layers
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch has some of its own
+def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones():
+    shape = Qwen2Config(32, 48, 3, 2, 1, 50)
+    eager, compiled = init_student(shape), init_student(shape)
+    compiled.compile_layers()
+    assert list(compiled.state_dict()) == list(eager.state_dict())
+    x = torch.arange(24).view(2, 12)
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    h, wanted = (m.hidden(x) for m in (compiled, eager))
+    torch.testing.assert_close(h, wanted, rtol=1e-5, atol=1e-6)
+    h.square().sum().backward()
+    wanted.square().sum().backward()
+    assert counted["unique_graphs"] - before == 1
+    for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm() + 1e-5  # a key's bias has no gradient but rounding
+
+
+def test_products_that_are_made_as_one_equal_the_single_ones(monkeypatch):
+    """In bfloat16 a compiled layer casts its weights, and multiplies q, k and v, gate and up, at once."""
+    layer = init_student(Qwen2Config(32, 48, 1, 4, 2, 50)).model.layers[0]
+    layer.self_attn.k_proj.bias.data.normal_()
+    x = torch.randn(2, 12, 32).bfloat16()
+    cos, sin = (t.bfloat16().unsqueeze(-3) for t in rotary(torch.arange(12), Qwen2Config(256, 704, 1, 4, 4, 100)))
+    cos, sin = cos[..., :8], sin[..., :8]
+    out, grads = [], []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda on=compiling: on)
+        layer.zero_grad()
+        out.append(layer(x, cos, sin, None))
+        out[-1].float().square().sum().backward()
+        grads.append([p.grad.clone() for p in layer.parameters()])
+    assert (out[0].float() - out[1].float()).norm() < 0.01 * out[0].float().norm()
+    for a, b in zip(*grads, strict=True):
+        assert (a - b).norm() < 0.03 * a.norm() + 1e-3

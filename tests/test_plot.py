@@ -5,13 +5,13 @@ import json
 import math
 import re
 
+import plot
 import pytest
+import sample
 import torch
 from PIL import Image
 
 import losses
-import plot
-import sample
 from lib.tasks import TASKS
 from model import Qwen2Config, init_student
 from tests import plain

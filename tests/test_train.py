@@ -42,7 +42,7 @@ from tests.plain import method_loss
 from tests.world import DEMO, SEQ, SHARED, STUDENT, V, config, read_jsonl
 
 NINE = ",".join(tuple(METHODS)[:9])  # the main table
-TIMED = ("tok_per_sec", "eta_sec", "time", "mem_gib")  # of a log's record
+TIMED = ("tok_per_sec", "eta_sec", "time", "mem_gib", "mfu")  # of a log's record
 UNUSED = Path("unused")
 
 

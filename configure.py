@@ -47,6 +47,7 @@ class Config:
     val_rows: Index = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
     val_share: Below1 = 0.0  # share of documents held out by hash, instead of val_rows
     bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
+    prepare_workers: Count = 1  # tokenizer processes; any number gives the same bytes
     seq_len: Count = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
     shuffle: bool = False  # visit the rows in an order drawn from `seed`, a new one for each pass
     repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are

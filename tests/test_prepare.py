@@ -14,8 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
-from typing import NamedTuple
 
 import datasets
 import huggingface_hub
@@ -139,29 +139,14 @@ def test_rows_equal_the_naive_ones_on_random_ids(name, tokenizer_of):
 
 
 CASES = [  # text up to the cut, text after it, whether it is cut there
-    ("One two. Three four.", " Five", True),
-    ("One two.", " Mr. Smith", True),
-    ("One two.", " e.g. Smith", True),
-    ("One two.", " the U.S. army", True),
-    ("One two.", " J. R. Smith", True),
-    ("One two.", " No. 12. The", True),
-    ("It was 1999.", " Then", True),
-    ("It was 3.14.", " Then", True),
-    ("It was", " 3.14", False),
-    ("One two...", " Three", True),
-    ("One “two.”", " Three", True),
-    ("One (two.)", " Three", True),
-    ("One (etc.)", " Three", False),
-    ("One two?!", " Three", True),
-    ("One two.", "\tThree", True),
-    ("import os.", "path", False),
-    ("One two\r\n", "Three", True),
-    ("One two\n", "    Three", True),
-    ("一二。", "三四", True),
-    ("「一二。」", "三四", True),
-    ("「一二。", "」三四", False),
-    ("一二？！", "三四", True),
-]
+    ("One two. Three four.", " Five", True), ("One two.", " Mr. Smith", True), ("One two.", " e.g. Smith", True),
+    ("One two.", " the U.S. army", True), ("One two.", " J. R. Smith", True), ("One two.", " No. 12. The", True),
+    ("It was 1999.", " Then", True), ("It was 3.14.", " Then", True), ("It was", " 3.14", False),
+    ("One two...", " Three", True), ("One “two.”", " Three", True), ("One (two.)", " Three", True),
+    ("One (etc.)", " Three", False), ("One two?!", " Three", True), ("One two.", "\tThree", True),
+    ("import os.", "path", False), ("One two\r\n", "Three", True), ("One two\n", "    Three", True),
+    ("一二。", "三四", True), ("「一二。」", "三四", True), ("「一二。", "」三四", False), ("一二？！", "三四", True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("before", "after", "is_cut"), CASES)
@@ -174,23 +159,18 @@ def test_cut_is_where_a_reader_would_pause(before, after, is_cut, tokenizer_of):
         assert (first == head) == is_cut, first
 
 
-def test_rule_asks_for_one_id_beyond_the_window_and_for_no_word_beyond_the_document(tokenizer_of):
+def test_rule_reads_one_id_beyond_the_window_no_word_beyond_the_document_and_spaces_after_a_line(tokenizer_of):
     tokenizer, table = tokenizer_of("byte_level")
     ids = tokenizer.encode("one two.")
     assert rows_of(ids, table, len(ids), last=False) == []
     assert rows_of([*ids, *tokenizer.encode(" x")], table, len(ids), last=False) == [ids]
-    first, after = (
-        [*tokenizer.encode("see Mr"), tokenizer.eos_token_id, *tokenizer.encode(".")],
-        tokenizer.encode(" Then"),
-    )
-    assert rows_of(first + after, table, len(first + after) - 1, last=False)[0] == first
-
-
-def test_line_may_end_in_spaces_that_its_token_holds(tokenizer_of):
+    first = [*tokenizer.encode("see Mr"), tokenizer.eos_token_id, *tokenizer.encode(".")]
+    ids = first + tokenizer.encode(" Then")
+    assert rows_of(ids, table, len(ids) - 1, last=False)[0] == first
     tokenizer, table = tokenizer_of("no_regex")
-    token = next(i for i, piece in enumerate(table.pieces) if piece.endswith(b"\n  "))
-    first, after = [*tokenizer.encode("ab"), token], tokenizer.encode("cdefgh")
-    assert rows_of(first + after, table, len(first + after) - 1, last=False)[0] == first
+    first = [*tokenizer.encode("ab"), next(i for i, piece in enumerate(table.pieces) if piece.endswith(b"\n  "))]
+    ids = first + tokenizer.encode("cdefgh")
+    assert rows_of(ids, table, len(ids) - 1, last=False)[0] == first
 
 
 def test_no_row_has_one_id_and_a_long_document_is_cut_again_and_again(tokenizer_of):
@@ -266,22 +246,16 @@ def test_each_document_begins_with_the_bos_that_the_tokenizer_adds(single, bos, 
 # --- whole runs
 
 
-class Small(NamedTuple):
-    tokenizer: str
-    texts: list[str]
-    source: Path  # the texts as JSON lines
-    whole: Path  # prepared by the default config
-
-
 @pytest.fixture(scope="session")
 def small(tmp_path_factory, tokenizer_of):
-    """A tokenizer's folder and 83 documents."""
+    """A tokenizer's folder, 83 documents, them as JSON lines, and prepared by the default `config`."""
     folder, rng = tmp_path_factory.mktemp("small"), random.Random(7)
     tokenizer_of("byte_level")[0].save_pretrained(folder / "tokenizer")
     texts = [nasty_text(rng, rng.choice([0, 1, 30, 90])) for _ in range(83)]
     texts[5] = "x" + EOS + "y"
-    made = Small(str(folder / "tokenizer"), texts, write_jsonl(folder / "t.jsonl", texts), folder / "whole")
-    prepare.prepare(config(made, made.whole))
+    source, whole = write_jsonl(folder / "t.jsonl", texts), folder / "whole"
+    made = types.SimpleNamespace(tokenizer=str(folder / "tokenizer"), texts=texts, source=source, whole=whole)
+    prepare.prepare(config(made, whole))
     return made
 
 

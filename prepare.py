@@ -63,7 +63,7 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.files import UserError, first_line, locked, read_json, write_json, write_whole, writing
+from lib.files import UserError, first_line, locked, read_json, require, write_json, write_whole, writing
 from lib.rows import MANIFEST, PAD, quick_hash
 from lib.tokens import token_bytes
 
@@ -96,9 +96,8 @@ OPEN = 8  # may end a sentence even if none follows
 SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
-STATE = {"recipe": {"sources": list}, "records": int, "source?": dict, "streams": {"*": {"rows": int, "rest": list}}}
-MANIFEST_KEYS = {"split": str, "tokenizer": str, "vocab_size": int, "val_rows": int, "val_share": float, "tokens": int}
-MANIFEST_KEYS |= {"documents": int, "padding_share": float, "sources": list, **MANIFEST}
+STATE = ("recipe", "records", "streams")
+MANIFEST_KEYS = ("tokenizer", "vocab_size", "val_rows", "val_share", "tokens", "documents", "padding_share", "sources")
 
 
 # --- sources -----------------------------------------------------------------------------------------------------
@@ -134,8 +133,7 @@ def open_part(name: str, cfg: Config):
     elif path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) or name.endswith(SUFFIXES):
         paths = path.rglob("*") if path.is_dir() else [path] if path.exists() else glob.iglob(str(path), recursive=True)
         files = sorted(str(file) for file in paths if str(file).endswith(SUFFIXES) and Path(file).is_file())
-        if not files:
-            raise UserError(f"source={name}: no such file, or no regular file there that ends in {', '.join(SUFFIXES)}")
+        require(files, f"source={name}: no such file, or no regular file there that ends in {', '.join(SUFFIXES)}")
         root = os.path.commonpath([os.path.dirname(file) for file in files])
         arguments = {"files": files, "root": root, "column": column}
         stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
@@ -371,8 +369,8 @@ class Stream:
     def __init__(self, file: Path, row_len: int, rows: int = 0, rest=()):
         self.file, self.row_len, self.rows, self.rest = file, row_len, rows, np.array(rest, np.uint32)
         self.file.touch()
-        if self.file.stat().st_size < rows * row_len * 4:
-            raise UserError(f"{file}: too short for prepare.state; move {file.parent} aside and start again")
+        written = file.stat().st_size >= rows * row_len * 4
+        require(written, f"{file}: too short for prepare.state; move {file.parent} aside and start again")
 
     def feed(self, ids: np.ndarray, table: Table, last: bool = False) -> None:
         """Cut and write the complete rows; the `last` ids end the last row."""
@@ -413,8 +411,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     from lib.hf import leading_bos, load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
 
     name = cfg.tokenizer or cfg.teacher
-    if name is None:
-        raise UserError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
+    require(name, "tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
     tokenizer, used = load_tokenizer(name), pinned(name)
     print(f"tokenizer: {used}", file=sys.stderr)
     bos, eos = leading_bos(tokenizer) if cfg.bos == "auto" else None, tokenizer.eos_token_id
@@ -475,8 +472,7 @@ def write_rows(cfg: Config, source, tokenizer, table: Table, state: dict, commit
             if time.monotonic() - committed > commit_sec:
                 commit(folder, {"recipe": recipe, "records": n_records, "source": position}, streams)
                 committed = time.monotonic()
-    if n_records == 0:
-        raise UserError(f"source={cfg.source}: holds no record")
+    require(n_records, f"source={cfg.source}: holds no record")
     for stream in streams.values():
         stream.feed(np.empty(0, np.uint32), table, last=True)
     streams["train"].rows = min(streams["train"].rows, max_rows or sys.maxsize)
@@ -497,7 +493,7 @@ def finish(folder: Path, state: dict) -> list[dict]:
         n, size = max(rows["train"] - recipe["val_rows"], 0), recipe["row_len"] * 4
         work, rows = folder / "train.bin.tmp", {"train": n, "val": rows["train"] - n}
         if n and work.exists() and work.stat().st_size > n * size:
-            with writing(folder / "val.bin"), open(work, "rb") as f:
+            with open(work, "rb") as f:
                 f.seek(n * size)
                 write_whole(folder / "val.bin.tmp", f.read())
             os.truncate(work, n * size)
@@ -522,17 +518,17 @@ def finish(folder: Path, state: dict) -> list[dict]:
 def measure(file: Path, recipe: dict) -> dict:
     """Counts, lengths and hashes of a rows file, in one pass. Raises `UserError` for an impossible row."""
     row_len, size, counted = recipe["row_len"], file.stat().st_size, 1 << 12
-    if size == 0 or size % (row_len * 4):
-        raise UserError(f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
+    fits = size > 0 and size % (row_len * 4) == 0
+    require(fits, f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
     digest, n_eos, lengths, n_rows = hashlib.sha256(), 0, np.zeros(row_len + 1, np.int64), size // (row_len * 4)
     for at in range(0, n_rows, counted):  # read, not mapped, as the pages of a map count as this process's memory
         block = np.fromfile(file, np.uint32, counted * row_len, offset=at * row_len * 4).reshape(-1, row_len)
         used = block != PAD
         length = used.sum(1)
-        if not length.all() or (used != (np.arange(row_len) < length[:, None])).any():
-            raise UserError(f"{file}: rows {at} on: one is empty, or has padding inside; prepare it again")
-        if block[used].max() >= recipe["vocab_size"]:
-            raise UserError(f"{file}: rows {at} on: id {block[used].max()} of {recipe['vocab_size']}; prepare it again")
+        where, filled = f"{file}: rows {at} on", length.all() and (used == (np.arange(row_len) < length[:, None])).all()
+        require(filled, f"{where}: one is empty, or has padding inside; prepare it again")
+        top, vocab_size = block[used].max(), recipe["vocab_size"]
+        require(top < vocab_size, f"{where}: id {top}, expected less than {vocab_size}; prepare it again")
         n_eos += int((block == recipe["eos_id"]).sum())
         lengths += np.bincount(length, minlength=row_len + 1)
         digest.update(block)
@@ -551,14 +547,13 @@ def measure(file: Path, recipe: dict) -> dict:
 
 def verify(folder: Path) -> None:
     """Hash and count everything again. `UserError` names the first difference from the manifest."""
-    if (folder / "prepare.state").exists():
-        raise UserError(f"{folder}: not finished; the command that began it resumes it")
+    complete = not (folder / "prepare.state").exists()
+    require(complete, f"{folder}: not finished; the command that began it resumes it")
     for name in splits(read_manifest(folder, "train")):
         manifest = read_manifest(folder, name)
         for key, value in measure(folder / f"{name}.bin", manifest).items():
-            if manifest.get(key) != value:
-                expected = f"expected {manifest.get(key)} by the manifest; prepare it again"
-                raise UserError(f"{folder / name}.bin: {key} is {value}, {expected}")
+            told = manifest.get(key)
+            require(value == told, f"{folder / name}.bin: {key} is {value}, expected {told}; prepare it again")
         print(f"{summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
 
 
@@ -569,8 +564,7 @@ def show(folder: Path, first: int, n_rows: int = 5) -> None:
     folder, name = (folder.parent, folder.stem) if folder.suffix == ".bin" else (folder, "train")
     manifest = read_manifest(folder, name)
     rows = np.memmap(folder / f"{name}.bin", np.uint32, "r").reshape(-1, manifest["row_len"])
-    if first >= len(rows):
-        raise UserError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
+    require(first < len(rows), f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
     for i in range(first, min(first + n_rows, len(rows))):
         ids = rows[i][rows[i] != PAD].tolist()
@@ -583,9 +577,8 @@ def splits(recipe: dict) -> tuple[str, ...]:
 
 def read_manifest(folder: Path, name: str) -> dict:
     for file in (folder / f"{name}.json", folder / f"{name}.bin"):
-        if not file.is_file():
-            raise UserError(f"{file}: not there; expected a folder that prepare.py has completed")
-    return read_json(folder / f"{name}.json", MANIFEST_KEYS, f"move {folder} aside and prepare it again")
+        require(file.is_file(), f"{file}: not there; expected a folder that prepare.py has completed")
+    return read_json(folder / f"{name}.json", MANIFEST + MANIFEST_KEYS, f"move {folder} aside and prepare it again")
 
 
 def check_recipe(folder: Path, old: dict, new: dict) -> None:

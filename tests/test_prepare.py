@@ -593,7 +593,7 @@ def test_verify_finds_a_changed_byte_and_a_short_file(small, tmp_path, capsys):
         "rows": content[31 * 4 :],
         "multiple of a row": content[:-4],
         "padding inside": b"\xff" * 4 + content[4:],
-        "id 70000": np.array([70000], np.uint32).tobytes() + content[4:],
+        "id 70000, expected": np.array([70000], np.uint32).tobytes() + content[4:],
     }
     for says, changed in changes.items():
         (folder / "train.bin").write_bytes(changed)
@@ -621,5 +621,7 @@ def test_a_full_disk_is_told_in_one_line(small, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"train\.bin\.tmp: not written .*No space left on device.*; free space there"):
+    with pytest.raises(
+        UserError, match=r"train\.bin\.tmp: cannot be written .*No space left on device.*; free some space"
+    ):
         prepare.prepare(config(small, tmp_path / "a"))

@@ -261,19 +261,15 @@ def score(students: list[Student], folders: dict[str, Path], n_rows: int, args) 
         distinct, jobs = [*{s.recipe: s for s in students}.values()], []
         for some in (distinct[at : at + at_most] for at in range(0, len(distinct), at_most)):
             paths, cfg = [folders[s.recipe] for s in some], some[0].cfg
-            flags = [
-                "--tasks=none",
-                f"--skip_rows={cfg.val_max_rows}",
-                f"--max_rows={n_rows}",
-                f"--device={cfg.device}",
-            ]
-            name = f"eval_{paths[0].parent.name}_{paths[0].name}_{len(paths)}"
-            jobs.append(Job(name, ["eval.py", *map(str, paths), *flags], some))
+            rows = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}"]
+            argv = ["eval.py", *map(str, paths), "--tasks=none", *rows, f"--device={cfg.device}"]
+            jobs.append(Job(f"eval_{paths[0].parent.name}_{paths[0].name}_{len(paths)}", argv, some))
         return jobs
 
-    return attempt(
-        students, scoring, lambda: {s.recipe for s in students if n_scored(folders[s.recipe]) == n_rows}, args
-    )
+    def scored() -> set[str]:
+        return {s.recipe for s in students if n_scored(folders[s.recipe]) == n_rows}
+
+    return attempt(students, scoring, scored, args)
 
 
 def n_scored(folder: Path) -> int:

@@ -125,8 +125,7 @@ def curves(points: Points, path: Path) -> None:
     if not panels:
         raise UserError(f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
     cols = min(len(panels), 3)
-    figure, axes = grid(-(-len(panels) // cols), cols, 3.9, 2.7)
-    styles = looks([*points])
+    (figure, axes), styles = grid(-(-len(panels) // cols), cols, 3.9, 2.7), looks([*points])
     for axis, key in zip(axes.flat, panels, strict=False):
         for name, terms in points.items():
             if key in terms:
@@ -216,9 +215,6 @@ def anchoring(logs: dict[str, Path], path: Path) -> None:
     save(figure, path)
 
 
-# --- without a run ---------------------------------------------------------------------------------------------
-
-
 def pair_score(p_i, p_j, gamma: float):
     """Eq. 19: the gap factor exp(-gamma |p_i - p_j|), and the score, its product with the pair's mass p_i + p_j."""
     factor = np.exp(-gamma * np.abs(p_i - p_j))
@@ -283,9 +279,6 @@ def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
     axis.set_title(title, loc="left")
     axis.set_yticks(range(len(rows)), [r["name"] for r in rows])
     save(figure, path)
-
-
-# --- command ---------------------------------------------------------------------------------------------------
 
 
 FIGURES = {"curves": lambda logs, path: curves(read_curves(logs), path), "budget": budget, "anchoring": anchoring}

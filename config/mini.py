@@ -1,8 +1,6 @@
 # The replication that one machine can afford: students of 0.36M parameters, the main table's nine methods.
 #
-#   python tools/compare.py config/mini.py    every method, variant and study, five seeds (README, "Results")
-#   python prepare.py config/mini.py          by hand: the rows,
-#   python train.py config/mini.py            and one seed of the nine methods, one learning rate for all
+#   python tools/compare.py config/mini.py --jobs=2    every method, variant and study, five seeds: hours (README, "Results")
 #
 # What differs from the paper's appendix D beside the sizes, and why:
 #   learning rate   chosen per method by compare.py; falls to a tenth of its peak, as there
@@ -15,18 +13,15 @@ teacher = "demo/teacher"
 data_dir = "data/mini"
 out_dir = "out/mini"
 
-source = "python"
-n_documents = None
-train_rows = None
-val_rows = 0
-val_share = 0.05
+source = "python"  # all of the text that comes with Python; about every 20th document is held out
+n_documents = train_rows = None
+val_rows, val_share = 0, 0.05
 seq_len = 128
 
 shuffle = True
 max_steps = schedule_steps = 150  # * 16 rows * 128 inputs = 0.31M nominal tokens
-batch_rows = micro_batch = 16
-lr = 3e-3
-min_lr = 3e-4
+micro_batch = 16
+lr, min_lr = 3e-3, 3e-4
 warmup_steps = 15
 val_every_steps = 150
 val_max_rows = 256

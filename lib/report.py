@@ -54,7 +54,7 @@ def read(folder: Path, at: str) -> pd.DataFrame:
     file = folder / "students.csv"
     if not file.is_file():
         raise UserError(f"{file}: not there; run the same command without --report first")
-    students = pd.read_csv(file, float_precision="round_trip", keep_default_na=False, na_values=[""])
+    students = pd.read_csv(file, keep_default_na=False, na_values=[""])
     if "stopped" not in students:
         students["stopped"] = None
     if students.stopped.notna().all():
@@ -112,6 +112,7 @@ def heading(spec: Spec, students: pd.DataFrame, settings: dict) -> list[str]:
             "share a teacher and the machine: no measure of a method.", ""]  # fmt: skip
     if settings.get("at") == "flops":
         text += ["At equal FLOPs: a method without a teacher makes more updates, until student and teacher have cost the same.", ""]  # fmt: skip
+    text += [settings["remark"], ""] if "remark" in settings else []
     stopped = students[students.stopped.notna()].itertuples()
     failed = [f"- {x.method} ({x.study}, seed {x.seed}): {x.stopped}" for x in stopped]
     return text + [*spec.notes, ""] * bool(spec.notes) + (["Without a result:", "", *failed, ""] if failed else [])
@@ -224,6 +225,7 @@ def draw_figures(layout: list[tuple], results: Path, records: list[dict]) -> Non
             unit = f"CE, nats/token, less that of {less}; 95 % interval"
             plot.forest(rows, results / f"forest_{name}_ce.png", title, unit)
     if logs := [file.parent for file in sorted(results.glob("logs*/run.json"))]:
-        seeds = [plot.read_curves(plot.find_logs([folder])) for folder in logs]
+        shown = {method for _, (_, method), _ in layout[0][2]}
+        seeds = [plot.read_curves({m: f for m, f in plot.find_logs([folder]).items() if m in shown}) for folder in logs]
         plot.curves(plot.over_seeds(seeds), results / "curves.png")
         plot.draw_logs(("budget", "anchoring"), plot.find_logs(logs[:1]), results)

@@ -267,14 +267,15 @@ def score(students: list[Student], folders: dict[str, Path], n_rows: int, args) 
         return jobs
 
     def scored() -> set[str]:
-        return {s.recipe for s in students if n_scored(folders[s.recipe]) == n_rows}
+        return {s.recipe for s in students if held_out_figures(folders[s.recipe]).get("n_rows") == n_rows}
 
     return attempt(students, scoring, scored, args)
 
 
-def n_scored(folder: Path) -> int:
+def held_out_figures(folder: Path) -> dict:
+    """A student's figures as eval.py left them; {} before it is scored."""
     file = folder / "eval_heldout.json"
-    return (read_json(file)["intrinsic"] or {"n_rows": 0})["n_rows"] if file.is_file() else 0
+    return (read_json(file)["intrinsic"] or {}) if file.is_file() else {}
 
 
 def compare(args, spec: Spec, cfg: Config) -> None:
@@ -297,7 +298,7 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         folders = finished(args.out)
         whole = [s for s in students if s.recipe in folders and not (folders[s.recipe] / "stopped.json").is_file()]
         failed |= score(whole, folders, min(spec.rows, n - first), args)
-    write_results(students, failed, chosen, rates, args)
+    write_results(students, failed, chosen, rates, cfg, args)
     write_json(args.results / "settings.json", {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at})
 
 
@@ -327,8 +328,8 @@ def last_val_ce(folder: Path | None) -> float | None:
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def write_results(students: list[Student], failed: dict, chosen: dict, rates: list[dict], args) -> None:
-    """rates.jsonl; students.csv with a line for each planned student; the logs of the main study."""
+def write_results(students: list[Student], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args) -> None:
+    """rates.jsonl; students.csv with a line for each planned student; the logs of the config's own methods."""
     folders, walls, lines = finished(args.out), {}, []
     for line in read_lines(args.out / "runs.jsonl"):
         walls[line["run"]] = walls.get(line["run"], 0.0) + line["wall_sec"]
@@ -343,7 +344,7 @@ def write_results(students: list[Student], failed: dict, chosen: dict, rates: li
             line["stopped"] = failed[s.recipe]
         elif s.recipe in folders:
             line |= outcome(s, folders[s.recipe], walls)
-            if s.study == "main":
+            if s.study == "main" and s.name in cfg.methods:
                 copy_logs(s, folders[s.recipe], args.results)
         else:
             raise UserError(f"{s.name}, seed {s.cfg.seed}: neither a result nor an error; run the same command again")
@@ -361,7 +362,7 @@ def outcome(s: Student, folder: Path, walls: dict[str, float]) -> dict:
             "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}  # fmt: skip
     if stopped.is_file():
         return line | {"stopped": read_json(stopped)["why"]}
-    facts = read_json(folder / "run.json") | read_json(folder / "eval_heldout.json")["intrinsic"]
+    facts = read_json(folder / "run.json") | held_out_figures(folder)
     line |= {key: facts[key] for key in (*FIGURES, *SCORED) if facts.get(key) is not None}
     line |= {key: facts[key][:12] for key in HASHES if facts.get(key)}
     costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]

@@ -128,9 +128,8 @@ class Scorer(TemplateLM):
                 for context, numbers in itertools.groupby(range(len(requests)), key=contexts.__getitem__)]  # fmt: skip
         rows.sort(key=lambda row: -len(row.ids))
         scores, missed = np.zeros((2, len(requests)))  # missed tokens are not the greedy choice
-        with progress(
-            None, "scoring", sum(len(row.ids) for row in rows), unit="token", disable=disable_tqdm or None
-        ) as bar:
+        n_tokens = sum(len(row.ids) for row in rows)
+        with progress(None, "scoring", n_tokens, unit="token", disable=disable_tqdm or None) as bar:
             while rows:
                 n = max(1, self.batch_tokens // len(rows[0].ids))
                 batch, rows = rows[:n], rows[n:]
@@ -144,11 +143,8 @@ class Scorer(TemplateLM):
         t = len(batch[0].ids)
         ids, positions, branch = np.zeros((3, len(batch), t), np.int64)
         for i, row in enumerate(batch):
-            ids[i, : len(row.ids)], positions[i, : len(row.ids)], branch[i, : len(row.ids)] = (
-                row.ids,
-                row.positions,
-                row.branch,
-            )
+            n = len(row.ids)
+            ids[i, :n], positions[i, :n], branch[i, :n] = row.ids, row.positions, row.branch
         if branch.any():
             mask = np.tri(t, dtype=bool) & ((branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None]))
             h = self.model.hidden(*map(self._put, (ids, positions, mask[:, None])))
@@ -279,13 +275,8 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
 
 
 def over_rows(
-    students: list[Qwen2],
-    teacher: Teacher | None,
-    rows: Rows,
-    index: np.ndarray,
-    n_bytes: np.ndarray,
-    batch_tokens: int,
-) -> list[dict[str, np.ndarray]]:
+    students: list[Qwen2], teacher: Teacher | None, rows: Rows, index: np.ndarray, n_bytes: np.ndarray, batch_tokens: int
+) -> list[dict[str, np.ndarray]]:  # fmt: skip
     """The summands of `metrics.figures`, per student and row.
 
     index    of the rows to read
@@ -350,19 +341,17 @@ def held_out_figures(
 
 
 def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> tuple[Rows, np.ndarray]:
-    """The held-out rows and the index of those to score. Rows of another tokenizer or BOS, or too long ones, are refused."""
-    row_len, first = open_rows(data_dir, "val")[1]["row_len"], checkpoints[0]
-    rows = Rows(data_dir, "val", row_len - 1, False, first.shape.vocab_size)
+    """The held-out rows, and the index of those to score. Refuses rows of another tokenizer or BOS, and rows that are too long."""
+    seq_len, first = open_rows(data_dir, "val")[1]["row_len"] - 1, checkpoints[0]
+    rows = Rows(data_dir, "val", seq_len, False, first.shape.vocab_size)
     bos = rows.manifest.get("bos")
     for c in checkpoints:
-        shape, trained = c.shape, c.run.get("bos") if c.run else bos
-        require(rows.manifest["tokenizer_sha256"] == c.tokenizer_sha256,
-                f"{data_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")  # fmt: skip
+        n_vocab, most, trained = c.shape.vocab_size, c.shape.max_position_embeddings, c.run.get("bos") if c.run else bos
+        same = rows.manifest["tokenizer_sha256"] == c.tokenizer_sha256
+        require(same, f"{data_dir}: rows of another tokenizer than that of {c.name}; prepare some with that one")
         require(bos == trained, f"{data_dir}: rows with bos={bos}, but {c.name} was trained on rows with bos={trained}")
-        require(row_len - 1 <= shape.max_position_embeddings,
-                f"{data_dir}: rows of {row_len - 1} inputs, {c.name} takes {shape.max_position_embeddings} at most")  # fmt: skip
-        require(shape.vocab_size == rows.n_vocab,
-                f"{c.name}: vocabulary of {shape.vocab_size:,}, {first.name} has {rows.n_vocab:,}; score them apart")  # fmt: skip
+        require(seq_len <= most, f"{data_dir}: rows of {seq_len} inputs, {c.name} takes {most} at most")
+        require(n_vocab == rows.n_vocab, f"{c.name}: vocabulary of {n_vocab:,}, {first.name} has {rows.n_vocab:,}")
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     require(len(index), f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
     return rows, index
@@ -420,24 +409,24 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
     return None if not values or values[0] == "none" else values[0]
 
 
-def keep_results(c: Checkpoint, replaced: dict[str, tuple[dict, set]]) -> None:
-    """Refuse to lose results to this command; those of older weights of a student are removed from its own folder.
+def check_results(c: Checkpoint, scores_file: str, protocol: dict, names: list[str], figures: bool) -> None:
+    """Refuse to lose results that this command would not reproduce. Those of a student's older weights are removed.
 
-    replaced  by name of each file that will be written: the protocol, and the tasks
+    protocol, names  of the scores that will be written, if there are names
+    figures          whether figures will be written
     """
     for file in (*c.folder.glob("scores_*.json"), *c.folder.glob("figures.json")):
-        before = read_json(file, {"weights_sha256": str, "protocol": dict})
-        protocol, tasks = replaced.get(file.name, (before["protocol"], before.get("tasks", {}).keys()))
-        other = [f"{key}={value}" for key, value in before["protocol"].items() if protocol.get(key) != value]
-        other += sorted(before.get("tasks", {}).keys() - tasks)
+        before = read_json(file, {"weights_sha256": str, "protocol": dict, "tasks?": dict})
         if before["weights_sha256"] != c.weights_sha256:
             own = c.run and c.folder == Path(c.source).parent
             require(own, f"{file}: results of other weights than {c.name}; set another --out, or move it aside")
             for suffix in (".json", ".jsonl", ".npz"):
                 file.with_suffix(suffix).unlink(missing_ok=True)
-        elif other:
-            raise UserError(f"{file}: has results with {', '.join(other)}, which this command would lose; set another --out, "
-                            "or move it aside")  # fmt: skip
+        elif (names and file.name == scores_file) or (figures and file.name == "figures.json"):
+            lost = [f"{key}={value}" for key, value in before["protocol"].items() if protocol[key] != value]
+            lost += sorted({*before.get("tasks", {})} - {*names})
+            require(not lost, f"{file}: holds results with {', '.join(lost)}, which this command would lose; set another --out, "
+                    "or move it aside")  # fmt: skip
 
 
 def score(args) -> str:
@@ -455,45 +444,37 @@ def score(args) -> str:
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
-    items = read_items(
-        names, args.split, args.data_dir, args.storycloze, args.any_items
-    )  # errors before any computation
+    items = read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
     checkpoints = [open_checkpoint(name, *place) for name, place in zip(paths, places, strict=True)]
     data_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
     teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
     require(names or data_dir, "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
     for c in checkpoints:
-        most, others = c.shape.max_position_embeddings, [x.name for x in checkpoints if x.folder == c.folder]
+        most, same = c.shape.max_position_embeddings, [other.name for other in checkpoints if other.folder == c.folder]
         require(not names or args.max_length <= most, f"--max_length {args.max_length}: {c.name} takes {most} at most")
-        require(
-            len(others) == 1, f"{' and '.join(others)}: results of both would go to {c.folder}; score one with --out"
-        )
+        require(len(same) == 1, f"{' and '.join(same)}: results of both would go to {c.folder}; score one with --out")
     rows = open_heldout(data_dir, checkpoints, args) if data_dir else None
     protocol = {"dtype": args.dtype, "lm_eval": version("lm_eval"), "max_length": args.max_length, "limit": args.limit}
-    of_scores, of_figures = scores_name(args.split, args.limit), "figures.json"
-    replaced = {of_scores: (protocol, {*names})} if names else {}
-    replaced |= {of_figures: ({"dtype": args.dtype}, set())} if rows else {}
+    scores_file, busy = scores_name(args.split, args.limit), "another eval.py is at work there; wait for its end"
     with contextlib.ExitStack() as stack:
         for c in checkpoints:
             c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
-            stack.enter_context(
-                locked(c.folder, UserError(f"{c.folder}: another eval.py is at work there; wait for its end"))
-            )
-            keep_results(c, replaced)
+            stack.enter_context(locked(c.folder, UserError(f"{c.folder}: {busy}")))
+            check_results(c, scores_file, protocol, names, rows is not None)
         if rows:
             both = held_out_figures(checkpoints, *rows, teacher, args, device)
             for c, (figures, sums) in zip(checkpoints, both, strict=True):
                 np.savez_compressed(c.folder / "figures.npz", **sums)
-                write(c.folder / of_figures, c, device, {"dtype": args.dtype}, figures=figures)
+                write(c.folder / "figures.json", c, device, {"dtype": args.dtype}, figures=figures)
         for c in checkpoints if names else ():
             model = c.load(args.dtype, device)
             bos = c.run.get("bos") if c.run else "auto"
             scorer = Scorer(model, read_tokenizer(c.source), args.max_length, args.batch_tokens, bos)
             scores = benchmarks(scorer, items, args)
             samples = [{"task": name, **sample} for name in scores for sample in scores[name].pop("samples", ())]
-            write(c.folder / of_scores, c, device, protocol, tasks=scores)
+            write(c.folder / scores_file, c, device, protocol, tasks=scores)
             if samples:
-                write_lines(c.folder / of_scores.replace(".json", ".jsonl"), samples)
+                write_lines(c.folder / f"{scores_file}l", samples)
             del model, scorer  # before the next one is loaded
     return show([str(c.folder) for c in checkpoints], args)
 
@@ -502,10 +483,8 @@ def write(file: Path, c: Checkpoint, device: torch.device, protocol: dict, **con
     """Write a checkpoint's results with what they were made from."""
     versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets", "numpy")}
     facts = {"name": c.name, "weights_sha256": c.weights_sha256, "tokenizer_sha256": c.tokenizer_sha256}
-    write_json(
-        file,
-        facts | {"protocol": protocol, **content, "run": c.run, "versions": versions, "device": device_name(device)},
-    )
+    facts |= {"protocol": protocol, **content, "run": c.run, "versions": versions, "device": device_name(device)}
+    write_json(file, facts)
     print(file, flush=True)
 
 
@@ -526,12 +505,7 @@ def say(text: str) -> None:
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Score checkpoints, or tabulate what was scored.")
     add = p.add_argument
-    add(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="out/NAME or out/NAME/METHOD, model folder or hub id; with --table: results",
-    )
+    add("paths", nargs="+", metavar="PATH", help="out/NAME or out/NAME/METHOD, a model folder or a hub id")
     add("--tasks", default="all", help="all, none, or names with commas")
     add("--split", default="heldout", choices=("heldout", "validation"), help="which of the paper's two sets")
     add("--data_dir", help="local DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub itself")

@@ -241,8 +241,8 @@ def accuracies(title: str, split: str, student: str | None, rows: dict, base: st
         having = [COLUMNS[t] for t in columns if any(metric in tasks.get(t, {}) for tasks in scored.values())]
         named = ", ".join(having) or "no task"
         notes.append(f"{metric} for {named}, acc for the others; the paper says that its numbers are acc.")
-        title = f"{title}, {metric} where a task has it"
-    return [f"### {title}: accuracy in %, {split}", "", *grid(heads, body), "", caption(rows), *notes, ""]
+    what = "accuracy in %" if metric == "acc" else f"accuracy in %, {metric} where a task has it"
+    return [f"### {title}: {what}, {split}", "", *grid(heads, body), "", caption(rows), *notes, ""]
 
 
 def paper_row(student: str | None, split: str, method: str, base: str, columns: list[str], common: list[str]) -> list:

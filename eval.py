@@ -40,13 +40,12 @@ from tqdm import tqdm
 import configure
 from lib import metrics
 from lib.device import device_name, free_bytes, gib, give_back_memory, pick_device
-from lib.files import UserError, locked, read_json, write_json, write_lines
+from lib.files import UserError, locked, read_json, require, write_json, write_lines
 from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import Rows, open_rows
-from lib.settings import require
-from lib.tables import RUN, read_if_there, scores_name, students_of, tabulate
+from lib.tables import FILE, RUN, read_if_there, scores_name, students_of, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
-from lib.teacher import Teacher, load_teacher, n_params
+from lib.teacher import Teacher, load_teacher
 from lib.tokens import token_bytes
 from model import Qwen2, Qwen2Config
 
@@ -323,7 +322,7 @@ def held_out_figures(
         facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher.model)}
         padded = len(teacher.head) > n_vocab > max(load_tokenizer(folder).get_vocab().values())
         teacher = Teacher(teacher.model.to(getattr(torch, args.dtype)), device, n_vocab if padded else None)
-        of_teacher, n = 4 * n_params(teacher.model), len(teacher.head)
+        of_teacher, n = 4 * sum(p.numel() for p in teacher.model.parameters()), len(teacher.head)
         require(n == n_vocab, f"{teacher_name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
     n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
     largest = max(c.n_bytes for c in checkpoints)
@@ -398,7 +397,7 @@ def open_checkpoint(name: str, source: str, folder: Path, run: dict | None) -> C
     n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
     require(n_ids <= n_vocab, f"{name}: vocabulary of {n_vocab:,}, but its tokenizer has ids up to {n_ids - 1:,}")
     hashes = weights_hash(model), tokenizer_hash(tokenizer)
-    return Checkpoint(name, source, folder, run, model.config, 4 * n_params(model), *hashes)
+    return Checkpoint(name, source, folder, run, model.config, 4 * model.n_params, *hashes)
 
 
 def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
@@ -416,7 +415,7 @@ def check_results(c: Checkpoint, scores_file: str, protocol: dict, names: list[s
     figures          whether figures will be written
     """
     for file in (*c.folder.glob("scores_*.json"), *c.folder.glob("figures.json")):
-        before = read_json(file, {"weights_sha256": str, "protocol": dict, "tasks?": dict})
+        before = read_json(file, FILE)
         if before["weights_sha256"] != c.weights_sha256:
             own = c.run and c.folder == Path(c.source).parent
             require(own, f"{file}: results of other weights than {c.name}; set another --out, or move it aside")
@@ -433,7 +432,7 @@ def score(args) -> str:
     """Score all checkpoints -> their tables. The files of a checkpoint are written as soon as it is scored."""
     device = pick_device(args.device)
     paths, unfinished = students_of(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
-    reasons = {path: read_if_there(Path(path, "stopped.json"), {"why": str}) for path in unfinished}
+    reasons = {path: read_if_there(Path(path, "stopped.json"), ("why",)) for path in unfinished}
     unfinished = ", ".join(f"{path} (stopped at {why['why']})" if why else path for path, why in reasons.items())
     require(paths, f"no finished student: {unfinished or ' '.join(args.paths)}; expected out/NAME or a model")
     if unfinished:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configure import LEARNT
-from lib.files import UserError, read_json, reading
+from lib.files import UserError, check_keys, read_json, reading, require
 from lib.metrics import FIGURES, bootstrap
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import differences, estimate, p_text
@@ -24,12 +24,10 @@ RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nomin
 COMPARED = sorted(LEARNT - {"methods", "student", "seed", "hyper"})
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
-# What is read of run.json, scores_SPLIT.json and figures.json.
-RUN = {"method": str, "student": str, "seed": int, "overrides": dict, "config": dict}
-TASK = {"acc": float, "n": int, "n_paper": int, "data_sha256": str, "prompts_sha256": str}
-SCORES = {"name": str, "run?": RUN, "protocol": dict, "tasks": {"*": TASK}}
-ROWS = {"n_rows": int, "n_targets": int, "rows_sha256": str, **{f"{key}?": float for key in FIGURES}}
-ROWS = {"name": str, "run?": RUN, "protocol": dict, "figures": ROWS}
+# What is read of a student's run.json, and of the files of results.
+RUN = ("method", "student", "seed", "overrides", "config")
+FILE = ("name", "run", "protocol", "weights_sha256")
+TASK = ("acc", "n", "n_paper", *TASK_FACTS)
 
 
 class Result(NamedTuple):
@@ -81,7 +79,7 @@ def tabulate(
 # --- results ---------------------------------------------------------------------------------------------------
 
 
-def read_if_there(file: Path, keys: dict | None = None) -> dict:
+def read_if_there(file: Path, keys: Iterable[str] = ()) -> dict:
     """The object in a JSON file; {} without a file."""
     return read_json(file, keys) if file.is_file() else {}
 
@@ -94,7 +92,7 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
     folders, missing = [], []
     for name in paths:
         path = Path(name)
-        facts = read_if_there(path / "run.json", {"config?": {"methods": list}})
+        facts = read_if_there(path / "run.json")
         if "config" not in facts or "method" in facts:  # no run
             folders += [name] * (not path.is_file())  # unchanged: ./a/b is not a hub id
             continue
@@ -110,14 +108,17 @@ def load(paths: list[str], files: dict[str, str]) -> list[Result]:
     for path in map(Path, paths):
         n = len(results)
         for folder in (path, *sorted(path.glob("*/"))):
-            scores = {s: read_json(folder / f, SCORES) for s, f in files.items() if (folder / f).is_file()}
-            rows = read_if_there(folder / "figures.json", ROWS)
+            rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
+            scores = {s: read_if_there(folder / f, (*FILE, "tasks")) for s, f in files.items()}
+            scores = {split: of_split for split, of_split in scores.items() if of_split}
             for part in (*scores.values(), *filter(None, [rows])):
-                figures = rows.get("figures", {}) | rows.get("protocol", {})
-                results[folder] = Result(folder, part["name"], part["run"] or {}, scores, figures)
-        if len(results) == n:
-            missing = " or ".join(("figures.json", *files.values()))
-            raise UserError(f"{path}: no {missing} in it; first: python eval.py {path}")
+                run = part["run"] and check_keys(part["run"], RUN, folder)
+                for task, values in part.get("tasks", {}).items():
+                    check_keys(values, TASK, f"{folder}, {task}")
+                figures = {**rows["figures"], "dtype": rows["protocol"]["dtype"]} if rows else {}
+                results[folder] = Result(folder, part["name"], run or {}, scores, figures)
+        missing = " or ".join(("figures.json", *files.values()))
+        require(len(results) > n, f"{path}: no {missing} in it; first: python eval.py {path}")
     return list(results.values())
 
 

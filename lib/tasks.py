@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from lib.files import UserError, nearest, reading
-from lib.settings import require
+from lib.files import UserError, nearest, reading, require
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def read_items(
     for name in names:
         source, rows = read_rows(name, getattr(TASKS[name], split)[0], data_dir, storycloze)
         fields, digest = TASKS[name].fields.split(), hashlib.sha256()
-        with reading(Path(source), f"expected items of {name}, with {', '.join(fields)}"):
+        with reading(source, f"expected items of {name}, with {', '.join(fields)}"):
             rows = [{field: row[field] for field in fields} for row in rows]
         for row in rows:
             digest.update(json.dumps(row, sort_keys=True).encode())
@@ -129,7 +128,7 @@ def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | Non
         if file.is_file():
             return str(file), read_file(file)
         require(Path(source).is_dir(), f"{name}: no {file} and no folder {source}; --tasks can leave it out")
-    with reading(Path(source), f"without {name}: --tasks; from local files: --data_dir"):
+    with reading(source, f"without {name}: --tasks; from local files: --data_dir"):
         return f"{source} [{split}]", datasets.load_dataset(source, config.get("dataset_name"), split=split)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from lib import tables
-from lib.figures import FIGURES
 from lib.files import UserError, read_json, read_lines
+from lib.metrics import FIGURES
 from lib.paper import LAYOUT, PAPER
 from lib.stats import differences, estimate, p_text
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -223,7 +224,7 @@ def begun(monkeypatch):
 
     monkeypatch.setattr(compare, "launch", launch)
     monkeypatch.setattr(compare, "prepare", lambda cfg, file: None)
-    monkeypatch.setattr(train, "hold_signals", lambda: None)
+    monkeypatch.setattr(train, "catch_signals", lambda: None)
     monkeypatch.setattr(compare.signal, "signal", lambda *a: None)
     monkeypatch.setattr(reports, "draw_figures", lambda *a: None)
     return names
@@ -258,7 +259,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     text = (tmp_path / "report" / "README.md").read_text()
     assert "Each method had 4 trials with seed 0." in text and "the first 3 held-out rows, which are not scored" in text
     # the rows that are scored are those after the three that chose
-    assert a["rows_sha256"] == ev.rows_hash(ev.open_rows(cfg.data_dir, "val")[0][3:6])[:12]
+    assert a["rows_sha256"] == hashlib.sha256(ev.open_rows(cfg.data_dir, "val")[0][3:6].tobytes()).hexdigest()[:12]
     assert (tmp_path / "report" / "logs_seed2" / "alra" / "log.jsonl").is_file()
 
     begun.clear()
@@ -326,7 +327,7 @@ def test_rows_that_choose_must_leave_some_to_score(argv, begun, tmp_path):
 
 def test_print_gives_commands_that_a_shell_runs(argv, tmp_path, monkeypatch, capsys):
     """Also from a folder with a blank in its name; what they made is found by the next call."""
-    monkeypatch.setattr(train, "hold_signals", lambda: None)
+    monkeypatch.setattr(train, "catch_signals", lambda: None)
     monkeypatch.setattr(reports, "draw_figures", lambda *a: None)
     argv = [*argv, "--methods=pretrain,tad", "--seeds=1", f"--out={tmp_path / 'a b'}", "--print"]
     scripts = []
@@ -368,7 +369,7 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch):
 
 
 def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_path, monkeypatch):
-    argv, save = [*argv, "--methods=pretrain,tad", "--tune=lr=1e-3,1e-2", "--seeds=1"], train.run.save
+    argv, save = [*argv, "--methods=pretrain,tad", "--tune=lr=1e-3,1e-2", "--seeds=1"], train.run.save_checkpoints
     assert compare.run([*argv, f"--out={tmp_path / 'whole'}"]) == 0
     calls = itertools.count()
 
@@ -377,7 +378,7 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
         if next(calls) == 2:
             raise SystemExit  # as kill -9 does, it leaves checkpoints and no end
 
-    monkeypatch.setattr(train.run, "save", killed)
+    monkeypatch.setattr(train.run, "save_checkpoints", killed)
     with pytest.raises(SystemExit):
         compare.run([*argv, f"--out={tmp_path / 'cut'}"])
     assert [*(tmp_path / "cut").glob("*/*/checkpoints/*2")] and not [*(tmp_path / "cut").glob("*/*/model")]

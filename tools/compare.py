@@ -41,12 +41,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from configure import Config
-from lib.figures import FIGURES
 from lib.files import UserError, append_line, locked, read_json, read_lines, write_json, write_lines, write_whole
+from lib.metrics import FIGURES
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
-from lib.teacher import Teacher, for_students, foreign_config, is_native
+from lib.teacher import Teacher, foreign_config, inherited, is_native
 from losses import METHODS, needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
@@ -150,7 +150,7 @@ def at_equal(what: str, name: str, cfg: Config) -> Config:
 
 def flops(cfg: Config) -> tuple[float, float]:
     """FLOPs of one token: of a student that is trained, and of the teacher's forward pass."""
-    of_student = flops_per_token(student_config(cfg.student, for_students(cfg.teacher)), cfg.seq_len, trained=True)
+    of_student = flops_per_token(student_config(cfg.student, inherited(cfg.teacher)), cfg.seq_len, trained=True)
     if cfg.teacher is None:
         return of_student, 0.0
     if is_native(cfg.teacher):
@@ -274,8 +274,8 @@ def score(students: list[Student], folders: dict[str, Path], n_rows: int, args) 
 
 def held_out_figures(folder: Path) -> dict:
     """A student's figures as eval.py left them; {} before it is scored."""
-    file = folder / "eval_heldout.json"
-    return (read_json(file)["intrinsic"] or {}) if file.is_file() else {}
+    file = folder / "figures.json"
+    return read_json(file)["figures"] if file.is_file() else {}
 
 
 def compare(args, spec: Spec, cfg: Config) -> None:

@@ -86,7 +86,7 @@ def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates():
     assert [point["lr"] for point in tried["pd"]] == [1e-3, 1e-2, 3.16e-3, 1.78e-3, 5.62e-3, 1.33e-3]
     assert {x["lr"] for x in tried["tad"]} == {1e-3, 1e-2, 3.16e-3} and {x["beta"] for x in tried["tad"]} == {0, 2}
     tried = compare.trials(("lr=1e-3,1e-2", "alra.gamma=1,5,9", "tad.beta=0,1,2,3"), ("alra", "tad", "pd"))
-    assert [len(points) for points in tried.values()] == [8, 8, 8]  # 3 does not divide 8: the last rate has fewer partners
+    assert {len(points) for points in tried.values()} == {8}  # 3 does not divide 8: the last rate has fewer partners
     assert compare.trials((), ("alra",)) == {}
 
 
@@ -235,7 +235,8 @@ def kinds(names: list[str]) -> list[str]:
 
 
 def lines_of(folder: Path) -> list[dict]:
-    return [{k: v for k, v in x.items() if pd.notna(v)} for x in pd.read_csv(folder / "students.csv").to_dict("records")]
+    lines = pd.read_csv(folder / "students.csv").to_dict("records")
+    return [{k: v for k, v in line.items() if pd.notna(v)} for line in lines]
 
 
 def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begun, tmp_path):
@@ -293,8 +294,8 @@ def test_what_cannot_be_made_is_alone_in_the_report(argv, begun, tmp_path, capsy
     assert "| tad | – | 0 of 1 | – |" in text and "| tad | pretrain | – | – |" in text
     assert "- tad (main, seed 1): tad: top_k=9999" in text
     begun.clear()
-    # no trial of it has a result either: no seed is tried
-    assert compare.run([*argv, "--tune=lr=1e-3,1e-2"]) == 1 and not any("main" in name and "tad" in name for name in begun)
+    assert compare.run([*argv, "--tune=lr=1e-3,1e-2"]) == 1  # no trial of it has a result either: no seed is tried
+    assert not [job for job in begun if job.startswith("main") and "tad" in (tmp_path / f"{job}.py").read_text()]
     (x,) = [x for x in lines_of(tmp_path / "report") if x["method"] == "tad"]
     assert "top_k=9999" in x["stopped"] and x["trials"] == 2
 
@@ -350,7 +351,9 @@ def test_print_gives_commands_that_a_shell_runs(argv, tmp_path, monkeypatch, cap
 def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch):
     """The first job would take an hour; the second waits for its turn, and never begins."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "sleep.py").write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(3600)\n")
+    (tmp_path / "sleep.py").write_text(
+        "import pathlib, sys, time as t\npathlib.Path(sys.argv[1]).touch()\nt.sleep(3600)"
+    )
     begun, args = [tmp_path / "first", tmp_path / "second"], argparse.Namespace(out=tmp_path, jobs=1, print=False)
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     monkeypatch.setattr(compare, "arguments", lambda argv: (argparse.Namespace(report=False), None, None))
@@ -414,7 +417,8 @@ def tables_of(folder: Path, spec: Spec | None = None) -> tuple[str, str]:
 def test_the_report_says_what_the_results_say(tmp_path):
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5, 6.0], "alra": [4.0, 3.5, 5.0], "pd": [5.5, 5.5, 6.2], "alra_r": [4.5, 4.5, 4.8]})  # fmt: skip
     tried = [("pd", 1e-3, 5.0, {}), ("pd", 3e-3, None, {}), ("pd", 3e-2, 4.0, {}), ("alra", 3e-3, 4.5, {"gamma": 1})]
-    write_lines(tmp_path / "rates.jsonl", [{"method": m, "lr": lr, "val_ce": ce, "settings": s} for m, lr, ce, s in tried])
+    keys = ("method", "lr", "val_ce", "settings")
+    write_lines(tmp_path / "rates.jsonl", [dict(zip(keys, trial, strict=True)) for trial in tried])
     text, sheet = tables_of(tmp_path)
     # alra less vanilla_kd: -1, -2, -1: mean -4/3, deviation 1/sqrt(3), t = -4, p = 1 - 4 / sqrt(18), the smaller of two
     p, half = 1 - 4 / math.sqrt(18), T975 / 3
@@ -481,4 +485,5 @@ def test_the_committed_report_comes_out_of_the_committed_results(tmp_path):
     tables_of(tmp_path)
     for name in ("README.md", "tables.csv"):
         assert (tmp_path / name).read_bytes() == (RESULTS / name).read_bytes(), name
-    assert all((RESULTS / name).is_file() for name in re.findall(r"\]\((\w+\.png)\)", (RESULTS / "README.md").read_text()))
+    pictures = re.findall(r"\]\((\w+\.png)\)", (RESULTS / "README.md").read_text())
+    assert len(pictures) == 10 and all((RESULTS / name).is_file() for name in pictures)

@@ -235,11 +235,7 @@ def launch(jobs: list[Job], args) -> dict[str, str]:
 
 
 def attempt(students: list[Student], jobs_of: Callable, done: Callable, args) -> dict[str, str]:
-    """Do what is missing -> recipe of what fails alone too: the last line that its job printed.
-
-    jobs_of  (students, most in a job) -> jobs
-    done     () -> recipes of the students that need no job
-    """
+    """Run `jobs_of(missing students, most in a job)` until `done()` has all recipes -> why one failed, alone too, by recipe."""
     said: dict[str, str] = {}
     for at_most in (args.per_run, 1):  # what breaks in a shared job is tried alone
         there = done()

@@ -1,6 +1,6 @@
 """Text from a checkpoint, by transformers.
 
-python tools/sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0.8
+    python tools/sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0.8
 """
 
 import argparse
@@ -13,7 +13,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-from lib.files import UserError, read_json
+from lib.files import UserError, read_json, reading
 from lib.hf import find_folder, leading_bos, load_tokenizer
 
 
@@ -31,10 +31,11 @@ def run(argv: list[str]) -> None:
         raise UserError("expected --temperature and --top_k of 0 or more, --tokens of at least 1")
     students = [str(path.parent) for path in sorted(Path(args.checkpoint).glob("*/model"))]
     if students:
-        raise UserError(f"{args.checkpoint}: holds several students; name one of them: {', '.join(students)}")
+        raise UserError(f"{args.checkpoint}: has several students; choose one: {', '.join(students)}")
     transformers.logging.disable_progress_bar()
     folder, tokenizer = find_folder(args.checkpoint), load_tokenizer(args.checkpoint)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    with reading(folder, "choose another checkpoint"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     of_student = folder.parent / "run.json"  # says which id stood before its documents
     bos = read_json(of_student)["bos"] if folder.name == "model" and of_student.is_file() else leading_bos(tokenizer)
     first = tokenizer.eos_token_id if bos is None else bos

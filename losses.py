@@ -479,7 +479,7 @@ def _evaluate(
             return *_mean_loss(method, z_s, z_t, y), None
     if torch.compiler.is_compiling():  # one graph for both directions: nothing of [N, V] is kept between them
         dz, (loss, sums) = torch.func.grad_and_value(lambda z: _mean_loss(method, z, z_t, y), has_aux=True)(z_s)
-        return loss, sums, dz.to(gradient)
+        return loss, sums, z_s.copy_(dz) if gradient == z_s.dtype else dz.to(gradient)
     with torch.enable_grad():
         loss, sums = _mean_loss(method, z_s.requires_grad_(), z_t, y)
     dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)

@@ -2,8 +2,8 @@
 
     python train.py config/alra_200m.py --micro_batch=8 --out_dir=out/try
 
-A config file is plain Python; every public name that it leaves behind must be a field of `Config`. Then come the
-`--key=value` flags, later ones winning. An unknown key, a wrong type or an impossible combination is a `UserError`.
+A config file is plain Python: every public name that it assigns must be a field of `Config`. `--key=value` flags follow;
+the last one wins. An unknown key, a wrong type or an impossible combination raises `UserError`.
 """
 
 import inspect
@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lib.files import UserError, first_line, nearest
-from lib.settings import Above0, Below1, Count, Index, Least0, checked, literal, parsed, require
+from lib.files import UserError, first_line, nearest, require
+from lib.settings import Above0, Below1, Count, Index, Least0, checked, literal, parsed
 
 TEACHER = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"  # the paper's, at one commit
 CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
 
 
 # fmt: off
-
 @dataclass(frozen=True)
 class Config:
     # --- who learns from whom
@@ -48,7 +47,7 @@ class Config:
     val_share: Below1 = 0.0  # share of documents held out by hash, instead of val_rows
     bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
     seq_len: Count = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
-    shuffle: bool = False  # visit the rows in an order drawn from `seed`, a new one for each pass
+    shuffle: bool = False  # visit the rows in an order drawn from `seed`, another one for each pass
     repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are
     mask_after_eos: bool = False  # leave the token after an EOS (the first of a document, or its BOS) out of the loss
 
@@ -76,8 +75,8 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
     compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
-    shard: Count = 1  # processes over which the weights of students and teacher are spread; 1: each holds all of them
-    timeout_minutes: Above0 = 30.0  # how long a process waits for another one before the run ends
+    shard: Count = 1  # processes over which the weights of students and teacher are sharded; 1: each holds all of them
+    timeout_minutes: Above0 = 30.0  # how long a process waits for another before the run ends
 
     # --- the run
     out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside
@@ -93,8 +92,9 @@ class Config:
 
     # --- settings of the methods
     hyper: dict = field(default_factory=dict, hash=False)  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one, --alra@LABEL.gamma=3 that of one student
+
     def settings_of(self, student: str) -> dict:
-        """The settings given to METHOD or METHOD@LABEL; a label's own come on top of its method's."""
+        """The settings given to METHOD or METHOD@LABEL; a label's own override its method's."""
         return self.hyper.get(student.partition("@")[0], {}) | self.hyper.get(student, {})
 
     def overrides_of(self, student: str) -> dict:
@@ -102,70 +102,84 @@ class Config:
         return {key: value for key, value in self.settings_of(student).items() if key != "lr"}
 
     def lr_factor(self, student: str) -> float:
-        """What the schedule's rate is multiplied by for this student: by --METHOD.lr=X it is X / lr, from first to last."""
+        """The factor of the schedule's rate for this student: with --METHOD.lr=X it is X / lr, from first to last."""
         return self.settings_of(student).get("lr", self.lr) / self.lr
 
     def __post_init__(self):
-        for key, kind in TYPES.items():
+        for key, kind in KINDS.items():
             object.__setattr__(self, key, checked(key, getattr(self, key), kind))
-        schedule, rows = self.schedule_steps, self.batch_rows
+        for name in self.methods:
+            require(re.fullmatch(r"\w+(@[\w+-][\w.+-]*)?", name), f"methods: {name!r}: expected METHOD or METHOD@LABEL")
+        for name, settings in self.hyper.items():
+            require(type(settings) is dict, f"hyper[{name!r}]={settings!r}: expected a dict of settings")
+            checked(f"{name}.lr", settings.get("lr", self.lr), Above0)
+        schedule, rows, micro = self.schedule_steps, self.batch_rows, self.micro_batch
+        duplicates = [name for name in self.methods if self.methods.count(name) > 1]
         for ok, message in (
             (self.methods, "methods=(): expected at least one name"),
-            (len({*self.methods}) == len(self.methods), f"methods={self.methods}: one stands there twice; each has one folder"),
-            (self.batch_rows <= 2**20, f"batch_rows={rows}: expected at most {2**20}"),
+            (not duplicates, f"methods: duplicate {duplicates[:1]}; give each student a label, like alra@a,alra@b"),
+            (rows <= 2**20, f"batch_rows={rows}: expected at most {2**20}"),
             (self.min_lr <= self.lr, f"min_lr={self.min_lr}: expected at most lr={self.lr}"),
-            (self.max_steps <= schedule, f"max_steps={self.max_steps}: expected at most schedule_steps={schedule}, where the rate ends"),
+            (self.max_steps <= schedule, f"max_steps={self.max_steps}: expected at most schedule_steps={schedule}, where the rate ends; set both"),
             (self.warmup_steps < schedule, f"warmup_steps={self.warmup_steps}: expected less than schedule_steps={schedule}"),
             (rows % self.group == 0, f"group={self.group}: expected a divisor of batch_rows={rows}"),
-            ((self.micro_batch or self.group) % self.group == 0, f"micro_batch={self.micro_batch}: expected a multiple of group={self.group}"),
-            (rows % (self.micro_batch or 1) == 0, f"micro_batch={self.micro_batch}: expected a divisor of batch_rows={rows}"),
-            (self.shard == 1 or self.teacher_device is None, f"teacher_device={self.teacher_device}: not with shard={self.shard}"),
-            (not (self.val_rows and self.val_share), f"val_rows={self.val_rows} with val_share={self.val_share}: set one to 0"),
-            *((re.fullmatch(r"\w+(@[\w+-][\w.+-]*)?", name), f"methods: {name!r}: expected METHOD or METHOD@LABEL") for name in self.methods),
-            *((type(of) is dict and checked(f"{name}.lr", of.get("lr", self.lr), Above0), f"hyper[{name!r}]={of!r}: expected settings by name")
-              for name, of in self.hyper.items()),
+            ((micro or self.group) % self.group == 0, f"micro_batch={micro}: expected a multiple of group={self.group}"),
+            (rows % (micro or 1) == 0, f"micro_batch={micro}: expected a divisor of batch_rows={rows}"),
+            (self.shard == 1 or self.teacher_device is None, f"teacher_device={self.teacher_device}: not supported with shard={self.shard}; leave one out"),
+            (not (self.val_rows and self.val_share), f"val_rows={self.val_rows} with val_share={self.val_share}: set one of them to 0"),
         ):
             require(ok, message)
 
 
 # fmt: on
-TYPES = typing.get_type_hints(Config, include_extras=True)
-# What decides what is learnt. Runs that differ in other keys alone are the same run; of data, teacher and tokenizer the content is compared.
+KINDS = typing.get_type_hints(Config, include_extras=True)
+# The keys that decide what a student learns. Runs that differ only in other keys are the same run; for data, teacher and
+# tokenizer it is the content that must be the same.
 LEARNT = frozenset(
-    "methods student student_weights seed seq_len shuffle mask_after_eos schedule_steps batch_rows group lr min_lr warmup_steps beta1 beta2 "
-    "adam_eps weight_decay decay_1d clip lr_schedule w_kd_schedule dtype hyper".split()
+    """methods student student_weights seed seq_len shuffle mask_after_eos schedule_steps batch_rows group lr min_lr warmup_steps
+    beta1 beta2 adam_eps weight_decay decay_1d clip lr_schedule w_kd_schedule dtype hyper""".split()  # noqa: SIM905
 )
+# What people type for a key, from other codebases.
+SYNONYMS = {
+    "learning_rate": "lr", "max_lr": "lr", "epochs": "max_steps and repeat_rows", "steps": "max_steps", "max_iters": "max_steps",
+    "batch_size": "batch_rows", "micro_batch_size": "micro_batch", "gradient_accumulation_steps": "batch_rows and micro_batch",
+    "block_size": "seq_len", "max_length": "seq_len", "context_length": "seq_len", "grad_clip": "clip", "dataset": "source",
+    "temperature": "METHOD.tau, as in vanilla_kd.tau", "tau": "METHOD.tau, as in alra.tau", "alpha": "METHOD.alpha",
+    "method": "methods", "model": "student", "output_dir": "out_dir", "fp16": "dtype", "bf16": "dtype", "gpus": "torchrun",
+}  # fmt: skip
 
 
-def load(argv: list[str], about: Callable[[], Iterable[str]] = tuple) -> Config:
-    """Config files and `--key=value` flags, in order -> the config. `--help` prints all keys and `about`, and ends the process."""
-    values, hyper = {}, {}
+def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config:
+    """Config files and `--key=value` flags, in order -> the config. `--help` prints all keys and `epilog`, and exits."""
     if {"-h", "--help"} & set(argv):
         keys = inspect.getsource(Config).split("\n    def ")[0]
-        print(sys.modules["__main__"].__doc__, keys, *about(), sep="\n")
+        print(sys.modules["__main__"].__doc__, keys, *epilog(), sep="\n")
         sys.exit(0)
-    require(argv, "no config: expected one, like config/alra_200m.py, or --KEY=VALUE; --help lists the keys")
+    require(argv, "no config: expected one, such as config/alra_200m.py, or --KEY=VALUE; --help lists the keys")
+    values, hyper = {}, {}
     for arg in argv:
-        key, sep, text = arg.removeprefix("--").partition("=")
+        key, equals, text = arg.removeprefix("--").partition("=")
         method, dot, setting = key.rpartition(".")
         if not arg.startswith("--"):
-            found = _run_file(arg)
+            given = _run_file(arg)
         elif dot:
-            found = {"hyper": {method: {setting: literal(text)}}}
+            given = {"hyper": {method: {setting: literal(text)}}}
         else:
-            found = {key: parsed(text, TYPES.get(key, str))}
-        for key, value in found.items():
-            if key not in TYPES:
-                near = nearest(key, TYPES)
-                hint = f", did you mean {near!r}?" if near else ""
+            given = {key: parsed(text, KINDS.get(key, str))}
+        for key, value in given.items():
+            if key not in KINDS:
+                near = SYNONYMS.get(key) or nearest(key, KINDS)
+                hint = f", did you mean {near}?" if near else ""
                 raise UserError(
-                    f"{arg}: no such key {key!r}{hint}; a method's settings are --METHOD.SETTING=VALUE; --help lists all"
+                    f"{arg}: no such key {key!r}{hint}; a method's setting is --METHOD.SETTING=VALUE; see --help"
                 )
-            require(sep or not arg.startswith("--"), f"{arg}: expected --{key}=VALUE")
-            if key == "hyper":  # several sources add up
-                for method, of in value.items():
-                    hyper[method] = hyper.get(method, {}) | of if isinstance(of, dict) else of
-            values[key] = hyper if key == "hyper" else value
+            require(equals or not arg.startswith("--"), f"{arg}: expected --{key}=VALUE")
+            values[key] = value
+            if key == "hyper" and isinstance(value, dict):  # several sources add up
+                hyper |= {
+                    name: hyper.get(name, {}) | own if isinstance(own, dict) else own for name, own in value.items()
+                }
+                values[key] = hyper
     return Config(**values)
 
 
@@ -183,7 +197,7 @@ def _run_file(path: str) -> dict:
 
 
 def guard(main: Callable[[], int | None]) -> int:
-    """Run a script's `main` -> its exit code. What a user can mend is one line, without a traceback; so is Ctrl-C."""
+    """Run a script's `main` -> its exit code. An error that the user can correct is one line without a traceback, like Ctrl-C."""
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         return main() or 0
@@ -194,7 +208,6 @@ def guard(main: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, MemoryError) as error:
-        print(
-            f"{type(error).__name__}: {error if isinstance(error, UserError) else first_line(error)}", file=sys.stderr
-        )
+        text = error if isinstance(error, UserError) else first_line(error)
+        print(f"{type(error).__name__}: {text}", file=sys.stderr)
         return 1

@@ -36,17 +36,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from lib import parallel
-from lib.files import UserError, nearest, read_json, reading
-from lib.hf import (  # noqa: F401  part of this module's interface
-    INIT_STD,
-    find_folder,
-    load_tokenizer,
-    read_weights,
-    save_folder,
-    tokenizer_hash,
-    weights_hash,
-)
-from lib.settings import Above0, Count, Index, checked, require
+from lib.files import UserError, nearest, read_json, reading, require
+from lib.hf import INIT_STD, find_folder, load_tokenizer, read_weights, save_folder  # noqa: F401  load_tokenizer: for users
+from lib.settings import Above0, Count, Index, checked
 
 
 @dataclass(frozen=True)
@@ -76,23 +68,26 @@ class Qwen2Config:
             object.__setattr__(self, "head_dim", d // h)
             require(d % h == 0, f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
         require(h % g == 0, f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}")
-        require(
-            self.head_dim % 2 == 0, f"head_dim={self.head_dim}: expected an even number, rotary positions turn pairs"
-        )
+        require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs")
 
 
-# Rows of the paper's table of architectures, then the demo's own. `student_config` puts the teacher's values in the place
-# of vocabulary, rope, norm epsilon and context, of which the paper does not speak. Those here are Qwen1.5's and the demo's.
+# The paper's table of architectures, then the demo's own. The paper does not give vocabulary, rope, norm epsilon and context:
+# `student_config` takes them from the teacher. Those here are Qwen1.5's and the demo's.
+_DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
     "200m": Qwen2Config(768, 2112, 12, 12, 12),  # 203.4M parameters
     "500m": Qwen2Config(1024, 2816, 24, 16, 16),  # 464.0M
     "1.8b": Qwen2Config(2048, 5504, 24, 16, 16, tie_word_embeddings=False),  # the teacher, 1.837B
-    "mini": Qwen2Config(64, 172, 2, 2, 2, vocab_size=4096, rope_theta=1e4, max_position_embeddings=1024),  # 0.36M
-    "demo": Qwen2Config(128, 344, 3, 4, 4, vocab_size=4096, rope_theta=1e4, max_position_embeddings=1024),  # 1.12M
-    "demo_teacher": Qwen2Config(
-        256, 688, 6, 4, 4, vocab_size=4096, rope_theta=1e4, max_position_embeddings=1024
-    ),  # 5.8M
+    "mini": Qwen2Config(64, 172, 2, 2, 2, **_DEMO),  # 0.36M
+    "demo": Qwen2Config(128, 344, 3, 4, 4, **_DEMO),  # 1.12M
+    "demo_teacher": Qwen2Config(256, 688, 6, 4, 4, **_DEMO),  # 5.8M
 }
+
+
+def count_params(shape: Qwen2Config) -> int:
+    """Parameters of a decoder of this shape, a tied head counted once."""
+    with torch.device("meta"):
+        return Qwen2(shape).n_params
 
 
 def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
@@ -282,7 +277,7 @@ class Qwen2(nn.Module):
     ) -> "Qwen2":
         """A checkpoint of a family of NATIVE from a local folder or the hub (`owner/name@revision`), weights as `dtype`.
 
-        With `shard` > 1 its layers are spread over so many processes, and each reads its own part alone.
+        With `shard` > 1 its layers are sharded over that many processes, and each keeps its own part alone.
 
         Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
         architecture, a pickle, and any tensor that is missing, left over or misshapen.
@@ -292,7 +287,7 @@ class Qwen2(nn.Module):
             model = cls(load_config(str(folder / "config.json")))  # never a preset of the same name
         model.to(dtype)
         if shard > 1:
-            parallel.spread(model, model.model.layers, shard, torch.device(device), layers_only=True)
+            parallel.shard(model, model.model.layers, shard, torch.device(device), layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
@@ -302,7 +297,7 @@ class Qwen2(nn.Module):
     ) -> None:
         """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids.
 
-        weights  whole tensors by name, where this model's own are spread
+        weights  whole tensors by name, if this model's own are sharded
         """
         save_folder(Path(folder), dataclasses.asdict(self.config), weights or self.state_dict(), tokenizer)
 
@@ -329,37 +324,31 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
 def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     """A student's shape: a preset's name, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes.
 
-    teacher  the fields of `Qwen2Config` that a preset and a shape without them take from the teacher: vocabulary, rope
-             base and scaling, norm epsilon, context (`lib.teacher.for_students`). None: the preset's own
+    teacher  the fields of `Qwen2Config` that presets and shapes without them take from the teacher: vocabulary, rope
+             base and scaling, norm epsilon, context (`lib.teacher.inherited`). None: the preset's own
     """
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **(teacher or {}))
-    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
     if not sizes and shape[:1] != "{":
-        near = nearest(shape, PRESETS)
-        there = "/" in shape or Path(shape).exists()
-        require(
-            there,
-            f"student={shape}: expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder; did you mean {near!r}?",
-        )
+        near, is_path = nearest(shape, PRESETS), "/" in shape or Path(shape).exists()
+        hint = f"; did you mean {near!r}?" if near else ""
+        require(is_path, f"student={shape}: expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}")
         return load_config(shape)
-    with reading(Path(f"student={shape}"), f"expected {', '.join(keys)}, and others of config.json"):
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    with reading(f"student={shape}", f"expected {', '.join(keys)}, and other keys of config.json"):
         given = dict(zip(keys, map(int, sizes.groups()), strict=True)) if sizes else json.loads(shape)
-        usual = {
-            "intermediate_size": -(-given["hidden_size"] * 8 // 3 // 64) * 64,
-            "num_key_value_heads": given["num_attention_heads"],
-        }
-        require(teacher or "vocab_size" in given, f"student={shape}: no vocab_size, and no teacher")
-        return Qwen2Config(**{**usual, **(teacher or {}), **given})
+        require(teacher or "vocab_size" in given, f"student={shape}: expected a vocab_size, or a teacher that has one")
+        mlp = {"intermediate_size": -(-given["hidden_size"] * 8 // 3 // 64) * 64}  # 8 / 3 of the width, in steps of 64
+        return Qwen2Config(**{**mlp, "num_key_value_heads": given["num_attention_heads"], **(teacher or {}), **given})
 
 
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # its rope scaling
 
 
-def foreign(hf: dict) -> str | None:
-    """What a config.json asks for that this decoder does not compute; None where it computes all."""
+def unsupported(hf: dict) -> str | None:
+    """What a config.json asks for that this decoder does not compute; None if it computes everything."""
     if hf.get("model_type") not in NATIVE:
         return f"model_type={hf.get('model_type')!r}, expected one of {', '.join(NATIVE)}"
     for rope in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
@@ -374,16 +363,15 @@ def foreign(hf: dict) -> str | None:
 
 
 def load_config(name: str) -> Qwen2Config:
-    """A config.json, a model folder or a hub id -> the shape. `UserError` for a family that is not in NATIVE.
+    """A config.json, a model folder or a hub id -> the shape. Raises `UserError` for a family that is not in NATIVE.
 
-    A Mistral with a window is this decoder for rows up to the window, which is then its context.
+    A Mistral with a sliding window is this decoder for rows up to the window, which becomes its context.
     """
     path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{name}: no config.json there; expected a model's folder or its config.json")
+    require(path.is_file(), f"{name}: no config.json; expected a model's folder or its config.json")
     hf = read_json(path)
-    if unlike := foreign(hf):
-        raise UserError(f"{path}: {unlike}; this decoder has no such part")
+    if reason := unsupported(hf):
+        raise UserError(f"{path}: {reason}; this decoder does not support it")
     kind, rope = hf["model_type"], {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     scaled = rope.get("rope_type", rope.get("type")) == "llama3"
     hf = hf | {
@@ -397,5 +385,5 @@ def load_config(name: str) -> Qwen2Config:
     fields = {f.name: hf.get(f.name, defaults.get(f.name)) for f in dataclasses.fields(Qwen2Config)}
     if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
         fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
-    with reading(path, "expected a config.json of the Hugging Face form"):
+    with reading(path, "expected a config.json in the Hugging Face format"):
         return Qwen2Config(**fields)

@@ -3,8 +3,8 @@
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
-lib/run.py says what the run's folder holds. Started again, a run goes on from its newest checkpoint; SIGINT, SIGTERM and
-SIGHUP save one and exit 0, once it trains.
+The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM and SIGHUP end it after the current update, with
+a checkpoint and exit code 0. lib/run.py says what the run's folder contains.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
@@ -24,18 +24,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 import configure
 from configure import Config
-from lib import heldout, parallel, run
+from lib import metrics, parallel, run
 from lib.checks import IGNORE
-from lib.device import mfu, pick_device
-from lib.figures import figures
-from lib.files import UserError, append_line, read_json
+from lib.device import gib, mfu, peak_bytes, pick_device
+from lib.files import UserError, append_line, read_json, reading, require
 from lib.fused import head_losses
-from lib.histograms import histograms
 from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     """One micro-batch, and the teacher's hidden states of it."""
 
     x: Tensor  # [B, T] int64 inputs
-    y: Tensor  # [B, T] int64 labels, IGNORE where there is none
+    y: Tensor  # [B, T] int64 labels, IGNORE for padding
     n_valid: int
     h_t: Tensor | None  # [B, T, D_t]
 
@@ -80,27 +80,27 @@ def batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iter
 
 
 def open_teacher(cfg: Config) -> Teacher | None:
-    """The frozen teacher, or None where no method of the run reads its logits."""
+    """The frozen teacher, or None if no method of the run reads its logits."""
     if not any(map(needs_teacher, cfg.methods)):
         return None
     home, n_vocab = torch.device(cfg.device), run.student_shape(cfg).vocab_size
-    place = pick_device(cfg.teacher_device) if cfg.teacher_device else home
-    return load_teacher(cfg.teacher, run.activations(cfg), place, home, cfg.compile, n_vocab, cfg.shard)
+    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
+    return load_teacher(cfg.teacher, run.compute_dtype(cfg), device, home, cfg.compile, n_vocab, cfg.shard)
 
 
 def make_student(name: str, cfg: Config) -> Student:
     """A student before its first update; the same weights for every method of the run.
 
-    A parameter group may have an `lr_factor` (1 where it has none): `update` multiplies the schedule's rate by it.
+    A parameter group may have an `lr_factor` (default 1): `update` multiplies the schedule's rate by it.
     """
     model = first_weights(cfg)
     sha = run.weights_hash(model)
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
-        parallel.spread(model, model.model.layers, cfg.shard, torch.device(cfg.device), layers_only=False)
+        parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), layers_only=False)
     model.to(cfg.device)
-    groups = {True: [], False: []}  # whether they decay
+    groups = {True: [], False: []}  # with and without weight decay
     for p in model.parameters():
         groups[cfg.decay_1d or p.ndim > 1].append(p)
     groups = [{"params": ps, "weight_decay": cfg.weight_decay * decays} for decays, ps in groups.items() if ps]
@@ -111,22 +111,23 @@ def make_student(name: str, cfg: Config) -> Student:
 def first_weights(cfg: Config) -> Qwen2:
     """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
     shape, source = run.student_shape(cfg), cfg.student_weights
-    if source is None or (Path(source) / "state.json").is_file():
+    if source is None or (Path(source) / "state.json").is_file():  # nothing, or a checkpoint
         model = init_student(shape, cfg.seed)
         if source:
-            run.load_weights(Path(source), model)
+            with reading(source, "expected a checkpoint of a student of the same shape"):
+                model.load_state_dict(load_file(Path(source) / "model.safetensors"))
     else:
         model = Qwen2.from_pretrained(source)
         model.cut(shape.vocab_size)
-        if model.config != shape:
-            raise UserError(
-                f"student_weights={source}: not of the shape of student={cfg.student}; set --student={source} too"
-            )
+        same = model.config == shape
+        require(
+            same, f"student_weights={source}: not of the shape of student={cfg.student}; set --student={source} too"
+        )
     return model.requires_grad_(True).train()
 
 
 def objective_at(s: Student, step: int, cfg: Config) -> Callable:
-    """A student's objective in update `step`, with the settings that move."""
+    """A student's objective in update `step`, with the settings that change during a run."""
     moved = moving(resolve(s.name, **s.overrides), step, cfg.schedule_steps, cfg.w_kd_schedule)
     # tensors, so that one compiled graph serves every value; filled, since a copy would make the host wait
     moved = {key: torch.full((), x, dtype=torch.float64, device=s.model.head.device) for key, x in moved.items()}
@@ -137,8 +138,8 @@ def learning_rate(step: int, cfg: Config) -> float:
     """The rate of update `step`, counted from 0: linear to `lr` at the last warm-up update, then by `lr_schedule`.
 
     cosine    falls to `min_lr` at the schedule's last update
-    wsd       stays, and falls linearly to `min_lr` over the last 10 % of the schedule
-    constant  stays
+    wsd       stays at `lr`, then falls linearly to `min_lr` over the last 10 % of the schedule
+    constant  stays at `lr`
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -151,34 +152,34 @@ def learning_rate(step: int, cfg: Config) -> float:
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
 
 
-def fitted(students: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config) -> Config:
+def choose_micro_batch(students: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config) -> Config:
     """The config with the `micro_batch` that is used: a divisor of each process's share of an update's rows.
 
-    None is the value of the run that goes on; for a new run the most of which one forward and backward pass fits the
-    card, beside AdamW's moments; on the CPU `group`.
+    None means the value of the run that is resumed. A new run takes the largest whose forward and backward pass fits the
+    card beside AdamW's moments, by trying; on the CPU, and with sharded weights, it takes `group`.
     """
-    world, asked, before = parallel.world(), cfg.micro_batch, Path(cfg.out_dir) / "run.json"
-    share = cfg.batch_rows // world
-    sizes = [m for m in range(share, cfg.group - 1, -cfg.group) if share % m == 0]
-    if asked is None and before.is_file():
-        asked = read_json(before)["config"]["micro_batch"]
-    for m in sizes if asked is None and cfg.device.startswith("cuda") and cfg.shard == 1 else ():
-        room = [torch.empty_like(p) for s in students for p in s.model.parameters() for _ in range(2)]
-        one = dataclasses.replace(cfg, micro_batch=m, batch_rows=2 * m * world, max_steps=1)
-        with contextlib.suppress(
-            torch.OutOfMemoryError
-        ):  # the first of two micro-batches: nothing is summed over processes
-            accumulate(students, teacher, itertools.islice(batches(rows, teacher, 0, one), 1), 0, one)
-            asked = m
-        del room
+    share, chosen, before = cfg.batch_rows // parallel.world(), cfg.micro_batch, Path(cfg.out_dir) / "run.json"
+    sizes = [m for m in range(share, cfg.group - 1, -cfg.group) if share % m == 0]  # largest first
+    if chosen is None and before.is_file():
+        chosen = read_json(before, ["config"])["config"].get("micro_batch")
+    for m in sizes if chosen is None and cfg.device.startswith("cuda") and cfg.shard == 1 else ():
+        moments = [torch.empty_like(p) for s in students for p in s.model.parameters() for _ in range(2)]
+        # two micro-batches, of which only the first is computed: nothing is summed over processes
+        trial = dataclasses.replace(cfg, micro_batch=m, batch_rows=2 * m * parallel.world(), max_steps=1)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            accumulate(students, teacher, itertools.islice(batches(rows, teacher, 0, trial), 1), 0, trial)
+            chosen = m
+        del moments
         for s in students:
             s.sums = {}
             s.optimizer.zero_grad()
-        if asked := min(parallel.everyones(asked or 0)):
+        if chosen := min(parallel.gather(chosen or 0)):
             break
-    used = next((m for m in sizes if m <= (asked or cfg.group)), cfg.group)
+    used = next((m for m in sizes if m <= (chosen or cfg.group)), cfg.group)
     if cfg.micro_batch not in (None, used):
-        say(f"micro_batch={asked}: lowered to {used}, the most that fits {world} processes; the result is the same")
+        say(
+            f"micro_batch={cfg.micro_batch}: lowered to {used} for {parallel.world()} processes; the result is the same"
+        )
     return dataclasses.replace(cfg, micro_batch=used)
 
 
@@ -189,20 +190,20 @@ def accumulate(
     students: list[Student], teacher: Teacher | None, stream: Iterator[Batch], step: int, cfg: Config
 ) -> int:
     """The gradients of an update, summed over the processes -> valid tokens of this process."""
-    objectives, dtype = [objective_at(s, step, cfg) for s in students], run.activations(cfg)
+    objectives, dtype = [objective_at(s, step, cfg) for s in students], run.compute_dtype(cfg)
     n_micro = cfg.batch_rows // cfg.micro_batch
-    n_mine, n_valid, under_way = n_micro // parallel.world(), 0, []  # of this process
+    n_mine, n_valid, handles = n_micro // parallel.world(), 0, []  # of this process
     for nth, (x, y, n, h_t) in enumerate(itertools.islice(stream, n_mine), 1):
         n_valid += n
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]  # each [B, T, D_s]
         heads = [(h, s.model.head, objective) for h, s, objective in zip(h_s, students, objectives, strict=True)]
         results = head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group)
         for s, (loss, terms) in zip(students, results, strict=True):
-            with parallel.summing(s.model, nth == n_mine, under_way):
+            with parallel.summing_gradients(s.model, nth == n_mine, handles):
                 (loss / n_micro).backward()
             for name, value in terms.items():
                 s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
-    for handle in under_way:
+    for handle in handles:
         handle.wait()
     return n_valid
 
@@ -211,15 +212,17 @@ def update(students: list[Student], teacher: Teacher | None, stream: Iterator[Ba
     """One optimizer step of every student from one pass of the teacher -> valid tokens of this process.
 
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over each
-    one's valid positions, however they are dealt out to micro-batches and processes. The log has means over all tokens.
+    one's valid positions, however they are divided into micro-batches and processes. The log has means over all tokens.
     """
     n_valid = accumulate(students, teacher, stream, step, cfg)
     norms = torch.stack([clip_gradients(list(s.model.parameters()), cfg.clip) for s in students])
-    for s, norm in zip(students, norms.tolist(), strict=True):  # the one time that the host waits
+    for s, norm in zip(students, norms.tolist(), strict=True):  # the only time that the host waits
         s.gnorm = norm
         if not math.isfinite(norm):
             broken = [name for name, value in s.totals().items() if not math.isfinite(value)]
-            s.stopped = f"gradient norm {norm}; not finite: {', '.join(broken) or 'the gradient alone'}; the update was not made"
+            s.stopped = (
+                f"gradient norm {norm}, not finite: {', '.join(broken) or 'the gradient alone'}; skipped the update"
+            )
             continue
         for group in s.optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg) * s.lr_factor * group.get("lr_factor", 1.0)
@@ -252,163 +255,172 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
 VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce", "teacher_entropy": "teacher_entropy"}
 
 
-def model_of(s: Student, cfg: Config) -> heldout.Model:
-    return functools.partial(s.model.hidden, dtype=run.activations(cfg)), s.model.head
+def as_model(s: Student, cfg: Config) -> metrics.Model:
+    """Its forward pass and head. Inside `gathered_roots`, or a sharded head is not whole."""
+    return functools.partial(s.model.hidden, dtype=run.compute_dtype(cfg)), s.model.head
 
 
 def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config) -> dict[str, dict]:
     """Per student: CE, KL(teacher || student) and top-1 agreement per token of the validation rows, temperature 1."""
     n_rows, size = min(rows.n, cfg.val_max_rows or rows.n), cfg.micro_batch
 
-    def mine():  # all processes have as many batches, the last ones perhaps without a label: spread weights need them all
-        for at in range(0, n_rows, parallel.world() * size):
-            first = at + parallel.rank() * size
+    def batches() -> Iterator[tuple[int, Tensor, Tensor]]:
+        # sharded weights need all processes in every batch: the last ones may have no label
+        for first in range(parallel.rank() * size, n_rows + parallel.rank() * size, parallel.world() * size):
             index = np.arange(n_rows)[first : first + size]
             x, y, _ = rows.batch(index if len(index) else np.array([0]), torch.device(cfg.device))
             yield first, x, y if len(index) else torch.full_like(y, IGNORE)
 
-    with parallel.whole_roots(s.model for s in live):
+    with parallel.gathered_roots(s.model for s in live):
         of_teacher = (teacher.hidden, teacher.head) if teacher else None
-        sums = heldout.row_sums([model_of(s, cfg) for s in live], of_teacher, mine(), n_rows)
-    parallel.sum_in_place([value for of in sums for value in of.values()])
-    found = [figures({key: value.sum(0).cpu().numpy() for key, value in of.items()}) for of in sums]
+        sums = metrics.row_sums([as_model(s, cfg) for s in live], of_teacher, batches(), n_rows)
+    parallel.sum_in_place([value for student in sums for value in student.values()])
+    figures = [metrics.figures({key: value.sum(0).cpu().numpy() for key, value in student.items()}) for student in sums]
     return {
-        s.name: {f"val_{key}": float(of[figure]) for key, figure in VALIDATED.items() if figure in of}
-        for s, of in zip(live, found, strict=True)
+        s.name: {f"val_{key}": float(figure[name]) for key, name in VALIDATED.items() if name in figure}
+        for s, figure in zip(live, figures, strict=True)
     }
 
 
 def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int, cfg: Config) -> None:
     """The paper's Figures 3 and 4 over the rows of update `step`, without any effect on the run.
 
-    `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of each student that has some.
+    `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of a student that has some.
     """
     x, y, _ = rows.batch(rows_of_update(rows, step, cfg), torch.device(cfg.device))
     budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
-    objectives = {s.name: resolve(s.name, **s.overrides) for s in live if needs_teacher(s.name)}
-    with parallel.whole_roots(s.model for s in live):
-        students = {s.name: (model_of(s, cfg), functools.partial(objectives[s.name].fn, **objectives[s.name].hyper))
-                    for s in live if s.name in objectives}  # fmt: skip
-        of_teacher, counts = histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
+    with parallel.gathered_roots(s.model for s in live):
+        students = {}
+        for s in filter(lambda s: needs_teacher(s.name), live):
+            method = resolve(s.name, **s.overrides)
+            students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
+        record, counts = metrics.histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if parallel.rank() == 0:
-        append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **of_teacher})
+        append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})
         for name, count in counts.items():
-            line = {"step": step, "n": of_teacher["n"], "d_u_hist": count}
+            line = {"step": step, "n": record["n"], "d_u_hist": count}
             append_line(Path(cfg.out_dir) / name / "histograms.jsonl", line)
 
 
 def log_terms(
     live: list[Student], teacher: Teacher | None, step: int, left_sec: float, counts: dict, cfg: Config
 ) -> None:
-    """One record per student with means over all tokens since the last one, and a line that shows each student's CE."""
-    device, shape = torch.device(cfg.device), run.student_shape(cfg)
+    """One record per student with means over all tokens since the last one, and a line of their terms."""
+    device = torch.device(cfg.device)
     tok_per_sec = counts["line_steps"] * cfg.batch_rows * cfg.seq_len / counts["line_sec"]
-    flops = len(live) * flops_per_token(shape, cfg.seq_len, trained=True)
+    flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)
     flops += teacher.flops_per_token(cfg.seq_len) if teacher else 0.0
     shared = {
         "tok_per_sec": tok_per_sec,
         "mfu": mfu(tok_per_sec * flops, device, parallel.world()),
-        "mem_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+        "mem_gib": peak_bytes(device) / 2**30,
         "eta_sec": left_sec,
         "time": round(time.time()),  # seconds since 1970
     }
-    told = {}
+    rate, logged = learning_rate(step - 1, cfg), {}
     for s in live:
-        terms = {name: value / max(counts["line_valid"], 1) for name, value in s.totals().items()}
+        logged[s.name] = {name: value / max(counts["line_valid"], 1) for name, value in s.totals().items()}
         tokens = {"nominal_tokens": step * cfg.batch_rows * cfg.seq_len, "valid_tokens": counts["valid_tokens"]}
-        rate = learning_rate(step - 1, cfg) * s.lr_factor
-        s.record({"step": step, **tokens, **terms, "lr": rate, "gnorm": s.gnorm, **shared})
-        told |= {f"{s.name} {key}": terms[key] for key in (terms if len(live) == 1 else ("ce",))}
+        s.record({"step": step, **tokens, **logged[s.name], "lr": rate * s.lr_factor, "gnorm": s.gnorm, **shared})
         s.sums = {}
     used = f"  mfu {shared['mfu']:.0%}" if shared["mfu"] else ""
-    say(f"step {step}/{cfg.max_steps}  lr {learning_rate(step - 1, cfg):.1e}  {tok_per_sec / 1e3:.1f}k tok/s{used}  "
-        f"eta {tqdm.format_interval(left_sec)}  |  {in_words(told)}")  # fmt: skip
+    eta = tqdm.format_interval(left_sec)
+    label = f"step {step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec / 1e3:6.1f}k tok/s{used}  eta {eta:>8}"
+    say_values(label, logged, ("ce",), cfg)
 
 
-def in_words(values: dict[str, float]) -> str:
-    return "  ".join(f"{key} {value:.4f}" for key, value in values.items())
+def say_values(label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config) -> None:
+    """Print all values of a lone student; of several, one row for each of `keys`, with a column for each student."""
+    if len(cfg.methods) == 1:
+        say(f"{label}  |  " + "  ".join(f"{key} {x:.4f}" for own in values.values() for key, x in own.items()))
+    else:
+        for key in keys:
+            say_row(f"{label}  {key}", {name: f"{own[key]:.4f}" for name, own in values.items()}, cfg)
+
+
+def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
+    say(f"{label:<64} |" + "".join(f"{cells.get(name, ''):>{max(len(name), 6) + 2}}" for name in cfg.methods))
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 
-STOP = threading.Event()  # a signal asked for the end of the run
+STOP = threading.Event()  # set by a signal
 
 
-def hold_signals() -> None:
-    """From now on signals end the run after its update. Before, they end the process: nothing is to be saved."""
+def catch_signals() -> None:
+    """From now on signals end the run after the current update. Before, they end the process: there is nothing to save."""
     STOP.clear()
-    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if sign != signal.SIGHUP or signal.getsignal(sign) != signal.SIG_IGN:  # nohup stays nohup
-            signal.signal(sign, lambda *_: STOP.set())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda *_: STOP.set())
 
 
 def distil(cfg: Config) -> int:
-    """A whole run -> its exit code: 0 when every student reached the end, or a signal asked for an early one."""
+    """A whole run -> its exit code: 0 if every student reached the end, or a signal asked for an early one."""
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    run.check_config(cfg)
-    rows, val = open_data(cfg, "train"), open_data(cfg, "val")
-    tokenizer = run.check_data(cfg, rows, val)
     try:
+        run.check_config(cfg)
+        rows, val = open_data(cfg, "train"), open_data(cfg, "val")
+        tokenizer = run.check_data(cfg, rows, val)
         teacher = open_teacher(cfg)
         students = [make_student(name, cfg) for name in cfg.methods]
-        cfg = fitted(students, teacher, rows, cfg)
-        about = run.facts(cfg, rows, val, teacher)
-        with run.taken(cfg):
-            return loop(cfg, rows, val, teacher, students, tokenizer, about)
+        cfg = choose_micro_batch(students, teacher, rows, cfg)
+        facts = run.run_facts(cfg, rows, val, teacher)
+        with run.lock_run_dir(cfg):
+            return loop(cfg, rows, val, teacher, students, tokenizer, facts)
     except torch.OutOfMemoryError as error:
-        less = f"set --micro_batch={max(cfg.micro_batch // 2, cfg.group)}, --recompute=True, or train fewer methods at once"
-        raise UserError(f"micro_batch={cfg.micro_batch}: out of memory on {cfg.device}; {less}") from error
+        less = f"set a micro_batch below {cfg.micro_batch}, --recompute=True, or fewer methods"
+        raise UserError(f"out of memory on {cfg.device}: {less}") from error
     finally:
         parallel.stop()
 
 
 def loop(
-    cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student], tokenizer, about: dict
-) -> int:
+    cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student],
+    tokenizer: PreTrainedTokenizerFast, facts: dict,
+) -> int:  # fmt: skip
     """From the newest checkpoint to the saved models -> the exit code."""
-    step, counts = run.begin(students, about, cfg)
-    live, stop, t0 = [s for s in students if not s.stopped], False, time.perf_counter()
-    hold_signals()
-    due, begun = t0 + 60 * (cfg.checkpoint_every_minutes or math.inf), step
-    stream = batches(rows, teacher, step, cfg)
+    first, counts = run.resume(students, facts, cfg)
+    live, step, stop, started = [s for s in students if not s.stopped], first, False, time.perf_counter()
+    catch_signals()
+    pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
+    stream, due = batches(rows, teacher, step, cfg), started + pause
+    if len(students) > 1:
+        say_row("", {name: name for name in cfg.methods}, cfg)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=True if parallel.rank() else None)
     while step < cfg.max_steps and live and not stop:
         if teacher and cfg.histogram_every_steps and step % cfg.histogram_every_steps == 0:
             log_histograms(live, teacher, rows, step, cfg)
-        t1 = time.perf_counter()
+        t0 = time.perf_counter()
         n_valid = update(live, teacher, stream, step, cfg)
-        step, t2 = step + 1, time.perf_counter()
-        n_valid, stop, save = parallel.total(n_valid, STOP.is_set(), parallel.rank() == 0 and t2 > due)
-        for key, value in {
-            "valid_tokens": n_valid,
-            "line_valid": n_valid,
-            "line_steps": 1,
-            "line_sec": t2 - t1,
-        }.items():
+        step, now = step + 1, time.perf_counter()
+        n_valid, stop, save = parallel.total(n_valid, STOP.is_set(), parallel.rank() == 0 and now > due)
+        for key, value in zip(run.COUNTS, (n_valid, n_valid, 1, now - t0), strict=True):
             counts[key] += value
         last = step == cfg.max_steps
         save = save or stop or last or step % (cfg.checkpoint_every_steps or math.inf) == 0
-        live = run.still_whole(live, step, look=save or step % cfg.val_every_steps == 0)
+        live = run.drop_broken(live, step, cfg, check_weights=save or step % cfg.val_every_steps == 0)
+        if step == first + 1:
+            say(f"peak memory after the first update: {gib(peak_bytes(torch.device(cfg.device)))}")
         if live and (step % cfg.log_every_steps == 0 or last):
-            log_terms(live, teacher, step, (t2 - t0) / (step - begun) * (cfg.max_steps - step), counts, cfg)
-            counts |= dict.fromkeys(("line_valid", "line_steps", "line_sec"), 0)
+            log_terms(live, teacher, step, (now - started) / (step - first) * (cfg.max_steps - step), counts, cfg)
+            counts |= dict.fromkeys(run.COUNTS[1:], 0)
         if live and (step % cfg.val_every_steps == 0 or last):
-            for name, found in validate(live, teacher, val, cfg).items():
-                next(s for s in live if s.name == name).record({"step": step, **found})
-                say(f"step {step}  {name}  {in_words(found)}")
+            validated = validate(live, teacher, val, cfg)
+            say_values(f"step {step}", validated, ("val_ce", "val_kl", "val_agree") if teacher else ("val_ce",), cfg)
+            for s in live:
+                s.record({"step": step, **validated[s.name]})
         if save:
-            run.save(live, step, counts, about, cfg)
-            due = time.perf_counter() + 60 * (cfg.checkpoint_every_minutes or math.inf)
+            run.save_checkpoints(live, step, counts, facts, cfg)
+            due = time.perf_counter() + pause
         bar.update()
     bar.close()
     for s in students:
         if not s.stopped and step == cfg.max_steps:
-            run.finish(s, step, counts, about, tokenizer, cfg)
-    say(
-        f"{cfg.out_dir}: at step {step} of {cfg.max_steps}"
-        + "; stopped by a signal, the same command goes on" * bool(stop)
-    )
+            run.save_model(s, step, counts, facts, tokenizer, cfg)
+    ending = "; stopped by a signal, the same command resumes" if stop else ""
+    say(f"{cfg.out_dir}: at step {step} of {cfg.max_steps}{ending}")
     return 1 if any(s.stopped for s in students) else 0
 
 

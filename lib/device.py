@@ -1,9 +1,10 @@
-"""Which device a run computes on, what it has, and how much of it is used."""
+"""Devices: which one to compute on, its name, its peak and its free memory."""
 
 import contextlib
 import ctypes
 import os
 import platform
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 import transformers
 
 from lib.files import UserError
-from model import Qwen2, Qwen2Config
 
 # Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
@@ -27,13 +27,13 @@ def pick_device(name: str) -> torch.device:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     n = torch.cuda.device_count()
     if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
-        there = f" with one of this machine's {n} CUDA devices" if n else ", of which torch finds none here"
-        raise UserError(f"device {name}: expected cpu, or cuda{there}")
+        hint = f" with one of this machine's {n} CUDA devices" if n else ", but torch finds no CUDA device"
+        raise UserError(f"device={name}: expected cpu, or cuda{hint}")
     return torch.device(name)
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's where the system tells it."""
+    """The GPU's name, or the processor's if the system knows it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -43,22 +43,15 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_facts(device: torch.device) -> dict:
-    """Commit, versions and machine: part of what a result must be read with."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = (
-        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        if shutil.which("git")
-        else ""
-    )
-    versions = {
-        "python": platform.python_version(),
-        **{of.__name__: of.__version__ for of in (torch, transformers, np)},
-    }
-    return {"git_commit": commit or None, "versions": versions, "machine": device_name(device)}
+    """Commit, versions and machine: what a result must be read with."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    said = subprocess.run(git, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
+    versions = {"python": platform.python_version(), **{m.__name__: m.__version__ for m in (torch, transformers, np)}}
+    return {"git_commit": said.strip() or None, "versions": versions, "machine": device_name(device)}
 
 
 def mfu(flops_per_sec: float, device: torch.device, world: int) -> float | None:
-    """The share of all cards' peak that these FLOP/s are; None on an unknown card."""
+    """Model FLOPs utilisation: these FLOP/s as a share of the peak of all cards; None for an unknown card."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_name(device)
@@ -70,7 +63,7 @@ def mfu(flops_per_sec: float, device: torch.device, world: int) -> float | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free now, on the card or in the machine."""
+    """Memory that is free now, of the card or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
@@ -78,17 +71,18 @@ def free_bytes(device: torch.device) -> int:
     return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has held, of the card or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system, where the C library can (glibc): it keeps what lies below anything newer."""
+    """Return freed memory to the system if the C library can (glibc): it keeps what lies below newer allocations."""
     with contextlib.suppress(AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def count(shape: Qwen2Config) -> int:
-    """Parameters of a decoder of this shape, a tied head counted once."""
-    with torch.device("meta"):
-        return Qwen2(shape).n_params

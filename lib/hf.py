@@ -1,33 +1,31 @@
 """Hugging Face folders: finding them, tokenizers, weights in and out.
 
-Only safetensors are read, so that a foreign folder cannot run code. What a refusal says: what, got, expected, what to do.
+Only safetensors are read, so that a foreign folder cannot run code.
 """
 
 import hashlib
 import json
-import os
-import shutil
+import re
 from pathlib import Path
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
 from lib.checks import all_finite
-from lib.files import UserError, first_line, read_json, reading
-from lib.settings import require
+from lib.files import UserError, first_line, read_json, reading, require, whole_folder
 
 INIT_STD = 0.02  # of a student's first weights
 
 
 def find_folder(name: str, download: bool = True) -> Path:
-    """A local folder, or the local copy of a hub repository `owner/name@revision` (downloaded if need be).
+    """A local folder, or the local copy of a hub repository `owner/name@revision`, downloaded if necessary.
 
-    A revision is a branch, tag or commit; without one it is the default branch.
-    The folder of a student, as train.py makes it, stands for the `model/` inside.
+    A revision is a branch, tag or commit; without one it is the default branch. A student's folder, as train.py writes
+    it, stands for the `model/` inside.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -35,21 +33,15 @@ def find_folder(name: str, download: bool = True) -> Path:
         return inside if (inside / "config.json").is_file() and not (folder / "config.json").is_file() else folder
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
-        raise UserError(
-            f"{name}: no such folder; expected a local model folder or a hub id 'owner/name' or 'owner/name@revision'"
-        )
+        raise UserError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name[@revision]'")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
     try:
-        return Path(
-            snapshot_download(
-                repository, revision=revision or None, allow_patterns=wanted, local_files_only=not download
-            )
-        )
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted, local_files_only=not download))  # fmt: skip
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(f"{name}: no such local folder, and the hub did not give it ({first_line(error)})") from error
+        raise UserError(f"{name}: no such local folder, and the hub refused it ({first_line(error)})") from error
 
 
 def pinned(name: str) -> str:
@@ -64,18 +56,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     `AutoTokenizer` would choose a class by the model's type and rewrite the pre-tokenizer of small vocabularies.
     """
     file = find_folder(name) / "tokenizer.json"
-    require(file.is_file(), f"{name}: no tokenizer.json there; expected a folder or hub id with a fast tokenizer")
-    with reading(file, "fetch the folder again"):
+    require(file.is_file(), f"{name}: no tokenizer.json; expected a folder or hub id with a fast tokenizer")
+    with reading(file, "download the folder again"):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
-    require(tokenizer.eos_token_id is not None, f"{name}: the tokenizer names no eos_token, which ends every document")
+    require(
+        tokenizer.eos_token_id is not None, f"{name}: the tokenizer has no eos_token, which must end every document"
+    )
     return tokenizer
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The id that the tokenizer by itself puts before a text (its BOS); None where it puts nothing there.
+    """The id that the tokenizer itself puts before a text (its BOS), or None. What it puts after a text is ignored.
 
-    What it puts after a text is not followed. Raises `UserError` for a tokenizer that puts several ids before a
-    text, or one that is no special token: who trains on them must see them in the text.
+    Raises `UserError` for a tokenizer that puts several ids before a text, or one that is not a special token.
     """
     backend = tokenizer.backend_tokenizer
     bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -110,72 +103,81 @@ def tensors_hash(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
+    """Whether the `Qwen2Tokenizer` that `AutoTokenizer` makes of any files beside a `qwen2` gives the same ids and text."""
+
+    def deciding(tokenizer) -> tuple:
+        parts = json.loads(tokenizer.backend_tokenizer.to_str())
+        decoder = (parts.pop("decoder") or {}).get("type")
+        return decoder, re.sub(r"'trim_offsets': \w+|None|''", "", str(parts))
+
+    return deciding(Qwen2Tokenizer.from_pretrained(folder)) == deciding(tokenizer)
+
+
 def save_folder(
     folder: Path, shape: dict, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast | None
 ) -> None:
-    """Write a decoder as a folder for transformers. It appears whole or not at all.
+    """Write a decoder as a folder for transformers, completely or not at all.
 
-    With norms on q and k it is a `qwen3`, else a `llama`; with `attention_bias` that has a bias on the attention's output,
-    which is 0. Never a `qwen2`: `AutoTokenizer` reads every tokenizer beside one as Qwen's own.
+    With norms on q and k it is a `qwen3`, without biases a `llama`, else a `qwen2`; with another tokenizer than Qwen's a `llama`
+    with `attention_bias` instead, whose bias on the attention's output is 0.
 
     shape  the fields of the decoder's config
     """
-    new, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    kind = "qwen3" if shape.pop("qk_norm") else "llama"
-    facts = {"architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu", "torch_dtype": "float32",
-             "initializer_range": INIT_STD, **{key: value for key, value in shape.items() if value is not None}}  # fmt: skip
-    if shape["attention_bias"]:
-        zeros = torch.zeros_like(weights["model.norm.weight"], device="cpu")
-        weights = weights | {bias: zeros.clone() for bias in output_biases(weights)}
-    if tokenizer is not None:
-        tokenizer.save_pretrained(new)
-        eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-        facts |= {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
-    (new / "config.json").write_text(json.dumps(facts, indent=1) + "\n")
-    weights = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
-    safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(new / "config.json", new / "model.safetensors")  # safetensors keeps others from reading it
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with whole_folder(folder) as new:
+        bias, kind, ends = shape.pop("attention_bias"), "qwen3" if shape.pop("qk_norm") else "llama", {}
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+            eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+            ends = {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
+        if kind == "llama" and bias and (tokenizer is None or is_qwens(tokenizer, new)):
+            kind = "qwen2"
+        if bias and kind != "qwen2":
+            zeros = torch.zeros_like(weights["model.norm.weight"], device="cpu")
+            weights = weights | {name: zeros.clone() for name in output_biases(weights)}
+        facts = {
+            "architectures": [f"{kind.capitalize()}ForCausalLM"],
+            "model_type": kind,
+            "hidden_act": "silu",
+            "torch_dtype": str(weights["model.norm.weight"].dtype).removeprefix("torch."),
+            "initializer_range": INIT_STD,
+        } | ends
+        facts |= {key: value for key, value in shape.items() if value is not None}
+        facts |= {"attention_bias": bias} if kind != "qwen2" else {}
+        (new / "config.json").write_text(json.dumps(facts, indent=1) + "\n")
+        weights = {name: p.detach().cpu().contiguous() for name, p in weights.items()}
+        safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
 
 
 def read_weights(model: nn.Module, folder: Path) -> None:
     """Copy a folder's safetensors into `model`, tensor by tensor: every tensor once, none left over, all finite.
 
-    Where `attention_bias` stands in config.json, so may a bias on the attention's output, which must be zero.
+    With `attention_bias` in config.json there may be biases on the attention's output, which must be zero.
     """
     wanted, twin = dict(model.state_dict()), None
     left, zeros = {*wanted}, output_biases(wanted) if read_json(folder / "config.json").get("attention_bias") else set()
     for file in weight_files(folder):
-        with reading(file, "fetch or write it again"), safetensors.safe_open(file, framework="pt") as tensors:
-            for name in (name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")):  # noqa: SIM118
-                source = tensors.get_tensor(name)
-                if name in zeros:
-                    require(not source.any(), f"{file}: {name} is not zero; this decoder has no such bias")
-                elif name == "lm_head.weight" and name not in wanted:
-                    twin = source  # some writers store the tied head twice
-                else:
-                    shape = tuple(wanted[name].shape) if name in left else "no such tensor, or no second one"
-                    require(source.shape == shape, f"{file}: {name} is {tuple(source.shape)}, expected {shape}")
-                    require(
-                        source.is_floating_point() and all_finite(source),
-                        f"{file}: {name} is {source.dtype}, or not finite",
-                    )
-                    parallel.local(wanted[name]).copy_(source[parallel.kept(wanted[name])])
-                    left.discard(name)
-    require(
-        not left, f"{folder}: missing tensor {min(left, default='')} ({len(left)} in all); the checkpoint is not whole"
-    )
+        with reading(file, "download or write it again"), safetensors.safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
+        for name in names:
+            with reading(file, "download or write it again"), safetensors.safe_open(file, framework="pt") as tensors:
+                source = tensors.get_tensor(name)  # opened anew for each tensor, or all that was read stays in memory
+            if name in zeros:
+                require(not source.any(), f"{file}: {name} is not zero; this decoder has no such bias")
+            elif name == "lm_head.weight" and name not in wanted:
+                twin = source  # some writers store the tied head twice
+            else:
+                shape = tuple(wanted[name].shape) if name in left else "no such tensor, or no second one"
+                require(source.shape == shape, f"{file}: {name} is {tuple(source.shape)}, expected {shape}")
+                usable = source.is_floating_point() and all_finite(source)
+                require(usable, f"{file}: {name} is {source.dtype}, or not finite; download or write it again")
+                wanted[name].copy_(parallel.part_like(source, wanted[name]))
+                left.discard(name)
+    missing = min(left, default="")
+    require(not left, f"{folder}: missing tensor {missing} ({len(left)} in all); the checkpoint is incomplete")
     embedding = wanted["model.embed_tokens.weight"]
-    require(
-        twin is None or torch.equal(twin.to(embedding), embedding),
-        f"{folder}: lm_head.weight differs from the embedding, but config.json ties them",
-    )
+    same = twin is None or torch.equal(twin.to(embedding), embedding)
+    require(same, f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
 
 
 def output_biases(names) -> set[str]:
@@ -190,9 +192,6 @@ def weight_files(folder: Path) -> list[Path]:
         with reading(index):
             return [folder / Path(shard).name for shard in sorted({*read_json(index)["weight_map"].values()})]
     pickles = [p.name for pattern in ("*.bin", "*.pt*") for p in folder.glob(pattern)]
-    require(
-        single.is_file(),
-        f"{folder}: no model.safetensors there"
-        + f"; {pickles[:1]} is a pickle, which can run code: convert it" * bool(pickles),
-    )
+    hint = f"; {pickles[0]} is a pickle, which can run code: convert it to safetensors" if pickles else ""
+    require(single.is_file(), f"{folder}: no model.safetensors{hint}")
     return [single]

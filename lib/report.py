@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 
 from lib import tables
-from lib.figures import FIGURES
 from lib.files import UserError, read_json, read_lines
+from lib.metrics import FIGURES
 from lib.stats import differences, estimate, p_text
 
 COMPARED = ("ce", "kl", "top1")  # of FIGURES: these differences are tested

@@ -11,56 +11,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lib.files import UserError, read_json
-from lib.settings import require
+from lib.files import read_json, require
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 IGNORE = -100  # label of a position outside T_B
-# What readers need of a manifest.
-MANIFEST = {"rows": int, "row_len": int, "eos_id": int, "sha256": str, "quick_sha256": str, "tokenizer_sha256": str}
 BLOCK = 1 << 20  # bytes read at a time
+MANIFEST = ("rows", "row_len", "eos_id", "bos", "sha256", "quick_sha256", "tokenizer_sha256")  # what readers need of it
 
 
 def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
-    """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. `UserError` where they do not match."""
+    """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. Raises `UserError` if they do not match."""
     file, manifest = Path(folder) / f"{name}.bin", Path(folder) / f"{name}.json"
-    require(
-        manifest.is_file() and file.is_file(),
-        f"{folder}: no {name}.bin with {name}.json there; run prepare.py with the same config",
-    )
+    exist = manifest.is_file() and file.is_file()
+    require(exist, f"{folder}: no {name}.bin with {name}.json; run prepare.py with the same config")
     facts = read_json(manifest, MANIFEST, "prepare it again")
     n, width, size = facts["rows"], facts["row_len"], file.stat().st_size
-    require(
-        size == n * width * 4 > 0,
-        f"{file}: {size:,} bytes, expected {n * width * 4:,} by {manifest.name}; prepare it again",
-    )
-    require(
-        quick_hash(file) == facts["quick_sha256"],
-        f"{file}: not the bytes that {manifest.name} describes; prepare it again",
-    )
+    require(size == n * width * 4 > 0, f"{file}: {size:,} bytes, expected {n * width * 4:,}; prepare it again")
+    described = quick_hash(file) == facts["quick_sha256"]
+    require(described, f"{file}: not the bytes that {manifest.name} describes; prepare it again")
     return np.memmap(file, np.uint32, "r", shape=(n, width)), facts
 
 
 class Rows:
-    """A rows file as batches. The same index gives the same row to everyone."""
+    """A rows file as batches. The same index gives the same row on every process."""
 
     def __init__(self, folder: str, name: str, seq_len: int, mask_after_eos: bool, n_vocab: int):
         self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
         self.file, self.n_vocab, (self.n, width) = f"{folder}/{name}.bin", n_vocab, self.ids.shape
-        require(
-            width == seq_len + 1,
-            f"seq_len={seq_len}: {folder} has rows for seq_len={width - 1}; prepare again or set it",
-        )
+        fits = width == seq_len + 1
+        require(fits, f"seq_len={seq_len}: {folder} has rows for seq_len={width - 1}; set that, or prepare again")
         self.eos, self.mask_after_eos = self.manifest["eos_id"], mask_after_eos
 
     def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:
-        """Rows of these indices -> inputs x [B, T], labels y [B, T] (IGNORE where there is none), number of labels."""
+        """Rows of these indices -> inputs x [B, T], labels y [B, T] (IGNORE for padding), number of labels."""
         ids = self.ids[index].astype(np.int64)
         pad = ids == PAD
-        if (ids[~pad] >= self.n_vocab).any():
-            raise UserError(
-                f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}; prepare it again"
-            )
+        known = (ids[~pad] < self.n_vocab).all()
+        require(known, f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}; prepare it again")
         x = np.where(pad, self.eos, ids)[:, :-1]  # causal attention keeps padding from every valid position
         y = np.where(pad, IGNORE, ids)[:, 1:]
         if self.mask_after_eos:

@@ -6,7 +6,7 @@ import types
 import typing
 from typing import Annotated, Literal
 
-from lib.files import UserError
+from lib.files import require
 
 Count = Annotated[int, "1 or more", lambda x: 1 <= x < 2**53]
 Index = Annotated[int, "0 or more", lambda x: 0 <= x < 2**53]
@@ -52,8 +52,3 @@ def literal(text: str) -> object:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
-
-
-def require(ok: object, message: str) -> None:
-    if not ok:
-        raise UserError(message)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from configure import LEARNT
-from lib.figures import FIGURES, bootstrap
 from lib.files import UserError, first_line, read_json
+from lib.metrics import FIGURES, bootstrap
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import differences as paired
 from lib.stats import estimate, p_text

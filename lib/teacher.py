@@ -1,6 +1,6 @@
-"""The frozen teacher: its last hidden states and its head are all that a run needs of it.
+"""The frozen teacher: a run needs its last hidden states and its head, nothing else of it.
 
-Families of `model.NATIVE` are computed by our own decoder, every other one by transformers. Hidden states travel between
+The decoder in model.py computes the families of `model.NATIVE`, transformers every other one. Hidden states travel between
 devices, not logits: V / D times fewer bytes.
 """
 
@@ -11,15 +11,14 @@ import transformers
 from torch import Tensor, nn
 
 from lib import parallel
-from lib.files import read_json, reading
+from lib.files import read_json, reading, require
 from lib.hf import find_folder, weight_files
-from lib.settings import require
-from model import Qwen2, flops_per_token, foreign, load_config
+from model import Qwen2, flops_per_token, load_config, unsupported
 
-# Keys of config.json by which logits are more than hidden states times head, with the values that change nothing.
-BENT = {"final_logit_softcapping": (None, 0.0), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
-# What a student's shape takes from its teacher.
-TAKEN = ("vocab_size", "rope_theta", "rope_scaling", "rms_norm_eps", "max_position_embeddings")
+# Keys of config.json that scale or cap the logits, with the values that leave them as hidden states times head.
+LOGIT_SCALES = {"final_logit_softcapping": (None, 0.0), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
+# What a student's shape inherits from its teacher.
+INHERITED = ("vocab_size", "rope_theta", "rope_scaling", "rms_norm_eps", "max_position_embeddings")
 
 
 class Teacher:
@@ -28,7 +27,7 @@ class Teacher:
     def __init__(self, model: nn.Module, home: torch.device, vocab_size: int | None = None):
         self.model, self.home, self.native = model, home, isinstance(model, Qwen2)
         head = model.head if self.native else model.get_output_embeddings().weight
-        self.head = head[:vocab_size].to(home)  # [V, D]; the same tensor where teacher and students share a device
+        self.head = head[:vocab_size].to(home)  # [V, D]; the same tensor if teacher and students share a device
 
     @torch.no_grad()
     def hidden(self, idx: Tensor) -> Tensor:
@@ -39,19 +38,19 @@ class Teacher:
 
     @property
     def shape(self) -> dict:
-        """The shape as a run's folder keeps it: with the hash of the weights, all that the teacher's output depends on."""
+        """The shape as run.json records it: with the hash of the weights, all that the teacher's output depends on."""
         if self.native:
             return dataclasses.asdict(self.model.config)
         places = ("_name_or_path", "transformers_version", "dtype", "architectures")
         return {key: value for key, value in self.model.config.to_diff_dict().items() if key not in places}
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of one token's forward pass. By transformers: two per weight that multiplies it, attention's scores left out."""
+        """FLOPs of one token's forward pass. By transformers: two per weight that multiplies it, without attention scores."""
         if self.native:
             return flops_per_token(self.model.config, seq_len, trained=False)
         config, embedding = self.model.config.get_text_config(), self.model.get_input_embeddings().weight
-        chosen = getattr(config, "num_experts_per_tok", None) or 1
-        weights = sum(p.numel() * (min(chosen / len(p), 1) if p.ndim == 3 else 1) for p in self.model.parameters())
+        active = getattr(config, "num_experts_per_tok", None) or 1  # of a mixture of experts [E, ., .]
+        weights = sum(p.numel() * (min(active / len(p), 1) if p.ndim == 3 else 1) for p in self.model.parameters())
         tied = embedding is self.model.get_output_embeddings().weight
         return 2.0 * (weights - (0 if tied else embedding.numel()))
 
@@ -66,7 +65,7 @@ def load_teacher(
     device      where it computes; `home` is the students' device (None: the same)
     compile     run the layers of a native one under torch.compile
     vocab_size  rows of the head to keep (None: all); the others are padding
-    shard       processes over which its layers are spread; embedding and head stay whole
+    shard       processes over which its layers are sharded; embedding and head stay whole
 
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last hidden states times its
     head, and one whose hidden states depend on later tokens.
@@ -79,37 +78,34 @@ def load_teacher(
         return Teacher(model, home, vocab_size)
     config = foreign_config(name)
     weight_files(folder)  # refuses a pickle and a missing shard
-    with reading(folder, "take another teacher"):
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    with reading(folder, "choose another teacher"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    require(
-        not told["missing_keys"], f"{name}: missing tensors {told['missing_keys']}; the checkpoint is not whole"
-    )  # they would be drawn
+    missing = info["missing_keys"]  # transformers would draw them
+    require(not missing, f"{name}: missing tensor {min(missing, default='')}; the checkpoint is incomplete")
     model.requires_grad_(False).eval()
     if shard > 1:
-        parallel.spread(model.base_model, decoder_layers(model), shard, device, layers_only=True)
+        parallel.shard(model.base_model, decoder_layers(model), shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
     return Teacher(model, home, vocab_size)
 
 
 def is_native(name: str) -> bool:
-    return not foreign(read_json(find_folder(name) / "config.json"))
+    return not unsupported(read_json(find_folder(name) / "config.json"))
 
 
 def foreign_config(name: str) -> transformers.PretrainedConfig:
-    """The config of a model that transformers computes. `UserError` for one that cannot be a teacher."""
-    with reading(find_folder(name), "take another teacher"):
+    """The config of a model that transformers computes. Raises `UserError` for one that cannot be a teacher."""
+    with reading(find_folder(name), "choose another teacher"):
         config = transformers.AutoConfig.from_pretrained(find_folder(name), trust_remote_code=False)
-    require(
-        not config.is_encoder_decoder, f"{name}: {config.model_type} is an encoder-decoder; expected a decoder alone"
-    )
-    for key, idle in BENT.items():
+    encodes = config.is_encoder_decoder
+    require(not encodes, f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model")
+    for key, neutral in LOGIT_SCALES.items():
         value = getattr(config.get_text_config(), key, None)
-        require(
-            value in idle, f"{name}: {key}={value}: its logits are not hidden states times head; take another teacher"
-        )
+        plain = value in neutral
+        require(plain, f"{name}: {key}={value}: its logits are not hidden states times head; choose another teacher")
     return config
 
 
@@ -118,38 +114,34 @@ def check_logits(name: str, model: nn.Module) -> None:
     """Check on a few tokens that logits are last hidden states times head, and that no token sees a later one."""
     head = model.get_output_embeddings()
     require(head is not None, f"{name}: {type(model).__name__} has no output embedding; expected a language model")
-    bent = f"{name}: its head has a bias, or its logits are not hidden states times head; take another teacher"
-    require(getattr(head, "bias", None) is None, bent)
+    message = f"{name}: its head has a bias, or its logits are not hidden states times head; choose another teacher"
+    require(getattr(head, "bias", None) is None, message)
     idx = torch.arange(2, 16, device=head.weight.device).repeat(2, 1) % len(head.weight)
     idx[1, -1] = 0  # the rows differ in their last token
     h, z = model.base_model(idx, use_cache=False)[0], model(idx, use_cache=False).logits
-    most = 1e-4 if z.dtype == torch.float32 else 2e-2  # of the norm, by rounding
-    require((h @ head.weight.T - z).float().norm() <= most * z.float().norm(), bent)
-    right = (h[0, :-1] - h[1, :-1]).float().norm() <= most * h.float().norm()
-    require(right, f"{name}: its hidden states depend on later tokens; expected a model that reads left to right")
+    tolerance = 1e-4 if z.dtype == torch.float32 else 2e-2  # relative, in norm: rounding
+    require((h @ head.weight.T - z).float().norm() <= tolerance * z.float().norm(), message)
+    causal = (h[0, :-1] - h[1, :-1]).float().norm() <= tolerance * h.float().norm()
+    require(causal, f"{name}: its hidden states depend on later tokens; expected a causal language model")
 
 
-def for_students(name: str | None) -> dict | None:
-    """The fields TAKEN of a teacher that a student's shape takes from it; None without a teacher.
+def inherited(name: str | None) -> dict | None:
+    """The fields INHERITED of a teacher's shape that a student takes over; None without a teacher.
 
-    One that transformers computes may lack some (a LayerNorm has no RMSNorm's epsilon): the preset keeps its own.
+    A model that transformers computes may lack some (LayerNorm has no RMSNorm epsilon): the preset keeps its own.
     """
     if name is None:
         return None
     if is_native(name):
         shape = load_config(str(find_folder(name) / "config.json"))  # never a preset of the same name
-        return {key: getattr(shape, key) for key in TAKEN}
+        return {key: getattr(shape, key) for key in INHERITED}
     config = foreign_config(name).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    found = {key: rope.get(key) if "rope" in key else getattr(config, key, None) for key in TAKEN}
-    return {key: value for key, value in found.items() if value is not None}
+    values = {key: rope.get(key) if "rope" in key else getattr(config, key, None) for key in INHERITED}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The layers of any decoder: the list of modules that holds most of its parameters."""
+    """The layers of any decoder: the list of modules with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=n_params)
-
-
-def n_params(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))

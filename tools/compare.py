@@ -38,7 +38,7 @@ from lib.hf import find_folder
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
-from lib.teacher import for_students, is_native
+from lib.teacher import inherited, is_native
 from losses import METHODS, needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
@@ -155,7 +155,7 @@ def at_equal(what: str, name: str, cfg: Config) -> Config:
 
 def flops(cfg: Config) -> tuple[float, float]:
     """FLOPs of one token: of a student that is trained, and of the teacher's pass."""
-    student = flops_per_token(student_config(cfg.student, for_students(cfg.teacher)), cfg.seq_len, trained=True)
+    student = flops_per_token(student_config(cfg.student, inherited(cfg.teacher)), cfg.seq_len, trained=True)
     if not cfg.teacher:
         return student, 0.0
     if not is_native(cfg.teacher):

@@ -25,7 +25,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-from lib.figures import LOGGED
 from lib.files import UserError, read_json, read_lines
 from lib.paper import NAMES
 from lib.stats import estimate
@@ -33,6 +32,8 @@ from lib.tasks import TASKS
 
 FIGURES = ("curves", "budget", "anchoring")  # those drawn from a run's logs
 NATS = "nats per token"
+# What a record of log.jsonl has beside an objective's terms. Those of validation begin with val_.
+LOGGED = ("step", "nominal_tokens", "valid_tokens", "lr", "gnorm", "tok_per_sec", "mfu", "mem_gib", "eta_sec", "time")
 PANELS = {  # key in log.jsonl -> title, unit; terms of other objectives follow
     "loss": ("training loss", NATS),
     "ce": ("training cross-entropy", NATS),

@@ -1,0 +1,195 @@
+"""Metrics over held-out rows: how good a student's distribution is, how far it is from its teacher's; and histograms.
+
+train.py reports some of these figures during a run, eval.py all of them, row by row. Temperature 1, fp32 logits from the
+products that training makes (lib/fused.py). Nothing here knows of runs.
+
+Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lib import fused, parallel, vocab
+from lib.rows import IGNORE
+
+BINS = 15  # of the calibration error
+DRAWS = 2_000  # of the paired bootstrap
+N_LOGITS = {"cpu": 2**24, "cuda": 2**26}  # of one model at a time; on a GPU about as many as a training step has
+TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
+
+Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]
+Objective = Callable[[Tensor, Tensor, Tensor], object]  # of z_s, z_t [N, V] and y [N]; its result may have a `d_u` [N]
+
+
+class Figure(NamedTuple):
+    heading: str
+    sense: int  # +1 where more is better, -1 where less is
+    factor: int  # to the printed unit
+    digits: int  # printed
+
+
+FIGURES = {
+    "ce": Figure("CE, nats/token", -1, 1, 4),
+    "bits_per_byte": Figure("bits/byte", -1, 1, 4),
+    "kl": Figure("KL to teacher, nats", -1, 1, 4),
+    "top1": Figure("top-1 agreement, %", +1, 100, 2),
+    "top5": Figure("top-5 agreement, %", +1, 100, 2),
+    "ece": Figure("ECE, %", -1, 100, 2),
+}
+
+
+def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Sums over rows -> the figures: [..] each; `gap` is [.., BINS].
+
+    ce             cross-entropy, nats per target; every target but padding counts
+    bits_per_byte  the same over the targets that stand for text, by their bytes: comparable across tokenizers
+    kl             KL(teacher || student), nats per target
+    top1, top5     share of the student's k most likely tokens that are among the teacher's k
+    ece            expected calibration error of the student's most likely token, 15 bins of equal width (Guo et al. 2017)
+    """
+    n = sums["n"]
+    out = {"ce": sums["ce"] / n}
+    if "text_ce" in sums:
+        out["bits_per_byte"] = sums["text_ce"] / sums["text_bytes"] / math.log(2)
+    if "kl" in sums:
+        out |= {key: sums[key] / n for key in TEACHER_KEYS}
+    return out | {"ece": np.abs(sums["gap"]).sum(-1) / n}
+
+
+def bootstrap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """95 % interval of each figure's difference a - b, by a paired bootstrap over rows with `DRAWS` draws."""
+    n = len(a["n"])
+    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=DRAWS)  # [DRAWS, rows]
+    drawn = [figures({key: counts @ per_row for key, per_row in sums.items()}) for sums in (a, b)]
+    shared = [key for key in FIGURES if key in drawn[0] and key in drawn[1]]
+    return {key: tuple(np.quantile(drawn[0][key] - drawn[1][key], (0.025, 0.975)).tolist()) for key in shared}
+
+
+@torch.no_grad()
+def row_sums(
+    students: list[Model], teacher: Model | None, batches: Iterable[tuple[int, Tensor, Tensor]], n_rows: int,
+    n_bytes: Tensor | None = None,
+) -> list[dict[str, Tensor]]:  # fmt: skip
+    """Per student the summands of `figures`, for each row: [n_rows] fp64, `gap` [n_rows, BINS].
+
+    students, teacher  (hidden, head) each; the teacher runs once for all students
+    batches            (number of the first row, inputs x [B, T], labels y [B, T] with IGNORE where there is none)
+    n_bytes            [V] bytes of text that each token stands for; None: no sums over text
+
+    A probability that is not a number makes the figures of its row NaN.
+    """
+    device, n_vocab = students[0][1].device, len(students[0][1])
+    keys = ["n", "ce", *(["text_ce", "text_bytes"] if n_bytes is not None else []), *(TEACHER_KEYS if teacher else [])]
+    sums = [{key: torch.zeros(n_rows, dtype=torch.float64, device=device) for key in keys} for _ in students]
+    gaps = [torch.zeros(n_rows * BINS, dtype=torch.float64, device=device) for _ in students]
+    step = max(1, N_LOGITS[device.type] // n_vocab)
+    operand = functools.cache(fused.operand)  # a head that must be cast is cast once
+    for first, x, y in batches:
+        at = (y != IGNORE).flatten().nonzero()[:, 0]  # [N]; a GPU is waited for here
+        row, label = first + at // y.shape[1], y.flatten()[at]  # [N]
+        models = []  # h [N, D] and head [V, D] of each student, and of the teacher
+        for hidden, head in [*students, *([teacher] if teacher else [])]:
+            h = hidden(x).flatten(0, 1)[at]
+            models.append((fused.operand(h, h.dtype), operand(head, h.dtype)))
+        h_t, head_t = models.pop() if teacher else (None, None)
+        for part in (slice(lo, lo + step) for lo in range(0, len(row), step)):
+            of_teacher = None
+            if teacher:
+                z_t = fused.mm(h_t[part], head_t.t())
+                of_teacher = (*_confidence(z_t, label[part]), vocab.top(z_t, 5))
+            for (h, head), into, gap in zip(models, sums, gaps, strict=True):
+                values, p_top, right = _compare(fused.mm(h[part], head.t()), label[part], of_teacher, n_bytes)
+                for key in keys:
+                    into[key].index_add_(0, row[part], values[key].double())
+                bin_of = torch.where(p_top.isfinite(), (p_top * BINS).ceil() - 1, 0.0).long()
+                gap.index_add_(0, row[part] * BINS + bin_of, (p_top - right.float()).double())
+    for into, gap in zip(sums, gaps, strict=True):
+        into["gap"] = gap.view(-1, BINS)
+    return sums
+
+
+def _confidence(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits [N, V], labels [N] -> ln p [N, V], p [N, V], cross-entropy [N], entropy [N]"""
+    logp = z.log_softmax(-1)
+    p = logp.exp()
+    return logp, p, -logp.gather(1, y[:, None])[:, 0], -(p * logp).sum(-1)
+
+
+def _compare(z: Tensor, y: Tensor, of_teacher, n_bytes) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """-> a student's figures [N] by name; the probability of its most likely token [N]; whether that is the label [N]"""
+    logp, top = z.log_softmax(-1), vocab.top(z, 5)
+    ce = -logp.gather(1, y[:, None])[:, 0]
+    values = {"n": torch.ones_like(ce), "ce": ce}
+    if n_bytes is not None:
+        values |= {"text_ce": ce * (n_bytes[y] > 0), "text_bytes": n_bytes[y]}
+    if of_teacher is not None:
+        logp_t, p_t, ce_t, entropy_t, top_t = of_teacher
+        values |= {"kl": (p_t * (logp_t - logp)).sum(-1), "top1": top[:, 0] == top_t[:, 0]}
+        values |= {"top5": (top[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5}
+        values |= {"teacher_ce": ce_t, "teacher_entropy": entropy_t}
+    return values, logp.gather(1, top[:, :1])[:, 0].exp(), top[:, 0] == y
+
+
+# --- the paper's Figures 3 and 4 -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def histograms(
+    teacher: Model, budget: Objective, students: dict[str, tuple[Model, Objective]], x: Tensor, y: Tensor, group: int
+) -> tuple[dict, dict[str, list[int]]]:
+    """How sure the teacher is and how large the local budgets are, over one update's rows and all processes.
+
+    teacher   (hidden, head)
+    budget    ALRA's terms; called with the teacher as its own student
+    students  by name ((hidden, head), objective)
+    x, y      [B, T] this process's inputs, and labels with IGNORE where there is none
+    group     rows of a forward batch
+
+    -> the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as candidates), means `p_label`, `p_top1`,
+       `agree`, `ce`, `entropy`, and `p_label_hist`, `p_top1_hist` (50 equal bins of [0, 1]);
+       by name, how many positions have each local budget, for objectives that have one
+    """
+    sums, counts = {"n": (y != IGNORE).sum()}, {}
+    for part in (slice(first, first + group) for first in range(0, len(x), group)):
+        labels = y[part].flatten()
+        z_t = _logits(teacher, x[part])  # [N, V]
+        for key, value in _teacher_sums(z_t[labels != IGNORE], labels[labels != IGNORE]).items():
+            sums[key] = sums.get(key, 0) + value
+        terms = {"": budget(z_t, z_t, labels)}
+        terms |= {name: fn(_logits(model, x[part]), z_t, labels) for name, (model, fn) in students.items()}
+        for name, of_student in terms.items():
+            if hasattr(of_student, "d_u"):
+                n_bins = of_student.tokens.shape[1] + 1
+                budgets = torch.bincount(of_student.d_u[labels != IGNORE], minlength=n_bins)
+                counts[name] = counts.get(name, 0) + budgets
+    parallel.sum_in_place([*sums.values(), *counts.values()])
+    n = int(sums.pop("n"))
+    counts = {name: count.tolist() for name, count in counts.items()}
+    means = {key: value.tolist() if value.ndim else float(value) / n for key, value in sums.items()}
+    return {"n": n, "d_u_hist": counts.pop(""), **means}, counts
+
+
+def _logits(model: Model, x: Tensor) -> Tensor:
+    """-> [B * T, V] in fp32, by the training path's product"""
+    hidden, head = model
+    h = hidden(x).flatten(0, 1)
+    return fused.mm(fused.operand(h, h.dtype), fused.operand(head, h.dtype).t())
+
+
+def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Sums over valid positions, z [N, V] and y [N]: [] each; `p_label_hist`, `p_top1_hist` [50] count positions."""
+    logp, _, ce, entropy = _confidence(z, y)
+    top = logp.max(-1)
+    p_label, p_top1, agree = (-ce).exp(), top.values.exp(), (top.indices == y).float()
+    sums = {"p_label": p_label, "p_top1": p_top1, "agree": agree, "ce": ce, "entropy": entropy}
+    sums = {key: value.double().sum() for key, value in sums.items()}
+    bins = {
+        f"{key}_hist": torch.histc(p.float(), 50, 0, 1).long() for key, p in (("p_label", p_label), ("p_top1", p_top1))
+    }
+    return sums | bins

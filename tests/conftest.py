@@ -2,9 +2,19 @@
 
 import os
 
+import pytest
+
 # One thread: sums are cut by threads, so that only runs of equal threads have equal bits; and workers share the cores.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network, whatever is in the user's caches
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """data/, teacher/ and student/, as tests/world.py makes them; a test that changes them takes a copy."""
+    from tests import world
+
+    return world.make_world(tmp_path_factory.mktemp("tiny"))
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,0 +1,155 @@
+"""One tiny world for all tests: tokenizers, models, text, rows, the flags of a run, a finished run, and a run that is killed."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+import configure
+from lib.hf import load_tokenizer, tokenizer_hash
+from lib.rows import PAD, quick_hash
+from model import Qwen2, Qwen2Config, init_student
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"  # real weights and texts, which few machines have
+DEMO = str(ROOT / "demo" / "teacher")  # the tokenizer of all rows here unless another is named
+EOS, BOS = "<|endoftext|>", "<s>"
+V, SEQ = 4096, 13
+STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
+TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
+
+# --- tokenizers and models
+
+
+def make_tokenizer(texts: Iterable[str] = (), vocab_size: int = 257, eos=EOS, bos=None, split=None, **trainer) -> PreTrainedTokenizerFast:  # fmt: skip
+    """Byte-level BPE learnt from `texts` (none: 256 bytes and EOS, which has id 0).
+
+    bos    a token that is added at the end of the vocabulary, and before each text by the tokenizer itself
+    split  pre-tokenizer; None: byte-level with GPT-2's regex
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = split or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    keys = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False, **trainer}
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[eos] if eos else [], **keys)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": bos})
+        template = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
+
+
+def make_model(shape: Qwen2Config = TEACHER, seed: int = 7, scale: float = 8.0) -> Qwen2:
+    """Fresh weights times `scale`: probabilities far from uniform."""
+    model = init_student(shape, seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(scale)
+    return model.requires_grad_(False)
+
+
+@functools.cache
+def hash_of_tokenizer(name: str) -> str:
+    return tokenizer_hash(load_tokenizer(name))
+
+
+# --- text and rows
+
+
+def write_text(file: Path, n: int = 40, seed: int = 1) -> Path:
+    """Documents of 30 words with ends of lines and sentences, as jsonl."""
+    words = np.random.default_rng(seed).choice(["one", "two ", "a line.\n", "So? "], (n, 30))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"text": " ".join(some)}) + "\n" for some in words))
+    return file
+
+
+def write_rows(folder: Path, name: str, n: int = 97, seed: int = 1, ids=None, tokenizer: str = DEMO, **facts) -> np.ndarray:  # fmt: skip
+    """NAME.bin and its manifest as prepare.py writes them: `ids`, or n random rows of unequal lengths -> the ids.
+
+    facts  keys of the manifest, over those that fit the rows
+    """
+    rng = np.random.default_rng(seed)
+    if ids is None:
+        ids = rng.integers(1, 199, (n, SEQ + 1), dtype=np.uint32)
+        ids[rng.random(ids.shape) < 0.1] = 0  # ends of documents
+        for row, length in zip(ids, rng.integers(2, SEQ + 2, n), strict=True):
+            row[length:] = PAD
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.bin").write_bytes(ids.astype(np.uint32).tobytes())
+    manifest = {"rows": len(ids), "row_len": ids.shape[1], "eos_id": 0, "bos": None, "vocab_size": V, "tokenizer": tokenizer,
+                "sha256": f"{name}{seed}", "quick_sha256": quick_hash(folder / f"{name}.bin"),
+                "tokenizer_sha256": facts.get("tokenizer_sha256") or hash_of_tokenizer(str(tokenizer))}  # fmt: skip
+    (folder / f"{name}.json").write_text(json.dumps(manifest | facts))
+    return ids
+
+
+def make_world(root: Path) -> Path:
+    """data/ (97 rows and 7), teacher/ with a tokenizer, student/ with a shape: what `flags` names."""
+    write_rows(root / "data", "train", 97, seed=1)
+    write_rows(root / "data", "val", 7, seed=2)
+    make_model().save_pretrained(root / "teacher", load_tokenizer(DEMO))
+    init_student(STUDENT).save_pretrained(root / "student")
+    return root
+
+
+# --- runs
+
+
+def flags(world: Path, out: Path, **changes) -> list[str]:
+    """The command line of a run of six updates; keys may have dots, as {"alra.d_max": 7}."""
+    keys = {"methods": "pretrain,vanilla_kd,alra", "student": world / "student", "teacher": world / "teacher",
+            "data_dir": world / "data", "out_dir": out, "seq_len": SEQ, "max_steps": 6, "schedule_steps": 6,
+            "warmup_steps": 2, "batch_rows": 4, "micro_batch": 2, "lr": 1e-2, "log_every_steps": 2, "val_every_steps": 3,
+            "checkpoint_every_steps": 2, "device": "cpu", **changes}  # fmt: skip
+    if "alra" in keys["methods"].split(","):
+        keys.setdefault("alra.d_max", 7)
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+def config(world: Path, out: Path, **changes) -> configure.Config:
+    return configure.load(flags(world, out, **changes))
+
+
+def write_run(out: Path, students: dict[str, Qwen2], tokenizer, data_dir: Path, teacher: Path, **facts) -> Path:
+    """A finished run without its training: run.json, and each student with its model, run.json and log."""
+    for name, model in students.items():
+        model.save_pretrained(out / name / "model", tokenizer)
+        about = {"method": name, "seed": 1234, "student": "tiny", "init_sha256": "i", "data_sha256": "d", "overrides": {}, "bos": None}  # fmt: skip
+        (out / name / "run.json").write_text(json.dumps(about | facts))
+        lines = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)] + [{"step": 3, "val_ce": 2.0}]
+        (out / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    keys = {"data_dir": str(data_dir), "teacher": str(teacher), "batch_rows": 4, "seq_len": SEQ}
+    (out / "run.json").write_text(json.dumps({"config": keys}))
+    return out
+
+
+def read_jsonl(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def kill_when(ready: Callable[[], bool], *command, **env: str) -> None:
+    """`python COMMAND` at the root, killed with all its children as soon as `ready()`; it must not end before."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
+                               env={**os.environ, "PYTHONPATH": str(ROOT), **env})  # fmt: skip
+    try:
+        while not ready():
+            assert process.poll() is None, f"ended with {process.returncode} before it was killed"
+            time.sleep(0.02)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

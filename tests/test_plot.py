@@ -10,10 +10,11 @@ import torch
 from PIL import Image
 
 import losses
+from lib import vocab
 from lib.hf import load_tokenizer
 from lib.paper import NAMES
 from lib.tasks import TASKS
-from tests import plain, world
+from tests import world
 from tools import plot, sample
 
 
@@ -117,7 +118,7 @@ def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path, drawn):
 def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     assert {"loss", "kd", "ce"} <= set(plot.PANELS)
-    assert set(plain.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]) <= set(plot.PANELS)
+    assert set(losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]) <= set(plot.PANELS)
     from train import VALIDATED
 
     assert {f"val_{key}" for key in VALIDATED} <= set(plot.PANELS) | set(plot.LEVELS)
@@ -185,10 +186,11 @@ def test_pair_scores_by_hand_and_as_trained(tmp_path, drawn):
     assert plot.pair_score(0.5, 0.25, 5) == pytest.approx((math.exp(-1.25), 0.75 * math.exp(-1.25)))
     p = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
     z_t = torch.arange(5, 0, -1).double()[None]  # the same order
-    weight = losses.alra(p.log()[None], z_t, torch.tensor([0]), d_min=4, d_max=4, gamma=5.0, eps=1e-300).weight[0]
+    pair_kl = vocab.binary_kl(*(vocab.differences(z[:, :4]) for z in (z_t, p.log()[None])))[0]
+    aligned = losses.alra(p.log()[None], z_t, torch.tensor([0]), d_min=4, d_max=4, gamma=5.0, eps=1e-300).pair[0]
     score = [[plot.pair_score(float(p[i]), float(p[j]), 5.0)[1] if i < j else 0.0 for j in range(4)] for i in range(4)]
     score = torch.tensor(score, dtype=torch.float64)
-    torch.testing.assert_close(weight, score / score.sum(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(aligned, (score / score.sum() * pair_kl).sum(), rtol=1e-6, atol=1e-9)
 
 
 def test_sets_and_rows_by_hand(tmp_path, drawn):

@@ -30,9 +30,8 @@ from lib.files import UserError
 from lib.hf import find_folder
 from lib.rows import MANIFEST, PAD, open_rows, quick_hash, row_order
 from lib.teacher import Teacher, load_teacher
-from losses import IGNORE, METHODS
+from losses import IGNORE, METHODS, method_loss
 from model import Qwen2, Qwen2Config, flops_per_token, init_student, load_tokenizer, tokenizer_hash, weights_hash
-from tests.plain import method_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -936,7 +935,10 @@ def test_flops_are_those_of_counting_every_product():
             {"student": '{"hidden_size": 16, "layers": 1}'},
             "expected hidden_size, num_hidden_layers",
         ),
-        ({"student": '{"hidden_size": 16, "num_attention_heads": 2}'}, "missing 1 required positional argument: 'num_hidden_layers'"),
+        (
+            {"student": '{"hidden_size": 16, "num_attention_heads": 2}'},
+            "missing 1 required positional argument: 'num_hidden_layers'",
+        ),
         ({"seq_len": 12}, "seq_len=12:"),
         ({"max_steps": 25, "schedule_steps": 25}, "max_steps=25: needs 100 rows"),
         ({"lr_schedule": "wds"}, "lr_schedule='wds': expected 'cosine' or 'wsd' or 'constant'"),

@@ -96,7 +96,7 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
         if "config" not in facts or "method" in facts:  # no run
             folders += [name] * (not path.is_file())  # unchanged: ./a/b is not a hub id
             continue
-        methods = [path / method for method in facts["config"]["methods"]]
+        methods = [path / method for method in facts["config"].get("methods", ())]
         folders += [str(f) for f in dict.fromkeys([*methods, *sorted(path.glob("*/"))]) if done(f)]
         missing += [str(f) for f in methods if not done(f)]
     return list(dict.fromkeys(folders)), missing

@@ -1,4 +1,4 @@
-"""The bytes that a tokenizer's ids stand for. Needs no torch: prepare.py's worker processes import it."""
+"""The bytes that a tokenizer's ids stand for."""
 
 import json
 import re
@@ -15,9 +15,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
         raise ValueError(f"tokenizer: decoder {sorted(kinds)}: expected a byte-level one, or one with byte fallback")
     shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
     hidden = [b for b in range(256) if b not in shown]  # written as the characters from U+0100 on
-    latin = {
-        ord(c): chr(b) for c, b in [*((chr(b), b) for b in shown), *((chr(256 + i), b) for i, b in enumerate(hidden))]
-    }
+    latin = {b: chr(b) for b in shown} | {256 + i: chr(b) for i, b in enumerate(hidden)}
     vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():

@@ -12,28 +12,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import bench
-import sample
 from lib.files import UserError
-from lib.hf import leading_bos, pinned
-from model import (
-    PRESETS,
-    Qwen2,
-    Qwen2Config,
-    find_folder,
-    init_student,
-    load_config,
-    load_tokenizer,
-    student_config,
-    tokenizer_hash,
-    weights_hash,
-)
+from lib.hf import find_folder, leading_bos, load_tokenizer, pinned, tokenizer_hash, weights_hash
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
+from tests import world
+from tests.world import DEMO, ROOT, SHARED
+from tools import bench, sample
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 STORIES = SHARED / "data" / "stories260k"
 needs_shared = pytest.mark.skipif(not STORIES.is_dir(), reason="the real weights are not on this machine")
-ROOT = Path(__file__).resolve().parents[1]
-DEMO_TEACHER = ROOT / "demo" / "teacher"
 
 SMALL = Qwen2Config(24, 37, 3, 4, 4, vocab_size=101, rope_theta=1e4)
 KINDS = {
@@ -102,15 +89,13 @@ def test_a_folder_with_a_presets_name_has_its_own_shape(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mini"]
 
 
-def test_a_tensor_in_two_files_and_quantized_weights_are_refused(tmp_path):
+def test_a_tensor_in_two_files_is_refused(tmp_path):
     random_model(SMALL).save_pretrained(tmp_path / "m")
     AutoModelForCausalLM.from_pretrained(tmp_path / "m").save_pretrained(tmp_path / "s", max_shard_size="10KB")
     first, last = (sorted((tmp_path / "s").glob("*.safetensors"))[i] for i in (0, -1))
     both = safetensors.torch.load_file(first) | safetensors.torch.load_file(last)
     safetensors.torch.save_file(both, last, {"format": "pt"})
-    refuse(tmp_path / "s", "is in another file of that folder too")
-    weights(tmp_path / "m", lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)}))
-    refuse(tmp_path / "m", r"model.norm.weight is torch.int8, expected floating point")
+    refuse(tmp_path / "s", "expected no such tensor, or no second one")
 
 
 @needs_shared
@@ -186,11 +171,6 @@ def folder(tmp_path):
     return tmp_path / "m"
 
 
-def change(folder: Path, **keys) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
-
-
 def weights(folder: Path, edit) -> None:
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     edit(tensors)
@@ -202,23 +182,6 @@ def refuse(folder: Path, message: str) -> None:
         Qwen2.from_pretrained(str(folder))
 
 
-def test_missing_extra_and_misshapen_tensors_are_refused_by_name(folder):
-    weights(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
-    refuse(folder, "missing tensor model.layers.1.mlp.up_proj.weight (1 in all)")
-    weights(folder, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(37, 25)}))
-    refuse(folder, "model.layers.1.mlp.up_proj.weight is (37, 25), expected (37, 24)")
-    weights(
-        folder,
-        lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(37, 24), "score.weight": torch.zeros(2)}),
-    )
-    refuse(folder, "extra tensor score.weight (2,)")
-
-
-def test_a_missing_bias_is_not_taken_for_zero_in_qwen2(folder):
-    weights(folder, lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"))
-    refuse(folder, "missing tensor model.layers.0.self_attn.q_proj.bias")
-
-
 def test_a_tied_head_stored_twice_is_read_where_it_is_the_same(folder):
     weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     Qwen2.from_pretrained(str(folder))
@@ -226,47 +189,16 @@ def test_a_tied_head_stored_twice_is_read_where_it_is_the_same(folder):
     refuse(folder, "lm_head.weight differs from the embedding")
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type='gpt2', expected one of qwen2, qwen3, llama, mistral"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        (
-            {"model_type": "llama", "attention_bias": True},
-            "missing tensor model.layers.0.self_attn.o_proj.bias (3 in all)",
-        ),
-        ({"model_type": "llama"}, "extra tensor model.layers.0.self_attn.k_proj.bias"),
-        ({"hidden_size": None}, "no hidden_size"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"model_type": "gpt2"}, "model_type='gpt2', expected one of qwen2, qwen3, llama, mistral"), ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"), ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
+    ({"use_sliding_window": True}, "use_sliding_window=True"),
+    ({"model_type": "llama"}, "model.layers.0.self_attn.k_proj.bias"), ({"hidden_size": None}, "hidden_size"),
+])  # fmt: skip
 def test_other_architectures_are_refused_by_name(folder, keys, message):
-    change(folder, **keys)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     refuse(folder, message)
-
-
-def test_a_pickle_is_never_opened(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    refuse(folder, "pytorch_model.bin is a pickle, which can run code")
-
-
-def test_broken_folders(folder, tmp_path):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    refuse(folder, "not a whole safetensors file")
-    (folder / "model.safetensors").unlink()
-    refuse(folder, "no model.safetensors there")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../up.safetensors"}}))
-    refuse(folder, "shard ../up.safetensors is named in the index but not there")
-    shutil.rmtree(folder)
-    refuse(folder, "no such folder")
-    with pytest.raises(UserError, match="no such folder; expected a local model folder or a hub id"):
-        find_folder("config/teachr")
-    with pytest.raises(UserError, match=r"no config.json there; expected a model's folder"):
-        load_config(str(tmp_path))
 
 
 def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_no_is_one_line(monkeypatch, folder):
@@ -291,7 +223,7 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_no_is_one_line(monke
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no)
-    with pytest.raises(UserError, match=r"owner/name: no such local folder, and the hub did not give it \(offline\)"):
+    with pytest.raises(UserError, match=r"owner/name: no such local folder, and the hub refused it \(offline\)"):
         find_folder("owner/name")
 
 
@@ -310,28 +242,15 @@ def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp
     assert Qwen2.from_pretrained("owner/name").config == SMALL
 
 
-def test_impossible_shapes():
-    with pytest.raises(
-        UserError, match=r"student=64x2: expected a preset \(200m, .*\), WIDTHxLAYERSxHEADS, like 512x8x8, or a folder$"
-    ):
+def test_names_that_are_no_shape_no_folder_and_no_config(tmp_path):
+    with pytest.raises(UserError, match=r"student=64x2: expected a preset \(200m, .*\), 512x8x8, or a folder$"):
         student_config("64x2")
     with pytest.raises(UserError, match=r"or a folder; did you mean 'demo'\?"):
         student_config("demmo")
-    with pytest.raises(ValueError, match="num_attention_heads=5: expected a divisor of hidden_size=24"):
-        Qwen2Config(24, 37, 1, 5, 5)
-    with pytest.raises(ValueError, match="num_key_value_heads=3: expected a divisor of num_attention_heads=4"):
-        Qwen2Config(24, 37, 1, 4, 3)
-
-
-def test_tokenizer_files_travel_with_the_model(tmp_path):
-    tokenizer = load_tokenizer(str(DEMO_TEACHER))
-    init_student("demo").save_pretrained(tmp_path / "m", tokenizer)
-    again = load_tokenizer(str(tmp_path / "m"))
-    text = "def f(x):\n    return x  # naïve\n"
-    assert tokenizer_hash(again) == tokenizer_hash(tokenizer) and again.decode(again.encode(text)) == text
-    assert json.loads((tmp_path / "m" / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
-    with pytest.raises(UserError, match="no tokenizer"):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match="no such folder; expected a local model folder or a hub id"):
+        find_folder("config/teachr")
+    with pytest.raises(UserError, match=r"no config.json; expected a model's folder"):
+        load_config(str(tmp_path))
 
 
 NASTY = """def f(x):\n\treturn x["k"]  # naïve\r\n\n\n    if x != 3.14159 and 2026 >= 1_000_000:\n        pass
@@ -339,40 +258,13 @@ It's we'LL they've; 你好。世界 नमस्ते 🙂🙃 e\u0301 é \u00a
  leading, trailing   \t \n"""
 
 
-def byte_level(**special) -> PreTrainedTokenizerFast:
-    """A small byte-level tokenizer with the splits of Qwen's, but no NFC before them."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+def with_qwens_splits(nfc: bool = False, bos: str | None = None) -> PreTrainedTokenizerFast:
     split = json.loads(transformers.Qwen2Tokenizer().backend_tokenizer.to_str())["pre_tokenizer"]["pretokenizers"][0]
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(split["pattern"]["Regex"]), "isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", *special.values()],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([NASTY], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", **special)
-
-
-def qwens_splits(nfc: bool = False) -> PreTrainedTokenizerFast:
-    tokenizer = byte_level()
+    parts = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(split["pattern"]["Regex"]), "isolated"),
+             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]  # fmt: skip
+    tokenizer = world.make_tokenizer([NASTY], 300, bos=bos, split=tokenizers.pre_tokenizers.Sequence(parts))
     if nfc:
         tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
-    return tokenizer
-
-
-def adds_bos() -> PreTrainedTokenizerFast:
-    tokenizer = byte_level(bos_token="<s>")
-    template = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
-    tokenizer.backend_tokenizer.post_processor = template
     return tokenizer
 
 
@@ -390,12 +282,12 @@ def real(name: str) -> PreTrainedTokenizerFast:
 
 
 SAVED_WITH = {  # a tokenizer and the kind of model that its folder must name
-    "demo": (lambda: load_tokenizer(str(DEMO_TEACHER)), "llama"),
+    "demo": (lambda: load_tokenizer(DEMO), "llama"),
     "stories260k": (lambda: real("stories260k"), "llama"),
     "qwen1.5": (lambda: real("qwen1.5-1.8b"), "qwen2"),
-    "small, as Qwen's": (lambda: qwens_splits(nfc=True), "qwen2"),
-    "small, without NFC": (qwens_splits, "llama"),
-    "small, with BOS": (adds_bos, "llama"),
+    "small, as Qwen's": (lambda: with_qwens_splits(nfc=True), "qwen2"),
+    "small, without NFC": (with_qwens_splits, "llama"),
+    "small, with BOS": (lambda: with_qwens_splits(bos="<s>"), "llama"),
     "WordPiece": (word_pieces, "llama"),
 }
 
@@ -433,7 +325,7 @@ def same_there(folder: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize(("run", "first"), [(None, "bos"), ({"bos": 256}, "bos"), ({"bos": None}, "eos"), ({}, "eos")])
 def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_path, monkeypatch, capsys):
-    tokenizer, prompts = adds_bos(), []
+    tokenizer, prompts = with_qwens_splits(bos="<s>"), []
     ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
     init_student(Qwen2Config(12, 17, 1, 2, 1, vocab_size=307)).save_pretrained(tmp_path / "alra" / "model", tokenizer)
     if run is not None:
@@ -448,48 +340,30 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_pa
     assert capsys.readouterr().out == "if x\nif x\n" and leading_bos(tokenizer) == ids["bos"]
 
 
-def test_the_folder_of_a_student_with_qwens_tokenizer_is_as_it_was(tmp_path):
-    init_student(SMALL).save_pretrained(tmp_path / "m", qwens_splits(nfc=True))
-    assert (tmp_path / "m" / "config.json").read_text().splitlines()[:8] == [
-        "{",
-        ' "architectures": [',
-        '  "Qwen2ForCausalLM"',
-        " ],",
-        ' "model_type": "qwen2",',
-        ' "hidden_act": "silu",',
-        ' "torch_dtype": "float32",',
-        ' "initializer_range": 0.02,',
-    ]
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    assert list(config)[5:7] == ["attention_dropout", "use_sliding_window"] and not config["use_sliding_window"]
-
-
 def test_transformers_reads_the_demos_teacher_as_we_do():
-    same_there(str(DEMO_TEACHER))
-    teacher = weights_hash(Qwen2.from_pretrained(str(DEMO_TEACHER)))
+    same_there(DEMO)
+    teacher = weights_hash(Qwen2.from_pretrained(DEMO))
     line = (ROOT / "results" / "replication" / "results.jsonl").read_text().splitlines()[0]
     assert teacher == json.loads(line)["teacher_sha256"]
     run = json.loads((ROOT / "results" / "replication" / "logs" / "run.json").read_text())
-    assert tokenizer_hash(load_tokenizer(str(DEMO_TEACHER))) == run["tokenizer_sha256"]
+    assert tokenizer_hash(load_tokenizer(DEMO)) == run["tokenizer_sha256"]
 
 
 def test_a_bias_on_the_attentions_output_is_refused_by_name(tmp_path):
-    init_student(SMALL).save_pretrained(tmp_path / "m", qwens_splits())
+    init_student(SMALL).save_pretrained(tmp_path / "m", with_qwens_splits())
     name = "model.layers.1.self_attn.o_proj.bias"
     weights(tmp_path / "m", lambda t: t[name].__setitem__(5, 1e-3))
     refuse(tmp_path / "m", f"{name} is not zero")
-    weights(tmp_path / "m", lambda t: t.pop(name))
-    refuse(tmp_path / "m", f"missing tensor {name} (1 in all)")
 
 
 def test_the_readmes_lines_load_a_student(tmp_path, monkeypatch):
     lines = re.search(r"<!-- load -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
     monkeypatch.chdir(tmp_path)
     student, names = init_student("demo"), {}
-    student.save_pretrained("out/demo/alra/model", load_tokenizer(str(DEMO_TEACHER)))
+    student.save_pretrained("out/demo/alra/model", load_tokenizer(DEMO))
     exec(lines, names)
     x = names["tokenizer"](NASTY, return_tensors="pt").input_ids
-    assert x.tolist()[0] == load_tokenizer(str(DEMO_TEACHER))(NASTY).input_ids
+    assert x.tolist()[0] == load_tokenizer(DEMO)(NASTY).input_ids
     torch.testing.assert_close(names["model"](x).logits, student(x), rtol=1e-5, atol=1e-5)
 
 

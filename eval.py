@@ -182,14 +182,15 @@ class Row(NamedTuple):
     @classmethod
     def build(cls, context: list[int], tails: list[tuple[int, list[int]]]) -> "Row":
         """tails: number and continuation of each request"""
-        n = len(context)
+        n, starts = len(context), {}  # equal continuations share a branch, so that they tie
         row = cls(list(context), list(range(n)), [0] * n, [], [], [])
-        for k, (number, tail) in enumerate(tails, 1):
-            first = len(row.ids)
+        for number, tail in tails:
+            first = starts.setdefault(tuple(tail), len(row.ids))
+            if first == len(row.ids):
+                row.ids.extend(tail[:-1])
+                row.positions.extend(range(n, n + len(tail) - 1))
+                row.branch.extend([len(starts) if len(tails) > 1 else 0] * (len(tail) - 1))
             row.where.extend([n - 1, *range(first, first + len(tail) - 1)])
-            row.ids.extend(tail[:-1])
-            row.positions.extend(range(n, n + len(tail) - 1))
-            row.branch.extend([k if len(tails) > 1 else 0] * (len(tail) - 1))
             row.what.extend(tail)
             row.whose.extend([number] * len(tail))
         return row

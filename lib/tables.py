@@ -96,7 +96,7 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
         if "config" not in facts or "method" in facts:  # no run
             folders += [name] * (not path.is_file())  # unchanged: ./a/b is not a hub id
             continue
-        methods = [path / method for method in facts["config"]["methods"]]
+        methods = [path / method for method in facts["config"].get("methods", ())]
         folders += [str(f) for f in dict.fromkeys([*methods, *sorted(path.glob("*/"))]) if done(f)]
         missing += [str(f) for f in methods if not done(f)]
     return list(dict.fromkeys(folders)), missing
@@ -106,19 +106,19 @@ def load(paths: list[str], files: dict[str, str]) -> list[Result]:
     """The results in these folders or one level below. `files` are the names of files of scores by split."""
     results = {}
     for path in map(Path, paths):
-        n = len(results)
+        inside = {}
         for folder in (path, *sorted(path.glob("*/"))):
             rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
-            scores = {s: read_if_there(folder / f, (*FILE, "tasks")) for s, f in files.items()}
-            scores = {split: of_split for split, of_split in scores.items() if of_split}
+            scores = {s: read_if_there(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
             for part in (*scores.values(), *filter(None, [rows])):
                 run = part["run"] and check_keys(part["run"], RUN, folder)
                 for task, values in part.get("tasks", {}).items():
                     check_keys(values, TASK, f"{folder}, {task}")
                 figures = {**rows["figures"], "dtype": rows["protocol"]["dtype"]} if rows else {}
-                results[folder] = Result(folder, part["name"], run or {}, scores, figures)
+                inside[folder] = Result(folder, part["name"], run or {}, scores, figures)
         missing = " or ".join(("figures.json", *files.values()))
-        require(len(results) > n, f"{path}: no {missing} in it; first: python eval.py {path}")
+        require(inside, f"{path}: no {missing} in it; first: python eval.py {path}")
+        results |= inside
     return list(results.values())
 
 

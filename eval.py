@@ -39,20 +39,17 @@ from tqdm import tqdm
 
 import configure
 from lib import metrics
-from lib.device import device_name, free_bytes, gib, give_back_memory, pick_device
+from lib.device import device_name, gib, give_back_memory, pick_device
 from lib.files import UserError, locked, read_json, require, write_json, write_lines
-from lib.hf import find_folder, leading_bos, load_tokenizer, tokenizer_hash, weights_hash
+from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import Rows, open_rows
 from lib.tables import FILE, RUN, read_if_there, scores_name, students_of, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.teacher import Teacher, load_teacher
-from lib.tokens import token_bytes
+from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 
 N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
-
-
-# --- scoring requests ------------------------------------------------------------------------------------------
 
 
 class Scorer(TemplateLM):
@@ -230,9 +227,6 @@ def progress(*args, **kwargs) -> tqdm:
     return tqdm(*args, mininterval=seconds, maxinterval=max(10.0, seconds), **kwargs)
 
 
-# --- the nine tasks --------------------------------------------------------------------------------------------
-
-
 def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]:
     """Scores by task: n, acc, acc_norm, perplexity, standard errors, and the hashes of what was scored."""
     import datasets
@@ -269,9 +263,6 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
             "task": json.loads(config), **({"samples": out["samples"][name]} if args.log_samples else {}),
         }  # fmt: skip
     return scores
-
-
-# --- figures over held-out rows --------------------------------------------------------------------------------
 
 
 def over_rows(
@@ -356,8 +347,6 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> tuple[
     require(len(index), f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
     return rows, index
 
-
-# --- checkpoints -----------------------------------------------------------------------------------------------
 
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes as much memory as a small student
 
@@ -459,7 +448,7 @@ def score(args) -> str:
     with contextlib.ExitStack() as stack:
         for c in checkpoints:
             c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
-            stack.enter_context(locked(c.folder, UserError(f"{c.folder}: {busy}")))
+            stack.enter_context(locked(c.folder, f"{c.folder}: {busy}"))
             check_results(c, scores_file, protocol, names, rows is not None)
         if rows:
             both = held_out_figures(checkpoints, *rows, teacher, args, device)
@@ -535,6 +524,15 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> None:
     args = arguments(argv)
     print(tabulate(args.paths, args.reference, args.metric, limit=args.limit) if args.table else score(args))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free now, of the card or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:

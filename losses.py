@@ -34,8 +34,6 @@ from lib.files import UserError, first_line, nearest, require
 from lib.settings import Above0, Below1, Least0, Part, Share, checked
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
-# --- ALRA ----------------------------------------------------------------------------------------------------------
-
 
 class AlraTerms(NamedTuple):
     """What `alra` returns. At ignored positions only `loss` has a meaning."""
@@ -144,9 +142,6 @@ def _effective_support(in_t, tau) -> Tensor:
     """
     log_rho = (in_t.double() / tau).log_softmax(-1)
     return (-(log_rho.exp() * log_rho).sum(-1)).exp()
-
-
-# --- the baselines of the paper's tables ----------------------------------------------------------------------------
 
 
 def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
@@ -334,9 +329,6 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 3.0, top_k: int =
     return leave(loss, valid)
 
 
-# --- the table of methods -------------------------------------------------------------------------------------------
-
-
 class Method(NamedTuple):
     fn: Callable  # the objective
     hyper: dict  # its settings, where they differ from its defaults
@@ -420,9 +412,6 @@ def moving(method: Method, step: int, n_steps: int, w_kd_schedule: str = "consta
     if w_kd_schedule == "wsd" and method.has_teacher:
         moved["w_kd"] = method.w_kd * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
     return moved
-
-
-# --- one forward batch ----------------------------------------------------------------------------------------------
 
 
 def method_loss(name: str, z_s, z_t, y, n_sequences: int = 1, **settings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -530,9 +519,6 @@ def check_settings(name: str, V: int, **overrides) -> None:
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, UserError) else f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
         raise UserError(f"{name}: {first_line(error)}{where}") from error
-
-
-# --- further objectives, with their authors' settings ---------------------------------------------------------------
 
 
 def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Tensor:

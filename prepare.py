@@ -65,7 +65,7 @@ from tqdm import tqdm
 from configure import Config, guard, load
 from lib.files import UserError, first_line, locked, read_json, require, write_json, write_whole, writing
 from lib.rows import MANIFEST, PAD, quick_hash
-from lib.tokens import token_bytes
+from lib.tokens import leading_bos, token_bytes
 
 RULE_VERSION = 1
 COMMIT_SEC = 5.0  # most work that a kill can lose
@@ -98,9 +98,6 @@ FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
 STATE = ("recipe", "records", "streams")
 MANIFEST_KEYS = ("tokenizer", "vocab_size", "val_rows", "val_share", "tokens", "documents", "padding_share", "sources")
-
-
-# --- sources -----------------------------------------------------------------------------------------------------
 
 
 def open_source(cfg: Config):
@@ -209,9 +206,6 @@ def python_documents() -> list[dict]:
     return [{"name": name, "text": texts[name]} for name in names]
 
 
-# --- tokens ------------------------------------------------------------------------------------------------------
-
-
 class Table(NamedTuple):
     """The properties of every token id that `cut` needs, computed once."""
 
@@ -286,9 +280,6 @@ def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], star
     return not (label or initials or word.lower() in ABBREVIATIONS)
 
 
-# --- text to tokens ----------------------------------------------------------------------------------------------
-
-
 def encoded(stream, n_documents: int | None, workers: int, *settings) -> Iterator[tuple]:
     """The stream's first documents in batches, each with what follows; the next ones are tokenized meanwhile.
 
@@ -360,9 +351,6 @@ def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(ids), np.array([len(part) for part in ids])
 
 
-# --- tokens to rows ----------------------------------------------------------------------------------------------
-
-
 class Stream:
     """A stream of ids as it is written to a file: the number of rows written so far, and the start of the next row."""
 
@@ -400,15 +388,12 @@ def held_out(document: dict, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-# --- the folder --------------------------------------------------------------------------------------------------
-
-
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     """Write the rows of `cfg` into `cfg.data_dir`, or resume a killed run of the same recipe.
 
     Raises `UserError` where the folder holds data of another recipe, complete or not: nothing is overwritten.
     """
-    from lib.hf import leading_bos, load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
+    from lib.hf import load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
 
     name = cfg.tokenizer or cfg.teacher
     require(name, "tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
@@ -427,7 +412,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     folder = Path(cfg.data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "prepare.state"
-    with locked(folder, UserError(f"{folder}: another prepare.py is at work there")):
+    with locked(folder, f"{folder}: another prepare.py is at work there"):
         if file.exists():
             state = read_json(file, STATE, f"move {folder} aside and start again")
             check_recipe(folder, state["recipe"], recipe)

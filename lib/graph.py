@@ -98,7 +98,7 @@ def scatter_in_place(graph: Graph) -> None:
             x, *at_tokens = scattered.args
             with graph.inserting_before(node):
                 view = _call(graph, aten.as_strided.default, node, z, _shape(z), node.meta["val"].stride())
-                written = _call(graph, aten.copy_.default, node, view, x)
+                _call(graph, aten.copy_.default, node, view, x)
                 node.replace_all_uses_with(_call(graph, aten.scatter_.src, node, z, *at_tokens))
             graph.erase_node(node)
 

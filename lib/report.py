@@ -14,9 +14,8 @@ import pandas as pd
 
 from lib import tables
 from lib.files import UserError, read_json, read_lines
-from lib.metrics import FIGURES
 from lib.paper import LAYOUT, PAPER
-from lib.stats import differences, estimate, p_text
+from lib.stats import FIGURES, differences, estimate, p_text
 
 COMPARED = ("ce", "kl", "top1")  # of FIGURES: these differences are tested
 SAME = ("data_sha256", "val_sha256", "teacher_sha256", "rows_sha256")  # for all students

@@ -13,9 +13,8 @@ import numpy as np
 
 from configure import LEARNT
 from lib.files import UserError, check_keys, read_json, reading, require
-from lib.metrics import FIGURES, bootstrap
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
-from lib.stats import differences, estimate, p_text
+from lib.stats import FIGURES, bootstrap, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
 
 # Students share a table where these facts, their initial weights, the protocol of scoring and the config's keys of
@@ -76,9 +75,6 @@ def tabulate(
     return "\n".join(lines)
 
 
-# --- results ---------------------------------------------------------------------------------------------------
-
-
 def read_if_there(file: Path, keys: Iterable[str] = ()) -> dict:
     """The object in a JSON file; {} without a file."""
     return read_json(file, keys) if file.is_file() else {}
@@ -109,7 +105,9 @@ def load(paths: list[str], files: dict[str, str]) -> list[Result]:
         inside = {}
         for folder in (path, *sorted(path.glob("*/"))):
             rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
-            scores = {s: read_if_there(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
+            scores = {
+                s: read_if_there(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()
+            }
             for part in (*scores.values(), *filter(None, [rows])):
                 run = part["run"] and check_keys(part["run"], RUN, folder)
                 for task, values in part.get("tasks", {}).items():
@@ -162,9 +160,6 @@ def check_comparable(results: list[Result]) -> None:
             if first != value:
                 raise UserError(f"{folder} and {r.folder} differ in {key}: {str(first)[:12]} and {str(value)[:12]}; "
                                 "tabulate them apart")  # fmt: skip
-
-
-# --- tables ----------------------------------------------------------------------------------------------------
 
 
 def grid(head: list[str], body: list[list[str]]) -> list[str]:

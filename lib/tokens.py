@@ -5,6 +5,8 @@ import re
 
 import tokenizers
 
+from lib.files import UserError
+
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     """The bytes of every id; empty for special tokens. For byte-level vocabularies and those with U+2581 for a space."""
@@ -28,3 +30,22 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
         else:
             pieces[i] = token.replace("▁", " ").encode()
     return pieces
+
+
+def leading_bos(tokenizer) -> int | None:
+    """The id that the tokenizer itself puts before a text (its BOS), or None. What it puts after a text is ignored.
+
+    Raises `UserError` for a tokenizer that puts several ids before a text, or one that is not a special token.
+    """
+    backend = tokenizer.backend_tokenizer
+    bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    n_before = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), None)
+    added, special = whole[:n_before], [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    if not added:
+        return None
+    if len(added) > 1 or n_before is None or added[0] not in special:
+        raise UserError(
+            f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
+            "bos=none, or take another tokenizer"
+        )
+    return added[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib import metrics
+from lib import metrics, stats
 from lib.rows import IGNORE
 from model import Qwen2Config
 from tests import world
@@ -93,10 +93,10 @@ def test_paired_bootstrap():
     ones = np.full(97, 30.0)
     base = {"n": ones, "ce": rng.normal(90, 20, 97), "gap": rng.normal(0, 1, (97, 15))}
     better = {**base, "ce": base["ce"] - rng.normal(3, 1, 97)}
-    low, high = metrics.bootstrap(better, base)["ce"]
+    low, high = stats.bootstrap(better, base)["ce"]
     assert -0.115 < low < -0.1 < high < -0.085  # the rows' own spread, 20 / 30, cancels
-    assert metrics.bootstrap(base, base)["ce"] == (0, 0) and metrics.bootstrap(better, base)["ce"] == (low, high)
-    assert metrics.bootstrap(better, base)["ece"] == (0, 0) and "kl" not in metrics.bootstrap(better, base)
+    assert stats.bootstrap(base, base)["ce"] == (0, 0) and stats.bootstrap(better, base)["ce"] == (low, high)
+    assert stats.bootstrap(better, base)["ece"] == (0, 0) and "kl" not in stats.bootstrap(better, base)
 
 
 # --- products and waits

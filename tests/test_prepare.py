@@ -31,8 +31,9 @@ import prepare
 from configure import Config
 from lib import rows
 from lib.files import UserError
-from lib.hf import leading_bos, load_tokenizer
+from lib.hf import load_tokenizer
 from lib.rows import PAD
+from lib.tokens import leading_bos
 from tests.naive_rows import SHORT_FORMS, naive_rows
 from tests.world import EOS, ROOT, SHARED, make_tokenizer
 

@@ -45,8 +45,6 @@ from lib.teacher import Teacher
 from losses import METHODS
 from model import PRESETS, flops_per_token, init_student
 
-# --- the obvious implementation ------------------------------------------------------------------------------------
-
 
 def eager_alra(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     """ALRA equation by equation, with softmaxes and masks of [N, V]. Loses its digits where the teacher is sure."""
@@ -77,9 +75,6 @@ def eager_alra(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     weight = weight * (inside[:, :, None] & inside[:, None, :]).triu(1)
     weight = weight / (weight.sum((1, 2), keepdim=True) + eps)
     return (parts + (weight * pair).sum((1, 2))).mean()
-
-
-# --- measuring -----------------------------------------------------------------------------------------------------
 
 
 def measure(cases: dict[str, Callable], repeats: int, device: torch.device) -> dict[str, dict]:
@@ -153,9 +148,6 @@ def spread(numbers: list[float], form: str) -> str:
     return f"{statistics.median(numbers):{form}} [{min(numbers):{form}}, {max(numbers):{form}}]"
 
 
-# --- heads and loss --------------------------------------------------------------------------------------------------
-
-
 def bench_fused(args, device: torch.device) -> list[str]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     random = {"generator": torch.Generator(device).manual_seed(1234), "device": device}
@@ -191,9 +183,6 @@ def bench_fused(args, device: torch.device) -> list[str]:
     others = ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra")
     pairs = [("alra", b) for b in others] + [(name, "products alone") for name in args.methods if name != "alra"]
     return [row("fused", a, results, b) for a, b in pairs if a in results and b in results]
-
-
-# --- training steps ------------------------------------------------------------------------------------------------
 
 
 def make_teacher(args, device: torch.device) -> Teacher:
@@ -288,8 +277,6 @@ def run_tests(args, device: torch.device) -> list[str]:
     say(text := (done.stdout + done.stderr)[-9000:])
     return [f"| tests | pytest -m gpu | | | | | | {text.strip().splitlines()[-1].strip('= ')} |"]
 
-
-# --- the table -----------------------------------------------------------------------------------------------------
 
 SECTIONS = {"tests": run_tests, "fused": bench_fused, "step": bench_step, "steps": bench_steps, "profile": bench_profile}  # fmt: skip
 OPTIONS = {  # default, help

@@ -42,10 +42,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configure
 from configure import Config
 from lib.files import UserError, append_line, locked, read_json, read_lines, write_json, write_lines, write_whole
-from lib.metrics import FIGURES
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
+from lib.stats import FIGURES
 from lib.teacher import Teacher, foreign_config, inherited, is_native
 from losses import METHODS, needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
@@ -54,9 +54,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURE_SEED = 1  # the only seed whose runs count d_u and the teacher's probabilities, for the figures
 SCORED = ("n_rows", "n_targets", "teacher_ce", "teacher_entropy", "step", "valid_tokens")  # kept beside the figures
 HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
-
-
-# --- what is to be run -----------------------------------------------------------------------------------------------
 
 
 class Student(NamedTuple):
@@ -205,9 +202,6 @@ def finished(out: Path) -> dict[str, Path]:
     return folders
 
 
-# --- running it ------------------------------------------------------------------------------------------------------
-
-
 def launch(jobs: list[Job], args) -> dict[str, str]:
     """Run the jobs, `--jobs` at a time -> job's name: the last line that it printed. `--print` prints them and exits."""
     if jobs and args.print:
@@ -277,7 +271,7 @@ def held_out_figures(folder: Path) -> dict:
 def compare(args, spec: Spec, cfg: Config) -> None:
     """Trials, seeds and scores; what the report needs is written into `args.results`."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    with locked(args.out, UserError(f"{args.out}: another compare.py is at work there")):
+    with locked(args.out, f"{args.out}: another compare.py is at work there"):
         if not args.print:
             prepare(cfg, args.out / "config.py")
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
@@ -319,9 +313,6 @@ def last_val_ce(folder: Path | None) -> float | None:
     if folder is None or (folder / "stopped.json").is_file():
         return None
     return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
-
-
-# --- what is kept ----------------------------------------------------------------------------------------------------
 
 
 def write_results(students: list[Student], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args) -> None:
@@ -372,9 +363,6 @@ def copy_logs(s: Student, folder: Path, results: Path) -> None:
     for file in ("run.json", "teacher.jsonl", f"{s.name}/log.jsonl", f"{s.name}/histograms.jsonl"):
         if (folder.parent / file).is_file():
             shutil.copy(folder.parent / file, to / file)
-
-
-# --- command ---------------------------------------------------------------------------------------------------------
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:

@@ -1,6 +1,6 @@
 """Text from a checkpoint, by transformers.
 
-    python tools/sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0.8
+python tools/sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0.8
 """
 
 import argparse
@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from lib.files import UserError, read_json, reading
-from lib.hf import find_folder, leading_bos, load_tokenizer
+from lib.hf import find_folder, load_tokenizer
+from lib.tokens import leading_bos
 
 
 def run(argv: list[str]) -> None:

@@ -1,22 +1,23 @@
-# make demo    set up, then distil three small students from the shipped teacher, score and plot them (minutes on two cores)
-# make replicate          every method, variant and study over five seeds: hours; started again it goes on (README)
-# make replicate QUICK=1  the same path in minutes, into out/replicate_quick
-# make test    set up, then run the tests, several at once: a process for each core, four at most
-# make check   style of the code
+# make demo       set up, then distil three small students from the shipped teacher, score and plot them: minutes on two cores
+# make replicate  every method, variant and study over five seeds: hours; the same command goes on after a kill (README)
+# make replicate QUICK=1   the same path in minutes, into out/replicate_quick
+# make test       set up, then run the tests in a process for each core, four at most
+# make check      style of the code
+# make lock       write requirements.lock from .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
-SHORT := --tune=none --seeds=2 --rows=64 --max_steps=200 --schedule_steps=200 --warmup_steps=20 --val_max_rows=32 --seq_len=32 \
-         --data_dir=data/mini_quick --out=out/replicate_quick
+QUICK_FLAGS := --tune=none --seeds=2 --max_steps=200 --schedule_steps=200 --warmup_steps=20 --seq_len=32 \
+               --data_dir=data/mini_quick --out=out/replicate_quick
 
 demo: .venv/ready
 	$(BIN)/python prepare.py config/demo.py
 	$(BIN)/python train.py config/demo.py
 	$(BIN)/python eval.py out/demo --tasks none
-	$(BIN)/python plot.py out/demo
+	$(BIN)/python tools/plot.py out/demo
 
 replicate: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python compare.py config/mini.py --jobs=2 $(if $(QUICK),$(SHORT),--compile=True --results=results/replication)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/mini.py --jobs=2 $(if $(QUICK),$(QUICK_FLAGS),--compile=True)
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal
@@ -25,8 +26,7 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# requirements.lock holds every package as it was tested, for the Python that its first line names; another Python takes
-# the pinned requirements alone. `make lock` writes it anew from .venv.
+# requirements.lock holds every package as it was tested, for the Python of its first line; another takes the pinned ones alone.
 .venv/ready: requirements.txt requirements-test.txt requirements.lock
 	$(PYTHON) -m venv .venv
 	locked=$$(head -1 requirements.lock | grep -q "$$($(PYTHON) -c 'import sys; print("Python %d.%d" % sys.version_info[:2])')" \

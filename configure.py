@@ -37,15 +37,16 @@ class Config:
 
     # --- data (prepare.py writes it, train.py reads it)
     data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
-    source: str = CORPUS  # hub dataset; local file, folder or glob; or "python": its own docs and library
+    source: str = CORPUS  # hub dataset; local file, folder or glob; "python": its own docs and library; "a:0.7,b:0.3": a mixture
     source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
     source_split: str = "train"  # hub only
-    source_text: str = "text"  # the column or field that holds the text; of these four one for all, or a,b for a mixture
+    source_text: str = "text"  # the column or field that holds the text, in every source
     n_documents: Count | None = 2_000_000  # records to read at most, in the source's own order; None: all
     train_rows: Count | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
     val_rows: Index = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
     val_share: Below1 = 0.0  # share of documents held out by hash, instead of val_rows
     bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
+    prepare_workers: Count = 1  # tokenizer processes; any number gives the same bytes
     seq_len: Count = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
     shuffle: bool = False  # visit the rows in an order drawn from `seed`, another one for each pass
     repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are

@@ -7,14 +7,14 @@ An objective is `name(z_s, z_t, y, *, settings) -> [N]`:
     ->        [N]     nats per position, exactly 0 where ignored; sum / n_valid is the loss of the method's paper
 
 * One call is one forward batch of the paper. Batch statistics run over the valid positions of the call.
-* The gradient reaches `z_s` only. The teacher, every choice of tokens and every count is constant.
-* What stands at an ignored position changes nothing, not even a NaN. Equal logits rank by lowest index.
-* The result is the distillation term alone. Its weight and the causal language-modelling term stand in `METHODS`.
+* The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are constant.
+* Values at ignored positions change nothing, not even a NaN. Equal logits rank by lowest index.
+* The result is the distillation term alone. Its weight and that of the causal language-modelling term are in `METHODS`.
 * An objective with parts returns a NamedTuple: `loss` [N] first; its other fields of shape [N] are logged by name.
-* Bad input is a `ValueError` (lib/checks.py says when values are looked at).
 
 `vocab` (lib/vocab.py) has the sums over the vocabulary that make these functions fast. To add an objective, append a
-function and a row of `METHODS` to this file. Dimensions: N positions, V vocabulary, k tokens of a local set.
+function and a row of `METHODS` to this file. To call one in a training loop of your own, see `method_loss`.
+Dimensions: N positions, V vocabulary, k tokens of a local set.
 """
 
 import functools
@@ -30,11 +30,9 @@ from torch.nn import functional as F
 
 from lib import vocab
 from lib.checks import IGNORE, enter, leave, valid_mean
-from lib.files import UserError, first_line, nearest
-from lib.settings import Above0, Below1, Least0, Part, Share, checked, require
+from lib.files import UserError, first_line, nearest, require
+from lib.settings import Above0, Below1, Least0, Part, Share, checked
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
-
-# --- ALRA ----------------------------------------------------------------------------------------------------------
 
 
 class AlraTerms(NamedTuple):
@@ -48,16 +46,6 @@ class AlraTerms(NamedTuple):
     d_u: Tensor  # [N] int64 local budget, Eq. 8
     support: Tensor  # [N] fp64 effective support E_u, Eq. 6
     tokens: Tensor  # [N, d_max] candidate set in rank order; the first d_u are the local set
-    weight: Tensor  # [N, d_max, d_max] pair weights kappa, upper triangle, Eq. 17
-    log_alpha: Tensor  # [N, 2] ln of the teacher's mass in the local set and in the rest, Eq. 10
-
-    @property
-    def log_alpha_t(self) -> Tensor:
-        return self.log_alpha[:, 0]
-
-    @property
-    def log_rest_t(self) -> Tensor:
-        return self.log_alpha[:, 1]
 
 
 def alra(
@@ -125,8 +113,7 @@ def alra(
     aligned = (weight * pair_kl).sum((1, 2))  # Eq. 17
 
     loss = leave(mass + local + rest + lambda_pair * aligned, valid)
-    log_alpha = torch.stack([F.logsigmoid(odds_t), F.logsigmoid(-odds_t)], 1)
-    return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens, weight, log_alpha)
+    return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
 
 
 @torch.no_grad()
@@ -155,9 +142,6 @@ def _effective_support(in_t, tau) -> Tensor:
     """
     log_rho = (in_t.double() / tau).log_softmax(-1)
     return (-(log_rho.exp() * log_rho).sum(-1)).exp()
-
-
-# --- the baselines of the paper's tables ----------------------------------------------------------------------------
 
 
 def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
@@ -345,9 +329,6 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 3.0, top_k: int =
     return leave(loss, valid)
 
 
-# --- the table of methods -------------------------------------------------------------------------------------------
-
-
 class Method(NamedTuple):
     fn: Callable  # the objective
     hyper: dict  # its settings, where they differ from its defaults
@@ -389,23 +370,18 @@ def needs_teacher(name: str) -> bool:
 
 
 def settings(name: str) -> dict[str, object]:
-    """What `resolve(name)` may override, with kinds: the settings of the method's objective, `w_kd` and `w_ce`."""
+    """The settings that `resolve(name)` may override, with their kinds: those of the objective, `w_kd` and `w_ce`."""
     fn = resolve(name).fn
     kinds = typing.get_type_hints(fn, include_extras=True)
-    return {
-        "w_kd": Least0,
-        "w_ce": Least0,
-        **{key: kinds[key] for key in fn.__kwdefaults__ or {} if key != "n_sequences"},
-    }
+    keys = set(fn.__kwdefaults__ or {}) - {"n_sequences"}
+    return {"w_kd": Least0, "w_ce": Least0, **{key: kinds[key] for key in keys}}
 
 
 def resolve(name: str, **overrides) -> Method:
-    """The row of `METHODS` of METHOD or METHOD@LABEL, with overrides. `UserError` for an unknown name or setting, and a wrong value."""
+    """The row of `METHODS` of METHOD or METHOD@LABEL, with overrides, whose names and values are checked."""
     name = name.partition("@")[0]
-    require(
-        name in METHODS,
-        f"no such method {name!r}, did you mean {nearest(name, METHODS)!r}? There are {', '.join(METHODS)}",
-    )
+    near = nearest(name, METHODS)
+    require(name in METHODS, f"no such method {name!r}, did you mean {near!r}? Known methods: {', '.join(METHODS)}")
     method, known = METHODS[name], settings(name) if overrides else {}
     for key, value in overrides.items():
         require(key in known, f"{name} takes no {key}; it takes {', '.join(sorted(known))}")
@@ -418,28 +394,86 @@ def method_lines() -> list[str]:
     """For `--help`: each objective with its settings, and the methods that use it."""
     lines = ["methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"]
     for fn in dict.fromkeys(method.fn for method in METHODS.values()):
-        lines.append(
-            f"    {fn.__name__}: " + ", ".join(f"{key}={value}" for key, value in (fn.__kwdefaults__ or {}).items())
-        )
-        lines += [
-            f"        {name}: w_kd={m.w_kd}, w_ce={m.w_ce} {m.hyper or ''}" for name, m in METHODS.items() if m.fn is fn
-        ]
+        defaults = (f"{key}={value}" for key, value in (fn.__kwdefaults__ or {}).items())
+        lines.append(f"    {fn.__name__}: {', '.join(defaults)}")
+        rows = {name: row for name, row in METHODS.items() if row.fn is fn}
+        lines += [f"        {name}: w_kd={row.w_kd}, w_ce={row.w_ce} {row.hyper or ''}" for name, row in rows.items()]
     return lines
 
 
 def moving(method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant") -> dict[str, float]:
-    """The settings that move, in update `step` of `n_steps`: one with an x_end beside it goes there in a straight line.
+    """The settings that change during a run, in update `step` of `n_steps`: x goes to x_end in a straight line.
 
-    PD's schedule of the distillation weight: it rises over the first 10 % of the steps and falls in the last 1 %.
+    With PD's schedule the distillation weight rises over the first 10 % of the steps and falls in the last 1 %.
     """
-    now = {**(method.fn.__kwdefaults__ or {}), **method.hyper}
-    found = {key: x + (now[f"{key}_end"] - x) * step / n_steps for key, x in now.items() if f"{key}_end" in now}
+    all_settings = {**(method.fn.__kwdefaults__ or {}), **method.hyper}
+    ends = {key: all_settings[f"{key}_end"] for key in all_settings if f"{key}_end" in all_settings}
+    moved = {key: all_settings[key] + (end - all_settings[key]) * step / n_steps for key, end in ends.items()}
     if w_kd_schedule == "wsd" and method.has_teacher:
-        found["w_kd"] = method.w_kd * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
-    return found
+        moved["w_kd"] = method.w_kd * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
+    return moved
 
 
-# --- one forward batch ----------------------------------------------------------------------------------------------
+def method_loss(name: str, z_s, z_t, y, n_sequences: int = 1, **settings) -> tuple[Tensor, dict[str, Tensor]]:
+    """A method in a training loop of your own -> its mean loss, differentiable in z_s, and detached means of its terms.
+
+    n_sequences  sequences of equal length in the batch, one after another; read by TAD
+    settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`
+    """
+    loss, sums = _mean_loss(_with_sequences(resolve(name, **settings), n_sequences), z_s, z_t, y)
+    n_valid = sums.pop("n_valid").clamp(min=1)
+    return loss, {key: value / n_valid for key, value in sums.items()}
+
+
+def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
+    """The same for lib/fused.py: f(dtype of the gradient or None, z_s, z_t, y, moved=None) -> mean loss, sums of its terms, gradient.
+
+    compile  run it under torch.compile, once per method, settings and shape. Where dtypes allow it z_s becomes the gradient.
+    """
+    method = _with_sequences(resolve(name, **settings), n_sequences)
+    if compile:
+        return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
+    return functools.partial(_evaluate, method)
+
+
+def _with_sequences(method: Method, n_sequences: int) -> Method:
+    reads_it = "n_sequences" in (method.fn.__kwdefaults__ or {})
+    return method._replace(hyper={**method.hyper, "n_sequences": n_sequences}) if reads_it else method
+
+
+@functools.cache
+def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
+    from lib.graph import Rewrite  # half a second, and only compiled runs need it
+
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
+    one, options = (
+        functools.partial(_evaluate, Method(fn, dict(hyper), w_kd, w_ce)),
+        {"post_grad_custom_pre_pass": Rewrite()},
+    )
+    return torch.compile(lambda *z, moved=None: one(*z, moved), dynamic=False, fullgraph=True, options=options)
+
+
+def _evaluate(
+    method: Method, gradient: torch.dtype | None, z_s, z_t, y, moved: dict[str, Tensor] | None = None
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """`_mean_loss`, and the gradient of its loss in z_s if a dtype for it is given.
+
+    moved  settings, as tensors [], that replace the method's; with w_kd, w_ce is 1 - w_kd
+    """
+    if moved:
+        weights = {"w_kd": moved["w_kd"], "w_ce": 1.0 - moved["w_kd"]} if "w_kd" in moved else {}
+        method = method._replace(hyper={**method.hyper, **{k: v for k, v in moved.items() if k != "w_kd"}}, **weights)
+    if not gradient:
+        with torch.no_grad():
+            return *_mean_loss(method, z_s, z_t, y), None
+    if torch.compiler.is_compiling():  # one graph for both directions: nothing of [N, V] is kept between them
+        dz, (loss, sums) = torch.func.grad_and_value(lambda z: _mean_loss(method, z, z_t, y), has_aux=True)(z_s)
+        return loss, sums, z_s.copy_(dz) if gradient == z_s.dtype else dz.to(gradient)
+    with torch.enable_grad():
+        loss, sums = _mean_loss(method, z_s.requires_grad_(), z_t, y)
+    dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
+    return loss.detach(), sums, dz.to(gradient)
 
 
 def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
@@ -464,61 +498,9 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.sum() / valid.sum().clamp(min=1), {**sums, "n_valid": valid.sum()}
 
 
-def _evaluate(
-    method: Method, gradient: torch.dtype | None, z_s, z_t, y, moved: dict[str, Tensor] | None = None
-) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """`_mean_loss`, and the gradient of its loss in z_s if a dtype for it is given.
-
-    moved  settings, as tensors [], that take the place of the method's; beside w_kd, w_ce is 1 - w_kd
-    """
-    if moved:
-        weights = {"w_kd": moved["w_kd"], "w_ce": 1.0 - moved["w_kd"]} if "w_kd" in moved else {}
-        method = method._replace(hyper={**method.hyper, **{k: v for k, v in moved.items() if k != "w_kd"}}, **weights)
-    if not gradient:
-        with torch.no_grad():
-            return *_mean_loss(method, z_s, z_t, y), None
-    if torch.compiler.is_compiling():  # one graph for both directions: nothing of [N, V] is kept between them
-        dz, (loss, sums) = torch.func.grad_and_value(lambda z: _mean_loss(method, z, z_t, y), has_aux=True)(z_s)
-        return loss, sums, dz.to(gradient)
-    with torch.enable_grad():
-        loss, sums = _mean_loss(method, z_s.requires_grad_(), z_t, y)
-    dz = torch.autograd.grad(loss, z_s)[0] if loss.requires_grad else torch.zeros_like(z_s)
-    return loss.detach(), sums, dz.to(gradient)
-
-
-def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **overrides) -> Callable:
-    """One forward batch of a method: f(gradient's dtype or None, z_s, z_t, y, moved=None) -> mean loss, sums of its terms, gradient.
-
-    n_sequences  sequences of equal length in the batch, one after another
-    compile      run it under torch.compile, once per method, settings and shape
-    """
-    method = resolve(name, **overrides)
-    if "n_sequences" in (method.fn.__kwdefaults__ or {}):
-        method.hyper["n_sequences"] = n_sequences
-    if compile:
-        return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
-    return functools.partial(_evaluate, method)
-
-
-@functools.cache
-def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
-    from lib.graph import Rewrite  # half a second, and only compiled runs need it
-
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
-    one, options = (
-        functools.partial(_evaluate, Method(fn, dict(hyper), w_kd, w_ce)),
-        {"post_grad_custom_pre_pass": Rewrite()},
-    )
-    return torch.compile(
-        lambda *inputs, moved=None: one(*inputs, moved), dynamic=False, fullgraph=True, options=options
-    )
-
-
 def check_settings(name: str, V: int, **overrides) -> None:
-    """`UserError` where a setting is wrong at a vocabulary of V, or the objective does not do what the head of this file says.
-
-    It runs on three positions, of which the second is ignored.
+    """Try the method on three positions, the second one ignored. `UserError` if a setting is wrong at a vocabulary of V,
+    or if the objective does not keep the contract at the head of this file.
     """
     method = resolve(name, **overrides)
     z_s, z_t = torch.randn(2, 3, V, generator=torch.Generator().manual_seed(0))
@@ -526,24 +508,17 @@ def check_settings(name: str, V: int, **overrides) -> None:
     if not method.has_teacher:
         return
     try:
-        found = method.fn(z_s.requires_grad_(), z_t, y, **method.hyper)
-        loss = getattr(found, "loss", found)  # of a NamedTuple
-        require(
-            loss.shape == y.shape and loss[1] == 0,
-            "expected one number per position, 0 where ignored: end with `return leave(.., valid)`",
-        )
-        (slope,) = torch.autograd.grad(loss.sum(), z_s)
-        require(
-            not slope[1].any(),
-            "ignored positions have a gradient; leave them out of means over positions (`valid_mean`)",
-        )
+        result = method.fn(z_s.requires_grad_(), z_t, y, **method.hyper)
+        loss = getattr(result, "loss", result)  # of a NamedTuple
+        masked = loss.shape == y.shape and loss[1] == 0
+        require(masked, "expected one number per position, 0 where ignored: end with `return leave(.., valid)`")
+        (gradient,) = torch.autograd.grad(loss.sum(), z_s)
+        leaks = gradient[1].any()
+        require(not leaks, "ignored positions have a gradient; leave them out of means over positions (`valid_mean`)")
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, UserError) else f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
         raise UserError(f"{name}: {first_line(error)}{where}") from error
-
-
-# --- further objectives, with their authors' settings ---------------------------------------------------------------
 
 
 def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Tensor:

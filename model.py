@@ -84,12 +84,6 @@ PRESETS = {
 }
 
 
-def count_params(shape: Qwen2Config) -> int:
-    """Parameters of a decoder of this shape, a tied head counted once."""
-    with torch.device("meta"):
-        return Qwen2(shape).n_params
-
-
 def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
     """FLOPs of one token.
 

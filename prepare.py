@@ -1,13 +1,13 @@
 """Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix B).
 
-    python prepare.py config/alra_200m.py [--key=value ...]    goes on where it was stopped or killed
+    python prepare.py config/alra_200m.py [--key=value ...]    write the rows; after a kill the same command resumes
     python prepare.py --verify data/pile                       hash and count everything again
-    python prepare.py --show 1000 data/pile                    five rows from row 1000 on, as text
+    python prepare.py --show 1000 data/pile                    print five rows from row 1000 on as text
 
-Each document is tokenized with no special tokens added, and one EOS follows it; before it stands the BOS that the tokenizer
-by itself puts before a text (`bos="none"`: none). Text is only text: a document that spells "<|endoftext|>" gets the ids of
-those characters. The ids of all documents form one stream, which is cut into rows of at most `row_len` = seq_len + 1 ids;
-joined, the rows give the stream back.
+Each document is tokenized as plain text: one that spells "<|endoftext|>" gets the ids of those characters. An EOS is put
+after it, and before it the BOS, if the tokenizer itself adds one to a text (unless that BOS is the EOS, or `bos="none"`). The
+ids of all documents form one stream, which is cut into rows of at most `row_len` = seq_len + 1 ids; joined, the rows give
+the stream back.
 
 **The boundary rule** (RULE_VERSION 1). The next `row_len` ids of the stream are cut after the latest id that ends at
 
@@ -24,47 +24,53 @@ joined, the rows give the stream back.
 
 Where there is none, the row keeps all `row_len` ids. A boundary after the first id of a row is passed over, since a row of
 one id has no target. What is left when the source ends is the last row. A cut depends on `row_len` + 1 ids of the stream and
-on nothing else.
+on nothing else: not on batches, workers or kills.
 
-**Which rows.** The stream ends with the documents, or when `train_rows` + `val_rows` rows exist. Its last `val_rows` rows are
-val.bin, all before them train.bin. With `val_share` instead, whole documents are held out by the hash of their names (of
-their text where they have none), and cut as a stream of their own.
+**Which rows.** The stream ends with the documents, or at `train_rows` + `val_rows` rows. Its last `val_rows` rows go to
+val.bin, all before them to train.bin. With `val_share` instead, whole documents are held out by the hash of their names (of
+their text where they have none) and cut as a second stream.
 
 **Files.** `<data_dir>/train.bin`, `val.bin`: uint32, row-major [rows, row_len], PAD in the unused tail of a row; beside them
-`train.json`, `val.json`: where the rows come from, counts and hashes. Until these are whole, `*.bin.tmp` and `prepare.state`
-hold the work, which the same command takes up.
+the manifests `train.json`, `val.json`: where the rows come from, counts and hashes. Until all are complete, the unfinished
+work is in `*.bin.tmp` and `prepare.state`.
 """
 
 import contextlib
-import errno
 import glob
 import hashlib
 import io
+import itertools
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import sysconfig
+import threading
 import time
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.files import UserError, locked, read_json, write_json, write_whole
+from lib.files import UserError, first_line, locked, read_json, require, write_json, write_whole, writing
 from lib.rows import MANIFEST, PAD, quick_hash
-from lib.tokens import token_bytes
+from lib.tokens import leading_bos, token_bytes
 
 RULE_VERSION = 1
-COMMIT_SEC = 5.0  # work that a kill can cost
-BATCH_CHARS, BATCH_DOCUMENTS = 1 << 20, 2048  # of one call of the tokenizer; they bound the memory
-CHAT = r"im_end|eot|turn|\|end\|"  # in an EOS that ends a turn of a chat
+COMMIT_SEC = 5.0  # most work that a kill can lose
+BATCH_CHARS, BATCH_DOCUMENTS = 1 << 20, 2048  # size of a batch that is tokenized in one call; bounds the memory
+CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 
 STOPS = ".!?…‼⁇⁈⁉؟۔।。！？｡"
@@ -82,132 +88,122 @@ ABBREVIATIONS = {  # lower case, without the last full stop
     )
     for word in line.split()
 }
-# Bits of a token's class. STOP and OPEN say that it may; the tokens before it decide. `cut` relies on the order.
+# Bits of a token's class; `cut` relies on their order.
 EOS = 1
 LINE = 2  # ends a line
-STOP = 4  # ends a sentence if whitespace follows
-OPEN = 8  # ends a sentence even if none follows
+STOP = 4  # may end a sentence if whitespace follows; the tokens before it decide
+OPEN = 8  # may end a sentence even if none follows
 SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
-KINDS = {"e": "eos", "l": "line", "s": "sentence", "-": "none"}  # what a row ends at
-STATE = {"recipe": dict, "records": int, "source": dict, "streams": {"*": {"rows": int, "rest": list}}}
-MANIFEST_KEYS = {"split": str, "tokenizer": str, "vocab_size": int, "val_rows": int, "val_share": float, "tokens": int}
-MANIFEST_KEYS |= {"documents": int, "padding_share": float, **MANIFEST}
-
-
-# --- sources -----------------------------------------------------------------------------------------------------
+STATE = ("recipe", "records", "streams")
+MANIFEST_KEYS = ("tokenizer", "vocab_size", "val_rows", "val_share", "tokens", "documents", "padding_share", "sources")
 
 
 def open_source(cfg: Config):
     """`cfg.source` -> a stream of {"name", "text"} (datasets.IterableDataset, whose state resumes it), and facts of each part.
 
-    Several sources, "a:0.7,b:0.3", are drawn from in a fixed random order with these probabilities, until one of them ends.
+    Several sources, "a:0.7,b:0.3", are drawn from with these probabilities, by a fixed seed, until one of them ends.
     """
     import datasets
 
     parts = [re.fullmatch(r"\s*(.+):(\d*\.?\d+)\s*", part) for part in cfg.source.split(",")]
     if Path(cfg.source).expanduser().exists() or not any(parts):
-        stream, fact = open_part(cfg.source, cfg)
-        return stream, [fact]
+        stream, facts = open_part(cfg.source, cfg)
+        return stream, [facts]
     if not all(parts) or not all(float(part[2]) for part in parts):
         raise UserError(f"source={cfg.source}: expected a share above 0 for each, like a:0.7,b:0.3")
     streams, facts = zip(*(open_part(part[1], cfg) for part in parts), strict=True)
     shares = np.array([float(part[2]) for part in parts])
     shares = (shares / shares.sum()).tolist()
-    mixed = datasets.interleave_datasets(list(streams), shares, seed=0, stopping_strategy="first_exhausted")
-    return mixed, [fact | {"share": share} for fact, share in zip(facts, shares, strict=True)]
+    mixture = datasets.interleave_datasets(list(streams), shares, seed=0, stopping_strategy="first_exhausted")
+    return mixture, [{**part, "share": share} for part, share in zip(facts, shares, strict=True)]
 
 
 def open_part(name: str, cfg: Config):
-    """One source: "python" (its own documentation and library), a local file, folder or glob, or a hub dataset at one commit."""
+    """One source: "python" (its documentation and library), a local file, folder or glob, or a hub dataset at one commit."""
     import datasets
 
+    path, column = Path(name).expanduser(), cfg.source_text
     if name == "python":
-        digest = hashlib.sha256(json.dumps(python_documents()).encode())
-        return datasets.IterableDataset.from_generator(python_records), {"source": name, "sha256": digest.hexdigest()}
-    path = Path(name).expanduser()
-    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) or name.endswith(SUFFIXES):
-        found = path.rglob("*") if path.is_dir() else [path] if path.exists() else glob.iglob(str(path), recursive=True)
-        files = sorted(str(file) for file in found if str(file).endswith(SUFFIXES) and Path(file).is_file())
-        if not files:
-            raise UserError(f"source={name}: no such file, and no {', '.join(SUFFIXES)} file in it")
-        top = os.path.commonpath([os.path.dirname(file) for file in files])
-        facts = [(os.path.relpath(file, top), quick_hash(Path(file))) for file in files]
-        stream = datasets.IterableDataset.from_generator(
-            read_files, gen_kwargs={"files": files, "top": top, "column": cfg.source_text}
-        )
-        return stream, {"source": name, "sha256": hashlib.sha256(json.dumps(facts).encode()).hexdigest()}
-    import huggingface_hub
+        stream, content = datasets.IterableDataset.from_generator(python_documents), python_documents()
+    elif path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) or name.endswith(SUFFIXES):
+        paths = path.rglob("*") if path.is_dir() else [path] if path.exists() else glob.iglob(str(path), recursive=True)
+        files = sorted(str(file) for file in paths if str(file).endswith(SUFFIXES) and Path(file).is_file())
+        require(files, f"source={name}: no such file, or no regular file there that ends in {', '.join(SUFFIXES)}")
+        root = os.path.commonpath([os.path.dirname(file) for file in files])
+        arguments = {"files": files, "root": root, "column": column}
+        stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
+        content = [(os.path.relpath(file, root), quick_hash(Path(file))) for file in files]
+    else:
+        import huggingface_hub
 
-    name, _, revision = name.partition("@")
-    try:
-        commit = huggingface_hub.HfApi().dataset_info(name, revision=revision or None).sha
-    except Exception as error:  # each kind of network failure has a class of its own, which changes with the library
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f'source={name}: not "python", no local path, and no such dataset on the hub ({reason})') from error
-    print(f"source: {name}@{commit}", file=sys.stderr)
-    stream = datasets.load_dataset(name, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit)
-    stream = stream.select_columns([cfg.source_text]).map(lambda row: {"name": None, "text": row[cfg.source_text]})
-    return stream, {"source": f"{name}@{commit}", "sha256": hashlib.sha256(f"{name}\0{commit}".encode()).hexdigest()}
+        name, _, revision = name.partition("@")
+        try:
+            commit = huggingface_hub.HfApi().dataset_info(name, revision=revision or None).sha
+        except (
+            Exception
+        ) as error:  # each kind of network failure has a class of its own, which changes with the library
+            reason = f'not "python", no local path, and no such dataset on the hub ({first_line(error)})'
+            raise UserError(f"source={name}: {reason}") from error
+        stream = datasets.load_dataset(name, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit)
+        stream = stream.select_columns([column]).map(lambda row: {"name": "", "text": as_text(row[column])})
+        name = content = f"{name}@{commit}"
+        print(f"source: {name}", file=sys.stderr)
+    return stream, {"source": name, "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest()}
 
 
-def read_files(files: list[str], top: str, column: str) -> Iterator[dict]:
-    """The documents of local files, in this order. A lone surrogate in JSON, which has no UTF-8, becomes U+FFFD."""
+def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:
+    """The documents of local files in this order; only those of text files have names."""
     import pyarrow.parquet
 
     for file in files:
         n = 0
         try:
             if file.endswith(".txt"):
-                yield {"name": os.path.relpath(file, top), "text": Path(file).read_bytes().decode()}
+                yield {"name": os.path.relpath(file, root), "text": Path(file).read_bytes().decode()}
             elif file.endswith(".parquet"):
                 for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024, columns=[column]):
                     for text in batch.column(0).to_pylist():
                         n += 1
-                        yield {"name": None, "text": whole(text)}
+                        yield {"name": "", "text": as_text(text)}
             else:
                 with io.BufferedReader(pyarrow.input_stream(file, compression="detect")) as lines:
                     for line in lines:
                         n += 1
                         if line.strip():
-                            yield {"name": None, "text": whole(json.loads(line)[column])}
+                            yield {"name": "", "text": as_text(json.loads(line)[column])}
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            told = f"no {column!r}; source_text names the field" if isinstance(error, LookupError) else error
-            raise UserError(f"{file}, record {n}: cannot be read: {told}") from error
+            reason = f"no {column!r}; source_text names the field" if isinstance(error, LookupError) else error
+            raise UserError(f"{file}, record {n}: cannot be read: {reason}") from error
 
 
-def whole(text: str) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"expected text, got {type(text).__name__}; source_text names the field")
-    return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
+def as_text(value) -> str:
+    """The text itself; a lone surrogate, which JSON can spell but UTF-8 cannot, becomes U+FFFD."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected text, got {type(value).__name__}; source_text names the field")
+    return value if value.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", value)
 
 
-def python_records() -> Iterator[dict]:
-    return ({"name": name, "text": text} for name, text in python_documents())
+def python_documents() -> list[dict]:
+    """The text that comes with every Python: its documentation topics and standard library.
 
-
-def python_documents() -> list[tuple[str, str]]:
-    """The text that comes with every Python: its documentation topics and standard library, as (name, text).
-
-    Tests, their data, generated tables and what is not UTF-8 stay out. Documents are ordered by the sha256 of their
-    names, which mixes the subjects and does not depend on the file system.
+    Tests, their data, generated tables and files that are not UTF-8 are left out. Documents are ordered by the sha256 of
+    their names, which mixes the subjects and does not depend on the file system.
     """
     from pydoc_data import topics
 
     unwanted = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__", "encodings",
                 "pydoc_data", "_bundled", "entities.py", "stringprep.py", "distutils", "__phello__"}  # fmt: skip
-    found = {f"topics/{name}": text for name, text in topics.topics.items()}
+    texts = {f"topics/{name}": text for name, text in topics.topics.items()}
     library = Path(sysconfig.get_paths()["stdlib"])
     for file in library.rglob("*.py"):
         inside = file.relative_to(library)
         if unwanted.isdisjoint(inside.parts) and not inside.parts[0].startswith(("config-", "_sysconfigdata")):
             with contextlib.suppress(UnicodeDecodeError):
-                found[f"lib/{inside.as_posix()}"] = file.read_text("utf-8")
-    return sorted(found.items(), key=lambda document: hashlib.sha256(document[0].encode()).digest())
-
-
-# --- tokens ------------------------------------------------------------------------------------------------------
+                texts[f"lib/{inside.as_posix()}"] = file.read_text("utf-8")
+    names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [{"name": name, "text": texts[name]} for name in names]
 
 
 class Table(NamedTuple):
@@ -236,35 +232,31 @@ def token_table(tokenizer) -> Table:
     return Table(np.array(flags, np.uint8), pieces)
 
 
-def cut(ids: np.ndarray, table: Table, row_len: int, last: bool) -> tuple[np.ndarray, str]:
+def cut(ids: np.ndarray, table: Table, row_len: int, last: bool) -> np.ndarray:
     """Cut a piece of the stream into rows by the boundary rule.
 
     ids   [n] the stream from the start of a row on; `last`: it ends here
-    ->    [rows] where each row ends (exclusive; the next starts there), and one letter of KINDS for each. Without `last`,
-          fewer than row_len + 1 ids stay over.
+    ->    [rows] where each row ends (exclusive; the next starts there). Without `last`, fewer than row_len + 1 ids stay over.
     """
     flags = table.flags[ids]
     hard = np.flatnonzero(flags & (EOS | LINE)).tolist()
     soft = np.flatnonzero(flags[:-1] >> 2 & flags[1:] >> 4 & 3).tolist()  # STOP then SPACE, or OPEN then FRESH
-    start, ends, kinds = 0, [], []
+    start, ends = 0, []
     while len(ids) - start > row_len:
         stop = start + row_len
         i = bisect_left(hard, stop) - 1
         end = hard[i] if i >= 0 and hard[i] > start else -1
-        kind = "-" if end < 0 else "e" if flags[end] & EOS else "l"
         for j in range(bisect_left(soft, stop) - 1, -1, -1):
             if soft[j] <= max(end, start):
                 break
             if _ends_sentence(ids, flags, table.pieces, start, soft[j]):
-                end, kind = soft[j], "s"
+                end = soft[j]
                 break
         start = stop if end < 0 else end + 1
         ends.append(start)
-        kinds.append(kind)
     if last and start < len(ids):
         ends.append(len(ids))
-        kinds.append("e")
-    return np.array(ends, np.int64), "".join(kinds)
+    return np.array(ends, np.int64)
 
 
 def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], start: int, i: int) -> bool:
@@ -288,177 +280,199 @@ def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], star
     return not (label or initials or word.lower() in ABBREVIATIONS)
 
 
-# --- tokens to rows ----------------------------------------------------------------------------------------------
+def encoded(stream, n_documents: int | None, workers: int, *settings) -> Iterator[tuple]:
+    """The stream's first documents in batches, each with what follows; the next ones are tokenized meanwhile.
 
-
-def encoded(stream, tokenizer, eos: int, bos: int | None) -> Iterator[tuple[list[dict], dict, np.ndarray, np.ndarray]]:
-    """The stream in batches: documents, the stream's state after them, ids of all of them [n], length of each.
-
-    The tokenizer's own threads do the work; some batches are under way while the caller cuts and writes.
+    -> documents, state of the stream after them, and what `encode_batch` makes of their texts
     """
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True  # text is only text
-    backend.no_truncation()
-    backend.no_padding()
-    front = [] if bos is None else [bos]
+    pool, waiting = start_pool(workers, *settings), deque()
+    try:
+        for batch in batches(itertools.islice(stream, n_documents)):
+            future = pool.submit(encode_batch, [document["text"] for document in batch])
+            waiting.append((batch, stream.state_dict(), future))
+            if len(waiting) > 2 * workers + 1:  # bounds the memory
+                *about, future = waiting.popleft()
+                yield *about, *future.result()
+        for *about, future in waiting:
+            yield *about, *future.result()
+    except BrokenProcessPool as error:
+        reason = "a worker was killed, perhaps for want of memory; the same command goes on, also with fewer"
+        raise UserError(f"prepare_workers={workers}: {reason}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def encode(batch: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-        some = backend.encode_batch_fast([document["text"] for document in batch], add_special_tokens=False)
-        ids = [np.array([*front, *encoding.ids, eos], np.uint32) for encoding in some]
-        return np.concatenate(ids), np.array([len(of) for of in ids])
 
-    def batches() -> Iterator[list[dict]]:
-        batch, chars = [], 0
-        for document in stream:
-            batch.append(document)
-            chars += len(document["text"])
-            if chars >= BATCH_CHARS or len(batch) == BATCH_DOCUMENTS:
-                yield batch
-                batch, chars = [], 0
-        if batch:
+def batches(documents: Iterator[dict]) -> Iterator[list[dict]]:
+    batch, n_chars = [], 0
+    for document in documents:
+        batch.append(document)
+        n_chars += len(document["text"])
+        if n_chars >= BATCH_CHARS or len(batch) == BATCH_DOCUMENTS:
             yield batch
+            batch, n_chars = [], 0
+    if batch:
+        yield batch
 
-    waiting: deque = deque()
-    with ThreadPoolExecutor(3) as pool:
-        for batch in batches():
-            waiting.append((batch, stream.state_dict(), pool.submit(encode, batch)))
-            if len(waiting) > 3:
-                *done, future = waiting.popleft()
-                yield *done, *future.result()
-        for *done, future in waiting:
-            yield *done, *future.result()
+
+def start_pool(workers: int, *settings) -> Executor:
+    """What runs `encode_batch`: three threads, which share the tokenizer's own threads, or processes of one thread each."""
+    if workers == 1:
+        load_encoder(*settings)
+        return ThreadPoolExecutor(3)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # lib.rows imports it; so it is loaded once, and workers share its memory
+    return ProcessPoolExecutor(workers, context, start_worker, settings)
+
+
+def start_worker(*settings) -> None:
+    """Set up a worker process. It ignores Ctrl-C, which its parent handles, and exits when its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    load_encoder(*settings)
+
+
+def load_encoder(tokenizer_json: str, bos: int | None, eos: int) -> None:
+    """Set this process up for `encode_batch`."""
+    global _encoder
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True  # text is only text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _encoder = tokenizer, [] if bos is None else [bos], eos
+
+
+def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """-> the ids of all texts [n] uint32, each with its BOS and EOS, and the length of each [texts]."""
+    tokenizer, bos, eos = _encoder
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ids = [array("I", [*bos, *encoding.ids, eos]) for encoding in encodings]
+    return np.concatenate(ids), np.array([len(part) for part in ids])
 
 
 class Stream:
-    """A stream of ids that is being written into a file: the rows written so far, and the start of the next row."""
+    """A stream of ids as it is written to a file: the number of rows written so far, and the start of the next row."""
 
-    def __init__(self, file: Path, row_len: int, max_rows: int | None, rows: int = 0, rest=()):
-        self.file, self.row_len, self.max_rows = file, row_len, max_rows
-        self.rows, self.rest = rows, np.array(rest, np.uint32)
+    def __init__(self, file: Path, row_len: int, rows: int = 0, rest=()):
+        self.file, self.row_len, self.rows, self.rest = file, row_len, rows, np.array(rest, np.uint32)
         self.file.touch()
-        if self.file.stat().st_size < rows * row_len * 4:
-            raise UserError(f"{file}: not the rows that prepare.state describes; move {file.parent} aside and start again")
-
-    @property
-    def full(self) -> bool:
-        return self.rows == self.max_rows
+        written = file.stat().st_size >= rows * row_len * 4
+        require(written, f"{file}: too short for prepare.state; move {file.parent} aside and start again")
 
     def feed(self, ids: np.ndarray, table: Table, last: bool = False) -> None:
-        """Cut and write the complete rows, max_rows at most."""
+        """Cut and write the complete rows; the `last` ids end the last row."""
         ids = np.concatenate([self.rest, ids])
-        ends = cut(ids, table, self.row_len, last)[0][: None if self.max_rows is None else self.max_rows - self.rows]
+        ends = cut(ids, table, self.row_len, last)
         if len(ends):
             starts = np.append(0, ends[:-1])
             block = np.full((len(ends), self.row_len), PAD, np.uint32)
             block[np.arange(self.row_len) < (ends - starts)[:, None]] = ids[: ends[-1]]
-            with open(self.file, "r+b") as f:
+            with writing(self.file), open(self.file, "r+b") as f:
                 f.seek(self.rows * self.row_len * 4)  # over what a killed run wrote after its last commit
                 f.write(block)
             self.rows += len(ends)
         self.rest = ids[ends[-1] if len(ends) else 0 :].copy()
 
     def save(self) -> dict:
-        """Flush everything to the disk -> the state that a new `Stream` takes."""
-        with open(self.file, "r+b") as f:
+        """Flush everything to the disk -> the state from which a new `Stream` goes on."""
+        with writing(self.file), open(self.file, "r+b") as f:
             f.truncate(self.rows * self.row_len * 4)
             os.fsync(f.fileno())
-        return {"rows": self.rows, "rest": [] if self.full else self.rest.tolist()}
+        return {"rows": self.rows, "rest": self.rest.tolist()}
 
 
-def held_out(document: tuple[str | None, str], share: float) -> bool:
-    name, text = document
-    digest = hashlib.sha256((text if name is None else name).encode()).digest()
+def held_out(document: dict, share: float) -> bool:
+    """Whether val.bin gets this document: a function of its name, or of its text where it has no name."""
+    digest = hashlib.sha256((document["name"] or document["text"]).encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-# --- the folder --------------------------------------------------------------------------------------------------
 
 
 def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     """Write the rows of `cfg` into `cfg.data_dir`, or resume a killed run of the same recipe.
 
-    Raises `UserError` where the folder holds data, whole or half-made, of another recipe: nothing is overwritten.
+    Raises `UserError` where the folder holds data of another recipe, complete or not: nothing is overwritten.
     """
-    from lib.hf import leading_bos, load_tokenizer, pinned, tokenizer_hash
+    from lib.hf import load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
 
     name = cfg.tokenizer or cfg.teacher
-    if name is None:
-        raise UserError("tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
+    require(name, "tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
     tokenizer, used = load_tokenizer(name), pinned(name)
+    print(f"tokenizer: {used}", file=sys.stderr)
     bos, eos = leading_bos(tokenizer) if cfg.bos == "auto" else None, tokenizer.eos_token_id
     if re.search(CHAT, tokenizer.eos_token):
         print(f"warning: {name}: documents will end with its eos_token {tokenizer.eos_token}, which ends turns of a chat; "
               "for plain text take the base model", file=sys.stderr)  # fmt: skip
     table = token_table(tokenizer)
-    stream, facts = open_source(cfg)
-    keys = ("source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share", "row_len")
-    recipe = {"sources": facts, **{key: getattr(cfg, key) for key in keys}, "tokenizer": used, "rule_version": RULE_VERSION}
-    recipe |= {"tokenizer_sha256": tokenizer_hash(tokenizer), "vocab_size": len(table.pieces), "eos_id": eos}
-    recipe["bos"] = None if bos == eos else bos  # id before each document; a BOS that is the EOS stands there already
+    stream, sources = open_source(cfg)
+    keys = ("source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share")
+    recipe = {"sources": sources, **{key: getattr(cfg, key) for key in keys}, "row_len": cfg.seq_len + 1}
+    recipe |= {"rule_version": RULE_VERSION, "tokenizer": used, "tokenizer_sha256": tokenizer_hash(tokenizer)}
+    recipe |= {"vocab_size": len(table.pieces), "bos": None if bos == eos else bos, "eos_id": eos}
     folder = Path(cfg.data_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    file, made = folder / "prepare.state", folder / "train.json"
-    with locked(folder, UserError(f"{folder}: another prepare.py is at work there")):
-        state = read_json(file, STATE, f"move {folder} aside and start again") if file.exists() else None
-        if not state and made.exists():
+    file = folder / "prepare.state"
+    with locked(folder, f"{folder}: another prepare.py is at work there"):
+        if file.exists():
+            state = read_json(file, STATE, f"move {folder} aside and start again")
+            check_recipe(folder, state["recipe"], recipe)
+            print(f"{folder}: going on after {state['records']:,} documents", file=sys.stderr)
+        elif (folder / "train.json").exists():
             for split in splits(recipe):
-                same_recipe(folder, read_manifest(folder, split), recipe)
+                check_recipe(folder, read_manifest(folder, split), recipe)
             print(f"{folder}: made before by the same recipe and left as it is; --verify checks it")
             return
-        if state:
-            same_recipe(folder, state["recipe"], recipe)
-            print(f"{folder}: going on after {state['records']:,} documents", file=sys.stderr)
-        if not state or not state.get("whole"):
-            state = write_rows(cfg, stream, tokenizer, table, recipe, state or {}, commit_sec)
+        else:
+            state = {"recipe": recipe, "records": 0, "streams": {}}
+        if "complete" not in state:
+            state = write_rows(cfg, stream, tokenizer, table, state, commit_sec)
         for manifest in finish(folder, state):
             print(summary(folder, manifest))
         file.unlink()
 
 
-def write_rows(cfg: Config, source, tokenizer, table: Table, recipe: dict, state: dict, commit_sec: float) -> dict:
+def write_rows(cfg: Config, source, tokenizer, table: Table, state: dict, commit_sec: float) -> dict:
     """Read, tokenize, cut and write until all rows exist or the documents end -> the final state."""
-    folder, saved, n_records = Path(cfg.data_dir), state.get("streams", {}), state.get("records", 0)
-    most = cfg.train_rows and cfg.train_rows + cfg.val_rows
-    streams = {"train": Stream(folder / "train.bin.tmp", cfg.row_len, most, **saved.get("train", {}))}
-    if cfg.val_share:
-        streams["val"] = Stream(folder / "val.bin.tmp", cfg.row_len, None, **saved.get("val", {}))
-    if state:
+    folder, recipe, n_records = Path(cfg.data_dir), state["recipe"], state["records"]
+    max_rows = cfg.train_rows + cfg.val_rows if cfg.train_rows else None
+    streams = {name: Stream(folder / f"{name}.bin.tmp", recipe["row_len"], **state["streams"].get(name, {}))
+               for name in (("train", "val") if cfg.val_share else ("train",))}  # fmt: skip
+    if "source" in state:
         source.load_state_dict(state["source"])
-    if cfg.n_documents:
-        source = source.take(cfg.n_documents - n_records)
-    n_tokens, begun, committed = 0, time.monotonic(), time.monotonic()
-    bar = tqdm(total=most, unit="row", mininterval=0.5 if sys.stderr.isatty() else 30)
-    with bar, contextlib.closing(encoded(source, tokenizer, recipe["eos_id"], recipe["bos"])) as batches:
-        for batch, place, ids, lengths in batches:
-            held = [cfg.val_share > 0 and held_out((x["name"], x["text"]), cfg.val_share) for x in batch]
-            of_val = np.repeat(held, lengths)
-            streams["train"].feed(ids[~of_val], table)
-            if cfg.val_share:
-                streams["val"].feed(ids[of_val], table)
-            n_records, n_tokens = n_records + len(batch), n_tokens + len(ids)
-            bar.update(sum(s.rows for s in streams.values()) - bar.n)
-            bar.set_postfix_str(f"{n_records:,} documents, {n_tokens / (time.monotonic() - begun):,.0f} tokens/s", False)
-            if streams["train"].full:
+    settings = (tokenizer.backend_tokenizer.to_str(), recipe["bos"], recipe["eos_id"])
+    left = cfg.n_documents and cfg.n_documents - n_records
+    n_tokens, started, committed = 0, time.monotonic(), time.monotonic()
+    bar = tqdm(total=max_rows, unit="row", mininterval=0.5 if sys.stderr.isatty() else 30)
+    with bar, contextlib.closing(encoded(source, left, cfg.prepare_workers, *settings)) as encoded_batches:
+        for documents, position, ids, lengths in encoded_batches:
+            is_val = np.repeat([cfg.val_share > 0 and held_out(d, cfg.val_share) for d in documents], lengths)
+            for name, stream in streams.items():
+                stream.feed(ids[is_val == (name == "val")], table)
+            n_records, n_tokens = n_records + len(documents), n_tokens + len(ids)
+            bar.update(sum(stream.rows for stream in streams.values()) - bar.n)
+            speed = n_tokens / (time.monotonic() - started)
+            bar.set_postfix_str(f"{n_records:,} documents, {speed:,.0f} tokens/s", refresh=False)
+            if max_rows and streams["train"].rows >= max_rows:
                 break
             if time.monotonic() - committed > commit_sec:
-                commit(folder, {"recipe": recipe, "records": n_records, "source": place}, streams)
+                commit(folder, {"recipe": recipe, "records": n_records, "source": position}, streams)
                 committed = time.monotonic()
-    if n_records == 0:
-        raise UserError(f"source={cfg.source}: holds no record")
-    for s in streams.values():
-        if not s.full:
-            s.feed(np.empty(0, np.uint32), table, last=True)
-    return commit(folder, {"recipe": recipe, "records": n_records, "source": {}, "whole": True}, streams)
+    require(n_records, f"source={cfg.source}: holds no record")
+    for stream in streams.values():
+        stream.feed(np.empty(0, np.uint32), table, last=True)
+    streams["train"].rows = min(streams["train"].rows, max_rows or sys.maxsize)
+    return commit(folder, {"recipe": recipe, "records": n_records, "complete": True}, streams)
 
 
 def commit(folder: Path, state: dict, streams: dict[str, Stream]) -> dict:
+    """Flush the rows, then write the state that counts them -> that state."""
     state = state | {"streams": {name: stream.save() for name, stream in streams.items()}}
-    write_json(folder / "prepare.state", state, sealed=True)
+    write_json(folder / "prepare.state", state)
     return state
 
 
 def finish(folder: Path, state: dict) -> list[dict]:
-    """Give the files their final names and manifests. It can be killed and repeated at any point."""
+    """Give the files their final names, and write their manifests. It can be killed at any point and repeated."""
     recipe, rows = state["recipe"], {name: stream["rows"] for name, stream in state["streams"].items()}
     if recipe["val_rows"]:
         n, size = max(rows["train"] - recipe["val_rows"], 0), recipe["row_len"] * 4
@@ -474,32 +488,32 @@ def finish(folder: Path, state: dict) -> list[dict]:
             file.unlink()  # of no use to any recipe
         raise UserError(f"train_rows={recipe['train_rows']}, val_rows={recipe['val_rows']}, val_share={recipe['val_share']}: "
                         f"{state['records']:,} records leave no row for {empty[0]}, and nothing was kept; change one of these "
-                        "(of few documents --val_share=0 --val_rows=N holds out the last rows)")  # fmt: skip
-    made = []
+                        "(for few documents, --val_share=0 --val_rows=N holds out the last rows)")  # fmt: skip
+    manifests = []
     for name in rows:
         work, final = folder / f"{name}.bin.tmp", folder / f"{name}.bin"
-        made.append({"split": name, **recipe, **measure(work if work.exists() else final, recipe)})
+        manifests.append({"split": name, **recipe, **measure(work if work.exists() else final, recipe)})
         if work.exists():
             os.replace(work, final)
-        lines = ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in made[-1].items())  # people read it too
+        lines = ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in manifests[-1].items())  # easy to read
         write_whole(folder / f"{name}.json", f"{{\n{lines}\n}}\n")
-    return made
+    return manifests
 
 
 def measure(file: Path, recipe: dict) -> dict:
     """Counts, lengths and hashes of a rows file, in one pass. Raises `UserError` for an impossible row."""
     row_len, size, counted = recipe["row_len"], file.stat().st_size, 1 << 12
-    if size == 0 or size % (row_len * 4):
-        raise UserError(f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
+    fits = size > 0 and size % (row_len * 4) == 0
+    require(fits, f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
     digest, n_eos, lengths, n_rows = hashlib.sha256(), 0, np.zeros(row_len + 1, np.int64), size // (row_len * 4)
-    for at in range(0, n_rows, counted):  # read, not mapped: the pages of a map count as this process's memory
+    for at in range(0, n_rows, counted):  # read, not mapped, as the pages of a map count as this process's memory
         block = np.fromfile(file, np.uint32, counted * row_len, offset=at * row_len * 4).reshape(-1, row_len)
         used = block != PAD
         length = used.sum(1)
-        if not length.all() or (used != (np.arange(row_len) < length[:, None])).any():
-            raise UserError(f"{file}: rows {at} on: one is empty, or has padding inside; prepare it again")
-        if block[used].max() >= recipe["vocab_size"]:
-            raise UserError(f"{file}: rows {at} on: id {block[used].max()} of {recipe['vocab_size']}; prepare it again")
+        where, filled = f"{file}: rows {at} on", length.all() and (used == (np.arange(row_len) < length[:, None])).all()
+        require(filled, f"{where}: one is empty, or has padding inside; prepare it again")
+        top, vocab_size = block[used].max(), recipe["vocab_size"]
+        require(top < vocab_size, f"{where}: id {top}, expected less than {vocab_size}; prepare it again")
         n_eos += int((block == recipe["eos_id"]).sum())
         lengths += np.bincount(length, minlength=row_len + 1)
         digest.update(block)
@@ -509,7 +523,7 @@ def measure(file: Path, recipe: dict) -> dict:
         "tokens": n_tokens,
         "valid_targets": n_tokens - n_rows,
         "padding_share": 1 - n_tokens / (n_rows * row_len),
-        "documents": n_eos,  # those that end in these rows
+        "documents": n_eos,  # that end in these rows
         "length_histogram": lengths.tolist(),  # [row_len + 1] rows of each length
         "sha256": digest.hexdigest(),
         "quick_sha256": quick_hash(file),
@@ -518,25 +532,24 @@ def measure(file: Path, recipe: dict) -> dict:
 
 def verify(folder: Path) -> None:
     """Hash and count everything again. `UserError` names the first difference from the manifest."""
-    if (folder / "prepare.state").exists():
-        raise UserError(f"{folder}: not finished; the command that began it goes on")
+    complete = not (folder / "prepare.state").exists()
+    require(complete, f"{folder}: not finished; the command that began it resumes it")
     for name in splits(read_manifest(folder, "train")):
         manifest = read_manifest(folder, name)
         for key, value in measure(folder / f"{name}.bin", manifest).items():
-            if manifest.get(key) != value:
-                raise UserError(f"{folder / name}.bin: {key} is {value}, the manifest says {manifest.get(key)}; prepare it again")
+            told = manifest.get(key)
+            require(value == told, f"{folder / name}.bin: {key} is {value}, expected {told}; prepare it again")
         print(f"{summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
 
 
 def show(folder: Path, first: int, n_rows: int = 5) -> None:
-    """Print rows as text, each with its length. `folder` may be one of its .bin files."""
+    """Print rows as text, each with its length. Instead of the folder, one of its .bin files may be given."""
     from lib.hf import load_tokenizer
 
     folder, name = (folder.parent, folder.stem) if folder.suffix == ".bin" else (folder, "train")
     manifest = read_manifest(folder, name)
     rows = np.memmap(folder / f"{name}.bin", np.uint32, "r").reshape(-1, manifest["row_len"])
-    if first >= len(rows):
-        raise UserError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
+    require(first < len(rows), f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
     for i in range(first, min(first + n_rows, len(rows))):
         ids = rows[i][rows[i] != PAD].tolist()
@@ -549,20 +562,21 @@ def splits(recipe: dict) -> tuple[str, ...]:
 
 def read_manifest(folder: Path, name: str) -> dict:
     for file in (folder / f"{name}.json", folder / f"{name}.bin"):
-        if not file.is_file():
-            raise UserError(f"{file}: not there; expected a folder that prepare.py has written to its end")
-    return read_json(folder / f"{name}.json", MANIFEST_KEYS, f"move {folder} aside and prepare it again")
+        require(file.is_file(), f"{file}: not there; expected a folder that prepare.py has completed")
+    return read_json(folder / f"{name}.json", MANIFEST + MANIFEST_KEYS, f"move {folder} aside and prepare it again")
 
 
-def same_recipe(folder: Path, old: dict, new: dict) -> None:
-    def content(recipe: dict) -> dict:  # a place may change, its hash may not
-        return recipe | {"tokenizer": None, "sources": [of | {"source": None} for of in recipe["sources"]]}
+def check_recipe(folder: Path, old: dict, new: dict) -> None:
+    """`UserError` that names what differs. Tokenizer and sources may move as long as their hashes stay."""
 
-    differ = [key for key, value in content(new).items() if content(old).get(key) != value]
-    if differ:
-        told = "; ".join(f"{key} was {old.get(key)!r:.200}, now {new[key]!r:.200}" for key in differ)
-        raise UserError(f"{folder}: holds data of another recipe: {told}. Nothing was touched: set another data_dir, or "
-                        "move that folder aside")  # fmt: skip
+    def content(recipe: dict) -> dict:
+        return recipe | {"tokenizer": None, "sources": [part | {"source": None} for part in recipe["sources"]]}
+
+    keys = [key for key in new if content(old).get(key) != content(new)[key]]
+    if keys:
+        changes = "; ".join(f"{key} was {old.get(key)!r:.200}, now {new[key]!r:.200}" for key in keys)
+        remedy = "Nothing was touched: set another data_dir, or move that folder aside"
+        raise UserError(f"{folder}: holds data of another recipe: {changes}. {remedy}")
 
 
 def summary(folder: Path, manifest: dict) -> str:
@@ -571,24 +585,15 @@ def summary(folder: Path, manifest: dict) -> str:
 
 
 def main() -> int:
-    argv = sys.argv[1:]
-    if argv[:1] == ["--verify"] and len(argv) == 2:
-        verify(Path(argv[1]))
-    elif argv[:1] == ["--show"] and len(argv) == 3 and argv[1].isdigit():
-        show(Path(argv[2]), int(argv[1]))
-    elif argv[:1] in (["--verify"], ["--show"]):
-        raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
-    else:
-        cfg = load(argv)
-        try:
-            prepare(cfg)
-        except KeyboardInterrupt:
-            print(f"\n{cfg.data_dir}: stopped; the same command goes on", file=sys.stderr)
-            return 130
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise UserError(f"{cfg.data_dir}: the disk is full; make room, and the same command goes on") from error
+    match sys.argv[1:]:
+        case ["--verify", folder]:
+            verify(Path(folder))
+        case ["--show", row, folder] if row.isdigit():
+            show(Path(folder), int(row))
+        case ["--verify" | "--show", *_] as argv:
+            raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
+        case argv:
+            prepare(load(argv))
     return 0
 
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,17 +41,6 @@ from lib.teacher import Teacher, load_teacher
 from losses import alra, evaluator, method_lines, moving, needs_teacher, resolve
 from model import Qwen2, flops_per_token, init_student
 
-# --- data, teacher, students -----------------------------------------------------------------------------------------
-
-
-class Batch(NamedTuple):
-    """One micro-batch, and the teacher's hidden states of it."""
-
-    x: Tensor  # [B, T] int64 inputs
-    y: Tensor  # [B, T] int64 labels, IGNORE for padding
-    n_valid: int
-    h_t: Tensor | None  # [B, T, D_t]
-
 
 def open_data(cfg: Config, name: str) -> Rows:
     return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, run.student_shape(cfg).vocab_size)
@@ -64,14 +52,17 @@ def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
     return np.array_split(order, parallel.world())[parallel.rank()]
 
 
-def batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iterator[Batch]:
-    """This process's micro-batches from update `step` on, each requested while the one before is still being used."""
+def batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iterator[tuple]:
+    """This process's micro-batches from update `step` on, each prepared while the one before is still being used.
+
+    -> inputs x [B, T], labels y [B, T] (IGNORE for padding), number of labels, the teacher's hidden states [B, T, D_t]
+    """
     ahead = None
     for at in range(step, cfg.max_steps):
         mine = rows_of_update(rows, at, cfg)
         for index in np.split(mine, len(mine) // cfg.micro_batch):
             x, y, n_valid = rows.batch(index, torch.device(cfg.device))
-            batch = Batch(x, y, n_valid, teacher.hidden(x) if teacher else None)
+            batch = x, y, n_valid, teacher.hidden(x) if teacher else None
             if ahead:
                 yield ahead
             ahead = batch
@@ -105,7 +96,7 @@ def make_student(name: str, cfg: Config) -> Student:
         groups[cfg.decay_1d or p.ndim > 1].append(p)
     groups = [{"params": ps, "weight_decay": cfg.weight_decay * decays} for decays, ps in groups.items() if ps]
     optimizer = torch.optim.AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, fused=True)
-    return Student(name, model, optimizer, Path(cfg.out_dir) / name, cfg.overrides_of(name), sha, cfg.lr_factor(name))
+    return Student(name, model, optimizer, Path(cfg.out_dir) / name, sha, cfg.lr_factor(name))
 
 
 def first_weights(cfg: Config) -> Qwen2:
@@ -128,10 +119,10 @@ def first_weights(cfg: Config) -> Qwen2:
 
 def objective_at(s: Student, step: int, cfg: Config) -> Callable:
     """A student's objective in update `step`, with the settings that change during a run."""
-    moved = moving(resolve(s.name, **s.overrides), step, cfg.schedule_steps, cfg.w_kd_schedule)
+    moved = moving(resolve(s.name, **cfg.overrides_of(s.name)), step, cfg.schedule_steps, cfg.w_kd_schedule)
     # tensors, so that one compiled graph serves every value; filled, since a copy would make the host wait
     moved = {key: torch.full((), x, dtype=torch.float64, device=s.model.head.device) for key, x in moved.items()}
-    return functools.partial(evaluator(s.name, cfg.group, cfg.compile, **s.overrides), moved=moved)
+    return functools.partial(evaluator(s.name, cfg.group, cfg.compile, **cfg.overrides_of(s.name)), moved=moved)
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -183,11 +174,8 @@ def choose_micro_batch(students: list[Student], teacher: Teacher | None, rows: R
     return dataclasses.replace(cfg, micro_batch=used)
 
 
-# --- the step --------------------------------------------------------------------------------------------------------
-
-
 def accumulate(
-    students: list[Student], teacher: Teacher | None, stream: Iterator[Batch], step: int, cfg: Config
+    students: list[Student], teacher: Teacher | None, stream: Iterator[tuple], step: int, cfg: Config
 ) -> int:
     """The gradients of an update, summed over the processes -> valid tokens of this process."""
     objectives, dtype = [objective_at(s, step, cfg) for s in students], run.compute_dtype(cfg)
@@ -208,7 +196,7 @@ def accumulate(
     return n_valid
 
 
-def update(students: list[Student], teacher: Teacher | None, stream: Iterator[Batch], step: int, cfg: Config) -> int:
+def update(students: list[Student], teacher: Teacher | None, stream: Iterator[tuple], step: int, cfg: Config) -> int:
     """One optimizer step of every student from one pass of the teacher -> valid tokens of this process.
 
     A forward batch is `group` rows. The loss of an update is the mean over its forward batches of the mean over each
@@ -250,8 +238,6 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
     return norm
 
 
-# --- validation, histograms, log -------------------------------------------------------------------------------------
-
 VALIDATED = {"ce": "ce", "kl": "kl", "agree": "top1", "teacher_ce": "teacher_ce", "teacher_entropy": "teacher_entropy"}
 
 
@@ -292,7 +278,7 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     with parallel.gathered_roots(s.model for s in live):
         students = {}
         for s in filter(lambda s: needs_teacher(s.name), live):
-            method = resolve(s.name, **s.overrides)
+            method = resolve(s.name, **cfg.overrides_of(s.name))
             students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
         record, counts = metrics.histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if parallel.rank() == 0:
@@ -341,8 +327,6 @@ def say_values(label: str, values: dict[str, dict[str, float]], keys: Iterable[s
 def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
     say(f"{label:<64} |" + "".join(f"{cells.get(name, ''):>{max(len(name), 6) + 2}}" for name in cfg.methods))
 
-
-# --- the run ---------------------------------------------------------------------------------------------------------
 
 STOP = threading.Event()  # set by a signal
 

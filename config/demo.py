@@ -10,20 +10,17 @@ teacher = "demo/teacher"
 data_dir = "data/demo"
 out_dir = "out/demo"
 
-source = "python"
-n_documents = None
-train_rows = None
-val_rows = 0
-val_share = 0.05
+source = "python"  # all of the text that comes with Python; about every 20th document is held out
+n_documents = train_rows = None
+val_rows, val_share = 0, 0.05
 seq_len = 256
 
 shuffle = True
 max_steps = schedule_steps = 140
 batch_rows = micro_batch = 8
-lr = 3e-3
-min_lr = 3e-4
+lr, min_lr = 3e-3, 3e-4
 warmup_steps = 20
 val_every_steps = 35
-histogram_every_steps = 20  # for plot.py
+histogram_every_steps = 20  # for tools/plot.py
 val_max_rows = 64
 checkpoint_every_steps = 70

@@ -3,7 +3,7 @@
 #   python prepare.py config/demo.py
 #   python train.py config/demo_teacher.py
 #
-# What came of it, and how the weights got into demo/teacher, is in LOG.md.
+# results/LOG.md says what came of it; demo/make.py puts its weights into demo/teacher.
 
 methods = ("pretrain",)
 student = "demo_teacher"
@@ -12,20 +12,16 @@ tokenizer = "demo/teacher"
 data_dir = "data/demo"
 out_dir = "out/demo_teacher"
 
-source = "python"
-n_documents = None
-train_rows = None
-val_rows = 0
-val_share = 0.05
+source = "python"  # all of the text that comes with Python; about every 20th document is held out
+n_documents = train_rows = None
+val_rows, val_share = 0, 0.05
 seq_len = 256
 
 shuffle = True
 repeat_rows = True
 max_steps = schedule_steps = 2000
-batch_rows = 16
 micro_batch = 16
-lr = 2e-3
-min_lr = 1e-4
+lr, min_lr = 2e-3, 1e-4
 warmup_steps = 200
 clip = 1.0
 val_every_steps = 250

@@ -3,7 +3,7 @@
 #   python prepare.py config/large.py     5.2B tokens; the first time, the tokenizer's folder comes with the teacher's weights (66 GB)
 #   torchrun --nproc_per_node=8 --max_restarts=3 train.py config/large.py
 #
-# Not run here. Memory of each card by the formula of lib/device.run_bytes: 24.6 GiB and 0.25 GiB for each of its 64 rows, 40.4 GiB in
+# Not run here. Memory of each card, computed and not measured: 24.6 GiB and 0.25 GiB for each of its 64 rows, 40.4 GiB in
 # all; 102.6 GiB with shard=1. Layers of the teacher: 7.3 GiB instead of 58.1; its embedding and head: 2.9 GiB on every card.
 
 methods = ("alra",)

@@ -5,7 +5,7 @@
 #   python eval.py out/smollm2_30m --tasks none
 #
 # Without --source the text is that which comes with Python. Cost, computed: 0.51M tokens, 0.46 GFLOP each, 2.3e14 FLOP: about
-# an hour at 65 GFLOP/s; measured on two cores: 240 tokens/s, 36 minutes; 1.6 GiB. LOG.md has a run of 120 updates.
+# an hour at 65 GFLOP/s; measured on two cores: 240 tokens/s, 36 minutes; 1.6 GiB. results/LOG.md has a run of 120 updates.
 
 methods = ("alra",)
 student = "384x6x6"  # vocabulary (49,152), rope base, norm epsilon and context are the teacher's
@@ -14,18 +14,15 @@ data_dir = "data/smollm2"
 out_dir = "out/smollm2_30m"
 
 source = "python"
-n_documents = None
-train_rows = None
-val_rows = 0
-val_share = 0.02
+n_documents = train_rows = None
+val_rows, val_share = 0, 0.02
 seq_len = 256
 
 shuffle = True
 repeat_rows = True
 max_steps = schedule_steps = 500  # * 4 rows * 256 inputs = 0.51M nominal tokens
 batch_rows = micro_batch = 4
-lr = 2e-3
-min_lr = 2e-4
+lr, min_lr = 2e-3, 2e-4
 warmup_steps = 50
 val_every_steps = 50
 val_max_rows = 64

@@ -28,7 +28,7 @@ EOS, VOCAB = "<|endoftext|>", 4096
 def make_tokenizer() -> None:
     """Byte-level BPE with digits apart, as the teacher of the paper has it, on the documents that are not held out."""
     share = configure.load([str(ROOT / "config/demo.py")]).val_share
-    texts = (text for name, text in python_documents() if not held_out((name, text), share))
+    texts = (document["text"] for document in python_documents() if not held_out(document, share))
     tokenizer = Tokenizer(models.BPE())
     digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])

@@ -1,26 +1,25 @@
-"""What goes into and comes out of an objective: shapes, values, settings, ignored positions.
+"""What goes into and comes out of an objective: shapes, dtypes, ignored positions.
 
-Every objective starts with `enter` and ends with `leave`. A logit that is not finite makes the loss so; a label out of range
-trips torch's own assertion.
+Every objective starts with `enter` and ends with `leave`. A logit that is not finite makes the loss not finite; a label out
+of range raises torch's own error.
 """
 
 import torch
 from torch import Tensor
 
-from lib.rows import IGNORE
-from lib.settings import require
+from lib.files import require
+
+IGNORE = -100  # label of a position outside T_B; torch's own `ignore_index`
 
 
 def enter(z_s, z_t, y, guard=False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Check and widen the input -> z_s, z_t (constant), labels (0 where ignored), valid [N] bool.
 
-    guard  give ignored positions a gradient of exactly 0, even where a NaN stands. `vocab.split` and `vocab.log_p` do
-           so in the pass that they make anyway; an objective that uses z_s in any other way sets it.
+    guard  give ignored positions a gradient of exactly 0, even if their logits are NaN. `vocab.split` and `vocab.log_p`
+           do so in the pass that they make anyway; an objective that uses z_s in any other way sets it.
     """
-    require(
-        z_s.ndim == 2 and y.shape == z_s.shape[:1],
-        f"z_s, y: expected [N, V] and [N], got {tuple(z_s.shape)} and {tuple(y.shape)}",
-    )
+    fits = z_s.ndim == 2 and y.shape == z_s.shape[:1]
+    require(fits, f"z_s, y: expected [N, V] and [N], got {tuple(z_s.shape)} and {tuple(y.shape)}")
     require(z_t is None or z_t.shape == z_s.shape, f"z_t: expected shape {tuple(z_s.shape)} as z_s has")
     require(y.dtype == torch.int64, f"y: expected int64 labels, got {y.dtype}")
     dtype = torch.promote_types(z_s.dtype, torch.float32)

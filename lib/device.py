@@ -59,18 +59,6 @@ def mfu(flops_per_sec: float, device: torch.device, world: int) -> float | None:
     return flops_per_sec / (peak * world) if peak else None
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free now, of the card or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def peak_bytes(device: torch.device) -> int:
     """The most memory that this process has held, of the card or of the machine."""
     if device.type == "cuda":

@@ -24,9 +24,6 @@ def require(ok: object, message: str) -> None:
         raise UserError(message)
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn a failure to write `path`, such as a full disk, into one clear line.
@@ -81,19 +78,16 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, error: Exception) -> Iterator[None]:
-    """Lock a folder for this process; `error` if another process holds it. A killed process loses its lock."""
+def locked(folder: Path, busy: str) -> Iterator[None]:
+    """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    except BlockingIOError as busy:
-        raise error from busy
+    except BlockingIOError as error:
+        raise UserError(busy) from error
     finally:
         os.close(handle)
-
-
-# --- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def dump(path: Path, value: dict, **how) -> str:
@@ -137,7 +131,7 @@ def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
 def read_json(path: Path, keys: Iterable[str] = (), remedy: str = REMEDY) -> dict:
     """The object in a JSON file. Raises `UserError` if it is broken or lacks one of `keys`."""
     with reading(path, remedy):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)  # refuses NaN and Infinity
     return check_keys(value, keys, path, remedy)
 
 
@@ -157,9 +151,6 @@ def check_keys(value: object, keys: Iterable[str], where: Path | str, remedy: st
     missing = [key for key in keys if key not in value]
     require(not missing, f"{where}: no {missing[:1]} in it; {remedy}")
     return value
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
 
 
 def first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
-from lib.settings import require
+from lib.files import require
 
 Evaluate = Callable[
     [torch.dtype | None, Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor], Tensor | None]

@@ -25,6 +25,7 @@ class Rewrite(CustomGraphPass):
         logits = [_shape(n) for n in graph.find_nodes(op="placeholder") if len(_shape(n)) == 2]  # of both models, equal
         if logits:
             scatter_last(graph, logits[0])
+            scatter_in_place(graph)
             store_per_position(graph, logits[0])
         graph.eliminate_dead_code()
 
@@ -84,6 +85,28 @@ def _copy(graph: Graph, node: Node, operands: dict, like: Node, shape: tuple | N
     copy = graph.node_copy(node, lambda a: operands.get(a, a))
     copy.meta = {**like.meta, "val": like.meta["val"].new_empty(shape) if shape else like.meta["val"]}
     return copy
+
+
+def scatter_in_place(graph: Graph) -> None:
+    """z.copy_(x.scatter(1, i, s)) -> z.copy_(x), then z.scatter_(1, i, s): the scatter needs no buffer of its own.
+
+    Inductor would rename z to x, and copy at the end; a view of z is written at once.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        z, scattered = node.args
+        if scattered.target is aten.scatter.src:
+            x, *at_tokens = scattered.args
+            with graph.inserting_before(node):
+                view = _call(graph, aten.as_strided.default, node, z, _shape(z), node.meta["val"].stride())
+                _call(graph, aten.copy_.default, node, view, x)
+                node.replace_all_uses_with(_call(graph, aten.scatter_.src, node, z, *at_tokens))
+            graph.erase_node(node)
+
+
+def _call(graph, target, like, *args):
+    node = graph.call_function(target, args)
+    node.meta = dict(like.meta)
+    return node
 
 
 def store_per_position(graph: Graph, dense: tuple[int, int]) -> None:

@@ -65,25 +65,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def leading_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The id that the tokenizer itself puts before a text (its BOS), or None. What it puts after a text is ignored.
-
-    Raises `UserError` for a tokenizer that puts several ids before a text, or one that is not a special token.
-    """
-    backend = tokenizer.backend_tokenizer
-    bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-    n_before = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), None)
-    added, special = whole[:n_before], [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    if not added:
-        return None
-    if len(added) > 1 or n_before is None or added[0] not in special:
-        raise UserError(
-            f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
-            "bos=none, or take another tokenizer"
-        )
-    return added[0]
-
-
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     """sha256 of all that decides which ids a text gets."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()

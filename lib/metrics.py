@@ -9,7 +9,6 @@ Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,29 +18,11 @@ from lib import fused, parallel, vocab
 from lib.rows import IGNORE
 
 BINS = 15  # of the calibration error
-DRAWS = 2_000  # of the paired bootstrap
 N_LOGITS = {"cpu": 2**24, "cuda": 2**26}  # of one model at a time; on a GPU about as many as a training step has
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
 
 Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]
 Objective = Callable[[Tensor, Tensor, Tensor], object]  # of z_s, z_t [N, V] and y [N]; its result may have a `d_u` [N]
-
-
-class Figure(NamedTuple):
-    heading: str
-    sense: int  # +1 where more is better, -1 where less is
-    factor: int  # to the printed unit
-    digits: int  # printed
-
-
-FIGURES = {
-    "ce": Figure("CE, nats/token", -1, 1, 4),
-    "bits_per_byte": Figure("bits/byte", -1, 1, 4),
-    "kl": Figure("KL to teacher, nats", -1, 1, 4),
-    "top1": Figure("top-1 agreement, %", +1, 100, 2),
-    "top5": Figure("top-5 agreement, %", +1, 100, 2),
-    "ece": Figure("ECE, %", -1, 100, 2),
-}
 
 
 def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -60,15 +41,6 @@ def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if "kl" in sums:
         out |= {key: sums[key] / n for key in TEACHER_KEYS}
     return out | {"ece": np.abs(sums["gap"]).sum(-1) / n}
-
-
-def bootstrap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """95 % interval of each figure's difference a - b, by a paired bootstrap over rows with `DRAWS` draws."""
-    n = len(a["n"])
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=DRAWS)  # [DRAWS, rows]
-    drawn = [figures({key: counts @ per_row for key, per_row in sums.items()}) for sums in (a, b)]
-    shared = [key for key in FIGURES if key in drawn[0] and key in drawn[1]]
-    return {key: tuple(np.quantile(drawn[0][key] - drawn[1][key], (0.025, 0.975)).tolist()) for key in shared}
 
 
 @torch.no_grad()
@@ -134,9 +106,6 @@ def _compare(z: Tensor, y: Tensor, of_teacher, n_bytes) -> tuple[dict[str, Tenso
         values |= {"top5": (top[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5}
         values |= {"teacher_ce": ce_t, "teacher_entropy": entropy_t}
     return values, logp.gather(1, top[:, :1])[:, 0].exp(), top[:, 0] == y
-
-
-# --- the paper's Figures 3 and 4 -------------------------------------------------------------------------------
 
 
 @torch.no_grad()

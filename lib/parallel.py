@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lib.files import UserError
 
-# --- start and end ---------------------------------------------------------------------------------------------------
-
 
 def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
     """Make `device` the current one, and join the other processes of this torchrun, if any.
@@ -50,9 +48,6 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-# --- what all processes know -----------------------------------------------------------------------------------------
-
-
 def sum_in_place(tensors: Iterable[Tensor]) -> None:
     """Sum each tensor over the processes."""
     if world() > 1:
@@ -84,9 +79,6 @@ def check_agreement(**facts) -> None:
             raise UserError(f"{key}: {every[0][key]} on process 0, {theirs[key]} on process {other}; expected the same")
 
 
-# --- sums of gradients that start early ------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def summing_gradients(model: nn.Module, last: bool, handles: list) -> Iterator[None]:
     """Around a backward pass: if it is the `last` of an update, gradients are summed over the processes.
@@ -105,9 +97,6 @@ def summing_gradients(model: nn.Module, last: bool, handles: list) -> Iterator[N
     yield
     for hook in hooks:
         hook.remove()
-
-
-# --- weights that are sharded over processes -------------------------------------------------------------------------
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], n: int, device: torch.device, layers_only: bool) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lib.checks import IGNORE
 from lib.files import read_json, require
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
-IGNORE = -100  # label of a position outside T_B
 BLOCK = 1 << 20  # bytes read at a time
 MANIFEST = ("rows", "row_len", "eos_id", "bos", "sha256", "quick_sha256", "tokenizer_sha256")  # what readers need of it
 

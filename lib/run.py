@@ -35,7 +35,6 @@ from lib import parallel
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
 from lib.files import (
-    UserError,
     append_line,
     locked,
     read_json,
@@ -65,7 +64,6 @@ class Student:
     model: Qwen2
     optimizer: torch.optim.AdamW
     folder: Path
-    overrides: dict  # of the method's row in METHODS
     init_sha256: str
     lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(
@@ -113,9 +111,6 @@ def student_shape(cfg: Config) -> Qwen2Config:
     shape = student_config(cfg.student, given)
     most = given["vocab_size"] if given and any(map(needs_teacher, cfg.methods)) else shape.vocab_size
     return dataclasses.replace(shape, vocab_size=min(shape.vocab_size, most))
-
-
-# --- what must be right before the first step ------------------------------------------------------------------------
 
 
 def check_config(cfg: Config) -> None:
@@ -174,11 +169,8 @@ def lock_run_dir(cfg: Config) -> contextlib.AbstractContextManager:
     """The run's folder, created if necessary and locked for this run."""
     out = Path(cfg.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    busy = UserError(f"out_dir={out}: another train.py is running there; wait until it ends, or choose another out_dir")
+    busy = f"out_dir={out}: another train.py is running there; wait until it ends, or choose another out_dir"
     return contextlib.nullcontext() if parallel.rank() else locked(out, busy)
-
-
-# --- what the run was made of ----------------------------------------------------------------------------------------
 
 
 def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None) -> dict:
@@ -211,9 +203,6 @@ def check_same_run(before: dict, where: str | Path, facts: dict) -> None:
         differ = [f"{key} was {old[key]!r}, now {new[key]!r}" for key in sorted(LEARNT) if old[key] != new[key]]
         differ += [f"{key} differs" for key in CONTENT if before[key] != facts[key]]
     require(not differ, f"{where}: contains a different run ({'; '.join(differ[:3])}); choose another out_dir")
-
-
-# --- start and end of a run ------------------------------------------------------------------------------------------
 
 
 def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict]:
@@ -308,9 +297,6 @@ def save_model(
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, cfg: Config) -> None:
     """A checkpoint of each student; all are written before any older one is removed. That of step 0 has no tensors."""
     for s in live:
@@ -354,9 +340,6 @@ def load_checkpoint(path: Path, s: Student, facts: dict) -> dict:
         like = {"dtype": torch.float64, "device": s.model.head.device}
         s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}
         return {key: state[key] for key in COUNTS}
-
-
-# --- services that receive the log -----------------------------------------------------------------------------------
 
 
 def open_services(s: Student, facts: dict, cfg: Config) -> list[Callable[[dict], None]]:

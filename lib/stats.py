@@ -1,10 +1,31 @@
-"""Means over seeds, paired differences and their p-values: every interval and test that a table or figure shows."""
+"""How figures are shown, and every interval and test beside them: over seeds, and over rows."""
 
 import math
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
+
+from lib.metrics import figures
+
+DRAWS = 2_000  # of the paired bootstrap over rows
+
+
+class Figure(NamedTuple):
+    heading: str
+    sense: int  # +1 where more is better, -1 where less is
+    factor: int  # to the printed unit
+    digits: int  # printed
+
+
+FIGURES = {
+    "ce": Figure("CE, nats/token", -1, 1, 4),
+    "bits_per_byte": Figure("bits/byte", -1, 1, 4),
+    "kl": Figure("KL to teacher, nats", -1, 1, 4),
+    "top1": Figure("top-1 agreement, %", +1, 100, 2),
+    "top5": Figure("top-5 agreement, %", +1, 100, 2),
+    "ece": Figure("ECE, %", -1, 100, 2),
+}
 
 
 class Estimate(NamedTuple):
@@ -50,3 +71,12 @@ def holm(ps: list[float | None]) -> list[float | None]:
 
 def p_text(p: float | None) -> str:
     return "–" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def bootstrap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """95 % interval of each figure's difference a - b, by a paired bootstrap over rows with `DRAWS` draws."""
+    n = len(a["n"])
+    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=DRAWS)  # [DRAWS, rows]
+    drawn = [figures({key: counts @ per_row for key, per_row in sums.items()}) for sums in (a, b)]
+    shared = [key for key in FIGURES if key in drawn[0] and key in drawn[1]]
+    return {key: tuple(np.quantile(drawn[0][key] - drawn[1][key], (0.025, 0.975)).tolist()) for key in shared}

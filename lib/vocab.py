@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# --- over the vocabulary -----------------------------------------------------------------------------------------
-
 
 def block_size(V) -> int:
     """Block length. About sqrt(V / k) balances the work per block against the work per token."""
@@ -265,9 +263,6 @@ def _ranked(tokens, before) -> Tensor:
     return torch.zeros_like(tokens).scatter(1, before.sum(-1), tokens)
 
 
-# --- over k tokens -------------------------------------------------------------------------------------------------
-
-
 def kl(x_t, x_s, keep=None) -> Tensor:
     """KL(softmax(x_t) || softmax(x_s)) over the entries to keep  # [N, k] -> [N]"""
     ln_t, ln_s = ln_softmax(x_t, keep), ln_softmax(x_s, keep)
@@ -341,9 +336,6 @@ def lower_median(x, keep) -> Tensor:
     """Lower median of the entries to keep, 0 without one; no transfer of their number to the host  # [N] -> []"""
     middle = keep & (rising_rank(x.detach(), keep) == (keep.sum() - 1) // 2)
     return torch.where(middle, x, 0.0).sum()
-
-
-# --- sums of any function of both probabilities ----------------------------------------------------------------------
 
 
 class _Pointwise(torch.autograd.Function):

@@ -20,55 +20,44 @@ SHORT_FORMS = TITLES | LATIN | PLACES | BOOKS | DATES
 
 
 def naive_rows(stream, tokenizer, row_len):
-    """All rows of a whole stream: a list of (ids, kind)."""
+    """All rows of a whole stream, as lists of ids."""
     rows, start = [], 0
     while start < len(stream):
         window = stream[start : start + row_len]
         if start + row_len >= len(stream):
-            rows.append((window, "eos"))
-            return rows
-        for size in range(len(window), 1, -1):
-            kind = kind_of_end(window[:size], stream[start + size], tokenizer)
-            if kind:
-                break
-        else:
-            size, kind = len(window), "none"
-        rows.append((window[:size], kind))
+            return [*rows, window]
+        sizes = range(len(window), 1, -1)  # the latest place wins; without any the row is full
+        size = next((n for n in sizes if may_end(window[:n], stream[start + n], tokenizer)), row_len)
+        rows.append(window[:size])
         start += size
     return rows
 
 
-def kind_of_end(row, following, tokenizer):
-    """What a row that is cut here ends at: "eos", "line", "sentence", or None where it may not be cut."""
-    if row[-1] == tokenizer.eos_token_id:
-        return "eos"
-    if re.search(r"\n[ \t]*\Z", plain_text([row[-1]], tokenizer)):
-        return "line"
+def may_end(row, following, tokenizer):
+    """Whether a row may be cut here, before the id `following`."""
+    if row[-1] == tokenizer.eos_token_id or re.search(r"\n[ \t]*\Z", plain_text([row[-1]], tokenizer)):
+        return True
     if following == tokenizer.eos_token_id:
-        return None
+        return False
     text = plain_text(row, tokenizer)
     after = plain_text([following], tokenizer)[:1]
-    found = SENTENCE.search(text)
-    if not found or not after:
-        return None
-    word, stops = found["word"], found["stops"]
-    wide = stops[-1] in "。！？｡"
-    if not after.isspace() and not (wide and not NOT_FIRST.match(after)):
-        return None
-    if stops == "." and (
+    match = SENTENCE.search(text)
+    if not match or not after:
+        return False
+    word, stops = match["word"], match["stops"]
+    if not after.isspace() and (stops[-1] not in "。！？｡" or NOT_FIRST.match(after)):
+        return False
+    return stops != "." or not (
         word.lower() in SHORT_FORMS
         or re.fullmatch(r"[^\W_]|\d{2,3}", word)
         or (word and all(letter.isalpha() for letter in word[::2]) and set(word[1::2]) == {"."} and len(word) % 2)
-    ):
-        return None
-    return "sentence"
+    )
 
 
 def plain_text(ids, tokenizer):
     """Text of the ids, U+FFFD for parts of characters."""
-    tokens = tokenizer.convert_ids_to_tokens(ids)
     if tokenizer.convert_tokens_to_ids("<0x0A>") in (None, tokenizer.unk_token_id):
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
     pieces = [b"\x01" if t == tokenizer.eos_token else bytes.fromhex(t[3:5]) if t[:3] == "<0x" else t.replace("▁", " ").encode()
-              for t in tokens]  # fmt: skip
+              for t in tokenizer.convert_ids_to_tokens(ids)]  # fmt: skip
     return b"".join(pieces).decode(errors="replace")

@@ -13,9 +13,8 @@ from torch._inductor.inductor_prims import force_stride_order
 
 import losses
 from lib.graph import Rewrite
-from losses import IGNORE, METHODS
-from tests.plain import method_loss
-from tests.test_losses import FIRST_TIER, ROWS
+from losses import IGNORE, METHODS, method_loss
+from tests.test_losses import ROWS
 
 aten = torch.ops.aten
 N, V = 5, 32_771  # prime; blocks of 128, as at the real vocabulary
@@ -29,17 +28,13 @@ def case(seed=0):
     return z_s, z_t, y
 
 
-# Among them are a temperature, two splits, a scatter and a cross-entropy. The others are traced, without the rewrites.
-REWRITTEN = ("vanilla_kd", "rld", "tad", "alra")
+# Among them are a temperature, two splits, a scatter and a cross-entropy. test_objectives.py traces the others.
+REWRITTEN = [("vanilla_kd", torch.float32), ("rld", torch.bfloat16), ("alra", torch.float32), ("tad", torch.bfloat16)]
 
 
-def traced(f, rewrite):
-    """f compiled -> its graphs, and f. A rewritten graph is run beside the graph as it was."""
+def traced(f):
+    """f compiled -> its rewritten graphs, and f. A rewritten graph is run beside the graph as it was."""
     graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph.graph)
-        return graph.forward
 
     def rewritten(graph, _):
         before = copy.deepcopy(graph)
@@ -49,60 +44,69 @@ def traced(f, rewrite):
         graphs.append(graph.graph)
 
         def both(*inputs):
-            found, expected = graph(*inputs), before(*inputs)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "a rewrite changed a value"
-            return found
+            expected, results = before(*(x.clone() for x in inputs)), graph(*inputs)
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)), "a rewrite changed a value"
+            return results
 
         return both
 
     torch.compiler.reset()
     lowered = {"fw_compiler": rewritten, "inference_compiler": rewritten, "decompositions": select_decomp_table()}
-    backend = aot_autograd(**lowered) if rewrite else keep
+    backend = aot_autograd(**lowered, keep_inference_input_mutations=True)
     return graphs, torch.compile(f, backend=backend, fullgraph=True, dynamic=False)
 
 
 def value(node):
-    return node.meta.get("val", torch.empty(0))
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else torch.empty(0)
 
 
 def dense(graph):
     """Nodes of [N, V], in blocks or not."""
-    return [
-        n
-        for n in graph.nodes
-        if n.op == "call_function" and getattr(value(n), "shape", torch.Size()).numel() >= N * (V - V % 128)
-    ]
+    return [n for n in graph.nodes if n.op == "call_function" and value(n).numel() >= N * (V - V % 128)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
-@pytest.mark.parametrize("name", [name for name in FIRST_TIER if name != "fixed_7"])
-def test_value_and_gradient_are_one_graph_of_two_passes(name):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
+@pytest.mark.parametrize(("name", "dtype"), REWRITTEN)
+def test_value_and_gradient_are_one_graph_of_two_passes(name, dtype):
     z_s, z_t, y = case()
-    graphs, compiled = traced(lambda *z: losses._evaluate(METHODS[name], torch.bfloat16, *z), name in REWRITTEN)
+    graphs, compiled = traced(lambda *z: losses._evaluate(METHODS[name], dtype, *z))
+    z = z_s.clone()
     with torch.no_grad():
-        loss, _, dz = compiled(z_s, z_t, y)
+        loss, _, dz = compiled(z, z_t, y)
         compiled(*case(seed=1))
     assert len(graphs) == 1  # `fullgraph` raises at a break, and the second call did not recompile
+    assert (dz.data_ptr() == z.data_ptr()) == (dtype == torch.float32)  # written over the logits where it fits
     expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]
     assert torch.allclose(loss, expected.detach(), rtol=1e-6)
-    gradient = torch.autograd.grad(expected, z)[0].bfloat16()
-    assert dz.dtype == torch.bfloat16 and (dz.float() - gradient.float()).norm() <= 1e-3 * gradient.float().norm()
+    gradient = torch.autograd.grad(expected, z)[0].to(dtype).float()
+    assert dz.dtype == dtype and (dz.float() - gradient).norm() <= 1e-3 * gradient.norm()
 
-    if name not in REWRITTEN:
-        return
     (graph,) = graphs
     maxima = [n for n in graph.nodes if n.target is aten.amax.default and value(n.args[0]).numel() >= N * (V - V % 128)]
     assert len(maxima) <= 2 + 2 * (name == "rld")  # of the blocks of each model; RLD's below the label too
     assert not [n for n in dense(graph) if value(n).dtype == torch.float64]
     for n in dense(graph):
-        computed = [
-            a
-            for a in n.all_input_nodes
-            if a.all_input_nodes and 1 < value(a).numel() <= N and value(a).is_floating_point()
-        ]
-        assert value(n).ndim > 2 or {a.target for a in computed} <= {force_stride_order}, n
-    scattered = [n for n in dense(graph) if n.target is aten.scatter.src]
-    assert len(scattered) <= 1 and all(value(n).dtype == torch.bfloat16 for n in scattered)
+        operands = [a for a in n.all_input_nodes if a.all_input_nodes and 1 < value(a).numel() <= N]
+        computed = {a.target for a in operands if value(a).is_floating_point()}
+        assert value(n).ndim > 2 or computed <= {force_stride_order}, n
+    scattered = [
+        n for n in graph.nodes if n.target in (aten.scatter.src, aten.scatter_.src) and len(value(n.args[0])) == N
+    ]
+    scattered = [n for n in scattered if value(n.args[0]).shape == (N, V) and value(n.args[0]).is_floating_point()]
+    in_place = aten.scatter.src if dtype == torch.bfloat16 else aten.scatter_.src
+    assert [n.target for n in scattered] == [in_place] * (name in ("tad", "alra"))
+    assert all(value(n.args[0]).dtype == dtype for n in scattered)
+
+
+def test_a_changed_rewrite_has_another_identity(tmp_path, monkeypatch):
+    """torch finds what it has compiled before by `uuid`."""
+    from lib import graph
+
+    before, copied = Rewrite().uuid(), tmp_path / "graph.py"
+    copied.write_text(Path(graph.__file__).read_text() + "# changed\n")
+    monkeypatch.setattr(graph, "__file__", str(copied))
+    assert Rewrite().uuid() != before
 
 
 STANDIN = """
@@ -117,6 +121,7 @@ backend_registration._setup_privateuseone_for_python_backend("standin", module)
 FakeTensor.is_cuda = property(lambda self: self.device.type == "standin")
 
 import losses
+from lib.fused import head_losses
 
 B, T, V = 2, 64, 151_936
 
@@ -139,7 +144,7 @@ with FakeTensorMode(), Watch():
     for name in sys.argv[1:]:
         h_s = torch.empty(B, T, 16, **like, requires_grad=True)
         w_s = torch.empty(V, 16, device="standin", requires_grad=True)
-        loss, terms = plain.fused_head_loss(h_s, w_s, h_t, w_t, y, name)
+        ((loss, terms),) = head_losses([(h_s, w_s, losses.evaluator(name))], h_t, w_t, y)
         loss.backward()
         assert loss.dtype == w_s.grad.dtype == torch.float32 and h_s.grad.dtype == torch.bfloat16
         print(name)

@@ -15,9 +15,8 @@ import torch
 
 import losses
 from lib import vocab
-from losses import IGNORE, METHODS
-from tests import naive, plain
-from tests.plain import method_loss
+from losses import IGNORE, METHODS, method_loss
+from tests import naive
 
 # One row per objective; the paper's variants of ALRA differ in settings that the naive comparison goes through.
 ROWS = [name for name in METHODS if METHODS[name].fn is not losses.alra or name in ("alra", "alra_g", "fixed_7")]
@@ -508,7 +507,7 @@ VARIANTS = {  # adaptive, ground truth, teacher top-1, pairwise loss
 
 def settings_of(name):
     row = losses.resolve(name)
-    defaults = {key: value for key, value in (row.fn.__kwdefaults__ or {}).items() if key in plain.keywords(name)}
+    defaults = {key: value for key, value in (row.fn.__kwdefaults__ or {}).items() if key in losses.settings(name)}
     return {**defaults, **row.hyper}
 
 
@@ -559,9 +558,9 @@ def test_overrides_reach_the_objective():
     (without,) = torch.autograd.grad(loss, z_s)
     (with_ce,) = torch.autograd.grad(method_loss("tad", z_s, z_t, y, w_kd=0.25, w_ce=1.0, top_k=5)[0], z_s)
     assert not torch.allclose(without, with_ce)
-    assert plain.keywords("bild") == {"w_kd", "w_ce", "tau", "top_k"}
-    assert plain.keywords("pretrain") == {"w_kd", "w_ce"}
-    assert "d_max" in plain.keywords("fixed_7") and losses.METHODS["tad"].hyper == {}
+    assert losses.settings("bild").keys() == {"w_kd", "w_ce", "tau", "top_k"}
+    assert losses.settings("pretrain").keys() == {"w_kd", "w_ce"}
+    assert "d_max" in losses.settings("fixed_7") and losses.METHODS["tad"].hyper == {}
 
 
 def test_pretrain_needs_no_teacher():
@@ -784,4 +783,4 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     losses.tad(z_s, z_t, y, top_k=5, n_sequences=2).sum().backward()
     assert z_s.grad.isfinite().all() and not z_s.grad[6:].any()
     refused("n_sequences=5: expected a divisor of N=12", lambda: losses.tad(z_s, z_t, y, n_sequences=5))
-    assert "n_sequences" not in plain.keywords("tad")
+    assert "n_sequences" not in losses.settings("tad")

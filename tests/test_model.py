@@ -13,7 +13,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lib.files import UserError
-from lib.hf import find_folder, leading_bos, load_tokenizer, pinned, tokenizer_hash, weights_hash
+from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
+from lib.tokens import leading_bos
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary, student_config
 from tests import world
 from tests.world import DEMO, ROOT, SHARED

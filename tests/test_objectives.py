@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import losses
-from losses import METHODS
+from losses import METHODS, method_loss
 from tests.golden_table import KEYWORDS
-from tests.plain import method_loss
 from tests.test_golden import cases
 from tests.test_losses import case, kd, kl, value_and_gradient
 

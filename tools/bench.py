@@ -1,29 +1,29 @@
-"""Speed and memory, as ratios to what one would have without this project, in one run.
+"""Speed and memory, as ratios to what one would have without this project.
 
-    python tools/bench.py                                         all sections
-    python tools/bench.py fused --n=1024 --d_s=1024 --repeats=9   other sizes
-    python tools/bench.py steps --teacher=1.8b --student=500m     on a GPU
-    python tools/bench.py profile                                 where the time of a step goes, by torch.profiler
+    python tools/bench.py fused step                             on any machine
+    python tools/bench.py fused --n=1024 --d_s=1024 --repeats=9  other sizes
+    python tools/bench.py gpu                                    on a GPU: all sections
 
-    fused    heads and loss, beside their matrix products alone, the obvious eager code, and Liger's fused JSD
-    step     a training step of one row, beside a plain transformers loop with the obvious eager loss
-    steps    training steps of each method, and of all at once: tokens per second, MFU, peak memory
+    tests    the tests that need a GPU
+    fused    heads and loss, compared with their matrix products alone, the obvious eager code, and Liger's fused JSD
+    step     a training step on one row, compared with a plain transformers loop and the obvious eager loss
+    steps    training steps of each method and of all at once: tokens per second, MFU, peak memory
+    profile  the kernels of one ALRA step, by torch.profiler
 
-Cases run in turn, round after round, so that a machine's moods hit all alike; whole steps run one after the other, as few
-machines hold two. The table has the median of the rounds, the ratio's round by round, and the range. Memory is the peak
-above what stood before: resident memory on the CPU of a Linux machine, allocated memory on a GPU. Writes OUT.json and OUT.md.
+The cases of `fused` run in turn, round after round, so that the machine's load affects all alike; whole training steps run one
+after the other, as few machines hold two. The table has the median of the rounds, the ratio's round by round, and the range.
+Memory is the peak above what was in use before: resident memory on the CPU (Linux), allocated memory on a GPU.
 """
 
 import argparse
-import ctypes
 import dataclasses
 import functools
 import gc
 import itertools
-import json
-import platform
+import math
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,14 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configure
 import losses
 import train
-from lib.device import machine_facts, mfu, pick_device
-from lib.files import UserError
+from lib.device import give_back_memory, machine_facts, mfu, pick_device
+from lib.files import UserError, require
 from lib.fused import head_losses
 from lib.teacher import Teacher
 from losses import METHODS
 from model import PRESETS, flops_per_token, init_student
-
-# --- what one would write at first ---------------------------------------------------------------------------------
 
 
 def eager_alra(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
@@ -79,219 +77,143 @@ def eager_alra(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     return (parts + (weight * pair).sum((1, 2))).mean()
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------
-
-
 def measure(cases: dict[str, Callable], repeats: int, device: torch.device) -> dict[str, dict]:
     """Run each case once for warm-up, then all in turn -> per case its seconds and its peak MiB, by round."""
     for name, case in cases.items():
         say(f"  {name}: warm-up")
         case()
-    found = {name: {"sec": [], "mib": []} for name in cases}
+    results = {name: {"sec": [], "mib": []} for name in cases}
     for _, (name, case) in itertools.product(range(repeats), cases.items()):
         before = start_memory(device)
         begun = time.perf_counter()
         case()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found[name]["sec"].append(time.perf_counter() - begun)
-        found[name]["mib"].append(peak_memory(device, before))
-    return found
+        results[name]["sec"].append(time.perf_counter() - begun)
+        results[name]["mib"].append(peak_memory(device, before))
+    return results
 
 
-def measure_alone(makes: dict[str, Callable], repeats: int, device: torch.device) -> dict[str, dict]:
-    """`measure` of cases that are made one after the other; memory counts all that a case holds. What does not fit is left out."""
-    found = {}
+def measure_alone(makes: dict[str, Callable], args, device: torch.device) -> dict[str, dict]:
+    """`measure` of cases that are made one after the other; memory is all that a case holds. Leaves out what does not fit."""
+    results = {}
     for name, make in makes.items():
         before = start_memory(device)
         torch.cuda.empty_cache()  # the pieces of the case before
         try:
-            found |= measure({name: make()}, repeats, device)
-            found[name]["mib"] = [peak_memory(device, before)]
-        except torch.OutOfMemoryError:
-            say(f"  {name}: out of memory, left out")
-    return found
+            require(time.monotonic() < args.end, f"{args.minutes} minutes are over")
+            results |= measure({name: make()}, args.repeats, device)
+            results[name]["mib"] = [peak_memory(device, before)]
+        except (torch.OutOfMemoryError, UserError) as error:
+            say(f"  {name}: left out, {str(error)[:99]}")
+    return results
 
 
-def start_memory(device: torch.device) -> float | None:
-    """Free memory and reset the peak -> MiB in use now; None where the system does not report it."""
+def start_memory(device: torch.device) -> float:
+    """Free memory and reset the peak -> MiB in use now; NaN where the system does not report it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device) / 2**20
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-    clear = Path("/proc/self/clear_refs")
-    if not clear.exists():
-        return None
-    clear.write_text("5")
+    give_back_memory()
+    if (clear := Path("/proc/self/clear_refs")).exists():
+        clear.write_text("5")
     return status("VmRSS")
 
 
-def peak_memory(device: torch.device, before: float | None) -> float | None:
+def peak_memory(device: torch.device, before: float) -> float:
     """Peak MiB above `before` since `start_memory`."""
-    if before is None:
-        return None
     return (torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else status("VmHWM")) - before
 
 
 def status(key: str) -> float:
     """A line of /proc/self/status, MiB."""
-    return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+    file = Path("/proc/self/status")
+    return int(re.search(rf"{key}:\s+(\d+)", file.read_text())[1]) / 1024 if file.exists() else math.nan
 
 
-def line(section: str, case: str, note: str = "", **numbers) -> dict:
-    """One line of the table."""
-    return {"section": section, "case": case, "against": None, "note": note, **numbers}
-
-
-def row(section: str, case: str, found: dict, against: str | None, note: str = "") -> dict:
-    """The line of a measured case beside another of its section, by the median over rounds."""
-    a, b = found[case], found.get(against)
-    mib = None if None in a["mib"] else statistics.median(a["mib"])
-    new = line(section, case, note, sec=statistics.median(a["sec"]), sec_range=[min(a["sec"]), max(a["sec"])], mib=mib)
+def row(section: str, case: str, results: dict, against: str | None = None, note: str = "") -> str:
+    """The table's line of a measured case, compared with another case of its section."""
+    a, b, compared = results[case], results.get(against), ["", "", ""]
     if b:
         ratios = [x / y for x, y in zip(a["sec"], b["sec"], strict=True)]
-        new |= {"against": against, "time_ratio": statistics.median(ratios)}
-        new["time_ratio_range"] = [min(ratios), max(ratios)]
-        peaks = None not in a["mib"] + b["mib"] and statistics.median(b["mib"]) > 0
-        new["memory_ratio"] = mib / statistics.median(b["mib"]) if peaks else None
-    return new
+        memory = statistics.median(a["mib"]) / (statistics.median(b["mib"]) or math.nan)
+        compared = [against, spread(ratios, ".2f"), f"{memory:.2f}"]
+    cells = [section, case, *compared, spread(a["sec"], ".3f"), f"{statistics.median(a['mib']):,.0f}", note]
+    return f"| {' | '.join(cells)} |"
 
 
-# --- the objective, and heads with objective -----------------------------------------------------------------------
+def spread(numbers: list[float], form: str) -> str:
+    return f"{statistics.median(numbers):{form}} [{min(numbers):{form}}, {max(numbers):{form}}]"
 
 
-def random_logits(n: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Random student and teacher logits that partly agree, and labels."""
-    generator = torch.Generator().manual_seed(1234)
-    z_t = torch.randn(n, vocab, generator=generator) * 2.5
-    z_s = z_t * 0.5 + torch.randn(n, vocab, generator=generator) * 1.5
-    return z_s.to(device), z_t.to(device), torch.randint(0, vocab, (n,), generator=generator).to(device)
-
-
-def learn(*and_loss) -> Callable:
-    """A case: the gradients of `loss()`, the last argument, in the tensors before it."""
-    *inputs, loss = and_loss
-    return lambda: torch.autograd.grad(loss(), inputs)
-
-
-def random_heads(n_rows: int, args, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Random h_s [B, N, D_s], w_s [V, D_s] in fp32, h_t [B, N, D_t], w_t [V, D_t] and labels [B, N]."""
+def bench_fused(args, device: torch.device) -> list[str]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    like = {"generator": torch.Generator(device).manual_seed(1234), "device": device}
-    h_s, h_t = (torch.randn(n_rows, args.n, d, **like).to(dtype) for d in (args.d_s, args.d_t))
-    w_s, w_t = (torch.randn(args.vocab, d, **like) * 0.02 for d in (args.d_s, args.d_t))
-    y = torch.randint(0, args.vocab, (n_rows, args.n), **like)
-    return h_s.requires_grad_(), w_s.requires_grad_(), h_t, w_t.to(dtype), y
-
-
-def all_logits(h_s, w_s, h_t, w_t, _) -> tuple[Tensor, Tensor]:
-    """Of all rows at once, fp32  # [B, N, V]"""
-    return (h_s @ w_s.to(h_s.dtype).T).float(), (h_t @ w_t.T).float()
-
-
-def fused_head_loss(h_s, w_s, h_t, w_t, y, name: str) -> tuple[Tensor, dict]:
-    return head_losses([(h_s, w_s, losses.evaluator(name, compile=True))], h_t, w_t, y)[0]
-
-
-def method_loss(name: str, *z) -> Tensor:
-    return losses._mean_loss(losses.resolve(name), *z)[0]
-
-
-def bench_fused(args, device: torch.device) -> list[dict]:
-    heads = h_s, w_s, h_t, w_t, y = random_heads(1, args, device)
+    random = {"generator": torch.Generator(device).manual_seed(1234), "device": device}
+    h_s, h_t = (torch.randn(1, args.n, d, **random).to(dtype) for d in (args.d_s, args.d_t))
+    w_s, w_t = (torch.randn(args.vocab, d, **random) * 0.02 for d in (args.d_s, args.d_t))
+    y = torch.randint(0, args.vocab, (1, args.n), **random)
+    h_s, w_s, w_t = h_s.requires_grad_(), w_s.requires_grad_(), w_t.to(dtype)
 
     @torch.no_grad()
     def products():
         """What every implementation needs: the logits of both, and the student's two gradients."""
-        w = w_s.to(h_s.dtype)
+        w = w_s.to(dtype)
         h_t[0] @ w_t.T
         z_s = h_s[0] @ w.T
         return z_s @ w, z_s.T @ h_s[0]
 
-    of = {name: lambda name=name: fused_head_loss(*heads, name)[0] for name in args.methods}
-    of["plain alra"] = lambda: method_loss("alra", *(z[0] for z in all_logits(*heads)), y[0])
-    of["eager alra"] = lambda: eager_alra(*(z[0] for z in all_logits(*heads)), y[0])
+    def logits() -> tuple[Tensor, Tensor, Tensor]:
+        return (h_s[0] @ w_s.to(dtype).T).float(), (h_t[0] @ w_t.T).float(), y[0]
+
+    evaluate = {name: losses.evaluator(name, compile=True) for name in args.methods}
+    loss_of = {name: lambda f=f: head_losses([(h_s, w_s, f)], h_t, w_t, y)[0][0] for name, f in evaluate.items()}
+    loss_of["plain alra"] = lambda: losses.method_loss("alra", *logits())[0]
+    loss_of["eager alra"] = lambda: eager_alra(*logits())
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
     except ImportError:
         say("  liger-kernel is not installed: its line is left out")
     else:
         liger = LigerFusedLinearJSDLoss(beta=0.0, compiled=True, chunk_size=args.n)
-        of["Liger, KL + CE"] = lambda: liger(h_s[0], w_s.to(h_s.dtype), h_t[0], w_t, y[0])
-    cases = {"products alone": products} | {name: learn(h_s, w_s, loss) for name, loss in of.items()}
-    found = measure(cases, args.repeats, device)
-    beside = [b for b in ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra") if b in found]
-    lines = [row("fused", "alra", found, b) for b in beside]
-    return lines + [row("fused", name, found, "products alone") for name in args.methods if name != "alra"]
+        loss_of["Liger, KL + CE"] = lambda: liger(h_s[0], w_s.to(dtype), h_t[0], w_t, y[0])
+    cases = {name: lambda f=f: torch.autograd.grad(f(), (h_s, w_s)) for name, f in loss_of.items()}
+    results = measure({"products alone": products, **cases}, args.repeats, device)
+    others = ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra")
+    pairs = [("alra", b) for b in others] + [(name, "products alone") for name in args.methods if name != "alra"]
+    return [row("fused", a, results, b) for a, b in pairs if a in results and b in results]
 
 
-# --- training steps ------------------------------------------------------------------------------------------------
-
-
-def make_teacher(args, device: torch.device, compile: bool = True) -> Teacher:
-    """A teacher with random weights."""
+def make_teacher(args, device: torch.device) -> Teacher:
+    """A compiled teacher with random weights."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = init_student(args.teacher, 1).to(device, dtype).requires_grad_(False)
-    if compile:
-        model.compile_layers()
+    model.compile_layers()
     return Teacher(model, device)
 
 
-def our_step(
-    methods: tuple[str, ...], student: str, teacher: Teacher | None, rows: int, micro_batch: int, n: int,
-    device: torch.device, compile: bool = True,
-) -> Callable:  # fmt: skip
+def our_step(methods, micro_batch: int, compile: bool, teacher: Teacher | None, rows: int, args, device) -> Callable:
     """train.py's own update of fresh students on random rows of n inputs."""
     cfg = configure.Config(
-        methods=methods, student=student, batch_rows=rows, micro_batch=micro_batch, seq_len=n, out_dir="out/bench",
+        methods=methods, student=args.student, batch_rows=rows, micro_batch=micro_batch, seq_len=args.n, out_dir="out/bench",
         warmup_steps=0, compile=compile, device=str(device), teacher=None,  # a preset's own shape
     )  # fmt: skip
     students = [train.make_student(name, cfg) for name in methods]
-    x, y = random_rows(student, rows, n, device)
+    x, y = torch.randint(0, PRESETS[args.student].vocab_size, (2, rows, args.n)).to(device)
     teacher = teacher if any(map(losses.needs_teacher, methods)) else None
 
     def case():
-        cut = zip(x.split(micro_batch), y.split(micro_batch), strict=True)
-        stream = (train.Batch(a, b, b.numel(), teacher.hidden(a) if teacher else None) for a, b in cut)
+        micro_batches = zip(x.split(micro_batch), y.split(micro_batch), strict=True)
+        stream = (train.Batch(a, b, b.numel(), teacher.hidden(a) if teacher else None) for a, b in micro_batches)
         train.update(students, teacher, stream, 0, cfg)
 
     return case
 
 
-def random_rows(student: str, rows: int, n: int, device: torch.device) -> Tensor:
-    """Inputs and labels  # [2, rows, n]"""
-    generator = torch.Generator().manual_seed(1234)
-    return torch.randint(0, PRESETS[student].vocab_size, (2, rows, n), generator=generator).to(device)
-
-
-def step_lines(section: str, cases: dict, student: str, teacher, args, device, against=None) -> list[dict]:
-    """Lines of training steps; a case is (methods, micro_batch, compile)."""
-    makes = {}
-    for name, (methods, m, compile) in cases.items():
-        makes[name] = functools.partial(our_step, methods, student, teacher, args.rows, m, args.n, device, compile)
-    found = measure_alone(makes, args.repeats, device)
-    return [
-        row(section, name, found, against, speed(found[name], *cases[name], student, args, device)) for name in found
-    ]
-
-
-def speed(found: dict, methods: tuple[str, ...], micro_batch: int, compile: bool, student: str, args, device) -> str:
-    """Tokens per second, and MFU where the card is known; the teacher counts once for all students."""
-    rate = args.rows * args.n / statistics.median(found["sec"])
-    flops = len(methods) * flops_per_token(PRESETS[student], args.n, trained=True)
-    if any(map(losses.needs_teacher, methods)):
-        flops += flops_per_token(PRESETS[args.teacher], args.n, trained=False)
-    used, said = mfu(rate * flops, device, 1), f"{rate:,.0f} tokens/s"
-    said += f", MFU {used:.1%}" if used else ""
-    return said
-
-
-def bench_step(args, device: torch.device) -> list[dict]:
+def bench_step(args, device: torch.device) -> list[str]:
     """One row, forward, backward, clipping and AdamW; teacher and student with random weights."""
-    x, y = random_rows(args.student, 1, args.n, device)
+    x, y = torch.randint(0, PRESETS[args.student].vocab_size, (2, 1, args.n)).to(device)
 
     def hugging_face() -> Callable:
         shapes = [dataclasses.asdict(PRESETS[name]) for name in (args.teacher, args.student)]
@@ -313,38 +235,50 @@ def bench_step(args, device: torch.device) -> list[dict]:
 
         return case
 
-    def ours() -> Callable:
-        return our_step(("alra",), args.student, make_teacher(args, device), 1, 1, args.n, device)
-
-    found = measure_alone({"ours": ours, "transformers": hugging_face}, args.repeats, device)
-    note = f"{args.student} student, one row of {args.n}, AdamW; not in turn"
-    return [row("step", "ours", found, "transformers", note)]
+    makes = {"ours": lambda: our_step(("alra",), 1, True, make_teacher(args, device), 1, args, device)}
+    results = measure_alone(makes | {"transformers": hugging_face}, args, device)
+    return [row("step", name, results, "transformers", f"{args.student} student, one row") for name in results]
 
 
-def bench_steps(args, device: torch.device) -> list[dict]:
-    cases = {name: ((name,), args.rows, True) for name in args.methods}
-    cases[f"all {len(args.methods)}"] = (args.methods, args.rows, True)
-    lines = step_lines("steps", cases, args.student, make_teacher(args, device), args, device, "vanilla_kd")
-    *single, last = (x["sec"] for x in lines)
-    if len(lines) == len(cases):
-        lines[-1]["note"] += f"; {last / sum(single):.2f} of the time of all one by one"
+def bench_steps(args, device: torch.device) -> list[str]:
+    together = f"all {len(args.methods)}"
+    cases = {name: ((name,), args.rows, True) for name in ("vanilla_kd", "alra")}
+    cases |= {"alra, not compiled": (("alra",), args.rows, False), "alra, row by row": (("alra",), 1, True)}
+    cases |= {together: (args.methods, args.rows, True), **{name: ((name,), args.rows, True) for name in args.methods}}
+    teacher = make_teacher(args, device)
+    makes = {name: functools.partial(our_step, *case, teacher, args.rows, args, device) for name, case in cases.items()}
+    results, lines = measure_alone(makes, args, device), []
+    for name, (methods, _, _) in cases.items():
+        if name in results:
+            flops = len(methods) * flops_per_token(PRESETS[args.student], args.n, trained=True)
+            if any(map(losses.needs_teacher, methods)):  # once for all students
+                flops += flops_per_token(PRESETS[args.teacher], args.n, trained=False)
+            rate = args.rows * args.n / statistics.median(results[name]["sec"])
+            note = f"{rate:,.0f} tokens/s, MFU {mfu(rate * flops, device, 1) or math.nan:.1%}"
+            lines.append(row("steps", name, results, "vanilla_kd", note))
     return lines
 
 
-def bench_profile(args, device: torch.device) -> list[dict]:
-    """The kernels of one compiled ALRA step that take most of the time."""
-    case = our_step(("alra",), args.student, make_teacher(args, device), args.rows, args.rows, args.n, device)
+def bench_profile(args, device: torch.device) -> list[str]:
+    """One compiled ALRA step under the profiler; its table goes to OUT.txt."""
+    case = our_step(("alra",), args.rows, True, make_teacher(args, device), args.rows, args, device)
     case()
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
-    with torch.profiler.profile(activities=activities) as profile:
-        case()
-    say(profile.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=25))
-    return []
+    with torch.profiler.profile() as profile:
+        results = measure({"alra": case}, 1, device)
+    table = profile.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=40)
+    Path(args.out).with_suffix(".txt").write_text(table)
+    return [row("profile", "alra", results, note="with the profiler's own time")]
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
+def run_tests(args, device: torch.device) -> list[str]:
+    """The tests with the marker `gpu`: their last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    say(text := (done.stdout + done.stderr)[-9000:])
+    return [f"| tests | pytest -m gpu | | | | | | {text.strip().splitlines()[-1].strip('= ')} |"]
 
-SECTIONS = {"fused": bench_fused, "step": bench_step, "steps": bench_steps, "profile": bench_profile}
+
+SECTIONS = {"tests": run_tests, "fused": bench_fused, "step": bench_step, "steps": bench_steps, "profile": bench_profile}  # fmt: skip
 OPTIONS = {  # default, help
     "device": ("auto", "auto, cpu, cuda or cuda:1"),
     "repeats": (5, "rounds"),
@@ -353,28 +287,14 @@ OPTIONS = {  # default, help
     "vocab": (151_936, "tokens"),
     "d_s": (768, "width of the student's head"),
     "d_t": (2048, "width of the teacher's head"),
-    "rows": (16, "rows per update, of `steps` and `profile`"),
-    "out": ("out/bench", "OUT.json and OUT.md are written"),
+    "rows": (16, "rows per update, in `steps` and `profile`"),
+    "minutes": (8.0, "no case of `step` and `steps` starts later"),
+    "student": ("200m", "a preset of model.py"),
+    "teacher": ("1.8b" if torch.cuda.is_available() else "500m", "a preset of model.py"),
+    "out": ("out/bench", "writes OUT.md, and OUT.txt in `profile`"),
 }
-def provenance(device: torch.device) -> dict:
-    facts = machine_facts(device)
-    return {"commit": (facts["git_commit"] or "")[:7], "date": time.strftime("%F"), "device": facts["machine"],
-            "threads": torch.get_num_threads(), **facts["versions"]}  # fmt: skip
-
-
-def markdown(lines: list[dict], about: dict, args) -> str:
-    said = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds [range]."
-    numbers = {"time_ratio": ".2f", "memory_ratio": ".2f", "sec": ".3f", "mib": ",.0f"}
-    text = [", ".join(f"{k} {v}" for k, v in about.items()) + ".", "", said, ""]
-    text += ["| section | case | beside | time ratio | memory ratio | seconds | peak MiB | note |"]
-    text += ["|---|---|---|--:|--:|--:|--:|---|"]
-    for x in lines:
-        cells = [x["section"], x["case"], x["against"] or ""]
-        for key, form in numbers.items():
-            spread = ", ".join(f"{end:{form}}" for end in x.get(f"{key}_range", ()))
-            cells.append(f"{x[key]:{form}}" + f" [{spread}]" * bool(spread) if x.get(key) is not None else "")
-        text.append("| " + " | ".join([*cells, x["note"]]) + " |")
-    return "\n".join(text) + "\n"
+TINY = {"n": 13, "vocab": 4096, "d_s": 24, "d_t": 40, "rows": 2, "repeats": 1, "student": "mini", "teacher": "demo_teacher",
+        "methods": "vanilla_kd,alra"}  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -382,44 +302,40 @@ def say(text: str) -> None:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all without a name")
-    for name, (default, told) in OPTIONS.items():
-        add(f"--{name}", type=str if default is None else type(default), default=default, help=told)
-    add("--student", default="200m", choices=PRESETS)
-    add("--teacher", choices=PRESETS, help="of steps; 500m without a GPU, 1.8b with one")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="+", choices=[*SECTIONS, "gpu"])
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes: a rehearsal")
+    for name, (default, text) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     args = parser.parse_args(argv)
-    args.sections, args.methods = args.sections or list(SECTIONS), tuple(args.methods.split(","))
-    args.teacher = args.teacher or ("1.8b" if torch.cuda.is_available() else "500m")
-    for given, known in ((args.sections, SECTIONS), (args.methods, METHODS)):
-        for name in given:
-            if name not in known:
-                raise UserError(f"{name}: expected one of {', '.join(known)}")
-    if args.repeats < 1:
-        raise UserError(f"--repeats={args.repeats}: expected at least 1")
+    if args.tiny:
+        vars(args).update(TINY)
+    args.methods, args.end = tuple(args.methods.split(",")), time.monotonic() + 60 * args.minutes
+    if "gpu" in args.sections:
+        fits = args.tiny or pick_device(args.device).type == "cuda"
+        require(fits, "gpu: expected a CUDA device; run it where one is, or add --tiny")
+        args.sections = list(SECTIONS)
     return args
 
 
 def run(argv: list[str]) -> None:
     args = arguments(argv)
-    device = pick_device(args.device)
-    about, out, lines = provenance(device), Path(args.out), []
+    device, out = pick_device(args.device), Path(args.out).with_suffix(".md")
+    facts = machine_facts(device)
+    machine = [f"commit {facts['git_commit'] or '':.7}", time.strftime("%F"), facts["machine"], f"{torch.get_num_threads()} threads",
+               *(f"{name} {version}" for name, version in facts["versions"].items())]  # fmt: skip
+    sizes = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds [range]."
+    lines = [", ".join(machine) + ".", "", sizes, ""]
+    lines += ["| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |"]
+    lines += ["|---|---|---|--:|--:|--:|--:|---|"]
     out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {k: v for k, v in vars(args).items() if k != "out"}
     for name in args.sections:
         say(name)
         torch.manual_seed(1234)
         lines += SECTIONS[name](args, device)
-        found = {"machine": about, "settings": settings, "lines": lines}
-        out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        out.with_suffix(".md").write_text(markdown(lines, about, args))
-    print(out.with_suffix(".md").read_text())
-
-
-def main() -> None:
-    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
+        out.write_text("\n".join(lines) + "\n")
+    print(out.read_text())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(configure.guard(lambda: run(sys.argv[1:])))

@@ -1,15 +1,16 @@
-"""A fair comparison on any config: the same number of trials for each method, several seeds, paired differences.
+"""A fair comparison on any config: as many trials for each method, several seeds, differences paired by seed.
 
-    python tools/compare.py config/demo.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
-    python tools/compare.py config/demo.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
-    python tools/compare.py config/demo.py --report         tables and figures anew, from the results that are there
-    python tools/compare.py config/mini.py --jobs=2         the replication, which that config describes: hours on two cores
+    python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
+    python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
+    python tools/compare.py config/tiny.py --print     the commands of the next stage (trials, seeds, scores), to run elsewhere
+    python tools/compare.py config/tiny.py --report    tables and figures anew, from the results that are there
+    python tools/compare.py config/mini.py --jobs=2    the replication, which that config describes: hours on two cores
 
-Trials of all methods with seed 0 share a run, and so one pass of the teacher. The lowest CE over the first `val_max_rows`
-held-out rows chooses; the rows after these are scored. Then seeds 1, 2, ..: a seed is the student's initial weights and the
-order of rows, the same for all methods. A student that the folder holds already is found by what made it (settings, the
-objective's source); the same command goes on after a kill. What a run that fails has not made is in the report without
-numbers, and the exit code is 1.
+The trials of all methods share one run with seed 0, and so one pass of the teacher. The lowest CE over the first
+`val_max_rows` held-out rows chooses; the rows after them are scored. Then come seeds 1, 2, ..: a seed gives the student's
+initial weights and the order of rows, the same for all methods. A finished student is recognised by its recipe (settings
+and the objective's source) and not made again, so after a kill the same command goes on. What breaks in a shared run is
+tried alone; a student that fails there too is reported with its error, and the exit code is 1.
 """
 
 import argparse
@@ -21,33 +22,38 @@ import itertools
 import json
 import math
 import runpy
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import pandas as pd
+import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from configure import Config
 from lib.files import UserError, append_line, locked, read_json, read_lines, write_json, write_lines, write_whole
-from lib.hf import find_folder
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
-from lib.teacher import inherited, is_native
+from lib.stats import FIGURES
+from lib.teacher import Teacher, foreign_config, inherited, is_native
 from losses import METHODS, needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent.parent
-AT_A_TIME = 32  # students per process of eval.py, where they share the teacher's pass
-FIGURE_SEED = 1  # the only one whose runs count d_u and the teacher's probabilities, for the figures
-
-
-# --- what is to be run -----------------------------------------------------------------------------------------------
+FIGURE_SEED = 1  # the only seed whose runs count d_u and the teacher's probabilities, for the figures
+SCORED = ("n_rows", "n_targets", "teacher_ce", "teacher_entropy", "step", "valid_tokens")  # kept beside the figures
+HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
 
 
 class Student(NamedTuple):
@@ -56,8 +62,11 @@ class Student(NamedTuple):
     cfg: Config  # of a run of it alone
 
     @property
-    def made_by(self) -> str:
-        return made_by(self.cfg, self.name)
+    def recipe(self) -> str:
+        """All that decides how it turns out, as text: its objective, settings, and the config but for places and speed."""
+        keys = [*sorted(configure.LEARNT - {"methods", "hyper"}), "teacher", "data_dir", "max_steps"]
+        values = [self.cfg.settings_of(self.name), *(getattr(self.cfg, key) for key in keys)]
+        return f"{objective(self.name.partition('@')[0])} {json.dumps(values)}"
 
 
 class Job(NamedTuple):
@@ -66,60 +75,43 @@ class Job(NamedTuple):
     students: list[Student]  # that it makes or scores
 
 
-def made_by(cfg: Config, name: str) -> str:
-    """All that a student of a run depends on, as text: its objective, its settings, and the config but for places and speed."""
-    keys = [key for key in sorted(configure.LEARNT) if key not in ("methods", "hyper")] + [
-        "teacher",
-        "data_dir",
-        "max_steps",
-    ]
-    settings = json.dumps([cfg.settings_of(name), *(getattr(cfg, key) for key in keys)])
-    return f"{objective(name.partition('@')[0])} {settings}"
-
-
 @functools.cache
 def objective(method: str) -> str:
-    """The method with a hash of its row and of its function's source: an edited one is another. Helpers are not seen."""
+    """The method with a hash of its row and its function's source, so that an edit gives another. Helpers are not seen."""
     fn, *row = METHODS[method]
     return f"{method} {hashlib.sha256(f'{inspect.getsource(fn)}{row}'.encode()).hexdigest()[:16]}"
 
 
-def alone(study: str, name: str, of: str, cfg: Config, seed: int, settings: dict) -> Student:
-    """The student `name` of the method `of`, with further settings."""
-    shown = cfg.histogram_every_steps if study == "main" and seed == FIGURE_SEED else None
-    hyper = {name: cfg.settings_of(of) | settings}
-    return Student(study, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=shown))  # fmt: skip
+def student(study: str, name: str, method: str, cfg: Config, seed: int, settings: dict) -> Student:
+    """The student `name` with the settings that `cfg` has for `method`, and further ones."""
+    every = cfg.histogram_every_steps if study == "main" and seed == FIGURE_SEED else None
+    hyper = {name: cfg.settings_of(method) | settings}
+    return Student(study, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=every))  # fmt: skip
 
 
 def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[dict]]:
     """Settings to try by method, as many for each: a method with fewer settings to choose gets more rates."""
-    rates, knobs = [], {m: {} for m in methods}
+    rates, choices = [], {m: {} for m in methods}
     for text in tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
         values = [literal(v) for v in values.split(",")]
         if key == "lr" and len(values) > 1 and all(isinstance(v, int | float) and v > 0 for v in values):
             rates = [float(v) for v in values]
-        elif method in knobs and setting != "lr":
-            knobs[method][setting] = values
+        elif method in choices and setting != "lr":
+            choices[method][setting] = values
         else:
-            raise UserError(
-                f"--tune={text}: expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of {','.join(methods)}"
-            )
+            expected = f"lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of {','.join(methods)}"
+            raise UserError(f"--tune={text}: expected {expected}")
     if tune and not rates:
         raise UserError(f"--tune={tune[0]}: add --tune=lr=RATE,RATE,.., so that all methods can have as many trials")
-    points = {
-        m: [dict(zip(of, point, strict=True)) for point in itertools.product(*of.values())] for m, of in knobs.items()
-    }
-    n = len(rates) * max(map(len, points.values()))
-    return {
-        m: [p | {"lr": lr} for lr in denser(rates, math.ceil(n / len(of))) for p in of][:n]
-        for m, of in points.items()
-        if n
-    }
+    grids = {m: [dict(zip(c, point, strict=True)) for point in itertools.product(*c.values())] for m, c in choices.items()}  # fmt: skip
+    n = len(rates) * max(map(len, grids.values()))
+    ladders = {m: more_rates(rates, math.ceil(n / len(grid))) for m, grid in grids.items()}
+    return {m: [point | {"lr": lr} for lr in ladders[m] for point in grid][:n] for m, grid in grids.items() if n}
 
 
-def denser(rates: list[float], n: int) -> list[float]:
+def more_rates(rates: list[float], n: int) -> list[float]:
     """n rates: the given ones, then the geometric middle of the widest gap, again and again."""
     rates = list(rates)
     while len(rates) < n:
@@ -129,65 +121,66 @@ def denser(rates: list[float], n: int) -> list[float]:
     return rates
 
 
-def plan(spec: Spec, base: Config, given_keys: set[str], chosen: dict[str, dict]) -> list[Student]:
-    """The students of all studies and seeds. A study with the settings of an earlier one joins it."""
+def plan(spec: Spec, base: Config, flags: set[str], chosen: dict[str, dict]) -> list[Student]:
+    """The students of all studies and seeds. Keys set by `flags` hold in every study; a study that repeats one joins it."""
     students, first = {}, {}
     for study, changes in {"main": {}, **(spec.studies or {})}.items():
-        given = {key: value for key, value in changes.items() if key not in given_keys}
-        of = changes.get("hyper", {})
-        given["hyper"] = {m: base.hyper.get(m, {}) | of.get(m, {}) for m in {**base.hyper, **of}}
-        cfg = dataclasses.replace(base, **given)
-        study = first.setdefault((made_by(cfg, "pretrain"), json.dumps(cfg.hyper)), study)
+        more = changes.get("hyper", {})
+        hyper = {m: base.hyper.get(m, {}) | more.get(m, {}) for m in {**base.hyper, **more}}
+        changed = {key: value for key, value in changes.items() if key not in flags}
+        cfg = dataclasses.replace(base, **changed | {"hyper": hyper})
+        study = first.setdefault((Student("", "pretrain", cfg).recipe, json.dumps(hyper)), study)
         for name, seed in itertools.product(cfg.methods, range(1, spec.seeds + 1)):
-            settings, of_method = chosen.get(name, chosen.get(spec.like, {})), at_equal(spec.at, name, cfg)
-            students.setdefault((study, name, seed), alone(study, name, name, of_method, seed, settings))
+            settings, own = chosen.get(name, chosen.get(spec.like, {})), at_equal(spec.at, name, cfg)
+            students.setdefault((study, name, seed), student(study, name, name, own, seed, settings))
     return [*students.values()]
 
 
 def at_equal(what: str, name: str, cfg: Config) -> Config:
-    """The config of a method: at equal FLOPs one without a teacher makes more updates."""
+    """The config of a method: at equal FLOPs a method without a teacher makes more updates."""
     if what == "updates" or needs_teacher(name) or cfg.teacher is None:
         return cfg
-    student, teacher = flops(cfg)
-    longer = 1 + teacher / student
-    return dataclasses.replace(cfg, max_steps=round(cfg.max_steps * longer), schedule_steps=round(cfg.schedule_steps * longer))  # fmt: skip
+    of_student, of_teacher = flops(cfg)
+    longer = {key: round(getattr(cfg, key) * (1 + of_teacher / of_student)) for key in ("max_steps", "schedule_steps")}
+    return dataclasses.replace(cfg, **longer)
 
 
 def flops(cfg: Config) -> tuple[float, float]:
-    """FLOPs of one token: of a student that is trained, and of the teacher's pass."""
-    student = flops_per_token(student_config(cfg.student, inherited(cfg.teacher)), cfg.seq_len, trained=True)
-    if not cfg.teacher:
-        return student, 0.0
-    if not is_native(cfg.teacher):
-        files = find_folder(cfg.teacher).glob("*.safetensors")
-        return student, float(sum(file.stat().st_size for file in files))  # two for each parameter, which has two bytes
-    return student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False)
+    """FLOPs of one token: of a student that is trained, and of the teacher's forward pass."""
+    of_student = flops_per_token(student_config(cfg.student, inherited(cfg.teacher)), cfg.seq_len, trained=True)
+    if cfg.teacher is None:
+        return of_student, 0.0
+    if is_native(cfg.teacher):
+        return of_student, flops_per_token(load_config(cfg.teacher), cfg.seq_len, trained=False)
+    with torch.device("meta") as nowhere:
+        teacher = Teacher(transformers.AutoModelForCausalLM.from_config(foreign_config(cfg.teacher)), nowhere)
+    return of_student, teacher.flops_per_token(cfg.seq_len)
 
 
-def together(students: list[Student], out: Path, at_most: int) -> list[Job]:
+def shared_runs(students: list[Student], out: Path, at_most: int) -> list[Job]:
     """Runs of train.py: students that differ in method and settings alone share one, `at_most` of them."""
-    first, groups = {}, {}
+    groups, distinct = {}, {}
     for s in students:
-        first.setdefault(s.made_by, s)
-    for s in first.values():
+        distinct.setdefault(s.recipe, s)
+    for s in distinct.values():
         shared = dataclasses.replace(s.cfg, methods=("any",), hyper={})
         nth = next(i for i in itertools.count() if s.name not in groups.get((shared, i), {}))  # a name has one folder
         groups.setdefault((shared, nth), {})[s.name] = s
     jobs = []
-    for (shared, _), of in groups.items():
-        some = list(of.values())
-        jobs += [job(some[at : at + at_most], shared, out) for at in range(0, len(some), at_most)]
+    for (shared, _), by_name in groups.items():
+        some = list(by_name.values())
+        jobs += [training(some[at : at + at_most], shared, out) for at in range(0, len(some), at_most)]
     return jobs
 
 
-def job(students: list[Student], shared: Config, out: Path) -> Job:
+def training(students: list[Student], shared: Config, out: Path) -> Job:
     """A run of these students, with a config file of its own; named after what it holds."""
     names, hyper = tuple(s.name for s in students), {s.name: s.cfg.hyper[s.name] for s in students}
     cfg = dataclasses.replace(shared, methods=names, hyper=hyper, out_dir="")
-    made_by = f"_made_by = {[s.made_by for s in students]!r}  # for compare.py\n"
-    sha = hashlib.sha256(f"{config_text(cfg)}{made_by}".encode()).hexdigest()[:8]
+    recipes = f"_recipes = {[s.recipe for s in students]!r}  # for compare.py\n"
+    sha = hashlib.sha256(f"{config_text(cfg)}{recipes}".encode()).hexdigest()[:8]
     folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
-    write_whole(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))) + made_by)
+    write_whole(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))) + recipes)
     return Job(folder.name, ["train.py", f"{folder}.py"], students)
 
 
@@ -197,184 +190,179 @@ def config_text(cfg: Config) -> str:
     return "".join(f"{key} = {value!r}\n" for key, value in dataclasses.asdict(cfg).items() if value != default[key])
 
 
-def made(out: Path) -> dict[str, Path]:
-    """What the folder's runs hold, whoever ran them: what a student that has ended was made by -> its folder."""
-    found = {}
+def finished(out: Path) -> dict[str, Path]:
+    """The finished students of all runs in a folder, also of runs that were started by hand: recipe -> folder."""
+    folders = {}
     for file in sorted(out.glob("*_seed*.py")):
         run = runpy.run_path(str(file))
-        folders = (file.with_suffix("") / name for name in run["methods"])
-        found |= {key: of for key, of in zip(run["_made_by"], folders, strict=True) if ended(of)}
-    return found
+        for made_by, name in zip(run["_recipes"], run["methods"], strict=True):
+            folder = file.with_suffix("") / name
+            if (folder / "run.json").is_file() or (folder / "stopped.json").is_file():
+                folders[made_by] = folder
+    return folders
 
 
-def ended(folder: Path) -> bool:
-    return (folder / "run.json").is_file() or (folder / "stopped.json").is_file()
+def launch(jobs: list[Job], args) -> dict[str, str]:
+    """Run the jobs, `--jobs` at a time -> job's name: the last line that it printed. `--print` prints them and exits."""
+    if jobs and args.print:
+        print("\n".join(shlex.join(["python", *job.argv]) for job in jobs))
+        sys.exit(0)
+    running = []
 
-
-# --- running it ------------------------------------------------------------------------------------------------------
-
-
-def launch(jobs: list[Job], out: Path, n: int) -> dict[str, str]:
-    """Run the jobs, `n` at a time -> by name the last line that each one said."""
-
-    def one(job: Job) -> tuple[str, str]:
-        file, begun = out / "logs" / f"{job.name}.txt", time.perf_counter()
+    def run_job(job: Job) -> tuple[str, str]:
+        file, begun = args.out / "logs" / f"{job.name}.txt", time.perf_counter()
         with file.open("a") as log:
-            rc = subprocess.run([sys.executable, ROOT / job.argv[0], *job.argv[1:]], stdout=log, stderr=log).returncode
+            process = subprocess.Popen([sys.executable, ROOT / job.argv[0], *job.argv[1:]], stdout=log, stderr=log)
+            running.append(process)
+            rc = process.wait()
         wall, said = round(time.perf_counter() - begun, 1), (file.read_text().strip().splitlines() or [""])[-1]
-        append_line(out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
+        append_line(args.out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
         print(f"{job.name}: {wall:.0f} s, {f'exit code {rc}: {said}' if rc else 'ended'}", flush=True)
         return job.name, said
 
-    pool = ThreadPoolExecutor(n)
-    try:
-        return dict(pool.map(one, jobs))
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C goes to the jobs too, which end with a checkpoint
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            return dict(pool.map(run_job, jobs))
+        finally:  # by Ctrl-C or SIGTERM too: runs of train.py then end with a checkpoint
+            for process in running:
+                process.terminate()
 
 
-def train(students: list[Student], out: Path, args) -> dict[str, str]:
-    """Make the students that are not there yet -> why the others could not be made, by `made_by`."""
-    begun = [job for job in together(students, out, args.per_run) if (out / job.name).is_dir()]  # these go on as they are
-    there = made(out).keys() | {s.made_by for job in begun for s in job.students}
-    jobs = begun + together([s for s in students if s.made_by not in there], out, args.per_run)
-    jobs = [job for job in jobs if any(s.made_by not in made(out) for s in job.students)]
-    launch(jobs, out, args.jobs)
-    there = made(out)
-    jobs = together([s for job in jobs for s in job.students if s.made_by not in there], out, 1)  # what broke, alone
-    said, there = launch(jobs, out, args.jobs), made(out)
-    return {job.students[0].made_by: said[job.name] for job in jobs if job.students[0].made_by not in there}
+def attempt(students: list[Student], jobs_of: Callable, done: Callable, args) -> dict[str, str]:
+    """Run `jobs_of(missing students, most in a job)` until `done()` has all recipes -> why one failed, alone too, by recipe."""
+    said: dict[str, str] = {}
+    for at_most in (args.per_run, 1):  # what breaks in a shared job is tried alone
+        there = done()
+        jobs = jobs_of([s for s in students if s.recipe not in there], at_most)
+        said |= launch([job for job in jobs if job.name not in said], args)
+    there = done()
+    return {job.students[0].recipe: said[job.name] for job in jobs if job.students[0].recipe not in there}
 
 
-def score(there: dict[str, Path], students: list[Student], n_rows: int, out: Path, args) -> dict[str, str]:
-    """Score students on `n_rows` held-out rows after those that have chosen -> why others could not be scored."""
-    said = {}
-    for size in (AT_A_TIME, 1):  # what broke, alone
-        todo, jobs = [s for s in students if n_scored(there[s.made_by]) != n_rows], []
-        for some in (todo[at : at + size] for at in range(0, len(todo), size)):
-            folders = list(dict.fromkeys(str(there[s.made_by]) for s in some))
-            flags = [f"--skip_rows={some[0].cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={some[0].cfg.device}"]
-            jobs.append(Job(f"eval_{Path(folders[0]).name}_{len(jobs)}", ["eval.py", *folders, "--tasks=none", *flags], some))
-        said = launch(jobs, out, args.jobs)
-    return {s.made_by: said[job.name] for job in jobs for s in job.students if n_scored(there[s.made_by]) != n_rows}
+def train(students: list[Student], args) -> dict[str, str]:
+    """Make the students that are missing -> recipe: why one could not be made."""
+    return attempt(students, lambda some, n: shared_runs(some, args.out, n), lambda: finished(args.out).keys(), args)
 
 
-def n_scored(folder: Path) -> int:
-    file = folder / "eval_heldout.json"
-    return (read_json(file)["intrinsic"] or {"n_rows": 0})["n_rows"] if file.is_file() else 0
+def score(students: list[Student], folders: dict[str, Path], n_rows: int, args) -> dict[str, str]:
+    """Score students on `n_rows` held-out rows, after those that have chosen -> recipe: why one could not be scored."""
+
+    def scoring(students: list[Student], at_most: int) -> list[Job]:
+        distinct, jobs = [*{s.recipe: s for s in students}.values()], []
+        for some in (distinct[at : at + at_most] for at in range(0, len(distinct), at_most)):
+            paths, cfg = [folders[s.recipe] for s in some], some[0].cfg
+            rows = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}"]
+            argv = ["eval.py", *map(str, paths), "--tasks=none", *rows, f"--device={cfg.device}"]
+            jobs.append(Job(f"eval_{paths[0].parent.name}_{paths[0].name}_{len(paths)}", argv, some))
+        return jobs
+
+    def scored() -> set[str]:
+        return {s.recipe for s in students if held_out_figures(folders[s.recipe]).get("n_rows") == n_rows}
+
+    return attempt(students, scoring, scored, args)
+
+
+def held_out_figures(folder: Path) -> dict:
+    """A student's figures as eval.py left them; {} before it is scored."""
+    file = folder / "figures.json"
+    return read_json(file)["figures"] if file.is_file() else {}
 
 
 def compare(args, spec: Spec, cfg: Config) -> None:
-    """Trials, seeds, scores, and what is kept of them."""
-    out = args.out
-    (out / "logs").mkdir(parents=True, exist_ok=True)
-    with locked(out, UserError(f"{out}: another compare.py is at work there")):
-        prepare(cfg, out / "config.py")
+    """Trials, seeds and scores; what the report needs is written into `args.results`."""
+    (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    with locked(args.out, f"{args.out}: another compare.py is at work there"):
+        if not args.print:
+            prepare(cfg, args.out / "config.py")
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
         if first is None or first >= n:
-            raise UserError(
-                f"val_max_rows={first}: they choose, later rows are scored; {cfg.data_dir} has {n}, set fewer"
-            )
-        tried = trials(spec.tune, cfg.methods)
-        tune = {(m, i): alone("tune", f"{m}{'-' if '@' in m else '@'}t{i}", m, at_equal(spec.at, m, cfg), 0, settings)
-                for m, of in tried.items() for i, settings in enumerate(of)}  # fmt: skip
-        failed, there = train([*tune.values()], out, args), made(out)
-        ces = {m: [held_out_ce(there.get(tune[m, i].made_by)) for i in range(len(of))] for m, of in tried.items()}
-        chosen = {m: of[ces[m].index(min(ces[m]))] for m, of in tried.items() if min(ces[m]) < math.inf}
-        students = plan(spec, cfg, args.given, chosen)
-        without = {s.made_by: failed.get(tune[s.name, 0].made_by, "every trial stopped")
-                   for s in students if s.name in tried and s.name not in chosen}  # fmt: skip
-        failed |= without | train([s for s in students if s.made_by not in without], out, args)
-        there = made(out)
-        whole = [s for s in students if s.made_by in there and not (there[s.made_by] / "stopped.json").is_file()]
-        failed |= score(there, whole, min(spec.rows, n - first), out, args)
-    collect(students, spec.at, tried, chosen, failed, there, out, args.results)
-    settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at}
-    write_json(args.results / "settings.json", settings)
-    write_lines(args.results / "rates.jsonl", [
-        {"method": m, "lr": settings["lr"], "settings": settings, "val_ce": ce if ce < math.inf else None}
-        for m, of in tried.items() for settings, ce in zip(of, ces[m], strict=True)])  # fmt: skip
+            fewer = f"{cfg.data_dir} has {n}, set fewer"
+            raise UserError(f"val_max_rows={first}: these rows choose, later ones are scored; {fewer}")
+        rates, broken = run_trials(spec, cfg, args)
+        chosen: dict[str, dict] = {}
+        for trial in sorted((x for x in rates if x["val_ce"] is not None), key=lambda x: x["val_ce"]):
+            chosen.setdefault(trial["method"], trial["settings"])
+        students = plan(spec, cfg, args.flags, chosen)
+        failed = {s.recipe: broken[s.name] for s in students if s.name in broken and s.name not in chosen}
+        failed |= train([s for s in students if s.recipe not in failed], args)
+        folders = finished(args.out)
+        whole = [s for s in students if s.recipe in folders and not (folders[s.recipe] / "stopped.json").is_file()]
+        failed |= score(whole, folders, min(spec.rows, n - first), args)
+    write_results(students, failed, chosen, rates, cfg, args)
+    write_json(args.results / "settings.json", {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at})
 
 
 def prepare(cfg: Config, file: Path) -> None:
     write_whole(file, config_text(cfg))
     if subprocess.run([sys.executable, ROOT / "prepare.py", file], check=False).returncode:
-        raise UserError("prepare.py: made no rows; what it says stands above")
+        raise UserError("prepare.py: made no rows; see its message above")
 
 
-def held_out_ce(folder: Path | None) -> float:
-    """The CE of a trial's last validation; infinite where it failed or was stopped."""
+def run_trials(spec: Spec, cfg: Config, args) -> tuple[list[dict], dict[str, str]]:
+    """Make the trials, with seed 0 -> a record of each, and by method why its first one failed, if it did."""
+    tried = [(m, settings, student("tune", f"{m}{'-' if '@' in m else '@'}t{i}", m, at_equal(spec.at, m, cfg), 0, settings))
+             for m, points in trials(spec.tune, cfg.methods).items() for i, settings in enumerate(points)]  # fmt: skip
+    failed, folders = train([s for _, _, s in tried], args), finished(args.out)
+    rates = [{"method": m, "lr": settings["lr"], "settings": settings, "val_ce": last_val_ce(folders.get(s.recipe))}
+             for m, settings, s in tried]  # fmt: skip
+    return rates, {m: failed.get(s.recipe, "every trial stopped") for m, _, s in reversed(tried)}
+
+
+def last_val_ce(folder: Path | None) -> float | None:
+    """The CE of a trial's last validation; None for one that failed or stopped."""
     if folder is None or (folder / "stopped.json").is_file():
-        return math.inf
+        return None
     return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
 
 
-# --- what is kept ----------------------------------------------------------------------------------------------------
-
-
-def collect(
-    students: list[Student],
-    at: str,
-    tried: dict,
-    chosen: dict,
-    failed: dict,
-    there: dict[str, Path],
-    out: Path,
-    results: Path,
-) -> None:
-    """Write what the report needs into `results`: a line for each student, and the logs of the main study."""
-    walls, lines = {}, []
-    for line in read_lines(out / "runs.jsonl"):
-        walls[line["run"]] = round(walls.get(line["run"], 0.0) + line["wall_sec"], 1)
-    for old in results.glob("logs*"):
+def write_results(students: list[Student], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args) -> None:
+    """rates.jsonl; students.csv with a line for each planned student; the logs of the config's own methods."""
+    folders, walls, lines = finished(args.out), {}, []
+    for line in read_lines(args.out / "runs.jsonl"):
+        walls[line["run"]] = walls.get(line["run"], 0.0) + line["wall_sec"]
+    args.results.mkdir(parents=True, exist_ok=True)
+    for old in args.results.glob("logs*"):
         shutil.rmtree(old)
-    results.mkdir(parents=True, exist_ok=True)
     for s in students:
-        line = {"settings": s.study, "method": s.name, "seed": s.cfg.seed, "group": s.cfg.group, "at": at}
-        line |= {"trials": len(tried[s.name]), "chosen": chosen.get(s.name, {})} if s.name in tried else {}
-        if s.made_by in failed:
-            line["stopped"] = failed[s.made_by]
-        elif s.made_by in there:
-            line |= result(s, there[s.made_by], walls)
-            if s.study == "main":
-                copy_logs(there[s.made_by], s, results)
+        line = {"study": s.study, "method": s.name, "seed": s.cfg.seed}
+        if n := sum(x["method"] == s.name for x in rates):
+            line |= {"trials": n, "chosen": json.dumps(chosen.get(s.name, {}))}
+        if s.recipe in failed:
+            line["stopped"] = failed[s.recipe]
+        elif s.recipe in folders:
+            line |= outcome(s, folders[s.recipe], walls)
+            if s.study == "main" and s.name in cfg.methods:
+                copy_logs(s, folders[s.recipe], args.results)
         else:
-            raise UserError(
-                f"{s.name}, seed {s.cfg.seed}: has neither a result nor an error; the same command makes it"
-            )
+            raise UserError(f"{s.name}, seed {s.cfg.seed}: neither a result nor an error; run the same command again")
         lines.append(line)
-    write_lines(results / "results.jsonl", lines)
-    write_lines(results / "runs.jsonl", read_lines(out / "runs.jsonl"))
+    pd.DataFrame(lines).to_csv(args.results / "students.csv", index=False, lineterminator="\n")
+    write_lines(args.results / "rates.jsonl", rates)
 
 
-def result(s: Student, folder: Path, walls: dict[str, float]) -> dict:
-    """A student's figures, provenance and cost."""
-    whole, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
-    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "wall_sec": walls.get(folder.parent.name),
-            "students_in_run": len(whole["config"]["methods"]), "hardware": whole["machine"],
-            **{k: whole[k] for k in ("data_sha256", "val_sha256", "teacher_sha256", "git_commit", "versions")}}  # fmt: skip
+def outcome(s: Student, folder: Path, walls: dict[str, float]) -> dict:
+    """A student's figures, costs and provenance, or why it stopped."""
+    run, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
+    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "settings": json.dumps(s.cfg.settings_of(s.name)),
+            "wall_sec": walls.get(folder.parent.name), "students_in_run": len(run["config"]["methods"]),
+            "hardware": run["machine"], "git_commit": run["git_commit"],
+            "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}  # fmt: skip
     if stopped.is_file():
         return line | {"stopped": read_json(stopped)["why"]}
-    facts, scored = read_json(folder / "run.json"), read_json(folder / "eval_heldout.json")
-    line |= scored["intrinsic"] | {"weights_sha256": scored["weights_sha256"]}
-    line |= {k: facts[k] for k in ("overrides", "step", "valid_tokens", "init_sha256")}
+    facts = read_json(folder / "run.json") | held_out_figures(folder)
+    line |= {key: facts[key] for key in (*FIGURES, *SCORED) if facts.get(key) is not None}
+    line |= {key: facts[key][:12] for key in HASHES if facts.get(key)}
     costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]
     return line | dict(zip(("student_flops", "teacher_flops"), costs[: 1 + needs_teacher(s.name)], strict=False))
 
 
-def copy_logs(folder: Path, s: Student, results: Path) -> None:
-    """The logs behind the curves, budgets and anchoring, in the layout of a run for each seed."""
+def copy_logs(s: Student, folder: Path, results: Path) -> None:
+    """Copy what is behind the curves, budgets and anchoring, in the layout of a run for each seed."""
     to = results / ("logs" if s.cfg.seed == FIGURE_SEED else f"logs_seed{s.cfg.seed}")
     (to / s.name).mkdir(parents=True)
-    for path in (folder / "log.jsonl", folder / "histograms.jsonl"):
-        if path.is_file():
-            shutil.copy(path, to / s.name)
-    for path in (folder.parent / "run.json", folder.parent / "teacher.jsonl"):
-        if path.is_file():
-            shutil.copy(path, to)
-
-
-# --- command ---------------------------------------------------------------------------------------------------------
+    for file in ("run.json", "teacher.jsonl", f"{s.name}/log.jsonl", f"{s.name}/histograms.jsonl"):
+        if (folder.parent / file).is_file():
+            shutil.copy(folder.parent / file, to / file)
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
@@ -392,39 +380,38 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     )
     add("--rows", type=int, help="held-out rows to score; default: 512")
     add("--jobs", type=int, default=1, help="runs at a time")
-    add("--per_run", type=int, default=10**6, help="students of a run at most, where the memory does not hold all")
+    add("--per_run", type=int, default=10**6, help="students that share a run at most, where memory is short")
     add("--out", type=Path, help="folder of the runs; default: out/compare_CONFIG")
     add("--results", type=Path, help="folder of the report; default: OUT/report")
+    add("--print", action="store_true", help="print the commands of the next stage instead of running them")
     add("--report", action="store_true", help="only write tables and figures anew, from --results")
     args, rest = parser.parse_known_args(argv)
     files = [word for word in rest if not word.startswith("--")]
+    args.flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
     cfg, given = configure.load(rest), {}
-    args.given = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
     for file in files:
         given |= runpy.run_path(file).get("_compare", {})
-    if "methods" in args.given:  # a comparison of one's own, not the file's studies
-        given = {k: v for k, v in given.items() if k in ("seeds", "tune", "reference", "rows", "at")}
-    flags = {k: getattr(args, k) for k in ("seeds", "tune", "reference", "rows", "at")}
-    given |= {k: tuple(v) if k == "tune" else v for k, v in flags.items() if v is not None}
+    own = ("seeds", "tune", "reference", "rows", "at")
+    if "methods" in args.flags:  # a comparison of one's own, not the file's studies
+        given = {key: value for key, value in given.items() if key in own}
+    given |= {key: getattr(args, key) for key in own if getattr(args, key) is not None}
     unknown = given.keys() - {f.name for f in dataclasses.fields(Spec)}
     if unknown:
         raise UserError(f"_compare: no such key {min(unknown)!r}; lib/report.py lists them (Spec)")
-    spec = Spec(**given)
-    spec = dataclasses.replace(spec, tune=()) if spec.tune == ("none",) else spec
+    tune = tuple(given.get("tune", ()))
+    spec = Spec(**given | {"tune": () if tune == ("none",) else tune})
     args.out = args.out or Path("out", f"compare_{Path(files[0]).stem if files else 'flags'}")
     args.results = args.results or args.out / "report"
-    for key in ("seed", "out_dir"):
-        if key in args.given:
-            raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
-    for name in cfg.methods:  # ValueError for a method or a setting that does not exist
-        resolve(name, **cfg.overrides_of(name))
-    for name, of in trials(spec.tune, cfg.methods).items():
-        for settings in of:
+    for key in {"seed", "out_dir"} & args.flags:
+        raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
+    tried = trials(spec.tune, cfg.methods)
+    for name in cfg.methods:
+        for settings in (cfg.overrides_of(name), *tried.get(name, ())):  # ValueError for one that does not exist
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
-        if value is not None and value < 1:
+        if value < 1:
             raise UserError(f"--{key}={value}: expected at least 1")
     return args, spec, cfg
 
@@ -432,12 +419,13 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
 def run(argv: list[str]) -> int:
     args, spec, cfg = arguments(argv)
     if not args.report:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
         compare(args, spec, cfg)
-    found, table = report(spec, args.results, args.results)
+    students, table = report(spec, args.results)
     print(f"\n{table}\n{args.results / 'README.md'}")
-    failed = found[found.stopped.notna()]
+    failed = students[students.stopped.notna()]
     for x in failed.itertuples():
-        print(f"{x.method} ({x.settings}, seed {x.seed}): no result: {x.stopped}", file=sys.stderr)
+        print(f"{x.method} ({x.study}, seed {x.seed}): no result: {x.stopped}", file=sys.stderr)
     return 1 if len(failed) else 0
 
 

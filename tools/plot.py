@@ -1,17 +1,16 @@
 """The paper's figures from a run's logs, as PNG.
 
-    python tools/plot.py out/demo                            every term of every method; budget and anchoring where logged
+    python tools/plot.py out/demo                         every term of every method; budget and anchoring where logged
     python tools/plot.py out/alra_200m/alra out/other --out=compare
-    python tools/plot.py --pairs --sets --out=figures        SWPRA's pair scores; sizes of the evaluation sets
-    python tools/plot.py --rows data/demo                    row lengths
+    python tools/plot.py --pairs --sets --out=figures     SWPRA's pair scores; sizes of the evaluation sets
+    python tools/plot.py --rows data/demo                 row lengths
 
-OUT is the first folder given, or `out`. The numbers are those of the logs (log.jsonl, histograms.jsonl, teacher.jsonl),
-of the manifests, and of the report's tables.csv. A method looks the same in every figure.
+Pictures go into the first folder given, or `out`. Their numbers are in the logs (log.jsonl, histograms.jsonl,
+teacher.jsonl), in the manifests, and in the report's tables.csv. A method of the paper looks the same in every figure.
 """
 
 import argparse
 import sys
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from lib.paper import NAMES
 from lib.stats import estimate
 from lib.tasks import TASKS
 
-FIGURES = ("curves", "budget", "anchoring")  # those drawn from a run's logs
 NATS = "nats per token"
 # What a record of log.jsonl has beside an objective's terms. Those of validation begin with val_.
 LOGGED = ("step", "nominal_tokens", "valid_tokens", "lr", "gnorm", "tok_per_sec", "mfu", "mem_gib", "eta_sec", "time")
@@ -55,54 +53,58 @@ plt.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": Fa
                      "axes.spines.top": False, "axes.spines.right": False})  # fmt: skip
 
 
-# --- logs ------------------------------------------------------------------------------------------------------
-
-
 def find_logs(folders: list[Path]) -> dict[str, Path]:
-    """Run or method folders -> {curve's name: method's folder}. A lone method keeps its bare name."""
-    found = [f for top in folders for f in (top, *sorted(top.glob("*/"))) if (f / "log.jsonl").is_file()]
-    if not found:
-        raise UserError(f"{', '.join(map(str, folders))}: no log.jsonl there or one folder below; expected a run's folder")
-    known = list(NAMES)
-    found = sorted(dict.fromkeys(found), key=lambda f: known.index(f.name) if f.name in known else len(known))
-    methods = [f.name for f in found]
-    return {f.name if methods.count(f.name) == 1 else f"{f.name} ({f.parent})": f for f in found}
+    """Folders of runs or methods -> {curve's name: method's folder}. A method of one run keeps its bare name."""
+    logs = [f for top in folders for f in (top, *sorted(top.glob("*/"))) if (f / "log.jsonl").is_file()]
+    if not logs:
+        names = ", ".join(map(str, folders))
+        raise UserError(f"{names}: no log.jsonl there or one folder below; expected a run's folder")
+    order = list(NAMES)
+    logs = sorted(dict.fromkeys(logs), key=lambda f: order.index(f.name) if f.name in order else len(order))
+    methods = [f.name for f in logs]
+    return {f.name if methods.count(f.name) == 1 else f"{f.name} ({f.parent})": f for f in logs}
 
 
 def read_curves(logs: dict[str, Path]) -> Points:
-    out: Points = {name: {} for name in logs}
+    points: Points = {name: {} for name in logs}
     for name, folder in logs.items():
         run = read_json(folder.parent / "run.json", {"config": {"batch_rows": int, "seq_len": int}})["config"]
         for record in read_lines(folder / "log.jsonl", {"step": int}):
+            tokens = record["step"] * run["batch_rows"] * run["seq_len"]
             for key, value in record.items():
                 if isinstance(value, int | float):
-                    tokens = record["step"] * run["batch_rows"] * run["seq_len"]
-                    out[name].setdefault(key, {})[tokens] = value  # of a step that is logged twice the last counts
-    return {name: {key: list(points.items()) for key, points in of.items()} for name, of in out.items()}
+                    points[name].setdefault(key, {})[tokens] = value  # of a step that is logged twice the last counts
+    return {name: {key: list(at.items()) for key, at in terms.items()} for name, terms in points.items()}
 
 
 def over_seeds(seeds: list[Points]) -> Points:
     """Several of `read_curves`, one per seed -> the same with means (tokens, mean, half the 95 % interval)."""
-    found: dict = {}  # name -> key -> tokens -> value by seed
+    values: dict = {}  # (name, key, tokens) -> value by seed
     for seed, points in enumerate(seeds):
-        for name, of in points.items():
-            for key, values in of.items():
-                for tokens, value in values:
-                    found.setdefault(name, {}).setdefault(key, {}).setdefault(tokens, {})[seed] = value
-    return {name: {key: [(t, estimate(v).mean, estimate(v).half or 0.0) for t, v in at.items()] for key, at in of.items()}
-            for name, of in found.items()} if len(seeds) > 1 else seeds[0]  # fmt: skip
+        for name, terms in points.items():
+            for key, pairs in terms.items():
+                for tokens, value in pairs:
+                    values.setdefault((name, key, tokens), {})[seed] = value
+    means: Points = {}
+    for (name, key, tokens), by_seed in values.items():
+        e = estimate(by_seed)
+        means.setdefault(name, {}).setdefault(key, []).append((tokens, e.mean, e.half or 0.0))
+    return means
 
 
-# --- what figures have in common -------------------------------------------------------------------------------
+def looks(names: Sequence[str]) -> dict[str, dict]:
+    """Colour, line and marker by curve. No two methods share all three; a method's second run has another line and is hollow.
 
-
-def look(name: str, nth: int = 0) -> dict:
-    """Colour, line and marker of a method; its second run in a figure has another line and hollow markers."""
-    method, known = name.split(" (")[0], list(NAMES)
-    i = known.index(method) if method in known else zlib.crc32(method.encode())
-    color = plt.get_cmap("tab20").colors[i * 2 % 20 + i // 10 % 2]
-    return {"color": color, "linestyle": ("-", "--", "-.", ":")[(i + nth) % 4], "marker": "os^vDPX*h<>p8d1"[i % 15],
-            "markerfacecolor": "white" if nth else color, "markersize": 4.5, "linewidth": 1.4}  # fmt: skip
+    The paper's methods have looks of their own; others take the next ones in the order in which they are drawn.
+    """
+    methods, styles = [name.split(" (")[0] for name in names], {}
+    places = list(dict.fromkeys([*NAMES, *methods]))
+    for at, (name, method) in enumerate(zip(names, methods, strict=True)):
+        i, nth = places.index(method), methods[:at].count(method)
+        color = plt.get_cmap("tab20").colors[i * 2 % 20 + i // 10 % 2]
+        styles[name] = {"color": color, "linestyle": ("-", "--", "-.", ":")[(i + i // 20 + nth) % 4], "linewidth": 1.4, "markersize": 4.5,
+                        "marker": "os^vDPX*h<>pd"[i % 13], "markerfacecolor": "white" if nth else color}  # fmt: skip
+    return styles
 
 
 def grid(rows: int, cols: int, width: float, height: float):
@@ -116,34 +118,29 @@ def save(figure, path: Path) -> None:
     plt.close(figure)
 
 
-# --- from logs -------------------------------------------------------------------------------------------------
-
-
 def curves(points: Points, path: Path) -> None:
     """Every term of every student over the tokens of training, the teacher as a level; intervals over seeds as bands."""
-    there = dict.fromkeys(key for of in points.values() for key in of)
-    panels = [key for key in PANELS if key in there]
-    panels += [key for key in there if key not in (*PANELS, *LEVELS, *LOGGED)]
+    logged = dict.fromkeys(key for terms in points.values() for key in terms)
+    panels = [key for key in PANELS if key in logged]
+    panels += [key for key in logged if key not in (*PANELS, *LEVELS, *LOGGED)]
     if not panels:
         raise UserError(f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
     cols = min(len(panels), 3)
-    figure, axes = grid(-(-len(panels) // cols), cols, 3.9, 2.7)
-    methods = [name.split(" (")[0] for name in points]
+    (figure, axes), styles = grid(-(-len(panels) // cols), cols, 3.9, 2.7), looks([*points])
     for axis, key in zip(axes.flat, panels, strict=False):
-        for i, (name, of) in enumerate(points.items()):
-            if key in of:
-                x, y, *half = np.array(of[key]).T
-                style = look(name, methods[:i].count(methods[i]))
-                axis.plot(x, y, label=name, markevery=max(1, len(x) // 6), **style)
+        for name, terms in points.items():
+            if key in terms:
+                x, y, *half = np.array(terms[key]).T
+                axis.plot(x, y, label=name, markevery=max(1, len(x) // 6), **styles[name])
                 if half:
-                    axis.fill_between(x, y - half[0], y + half[0], color=style["color"], alpha=0.15, linewidth=0)
+                    axis.fill_between(x, y - half[0], y + half[0], color=styles[name]["color"], alpha=0.15, linewidth=0)
         for level, (label, line) in LEVELS.items() if key == "val_ce" else ():
-            for y in sorted({round(of[level][-1][1], 4) for of in points.values() if level in of}):
+            for y in sorted({round(terms[level][-1][1], 4) for terms in points.values() if level in terms}):
                 axis.axhline(y, color="black", linestyle=line, label=label)
         title, unit = PANELS.get(key, (f"term: {key}", None))
         axis.set(title=title, ylabel=f"{key} [{unit}]" if unit else key, xlabel="nominal tokens seen")
         axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
-        values = [y for of in points.values() for _, y, *_ in of.get(key, ())]
+        values = [y for terms in points.values() for _, y, *_ in terms.get(key, ())]
         if min(values) > 0 and max(values) > 20 * min(values):
             axis.set_yscale("log")
     for axis in axes.flat[len(panels) :]:
@@ -164,28 +161,29 @@ def stages(records: list[dict]) -> dict[str, list[dict]]:
 def budget(logs: dict[str, Path], path: Path) -> None:
     """The distribution of d_u below d_max, and the shares below and at it, early and late, with the teacher's own."""
     how = "run train.py with --histogram_every_steps=N and an ALRA method whose budget adapts"
-    found = {name: read_lines(folder / "histograms.jsonl", {"d_u_hist": list}) for name, folder in logs.items()}
-    found = {name: of for name, of in found.items() if any(sum(r["d_u_hist"][:-1]) for r in of)}
-    if not found:
+    counted = {name: read_lines(folder / "histograms.jsonl", {"d_u_hist": list}) for name, folder in logs.items()}
+    counted = {name: records for name, records in counted.items() if any(sum(r["d_u_hist"][:-1]) for r in records)}
+    if not counted:
         raise UserError(f"{', '.join(map(str, logs.values()))}: no histograms.jsonl with a d_u below d_max; {how}")
-    figure, axes = grid(len(found), 2, 4.6, 3.0)
-    for (name, records), (below, shares) in zip(found.items(), axes, strict=True):
+    (figure, axes), styles = grid(len(counted), 2, 4.6, 3.0), looks([*counted])
+    for (name, records), (below, shares) in zip(counted.items(), axes, strict=True):
         teacher = read_lines(logs[name].parent / "teacher.jsonl", {"d_u_hist": list})
         parts = {**stages(records), **({"teacher": teacher} if teacher else {})}
-        for i, (stage, of) in enumerate(parts.items()):
-            counts = np.sum([r["d_u_hist"] for r in of], 0)  # [d_max + 1]
+        for i, (stage, some) in enumerate(parts.items()):
+            counts = np.sum([r["d_u_hist"] for r in some], 0)  # [d_max + 1]
             d_max, n_below = len(counts) - 1, counts[:-1].sum()
-            style = {"color": "black" if stage == "teacher" else look(name)["color"], "linestyle": ("--", "-", ":")[i % 3]}
-            label = f"{stage}, steps {of[0]['step']:,} to {of[-1]['step']:,}"
-            below.plot(range(d_max), counts[:-1] / max(n_below, 1), label=label, **style)
+            color = "black" if stage == "teacher" else styles[name]["color"]
+            line, alpha = (("--", 0.4), ("-", 1), (":", 0.7))[i]
+            label = f"{stage}, steps {some[0]['step']:,} to {some[-1]['step']:,}"
+            below.plot(range(d_max), counts[:-1] / max(n_below, 1), label=label, color=color, linestyle=line)
             height = 100 * np.array([n_below, counts[-1]]) / counts.sum()
-            bars = shares.bar(np.arange(2) + 0.27 * (i - 1), height, 0.25, label=stage, color=style["color"], alpha=(0.4, 1, 0.7)[i % 3])
+            bars = shares.bar(np.arange(2) + 0.27 * (i - 1), height, 0.25, label=stage, color=color, alpha=alpha)
             shares.bar_label(bars, fmt="%.1f", fontsize=8)
         below.set(title=f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}", xlabel="local budget $d_u$ [tokens]",
                   ylabel="share of these positions")  # fmt: skip
         shares.set(title=f"{name}: all positions", ylabel="share of positions [%]", ylim=(0, 140))
         shares.set_xticks((0, 1), (f"$d_u$ < {d_max}", f"$d_u$ = {d_max}"))
-        below.legend()
+        below.legend(loc="upper left")
         shares.legend(ncols=3)
     save(figure, path)
 
@@ -196,7 +194,7 @@ def anchoring(logs: dict[str, Path], path: Path) -> None:
     keys = {"n": int, "p_label": float, "p_top1": float, "agree": float, "p_label_hist": list, "p_top1_hist": list}
     records = read_lines(file, keys)
     if not records:
-        raise UserError(f"{file}: no record; run train.py with --histogram_every_steps=N and a method that has a teacher")
+        raise UserError(f"{file}: no record; run train.py with --histogram_every_steps=N and a teacher")
     steps, n = (np.array([r[key] for r in records]) for key in ("step", "n"))
     figure, ((density, means, agree),) = grid(1, 3, 4.1, 3.1)
     for key, axis, label, color in (("p_label", means, "label", "0.5"), ("p_top1", means, "teacher's top-1", "black"),
@@ -218,17 +216,15 @@ def anchoring(logs: dict[str, Path], path: Path) -> None:
     save(figure, path)
 
 
-# --- without a run ---------------------------------------------------------------------------------------------
-
-
 def pair_score(p_i, p_j, gamma: float):
     """Eq. 19: the gap factor exp(-gamma |p_i - p_j|), and the score, its product with the pair's mass p_i + p_j."""
     factor = np.exp(-gamma * np.abs(p_i - p_j))
     return factor, (p_i + p_j) * factor
 
 
-def pairs(path: Path, gammas: Sequence[float] = (0.0, 1.0, 5.0, 20.0)) -> None:
+def pairs(path: Path) -> None:
     """SWPRA's weighting before it is normalised, over the student's probabilities of two tokens; gamma 5 is the paper's."""
+    gammas = (0.0, 1.0, 5.0, 20.0)
     figure, axes = grid(2, len(gammas), 2.9, 2.7)
     p_i, p_j = np.meshgrid(np.linspace(0, 1, 201), np.linspace(0, 1, 201))
     for gamma, column in zip(gammas, axes.T, strict=True):
@@ -270,12 +266,13 @@ def row_lengths(folder: Path, path: Path) -> None:
 
 
 def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
-    """Differences to a reference method with intervals: {"name", "mean", "low", "high"}, low and high None where there is none."""
-    figure, ((axis,),) = grid(1, 1, 7.2, 0.9 + 0.27 * len(rows))
+    """Differences to a reference method: {"name", "mean", "low", "high"}; without an interval low and high are None."""
+    (figure, ((axis,),)), styles = grid(1, 1, 7.2, 0.9 + 0.27 * len(rows)), looks([r["name"] for r in rows])
     for i, row in enumerate(rows):
-        style, (low, high) = look(row["name"]), (row["low"], row["high"])
-        text = f"{row['mean']:+.4f}" + (f"  [{low:+.4f}, {high:+.4f}]" if low is not None else "")
-        axis.plot((low, high) if low is not None else (), (i, i) if low is not None else (), color=style["color"])
+        style, low, high, text = styles[row["name"]], row["low"], row["high"], f"{row['mean']:+.4f}"
+        if low is not None:
+            axis.plot((low, high), (i, i), color=style["color"])
+            text += f"  [{low:+.4f}, {high:+.4f}]"
         axis.plot(row["mean"], i, color=style["color"], marker=style["marker"])
         axis.text(1.02, i, text, transform=axis.get_yaxis_transform(), va="center", fontsize=8, family="monospace")
     axis.axvline(0, color="black", linewidth=1)
@@ -285,41 +282,40 @@ def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
     save(figure, path)
 
 
-# --- command ---------------------------------------------------------------------------------------------------
+FIGURES = {"curves": lambda logs, path: curves(read_curves(logs), path), "budget": budget, "anchoring": anchoring}
 
 
 def draw_logs(names: Iterable[str], logs: dict[str, Path], out: Path, quiet: bool = True) -> list[str]:
     """Draw those of FIGURES that the logs allow -> their names; what the others lack is said unless `quiet`."""
-    done = []
+    drawn = []
     for name in names:
         try:
-            draw = {"curves": lambda: curves(read_curves(logs), out / "curves.png"),
-                    "budget": lambda: budget(logs, out / "budget.png"), "anchoring": lambda: anchoring(logs, out / "anchoring.png")}  # fmt: skip
-            draw[name]()
-            done.append(name)
+            FIGURES[name](logs, out / f"{name}.png")
+            drawn.append(name)
         except UserError as error:
             if not quiet:
                 print(f"no {name}.png: {error}", file=sys.stderr)
-    return done
+    return drawn
 
 
 def run(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="*", type=Path, help="runs' or methods' folders")
-    parser.add_argument("--pairs", action="store_true", help="SWPRA's pair scores")
-    parser.add_argument("--sets", action="store_true", help="sizes of the evaluation sets")
-    parser.add_argument("--rows", type=Path, metavar="DATA_DIR", help="lengths of prepared rows")
-    parser.add_argument("--out", type=Path, help="folder for the pictures; default: the first one given, or out")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, help="folders of runs or methods")
+    add("--pairs", action="store_true", help="SWPRA's pair scores")
+    add("--sets", action="store_true", help="sizes of the evaluation sets")
+    add("--rows", type=Path, metavar="DATA_DIR", help="lengths of prepared rows")
+    add("--out", type=Path, help="folder for the pictures; default: the first one given, or out")
     args = parser.parse_args(argv)
     if not (args.folders or args.pairs or args.sets or args.rows):
         raise UserError("nothing to draw: expected a run's folder, --pairs, --sets or --rows DATA_DIR")
     out = args.out or [*args.folders, args.rows or Path("out")][0]
-    done = draw_logs(FIGURES, find_logs(args.folders), out, quiet=False) if args.folders else []
-    for name, draw in (("pairs", pairs), ("sets", sets), ("rows", lambda path: row_lengths(args.rows, path))):
+    drawn = draw_logs(FIGURES, find_logs(args.folders), out, quiet=False) if args.folders else []
+    for name, draw in {"pairs": pairs, "sets": sets, "rows": lambda path: row_lengths(args.rows, path)}.items():
         if getattr(args, name):
             draw(out / f"{name}.png")
-            done.append(name)
-    print("\n".join(f"{out / name}.png" for name in done))
+            drawn.append(name)
+    print("\n".join(f"{out / name}.png" for name in drawn))
 
 
 def main() -> None:

@@ -1,0 +1,172 @@
+"""lib/tables.py and lib/paper.py: results in the paper's rows, and which of them share a table."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+import configure
+from lib import tables, tasks
+from lib.files import UserError
+
+CONFIG = dataclasses.asdict(configure.Config())
+
+
+def cells(text, start, nth=0):
+    lines = [line for line in text.splitlines() if line.startswith(f"| {start} |")]
+    return [c.strip() for c in lines[nth].strip("|").split("|")]
+
+
+def test_the_papers_numbers_agree_with_themselves():
+    for (size, split, method), row in tables.PAPER.items():
+        accs = [row[t] for t in tables.COLUMNS if t in row]
+        if accs:
+            assert len(accs) == 9 and split == "heldout"
+            assert sum(accs) / 9 == pytest.approx(row["avg"], abs=0.0101)
+            if method != "pretrain":
+                gain = row["avg"] - tables.PAPER[size, split, "pretrain"]["avg"]
+                assert row["gain"] == pytest.approx(gain, abs=0.0101)
+    assert [m for _, _, names in tables.LAYOUT for m in names].count("alra") == 4
+    assert len(tables.PAPER) == 2 * (9 + 2 + 10)  # main table, weighting; budget and anchoring with one alra in common
+
+
+def fake(folder, method, accs, seed=1234, split="heldout", student="200m", run=(), protocol=(), limit=None, norms=(), **task):  # fmt: skip
+    """The scores of a made-up student; accs and norms by task, in %."""
+    facts = {"method": method, "seed": seed, "student": student, "init_sha256": f"init{seed}", "data_sha256": "data", "step": 7,
+             "teacher_sha256": None if method == "pretrain" else "teacher", "overrides": {}, "config": CONFIG, **dict(run)}  # fmt: skip
+    scores = {t: {"acc": a / 100, "n": 500, "n_paper": getattr(tasks.TASKS[t], split)[1], "data_sha256": t, "prompts_sha256": t,
+                  "version": 1.0, **task} for t, a in accs.items()}  # fmt: skip
+    for t, norm in dict(norms).items():
+        scores[t]["acc_norm"] = norm / 100
+    result = {"name": str(folder), "run": facts, "tasks": scores, "weights_sha256": "w",
+              "protocol": {"lm_eval": "0.4.13", "dtype": "float32", "max_length": 512, "limit": limit, **dict(protocol)}}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / tables.scores_name(split, limit)).write_text(json.dumps(result))
+
+
+ALL = {t: 20.0 + i for i, t in enumerate(tables.COLUMNS)}
+
+
+def table_of(*paths, **how):
+    return tables.tabulate([str(path) for path in paths], **how)
+
+
+def test_a_table_byte_for_byte(tmp_path):
+    """The paper's rows, order, marks and numbers; what prints alike is marked alike; its own students come last."""
+    fake(tmp_path / "alra", "alra", {**ALL, "piqa": 58.654, "arc_easy": 37.0})
+    fake(tmp_path / "pretrain", "pretrain", ALL)
+    fake(tmp_path / "tad", "tad", {**ALL, "piqa": 58.649, "arc_easy": 36.0})
+    fake(tmp_path / "bdl", "bdl", {**ALL, "arc_easy": 35.0})
+    (tmp_path / "run.json").write_text("{}")
+    text = """\
+## 200m
+
+### Main results: accuracy in %, heldout
+
+|  | ARC-C | ARC-E | HS | LAMB | OBQA | PIQA | SIQA | SC16 | WG | Avg. | Δ pretrain |
+| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |
+| Pre-Train w/o KD | 20.00 | 21.00 | 22.00 | 23.00 | 24.00 | *25.00* | 26.00 | 27.00 | 28.00 | 24.00 | Ref. |
+| *paper* | 21.84 | 32.45 | 26.46 | 12.92 | 23.80 | 55.28 | 34.03 | 51.50 | 50.51 | 34.31 | Ref. |
+| TAD | 20.00 | *36.00* | 22.00 | 23.00 | 24.00 | **58.65** | 26.00 | 27.00 | 28.00 | *29.41* | +5.41 |
+| *paper* | 21.67 | 36.45 | 27.37 | 13.00 | 23.20 | 58.76 | 35.41 | 53.60 | 51.62 | 35.68 | +1.36 |
+| ALRA | 20.00 | **37.00** | 22.00 | 23.00 | 24.00 | **58.65** | 26.00 | 27.00 | 28.00 | **29.52** | +5.52 |
+| *paper* | 21.33 | 37.71 | 28.09 | 19.91 | 24.20 | 58.65 | 35.41 | 52.40 | 51.85 | 36.62 | +2.31 |
+| bdl | 20.00 | 35.00 | 22.00 | 23.00 | 24.00 | *25.00* | 26.00 | 27.00 | 28.00 | 25.56 | +1.56 |
+
+One seed each; **best**, *second*.
+ARC-C: 500 items, the paper has 1,172.
+ARC-E: 500 items, the paper has 2,376.
+HS: 500 items, the paper has 10,042.
+LAMB: 500 items, the paper has 5,153.
+PIQA: 500 items, the paper has 1,838.
+SIQA: 500 items, the paper has 1,954.
+SC16: 500 items, the paper has 1,000.
+WG: 500 items, the paper has 1,267.
+Ours after 7 updates, the paper's after 126,400.
+"""
+    assert table_of(*sorted(tmp_path.iterdir())) == text
+
+
+def test_acc_norm_where_a_task_has_it_and_scores_of_first_items(tmp_path):
+    for method, norm in (("pretrain", 50), ("alra", 60)):
+        fake(tmp_path / method, method, ALL, norms={"piqa": norm, "arc_easy": norm})
+        fake(tmp_path / method, method, {"piqa": 77.0}, limit=60)
+    text = table_of(tmp_path, metric="acc_norm")
+    assert "### Main results: accuracy in %, acc_norm where a task has it, heldout" in text
+    assert "acc_norm for ARC-E, PIQA, acc for the others" in text
+    mean = (sum(ALL.values()) - ALL["piqa"] - ALL["arc_easy"] + 120) / 9
+    shown = [cells(text, "ALRA")[i].strip("*") for i in (1, 2, 6, 10, 11)]
+    assert shown == ["20.00", "60.00", "60.00", f"{mean:.2f}", f"+{20 / 9:.2f}"]
+    assert "acc_norm" not in table_of(tmp_path) and "77.00" not in table_of(tmp_path)
+    assert cells(table_of(tmp_path, limit=60), "ALRA") == ["ALRA", "77.00", "77.00", "+0.00"]
+
+
+def test_averages_over_fewer_tasks_say_so_on_both_sides(tmp_path):
+    eight = {t: a for t, a in ALL.items() if t != "storycloze_2016"}
+    fake(tmp_path / "alra", "alra", eight)
+    fake(tmp_path / "pretrain", "pretrain", ALL)
+    text, paper = table_of(tmp_path), tables.PAPER["200m", "heldout", "alra"]
+    assert cells(text, "")[10] == "Avg. (8 of 9)" and cells(text, "ALRA")[8] == "–"
+    for shown, by_task in ((cells(text, "ALRA"), eight), (cells(text, "*paper*", 1), paper)):
+        assert float(shown[10].strip("*")) == pytest.approx(sum(by_task[t] for t in eight) / 8, abs=0.005)
+
+
+def test_ablations_have_tables_of_their_own(tmp_path):
+    three = dict.fromkeys(tables.SUITES["validation"], 40.0)
+    for method in ("alra", "fixed_3", "fixed_25", "alra_n"):
+        fake(tmp_path / method, method, three, split="validation", student="500m")
+    fake(tmp_path / "alra_r", "alra_r", ALL, student="500m")
+    text = table_of(tmp_path)
+    titles = [line for line in text.splitlines() if line.startswith("###")]
+    assert titles == ["### Pairwise weighting: accuracy in %, heldout", "### Local budget: accuracy in %, validation",
+                      "### Anchoring: accuracy in %, validation"]  # fmt: skip
+    assert cells(text, "Fixed-Budget d=25")[1:] == ["40.00"] * 4 + ["+0.00"]
+    ends = [cells(text, "*paper*", i)[-2:] for i in range(3)]
+    assert ends[0][-1] == "Ref." and ends[1:] == [["39.27", "Ref."], ["40.69", "+1.42"]]
+
+
+def test_several_seeds_become_mean_and_interval(tmp_path):
+    for seed, more in ((1, 0.0), (2, 3.0), (3, 6.0)):
+        fake(tmp_path / f"s{seed}" / "alra", "alra", {t: a + more for t, a in ALL.items()}, seed=seed)
+        fake(tmp_path / f"s{seed}" / "pretrain", "pretrain", {t: a + more - 1 for t, a in ALL.items()}, seed=seed)
+    text = table_of(*(tmp_path / f"s{s}" / m for s in (1, 2, 3) for m in ("alra", "pretrain")))
+    assert cells(text, "ALRA")[1] == f"**23.00 ± {4.303 * 3 / math.sqrt(3):.2f}**" and "over 3 seeds" in text
+    assert cells(text, "ALRA")[-1] == "+1.00 ± 0.00"  # seed by seed, not mean by mean
+
+
+FREE = set(CONFIG) - set(tables.COMPARED)  # keys that may differ in a table
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"run": {"init_sha256": "other"}}, "init_sha256 of seed 1234"), ({"run": {"data_sha256": "other"}}, "data_sha256"),
+    ({"run": {"step": 8}}, "step: 7 and 8"), ({"protocol": {"dtype": "bfloat16"}}, "dtype of heldout scores"),
+    ({"prompts_sha256": "other"}, "prompts_sha256 of arc_challenge"), ({"n": 5}, "n of arc_challenge, heldout: 500 and 5"),
+    *(({"run": {"config": CONFIG | {key: "other"}}}, f"{key}: .* and other") for key in tables.COMPARED),
+    ({"run": {"config": CONFIG | dict.fromkeys(FREE, "other")}}, None), ({"run": {"teacher_sha256": None}}, None),
+])  # fmt: skip
+def test_what_can_be_compared(tmp_path, change, named):
+    assert {"methods", "seed", "device", "out_dir"} <= FREE
+    assert {"lr", "w_kd_schedule", "student_weights"} <= set(tables.COMPARED)
+    fake(tmp_path / "x", "pretrain", ALL)
+    fake(tmp_path / "y", "alra", ALL, **change)
+    if named is None:
+        assert "ALRA" in table_of(tmp_path)
+        return
+    with pytest.raises(UserError, match=f"{tmp_path}/x and {tmp_path}/y differ in {named}"):
+        table_of(tmp_path)
+
+
+def test_one_place_for_each_student(tmp_path):
+    for name in ("a", "b"):
+        fake(tmp_path / name / "alra", "alra", ALL)
+    with pytest.raises(UserError, match="both hold alra with seed 1234"):
+        table_of(tmp_path / "a", tmp_path / "b")
+    fake(tmp_path / "b" / "alra", "alra", ALL, run={"overrides": {"d_max": 9}})
+    assert cells(table_of(tmp_path / "a", tmp_path / "b", tmp_path / "a/alra"), "alra d_max=9")[1] == "20.00"
+    for path in (tmp_path, tmp_path / "c"):
+        said = f"{path}: no figures.json or scores_heldout.json .*; first: python eval.py {path}"
+        with pytest.raises(UserError, match=said):
+            table_of(tmp_path / "a", path)
+    with pytest.raises(UserError, match="--reference tad: not among the results, which are of alra"):
+        table_of(tmp_path / "a", reference="tad")

@@ -214,7 +214,7 @@ CASES += [
     (f"{EVAL} --max_rows 0", None, "--max_rows 0: expected at least 1"), (EVAL.replace("none", "lambada"), None, "--tasks: no task 'lambada' .*did you mean 'lambada_openai'"),
     *((SCORE, put(ITEMS, content), f"{ITEMS}|lambada_openai") for content in ("", "{", "[1]", "{}", '{"text": 3}')),
     ("eval.py --table nowhere", None, "nowhere"), ("tools/plot.py nowhere", None, "nowhere"),
-    (SAMPLE, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"), (SAMPLE, cut("run/alra/model/model.safetensors"), "model.safetensors: "),
+    (SAMPLE, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"), (SAMPLE, cut("run/alra/model/model.safetensors"), "run/alra/model.*: cannot be used"),
     ("tools/sample.py nowhere", None, "nowhere: no such folder"),
     # sources
     *((f"{PREPARE} --source={source}", None, says) for source, says in {"nowhere": "nowhere", "nowhere/x.jsonl": "source=nowhere/x.jsonl: no such file", "cfg.py": "cfg.py"}.items()),

@@ -447,11 +447,11 @@ def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
 
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
-    one, options = (
+    one, passes = (
         functools.partial(_evaluate, Method(fn, dict(hyper), w_kd, w_ce)),
         {"post_grad_custom_pre_pass": Rewrite()},
     )
-    return torch.compile(lambda *z, moved=None: one(*z, moved), dynamic=False, fullgraph=True, options=options)
+    return torch.compile(lambda *z, moved=None: one(*z, moved), dynamic=False, fullgraph=True, options=passes)
 
 
 def _evaluate(

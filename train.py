@@ -26,7 +26,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 import configure
 from configure import Config
@@ -352,7 +351,12 @@ def distil(cfg: Config) -> int:
         cfg = choose_micro_batch(students, teacher, rows, cfg)
         facts = run.run_facts(cfg, rows, val, teacher)
         with run.lock_run_dir(cfg):
-            return loop(cfg, rows, val, teacher, students, tokenizer, facts)
+            step, counts = loop(cfg, rows, val, teacher, students, facts)
+            for s in students:
+                if not s.stopped and step == cfg.max_steps:
+                    run.save_model(s, step, counts, facts, tokenizer, cfg)
+        say(f"{cfg.out_dir}: at step {step} of {cfg.max_steps}" + "; the same command resumes" * (step < cfg.max_steps))
+        return 1 if any(s.stopped for s in students) else 0
     except torch.OutOfMemoryError as error:
         less = f"set a micro_batch below {cfg.micro_batch}, --recompute=True, or fewer methods"
         raise UserError(f"out of memory on {cfg.device}: {less}") from error
@@ -361,10 +365,9 @@ def distil(cfg: Config) -> int:
 
 
 def loop(
-    cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student],
-    tokenizer: PreTrainedTokenizerFast, facts: dict,
-) -> int:  # fmt: skip
-    """From the newest checkpoint to the saved models -> the exit code."""
+    cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student], facts: dict
+) -> tuple[int, dict]:
+    """From the newest checkpoint to the last one -> the step that was reached, and the counts."""
     first, counts = run.resume(students, facts, cfg)
     live, step, stop, started = [s for s in students if not s.stopped], first, False, time.perf_counter()
     catch_signals()
@@ -400,12 +403,7 @@ def loop(
             due = time.perf_counter() + pause
         bar.update()
     bar.close()
-    for s in students:
-        if not s.stopped and step == cfg.max_steps:
-            run.save_model(s, step, counts, facts, tokenizer, cfg)
-    ending = "; stopped by a signal, the same command resumes" if stop else ""
-    say(f"{cfg.out_dir}: at step {step} of {cfg.max_steps}{ending}")
-    return 1 if any(s.stopped for s in students) else 0
+    return step, counts
 
 
 def main() -> None:

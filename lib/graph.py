@@ -1,4 +1,4 @@
-"""Three rewrites of an objective's graph for torch.compile. Objectives stay plain functions, each term by itself; here
+"""Four rewrites of an objective's graph for torch.compile. Objectives stay plain functions, each term by itself; here
 their work over the vocabulary is shared. No value changes, and eager objectives do without.
 
 Dimension key: N positions, V vocabulary, k tokens of a local set. A node is dense if it has the shape of the logits, [N, V].
@@ -25,8 +25,8 @@ class Rewrite(CustomGraphPass):
         logits = [_shape(n) for n in graph.find_nodes(op="placeholder") if len(_shape(n)) == 2]  # of both models, equal
         if logits:
             scatter_last(graph, logits[0])
-            scatter_in_place(graph)
             store_per_position(graph, logits[0])
+            scatter_in_place(graph)
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
@@ -90,23 +90,18 @@ def _copy(graph: Graph, node: Node, operands: dict, like: Node, shape: tuple | N
 def scatter_in_place(graph: Graph) -> None:
     """z.copy_(x.scatter(1, i, s)) -> z.copy_(x), then z.scatter_(1, i, s): the scatter needs no buffer of its own.
 
-    Inductor would rename z to x, and copy at the end; a view of z is written at once.
+    The copy goes to a view of z. A copy to z itself would be deferred to the end of the graph.
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        z, scattered = node.args
-        if scattered.target is aten.scatter.src:
-            x, *at_tokens = scattered.args
+        z, new = node.args
+        new = new.args[1] if new.target is aten.copy.default else new
+        if new.target is aten.scatter.src:
+            x, *at_tokens = new.args
             with graph.inserting_before(node):
-                view = _call(graph, aten.as_strided.default, node, z, _shape(z), node.meta["val"].stride())
-                _call(graph, aten.copy_.default, node, view, x)
-                node.replace_all_uses_with(_call(graph, aten.scatter_.src, node, z, *at_tokens))
+                view = graph.call_function(aten.as_strided.default, (z, _shape(z), z.meta["val"].stride()))
+                graph.call_function(aten.copy_.default, (view, x))
+                node.replace_all_uses_with(graph.call_function(aten.scatter_.src, (z, *at_tokens)))
             graph.erase_node(node)
-
-
-def _call(graph, target, like, *args):
-    node = graph.call_function(target, args)
-    node.meta = dict(like.meta)
-    return node
 
 
 def store_per_position(graph: Graph, dense: tuple[int, int]) -> None:

@@ -59,9 +59,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     require(file.is_file(), f"{name}: no tokenizer.json; expected a folder or hub id with a fast tokenizer")
     with reading(file, "download the folder again"):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
-    require(
-        tokenizer.eos_token_id is not None, f"{name}: the tokenizer has no eos_token, which must end every document"
-    )
+    ends = tokenizer.eos_token_id is not None
+    require(ends, f"{name}: the tokenizer has no eos_token, which must end every document")
     return tokenizer
 
 

@@ -157,8 +157,5 @@ def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:
     top = logp.max(-1)
     p_label, p_top1, agree = (-ce).exp(), top.values.exp(), (top.indices == y).float()
     sums = {"p_label": p_label, "p_top1": p_top1, "agree": agree, "ce": ce, "entropy": entropy}
-    sums = {key: value.double().sum() for key, value in sums.items()}
-    bins = {
-        f"{key}_hist": torch.histc(p.float(), 50, 0, 1).long() for key, p in (("p_label", p_label), ("p_top1", p_top1))
-    }
-    return sums | bins
+    bins = {f"{key}_hist": torch.histc(sums[key].float(), 50, 0, 1).long() for key in ("p_label", "p_top1")}
+    return {key: value.double().sum() for key, value in sums.items()} | bins

@@ -86,10 +86,8 @@ class Student:
 
     def checkpoints(self) -> dict[int, Path]:
         """The complete ones by step, oldest first."""
-        paths = (
-            p for p in self.folder.glob("checkpoints/step_*") if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir()
-        )
-        return dict(sorted((int(p.name[5:]), p) for p in paths))
+        paths = self.folder.glob("checkpoints/step_*")
+        return dict(sorted((int(p.name[5:]), p) for p in paths if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir()))
 
 
 def say(text: str) -> None:
@@ -135,12 +133,8 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     """Refuse rows, tokenizer and vocabularies that do not belong together -> the tokenizer."""
     name, given = cfg.tokenizer or cfg.teacher, inherited(cfg.teacher)
     require(name, "tokenizer=None with teacher=None: set the tokenizer of the rows; it is saved with the model")
-    tokenizer, s, needed = (
-        load_tokenizer(name),
-        student_config(cfg.student, given).vocab_size,
-        cfg.max_steps * cfg.batch_rows,
-    )
-    t, context, ids = s, math.inf, tokenizer.get_vocab()
+    tokenizer, s = load_tokenizer(name), student_config(cfg.student, given).vocab_size
+    t, context, ids, needed = s, math.inf, tokenizer.get_vocab(), cfg.max_steps * cfg.batch_rows
     if given and any(map(needs_teacher, cfg.methods)):
         t, context = given["vocab_size"], given.get("max_position_embeddings") or math.inf
     n, before = max(ids.values()) + 1, {}
@@ -159,9 +153,7 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     ):  # fmt: skip
         require(ok, message)
     if t != s:
-        say(
-            f"vocabulary: {t:,} of the teacher and {s:,} of the student are cut to {min(t, s):,}; the tokenizer has {n:,}"
-        )
+        say(f"vocabulary: {t:,} of the teacher, {s:,} of the student: cut to {min(t, s):,}; the tokenizer has {n:,}")
     return tokenizer
 
 
@@ -207,10 +199,9 @@ def check_same_run(before: dict, where: str | Path, facts: dict) -> None:
 
 def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict]:
     """Restore all students from their newest common checkpoint, or start at step 0 -> that step and the counts."""
-    out, hashes = Path(cfg.out_dir), {key: facts[key] for key in CONTENT}
-    parallel.check_agreement(
-        **hashes, weights=[s.init_sha256 for s in students], checkpoints=[[*s.checkpoints()] for s in students]
-    )
+    out, same = Path(cfg.out_dir), {key: facts[key] for key in CONTENT}
+    same |= {"weights": [s.init_sha256 for s in students], "checkpoints": [[*s.checkpoints()] for s in students]}
+    parallel.check_agreement(**same)
     before = read_json(out / "run.json") if (out / "run.json").is_file() else {}
     if before:
         check_same_run(before, f"out_dir={out}", facts)
@@ -221,10 +212,8 @@ def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict
     live = [s for s in students if not s.stopped]
     common = set.intersection(*({*s.checkpoints()} for s in live)) if live else {cfg.max_steps}
     started = any((s.folder / name).exists() for s in live for name in ("log.jsonl", "model", "checkpoints"))
-    require(
-        common or not started,
-        f"{out}: its students have no checkpoint in common; restore one, or choose another out_dir",
-    )
+    message = f"{out}: its students have no checkpoint in common; restore one, or choose another out_dir"
+    require(common or not started, message)
     step, counts = max(common, default=0), dict.fromkeys(COUNTS, 0)
     require(step <= cfg.max_steps, f"max_steps={cfg.max_steps}: {out} is at step {step}; set at least that")
     for s in live if common else ():
@@ -328,9 +317,8 @@ def load_checkpoint(path: Path, s: Student, facts: dict) -> dict:
         names = ("model", "optimizer") if state["step"] else ()
         tensors = {name: safetensors.torch.load_file(path / f"{name}.safetensors") for name in names}
         right = (state["method"], state["init_sha256"], state["step"]) == (s.name, s.init_sha256, int(path.name[5:]))
-        right &= all(
-            tensors_hash(dict(sorted(group.items()))) == state[f"{name}_sha256"] for name, group in tensors.items()
-        )
+        hashes = {name: tensors_hash(dict(sorted(group.items()))) for name, group in tensors.items()}
+        right &= all(state[f"{name}_sha256"] == sha for name, sha in hashes.items())
         require(right, f"{path}: not as it was saved, or of another run; move it aside to resume from the one before")
         with torch.no_grad():
             for name, p in s.model.named_parameters() if tensors else ():

@@ -105,9 +105,7 @@ def load(paths: list[str], files: dict[str, str]) -> list[Result]:
         inside = {}
         for folder in (path, *sorted(path.glob("*/"))):
             rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
-            scores = {
-                s: read_if_there(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()
-            }
+            scores = {s: read_json(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
             for part in (*scores.values(), *filter(None, [rows])):
                 run = part["run"] and check_keys(part["run"], RUN, folder)
                 for task, values in part.get("tasks", {}).items():

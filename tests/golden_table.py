@@ -1,14 +1,10 @@
-"""Every objective against the recorded numbers of its authors' code, as a table; exit code 1 outside the bars.
+"""The recorded numbers of the authors' codes as vectors, and how far an objective is from one.
 
-    python -m tests.golden_table [FOLDER]
-
-FOLDER is tests/golden unless another is named; its README.md says where the numbers are from. The vectors are [B, L, V] fp64 logits with the loss and its gradient. Each is compared as it is (fp64), with the same
-logits rounded to fp32, and with logits rounded to bf16; the last two are compared with fp64 on the rounded logits, in
-value and gradient. Errors are relative, of the gradient in norm; where the recorded number is 0, absolute.
+tests/golden/README.md says where the numbers are from. The vectors are [B, L, V] fp64 logits with the loss and its gradient. Each
+is compared as it is (fp64), with the same logits rounded to fp32, and with logits rounded to bf16; the last two are compared with
+fp64 on the rounded logits, in value and gradient. Errors are relative, of the gradient in norm; where the recorded number is 0, absolute.
 """
 
-import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,12 +90,8 @@ def _fdistill(s, V):
         return None
     tau = {} if s["kind"] == "tvd" else {"tau": s["T"]}
     name = {"kl": "vanilla_kd", "rkl": "reverse_kl", "tvd": "tvd"}[s["kind"]]
-    return (
-        name,
-        {**tau, "t2_scaling": True} if name == "vanilla_kd" else tau,
-        s["T"] ** 2 if name == "reverse_kl" else 1.0,
-        0.0,
-    )
+    settings = {**tau, "t2_scaling": True} if name == "vanilla_kd" else tau
+    return name, settings, s["T"] ** 2 if name == "reverse_kl" else 1.0, 0.0
 
 
 def _adakd(s, V):
@@ -169,29 +161,3 @@ def _off(got, expected) -> float:
     got, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (got, expected))
     gap, size = (got - expected).norm().item(), expected.norm().item()
     return gap / size if size else gap
-
-
-def main(folder: Path = FOLDER) -> int:
-    worst, tried = defaultdict(lambda: dict.fromkeys(BARS, 0.0)), defaultdict(int)
-    for v in read(folder):
-        tried[v.objective] += 1
-        for column, error in errors(v).items():
-            worst[v.objective][column] = max(worst[v.objective][column], error)
-    if not tried:
-        print(f"{folder}: no vectors (*.npz) there")
-        return 1
-    print(f"| objective | vectors | {' | '.join(f'{c} (bar {bar:.0e})' for c, bar in BARS.items())} | within |")
-    print("|---|--:|" + "--:|" * len(BARS) + "---|")
-    every = True
-    for name in sorted(tried):
-        within = all(worst[name][column] <= bar for column, bar in BARS.items())
-        every &= within
-        print(
-            f"| {name} | {tried[name]} | {' | '.join(f'{worst[name][c]:.1e}' for c in BARS)} | {'yes' if within else 'NO'} |"
-        )
-    return 0 if every else 1
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -139,15 +139,3 @@ def test_a_batch_waits_once_and_a_head_is_cast_once(dtype, monkeypatch):
     h, w = student[0](None).float(), student[1].to(dtype).float()
     ce = torch.nn.functional.cross_entropy(h.flatten(0, 1) @ w.T, y.flatten(), ignore_index=IGNORE, reduction="none")
     torch.testing.assert_close(found["ce"], 2 * ce.view(B, T).sum(1).double(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_figures_are_those_of_the_cpu(dtype):
-    student, teacher, y = case(dtype)
-    on_gpu = [(lambda x, h=hidden: h(x).cuda(), head.cuda()) for hidden, head in (student, teacher)]
-    (expected,) = metrics.row_sums([student], teacher, [(0, y, y)], B)
-    (found,) = metrics.row_sums(on_gpu[:1], on_gpu[1], [(0, y.cuda(), y.cuda())], B)
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key].cpu(), value, rtol=1e-5, atol=1e-5)

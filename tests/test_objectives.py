@@ -3,6 +3,7 @@
 What holds for every objective is in test_losses.py, the recorded numbers are in test_golden.py.
 """
 
+import functools
 import itertools
 import math
 
@@ -47,9 +48,8 @@ def test_the_recorded_head_of_akl():
         h, forward, reverse = (torch.from_numpy(part[key]).flatten(0, 1) for key in ("h_ratio", "fkl", "rkl"))
         found = losses.akl(z_s, z_t, y, mu=settings["mu"])
         torch.testing.assert_close(found, h * forward + (1 - h) * reverse, rtol=1e-9, atol=0, msg=label)
-        torch.testing.assert_close(
-            losses._head_share(z_s, z_t, settings["mu"]), h[:, None], rtol=1e-9, atol=0, msg=label
-        )
+        share = losses._head_share(z_s, z_t, settings["mu"])
+        torch.testing.assert_close(share, h[:, None], rtol=1e-9, atol=0, msg=label)
 
 
 @pytest.mark.parametrize(
@@ -221,15 +221,16 @@ def test_taids_t_moves_over_the_run():
     torch.testing.assert_close(last(None, z_s, z_t, y, moved)[0], kl(None, z_s, z_t, y)[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
+@pytest.mark.parametrize("name", ["pretrain", "pd", "atkd", "ldrld", "bild", *NEW])  # test_graph.py has the others
 def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
     whole = torch.compile(
-        lambda *z: losses._evaluate(METHODS[name], torch.float32, *z), backend="eager", fullgraph=True, dynamic=False
+        functools.partial(losses._evaluate, METHODS[name], torch.float32), backend="eager", fullgraph=True
     )
-    loss, _, dz = whole(z_s, z_t, y)
+    loss, _, dz = whole(z := z_s.clone(), z_t, y)
+    assert dz is z  # the gradient overwrites the logits
     expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(dz, torch.autograd.grad(expected, z)[0], rtol=1e-4, atol=1e-6)

@@ -136,7 +136,7 @@ def status(key: str) -> float:
 def row(section: str, case: str, results: dict, against: str | None = None, note: str = "") -> str:
     """The table's line of a measured case, compared with another case of its section."""
     a, b, compared = results[case], results.get(against), ["", "", ""]
-    if b:
+    if b and case != against:
         ratios = [x / y for x, y in zip(a["sec"], b["sec"], strict=True)]
         memory = statistics.median(a["mib"]) / (statistics.median(b["mib"]) or math.nan)
         compared = [against, spread(ratios, ".2f"), f"{memory:.2f}"]
@@ -180,8 +180,8 @@ def bench_fused(args, device: torch.device) -> list[str]:
         loss_of["Liger, KL + CE"] = lambda: liger(h_s[0], w_s.to(dtype), h_t[0], w_t, y[0])
     cases = {name: lambda f=f: torch.autograd.grad(f(), (h_s, w_s)) for name, f in loss_of.items()}
     results = measure({"products alone": products, **cases}, args.repeats, device)
-    others = ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra")
-    pairs = [("alra", b) for b in others] + [(name, "products alone") for name in args.methods if name != "alra"]
+    pairs = [("alra", b) for b in ("products alone", "vanilla_kd", "Liger, KL + CE", "plain alra", "eager alra")]
+    pairs += [(name, "products alone") for name in args.methods if name != "alra"]
     return [row("fused", a, results, b) for a, b in pairs if a in results and b in results]
 
 
@@ -254,7 +254,8 @@ def bench_steps(args, device: torch.device) -> list[str]:
             if any(map(losses.needs_teacher, methods)):  # once for all students
                 flops += flops_per_token(PRESETS[args.teacher], args.n, trained=False)
             rate = args.rows * args.n / statistics.median(results[name]["sec"])
-            note = f"{rate:,.0f} tokens/s, MFU {mfu(rate * flops, device, 1) or math.nan:.1%}"
+            used = mfu(rate * flops, device, 1)
+            note = f"{rate:,.0f} tokens/s" + (f", MFU {used:.1%}" if used else "")
             lines.append(row("steps", name, results, "vanilla_kd", note))
     return lines
 
@@ -326,8 +327,10 @@ def run(argv: list[str]) -> None:
                *(f"{name} {version}" for name, version in facts["versions"].items())]  # fmt: skip
     sizes = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds [range]."
     lines = [", ".join(machine) + ".", "", sizes, ""]
-    lines += ["| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |"]
-    lines += ["|---|---|---|--:|--:|--:|--:|---|"]
+    lines += [
+        "| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |",
+        "|---" * 8 + "|",
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in args.sections:
         say(name)

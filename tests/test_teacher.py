@@ -169,7 +169,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
         student.save_pretrained(folder)
         out = tmp_path / f"{pad_t}-{pad_s}"
         assert train.distil(config(tiny, out, teacher=tmp_path / "t", **knobs)) == 0
-        told = f"vocabulary: {V + pad_t:,} of the teacher and {V + pad_s:,} of the student are cut to"
+        told = f"vocabulary: {V + pad_t:,} of the teacher, {V + pad_s:,} of the student: cut to"
         assert (told in capsys.readouterr().out) == (pad_t != pad_s)
         seen.append(Qwen2.from_pretrained(str(out / "alra")))
     assert [m.config.vocab_size for m in seen] == [V, V, V, V + 5]

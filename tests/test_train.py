@@ -35,10 +35,9 @@ from lib.files import UserError, read_json
 from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from lib.teacher import Teacher, load_teacher
-from losses import IGNORE, METHODS
+from losses import IGNORE, METHODS, method_loss
 from model import PRESETS, Qwen2, Qwen2Config, flops_per_token, init_student
 from tests import world
-from tests.plain import method_loss
 from tests.world import DEMO, SEQ, SHARED, STUDENT, V, config, read_jsonl
 
 NINE = ",".join(tuple(METHODS)[:9])  # the main table
@@ -139,13 +138,10 @@ def test_padding_never_reaches_a_loss(tiny):
 
 
 def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
-    cfg = config(tiny, UNUSED, w_kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000)
-    model = init_student(STUDENT)
-    pretrain, pd = (train.Student(name, model, None, None, {"w_kd": 0.9}, "") for name in ("pretrain", "pd"))
-    weights = [
-        float(train.objective_at(pd, step, cfg).keywords["moved"]["w_kd"]) for step in (0, 50, 100, 989, 995, 999)
-    ]
-    assert weights == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
+    cfg = config(tiny, UNUSED, w_kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000, **{"pd.w_kd": 0.9})
+    pretrain, pd = (train.make_student(name, cfg) for name in cfg.methods)
+    weights = [train.objective_at(pd, step, cfg).keywords["moved"]["w_kd"] for step in (0, 50, 100, 989, 995, 999)]
+    assert [float(w) for w in weights] == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
     assert not train.objective_at(pretrain, 50, cfg).keywords["moved"]  # has no teacher whose weight could change
 
 
@@ -932,7 +928,7 @@ def two_updates(into) -> None:
         students = []
         for name in cfg.methods:
             model = Qwen2(shape)
-            students.append(train.Student(name, model, torch.optim.AdamW(model.parameters(), fused=True), None, {}, ""))
+            students.append(train.Student(name, model, torch.optim.AdamW(model.parameters(), fused=True), None, ""))
         teacher = Qwen2(shape).requires_grad_(False)
         for p in teacher.parameters():
             p.data = p.data.bfloat16()

@@ -92,5 +92,5 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch):
 
 def test_a_missing_card_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="gpu: expected a CUDA device; run it where one is, or add --tiny"):
+    with pytest.raises(UserError, match="gpu: expected a CUDA device; run it on such a machine, or add --tiny"):
         bench.run(["gpu"])

@@ -239,6 +239,6 @@ def test_samples_are_a_function_of_the_seed_and_temperature_0_takes_the_most_lik
         ids.append(int((model.hidden(torch.tensor([ids]))[0, -1] @ model.head.T).argmax()))
     assert text("--temperature=0") == text("--top_k=1") == tokenizer.decode(ids[1:])
     for argv, message in ((["x", "--temperature=-1"], "expected --temperature and --top_k of 0 or more"),
-                          ([str(tmp_path)], "holds several students; name one of them: .*mine")):  # fmt: skip
+                          ([str(tmp_path)], "has several students; choose one: .*mine")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             sample.run(argv)

@@ -207,7 +207,7 @@ def our_step(methods, micro_batch: int, compile: bool, teacher: Teacher | None, 
 
     def case():
         micro_batches = zip(x.split(micro_batch), y.split(micro_batch), strict=True)
-        stream = (train.Batch(a, b, b.numel(), teacher.hidden(a) if teacher else None) for a, b in micro_batches)
+        stream = ((a, b, b.numel(), teacher.hidden(a) if teacher else None) for a, b in micro_batches)
         train.update(students, teacher, stream, 0, cfg)
 
     return case
@@ -312,7 +312,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     args.methods, args.end = tuple(args.methods.split(",")), time.monotonic() + 60 * args.minutes
     if "gpu" in args.sections:
         fits = args.tiny or pick_device(args.device).type == "cuda"
-        require(fits, "gpu: expected a CUDA device; run it where one is, or add --tiny")
+        require(fits, "gpu: expected a CUDA device; run it on such a machine, or add --tiny")
         args.sections = list(SECTIONS)
     return args
 

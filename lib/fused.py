@@ -15,9 +15,8 @@ from torch import Tensor
 from lib.checks import IGNORE
 from lib.files import require
 
-Evaluate = Callable[
-    [torch.dtype | None, Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor], Tensor | None]
-]
+Terms = dict[str, Tensor]
+Evaluate = Callable[[torch.dtype | None, Tensor, Tensor | None, Tensor], tuple[Tensor, Terms, Tensor | None]]
 
 
 def head_losses(
@@ -27,7 +26,7 @@ def head_losses(
 
     students  (h_s [B, T, D_s], w_s [V, D_s], evaluate) each: last hidden states, head weight, and
               evaluate(dtype of the gradient or None, z_s [N, V], z_t [N, V], y [N])
-              -> mean loss [], sums of terms with n_valid, gradient of z_s or None
+              -> mean loss [], sums of terms with n_valid, gradient of z_s or None; it may overwrite z_s
     h_t, w_t  [B, T, D_t], [V, D_t]; None where no student has a teacher
     y         [B, T] labels, IGNORE where not in T_B
     group     rows per forward batch, a divisor of B
@@ -97,7 +96,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         if ctx.gradients is None:
-            raise RuntimeError("fused_head_loss: backward a second time; its gradients were given away the first time")
+            raise RuntimeError("head_losses: backward a second time; its gradients were given away the first time")
         (dh, dw), ctx.gradients = ctx.gradients, None
         return dh if dh is None else dh.mul_(g), dw if dw is None else dw.mul_(g).to(ctx.dtype), None, None, None
 

@@ -219,7 +219,8 @@ def top(z, k) -> Tensor:
     if 2 * k * size >= V:
         return _top_of_few(z, k)
     (largest,) = by_block(lambda x: (x.amax(-1),), z)
-    member = _members(_rising(_top_of_few(largest, k)), size)  # [N, k * size], rising
+    block = _top_of_few(largest, k)
+    member = _members(_ranked(block, block[:, None, :] < block[:, :, None]), size)  # [N, k * size], rising
     inside = member.clamp(max=V - 1)
     return inside.gather(1, _top_of_few(z.gather(1, inside).masked_fill(member >= V, -math.inf), k))
 
@@ -248,11 +249,6 @@ def by_logit(z, tokens) -> Tensor:
     mine, other = x[:, :, None], x[:, None, :]  # [N, k, 1], [N, 1, k]
     lower = tokens[:, None, :] < tokens[:, :, None]
     return _ranked(tokens, (other > mine) | ((other == mine) & lower))
-
-
-def _rising(tokens) -> Tensor:
-    """Distinct `tokens` [N, k] by rising index  # -> [N, k]"""
-    return _ranked(tokens, tokens[:, None, :] < tokens[:, :, None])
 
 
 def _ranked(tokens, before) -> Tensor:

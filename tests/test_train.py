@@ -963,7 +963,7 @@ def two_updates(into) -> None:
         for p in teacher.parameters():
             p.data = p.data.bfloat16()
         teacher, x = Teacher(teacher, device), torch.zeros(2, 16, dtype=torch.long)
-        stream = (train.Batch(x, x.clone(), 30, teacher.hidden(x)) for _ in itertools.count())
+        stream = ((x, x.clone(), 30, teacher.hidden(x)) for _ in itertools.count())
         for step in range(2):
             train.update(students, teacher, stream, step, cfg)
     into.put(dict(asked))

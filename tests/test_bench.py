@@ -80,7 +80,7 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch):
     lines = [line.split(" | ") for line in (tmp_path / "small.md").read_text().splitlines() if line.startswith("| ")]
     assert [line[0] for line in lines[1:]] == [
         "| tests |",
-        *["| fused"] * 4,
+        *["| fused"] * 5,
         *["| step"] * 2,
         *["| steps"] * 5,
         "| profile",

@@ -36,8 +36,6 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(world.ROOT)
 
 
-# --- statistics ------------------------------------------------------------------------------------------------------
-
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t of two degrees of freedom, in closed form
 
 
@@ -65,9 +63,6 @@ def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([None, 0.4, 0.7]) == [None, 0.8, 0.8]
     assert holm([0.9, 0.6]) == [1.0, 1.0] and holm([]) == []
-
-
-# --- what is run -----------------------------------------------------------------------------------------------------
 
 
 def mini(*argv: str) -> configure.Config:
@@ -191,8 +186,6 @@ def test_a_configs_wrong_key_for_compare_is_refused(tmp_path):
     with pytest.raises(UserError, match="_compare: no such key 'seed'"):
         compare.arguments([str(tmp_path / "c.py")])
 
-
-# --- running it ------------------------------------------------------------------------------------------------------
 
 TINY = {"max_steps": 3, "schedule_steps": 3, "warmup_steps": 1, "batch_rows": 2, "micro_batch": 1, "val_every_steps": 3,
         "checkpoint_every_steps": 1, "val_max_rows": 3, "log_every_steps": 1}  # fmt: skip
@@ -390,9 +383,6 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
     assert len([*(tmp_path / "cut").glob("tune_*.py")]) == 1  # the run that was cut went on
     one, two = ((tmp_path / name / "report" / "tables.csv").read_bytes() for name in ("whole", "cut"))
     assert one == two and b"pretrain" in one
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **more) -> None:

@@ -125,9 +125,6 @@ def bench(lm, names, *argv):
     return ev.benchmarks(lm, items_of(names, options(*argv)), options(*argv))
 
 
-# --- the rules of scoring --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("context", "continuation", "head", "whole"), [
     ("", "the cat", "<eos>", "<eos>the cat"),  # an empty context is the prefix token,
     ("", "<eos>the cat", "<eos>", "<eos>the cat"),  # which a continuation that begins with it gives up
@@ -261,9 +258,6 @@ def test_scores_are_fp32_whatever_the_backbone(tokenizer):
 def test_requests_without_an_answer_are_refused(student, tokenizer, context, continuation):
     with pytest.raises(UserError, match=r"expected a context|nothing to condition on"):
         ev.Scorer(student, tokenizer, max_length=7).loglikelihood(ask((context, continuation)), disable_tqdm=True)
-
-
-# --- the tasks -------------------------------------------------------------------------------------------------
 
 
 class Recorder(TemplateLM):
@@ -450,9 +444,6 @@ def test_slips_on_the_command_line(argv, said, student, tokenizer, tmp_path):
         ev.run([str(tmp_path / "x"), *argv])
 
 
-# --- figures over held-out rows --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory, tokenizer):
     rng, folder = np.random.default_rng(5), tmp_path_factory.mktemp("data")
@@ -469,9 +460,6 @@ def test_bytes_of_tokens(tokenizer):
     lengths = ev.byte_lengths(tokenizer, 311)
     assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
     assert lengths[0] == 0 and not lengths[307:].any()
-
-
-# --- end to end ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

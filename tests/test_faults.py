@@ -48,8 +48,6 @@ STEP = "half/alra/checkpoints/step_00000003"
 STATE, WEIGHTS, NORM = f"{STEP}/state.json", "teacher/model.safetensors", "model.norm.weight"
 INDEX, ITEMS = "teacher/model.safetensors.index.json", "items/lambada_openai/test.jsonl"
 
-# --- ways to break things: each takes the folder
-
 
 def put(name: str, content):
     def do(w: Path) -> None:
@@ -125,8 +123,6 @@ def filled(value: int, column: int = 0):
 
     return change
 
-
-# --- the table
 
 # fmt: off
 SETTINGS = {
@@ -233,8 +229,6 @@ GO_ON_RIGHTLY = [  # what has to be so afterwards: half has become what run is
 ]
 # fmt: on
 BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may leave behind
-
-# --- running them
 
 
 @pytest.fixture(scope="module")

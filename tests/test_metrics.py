@@ -99,8 +99,6 @@ def test_paired_bootstrap():
     assert stats.bootstrap(better, base)["ece"] == (0, 0) and "kl" not in stats.bootstrap(better, base)
 
 
-# --- products and waits
-
 B, T, D, V = 3, 7, 5, 101
 
 

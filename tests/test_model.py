@@ -381,9 +381,6 @@ def test_loading_never_holds_the_file_and_the_weights_at_once(tmp_path):
     assert size > 100 and peak < 1.4 * size and model.head.any()
 
 
-# --- compiled layers
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch has some of its own
 def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones():

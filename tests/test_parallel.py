@@ -190,9 +190,6 @@ def test_a_teacher_that_transformers_computes_is_sharded_too(several, wide, tmp_
         assert distance(tmp_path, several[0] / "foreign", "alra", kind, step=1) < 1e-6
 
 
-# --- processes that differ, and ends
-
-
 def test_a_fact_that_differs_is_one_line_with_both_values(monkeypatch):
     monkeypatch.setattr(parallel, "gather", lambda mine: [mine, mine, mine | {"step": 0}])
     parallel.check_agreement(data="abc")

@@ -115,9 +115,6 @@ def stream_of(texts, tokenizer):
     return joined(parts)
 
 
-# --- the boundary rule
-
-
 @pytest.mark.parametrize("row_len", [2, 3, 13, 61])
 @pytest.mark.parametrize("name", [*MADE, *REAL])
 def test_rows_equal_the_naive_ones_on_nasty_text(name, row_len, tokenizer_of):
@@ -202,9 +199,6 @@ def test_pieces_of_the_stream_give_the_rows_of_the_whole(tmp_path, tokenizer_of)
     assert stored(tmp_path / "x", 29) == whole
 
 
-# --- BOS
-
-
 def with_template(single, tokenizer_of):
     """A tokenizer that adds to a text what `single` says; <s> is a special token of it, and "<" is none."""
     backend = tokenizers.Tokenizer.from_str(tokenizer_of("byte_level")[0].backend_tokenizer.to_str())
@@ -242,9 +236,6 @@ def test_each_document_begins_with_the_bos_that_the_tokenizer_adds(single, bos, 
     assert joined(rows_in(tmp_path / "a")) == joined([*first, *stream_of([text], tokenizer)] for text in texts)
     made = [json.loads((tmp_path / f"a/{split}.json").read_text()) for split in ("train", "val")]
     assert [m["bos"] for m in made] == [first[0] if first else None] * 2
-
-
-# --- whole runs
 
 
 @pytest.fixture(scope="session")
@@ -324,9 +315,6 @@ def test_held_out_documents_do_not_depend_on_batches(small, tmp_path, monkeypatc
     assert joined(stored(tmp_path / "1/val.bin", 31)) == stream_of(held, load_tokenizer(small.tokenizer))
 
 
-# --- sources
-
-
 def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
     texts = [t.replace("\x00", "") for t in small.texts]
     records = [
@@ -396,9 +384,6 @@ def test_the_text_of_python_itself():
     held = [document["name"] for document in documents if prepare.held_out(document, 0.1)]
     assert held == [name for name in names if prepare.held_out({"name": name, "text": "changed"}, 0.1)]
     assert 0.05 < len(held) / len(names) < 0.15
-
-
-# --- killed and started again
 
 
 class Crash(BaseException):
@@ -518,9 +503,6 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
     assert ("left as it is" if complete else "going on after") in "".join(capsys.readouterr())
 
 
-# --- refusals of sources: the others are in test_faults
-
-
 GOOD = b'{"text": "a"}\n'
 BAD = {
     "column.jsonl": (GOOD + b'{"content": "a"}\n', "record 2: .* no 'text'; source_text names the field"),
@@ -566,9 +548,6 @@ def test_a_tokenizer_that_does_not_give_its_text_back_is_refused():
     backend.decoder = tokenizers.decoders.WordPiece()
     with pytest.raises(ValueError, match="WordPiece"):
         prepare.token_bytes(backend)
-
-
-# --- verify and show
 
 
 def test_quick_hash_sees_every_byte_of_a_small_file_and_both_ends_of_a_large_one(tmp_path, monkeypatch):

@@ -168,9 +168,6 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(run, copy, monk
     assert 0 < line["alike"] < 1 and gnorms[0] != gnorms[1]
 
 
-# --- what the README and the configs' headers say
-
-
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
     monkeypatch.chdir(ROOT)

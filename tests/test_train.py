@@ -62,9 +62,6 @@ def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
     return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 
-# --- small parts
-
-
 def test_every_run_has_the_threads_of_the_runs_that_it_is_compared_with():
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]) == 1  # tests/conftest.py
 
@@ -207,9 +204,6 @@ def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(tiny):
         assert (g - w).norm() <= 1e-5 * w.norm() + 1e-9
 
 
-# --- the optimizer
-
-
 def trained(tiny: Path, n: int, prepare=lambda student: None, **changes) -> tuple[train.Student, list, list]:
     """`n` updates of `pretrain` -> the student, its gradients before the clip and its weights, after 0 .. n updates."""
     keys = {"methods": "pretrain", "lr": 1e-2, **changes}
@@ -289,9 +283,6 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
         assert p.grad.double().sub(g * scale).abs().max() < 1e-6 * g * scale
 
 
-# --- student_weights
-
-
 def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, capsys):
     there = finished / "alra" / "model"
     loaded = config(tiny, tmp_path, student=there, student_weights=there, seed=99)
@@ -316,9 +307,6 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_pa
 def test_a_students_folder_stands_for_the_model_inside(finished):
     for name in ("alra", "alra/model"):
         assert find_folder(str(finished / name)) == finished / "alra" / "model"
-
-
-# --- whole runs
 
 
 @pytest.fixture(scope="module")
@@ -465,9 +453,6 @@ def test_students_of_one_method_have_settings_and_rates_of_their_own_and_the_bit
     assert facts["method"] == "alra@slow" and facts["overrides"] == {"tau": 2.0, "d_max": 7, "gamma": 1.0, "lr": 5e-3}
 
 
-# --- checkpoints and models: complete under their names, or not there
-
-
 def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path):
     train.distil(config(tiny, tmp_path, methods="alra", keep_checkpoints=1, max_steps=4))
     folder = tmp_path / "alra" / "checkpoints"
@@ -604,9 +589,6 @@ def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
     assert not (tmp_path / "stopped.json").exists()
 
 
-# --- the account: MFU, the time that is left, and who else gets the records
-
-
 def test_mfu_is_the_share_of_all_cards(monkeypatch):
     cuda = torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
@@ -710,9 +692,6 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tiny, tmp
     assert train.distil(config(tiny, tmp_path, methods="alra", keep_checkpoints=1)) == 0
 
 
-# --- signals and kills
-
-
 @pytest.fixture(autouse=True)
 def handlers():
     """A run in this process leaves its signal handlers behind."""
@@ -780,9 +759,6 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path):
         assert cut == whole, method
 
 
-# --- histograms
-
-
 def test_histograms_hold_every_position(tiny, tmp_path):
     keys = {"methods": "vanilla_kd,alra", "histogram_every_steps": 3, "checkpoint_every_steps": 3}
     assert train.distil(config(tiny, tmp_path, **keys, max_steps=4)) == 0
@@ -805,9 +781,6 @@ def test_histograms_hold_every_position(tiny, tmp_path):
     assert got["agree"] == pytest.approx((p.argmax(-1) == labels).double().mean().item(), abs=1e-6)
     assert got["entropy"] == pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-4)
     assert len(got["d_u_hist"]) == len(student[1]["d_u_hist"]) == 8 and sum(got["d_u_hist"][:3]) == 0  # 3 .. d_max = 7
-
-
-# --- processes, and what makes a run the same
 
 
 @pytest.mark.parametrize(
@@ -930,9 +903,6 @@ def test_a_student_that_broke_goes_on_from_its_checkpoint_with_a_lower_rate(tiny
     assert train.distil(cfg) == 0 and (tmp_path / "out_lower" / "alra@lower" / "model" / "config.json").is_file()
 
 
-# --- how often the host waits for the device
-
-
 def two_updates(into) -> None:
     """Two updates of three students on a device that computes nothing; what the host asked it for, by name."""
     module = backend_registration._DummyBackendModule()
@@ -976,9 +946,6 @@ def test_the_host_waits_once_in_an_update():
     child.start()
     child.join(120)
     assert child.exitcode == 0 and found.get() == {"tolist": 2}
-
-
-# --- real weights
 
 
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="the real weights are not on this machine")

@@ -28,8 +28,6 @@ V, SEQ = 4096, 13
 STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
 
-# --- tokenizers and models
-
 
 def make_tokenizer(texts: Iterable[str] = (), vocab_size=257, eos=EOS, bos=None, split=None, **trainer) -> PreTrainedTokenizerFast:  # fmt: skip
     """Byte-level BPE learnt from `texts` (none: 256 bytes and EOS, which has id 0).
@@ -60,9 +58,6 @@ def make_model(shape: Qwen2Config = TEACHER, seed: int = 7, scale: float = 8.0) 
 
 
 hash_of_tokenizer = functools.cache(lambda name: tokenizer_hash(load_tokenizer(name)))
-
-
-# --- text and rows
 
 
 def write_text(file: Path, n: int = 40, seed: int = 1) -> Path:
@@ -100,9 +95,6 @@ def make_world(root: Path) -> Path:
     make_model().save_pretrained(root / "teacher", load_tokenizer(DEMO))
     init_student(STUDENT).save_pretrained(root / "student")
     return root
-
-
-# --- runs
 
 
 def flags(world: Path, out: Path, **changes) -> list[str]:

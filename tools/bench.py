@@ -45,6 +45,8 @@ from lib.teacher import Teacher
 from losses import METHODS
 from model import PRESETS, flops_per_token, init_student
 
+say = functools.partial(print, file=sys.stderr, flush=True)
+
 
 def eager_alra(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     """ALRA equation by equation, with softmaxes and masks of [N, V]. Loses its digits where the teacher is sure."""
@@ -296,10 +298,6 @@ OPTIONS = {  # default, help
 }
 TINY = {"n": 13, "vocab": 4096, "d_s": 24, "d_t": 40, "rows": 2, "repeats": 1, "student": "mini", "teacher": "demo_teacher",
         "methods": "vanilla_kd,alra"}  # fmt: skip
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

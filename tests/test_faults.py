@@ -48,6 +48,7 @@ STEP = "half/alra/checkpoints/step_00000003"
 STATE, WEIGHTS, NORM = f"{STEP}/state.json", "teacher/model.safetensors", "model.norm.weight"
 INDEX, ITEMS = "teacher/model.safetensors.index.json", "items/lambada_openai/test.jsonl"
 
+
 def put(name: str, content):
     def do(w: Path) -> None:
         (w / name).parent.mkdir(parents=True, exist_ok=True)
@@ -228,6 +229,7 @@ GO_ON_RIGHTLY = [  # what has to be so afterwards: half has become what run is
 ]
 # fmt: on
 BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may leave behind
+
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):

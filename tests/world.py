@@ -28,7 +28,8 @@ V, SEQ = 4096, 13
 STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
 
-def make_tokenizer(texts: Iterable[str] = (), vocab_size: int = 257, eos=EOS, bos=None, split=None, **trainer) -> PreTrainedTokenizerFast:  # fmt: skip
+
+def make_tokenizer(texts: Iterable[str] = (), vocab_size=257, eos=EOS, bos=None, split=None, **trainer) -> PreTrainedTokenizerFast:  # fmt: skip
     """Byte-level BPE learnt from `texts` (none: 256 bytes and EOS, which has id 0).
 
     bos    a token that is added at the end of the vocabulary, and before each text by the tokenizer itself
@@ -37,10 +38,8 @@ def make_tokenizer(texts: Iterable[str] = (), vocab_size: int = 257, eos=EOS, bo
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = split or pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    keys = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False, **trainer}
-    backend.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[eos] if eos else [], **keys)
-    )
+    keys = {"special_tokens": [eos], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **keys, **trainer))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
     if bos:
         tokenizer.add_special_tokens({"bos_token": bos})
@@ -58,9 +57,7 @@ def make_model(shape: Qwen2Config = TEACHER, seed: int = 7, scale: float = 8.0) 
     return model.requires_grad_(False)
 
 
-@functools.cache
-def hash_of_tokenizer(name: str) -> str:
-    return tokenizer_hash(load_tokenizer(name))
+hash_of_tokenizer = functools.cache(lambda name: tokenizer_hash(load_tokenizer(name)))
 
 
 def write_text(file: Path, n: int = 40, seed: int = 1) -> Path:
@@ -119,7 +116,8 @@ def write_run(out: Path, students: dict[str, Qwen2], tokenizer, data_dir: Path, 
     """A finished run without its training: run.json, and each student with its model, run.json and log."""
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)
-        about = {"method": name, "seed": 1234, "student": "tiny", "init_sha256": "i", "data_sha256": "d", "overrides": {}, "bos": None}  # fmt: skip
+        hashes = {"init_sha256": "i", "data_sha256": "d"}
+        about = {"method": name, "seed": 1234, "student": "tiny", "overrides": {}, "bos": None, **hashes}
         (out / name / "run.json").write_text(json.dumps(about | facts))
         lines = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)] + [{"step": 3, "val_ce": 2.0}]
         (out / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from lib.files import UserError, first_line, nearest, require
-from lib.settings import Above0, Below1, Count, Index, Least0, checked, literal, parsed
+from lib.settings import Below1, NonNegative, NonNegativeInt, Positive, PositiveInt, checked, literal, parsed
 
 TEACHER = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"  # the paper's, at one commit
 CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
@@ -33,7 +33,7 @@ class Config:
     student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
     teacher: str | None = TEACHER  # local folder or hub id (owner/name@revision); None: no method needs one
     tokenizer: str | None = None  # local folder or hub id; None: the teacher's
-    seed: Index = 1234  # of the student's initial weights
+    seed: NonNegativeInt = 1234  # of the initial weights, and of the order of rows with `shuffle`
 
     # --- data (prepare.py writes it, train.py reads it)
     data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
@@ -41,33 +41,33 @@ class Config:
     source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
     source_split: str = "train"  # hub only
     source_text: str = "text"  # the column or field that holds the text, in every source
-    n_documents: Count | None = 2_000_000  # records to read at most, in the source's own order; None: all
-    train_rows: Count | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
-    val_rows: Index = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
+    n_documents: PositiveInt | None = 2_000_000  # records to read at most, in the source's own order; None: all
+    train_rows: PositiveInt | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
+    val_rows: NonNegativeInt = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
     val_share: Below1 = 0.0  # share of documents held out by hash, instead of val_rows
     bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
-    prepare_workers: Count = 1  # tokenizer processes; any number gives the same bytes
-    seq_len: Count = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
+    prepare_workers: PositiveInt = 1  # tokenizer processes; any number gives the same bytes
+    seq_len: PositiveInt = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
     shuffle: bool = False  # visit the rows in an order drawn from `seed`, another one for each pass
     repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are
     mask_after_eos: bool = False  # leave the token after an EOS (the first of a document, or its BOS) out of the loss
 
     # --- optimisation (paper, appendix D.1)
-    max_steps: Count = 126_400  # updates of this run; may end before schedule_steps
-    schedule_steps: Count = 126_400  # updates of the whole schedule, at whose end the rate is min_lr
-    batch_rows: Count = 16  # rows per update
-    micro_batch: Count | None = None  # rows per model forward: speed and memory only, never the result; None: what fits the GPU, 1 on the CPU
-    group: Count = 1  # rows per forward batch T_B of the paper: the range of batch statistics
-    lr: Above0 = 6e-4  # peak learning rate
-    min_lr: Above0 = 6e-5  # at schedule_steps
-    warmup_steps: Index = 512  # updates of linear warm-up
+    max_steps: PositiveInt = 126_400  # updates of this run; may end before schedule_steps
+    schedule_steps: PositiveInt = 126_400  # updates of the whole schedule, at whose end the rate is min_lr
+    batch_rows: PositiveInt = 16  # rows per update
+    micro_batch: PositiveInt | None = None  # rows per model forward: speed and memory only, never the result; None: the largest that fits the GPU; `group` on the CPU and with `shard`
+    group: PositiveInt = 1  # rows per forward batch T_B of the paper: the range of batch statistics
+    lr: Positive = 6e-4  # peak learning rate
+    min_lr: Positive = 6e-5  # at schedule_steps
+    warmup_steps: NonNegativeInt = 512  # updates of linear warm-up
     beta1: Below1 = 0.9  # AdamW
     beta2: Below1 = 0.98  # AdamW
-    adam_eps: Above0 = 1e-6  # AdamW
-    weight_decay: Least0 = 1e-2  # AdamW, decoupled
+    adam_eps: Positive = 1e-6  # AdamW
+    weight_decay: NonNegative = 1e-2  # AdamW, decoupled
     decay_1d: bool = True  # decay biases and norms too, as the pipeline of the paper does
-    clip: Above0 = 0.5  # largest gradient norm
-    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # to min_lr; "wsd": lr stays until the last 10 % of the schedule, then falls linearly to min_lr
+    clip: Positive = 0.5  # largest gradient norm
+    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # to min_lr; "wsd" (warm-up, stable, decay): lr stays until the last 10 % of the schedule, then falls linearly to min_lr; "constant": no min_lr
     w_kd_schedule: Literal["constant", "wsd"] = "constant"  # "wsd": w_kd rises over 10 % of the schedule and falls in its last 1 %, w_ce = 1 - w_kd
 
     # --- machine
@@ -76,20 +76,20 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
     compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
-    shard: Count = 1  # processes over which the weights of students and teacher are sharded; 1: each holds all of them
-    timeout_minutes: Above0 = 30.0  # how long a process waits for another before the run ends
+    shard: PositiveInt = 1  # processes over which the weights of students and teacher are sharded; 1: each holds all of them
+    timeout_minutes: Positive = 30.0  # how long a process waits for another before the run ends
 
     # --- the run
     out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside
-    log_every_steps: Count = 10  # updates between lines of the log
-    histogram_every_steps: Count | None = None  # updates between histograms of d_u and of teacher probabilities
+    log_every_steps: PositiveInt = 10  # updates between lines of the log
+    histogram_every_steps: PositiveInt | None = None  # updates between histograms of d_u and of teacher probabilities
     tensorboard: bool = False  # write the log's records for TensorBoard too
     wandb_project: str | None = None  # send them to Weights & Biases too, under this project
-    val_every_steps: Count = 1_000  # updates between validations; there is always one at the end
-    val_max_rows: Count | None = 512  # rows of val.bin that a validation reads; None: all
-    checkpoint_every_minutes: Above0 | None = 30.0  # minutes between checkpoints; there is always one at the end
-    checkpoint_every_steps: Count | None = None  # updates between checkpoints, besides
-    keep_checkpoints: Count = 2  # the last ones; older ones are removed
+    val_every_steps: PositiveInt = 1_000  # updates between validations; there is always one at the end
+    val_max_rows: PositiveInt | None = 512  # rows of val.bin that a validation reads; None: all
+    checkpoint_every_minutes: Positive | None = 30.0  # minutes between checkpoints; there is always one at the end
+    checkpoint_every_steps: PositiveInt | None = None  # updates between checkpoints, besides
+    keep_checkpoints: PositiveInt = 2  # the last ones; older ones are removed
 
     # --- settings of the methods
     hyper: dict = field(default_factory=dict, hash=False)  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one, --alra@LABEL.gamma=3 that of one student
@@ -113,7 +113,7 @@ class Config:
             require(re.fullmatch(r"\w+(@[\w+-][\w.+-]*)?", name), f"methods: {name!r}: expected METHOD or METHOD@LABEL")
         for name, settings in self.hyper.items():
             require(type(settings) is dict, f"hyper[{name!r}]={settings!r}: expected a dict of settings")
-            checked(f"{name}.lr", settings.get("lr", self.lr), Above0)
+            checked(f"{name}.lr", settings.get("lr", self.lr), Positive)
         schedule, rows, micro = self.schedule_steps, self.batch_rows, self.micro_batch
         duplicates = [name for name in self.methods if self.methods.count(name) > 1]
         for ok, message in (

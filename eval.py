@@ -120,7 +120,7 @@ class Scorer(TemplateLM):
             require(fits, f"{continuation!r:.60} after {context!r:.60}: {len(head)} + {len(tail)} tokens; expected a context, "
                     f"and a continuation of 1 to max_length={self.max_length} tokens")  # fmt: skip
             contexts.append(head[-(self.max_length + 1 - len(tail)) :])
-        rows = [Row.build(context, [(i, requests[i][2]) for i in numbers])
+        rows = [PackedRow.build(context, [(i, requests[i][2]) for i in numbers])
                 for context, numbers in itertools.groupby(range(len(requests)), key=contexts.__getitem__)]  # fmt: skip
         rows.sort(key=lambda row: -len(row.ids))
         scores, missed = np.zeros((2, len(requests)))  # missed tokens are not the greedy choice
@@ -134,7 +134,7 @@ class Scorer(TemplateLM):
         return [(float(score), not miss) for score, miss in zip(scores, missed, strict=True)]
 
     @torch.inference_mode()
-    def _score(self, batch: list["Row"], scores: np.ndarray, missed: np.ndarray) -> None:
+    def _score(self, batch: list["PackedRow"], scores: np.ndarray, missed: np.ndarray) -> None:
         """Add the log-probabilities of a batch to `scores` and its missed tokens to `missed`."""
         t = len(batch[0].ids)
         ids, positions, branch = np.zeros((3, len(batch), t), np.int64)
@@ -153,7 +153,7 @@ class Scorer(TemplateLM):
         for lo in range(0, len(scored), 1024):
             inside = (place >= lo) & (place < lo + 1024)
             row, y = self._put(place[inside] - lo), self._put(what[inside])
-            logp, greedy = pick(h[lo : lo + 1024], self.head, row, y, N_LOGITS[self._device.type])
+            logp, greedy = token_logprobs(h[lo : lo + 1024], self.head, row, y, N_LOGITS[self._device.type])
             np.add.at(scores, whose[inside], logp.cpu().numpy())
             np.add.at(missed, whose[inside], ~greedy.cpu().numpy())
 
@@ -166,7 +166,7 @@ class Scorer(TemplateLM):
     loglikelihood_rolling = generate_until
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """A context and the continuations that are scored after it."""
 
     ids: list[int]  # the context, then each continuation without its last token
@@ -177,7 +177,7 @@ class Row(NamedTuple):
     whose: list[int]  # the number of its request
 
     @classmethod
-    def build(cls, context: list[int], tails: list[tuple[int, list[int]]]) -> "Row":
+    def build(cls, context: list[int], tails: list[tuple[int, list[int]]]) -> "PackedRow":
         """tails: number and continuation of each request"""
         n, starts = len(context), {}  # equal continuations share a branch, so that they tie
         row = cls(list(context), list(range(n)), [0] * n, [], [], [])
@@ -193,7 +193,7 @@ class Row(NamedTuple):
         return row
 
 
-def pick(h: Tensor, w: Tensor, row: Tensor, y: Tensor, n_logits: int) -> tuple[Tensor, Tensor]:
+def token_logprobs(h: Tensor, w: Tensor, row: Tensor, y: Tensor, n_logits: int) -> tuple[Tensor, Tensor]:
     """log softmax(h w^T)[row, y] in fp64, and whether y is the first largest logit of its row.
 
     Block by block over the vocabulary with a running maximum and sum, `n_logits` at a time: on the CPU they stay in

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from lib import vocab
 from lib.checks import IGNORE, enter, leave, valid_mean
 from lib.files import UserError, first_line, nearest, require
-from lib.settings import Above0, Below1, Least0, Part, Share, checked
+from lib.settings import Below1, NonNegative, Positive, PositiveFraction, UnitInterval, checked
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
 
@@ -45,12 +45,12 @@ class AlraTerms(NamedTuple):
     pair: Tensor  # [N] SWPRA, PRA-U or PRA, Eq. 17
     d_u: Tensor  # [N] int64 local budget, Eq. 8
     support: Tensor  # [N] fp64 effective support E_u, Eq. 6
-    tokens: Tensor  # [N, d_max] candidate set in rank order; the first d_u are the local set
+    tokens: Tensor  # [N, d_max] candidate set by falling teacher logit (budget="fixed": student logit); the first d_u are the local set
 
 
 def alra(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, d_min: int = 3, d_max: int = 25, tau: Above0 = 1.0, tau_p: Above0 = 1.0,
-    gamma: Least0 = 5.0, lambda_pair: Least0 = 1.0, eps: Above0 = 1e-6,
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, d_min: int = 3, d_max: int = 25, tau: Positive = 1.0, tau_p: Positive = 1.0,
+    gamma: NonNegative = 5.0, lambda_pair: NonNegative = 1.0, eps: Positive = 1e-6,
     anchor: Literal["teacher", "none", "label", "both"] = "teacher", pair: Literal["swpra", "pra_u", "pra"] = "swpra",
     budget: Literal["adaptive", "fixed"] = "adaptive", detach_weights: bool = True,
 ) -> AlraTerms:  # fmt: skip
@@ -151,7 +151,7 @@ def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
 
 
 def vanilla_kd(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 0.5, t2_scaling: bool = False, standardize: bool = False
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 0.5, t2_scaling: bool = False, standardize: bool = False
 ) -> Tensor:
     """KL(P_t || P_s) over the full vocabulary (Eq. 3), P = softmax(z / tau) on both sides (Eq. 2).
 
@@ -174,7 +174,7 @@ def _standardized(z) -> Tensor:
 
 
 def pd(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 0.5, top_p: Part = 0.95, top_k: int = 50,
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 0.5, top_p: PositiveFraction = 0.95, top_k: int = 50,
     truncate_on: Literal["tempered", "raw"] = "tempered", temper_student: bool = False,
 ) -> Tensor:  # fmt: skip
     """Pre-training distillation (Peng et al. 2025): KL(F(P_t) || P_s), F the truncated, tempered, renormalised teacher.
@@ -187,7 +187,7 @@ def pd(
     temper_student  temper the student too. By default it stays at 1, as in PD: the optimum is the sharpened teacher
 
     There is no public code. Choices made here: the token that crosses top_p is kept; the student is normalised over
-    the full vocabulary, which pushes down the tokens that are not kept; no tau^2. `kd_weight` is PD's schedule.
+    the full vocabulary, which pushes down the tokens that are not kept; no tau^2. PD's schedule of the weight: `w_kd_schedule`.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     require(1 <= top_k <= z_s.shape[1], f"top_k={top_k}: expected 1 to V")
@@ -202,7 +202,7 @@ def pd(
     return leave((f * (ln_f - logp_s)).sum(-1), valid)
 
 
-def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, easy_weight: Share = 0.5) -> Tensor:
+def atkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0, easy_weight: UnitInterval = 0.5) -> Tensor:
     """ATKD (Zhong et al. 2024): hard positions learn target and non-targets, easy ones the non-targets alone.
 
         TKD_u = KL of the pair (p_y, 1 - p_y);  DKD_u = KL of the softmaxes over V without y; both teacher to student
@@ -231,8 +231,8 @@ def _target_split(z_s, z_t, y, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rld(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, tau_conf: Above0 = 1.0, alpha: Least0 = 1.0,
-    beta: Least0 = 1.0,
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0, tau_conf: Positive = 1.0, alpha: NonNegative = 1.0,
+    beta: NonNegative = 1.0,
 ) -> Tensor:  # fmt: skip
     """RLD (Sun et al. 2025): the teacher's confidence goes to the label, its ranking below the label to the rest.
 
@@ -252,7 +252,7 @@ def rld(
 
 
 def ldrld(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, d: int = 15, alpha: Least0 = 1.0, beta: Least0 = 1.0,
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0, d: int = 15, alpha: NonNegative = 1.0, beta: NonNegative = 1.0,
     pair_reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:  # fmt: skip
     """LDRLD (Xu et al. 2025): the student's top d in weighted pairs and as one distribution, and the rest. No label.
@@ -279,7 +279,7 @@ def ldrld(
 
 
 def tad(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0, top_k: int = 10, beta: Least0 = 2.0, norm: Literal["sequence", "unit", "none"] = "sequence",
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0, top_k: int = 10, beta: NonNegative = 2.0, norm: Literal["sequence", "unit", "none"] = "sequence",
     n_sequences: int = 1,
 ) -> Tensor:  # fmt: skip
     """TAD (Dasgupta et al. 2026): the KL over head tokens and tail mass, and the weighted KL within the tail.
@@ -310,7 +310,7 @@ def tad(
     return leave(kl(x_t, x_s) + beta * w * split.rest_kl, valid)
 
 
-def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 3.0, top_k: int = 8) -> Tensor:
+def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     """BiLD (Li et al. 2025): t-LD + s-LD, on the teacher's and on the student's top k tokens.
 
         D_ab = (z_a - z_b) / tau for a < b in the leader's order;  LD = KL(softmax(D^T) || softmax(D^S)) over pairs
@@ -374,7 +374,7 @@ def settings(name: str) -> dict[str, object]:
     fn = resolve(name).fn
     kinds = typing.get_type_hints(fn, include_extras=True)
     keys = set(fn.__kwdefaults__ or {}) - {"n_sequences"}
-    return {"w_kd": Least0, "w_ce": Least0, **{key: kinds[key] for key in keys}}
+    return {"w_kd": NonNegative, "w_ce": NonNegative, **{key: kinds[key] for key in keys}}
 
 
 def resolve(name: str, **overrides) -> Method:
@@ -401,17 +401,17 @@ def method_lines() -> list[str]:
     return lines
 
 
-def moving(method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant") -> dict[str, float]:
+def scheduled_settings(method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant") -> dict[str, float]:
     """The settings that change during a run, in update `step` of `n_steps`: x goes to x_end in a straight line.
 
     With PD's schedule the distillation weight rises over the first 10 % of the steps and falls in the last 1 %.
     """
     all_settings = {**(method.fn.__kwdefaults__ or {}), **method.hyper}
     ends = {key: all_settings[f"{key}_end"] for key in all_settings if f"{key}_end" in all_settings}
-    moved = {key: all_settings[key] + (end - all_settings[key]) * step / n_steps for key, end in ends.items()}
+    scheduled = {key: all_settings[key] + (end - all_settings[key]) * step / n_steps for key, end in ends.items()}
     if w_kd_schedule == "wsd" and method.has_teacher:
-        moved["w_kd"] = method.w_kd * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
-    return moved
+        scheduled["w_kd"] = method.w_kd * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
+    return scheduled
 
 
 def method_loss(name: str, z_s, z_t, y, n_sequences: int = 1, **settings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -425,10 +425,10 @@ def method_loss(name: str, z_s, z_t, y, n_sequences: int = 1, **settings) -> tup
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
-def evaluator(name: str, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
-    """The same for lib/fused.py: f(dtype of the gradient or None, z_s, z_t, y, moved=None) -> mean loss, sums of its terms, gradient.
+def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
+    """What `head_losses` calls: f(dtype of the gradient or None, z_s, z_t, y, scheduled=None) -> mean loss, sums of its terms, gradient.
 
-    compile  run it under torch.compile, once per method, settings and shape. Where dtypes allow it z_s becomes the gradient.
+    compile  run it under torch.compile, once per method, settings and shape. z_s is overwritten by its gradient if the dtypes match.
     """
     method = _with_sequences(resolve(name, **settings), n_sequences)
     if compile:
@@ -451,19 +451,21 @@ def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
         functools.partial(_evaluate, Method(fn, dict(hyper), w_kd, w_ce)),
         {"post_grad_custom_pre_pass": Rewrite()},
     )
-    return torch.compile(lambda *z, moved=None: one(*z, moved), dynamic=False, fullgraph=True, options=passes)
+    return torch.compile(lambda *z, scheduled=None: one(*z, scheduled), dynamic=False, fullgraph=True, options=passes)
 
 
 def _evaluate(
-    method: Method, gradient: torch.dtype | None, z_s, z_t, y, moved: dict[str, Tensor] | None = None
+    method: Method, gradient: torch.dtype | None, z_s, z_t, y, scheduled: dict[str, Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """`_mean_loss`, and the gradient of its loss in z_s if a dtype for it is given.
 
-    moved  settings, as tensors [], that replace the method's; with w_kd, w_ce is 1 - w_kd
+    scheduled  settings, as tensors [], that replace the method's; with w_kd, w_ce is 1 - w_kd
     """
-    if moved:
-        weights = {"w_kd": moved["w_kd"], "w_ce": 1.0 - moved["w_kd"]} if "w_kd" in moved else {}
-        method = method._replace(hyper={**method.hyper, **{k: v for k, v in moved.items() if k != "w_kd"}}, **weights)
+    if scheduled:
+        weights = {"w_kd": scheduled["w_kd"], "w_ce": 1.0 - scheduled["w_kd"]} if "w_kd" in scheduled else {}
+        method = method._replace(
+            hyper={**method.hyper, **{k: v for k, v in scheduled.items() if k != "w_kd"}}, **weights
+        )
     if not gradient:
         with torch.no_grad():
             return *_mean_loss(method, z_s, z_t, y), None
@@ -521,7 +523,7 @@ def check_settings(name: str, V: int, **overrides) -> None:
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
-def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Tensor:
+def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0) -> Tensor:
     """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2.
 
     Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1, so it has no row.
@@ -534,7 +536,7 @@ def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Ten
     return _sum_of(terms, z_s, z_t, y, tau)
 
 
-def jsd(z_s: Tensor, z_t: Tensor, y: Tensor, *, beta: Share = 0.5, tau: Above0 = 1.0) -> Tensor:
+def jsd(z_s: Tensor, z_t: Tensor, y: Tensor, *, beta: UnitInterval = 0.5, tau: Positive = 1.0) -> Tensor:
     """Generalised Jensen-Shannon divergence in TRL's convention (GKD, Agarwal et al. 2024). No tau^2.
 
         m = (1 - beta) p_s + beta p_t,    loss[u] = beta KL(P_t || m) + (1 - beta) KL(P_s || m)
@@ -568,7 +570,9 @@ def tvd(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     return _sum_of(terms, z_s, z_t, y)
 
 
-def dkd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 4.0, alpha: Least0 = 1.0, beta: Least0 = 8.0) -> Tensor:
+def dkd(
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 4.0, alpha: NonNegative = 1.0, beta: NonNegative = 8.0
+) -> Tensor:
     """DKD (Zhao et al. 2022): tau^2 (alpha TCKD + beta NCKD), KL of the target's pair and of the non-targets.
 
     At tau = alpha = 1 with NCKD weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
@@ -590,7 +594,7 @@ def mse_logits(z_s: Tensor, z_t: Tensor, y: Tensor, *, center: bool = False) -> 
 
 
 def adakd(
-    z_s: Tensor, z_t: Tensor, y: Tensor, *, keep: Part = 0.5, c: Least0 = 0.5, rule: Literal["hellinger", "reverse_kl"] = "hellinger",
+    z_s: Tensor, z_t: Tensor, y: Tensor, *, keep: PositiveFraction = 0.5, c: NonNegative = 0.5, rule: Literal["hellinger", "reverse_kl"] = "hellinger",
     base: Literal["reverse", "forward"] = "reverse", detach_temperature: bool = False,
 ) -> Tensor:  # fmt: skip
     """AdaKD (code: SassyRong/AdaKD): only the hardest positions, each at its own temperature.
@@ -625,7 +629,7 @@ def adakd(
     return leave(loss * valid.sum() / n_hardest.to(loss.dtype), hardest)
 
 
-def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 2.0, keep: Part = 0.2) -> Tensor:
+def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 2.0, keep: PositiveFraction = 0.2) -> Tensor:
     """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) on the positions where the student is least sure.
 
     It keeps the ceil(keep n_valid) positions of the forward batch with the largest student entropy at temperature 1.
@@ -639,7 +643,7 @@ def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 2.0, keep: Part =
     return leave(loss, kept)
 
 
-def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Share = 0.9) -> Tensor:
+def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: UnitInterval = 0.9) -> Tensor:
     """DA-KD's bidirectional discrepancy (He et al. 2025, Eq. 4): KL between two mixtures of teacher and student.
 
         loss[u] = KL((1 - lam) p_t + lam p_s || lam p_t + (1 - lam) p_s)
@@ -723,7 +727,7 @@ def _chord(a, b, d) -> Tensor:
     return (e_a - e_b) / (a - b) if a != b else (d * (a * d).exp() - e_a) / a
 
 
-def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: Part = 0.5) -> Tensor:
+def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: PositiveFraction = 0.5) -> Tensor:
     """AKL (Wu et al. 2024): forward and reverse KL, weighted by where the student's error stands.
 
         head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu, so not the crossing token
@@ -758,7 +762,7 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     return torch.where(total > 0, head / total, 0.5)
 
 
-def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Tensor:
+def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0) -> Tensor:
     """ToDi (Jung et al. 2025): forward or reverse KL token by token, whichever has the larger probability. No tau^2.
 
         loss[u] = sum_i [w_i p_i ln(p_i / q_i) + (1 - w_i) q_i ln(q_i / p_i)],   w_i = p_i / (p_i + q_i), a constant
@@ -774,11 +778,11 @@ def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Above0 = 1.0) -> Tensor:
     return _sum_of(terms, z_s, z_t, y, tau)
 
 
-def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: Share = 0.4, t_end: Share = 1.0) -> Tensor:
+def taid(z_s: Tensor, z_t: Tensor, y: Tensor, *, t: UnitInterval = 0.4, t_end: UnitInterval = 1.0) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target between both models.
 
     t      share of the teacher: a number, or a tensor [] that is not checked. 1 is KL(P_t || P_s); at 0 nothing is learnt
-    t_end  training takes t there over the run in a straight line (`settings_at`); not used here
+    t_end  training takes t there over the run in a straight line (`scheduled_settings`); not used here
 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Left out: its adaptive
     step of t, which is smaller than the straight line's in runs of up to some 4,000 updates.

@@ -8,7 +8,7 @@ Precision, on a GPU (`dtype="auto"`); on the CPU everything is fp32:
 
     | number                                                            | dtype                             |
     |-------------------------------------------------------------------|-----------------------------------|
-    | student's weights, their gradients, AdamW's moments               | fp32                              |
+    | student's weights, AdamW's moments, accumulated gradients         | fp32                              |
     | teacher's weights                                                 | bf16                              |
     | activations and residual stream; operands of every product        | bf16                              |
     | accumulation inside a product; logits                             | fp32                              |
@@ -38,24 +38,24 @@ from transformers import PreTrainedTokenizerFast
 from lib import parallel
 from lib.files import UserError, nearest, read_json, reading, require
 from lib.hf import INIT_STD, find_folder, load_tokenizer, read_weights, save_folder  # noqa: F401  load_tokenizer: for users
-from lib.settings import Above0, Count, Index, checked
+from lib.settings import NonNegativeInt, Positive, PositiveInt, checked
 
 
 @dataclass(frozen=True)
 class Qwen2Config:
     """The shape of a decoder, in the field names of the Hugging Face config."""
 
-    hidden_size: Count  # D
-    intermediate_size: Count  # width inside the MLP
-    num_hidden_layers: Index
-    num_attention_heads: Count  # H
-    num_key_value_heads: Count  # G, a divisor of H
-    vocab_size: Count = 151_936  # V
+    hidden_size: PositiveInt  # D
+    intermediate_size: PositiveInt  # width inside the MLP
+    num_hidden_layers: NonNegativeInt
+    num_attention_heads: PositiveInt  # H
+    num_key_value_heads: PositiveInt  # G, a divisor of H
+    vocab_size: PositiveInt = 151_936  # V
     tie_word_embeddings: bool = True
-    rms_norm_eps: Above0 = 1e-6
-    rope_theta: Above0 = 1e6
-    max_position_embeddings: Count = 32_768
-    head_dim: Count | None = None  # K; None: D / H
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive = 1e6
+    max_position_embeddings: PositiveInt = 32_768
+    head_dim: PositiveInt | None = None  # K; None: D / H
     attention_bias: bool = True  # on q, k and v
     qk_norm: bool = False  # RMSNorm on q and k of each head, before rotation (Qwen3)
     rope_scaling: dict | None = None  # Llama 3's, by the names of its config.json

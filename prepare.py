@@ -63,7 +63,7 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.files import UserError, first_line, locked, read_json, require, write_json, write_whole, writing
+from lib.files import UserError, atomic_write, first_line, locked, read_json, require, write_json, writing
 from lib.rows import MANIFEST, PAD, quick_hash
 from lib.tokens import leading_bos, token_bytes
 
@@ -296,7 +296,7 @@ def encoded(stream, n_documents: int | None, workers: int, *settings) -> Iterato
         for *about, future in waiting:
             yield *about, *future.result()
     except BrokenProcessPool as error:
-        reason = "a worker was killed, perhaps for want of memory; the same command goes on, also with fewer"
+        reason = "a worker was killed, possibly out of memory; the same command resumes, with fewer workers if you like"
         raise UserError(f"prepare_workers={workers}: {reason}") from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -416,11 +416,11 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         if file.exists():
             state = read_json(file, STATE, f"move {folder} aside and start again")
             check_recipe(folder, state["recipe"], recipe)
-            print(f"{folder}: going on after {state['records']:,} documents", file=sys.stderr)
+            print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
         elif (folder / "train.json").exists():
             for split in splits(recipe):
                 check_recipe(folder, read_manifest(folder, split), recipe)
-            print(f"{folder}: made before by the same recipe and left as it is; --verify checks it")
+            print(f"{folder}: already prepared with the same settings; --verify checks it")
             return
         else:
             state = {"recipe": recipe, "records": 0, "streams": {}}
@@ -480,7 +480,7 @@ def finish(folder: Path, state: dict) -> list[dict]:
         if n and work.exists() and work.stat().st_size > n * size:
             with open(work, "rb") as f:
                 f.seek(n * size)
-                write_whole(folder / "val.bin.tmp", f.read())
+                atomic_write(folder / "val.bin.tmp", f.read())
             os.truncate(work, n * size)
     empty = [name for name in rows if not rows[name]]
     if empty:
@@ -496,7 +496,7 @@ def finish(folder: Path, state: dict) -> list[dict]:
         if work.exists():
             os.replace(work, final)
         lines = ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in manifests[-1].items())  # easy to read
-        write_whole(folder / f"{name}.json", f"{{\n{lines}\n}}\n")
+        atomic_write(folder / f"{name}.json", f"{{\n{lines}\n}}\n")
     return manifests
 
 

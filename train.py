@@ -37,7 +37,7 @@ from lib.fused import head_losses
 from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
-from losses import alra, evaluator, method_lines, moving, needs_teacher, resolve
+from losses import alra, make_loss_fn, method_lines, needs_teacher, resolve, scheduled_settings
 from model import Qwen2, flops_per_token, init_student
 
 
@@ -118,10 +118,16 @@ def first_weights(cfg: Config) -> Qwen2:
 
 def objective_at(s: Student, step: int, cfg: Config) -> Callable:
     """A student's objective in update `step`, with the settings that change during a run."""
-    moved = moving(resolve(s.name, **cfg.overrides_of(s.name)), step, cfg.schedule_steps, cfg.w_kd_schedule)
+    scheduled = scheduled_settings(
+        resolve(s.name, **cfg.overrides_of(s.name)), step, cfg.schedule_steps, cfg.w_kd_schedule
+    )
     # tensors, so that one compiled graph serves every value; filled, since a copy would make the host wait
-    moved = {key: torch.full((), x, dtype=torch.float64, device=s.model.head.device) for key, x in moved.items()}
-    return functools.partial(evaluator(s.name, cfg.group, cfg.compile, **cfg.overrides_of(s.name)), moved=moved)
+    scheduled = {
+        key: torch.full((), x, dtype=torch.float64, device=s.model.head.device) for key, x in scheduled.items()
+    }
+    return functools.partial(
+        make_loss_fn(s.name, cfg.group, cfg.compile, **cfg.overrides_of(s.name)), scheduled=scheduled
+    )
 
 
 def learning_rate(step: int, cfg: Config) -> float:
@@ -163,7 +169,7 @@ def choose_micro_batch(students: list[Student], teacher: Teacher | None, rows: R
         for s in students:
             s.sums = {}
             s.optimizer.zero_grad()
-        if chosen := min(parallel.gather(chosen or 0)):
+        if chosen := min(parallel.all_gather(chosen or 0)):
             break
     used = next((m for m in sizes if m <= (chosen or cfg.group)), cfg.group)
     if cfg.micro_batch not in (None, used):
@@ -203,7 +209,7 @@ def update(students: list[Student], teacher: Teacher | None, stream: Iterator[tu
     """
     n_valid = accumulate(students, teacher, stream, step, cfg)
     norms = torch.stack([clip_gradients(list(s.model.parameters()), cfg.clip) for s in students])
-    for s, norm in zip(students, norms.tolist(), strict=True):  # the only time that the host waits
+    for s, norm in zip(students, norms.tolist(), strict=True):  # the host waits for the device here alone
         s.gnorm = norm
         if not math.isfinite(norm):
             broken = [name for name, value in s.totals().items() if not math.isfinite(value)]
@@ -218,8 +224,8 @@ def update(students: list[Student], teacher: Teacher | None, stream: Iterator[tu
     return n_valid
 
 
-def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
-    """Scale all gradients by one factor, so that their common norm is at most `most` -> the norm before, fp32.
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients by one factor, so that their common norm is at most `max_norm` -> the norm before, fp32.
 
     On the CPU torch adds squares one after the other in fp32, and the norm is 2 % low for 67M equal elements. There they
     are added in fp64, 1M elements at a time.
@@ -232,8 +238,8 @@ def clip_gradients(parameters: Iterable[Tensor], most: float) -> Tensor:
         blocks = [block for g in grads for block in g.flatten().split(1 << 20)]
         norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-    norm = parallel.norm_of_parts(norm, parameters[0]).float()
-    torch._foreach_mul_(grads, (most / (norm + 1e-6)).clamp(max=1.0))
+    norm = parallel.reduce_norm(norm, parameters[0]).float()
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -292,7 +298,7 @@ def log_terms(
 ) -> None:
     """One record per student with means over all tokens since the last one, and a line of their terms."""
     device = torch.device(cfg.device)
-    tok_per_sec = counts["line_steps"] * cfg.batch_rows * cfg.seq_len / counts["line_sec"]
+    tok_per_sec = counts["since_log_steps"] * cfg.batch_rows * cfg.seq_len / counts["since_log_sec"]
     flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)
     flops += teacher.flops_per_token(cfg.seq_len) if teacher else 0.0
     shared = {
@@ -304,7 +310,7 @@ def log_terms(
     }
     rate, logged = learning_rate(step - 1, cfg), {}
     for s in live:
-        logged[s.name] = {name: value / max(counts["line_valid"], 1) for name, value in s.totals().items()}
+        logged[s.name] = {name: value / max(counts["since_log_tokens"], 1) for name, value in s.totals().items()}
         tokens = {"nominal_tokens": step * cfg.batch_rows * cfg.seq_len, "valid_tokens": counts["valid_tokens"]}
         s.record({"step": step, **tokens, **logged[s.name], "lr": rate * s.lr_factor, "gnorm": s.gnorm, **shared})
         s.sums = {}
@@ -355,8 +361,10 @@ def distil(cfg: Config) -> int:
             for s in students:
                 if not s.stopped and step == cfg.max_steps:
                     run.save_model(s, step, counts, facts, tokenizer, cfg)
-        say(f"{cfg.out_dir}: at step {step} of {cfg.max_steps}" + "; the same command resumes" * (step < cfg.max_steps))
-        return 1 if any(s.stopped for s in students) else 0
+        stopped = [s for s in students if s.stopped]
+        resumes = step < cfg.max_steps and len(stopped) < len(students)
+        say(f"{cfg.out_dir}: step {step} of {cfg.max_steps}{'; the same command resumes' if resumes else ''}")
+        return 1 if stopped else 0
     except torch.OutOfMemoryError as error:
         less = f"set a micro_batch below {cfg.micro_batch}, --recompute=True, or fewer methods"
         raise UserError(f"out of memory on {cfg.device}: {less}") from error
@@ -382,7 +390,7 @@ def loop(
         t0 = time.perf_counter()
         n_valid = update(live, teacher, stream, step, cfg)
         step, now = step + 1, time.perf_counter()
-        n_valid, stop, save = parallel.total(n_valid, STOP.is_set(), parallel.rank() == 0 and now > due)
+        n_valid, stop, save = parallel.all_reduce_sum(n_valid, STOP.is_set(), parallel.rank() == 0 and now > due)
         for key, value in zip(run.COUNTS, (n_valid, n_valid, 1, now - t0), strict=True):
             counts[key] += value
         last = step == cfg.max_steps

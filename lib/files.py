@@ -48,7 +48,7 @@ def flush(path: Path) -> None:
     os.close(fd)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all: under another name first, flushed to the disk, then renamed."""
     new = path.with_name(path.name + ".new")
     with writing(path):
@@ -58,7 +58,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which then replaces `path`: flushed to the disk, then renamed. Complete or not there."""
     new, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
@@ -103,7 +103,7 @@ def dump(path: Path, value: dict, **how) -> str:
 
 
 def write_json(path: Path, value: dict) -> None:
-    write_whole(path, dump(path, value, indent=1))
+    atomic_write(path, dump(path, value, indent=1))
 
 
 def append_line(path: Path, record: dict) -> None:
@@ -114,7 +114,7 @@ def append_line(path: Path, record: dict) -> None:
 
 
 def write_lines(path: Path, records: list[dict]) -> None:
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+    atomic_write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 @contextlib.contextmanager
@@ -144,6 +144,12 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict]:
             record = json.loads(line)
         records.append(check_keys(record, keys, where, remedy))
     return records
+
+
+def truncate_lines(path: Path, step: int) -> None:
+    """Remove the records after `step`, and a last line that a kill cut short."""
+    if path.is_file():
+        write_lines(path, [record for record in read_lines(path, ["step"]) if record["step"] <= step])
 
 
 def check_keys(value: object, keys: Iterable[str], where: Path | str, remedy: str = REMEDY) -> dict:

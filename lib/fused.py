@@ -1,4 +1,4 @@
-"""Head and loss in one: the logits of one forward batch exist at a time, and only gradients leave.
+"""Fused head and loss: the logits of one forward batch exist at a time, and their gradients are computed at once.
 
 Written once, around any objective. It never sees a method's name: it is handed a function of logits.
 
@@ -96,7 +96,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         if ctx.gradients is None:
-            raise RuntimeError("head_losses: backward a second time; its gradients were given away the first time")
+            raise RuntimeError("head_losses: backward() called twice; the gradients are freed after the first call")
         (dh, dw), ctx.gradients = ctx.gradients, None
         return dh if dh is None else dh.mul_(g), dw if dw is None else dw.mul_(g).to(ctx.dtype), None, None, None
 

@@ -1,5 +1,5 @@
 """Four rewrites of an objective's graph for torch.compile. Objectives stay plain functions, each term by itself; here
-their work over the vocabulary is shared. No value changes, and eager objectives do without.
+their work over the vocabulary is shared. No value changes; eager objectives are not rewritten.
 
 Dimension key: N positions, V vocabulary, k tokens of a local set. A node is dense if it has the shape of the logits, [N, V].
 """

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
 from lib.checks import all_finite
-from lib.files import UserError, first_line, read_json, reading, require, whole_folder
+from lib.files import UserError, atomic_folder, first_line, read_json, reading, require
 
 INIT_STD = 0.02  # of a student's first weights
 
@@ -77,7 +77,7 @@ def tensors_hash(tensors: dict[str, Tensor]) -> str:
     """sha256 over the names and bytes of every tensor: equal hashes, equal tensors."""
     digest = hashlib.sha256()
     for name, p in tensors.items():
-        p = parallel.whole(p)
+        p = parallel.full_tensor(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -104,7 +104,7 @@ def save_folder(
 
     shape  the fields of the decoder's config
     """
-    with whole_folder(folder) as new:
+    with atomic_folder(folder) as new:
         bias, kind, ends = shape.pop("attention_bias"), "qwen3" if shape.pop("qk_norm") else "llama", {}
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
@@ -151,7 +151,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 require(source.shape == shape, f"{file}: {name} is {tuple(source.shape)}, expected {shape}")
                 usable = source.is_floating_point() and all_finite(source)
                 require(usable, f"{file}: {name} is {source.dtype}, or not finite; download or write it again")
-                wanted[name].copy_(parallel.part_like(source, wanted[name]))
+                wanted[name].copy_(parallel.distribute_like(source, wanted[name]))
                 left.discard(name)
     missing = min(left, default="")
     require(not left, f"{folder}: missing tensor {missing} ({len(left)} in all); the checkpoint is incomplete")

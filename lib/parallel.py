@@ -55,7 +55,7 @@ def sum_in_place(tensors: Iterable[Tensor]) -> None:
             handle.wait()
 
 
-def total(*numbers: Tensor | float) -> list[float]:
+def all_reduce_sum(*numbers: Tensor | float) -> list[float]:
     """Numbers, summed over the processes. Waits for the device."""
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cuda" if nccl else "cpu"))
@@ -64,7 +64,12 @@ def total(*numbers: Tensor | float) -> list[float]:
     return sums.tolist()
 
 
-def gather(value) -> list:
+def barrier(device: torch.device) -> None:
+    """Wait until every process is here."""
+    sum_in_place([torch.zeros(1, device=device)])
+
+
+def all_gather(value) -> list:
     """The value of each process, by rank."""
     values = [value] * world()
     if world() > 1:
@@ -74,7 +79,7 @@ def gather(value) -> list:
 
 def check_agreement(**facts) -> None:
     """Raise `UserError` on every process unless all of them hold the same facts."""
-    for other, theirs in enumerate(every := gather(facts)):
+    for other, theirs in enumerate(every := all_gather(facts)):
         for key in (key for key in facts if theirs[key] != every[0][key]):
             raise UserError(f"{key}: {every[0][key]} on process 0, {theirs[key]} on process {other}; expected the same")
 
@@ -107,8 +112,8 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], n: int, device: torch.de
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # half a second, and few runs need it
 
-    mesh = dist.init_device_mesh(device.type, (world() // n, n), mesh_dim_names=("copies", "parts"))
-    mesh = mesh if world() > n else mesh["parts"]
+    mesh = dist.init_device_mesh(device.type, (world() // n, n), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if world() > n else mesh["shard"]
     layers = list(layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -123,7 +128,7 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], n: int, device: torch.de
 
 
 def is_sharded(x: Tensor | nn.Module) -> bool:
-    """Whether a tensor is a DTensor, or a module FSDP2's, by a method of theirs: to import them takes half a second."""
+    """Whether this is a DTensor or an FSDP2 module, told by a method of theirs: importing them takes half a second."""
     return hasattr(x, "to_local") or hasattr(x, "unshard")
 
 
@@ -132,12 +137,12 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if is_sharded(t) else t
 
 
-def whole(t: Tensor) -> Tensor:
+def full_tensor(t: Tensor) -> Tensor:
     """All of a tensor, on every process."""
     return t.full_tensor() if is_sharded(t) else t
 
 
-def part_like(t: Tensor, like: Tensor) -> Tensor:
+def distribute_like(t: Tensor, like: Tensor) -> Tensor:
     """A whole tensor on the device of `like`, and sharded as that is. A scalar never is."""
     if not is_sharded(like) or t.ndim == 0:
         return t.to(like.device)
@@ -148,11 +153,11 @@ def part_like(t: Tensor, like: Tensor) -> Tensor:
 
 def to_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors on the CPU of the first process, gathered one at a time; none on the other processes."""
-    gathered = ((name, whole(t)) for name, t in tensors.items())
+    gathered = ((name, full_tensor(t)) for name, t in tensors.items())
     return {name: t.cpu() for name, t in gathered if rank() == 0}
 
 
-def norm_of_parts(norm: Tensor, like: Tensor) -> Tensor:
+def reduce_norm(norm: Tensor, like: Tensor) -> Tensor:
     """The norm of whole gradients from that of this process's parts. `like`: one of the parameters."""
     if not is_sharded(like):
         return norm

@@ -1,7 +1,7 @@
 """The folder of a run: what is checked before the first step, what the run was made of, its checkpoints and logs.
 
 OUT/run.json                    config, command, hashes of data and teacher, versions, machine; `starts`: the same for each start
-OUT/METHOD/log.jsonl            one record for each line of the log, and for each validation
+OUT/METHOD/log.jsonl            a record every log_every_steps, and one for each validation
 OUT/METHOD/checkpoints/step_00001000/   model.safetensors, optimizer.safetensors (PARAMETER/exp_avg ..), state.json
 OUT/METHOD/model/, run.json     at the end: the model for transformers, and what it was made of
 OUT/METHOD/stopped.json         instead, if it broke: at which step, and why
@@ -34,17 +34,7 @@ from configure import LEARNT, Config
 from lib import parallel
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
-from lib.files import (
-    append_line,
-    locked,
-    read_json,
-    read_lines,
-    reading,
-    require,
-    whole_folder,
-    write_json,
-    write_lines,
-)
+from lib.files import append_line, atomic_folder, locked, read_json, reading, require, truncate_lines, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash, weights_hash
 from lib.rows import Rows
 from lib.teacher import Teacher, inherited
@@ -52,7 +42,7 @@ from losses import check_settings, needs_teacher
 from model import Qwen2, Qwen2Config, student_config
 
 CONTENT = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")  # fixed within a run
-COUNTS = ("valid_tokens", "line_valid", "line_steps", "line_sec")  # of all updates, and since the last line of the log
+COUNTS = ("valid_tokens", "since_log_tokens", "since_log_steps", "since_log_sec")  # since the last record of the log
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
 
 
@@ -66,16 +56,14 @@ class Student:
     folder: Path
     init_sha256: str
     lr_factor: float = 1.0  # of the schedule's rate
-    sums: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # fp64, by term: over this process's tokens since the last line
+    sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term: this process's, since the last record
     gnorm: float = 0.0
     stopped: str | None = None  # why it could not continue
     services: list[Callable] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
 
     def totals(self) -> dict[str, float]:
         """`sums` over all processes."""
-        return dict(zip(self.sums, parallel.total(*self.sums.values()), strict=True)) if self.sums else {}
+        return dict(zip(self.sums, parallel.all_reduce_sum(*self.sums.values()), strict=True)) if self.sums else {}
 
     def record(self, values: dict) -> None:
         """Add one record to this student's log."""
@@ -112,7 +100,7 @@ def student_shape(cfg: Config) -> Qwen2Config:
 
 
 def check_config(cfg: Config) -> None:
-    """Refuse what needs no data to be seen."""
+    """Validate the config before any data is read."""
     parallel.check_agreement(**{key: getattr(cfg, key) for key in LEARNT})
     shape, world = student_shape(cfg), parallel.world()
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
@@ -130,7 +118,7 @@ def check_config(cfg: Config) -> None:
 
 
 def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
-    """Refuse rows, tokenizer and vocabularies that do not belong together -> the tokenizer."""
+    """Check that rows, tokenizer and vocabularies match -> the tokenizer."""
     name, given = cfg.tokenizer or cfg.teacher, inherited(cfg.teacher)
     require(name, "tokenizer=None with teacher=None: set the tokenizer of the rows; it is saved with the model")
     tokenizer, s = load_tokenizer(name), student_config(cfg.student, given).vocab_size
@@ -219,27 +207,21 @@ def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict
     for s in live if common else ():
         counts = load_checkpoint(s.checkpoints()[step], s, facts)
     say(summary(students, step, facts, cfg))
-    parallel.sum_in_place(
-        [torch.zeros(1, device=cfg.device)]
-    )  # wait: nobody reads the folder while it is being written
+    parallel.barrier(torch.device(cfg.device))  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
-            truncate(s.folder / "log.jsonl", step)
-            truncate(s.folder / "histograms.jsonl", step - 1)  # a line of step n is of the weights before update n
+            truncate_lines(s.folder / "log.jsonl", step)
+            truncate_lines(
+                s.folder / "histograms.jsonl", step - 1
+            )  # a line of step n is of the weights before update n
             s.services = open_services(s, student_facts(s, step, counts, facts, cfg), cfg)
-        truncate(out / "teacher.jsonl", step - 1)
+        truncate_lines(out / "teacher.jsonl", step - 1)
         now = {"step": step, "time": time.strftime("%FT%T%z"), "host": platform.node(), "processes": parallel.world()}
         write_json(out / "run.json", facts | {"starts": [*before.get("starts", []), now | facts]})
     if not common:  # from now on there is always a checkpoint that explains the logs
         save_checkpoints(live, 0, counts, facts, cfg)
     return step, counts
-
-
-def truncate(log: Path, step: int) -> None:
-    """Remove the records after `step`, and a last line that a kill cut short."""
-    if log.is_file():
-        write_lines(log, [record for record in read_lines(log, ["step"]) if record["step"] <= step])
 
 
 def summary(students: list[Student], step: int, facts: dict, cfg: Config) -> str:
@@ -263,13 +245,14 @@ def drop_broken(live: list[Student], step: int, cfg: Config, check_weights: bool
     """The students that can continue; the others get a stopped.json."""
     if check_weights:
         broken = [not all(all_finite(parallel.local(p)) for p in s.model.parameters()) for s in live]
-        for s, n in zip(live, parallel.total(*broken), strict=True):  # all processes stop the same ones
+        for s, n in zip(live, parallel.all_reduce_sum(*broken), strict=True):  # all processes stop the same ones
             s.stopped = s.stopped or ("its weights are not finite" if n else None)
     for s in live:
         if s.stopped:
             s.stopped = f"step {step}: {s.stopped}; try a smaller lr than {cfg.lr * s.lr_factor:g}"
             newest = [*s.checkpoints().values()][-1:]
-            say(f"{s.name} stopped at {s.stopped}" + "".join(f", from --student_weights={path}" for path in newest))
+            hint = "".join(f"; to continue, start another run with --student_weights={path}" for path in newest)
+            say(f"{s.name} stopped at {s.stopped}{hint}")
             if parallel.rank() == 0:
                 write_json(s.folder / "stopped.json", {"step": step, "why": s.stopped})
     return [s for s in live if not s.stopped]
@@ -296,7 +279,7 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
         state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals()}
         path = s.folder / "checkpoints" / f"step_{step:08d}"
         if parallel.rank() == 0 and not path.exists():
-            with whole_folder(path) as new:
+            with atomic_folder(path) as new:
                 for name, group in tensors.items():
                     safetensors.torch.save_file(group, new / f"{name}.safetensors")
                     state[f"{name}_sha256"] = tensors_hash(group)
@@ -322,8 +305,9 @@ def load_checkpoint(path: Path, s: Student, facts: dict) -> dict:
         require(right, f"{path}: not as it was saved, or of another run; move it aside to resume from the one before")
         with torch.no_grad():
             for name, p in s.model.named_parameters() if tensors else ():
-                p.copy_(parallel.part_like(tensors["model"][name], p))
-                s.optimizer.state[p] = {k: parallel.part_like(tensors["optimizer"][f"{name}/{k}"], p) for k in MOMENTS}
+                p.copy_(parallel.distribute_like(tensors["model"][name], p))
+                moments = {k: tensors["optimizer"][f"{name}/{k}"] for k in MOMENTS}
+                s.optimizer.state[p] = {k: parallel.distribute_like(t, p) for k, t in moments.items()}
         share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
         like = {"dtype": torch.float64, "device": s.model.head.device}
         s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from lib.files import require
 
-Count = Annotated[int, "1 or more", lambda x: 1 <= x < 2**53]
-Index = Annotated[int, "0 or more", lambda x: 0 <= x < 2**53]
-Above0 = Annotated[float, "more than 0", lambda x: 0 < x < math.inf]
-Least0 = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
-Share = Annotated[float, "0 to 1", lambda x: 0 <= x <= 1]
+PositiveInt = Annotated[int, "1 or more", lambda x: 1 <= x < 2**53]
+NonNegativeInt = Annotated[int, "0 or more", lambda x: 0 <= x < 2**53]
+Positive = Annotated[float, "more than 0", lambda x: 0 < x < math.inf]
+NonNegative = Annotated[float, "0 or more", lambda x: 0 <= x < math.inf]
+UnitInterval = Annotated[float, "0 to 1", lambda x: 0 <= x <= 1]
 Below1 = Annotated[float, "0 to below 1", lambda x: 0 <= x < 1]
-Part = Annotated[float, "more than 0, at most 1", lambda x: 0 < x <= 1]
+PositiveFraction = Annotated[float, "more than 0, at most 1", lambda x: 0 < x <= 1]
 
 
 def checked(name: str, value: object, kind) -> object:

@@ -52,7 +52,7 @@ def work(runs: list[list[str]]) -> None:
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
         parallel.summing_gradients = late if cfg.out_dir.endswith("late") else early
-        codes = parallel.gather(configure.guard(lambda cfg=cfg: train.distil(cfg)))
+        codes = parallel.all_gather(configure.guard(lambda cfg=cfg: train.distil(cfg)))
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)
     stop()

@@ -69,7 +69,7 @@ def mini(*argv: str) -> configure.Config:
     return configure.load(["config/mini.py", *argv])
 
 
-def replication(*argv: str) -> tuple[Spec, list[compare.Student]]:
+def replication(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
     args, spec, cfg = compare.arguments(["config/mini.py", *argv])
     return spec, compare.plan(spec, cfg, args.flags, {})
 
@@ -139,7 +139,7 @@ def test_an_edited_objective_is_another(monkeypatch):
     """Its row or its function; a student made with the former one is not taken for one of the new."""
 
     def recipe(name: str, **changes) -> str:
-        return compare.Student("main", name, dataclasses.replace(mini(), **changes)).recipe
+        return compare.PlannedStudent("main", name, dataclasses.replace(mini(), **changes)).recipe
 
     before = {m: recipe(m) for m in ("pd", "tad", "alra@x")}
     assert before["alra@x"] == recipe("alra") != recipe("alra_n")

@@ -194,7 +194,7 @@ def test_what_is_too_long_loses_its_beginning(student, tokenizer):
 def test_logits_in_blocks_of_the_vocabulary_and_ties_go_to_the_first(n_logits):
     z = torch.tensor([[0.0, 2.0, 2.0, 1.0, -90.0], [5.0, 1.0, 1.0, 5.0, 1.0]])
     row, y = torch.tensor([0, 0, 1, 1, 0, 1]), torch.tensor([1, 2, 3, 0, 4, 4])
-    logp, greedy = ev.pick(torch.eye(2), z.T.contiguous(), row, y, n_logits)
+    logp, greedy = ev.token_logprobs(torch.eye(2), z.T.contiguous(), row, y, n_logits)
     assert greedy.tolist() == [True, False, False, True, False, False]
     torch.testing.assert_close(logp, z.double().log_softmax(-1)[row, y], rtol=1e-6, atol=1e-6)
 
@@ -237,8 +237,8 @@ def test_no_position_looks_nowhere(student, tokenizer, monkeypatch):
 
 
 def test_the_head_runs_only_where_a_continuation_is_scored(student, tokenizer, monkeypatch):
-    seen, pick = [], ev.pick
-    monkeypatch.setattr(ev, "pick", lambda h, *rest: seen.append(len(h)) or pick(h, *rest))
+    seen, pick = [], ev.token_logprobs
+    monkeypatch.setattr(ev, "token_logprobs", lambda h, *rest: seen.append(len(h)) or pick(h, *rest))
     scorer = ev.Scorer(student, tokenizer)
     requests = [(("", ""), list(range(40)), tail) for tail in ([50, 51], [60, 61, 62], [70])]
     scorer._loglikelihood_tokens(requests, True)

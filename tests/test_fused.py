@@ -17,7 +17,7 @@ FIRST_TIER = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bi
 
 def fused_head_losses(students, h_t, w_t, y, group=1, compile=False):
     """`head_losses` of (h_s, w_s, method, settings) each."""
-    heads = [(h, w, losses.evaluator(name, group, compile, **settings)) for h, w, name, settings in students]
+    heads = [(h, w, losses.make_loss_fn(name, group, compile, **settings)) for h, w, name, settings in students]
     return fused.head_losses(heads, h_t, w_t, y, group)
 
 
@@ -200,7 +200,7 @@ def test_only_what_asks_for_a_gradient_gets_one():
 def test_backward_runs_once():
     loss, _ = fused_head_loss(*case(), "tad")
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward a second time"):
+    with pytest.raises(RuntimeError, match="backward\\(\\) called twice"):
         loss.backward()
 
 
@@ -277,7 +277,7 @@ def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
         expected, terms = plain(h_s, w_s, h_t, w_t, y, name, w_kd=w_kd, w_ce=1 - w_kd)
         wanted = torch.autograd.grad(expected, (h_s, w_s))
         for compiled in (True, False):
-            evaluate = functools.partial(losses.evaluator(name, compile=compiled), moved=tensor or None)
+            evaluate = functools.partial(losses.make_loss_fn(name, compile=compiled), scheduled=tensor or None)
             loss, found = fused.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)[0]
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(torch.autograd.grad(loss, (h_s, w_s)), wanted, rtol=1e-4, atol=1e-6)

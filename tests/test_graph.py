@@ -144,7 +144,7 @@ with FakeTensorMode(), Watch():
     for name in sys.argv[1:]:
         h_s = torch.empty(B, T, 16, **like, requires_grad=True)
         w_s = torch.empty(V, 16, device="standin", requires_grad=True)
-        ((loss, terms),) = head_losses([(h_s, w_s, losses.evaluator(name))], h_t, w_t, y)
+        ((loss, terms),) = head_losses([(h_s, w_s, losses.make_loss_fn(name))], h_t, w_t, y)
         loss.backward()
         assert loss.dtype == w_s.grad.dtype == torch.float32 and h_s.grad.dtype == torch.bfloat16
         print(name)

@@ -529,10 +529,10 @@ def test_pretrain_needs_no_teacher():
 
 def test_the_weight_of_pd_warms_up_holds_and_decays():
     pd = losses.resolve("pd", w_kd=0.9)
-    assert [losses.moving(pd, s, 1000, "wsd")["w_kd"] for s in (0, 50, 100, 500, 990, 995, 1000)] == pytest.approx(
+    assert [losses.scheduled_settings(pd, s, 1000, "wsd")["w_kd"] for s in (0, 50, 100, 500, 990, 995, 1000)] == pytest.approx(
         [0, 0.45, 0.9, 0.9, 0.9, 0.45, 0]
     )
-    assert losses.moving(pd, 50, 1000) == {}
+    assert losses.scheduled_settings(pd, 50, 1000) == {}
 
 
 # Bad input.
@@ -631,7 +631,7 @@ def test_compiled_the_gradient_replaces_the_logits():
     n, v = 61, 151_936  # 37 MB a tensor: large enough for malloc to return each when it is freed
     z_s, z_t, y = case(n=n, v=v, dtype=torch.float32)
     (expected,) = torch.autograd.grad(method_loss("tad", z := z_s.clone().requires_grad_(), z_t, y)[0], z)
-    evaluate, z = torch.no_grad()(losses.evaluator("tad", compile=True)), z_s.clone()
+    evaluate, z = torch.no_grad()(losses.make_loss_fn("tad", compile=True)), z_s.clone()
     assert evaluate(torch.float32, z, z_t, y)[2] is z and (z - expected).norm() <= 1e-5 * expected.norm()
     del z, expected
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

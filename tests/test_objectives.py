@@ -212,11 +212,11 @@ def test_standardized_logits():
 
 
 def test_taids_t_moves_over_the_run():
-    at = lambda name, step, **of: losses.moving(losses.resolve(name, **of), step, 1000)  # noqa: E731
+    at = lambda name, step, **of: losses.scheduled_settings(losses.resolve(name, **of), step, 1000)  # noqa: E731
     assert [at("taid", step)["t"] for step in (0, 500, 1000)] == pytest.approx([0.4, 0.7, 1.0])
     assert at("taid", 500, t=0.2, t_end=0.4, w_ce=1.0) == {"t": pytest.approx(0.3)} and at("alra", 500, gamma=3.0) == {}
     z_s, z_t, y = case()
-    last, kl = losses.evaluator("taid"), losses.evaluator("vanilla_kd", tau=1.0, w_kd=1.0, w_ce=0.0)
+    last, kl = losses.make_loss_fn("taid"), losses.make_loss_fn("vanilla_kd", tau=1.0, w_kd=1.0, w_ce=0.0)
     moved = {"t": torch.tensor(at("taid", 1000)["t"], dtype=torch.float64)}
     torch.testing.assert_close(last(None, z_s, z_t, y, moved)[0], kl(None, z_s, z_t, y)[0])
 

@@ -500,7 +500,7 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
             prepare.prepare(config(small, folder, **{"source": source, **keys}))
     assert files_of(folder) == before
     prepare.prepare(config(small, folder, source=source.rename(tmp_path / "moved/t.jsonl")))
-    assert ("left as it is" if complete else "going on after") in "".join(capsys.readouterr())
+    assert ("already prepared" if complete else "resuming after") in "".join(capsys.readouterr())
 
 
 GOOD = b'{"text": "a"}\n'

@@ -471,7 +471,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     flush, replace, done = files.flush, os.replace, []
     monkeypatch.setattr(files, "flush", lambda path: done.append(path.name) or flush(path))
     monkeypatch.setattr(files.os, "replace", lambda a, b: done.append(f"-> {b.name}") or replace(a, b))
-    with files.whole_folder(tmp_path / "step_00000003") as new:
+    with files.atomic_folder(tmp_path / "step_00000003") as new:
         (new / "a").write_text("1")
         (new / "b").write_text("2")
     assert {*done[:2]} == {"a", "b"} and done[2:] == ["step_00000003.tmp", "-> step_00000003", tmp_path.name]

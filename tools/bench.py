@@ -169,7 +169,7 @@ def bench_fused(args, device: torch.device) -> list[str]:
     def logits() -> tuple[Tensor, Tensor, Tensor]:
         return (h_s[0] @ w_s.to(dtype).T).float(), (h_t[0] @ w_t.T).float(), y[0]
 
-    evaluate = {name: losses.evaluator(name, compile=True) for name in args.methods}
+    evaluate = {name: losses.make_loss_fn(name, compile=True) for name in args.methods}
     loss_of = {name: lambda f=f: head_losses([(h_s, w_s, f)], h_t, w_t, y)[0][0] for name, f in evaluate.items()}
     loss_of["plain alra"] = lambda: losses.method_loss("alra", *logits())[0]
     loss_of["eager alra"] = lambda: eager_alra(*logits())

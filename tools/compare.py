@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from configure import Config
-from lib.files import UserError, append_line, locked, read_json, read_lines, write_json, write_lines, write_whole
+from lib.files import UserError, append_line, atomic_write, locked, read_json, read_lines, write_json, write_lines
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
@@ -56,7 +56,7 @@ SCORED = ("n_rows", "n_targets", "teacher_ce", "teacher_entropy", "step", "valid
 HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
 
 
-class Student(NamedTuple):
+class PlannedStudent(NamedTuple):
     study: str  # "tune", "main" or a study of the config
     name: str  # METHOD or METHOD@LABEL
     cfg: Config  # of a run of it alone
@@ -72,7 +72,7 @@ class Student(NamedTuple):
 class Job(NamedTuple):
     name: str
     argv: list[str]
-    students: list[Student]  # that it makes or scores
+    students: list[PlannedStudent]  # that it makes or scores
 
 
 @functools.cache
@@ -82,11 +82,11 @@ def objective(method: str) -> str:
     return f"{method} {hashlib.sha256(f'{inspect.getsource(fn)}{row}'.encode()).hexdigest()[:16]}"
 
 
-def student(study: str, name: str, method: str, cfg: Config, seed: int, settings: dict) -> Student:
+def student(study: str, name: str, method: str, cfg: Config, seed: int, settings: dict) -> PlannedStudent:
     """The student `name` with the settings that `cfg` has for `method`, and further ones."""
     every = cfg.histogram_every_steps if study == "main" and seed == FIGURE_SEED else None
     hyper = {name: cfg.settings_of(method) | settings}
-    return Student(study, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=every))  # fmt: skip
+    return PlannedStudent(study, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=every))  # fmt: skip
 
 
 def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[dict]]:
@@ -121,7 +121,7 @@ def more_rates(rates: list[float], n: int) -> list[float]:
     return rates
 
 
-def plan(spec: Spec, base: Config, flags: set[str], chosen: dict[str, dict]) -> list[Student]:
+def plan(spec: Spec, base: Config, flags: set[str], chosen: dict[str, dict]) -> list[PlannedStudent]:
     """The students of all studies and seeds. Keys set by `flags` hold in every study; a study that repeats one joins it."""
     students, first = {}, {}
     for study, changes in {"main": {}, **(spec.studies or {})}.items():
@@ -129,7 +129,7 @@ def plan(spec: Spec, base: Config, flags: set[str], chosen: dict[str, dict]) -> 
         hyper = {m: base.hyper.get(m, {}) | more.get(m, {}) for m in {**base.hyper, **more}}
         changed = {key: value for key, value in changes.items() if key not in flags}
         cfg = dataclasses.replace(base, **changed | {"hyper": hyper})
-        study = first.setdefault((Student("", "pretrain", cfg).recipe, json.dumps(hyper)), study)
+        study = first.setdefault((PlannedStudent("", "pretrain", cfg).recipe, json.dumps(hyper)), study)
         for name, seed in itertools.product(cfg.methods, range(1, spec.seeds + 1)):
             settings, own = chosen.get(name, chosen.get(spec.like, {})), at_equal(spec.at, name, cfg)
             students.setdefault((study, name, seed), student(study, name, name, own, seed, settings))
@@ -157,7 +157,7 @@ def flops(cfg: Config) -> tuple[float, float]:
     return of_student, teacher.flops_per_token(cfg.seq_len)
 
 
-def shared_runs(students: list[Student], out: Path, at_most: int) -> list[Job]:
+def shared_runs(students: list[PlannedStudent], out: Path, at_most: int) -> list[Job]:
     """Runs of train.py: students that differ in method and settings alone share one, `at_most` of them."""
     groups, distinct = {}, {}
     for s in students:
@@ -173,14 +173,14 @@ def shared_runs(students: list[Student], out: Path, at_most: int) -> list[Job]:
     return jobs
 
 
-def training(students: list[Student], shared: Config, out: Path) -> Job:
+def training(students: list[PlannedStudent], shared: Config, out: Path) -> Job:
     """A run of these students, with a config file of its own; named after what it holds."""
     names, hyper = tuple(s.name for s in students), {s.name: s.cfg.hyper[s.name] for s in students}
     cfg = dataclasses.replace(shared, methods=names, hyper=hyper, out_dir="")
     recipes = f"_recipes = {[s.recipe for s in students]!r}  # for compare.py\n"
     sha = hashlib.sha256(f"{config_text(cfg)}{recipes}".encode()).hexdigest()[:8]
     folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
-    write_whole(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))) + recipes)
+    atomic_write(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))) + recipes)
     return Job(folder.name, ["train.py", f"{folder}.py"], students)
 
 
@@ -228,8 +228,8 @@ def launch(jobs: list[Job], args) -> dict[str, str]:
                 process.terminate()
 
 
-def attempt(students: list[Student], jobs_of: Callable, done: Callable, args) -> dict[str, str]:
-    """Run `jobs_of(missing students, most in a job)` until `done()` has all recipes -> why one failed, alone too, by recipe."""
+def attempt(students: list[PlannedStudent], jobs_of: Callable, done: Callable, args) -> dict[str, str]:
+    """Run `jobs_of(missing students, most in a job)` until `done()` has all recipes -> errors by recipe, of those that also fail alone."""
     said: dict[str, str] = {}
     for at_most in (args.per_run, 1):  # what breaks in a shared job is tried alone
         there = done()
@@ -239,15 +239,15 @@ def attempt(students: list[Student], jobs_of: Callable, done: Callable, args) ->
     return {job.students[0].recipe: said[job.name] for job in jobs if job.students[0].recipe not in there}
 
 
-def train(students: list[Student], args) -> dict[str, str]:
+def train(students: list[PlannedStudent], args) -> dict[str, str]:
     """Make the students that are missing -> recipe: why one could not be made."""
     return attempt(students, lambda some, n: shared_runs(some, args.out, n), lambda: finished(args.out).keys(), args)
 
 
-def score(students: list[Student], folders: dict[str, Path], n_rows: int, args) -> dict[str, str]:
+def score(students: list[PlannedStudent], folders: dict[str, Path], n_rows: int, args) -> dict[str, str]:
     """Score students on `n_rows` held-out rows, after those that have chosen -> recipe: why one could not be scored."""
 
-    def scoring(students: list[Student], at_most: int) -> list[Job]:
+    def scoring(students: list[PlannedStudent], at_most: int) -> list[Job]:
         distinct, jobs = [*{s.recipe: s for s in students}.values()], []
         for some in (distinct[at : at + at_most] for at in range(0, len(distinct), at_most)):
             paths, cfg = [folders[s.recipe] for s in some], some[0].cfg
@@ -293,7 +293,7 @@ def compare(args, spec: Spec, cfg: Config) -> None:
 
 
 def prepare(cfg: Config, file: Path) -> None:
-    write_whole(file, config_text(cfg))
+    atomic_write(file, config_text(cfg))
     if subprocess.run([sys.executable, ROOT / "prepare.py", file], check=False).returncode:
         raise UserError("prepare.py: made no rows; see its message above")
 
@@ -315,7 +315,9 @@ def last_val_ce(folder: Path | None) -> float | None:
     return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
 
 
-def write_results(students: list[Student], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args) -> None:
+def write_results(
+    students: list[PlannedStudent], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args
+) -> None:
     """rates.jsonl; students.csv with a line for each planned student; the logs of the config's own methods."""
     folders, walls, lines = finished(args.out), {}, []
     for line in read_lines(args.out / "runs.jsonl"):
@@ -340,7 +342,7 @@ def write_results(students: list[Student], failed: dict, chosen: dict, rates: li
     write_lines(args.results / "rates.jsonl", rates)
 
 
-def outcome(s: Student, folder: Path, walls: dict[str, float]) -> dict:
+def outcome(s: PlannedStudent, folder: Path, walls: dict[str, float]) -> dict:
     """A student's figures, costs and provenance, or why it stopped."""
     run, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
     line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "settings": json.dumps(s.cfg.settings_of(s.name)),
@@ -356,7 +358,7 @@ def outcome(s: Student, folder: Path, walls: dict[str, float]) -> dict:
     return line | dict(zip(("student_flops", "teacher_flops"), costs[: 1 + needs_teacher(s.name)], strict=False))
 
 
-def copy_logs(s: Student, folder: Path, results: Path) -> None:
+def copy_logs(s: PlannedStudent, folder: Path, results: Path) -> None:
     """Copy what is behind the curves, budgets and anchoring, in the layout of a run for each seed."""
     to = results / ("logs" if s.cfg.seed == FIGURE_SEED else f"logs_seed{s.cfg.seed}")
     (to / s.name).mkdir(parents=True)

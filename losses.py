@@ -59,7 +59,9 @@ def alra(
         loss[u] = KL(b_t || b_s) + KL(p~_t,I || p~_s,I) + KL(p~_t,R || p~_s,R)            ALD, Eq. 14
                   + lambda_pair * sum_{i<j in I} kappa_ij KL(r_t(i,j) || r_s(i,j))        SWPRA, Eq. 17
 
-    I is the position's local set and R the rest of the vocabulary.
+    I is the position's local set, the first d_u of the candidate set C, and R the rest of the vocabulary:
+
+        C = top-d_max of p_s, whose last token makes room for a = argmax p_t if that is missing; by falling p_t    Eq. 4, 5
 
     d_min, d_max     smallest and largest local budget, tokens; 2 <= d_min <= d_max < V
     tau, tau_p       temperature of the distributions, also in SWPRA's weights (Eq. 2), and of the pairs (Eq. 16)

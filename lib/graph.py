@@ -90,7 +90,8 @@ def _copy(graph: Graph, node: Node, operands: dict, like: Node, shape: tuple | N
 def scatter_in_place(graph: Graph) -> None:
     """z.copy_(x.scatter(1, i, s)) -> z.copy_(x), then z.scatter_(1, i, s): the scatter needs no buffer of its own.
 
-    The copy goes to a view of z. A copy to z itself would be deferred to the end of the graph.
+    The copy goes to a view of z. A copy to z itself would be deferred to the end of the graph. Only where the gradient has
+    the dtype of z: with bf16 products it is bf16, and has a buffer of its own.
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         z, new = node.args

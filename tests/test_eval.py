@@ -125,21 +125,6 @@ def bench(lm, names, *argv):
     return ev.benchmarks(lm, items_of(names, options(*argv)), options(*argv))
 
 
-@pytest.mark.parametrize(("context", "continuation", "head", "whole"), [
-    ("", "the cat", "<eos>", "<eos>the cat"),  # an empty context is the prefix token,
-    ("", "<eos>the cat", "<eos>", "<eos>the cat"),  # which a continuation that begins with it gives up
-    ("Answer:\n", " yes", "Answer:", "Answer:\n yes"),  # whitespace at the end goes to the continuation
-    ("the ca", "t saw a dog under", "the ca", "the cat saw a dog under"),  # "cat" is one token: it spans the join
-    ("the cat", " saw", "the cat", "the cat saw"),  # nothing is put before a context, and a leading space stays
-    ("the cat", "saw", "the cat", "the catsaw"),
-])  # fmt: skip
-def test_context_and_continuation_become_ids_as_in_lm_eval(student, tokenizer, context, continuation, head, whole):
-    head, whole = (tokenizer.encode(text, add_special_tokens=False) for text in (head, whole))
-    got = ev.Scorer(student, tokenizer).loglikelihood(ask((context, continuation)), disable_tqdm=True)
-    same(got, [naive(student, head, whole[len(head) :])])
-    assert (whole[: len(head)] != head) == (context == "the ca")
-
-
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("bos", ["auto", None, 307])
 def test_encoding_in_batches_gives_what_lm_eval_gives_pair_by_pair(student, adds_bos, bos):
@@ -147,7 +132,8 @@ def test_encoding_in_batches_gives_what_lm_eval_gives_pair_by_pair(student, adds
     tokenizer, seen = make_tokenizer(bos="<s>" if adds_bos else None), []
     rng, joins = np.random.default_rng(2), ["", " ", "\n", "  \n"]
     pairs = [(sentence(rng, 5, str(rng.choice(joins))), str(rng.choice(joins)) + sentence(rng, 3)) for _ in range(40)]
-    requests = ask(("the cat", " saw"), ("", " saw"), ("", "<eos> cat"), ("the ca", "t saw a dog under"), *pairs)
+    requests = ask(("the cat", " saw"), ("", " saw"), ("", "<eos> cat"), ("the ca", "t saw a dog under"), ("Answer:\n", " yes"),
+                   ("the cat", "saw"), *pairs)  # fmt: skip
     scorer = ev.Scorer(student, tokenizer, bos=bos)
     scorer._loglikelihood_tokens = lambda requests, *rest, **keys: seen.append(requests)
     scorer.loglikelihood(requests, disable_tqdm=True)
@@ -180,16 +166,6 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, wanted, rows, data,
     assert set(seen) == {wanted} and tokenizer.bos_token_id == 307
 
 
-def test_what_is_too_long_loses_its_beginning(student, tokenizer):
-    head, tail = list(range(3, 40)), [41, 42, 43, 44, 45]
-    pair = ("", "")
-    scorer = ev.Scorer(student, tokenizer, max_length=13)
-    same(scorer._loglikelihood_tokens([(pair, head, tail)], True), [naive(student, head, tail, 13)])
-    same(scorer._loglikelihood_tokens([(pair, head, tail * 2)], True), [naive(student, head, tail * 2, 13)])
-    short = scorer._loglikelihood_tokens([(pair, head, tail)], True)[0][0]
-    assert abs(short - naive(student, head, tail)[0]) > 1e-3  # the cut is felt
-
-
 @pytest.mark.parametrize("n_logits", [1, 4, 6, 100])
 def test_logits_in_blocks_of_the_vocabulary_and_ties_go_to_the_first(n_logits):
     z = torch.tensor([[0.0, 2.0, 2.0, 1.0, -90.0], [5.0, 1.0, 1.0, 5.0, 1.0]])
@@ -199,20 +175,12 @@ def test_logits_in_blocks_of_the_vocabulary_and_ties_go_to_the_first(n_logits):
     torch.testing.assert_close(logp, z.double().log_softmax(-1)[row, y], rtol=1e-6, atol=1e-6)
 
 
-def test_one_missed_token_is_not_greedy(student, tokenizer):
-    scorer, head = ev.Scorer(student, tokenizer), [5, 7, 11]
-    best = []
-    for _ in range(4):
-        best.append(int(student(torch.tensor([head + best]))[0, -1].argmax()))
-    wrong = [*best[:1], (best[1] + 1) % 311, *best[2:]]
-    got = scorer._loglikelihood_tokens([(("", ""), head, best), (("", ""), head, wrong)], True)
-    assert [greedy for _, greedy in got] == [True, False]
-
-
 @pytest.mark.parametrize("batch_tokens", [1, 61, 5003])
 def test_sharing_packing_and_batching_change_nothing(student, tokenizer, batch_tokens):
-    rng = np.random.default_rng(3)
-    requests = []
+    rng, head, best = np.random.default_rng(3), [5, 7, 11], []
+    for _ in range(4):
+        best.append(int(student(torch.tensor([head + best]))[0, -1].argmax()))
+    requests = [(("", ""), head, tail) for tail in (best, [best[0], (best[1] + 1) % 311, *best[2:]])]
     for _ in range(11):
         head = rng.integers(1, 311, rng.integers(1, 29)).tolist()
         common = rng.integers(1, 311, rng.integers(0, 5)).tolist()
@@ -223,26 +191,21 @@ def test_sharing_packing_and_batching_change_nothing(student, tokenizer, batch_t
     wanted = [naive(student, head, tail, 31) for _, head, tail in requests]
     got = scorer._loglikelihood_tokens(requests, True)
     same(got, wanted)
+    assert [greedy for _, greedy in got[:2]] == [True, False]  # one missed token is not greedy
+    assert sum(len(head + tail) > 32 for _, head, tail in requests) > 1  # these lose their beginning
     twice = [i for i in range(1, len(requests)) if requests[i] == requests[i - 1]]
     assert len(twice) >= 11 and all(got[i] == got[i - 1] for i in twice)  # a tie to the last bit
 
 
-def test_no_position_looks_nowhere(student, tokenizer, monkeypatch):
+def test_head_runs_only_where_a_continuation_is_scored_and_no_position_looks_nowhere(student, tokenizer, monkeypatch):
     """Padding too: softmax over nothing is NaN, and NaN times a weight of zero is NaN."""
-    masks, hidden = [], student.hidden
+    masks, heads, hidden, pick = [], [], student.hidden, ev.token_logprobs
     monkeypatch.setattr(type(student), "hidden", lambda self, *given: masks.append(given[2]) or hidden(*given))
-    requests = [(("", ""), list(range(n)), tail) for n in (20, 9) for tail in ([50, 51], [60])]
+    monkeypatch.setattr(ev, "token_logprobs", lambda h, *rest: heads.append(len(h)) or pick(h, *rest))
+    requests = [(("", ""), list(range(n)), tail) for n in (20, 9) for tail in ([50, 51], [60, 61, 62], [70])]
     ev.Scorer(student, tokenizer)._loglikelihood_tokens(requests, True)
     assert masks[0].shape[0] == 2 and masks[0].any(-1).all() and not masks[0].tril().ne(masks[0]).any()
-
-
-def test_the_head_runs_only_where_a_continuation_is_scored(student, tokenizer, monkeypatch):
-    seen, pick = [], ev.token_logprobs
-    monkeypatch.setattr(ev, "token_logprobs", lambda h, *rest: seen.append(len(h)) or pick(h, *rest))
-    scorer = ev.Scorer(student, tokenizer)
-    requests = [(("", ""), list(range(40)), tail) for tail in ([50, 51], [60, 61, 62], [70])]
-    scorer._loglikelihood_tokens(requests, True)
-    assert seen == [1 + 1 + 2]  # what follows the context stands once
+    assert heads == [2 * (1 + 1 + 2)]  # each context's last logits are computed once
 
 
 def test_scores_are_fp32_whatever_the_backbone(tokenizer):
@@ -311,16 +274,10 @@ def test_two_sets_of_the_protocol(data):
         items = tasks.read_items(names, split, str(data), any_items=True)
         assert {len(found.rows) for found in items.values()} == {7 if split == "heldout" else 5}
     got = bench(Recorder(), names, "--data_dir", data, "--split", split)
-    assert {name: scores["n_paper"] for name, scores in got.items()} == {
-        "arc_easy": 570,
-        "hellaswag": 39905,
-        "piqa": 16113,
-    }
+    assert {name: x["n_paper"] for name, x in got.items()} == {"arc_easy": 570, "hellaswag": 39905, "piqa": 16113}
 
 
-@pytest.mark.parametrize(
-    "split", ["made-up", pytest.param("heldout", marks=needs_shared), pytest.param("validation", marks=needs_shared)]
-)
+@pytest.mark.parametrize("split", ["made-up", *(pytest.param(s, marks=needs_shared) for s in tasks.SUITES)])
 def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, data, tmp_path):
     """Every log-likelihood, greedy flag and score of ours against those of HFLM; real weights and items where they are there."""
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
@@ -348,10 +305,6 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
             assert a[name]["perplexity"] == pytest.approx(b[name]["perplexity"], rel=1e-4)
 
 
-def read_jsonl_item(data, name):
-    return world.read_jsonl(data / name / f"{tasks.TASKS[name].heldout[0]}.jsonl")
-
-
 def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
     """Local JSONL, a folder laid out like the hub, and the hub."""
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -361,15 +314,16 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
         config, split = load_yaml(tasks.task_file(name), resolve_func=False), tasks.TASKS[name].heldout[0]
         folder, part = tmp_path / config["dataset_path"], config.get("dataset_name") or "default"
         (folder / part).mkdir(parents=True)
-        datasets.Dataset.from_list(read_jsonl_item(data, name)).to_parquet(folder / part / f"{split}.parquet")
+        datasets.Dataset.from_list(world.read_jsonl(data / name / f"{split}.jsonl")).to_parquet(
+            folder / part / f"{split}.parquet"
+        )
         configs = [f'- config_name: {p.name}\n  data_files:\n  - split: {split}\n    path: "{p.name}/{split}.parquet"\n'
                    for p in sorted(folder.glob("*/"))]  # fmt: skip
         (folder / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + "---\n")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     wanted, local = (tasks.read_items(names, "heldout", str(place), any_items=True) for place in (data, tmp_path))
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda path, *a, **k: calls.append(path) or load(str(tmp_path / path), *a, **k)
-    )
+    recorded = lambda path, *a, **k: calls.append(path) or load(str(tmp_path / path), *a, **k)  # noqa: E731
+    monkeypatch.setattr(datasets, "load_dataset", recorded)
     hub = tasks.read_items(names, "heldout", None, any_items=True)
     assert "allenai/ai2_arc" in calls and hub["piqa"].source == "baber/piqa [validation]"
     for name in names:
@@ -380,19 +334,17 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
 def test_storycloze_from_a_file_of_its_own(suffix, data, tmp_path):
     """With the headings and texts of its authors, or with lm-eval's fields."""
-    rows, file = read_jsonl_item(data, "storycloze_2016"), tmp_path / f"cloze.{suffix}"
+    rows, file = world.read_jsonl(data / "storycloze_2016/test.jsonl"), tmp_path / f"cloze.{suffix}"
     heads = ["InputStoryid", *(f"InputSentence{i}" for i in (1, 2, 3, 4)), "RandomFifthSentenceQuiz1", "RandomFifthSentenceQuiz2",
              "AnswerRightEnding"]  # fmt: skip
     if suffix == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(file)
     else:
         with file.open("w", newline="", encoding="utf-8-sig") as out:
-            lines = csv.writer(out, delimiter={"csv": ",", "tsv": "\t"}[suffix])
-            lines.writerows([heads, *([i, *row.values()] for i, row in enumerate(rows))])
-    wanted, got = (
-        tasks.read_items(["storycloze_2016"], "heldout", *how)["storycloze_2016"]
-        for how in ((str(data),), (None, str(file)))
-    )
+            lines = [heads, *([i, *row.values()] for i, row in enumerate(rows))]
+            csv.writer(out, delimiter={"csv": ",", "tsv": "\t"}[suffix]).writerows(lines)
+    sources = ((str(data),), (None, str(file)))
+    wanted, got = (tasks.read_items(["storycloze_2016"], "heldout", *how)["storycloze_2016"] for how in sources)
     assert got.rows == wanted.rows == rows and got.sha256 == wanted.sha256
 
 
@@ -414,8 +366,6 @@ def test_the_published_items_are_those_that_are_known(name, split):
 @pytest.mark.parametrize(("name", "file", "content", "said"), [
     ("piqa", "piqa/validation.jsonl", None, "no {}.* and no folder .*baber/piqa"),
     ("piqa", "piqa/validation.jsonl", b"", "{}: no rows"),
-    ("piqa", "piqa/validation.jsonl", b"{\n", "{}: cannot be used .JSONDecodeError"),
-    ("piqa", "piqa/validation.jsonl", b"[1]\n", "{}: cannot be used"),
     ("piqa", "piqa/validation.jsonl", b'{"goal": "\xe9"}\n', "{}: cannot be used .UnicodeDecodeError"),
     ("piqa", "piqa/validation.jsonl", b'{"goal": "a"}\n', "{}: cannot be used .KeyError: 'sol1'.*expected items of piqa, with goal, sol1"),
     ("storycloze_2016", "story.csv", b"InputSentence1\n\xe9\n", "{}: cannot be used"),
@@ -431,17 +381,6 @@ def test_broken_items_are_refused_by_file(name, file, content, said, tmp_path):
     story = str(tmp_path / file) if file and "story" in file else None
     with pytest.raises(UserError, match=said.format(tmp_path / str(file))):
         tasks.read_items([name], "heldout", str(tmp_path), story, True)
-
-
-@pytest.mark.parametrize(("argv", "said"), [
-    (["--tasks=arc_esay"], "no task 'arc_esay' in the heldout set, did you mean 'arc_easy'"),
-    (["--tasks=winogrande", "--split=validation"], "no task 'winogrande' in the validation set"),
-    (["--limit=1"], "--limit 1"), (["y", "--out=z"], "--out z"), (["--device=gpu"], "device=gpu"),
-])  # fmt: skip
-def test_slips_on_the_command_line(argv, said, student, tokenizer, tmp_path):
-    student.save_pretrained(tmp_path / "x", tokenizer)
-    with pytest.raises(UserError, match=said):
-        ev.run([str(tmp_path / "x"), *argv])
 
 
 @pytest.fixture(scope="module")
@@ -512,6 +451,13 @@ def test_from_checkpoints_to_tables(out, data, capsys):
     assert [float(c.strip("*")) for c in cells(text, "ALRA")[1:3]] == [pytest.approx(v, abs=0.005) for v in norms]
     assert norms != [100 * scores["tasks"][t]["acc"] for t in ("arc_easy", "piqa")]
     assert "Avg. (2 of 9)" in text and "acc_norm for ARC-E, PIQA" in text and "bits/byte" in text  # figures stay
+    facts = read(out / "alra", "run.json")
+    (out / "alra" / "run.json").write_text(json.dumps(facts | {"config": facts["config"] | {"lr": 0.5}}))
+    ev.run([str(out), "--tasks=none"])  # students that cannot be compared
+    said = capsys.readouterr().out
+    assert said.count("### Held-out rows") == 2 and re.search(
+        r"Each by itself: .* differ in lr: [\d.]+ and [\d.]+", said
+    )
 
 
 def test_a_dtype_is_that_of_the_whole_command(out, data, teacher, tokenizer, rows):
@@ -533,26 +479,18 @@ def test_a_dtype_is_that_of_the_whole_command(out, data, teacher, tokenizer, row
         assert equal == (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize(("paths", "said"), [
-    (["tad"], "tad: no model/ in it; has its training ended?"), (["alra", "tad"], "tad: no model/ in it"),
-    (["run.json"], "no finished student: .*run.json"), (["gone"], "gone: no such folder"), (["../gone"], "gone: no such folder"),
+@pytest.mark.parametrize(("argv", "said"), [
+    ("tad", "tad: no model/ in it; has its training ended?"), ("alra tad", "tad: no model/ in it"), ("run.json", "no finished student: .*run.json"),
+    ("gone", "gone: no such folder"), ("../gone", "gone: no such folder"), ("alra --limit=1", "--limit 1"), ("alra pretrain --out=z", "--out z"),
+    ("alra --tasks=winogrande --split=validation", "no task 'winogrande' in the validation set"), ("alra --device=gpu", "device=gpu"),
 ])  # fmt: skip
-def test_what_is_not_there_is_told_before_the_hub_is_asked(paths, said, out, monkeypatch):
+def test_slips_on_the_command_line_are_told_before_the_hub_is_asked(argv, said, out, monkeypatch):
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **keys: asked.append(args) or str(out))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **keys: asked.append(args) or [])
     with pytest.raises(UserError, match=said):
-        ev.run([str(out / path) for path in paths])
+        ev.run([arg if arg.startswith("--") else str(out / arg) for arg in argv.split()])
     assert not asked
-
-
-def test_students_that_cannot_be_compared_are_shown_each_by_itself(out, capsys):
-    for method, lr in (("alra", 1e-3), ("pretrain", 1e-4)):
-        facts = read(out / method, "run.json")
-        (out / method / "run.json").write_text(json.dumps(facts | {"config": facts["config"] | {"lr": lr}}))
-    ev.run([str(out), "--tasks=none"])
-    said = capsys.readouterr().out
-    assert said.count("### Held-out rows") == 2 and re.search("Each by itself: .* differ in lr: 0.0001 and 0.001", said)
 
 
 def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch):
@@ -570,14 +508,11 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch):
         ev.run(["teacher", str(trained / "teacher"), *argv])
 
 
-def test_storycloze_is_left_out_with_a_word(out, data, tmp_path, capsys):
+def test_all_tasks_are_eight_without_a_file_of_storycloze(out, data, tmp_path, capsys):
     copy = shutil.copytree(data, tmp_path / "eval", ignore=lambda _, names: [n for n in names if "storycloze" in n])
-    argv = [str(out / "alra"), f"--data_dir={copy}", "--any_items", "--rows=none", "--limit=2"]
-    ev.run(argv)
+    ev.run([str(out / "alra"), f"--data_dir={copy}", "--any_items", "--rows=none", "--limit=2"])
     said = capsys.readouterr()
     assert "on request" in said.err and "Avg. (8 of 9)" in said.out
-    with pytest.raises(UserError, match="on request"):
-        ev.run([*argv, "--tasks=storycloze_2016"])
 
 
 def test_results_are_not_lost_to_a_smaller_command(out, data):
@@ -629,7 +564,7 @@ def test_checkpoints_that_do_not_fit_together_are_scored_one_after_another(out, 
         assert most == {
             "model": at_a_time + 1,
             "tokenizer": 2,
-        }  # and the teacher's; the next while the last one is there
+        }  # the teacher's too; the next is read before the last goes
         found.append([read(out / name)["figures"] for name in ("alra", "a", "b")])
     assert found[0] == found[1] and found[0][0] == found[0][1]
 
@@ -642,7 +577,6 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
 
     data_dir, alra = Path(rows.file).parent, out / "alra"
     assert "nothing to score" in said(trained / "teacher")
-    assert f"{tmp_path}: no val.bin" in said(alra, f"--rows={tmp_path}")
     assert "--skip_rows 11: " in said(alra, "--skip_rows=11")
     small = world.make_model(dataclasses.replace(STUDENT, vocab_size=293))
     small.save_pretrained(tmp_path / "small", tokenizer)
@@ -653,10 +587,6 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     short = dataclasses.replace(STUDENT, max_position_embeddings=4)
     world.make_model(short).save_pretrained(tmp_path / "short", tokenizer)
     assert "rows of 22 inputs" in said(tmp_path / "short", f"--rows={data_dir}")
-    ids = rows.ids.copy()
-    ids[5, 0] = 311
-    world.write_rows(tmp_path, "val", ids=ids, tokenizer_sha256=tokenizer_hash(tokenizer))
-    assert "val.bin: an id beyond the vocabulary of 311" in said(alra, f"--rows={tmp_path}")
     facts = read(alra, "run.json")
     (alra / "run.json").write_text(json.dumps(facts | {"config": facts["config"] | {"data_dir": "elsewhere"}}))
     assert f"data_dir: {data_dir} in one run, elsewhere in another; score them apart, or set --rows" in said(out)

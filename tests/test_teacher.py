@@ -17,12 +17,13 @@ from lib.files import UserError
 from lib.hf import load_tokenizer, weights_hash
 from lib.teacher import INHERITED, check_logits, inherited, load_teacher
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
-from tests.world import DEMO, V, config, read_jsonl
+from tests.world import DEMO, V, config
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": V,
          "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
          "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # fmt: skip
+ONE_LAYER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 
@@ -100,9 +101,9 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     teacher = load_teacher(folder, torch.float32, CPU)
     assert teacher.native == (kind == "mistral with a window") or pytest.fail("computed by the wrong code")
     t = 8 if teacher.native else 29  # up to its window a Mistral is native
-    torch.testing.assert_close(
-        teacher.hidden(ids()[:, :t]) @ teacher.head.T, theirs(folder)[:, :t], rtol=1e-5, atol=1e-5
-    )
+    logits = teacher.hidden(ids()[:, :t]) @ teacher.head.T
+    torch.testing.assert_close(logits, theirs(folder)[:, :t], rtol=1e-5, atol=1e-5)
+    assert inherited(folder)["vocab_size"] == V and teacher.flops_per_token(13) > 2 * V * 24
     file = Path(folder) / "config.json"
     before, facts = teacher.shape, json.loads(file.read_text())
     file.write_text(json.dumps(facts | {"pad_token_id": 1, "rms_norm_eps": 1e-3}))
@@ -119,19 +120,6 @@ def test_flops_of_a_mixture_count_its_active_experts_alone(make):
     assert teacher.flops_per_token(13) == 2 * weights
 
 
-@pytest.mark.parametrize("kind", [kind for kind in (*NATIVE, *FOREIGN) if kind != "qwen3, biased"])
-def test_two_updates_of_alra_from_each_family(kind, make, tiny, tmp_path):
-    folder = make({**NATIVE, **FOREIGN}[kind], max_position_embeddings=256, sliding_window=256)
-    knobs = {"teacher": folder, "tokenizer": DEMO, "student": "16x1x2", "methods": "alra", "max_steps": 2, "schedule_steps": 2,
-             "warmup_steps": 1, "val_max_rows": 2, "data_dir": tiny / "data", "out_dir": tmp_path / "out"}  # fmt: skip
-    assert train.distil(config(tiny, tmp_path / "out", **knobs)) == 0
-    log = read_jsonl(tmp_path / "out/alra/log.jsonl")
-    assert log[-1]["val_kl"] > 0 and log[-2]["kd"] > 0
-    student = Qwen2.from_pretrained(str(tmp_path / "out/alra"))
-    shape = inherited(folder)
-    assert shape["vocab_size"] == V and {key: getattr(student.config, key) for key in shape} == shape
-
-
 def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
     folder = make(NATIVE["llama 3"])
     shape = student_config("200m", inherited(folder))
@@ -145,9 +133,7 @@ def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
     inline = student_config("512x8x4", qwen)
     assert inline == student_config('{"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}', qwen)
     assert (inline.intermediate_size, inline.num_key_value_heads, inline.vocab_size) == (1408, 4, 151_936)
-    part = (
-        '{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 9, "vocab_size": 7}'
-    )
+    part = json.dumps(ONE_LAYER | {"intermediate_size": 9, "vocab_size": 7})
     assert student_config(part, qwen).vocab_size == 7 and student_config(part).intermediate_size == 9
     with pytest.raises(UserError, match="expected a vocab_size"):
         student_config("512x8x4")
@@ -176,7 +162,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
     assert len({weights_hash(m) for m in seen[:3]}) == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama 3", "mistral", "smollm2"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama 3"])
 def test_a_student_goes_on_from_the_weights_of_any_native_family(kind, make, tiny, tmp_path):
     folder = make(NATIVE[kind])
     knobs = {"methods": "alra", "student": folder, "student_weights": folder, "max_steps": 2}
@@ -265,32 +251,18 @@ def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path, c
              "--warmup_steps=2", "--batch_rows=2", "--micro_batch=2", "--compile=False", "--shuffle=True"]  # fmt: skip
     prepare.prepare(configure.load([f"config/{name}.py", *flags]))
     real = configure.load([f"config/{name}.py"])
-    tied = json.dumps(
-        {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "tie_word_embeddings": "pythia" not in name,
-        }
-    )
+    tied = json.dumps(ONE_LAYER | {"tie_word_embeddings": "pythia" not in name})
     assert train.distil(configure.load([f"config/{name}.py", *flags, f"--student={tied}"])) == 0
     shape, given = load_config(str(tmp_path / "out/alra")), inherited(teacher)
     assert shape.tie_word_embeddings == student_config(real.student, given).tie_word_embeddings
-    assert {key: getattr(shape, key) for key in given} == given and given["rope_theta"] == (
-        1e4 if "pythia" in name else 1e6 if "qwen" in name else 1e5
-    )
+    assert {key: getattr(shape, key) for key in given} == given
+    assert given["rope_theta"] == {"pythia_160m": 1e4, "qwen3_200m": 1e6, "smollm2_30m": 1e5}[name]
     folder = str(tmp_path / "out/alra/model")
     torch.testing.assert_close(Qwen2.from_pretrained(folder)(ids()), theirs(folder), rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_config_json_leaves_out_is_the_familys_default(tmp_path):
-    facts = {
-        "hidden_size": 256,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "vocab_size": 9,
-    }
+    facts = ONE_LAYER | {"hidden_size": 128, "intermediate_size": 8, "vocab_size": 9}
     for kind, head_dim, context in (("qwen3", 128, 32_768), ("mistral", 64, 4096), ("llama", 64, 32_768)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **facts}))
         shape = load_config(str(tmp_path / "config.json"))

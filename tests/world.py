@@ -130,6 +130,25 @@ def read_jsonl(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def records(out: Path, method: str) -> list[dict]:
+    return read_jsonl(out / method / "log.jsonl")
+
+
+def untimed(out: Path, method: str) -> list[dict]:
+    """The records without what the clock and the machine decide."""
+    timed = ("tok_per_sec", "eta_sec", "time", "mem_gib", "mfu")
+    return [{k: v for k, v in r.items() if k not in timed} for r in records(out, method)]
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir() if p.suffix != ".tmp")
+
+
+def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
+    folder = out / method / "checkpoints" / f"step_{step:08d}"
+    return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+
+
 def kill_when(ready: Callable[[], bool], *command, **env: str) -> None:
     """`python COMMAND` at the root, killed with all its children as soon as `ready()`; it must not end before."""
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,

@@ -54,16 +54,8 @@ def wide(tmp_path_factory):
 
 
 def torchrun(n: int, *command: str, options: tuple = ()) -> subprocess.Popen:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={n}",
-        *options,
-        *command,
-    ]
-    return subprocess.Popen(launch, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *options]
+    return subprocess.Popen([*launch, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def said(process: subprocess.Popen, code: int = 0) -> str:
@@ -84,9 +76,7 @@ def several(tiny, wide, tmp_path_factory):
     for key, (value, _) in DIFFERENT.items():
         two.append(flags(wide, root / "bad" / key, **KEYS | {key: value.replace("WORLD", str(wide))}))
     # parts of unequal size, as 4 does not divide the rows of these weights; and two copies of halves
-    four = [flags(tiny, root / "uneven_cut", **alra | {"shard": 4})] * 2 + [
-        flags(tiny, root / "copies", **alra | {"shard": 2})
-    ]
+    four = [flags(tiny, root / "uneven", **alra | {"shard": 4}), flags(tiny, root / "copies", **alra | {"shard": 2})]
     (root / "runs.json").write_text(json.dumps({"2": two, "4": four}))
     command = [sys.executable, "tests/several.py", str(root / "runs.json")]
     return root, said(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
@@ -146,9 +136,9 @@ def test_two_processes_change_nothing_but_the_order_of_sums(several, alone):
 def test_four_processes_hold_parts_of_unequal_size_and_copies(several, tiny, tmp_path_factory):
     root, text = several
     one = make_alone(tiny, tmp_path_factory)
-    for name in ("uneven_cut", "copies"):
+    for name in ("uneven", "copies"):
         same_run(one, root / name, "alra")
-    held = {int(n) for n in re.findall(r"process 1: (\d+) of Student in uneven_cut", text)}
+    held = {int(n) for n in re.findall(r"process 1: (\d+) of Student in uneven", text)}
     n = init_student(world.STUDENT).n_params
     assert len(held) == 1 and n / 4 - 30 < held.pop() < n / 4 + 30
 
@@ -174,10 +164,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(sever
     assert train.distil(config(wide, tmp_path / "shard", **KEYS)) == 0
     for method in METHODS:
         assert distance(root / "shard", tmp_path / "shard", method) < 1e-6
-        for out, rel in (
-            (root / "cut", 1e-12),
-            (tmp_path / "shard", 1e-6),
-        ):  # both were cut between two lines of the log
+        for out, rel in ((root / "cut", 1e-12), (tmp_path / "shard", 1e-6)):  # both were cut between two log lines
             same_log(root / "shard", out, method, rel)
             n = [read_json(folder / method / "run.json")["valid_tokens"] for folder in (alone, out)]
             assert n[0] == n[1] > 0
@@ -191,7 +178,7 @@ def test_a_teacher_that_transformers_computes_is_sharded_too(several, wide, tmp_
 
 
 def test_a_fact_that_differs_is_one_line_with_both_values(monkeypatch):
-    monkeypatch.setattr(parallel, "gather", lambda mine: [mine, mine, mine | {"step": 0}])
+    monkeypatch.setattr(parallel, "all_gather", lambda mine: [mine, mine, mine | {"step": 0}])
     parallel.check_agreement(data="abc")
     with pytest.raises(UserError, match=r"^step: 40 on process 0, 0 on process 2; expected the same$"):
         parallel.check_agreement(data="abc", step=40)
@@ -235,15 +222,13 @@ def test_torchrun_starts_all_again_after_a_kill_and_ends_with_a_checkpoint(wide,
             assert lines[-1], "".join(lines)
 
     until("step 6/")
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(children.stdout.split()[1]), signal.SIGKILL)
+    children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True)
+    os.kill(int(children.split()[1]), signal.SIGKILL)
     until(": step ")
     until("/50000")
     process.send_signal(signal.SIGTERM)
     lines.append(said(process, 1))
-    step = int(re.search(r"at step (\d+) of", "".join(lines))[1])
+    step = int(re.search(r": step (\d+) of", "".join(lines))[1])
     keys |= {"max_steps": step, "checkpoint_every_steps": step}
     assert train.distil(config(wide, tmp_path / "whole", **keys)) == 0
     assert records(tmp_path / "cut", "alra")[-1]["step"] <= step

@@ -460,7 +460,7 @@ def test_a_killed_worker_ends_the_run_in_one_line_and_the_same_command_resumes(s
     monkeypatch.setattr(prepare, "BATCH_CHARS", 1000)
     with monkeypatch.context() as patch:
         patch.setattr(prepare.Stream, "feed", killing)
-        with pytest.raises(UserError, match=r"prepare_workers=2: a worker was killed.*also with fewer"):
+        with pytest.raises(UserError, match=r"prepare_workers=2: a worker was killed.*with fewer workers"):
             prepare.prepare(cfg, commit_sec=-1.0)
     assert 0 < json.loads((tmp_path / "a/prepare.state").read_text())["records"] < 83
     prepare.prepare(cfg)

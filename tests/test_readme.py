@@ -57,9 +57,8 @@ def copy(tmp_path, monkeypatch):
     texts = [f"A line of text. Another one, number {i}, which says more!\n" * 40 for i in range(20)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        prepare, "python_documents", lambda: ({"name": str(i), "text": text} for i, text in enumerate(texts))
-    )
+    documents = [{"name": str(i), "text": text} for i, text in enumerate(texts)]
+    monkeypatch.setattr(prepare, "python_documents", lambda: documents)
     return tmp_path
 
 
@@ -84,12 +83,11 @@ def run(copy, monkeypatch, capfd):
         more = next((more for start, more in MORE.items() if " ".join(words).startswith(start)), "")
         monkeypatch.setattr(sys, "argv", [script, *argv, *shlex.split(more)])
         try:
-            runs = script != "demo/make.py"
-            code = (
-                configure.guard(importlib.import_module(module).main)
-                if runs
-                else runpy.run_path(script, run_name="__main__") and 0
-            )
+            code = 0
+            if script == "demo/make.py":
+                runpy.run_path(script, run_name="__main__")
+            else:
+                code = configure.guard(importlib.import_module(module).main)
         except SystemExit as end:
             code = end.code
         said = capfd.readouterr()
@@ -115,9 +113,8 @@ def all_commands() -> list[str]:
 @pytest.mark.slow
 def test_every_command_runs(run):
     made = all_commands()
-    assert len(made) > 40 and all(
-        any(script in c for c in made) for script in ("prepare.py --verify", "torchrun", "tools/plot.py", "make demo")
-    )
+    scripts = ("prepare.py --verify", "torchrun", "tools/plot.py", "make demo")
+    assert len(made) > 40 and all(any(script in c for c in made) for script in scripts)
     for command in made:
         if command.startswith("make "):
             assert f"\n{command.split()[1]}:" in (ROOT / "Makefile").read_text()
@@ -132,9 +129,7 @@ def test_make_demo_draws_curves_of_its_three_students(run, copy):
         shutil.copy(ROOT / name, copy)
     (copy / ".venv").mkdir()
     (copy / ".venv" / "ready").touch()
-    made = subprocess.run(
-        ["make", "-n", "--no-print-directory", "demo"], capture_output=True, text=True, check=True
-    ).stdout
+    made = subprocess.check_output(["make", "-n", "--no-print-directory", "demo"], text=True)
     said = [run(line.removeprefix(".venv/bin/")) for line in made.splitlines()]
     assert len(said) == 4 and all(name in said[2] for name in ("pretrain", "vanilla_kd", "alra"))
     assert (copy / "out" / "demo" / "curves.png").stat().st_size > 10_000
@@ -152,10 +147,8 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(run, copy, monk
     assert "sqrt_kd tau=1.5" in said["eval.py"] and (copy / "out/sqrt_kd/curves.png").is_file()
     z, y = torch.randn(7, 11), torch.arange(7).where(torch.arange(7) != 2, losses.IGNORE)
     assert losses.sqrt_kd(z, z, y).abs().max() < 1e-6 and losses.sqrt_kd(z, -z, y)[2] == 0
-    function, above = (
-        inspect.getsource(train.accumulate),
-        "        for s, (loss, terms) in zip(students, results, strict=True):\n",
-    )
+    function = inspect.getsource(train.accumulate)
+    above = "        for s, (loss, terms) in zip(students, results, strict=True):\n"
     assert function.count(above) == 1
     names = dict(train.__dict__)
     exec(function.replace(above, steps["hidden states"] + above), names)
@@ -218,14 +211,8 @@ def test_the_files_that_are_named_are_there():
         made.match(name) or any((ROOT / at / name).exists() for at in ("", "lib", "tools", "tests", "config"))
         for name in named
     ), named
-    assert {path.name for path in ROOT.glob("*.py")} <= named and {
-        "config/",
-        "lib/",
-        "tools/",
-        "demo/",
-        "tests/",
-        "results/",
-    } <= named
+    folders = {"config/", "lib/", "tools/", "demo/", "tests/", "results/"}
+    assert {path.name for path in ROOT.glob("*.py")} | folders <= named
 
 
 def test_the_choices_name_real_keys():

@@ -98,9 +98,9 @@ def test_padding_never_reaches_a_loss(tiny):
 def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
     cfg = config(tiny, UNUSED, w_kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000, **{"pd.w_kd": 0.9})
     pretrain, pd = (train.make_student(name, cfg) for name in cfg.methods)
-    weights = [train.objective_at(pd, step, cfg).keywords["moved"]["w_kd"] for step in (0, 50, 100, 989, 995, 999)]
+    weights = [train.objective_at(pd, step, cfg).keywords["scheduled"]["w_kd"] for step in (0, 50, 100, 989, 995, 999)]
     assert [float(w) for w in weights] == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
-    assert not train.objective_at(pretrain, 50, cfg).keywords["moved"]  # has no teacher whose weight could change
+    assert not train.objective_at(pretrain, 50, cfg).keywords["scheduled"]  # has no teacher whose weight could change
 
 
 def mean_ce(model, rows, n: int) -> tuple[float, int]:
@@ -430,7 +430,7 @@ def test_a_broken_student_stops_alone_and_goes_on_from_its_checkpoint_with_a_low
         patch.setattr(train, "update", breaking)
         assert train.distil(config(tiny, out, **keys)) == 1
     why = r"vanilla_kd stopped at step 4: gradient norm nan, not finite: .*kd.*; skipped the update; try a smaller lr than 0.005"
-    assert re.search(f"{why}, from --student_weights={path}", capsys.readouterr().out)
+    assert re.search(f"{why}; to continue, start another run with --student_weights={path}", capsys.readouterr().out)
     weights = torch.cat([p.flatten() for p in broken[0].parameters()])
     assert weights.isfinite().sum() == len(weights) - 1 and [r["step"] for r in records(out, "vanilla_kd")] == [2, 3]
     assert read_json(folder / "stopped.json")["step"] == 4 and final_bits(out, "alra") == final_bits(finished, "alra")
@@ -569,7 +569,7 @@ def test_a_signal_in_an_update_saves_after_it_and_exits_0(tiny, finished, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(train, "update", interrupted)
         assert configure.guard(lambda: train.distil(config(tiny, tmp_path, **keys))) == 0
-    assert "at step 3 of 6" in capsys.readouterr().out
+    assert ": step 3 of 6; the same command resumes" in capsys.readouterr().out
     assert saved(tmp_path / "alra") == ["step_00000002", "step_00000003"]
     assert train.distil(config(tiny, tmp_path, **keys)) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")

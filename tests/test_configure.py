@@ -47,15 +47,11 @@ ONE = ("max_steps", "schedule_steps", "batch_rows", "micro_batch", "group", "seq
        "histogram_every_steps")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("keys", "refused", "taken"),
-    [
-        (ONE, 0, 1),
-        (("lr", "min_lr", "clip", "adam_eps"), 0.0, 1e-9),
-        (("weight_decay", "warmup_steps", "val_rows", "seed"), -1, 0),
-        (("beta1", "beta2", "val_share"), -0.1, 0.0),
-    ],
-)
+BOUNDS = [(ONE, 0, 1), (("lr", "min_lr", "clip", "adam_eps"), 0.0, 1e-9),
+          (("weight_decay", "warmup_steps", "val_rows", "seed"), -1, 0), (("beta1", "beta2", "val_share"), -0.1, 0.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "refused", "taken"), BOUNDS)
 def test_each_number_has_its_bound(keys, refused, taken):
     base = {"max_steps": 1, "warmup_steps": 0, "val_rows": 0, "min_lr": 1e-9}  # so that no key contradicts another
     for key in keys:
@@ -84,9 +80,8 @@ def test_keys_that_contradict_each_other(refused, taken, message):
 
 
 def test_words_for_values():
-    cfg = load(
-        ["--compile=true", "--recompute=false", "--train_rows=none", "--val_max_rows=None", "--alra.anchor=none"]
-    )
+    words = "--compile=true --recompute=false --train_rows=none --val_max_rows=None --alra.anchor=none"
+    cfg = load(words.split())
     assert cfg.compile is True and cfg.recompute is False and cfg.train_rows is None and cfg.val_max_rows is None
     assert cfg.hyper == {"alra": {"anchor": "none"}}
 

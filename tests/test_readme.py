@@ -215,6 +215,15 @@ def test_the_files_that_are_named_are_there():
     assert {path.name for path in ROOT.glob("*.py")} | folders <= named
 
 
+def test_imports_in_lib_point_one_way():
+    first, second = re.findall(r"^\|.*\| what (?:knows|does)(.*)", README, re.M)
+    later = "|".join(re.findall(r"`(\w+)`", second))
+    files = {name: (ROOT / "lib" / f"{name}.py").read_text() for name in re.findall(r"`(\w+)`", first)}
+    assert len(files) == 15 and not [
+        n for n, text in files.items() if re.search(rf"^from (lib\.)?({later})\b", text, re.M)
+    ]
+
+
 def test_the_choices_name_real_keys():
     choices = cells("Choices that the paper leaves open")
     named = re.findall(r"`(\w+)`", " ".join(row[-1] for row in choices))

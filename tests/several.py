@@ -1,11 +1,10 @@
 """Runs of train.py by several processes, which are forks of one that has imported torch: python tests/several.py RUNS.json.
 
-RUNS.json  {"2": [[flag, ..], ..]}: runs of two processes, one after the other; "{rank}" stands for the number of the process. Where out_dir ends in "late", gradients are summed
-after the last backward pass; where it ends in "cut", process 1 gets a signal in the second update.
+RUNS.json  {"2": [[flag, ..], ..]}: runs of two processes, one after the other; "{rank}" stands for the number of the process. Where out_dir ends in "cut",
+process 1 gets a signal in the second update.
 Process 1 prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
-import contextlib
 import json
 import os
 import socket
@@ -19,13 +18,6 @@ import torch
 import configure
 import train
 from lib import parallel
-
-
-@contextlib.contextmanager
-def late(model, last, handles):
-    yield
-    if last:
-        parallel.sum_in_place([p.grad for p in model.parameters()])
 
 
 def signalled(students, teacher, stream, step, cfg):
@@ -47,11 +39,9 @@ def counted(make):
 
 def work(runs: list[list[str]]) -> None:
     stop, parallel.stop = parallel.stop, lambda: None  # the same processes serve every run
-    early = parallel.summing_gradients
     parallel.start(torch.device("cpu"))
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
-        parallel.summing_gradients = late if cfg.out_dir.endswith("late") else early
         codes = parallel.all_gather(configure.guard(lambda cfg=cfg: train.distil(cfg)))
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)

@@ -70,7 +70,7 @@ def several(tiny, wide, tmp_path_factory):
     """Runs of two processes and of four -> their folder, and what they say."""
     root = tmp_path_factory.mktemp("several")
     sharded, alra = KEYS | {"shard": 2, "micro_batch": 4}, KEYS | {"methods": "alra"}
-    two = [flags(wide, root / "sums", **KEYS), flags(wide, root / "late", **KEYS), flags(wide, root / "shard", **sharded | {"micro_batch": 8}),
+    two = [flags(wide, root / "sums", **KEYS), flags(wide, root / "shard", **sharded | {"micro_batch": 8}),
            flags(wide, root / "cut", **sharded), flags(wide, root / "cut", **sharded),
            flags(wide, root / "foreign", **sharded | FOREIGN | {"teacher": wide / "foreign"})]  # fmt: skip
     for key, (value, _) in DIFFERENT.items():
@@ -126,8 +126,6 @@ def test_two_processes_change_nothing_but_the_order_of_sums(several, alone):
             for file in ("teacher.jsonl", "alra/histograms.jsonl"):
                 first, second = (read_jsonl(folder / file)[0] for folder in (alone, root / name))
                 assert close(first, second, 1e-8)
-        # sums that start in the backward pass change no bit
-        assert final_bits(root / "sums", method, 4) == final_bits(root / "late", method, 4)
     assert text.count("micro_batch=8: lowered to 4 for 2 processes; the result is the same") == 1
     assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
 
@@ -228,7 +226,7 @@ def test_torchrun_starts_all_again_after_a_kill_and_ends_with_a_checkpoint(wide,
     until("/50000")
     process.send_signal(signal.SIGTERM)
     lines.append(said(process, 1))
-    step = int(re.search(r": step (\d+) of", "".join(lines))[1])
+    step = int(re.findall(r": step (\d+) of", "".join(lines))[-1])
     keys |= {"max_steps": step, "checkpoint_every_steps": step}
     assert train.distil(config(wide, tmp_path / "whole", **keys)) == 0
     assert records(tmp_path / "cut", "alra")[-1]["step"] <= step

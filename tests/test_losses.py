@@ -529,9 +529,9 @@ def test_pretrain_needs_no_teacher():
 
 def test_the_weight_of_pd_warms_up_holds_and_decays():
     pd = losses.resolve("pd", w_kd=0.9)
-    assert [losses.scheduled_settings(pd, s, 1000, "wsd")["w_kd"] for s in (0, 50, 100, 500, 990, 995, 1000)] == pytest.approx(
-        [0, 0.45, 0.9, 0.9, 0.9, 0.45, 0]
-    )
+    assert [
+        losses.scheduled_settings(pd, s, 1000, "wsd")["w_kd"] for s in (0, 50, 100, 500, 990, 995, 1000)
+    ] == pytest.approx([0, 0.45, 0.9, 0.9, 0.9, 0.45, 0])
     assert losses.scheduled_settings(pd, 50, 1000) == {}
 
 

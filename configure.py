@@ -13,86 +13,110 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from lib.files import UserError, first_line, nearest, require
-from lib.settings import Below1, NonNegative, NonNegativeInt, Positive, PositiveInt, checked, literal, parsed
+from lib.settings import (
+    Below1,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveFraction,
+    PositiveInt,
+    checked,
+    literal,
+    parsed,
+)
 
 TEACHER = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"  # the paper's, at one commit
 CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
+
+
+def _role(role: str) -> Callable:
+    return lambda default=MISSING, **how: field(default=default, metadata={"role": role}, **how)
+
+
+# What a key decides. lib/identity.py says which of them a student is known by.
+learnt = _role("learnt")  # what a student learns
+place = _role("place")  # where something is found: its content counts, not its name
+data = _role("data")  # what prepare.py writes: known by its content
+speed = _role("speed")  # where and how fast it is computed: rounding at most
+log = _role("log")  # what is written down and kept
 
 
 # fmt: off
 @dataclass(frozen=True)
 class Config:
     # --- who learns from whom
-    methods: tuple[str, ...] = ("alra",)  # names in losses.METHODS, or METHOD@LABEL; all share one teacher forward
-    student: str = "200m"  # its shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json (or its folder)
-    student_weights: str | None = None  # local folder or hub id that every student starts from; None: drawn from `seed`
-    teacher: str | None = TEACHER  # local folder or hub id (owner/name@revision); None: no method needs one
-    tokenizer: str | None = None  # local folder or hub id; None: the teacher's
-    seed: NonNegativeInt = 1234  # of the initial weights, and of the order of rows with `shuffle`
+    methods: tuple[str, ...] = learnt(("alra",))  # names in losses.METHODS, or METHOD@LABEL; all share one teacher forward
+    student: str = place("200m")  # its shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json (or its folder)
+    student_weights: str | None = place(None)  # local folder or hub id that every student starts from; None: drawn from `seed`
+    teacher: str | None = place(TEACHER)  # local folder or hub id (owner/name@revision); None: no method needs one
+    tokenizer: str | None = place(None)  # local folder or hub id; None: the teacher's
+    resume_from: str | None = place(None)  # a checkpoint, out/NAME/METHOD/checkpoints/step_.., whose weights, moments and step a new run begins with
+    seed: NonNegativeInt = learnt(1234)  # of the initial weights, and of the order of rows with `shuffle`
 
     # --- data (prepare.py writes it, train.py reads it)
-    data_dir: str = "data/pile"  # holds train.bin, train.json, val.bin, val.json
-    source: str = CORPUS  # hub dataset; local file, folder or glob; "python": its own docs and library; "a:0.7,b:0.3": a mixture
-    source_config: str | None = None  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
-    source_split: str = "train"  # hub only
-    source_text: str = "text"  # the column or field that holds the text, in every source
-    n_documents: PositiveInt | None = 2_000_000  # records to read at most, in the source's own order; None: all
-    train_rows: PositiveInt | None = 2_022_400  # 126,400 updates * 16 rows; None: all that the documents give
-    val_rows: NonNegativeInt = 2_048  # the last rows of the stream, so of the last file; for your own text prefer val_share
-    val_share: Below1 = 0.0  # share of documents held out by hash, instead of val_rows
-    bos: Literal["auto", "none"] = "auto"  # "auto": before each document the BOS that the tokenizer itself adds, if any
-    prepare_workers: PositiveInt = 1  # tokenizer processes; any number gives the same bytes
-    seq_len: PositiveInt = 512  # model inputs per row; a stored row has up to seq_len + 1 ids
-    shuffle: bool = False  # visit the rows in an order drawn from `seed`, another one for each pass
-    repeat_rows: bool = False  # go through the rows again when the steps ask for more than there are
-    mask_after_eos: bool = False  # leave the token after an EOS (the first of a document, or its BOS) out of the loss
+    data_dir: str = place("data/pile")  # holds train.bin, train.json, val.bin, val.json
+    source: str = data(CORPUS)  # hub dataset; local file, folder or glob; "python": its own docs and library; "a:0.7,b:0.3": a mixture
+    source_config: str | None = data(None)  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
+    source_split: str = data("train")  # hub only
+    source_text: str = data("text")  # the column or field that holds the text, in every source
+    n_documents: PositiveInt | None = data(2_000_000)  # records to read at most, in the source's own order; None: all
+    train_rows: PositiveInt | None = data(2_022_400)  # 126,400 updates * 16 rows; None: all that the documents give
+    val_rows: NonNegativeInt = data(2_048)  # the last rows of the stream, so of the last file; for your own text prefer val_share
+    val_share: Below1 = data(0.0)  # share of documents held out by hash, instead of val_rows
+    bos: Literal["auto", "none"] = data("auto")  # "auto": before each document the BOS that the tokenizer itself adds, if any
+    prepare_workers: PositiveInt = data(1)  # tokenizer processes; any number gives the same bytes
+    seq_len: PositiveInt = learnt(512)  # model inputs per row; a stored row has up to seq_len + 1 ids
+    shuffle: bool = learnt(False)  # visit the rows in an order drawn from `seed`, another one for each pass
+    repeat_rows: bool = data(False)  # go through the rows again when the steps ask for more than there are
+    mask_after_eos: bool = learnt(False)  # leave the token after an EOS (the first of a document, or its BOS) out of the loss
 
     # --- optimisation (paper, appendix D.1)
-    max_steps: PositiveInt = 126_400  # updates of this run; may end before schedule_steps
-    schedule_steps: PositiveInt = 126_400  # updates of the whole schedule, at whose end the rate is min_lr
-    batch_rows: PositiveInt = 16  # rows per update
-    micro_batch: PositiveInt | None = None  # rows per model forward: speed and memory only, never the result; None: the largest that fits the GPU; `group` on the CPU and with `shard`
-    group: PositiveInt = 1  # rows per forward batch T_B of the paper: the range of batch statistics
-    lr: Positive = 6e-4  # peak learning rate
-    min_lr: Positive = 6e-5  # at schedule_steps
-    warmup_steps: NonNegativeInt = 512  # updates of linear warm-up
-    beta1: Below1 = 0.9  # AdamW
-    beta2: Below1 = 0.98  # AdamW
-    adam_eps: Positive = 1e-6  # AdamW
-    weight_decay: NonNegative = 1e-2  # AdamW, decoupled
-    decay_1d: bool = True  # decay biases and norms too, as the pipeline of the paper does
-    clip: Positive = 0.5  # largest gradient norm
-    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # to min_lr; "wsd" (warm-up, stable, decay): lr stays until the last 10 % of the schedule, then falls linearly to min_lr; "constant": no min_lr
-    w_kd_schedule: Literal["constant", "wsd"] = "constant"  # "wsd": w_kd rises over 10 % of the schedule and falls in its last 1 %, w_ce = 1 - w_kd
+    max_steps: PositiveInt = learnt(126_400)  # updates of this run; may end before schedule_steps
+    schedule_steps: PositiveInt = learnt(126_400)  # updates of the whole schedule, at whose end the rate is min_lr
+    batch_rows: PositiveInt = learnt(16)  # rows per update
+    micro_batch: PositiveInt | None = speed(None)  # rows per model forward: speed and memory only, never the result; None: the largest that fits the GPU; `group` on the CPU and with `shard`
+    group: PositiveInt = learnt(1)  # rows per forward batch T_B of the paper: the range of batch statistics
+    lr: Positive = learnt(6e-4)  # peak learning rate
+    min_lr: Positive = learnt(6e-5)  # at schedule_steps
+    warmup_steps: NonNegativeInt = learnt(512)  # updates of linear warm-up
+    beta1: Below1 = learnt(0.9)  # AdamW
+    beta2: Below1 = learnt(0.98)  # AdamW
+    adam_eps: Positive = learnt(1e-6)  # AdamW
+    weight_decay: NonNegative = learnt(1e-2)  # AdamW, decoupled
+    decay_1d: bool = learnt(True)  # decay biases and norms too, as the pipeline of the paper does
+    clip: Positive = learnt(0.5)  # largest gradient norm
+    lr_schedule: Literal["cosine", "wsd", "constant"] = learnt("cosine")  # to min_lr; "wsd" (warm-up, stable, decay): lr stays until the last `decay_share` of the schedule, then falls linearly to min_lr; "constant": no min_lr
+    decay_share: PositiveFraction = learnt(0.1)  # of the schedule, with "wsd"
+    w_kd_schedule: Literal["constant", "wsd"] = learnt("constant")  # "wsd": w_kd rises over 10 % of the schedule and falls in its last 1 %, w_ce = 1 - w_kd
 
     # --- machine
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto": cuda where there is one, else cpu
-    teacher_device: str | None = None  # None: the student's
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
-    recompute: bool = False  # drop the students' activations and compute them again: less memory, more time
-    compile: bool = False  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
-    shard: PositiveInt = 1  # processes over which the weights of students and teacher are sharded; 1: each holds all of them
-    timeout_minutes: Positive = 30.0  # how long a process waits for another before the run ends
+    device: str = speed("auto")  # "cpu", "cuda", "cuda:1"; "auto": cuda where there is one, else cpu
+    teacher_device: str | None = speed(None)  # None: the student's
+    dtype: Literal["auto", "float32", "bfloat16"] = learnt("auto")  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
+    recompute: bool = speed(False)  # drop the students' activations and compute them again: less memory, more time
+    compile: bool = speed(False)  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
+    shard: PositiveInt = speed(1)  # processes over which the weights of students and teacher are sharded; 1: each holds all of them
+    timeout_minutes: Positive = speed(30.0)  # how long a process waits for another before the run ends
 
     # --- the run
-    out_dir: str = "out/alra_200m"  # one folder per run; each method has a folder of its own inside
-    log_every_steps: PositiveInt = 10  # updates between lines of the log
-    histogram_every_steps: PositiveInt | None = None  # updates between histograms of d_u and of teacher probabilities
-    tensorboard: bool = False  # write the log's records for TensorBoard too
-    wandb_project: str | None = None  # send them to Weights & Biases too, under this project
-    val_every_steps: PositiveInt = 1_000  # updates between validations; there is always one at the end
-    val_max_rows: PositiveInt | None = 512  # rows of val.bin that a validation reads; None: all
-    checkpoint_every_minutes: Positive | None = 30.0  # minutes between checkpoints; there is always one at the end
-    checkpoint_every_steps: PositiveInt | None = None  # updates between checkpoints, besides
-    keep_checkpoints: PositiveInt = 2  # the last ones; older ones are removed
+    out_dir: str = place("out/alra_200m")  # one folder per run; each method has a folder of its own inside
+    log_every_steps: PositiveInt = log(10)  # updates between lines of the log
+    histogram_every_steps: PositiveInt | None = log(None)  # updates between histograms of d_u and of teacher probabilities
+    tensorboard: bool = log(False)  # write the log's records for TensorBoard too
+    wandb_project: str | None = log(None)  # send them to Weights & Biases too, under this project
+    val_every_steps: PositiveInt = log(1_000)  # updates between validations; there is always one at the end
+    val_max_rows: PositiveInt | None = log(512)  # rows of val.bin that a validation reads; None: all
+    checkpoint_every_minutes: Positive | None = log(30.0)  # minutes between checkpoints; there is always one at the end
+    checkpoint_every_steps: PositiveInt | None = log(None)  # updates between checkpoints, besides
+    keep_checkpoints: PositiveInt = log(2)  # the last ones; older ones are removed
 
     # --- settings of the methods
-    hyper: dict = field(default_factory=dict, hash=False)  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one, --alra@LABEL.gamma=3 that of one student
+    hyper: dict = learnt(default_factory=dict, hash=False)  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one, --alra@LABEL.gamma=3 that of one student
 
     def settings_of(self, student: str) -> dict:
         """The settings given to METHOD or METHOD@LABEL; a label's own override its method's."""
@@ -134,12 +158,7 @@ class Config:
 
 # fmt: on
 KINDS = typing.get_type_hints(Config, include_extras=True)
-# The keys that decide what a student learns. Runs that differ only in other keys are the same run; for data, teacher and
-# tokenizer it is the content that must be the same.
-LEARNT = frozenset(
-    """methods student student_weights seed seq_len shuffle mask_after_eos schedule_steps batch_rows group lr min_lr warmup_steps
-    beta1 beta2 adam_eps weight_decay decay_1d clip lr_schedule w_kd_schedule dtype hyper""".split()  # noqa: SIM905
-)
+ROLES = {f.name: f.metadata["role"] for f in fields(Config)}  # KeyError: a key that does not say what it decides
 # What people type for a key, from other codebases.
 SYNONYMS = {
     "learning_rate": "lr", "max_lr": "lr", "epochs": "max_steps and repeat_rows", "steps": "max_steps", "max_iters": "max_steps",

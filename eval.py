@@ -42,6 +42,7 @@ from lib import metrics
 from lib.device import device_name, gib, give_back_memory, pick_device
 from lib.files import UserError, locked, read_json, require, write_json, write_lines
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
+from lib.identity import content_hash
 from lib.rows import Rows, open_rows
 from lib.tables import FILE, RUN, read_if_there, scores_name, students_of, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
@@ -307,11 +308,15 @@ def held_out_figures(
     As many students as fit the free memory share a pass of the teacher.
     """
     n_vocab, free, of_teacher, teacher = rows.n_vocab, free_bytes(device), 0, None
-    facts = {"n_rows": len(index), "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest()}
+    facts = {
+        "n_rows": len(index),
+        "skip_rows": args.skip_rows,
+        "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest(),
+    }
     if teacher_name:
         folder = str(find_folder(teacher_name))
         teacher = load_teacher(folder, torch.float32, device)
-        facts |= {"teacher": teacher_name, "teacher_sha256": weights_hash(teacher.model)}
+        facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(folder)}
         padded = len(teacher.head) > n_vocab > max(load_tokenizer(folder).get_vocab().values())
         teacher = Teacher(teacher.model.to(getattr(torch, args.dtype)), device, n_vocab if padded else None)
         of_teacher, n = 4 * sum(p.numel() for p in teacher.model.parameters()), len(teacher.head)

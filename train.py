@@ -23,8 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import configure
@@ -32,17 +31,19 @@ from configure import Config
 from lib import metrics, parallel, run
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device
-from lib.files import UserError, append_line, read_json, reading, require
+from lib.files import UserError, append_line, read_json, require
 from lib.fused import head_losses
+from lib.hf import weights_hash
+from lib.identity import student_shape
 from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
 from losses import alra, make_loss_fn, method_lines, needs_teacher, resolve, scheduled_settings
-from model import Qwen2, flops_per_token, init_student
+from model import Qwen2, Qwen2Config, flops_per_token, init_student
 
 
 def open_data(cfg: Config, name: str) -> Rows:
-    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, run.student_shape(cfg).vocab_size)
+    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, student_shape(cfg).vocab_size)
 
 
 def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
@@ -73,7 +74,7 @@ def open_teacher(cfg: Config) -> Teacher | None:
     """The frozen teacher, or None if no method of the run reads its logits."""
     if not any(map(needs_teacher, cfg.methods)):
         return None
-    home, n_vocab = torch.device(cfg.device), run.student_shape(cfg).vocab_size
+    home, n_vocab = torch.device(cfg.device), student_shape(cfg).vocab_size
     device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
     return load_teacher(cfg.teacher, run.compute_dtype(cfg), device, home, cfg.compile, n_vocab, cfg.shard)
 
@@ -81,38 +82,41 @@ def open_teacher(cfg: Config) -> Teacher | None:
 def make_student(name: str, cfg: Config) -> Student:
     """A student before its first update; the same weights for every method of the run.
 
-    A parameter group may have an `lr_factor` (default 1): `update` multiplies the schedule's rate by it.
+    A parameter group may have an `lr_factor` (default 1): `update` multiplies the schedule's rate by it. `extras` are modules
+    for a term of your own, such as a projection of hidden states.
     """
     model = first_weights(cfg)
-    sha = run.weights_hash(model)
+    sha = weights_hash(model)
+    torch.manual_seed(cfg.seed)
+    extras = nn.ModuleDict()
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
         parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), layers_only=False)
     model.to(cfg.device)
+    extras.to(cfg.device)
     groups = {True: [], False: []}  # with and without weight decay
-    for p in model.parameters():
+    for p in (*model.parameters(), *extras.parameters()):
         groups[cfg.decay_1d or p.ndim > 1].append(p)
     groups = [{"params": ps, "weight_decay": cfg.weight_decay * decays} for decays, ps in groups.items() if ps]
     optimizer = torch.optim.AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, fused=True)
-    return Student(name, model, optimizer, Path(cfg.out_dir) / name, sha, cfg.lr_factor(name))
+    return Student(name, model, extras, optimizer, Path(cfg.out_dir) / name, sha, cfg.lr_factor(name))
 
 
 def first_weights(cfg: Config) -> Qwen2:
     """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
-    shape, source = run.student_shape(cfg), cfg.student_weights
-    if source is None or (Path(source) / "state.json").is_file():  # nothing, or a checkpoint
-        model = init_student(shape, cfg.seed)
-        if source:
-            with reading(source, "expected a checkpoint of a student of the same shape"):
-                model.load_state_dict(load_file(Path(source) / "model.safetensors"))
+    shape, source = student_shape(cfg), cfg.student_weights
+    if source is None:
+        return init_student(shape, cfg.seed).requires_grad_(True).train()
+    if (Path(source) / "state.json").is_file():  # a checkpoint
+        state, groups = run.read_checkpoint(Path(source))
+        model = Qwen2(Qwen2Config(**state["made_by"]["shape"]))
+        model.load_state_dict(groups["model"])
     else:
         model = Qwen2.from_pretrained(source)
         model.cut(shape.vocab_size)
-        same = model.config == shape
-        require(
-            same, f"student_weights={source}: not of the shape of student={cfg.student}; set --student={source} too"
-        )
+    same = model.config == shape
+    require(same, f"student_weights={source}: not of the shape of student={cfg.student}; set --student={source} too")
     return model.requires_grad_(True).train()
 
 
@@ -134,7 +138,7 @@ def learning_rate(step: int, cfg: Config) -> float:
     """The rate of update `step`, counted from 0: linear to `lr` at the last warm-up update, then by `lr_schedule`.
 
     cosine    falls to `min_lr` at the schedule's last update
-    wsd       stays at `lr`, then falls linearly to `min_lr` over the last 10 % of the schedule
+    wsd       stays at `lr`, then falls linearly to `min_lr` over the last `decay_share` of the schedule
     constant  stays at `lr`
     """
     if step < cfg.warmup_steps:
@@ -142,10 +146,16 @@ def learning_rate(step: int, cfg: Config) -> float:
     if cfg.lr_schedule == "constant":
         return cfg.lr
     if cfg.lr_schedule == "wsd":
-        left = (cfg.schedule_steps - step - 1) / (0.1 * cfg.schedule_steps)
+        left = (cfg.schedule_steps - step - 1) / (cfg.decay_share * cfg.schedule_steps)
         return cfg.min_lr + (cfg.lr - cfg.min_lr) * min(left, 1.0)
     part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
+
+
+def schedule(step: int, name: str, cfg: Config) -> tuple:
+    """All that an update takes from the schedule: the rate, and the settings that move."""
+    method = resolve(name, **cfg.overrides_of(name))
+    return learning_rate(step, cfg), scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
 
 
 def choose_micro_batch(students: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config) -> Config:
@@ -159,7 +169,7 @@ def choose_micro_batch(students: list[Student], teacher: Teacher | None, rows: R
     if chosen is None and before.is_file():
         chosen = read_json(before, ["config"])["config"].get("micro_batch")
     for m in sizes if chosen is None and cfg.device.startswith("cuda") and cfg.shard == 1 else ():
-        moments = [torch.empty_like(p) for s in students for p in s.model.parameters() for _ in range(2)]
+        moments = [torch.empty_like(p) for s in students for p in s.parameters().values() for _ in range(2)]
         # two micro-batches, of which only the first is computed: nothing is summed over processes
         trial = dataclasses.replace(cfg, micro_batch=m, batch_rows=2 * m * parallel.world(), max_steps=1)
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -192,7 +202,7 @@ def accumulate(
         heads = [(h, s.model.head, objective) for h, s, objective in zip(h_s, students, objectives, strict=True)]
         results = head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group)
         for s, (loss, terms) in zip(students, results, strict=True):
-            with parallel.summing_gradients(s.model, nth == n_mine, handles):
+            with parallel.summing_gradients(s.model, s.parameters().values(), nth == n_mine, handles):
                 (loss / n_micro).backward()
             for name, value in terms.items():
                 s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
@@ -208,7 +218,7 @@ def update(students: list[Student], teacher: Teacher | None, stream: Iterator[tu
     one's valid positions, however they are divided into micro-batches and processes. The log has means over all tokens.
     """
     n_valid = accumulate(students, teacher, stream, step, cfg)
-    norms = torch.stack([clip_gradients(list(s.model.parameters()), cfg.clip) for s in students])
+    norms = torch.stack([clip_gradients(s.parameters().values(), cfg.clip) for s in students])
     for s, norm in zip(students, norms.tolist(), strict=True):  # the host waits for the device here alone
         s.gnorm = norm
         if not math.isfinite(norm):
@@ -352,10 +362,10 @@ def distil(cfg: Config) -> int:
         run.check_config(cfg)
         rows, val = open_data(cfg, "train"), open_data(cfg, "val")
         tokenizer = run.check_data(cfg, rows, val)
+        facts = run.run_facts(cfg, rows)
         teacher = open_teacher(cfg)
         students = [make_student(name, cfg) for name in cfg.methods]
         cfg = choose_micro_batch(students, teacher, rows, cfg)
-        facts = run.run_facts(cfg, rows, val, teacher)
         with run.lock_run_dir(cfg):
             step, counts = loop(cfg, rows, val, teacher, students, facts)
             for s in students:
@@ -376,7 +386,7 @@ def loop(
     cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student], facts: dict
 ) -> tuple[int, dict]:
     """From the newest checkpoint to the last one -> the step that was reached, and the counts."""
-    first, counts = run.resume(students, facts, cfg)
+    first, counts = run.resume(students, schedule, facts, cfg)
     live, step, stop, started = [s for s in students if not s.stopped], first, False, time.perf_counter()
     catch_signals()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
@@ -395,7 +405,7 @@ def loop(
             counts[key] += value
         last = step == cfg.max_steps
         save = save or stop or last or step % (cfg.checkpoint_every_steps or math.inf) == 0
-        live = run.drop_broken(live, step, cfg, check_weights=save or step % cfg.val_every_steps == 0)
+        live = run.drop_broken(live, step, counts, facts, cfg, save or step % cfg.val_every_steps == 0)
         if step == first + 1:
             say(f"peak memory after the first update: {gib(peak_bytes(torch.device(cfg.device)))}")
         if live and (step % cfg.log_every_steps == 0 or last):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import platform
 import resource
@@ -44,10 +45,15 @@ def device_name(device: torch.device) -> str:
 
 def machine_facts(device: torch.device) -> dict:
     """Commit, versions and machine: what a result must be read with."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    said = subprocess.run(git, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
+
+    def git(*command: str) -> str:
+        line = ["git", "-C", str(Path(__file__).parent), *command]
+        return subprocess.run(line, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
+
+    commit, edits = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
+    commit += f"+{hashlib.sha256(edits.encode()).hexdigest()[:12]}" if edits else ""  # edited since
     versions = {"python": platform.python_version(), **{m.__name__: m.__version__ for m in (torch, transformers, np)}}
-    return {"git_commit": said.strip() or None, "versions": versions, "machine": device_name(device)}
+    return {"git_commit": commit or None, "versions": versions, "machine": device_name(device)}
 
 
 def mfu(flops_per_sec: float, device: torch.device, world: int) -> float | None:

@@ -85,7 +85,7 @@ def check_agreement(**facts) -> None:
 
 
 @contextlib.contextmanager
-def summing_gradients(model: nn.Module, last: bool, handles: list) -> Iterator[None]:
+def summing_gradients(model: nn.Module, parameters: Iterable[Tensor], last: bool, handles: list) -> Iterator[None]:
     """Around a backward pass: if it is the `last` of an update, gradients are summed over the processes.
 
     Each sum starts as soon as its gradient is ready, beside the rest of the backward pass and that of the next model.
@@ -93,12 +93,12 @@ def summing_gradients(model: nn.Module, last: bool, handles: list) -> Iterator[N
     """
     if is_sharded(model):
         model.set_requires_gradient_sync(last)
-    early = last and world() > 1 and not is_sharded(model)
+    summed = [p for p in parameters if p.requires_grad and not is_sharded(p)] if last and world() > 1 else []
 
     def begin(p: Tensor) -> None:
         handles.append(dist.all_reduce(p.grad, async_op=True))
 
-    hooks = [p.register_post_accumulate_grad_hook(begin) for p in model.parameters()] if early else []
+    hooks = [p.register_post_accumulate_grad_hook(begin) for p in summed]
     yield
     for hook in hooks:
         hook.remove()

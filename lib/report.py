@@ -75,7 +75,7 @@ def figure(students: pd.DataFrame, key: Key, name: str) -> dict[int, float]:
 
 
 def report(spec: Spec, results: Path, draw: bool = True) -> tuple[pd.DataFrame, str]:
-    """Write README.md, tables.csv and the figures into `results` -> its students, and the first table."""
+    """Write README.md, tables.csv and the figures into `results` -> its students; the first table, and where rates ended."""
     settings = read_json(results / "settings.json") if (results / "settings.json").is_file() else {}
     students, records, sections = read(results, settings.get("at", "updates")), [], []
     planned = set(zip(students.study, students.method, strict=True))
@@ -90,9 +90,11 @@ def report(spec: Spec, results: Path, draw: bool = True) -> tuple[pd.DataFrame, 
     if draw:
         draw_figures(layout, results, records)
     text = heading(spec, students, settings) + [line for lines in sections for line in lines]
-    text += (beside_the_paper(students) if spec.paper else []) + trials(results, settings) + pictures(results)
+    tried = trials(results, settings)
+    text += (beside_the_paper(students) if spec.paper else []) + tried + pictures(results)
     (results / "README.md").write_text("\n".join(text).rstrip() + "\n")
-    return students, "\n".join(line for line in sections[0] if not line.startswith("!")) if sections else ""
+    first = [line for line in sections[0] if not line.startswith("!")] if sections else []
+    return students, "\n".join([*first, tried[-2], ""])
 
 
 def heading(spec: Spec, students: pd.DataFrame, settings: dict) -> list[str]:
@@ -110,7 +112,8 @@ def heading(spec: Spec, students: pd.DataFrame, settings: dict) -> list[str]:
             "table's rows, figure by figure. **Best**, *second* of a column. s: wall time of the run over its students, which "
             "share a teacher and the machine: no measure of a method.", ""]  # fmt: skip
     if settings.get("at") == "flops":
-        text += ["At equal FLOPs: a method without a teacher makes more updates, until student and teacher have cost the same.", ""]  # fmt: skip
+        text += ["At equal FLOPs: a method without a teacher makes more updates, until student and teacher have cost "
+                 "the same. Left out: validation, the optimizer, the objectives, and that students share a pass of the teacher.", ""]  # fmt: skip
     text += [settings["remark"], ""] if "remark" in settings else []
     stopped = students[students.stopped.notna()].itertuples()
     failed = [f"- {x.method} ({x.study}, seed {x.seed}): {x.stopped}" for x in stopped]
@@ -205,7 +208,7 @@ def trials(results: Path, settings: dict) -> list[str]:
 
 def pictures(results: Path) -> list[str]:
     """Links to the pictures of training."""
-    n = len([*results.glob("logs*/run.json")])
+    n = len([*results.glob("logs*")])
     names = [name for name in ("curves", "budget", "anchoring") if (results / f"{name}.png").is_file()]
     if not n or not names:
         return []
@@ -223,7 +226,7 @@ def draw_figures(layout: list[tuple], results: Path, records: list[dict]) -> Non
         if rows:
             unit = f"CE, nats/token, less that of {less}; 95 % interval"
             plot.forest(rows, results / f"forest_{name}_ce.png", title, unit)
-    if logs := [file.parent for file in sorted(results.glob("logs*/run.json"))]:
+    if logs := sorted(results.glob("logs*")):
         shown = {method for _, (_, method), _ in layout[0][2]}
         seeds = [plot.read_curves({m: f for m, f in plot.find_logs([folder]).items() if m in shown}) for folder in logs]
         plot.curves(plot.over_seeds(seeds), results / "curves.png")

@@ -12,7 +12,6 @@ Nothing here changes what is learnt. A checkpoint is complete under its name, or
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import platform
@@ -26,24 +25,23 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from configure import LEARNT, Config
+from configure import Config
 from lib import parallel
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
 from lib.files import append_line, atomic_folder, locked, read_json, reading, require, truncate_lines, write_json
-from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash, weights_hash
+from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash
+from lib.identity import differences, made_by, record_hash, student_shape
 from lib.rows import Rows
-from lib.teacher import Teacher, inherited
+from lib.teacher import inherited
 from losses import check_settings, needs_teacher
-from model import Qwen2, Qwen2Config, student_config
+from model import Qwen2, student_config
 
-CONTENT = ("data_sha256", "val_sha256", "tokenizer_sha256", "teacher_sha256", "teacher_shape")  # fixed within a run
 COUNTS = ("valid_tokens", "since_log_tokens", "since_log_steps", "since_log_sec")  # since the last record of the log
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
 
 
 @dataclass
@@ -52,7 +50,8 @@ class Student:
 
     name: str  # METHOD or METHOD@LABEL; also its folder's name
     model: Qwen2
-    optimizer: torch.optim.AdamW
+    extras: nn.ModuleDict  # trained beside it, for terms of one's own: in checkpoints, never in model/
+    optimizer: torch.optim.Optimizer
     folder: Path
     init_sha256: str
     lr_factor: float = 1.0  # of the schedule's rate
@@ -60,6 +59,11 @@ class Student:
     gnorm: float = 0.0
     stopped: str | None = None  # why it could not continue
     services: list[Callable] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Those of the model and of the extras by name."""
+        extras = {f"extras.{name}": p for name, p in self.extras.named_parameters()}
+        return dict(self.model.named_parameters()) | extras
 
     def totals(self) -> dict[str, float]:
         """`sums` over all processes."""
@@ -91,17 +95,9 @@ def compute_dtype(cfg: Config) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float32
 
 
-def student_shape(cfg: Config) -> Qwen2Config:
-    """The students' shape. A vocabulary larger than the teacher's is cut to that."""
-    given = inherited(cfg.teacher)
-    shape = student_config(cfg.student, given)
-    most = given["vocab_size"] if given and any(map(needs_teacher, cfg.methods)) else shape.vocab_size
-    return dataclasses.replace(shape, vocab_size=min(shape.vocab_size, most))
-
-
 def check_config(cfg: Config) -> None:
     """Validate the config before any data is read."""
-    parallel.check_agreement(**{key: getattr(cfg, key) for key in LEARNT})
+    parallel.check_agreement(methods=cfg.methods, seq_len=cfg.seq_len)
     shape, world = student_shape(cfg), parallel.world()
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
@@ -153,18 +149,17 @@ def lock_run_dir(cfg: Config) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if parallel.rank() else locked(out, busy)
 
 
-def run_facts(cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None) -> dict:
+def run_facts(cfg: Config, rows: Rows) -> dict:
     """The provenance of every result of the run."""
+    records = {name: made_by(cfg, name) for name in cfg.methods}
+    for name, record in records.items():
+        parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})
     return {
         "config": dataclasses.asdict(cfg),
         "argv": sys.argv[1:],
+        "made_by": records,
         "bos": rows.manifest["bos"],  # the id before each document, if any
-        "data_sha256": rows.manifest["sha256"],
-        "val_sha256": val.manifest["sha256"],
-        "tokenizer_sha256": rows.manifest["tokenizer_sha256"],
-        "teacher_used": pinned(cfg.teacher) if teacher else None,
-        "teacher_sha256": weights_hash(teacher.model) if teacher else None,
-        "teacher_shape": teacher.shape if teacher else None,  # the hash is of weights alone
+        "teacher_used": pinned(cfg.teacher) if any(map(needs_teacher, cfg.methods)) else None,
         **machine_facts(torch.device(cfg.device)),
     }
 
@@ -173,26 +168,30 @@ def student_facts(s: Student, step: int, counts: dict, facts: dict, cfg: Config)
     """The provenance of one student's weights and scores."""
     own = {"method": s.name, "overrides": cfg.settings_of(s.name), "student": cfg.student, "seed": cfg.seed}
     own |= {"init_sha256": s.init_sha256, "step": step, "nominal_tokens": step * cfg.batch_rows * cfg.seq_len}
-    return {**own, **counts, **facts}
+    record = facts["made_by"][s.name]
+    return {**own, **counts, **facts, "made_by": record, "made_by_sha256": record_hash(record)}
 
 
-def check_same_run(before: dict, where: str | Path, facts: dict) -> None:
-    """Raise `UserError` unless `before`, of run.json or of a checkpoint, was written by this very run."""
+def check_same_run(name: str, before: dict, where: str | Path, step: int, schedule: Callable, facts: dict) -> None:
+    """Raise `UserError` unless a student of `before`, of run.json or of a checkpoint, is the one that this run makes.
+
+    A longer schedule may follow if the rates of the updates that were made stay: schedule(step, config) tells them.
+    """
     with reading(where):
-        old, new = before["config"], json.loads(json.dumps(facts["config"]))
-        differ = [f"{key} was {old[key]!r}, now {new[key]!r}" for key in sorted(LEARNT) if old[key] != new[key]]
-        differ += [f"{key} differs" for key in CONTENT if before[key] != facts[key]]
-    require(not differ, f"{where}: contains a different run ({'; '.join(differ[:3])}); choose another out_dir")
+        old, new, record = Config(**before["config"]), Config(**facts["config"]), before["made_by"]
+    longer = old.schedule_steps != new.schedule_steps
+    if longer and all(schedule(at, name, old) == schedule(at, name, new) for at in range(step)):
+        record = record | {"schedule_steps": new.schedule_steps}
+    differ = "; ".join(differences(record, facts["made_by"][name])[:3])
+    require(not differ, f"{where}: contains a different run ({name}: {differ}); choose another out_dir, "
+            "and to start from its weights set --student_weights to a checkpoint")  # fmt: skip
 
 
-def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict]:
-    """Restore all students from their newest common checkpoint, or start at step 0 -> that step and the counts."""
-    out, same = Path(cfg.out_dir), {key: facts[key] for key in CONTENT}
-    same |= {"weights": [s.init_sha256 for s in students], "checkpoints": [[*s.checkpoints()] for s in students]}
-    parallel.check_agreement(**same)
-    before = read_json(out / "run.json") if (out / "run.json").is_file() else {}
-    if before:
-        check_same_run(before, f"out_dir={out}", facts)
+def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config) -> tuple[int, dict]:
+    """Restore all students from their newest common checkpoint, or begin -> the step and the counts."""
+    out, same = Path(cfg.out_dir), {"weights": [s.init_sha256 for s in students]}
+    parallel.check_agreement(**same, checkpoints=[[*s.checkpoints()] for s in students])
+    before = read_json(out / "run.json", ["config", "made_by"]) if (out / "run.json").is_file() else {}
     for s in students:
         if (s.folder / "stopped.json").is_file():
             s.stopped = read_json(s.folder / "stopped.json", ["why"])["why"]
@@ -203,24 +202,37 @@ def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict
     message = f"{out}: its students have no checkpoint in common; restore one, or choose another out_dir"
     require(common or not started, message)
     step, counts = max(common, default=0), dict.fromkeys(COUNTS, 0)
+    names = ", ".join(before.get("made_by", cfg.methods))
+    require(names == ", ".join(cfg.methods), f"out_dir={out}: contains a run of {names}; choose another out_dir")
+    for name in before.get("made_by", ()):
+        earlier = {"config": before["config"], "made_by": before["made_by"][name]}
+        check_same_run(name, earlier, f"out_dir={out}", step, schedule, facts)
+    for s in live:
+        if common:
+            path = s.checkpoints()[step]
+            state = load_checkpoint(path, s)
+            check_same_run(s.name, state, path, step, schedule, facts)
+            share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
+            like = {"dtype": torch.float64, "device": s.model.head.device}
+            s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}
+            counts = {key: state[key] for key in COUNTS}
+        elif cfg.resume_from:
+            state = load_checkpoint(Path(cfg.resume_from), s)
+            step, counts["valid_tokens"] = state["step"], state["valid_tokens"]
     require(step <= cfg.max_steps, f"max_steps={cfg.max_steps}: {out} is at step {step}; set at least that")
-    for s in live if common else ():
-        counts = load_checkpoint(s.checkpoints()[step], s, facts)
     say(summary(students, step, facts, cfg))
     parallel.barrier(torch.device(cfg.device))  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
             truncate_lines(s.folder / "log.jsonl", step)
-            truncate_lines(
-                s.folder / "histograms.jsonl", step - 1
-            )  # a line of step n is of the weights before update n
+            truncate_lines(s.folder / "histograms.jsonl", step - 1)  # of step n: the weights before update n
             s.services = open_services(s, student_facts(s, step, counts, facts, cfg), cfg)
         truncate_lines(out / "teacher.jsonl", step - 1)
         now = {"step": step, "time": time.strftime("%FT%T%z"), "host": platform.node(), "processes": parallel.world()}
         write_json(out / "run.json", facts | {"starts": [*before.get("starts", []), now | facts]})
     if not common:  # from now on there is always a checkpoint that explains the logs
-        save_checkpoints(live, 0, counts, facts, cfg)
+        save_checkpoints(live, step, counts, facts, cfg)
     return step, counts
 
 
@@ -241,10 +253,12 @@ def summary(students: list[Student], step: int, facts: dict, cfg: Config) -> str
     )
 
 
-def drop_broken(live: list[Student], step: int, cfg: Config, check_weights: bool) -> list[Student]:
+def drop_broken(
+    live: list[Student], step: int, counts: dict, facts: dict, cfg: Config, check_weights: bool
+) -> list[Student]:
     """The students that can continue; the others get a stopped.json."""
     if check_weights:
-        broken = [not all(all_finite(parallel.local(p)) for p in s.model.parameters()) for s in live]
+        broken = [not all(all_finite(parallel.local(p)) for p in s.parameters().values()) for s in live]
         for s, n in zip(live, parallel.all_reduce_sum(*broken), strict=True):  # all processes stop the same ones
             s.stopped = s.stopped or ("its weights are not finite" if n else None)
     for s in live:
@@ -254,7 +268,7 @@ def drop_broken(live: list[Student], step: int, cfg: Config, check_weights: bool
             hint = "".join(f"; to continue, start another run with --student_weights={path}" for path in newest)
             say(f"{s.name} stopped at {s.stopped}{hint}")
             if parallel.rank() == 0:
-                write_json(s.folder / "stopped.json", {"step": step, "why": s.stopped})
+                write_json(s.folder / "stopped.json", student_facts(s, step, counts, facts, cfg) | {"why": s.stopped})
     return [s for s in live if not s.stopped]
 
 
@@ -272,17 +286,17 @@ def save_model(
 def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, cfg: Config) -> None:
     """A checkpoint of each student; all are written before any older one is removed. That of step 0 has no tensors."""
     for s in live:
-        names = {p: name for name, p in s.model.named_parameters()}
-        moments = {f"{names[p]}/{k}": v for p, state in s.optimizer.state.items() for k, v in state.items()}
-        tensors = {"model": s.model.state_dict(), "optimizer": moments} if step else {}
-        tensors = {name: parallel.to_first(dict(sorted(group.items()))) for name, group in tensors.items()}
-        state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals()}
+        names = {p: name for name, p in s.parameters().items()}
+        kept = {f"{names[p]}/{key}": value for p, own in s.optimizer.state.items() for key, value in own.items()}
+        groups = {"model": s.model.state_dict(), "extras": s.extras.state_dict(), "optimizer": kept} if step else {}
+        groups = {name: parallel.to_first(dict(sorted(group.items()))) for name, group in groups.items() if group}
+        state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals(), "tensors_sha256": {}}
         path = s.folder / "checkpoints" / f"step_{step:08d}"
         if parallel.rank() == 0 and not path.exists():
             with atomic_folder(path) as new:
-                for name, group in tensors.items():
+                for name, group in groups.items():
                     safetensors.torch.save_file(group, new / f"{name}.safetensors")
-                    state[f"{name}_sha256"] = tensors_hash(group)
+                    state["tensors_sha256"][name] = tensors_hash(group)
                 write_json(new / "state.json", state)
     for s in live if parallel.rank() == 0 else ():
         for old in [path for at, path in s.checkpoints().items() if at <= step][: -cfg.keep_checkpoints]:
@@ -292,26 +306,36 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
             shutil.rmtree(doomed)
 
 
-def load_checkpoint(path: Path, s: Student, facts: dict) -> dict:
-    """Restore a student from a checkpoint -> the counts. Raises `UserError` if it is broken or of another run."""
-    with reading(path, f"move {path} aside to resume from the one before"):
-        state = read_json(path / "state.json")
-        check_same_run(state, path, facts)
-        names = ("model", "optimizer") if state["step"] else ()
-        tensors = {name: safetensors.torch.load_file(path / f"{name}.safetensors") for name in names}
-        right = (state["method"], state["init_sha256"], state["step"]) == (s.name, s.init_sha256, int(path.name[5:]))
-        hashes = {name: tensors_hash(dict(sorted(group.items()))) for name, group in tensors.items()}
-        right &= all(state[f"{name}_sha256"] == sha for name, sha in hashes.items())
-        require(right, f"{path}: not as it was saved, or of another run; move it aside to resume from the one before")
-        with torch.no_grad():
-            for name, p in s.model.named_parameters() if tensors else ():
-                p.copy_(parallel.distribute_like(tensors["model"][name], p))
-                moments = {k: tensors["optimizer"][f"{name}/{k}"] for k in MOMENTS}
-                s.optimizer.state[p] = {k: parallel.distribute_like(t, p) for k, t in moments.items()}
-        share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
-        like = {"dtype": torch.float64, "device": s.model.head.device}
-        s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}
-        return {key: state[key] for key in COUNTS}
+def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, Tensor]]]:
+    """The state and the tensors of a checkpoint by group, on the CPU. Raises `UserError` unless they are as they were saved."""
+    with reading(path, aside := f"move {path} aside to resume from the one before"):
+        state = read_json(path / "state.json", ("config", "made_by", "sums", "step", "tensors_sha256", *COUNTS), aside)
+        groups = {name: safetensors.torch.load_file(path / f"{name}.safetensors") for name in state["tensors_sha256"]}
+        right = all(tensors_hash(dict(sorted(groups[n].items()))) == sha for n, sha in state["tensors_sha256"].items())
+    require(right, f"{path}: not as it was saved; {aside}")
+    return state, groups
+
+
+def load_checkpoint(path: Path, s: Student) -> dict:
+    """Restore a student's weights, extras and optimizer -> the checkpoint's state."""
+    state, groups = read_checkpoint(path)
+    shape, own = state["made_by"]["shape"], dataclasses.asdict(s.model.config)
+    require(
+        shape == own, f"{path}: a student of another shape; set --student to its model, or choose another checkpoint"
+    )
+    parameters = s.parameters()
+    with (
+        reading(path, "its student had other parameters or extras; undo the edit, or choose another checkpoint"),
+        torch.no_grad(),
+    ):
+        for name, module in (("model", s.model), ("extras", s.extras)) if groups else ():
+            for key, p in module.state_dict().items():
+                p.copy_(parallel.distribute_like(groups[name][key], p))
+        for key, value in groups.get("optimizer", {}).items():
+            name, _, kept = key.rpartition("/")
+            p = parameters[name]
+            s.optimizer.state[p][kept] = parallel.distribute_like(value, p)
+    return state
 
 
 def open_services(s: Student, facts: dict, cfg: Config) -> list[Callable[[dict], None]]:

@@ -11,20 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configure import LEARNT
 from lib.files import UserError, check_keys, read_json, reading, require
+from lib.identity import VARIES
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import FIGURES, bootstrap, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
 
-# Students share a table where these facts, their initial weights, the protocol of scoring and the config's keys of
-# COMPARED are equal. The other keys of LEARNT have rows or tables of their own.
-RUN_FACTS = ("data_sha256", "tokenizer_sha256", "teacher_sha256", "step", "nominal_tokens")
-COMPARED = sorted(LEARNT - {"methods", "student", "seed", "hyper"})
+# Students share a table where what made them is equal but for VARIES, and so are their updates and the protocol of scoring.
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 
 # What is read of a student's run.json, and of the files of results.
-RUN = ("method", "student", "seed", "overrides", "config")
+RUN = ("method", "student", "seed", "overrides", "step", "config", "made_by")
 FILE = ("name", "run", "protocol", "weights_sha256")
 TASK = ("acc", "n", "n_paper", *TASK_FACTS)
 
@@ -146,8 +143,8 @@ def check_comparable(results: list[Result]) -> None:
     """Refuse results that differ in a fact that must be equal. A fact that is None does not apply."""
     seen = {}
     for r in results:
-        facts = {key: r.run.get(key) for key in RUN_FACTS}
-        facts |= {key: str(r.run["config"].get(key)) for key in COMPARED if r.run}
+        facts = {key: value for key, value in r.run.get("made_by", {}).items() if key not in VARIES}
+        facts |= {key: r.run.get(key) for key in ("step", "nominal_tokens")}
         facts |= {f"{key} of seed {r.run.get('seed')}": r.run.get(key) for key in ("init_sha256", "valid_tokens")}
         facts |= {f"{key} of figures": r.figures.get(key) for key in ("rows_sha256", "teacher_sha256", "dtype")}
         for split, scores in r.scores.items():

@@ -22,8 +22,11 @@ import eval as ev
 import train
 from lib import report as reports
 from lib.files import UserError, append_line, read_json, read_lines, write_json, write_lines
+from lib.hf import load_tokenizer
 from lib.report import Spec
 from lib.stats import Estimate, differences, estimate, holm
+from losses import METHODS
+from model import Qwen2
 from tests import world
 from tools import compare
 
@@ -56,8 +59,18 @@ def test_estimates_against_closed_forms_and_differences_are_paired_by_seed_and_c
     assert holm([None, 0.4, 0.7]) == [None, 0.8, 0.8] and holm([0.9, 0.6]) == [1.0, 1.0] and holm([]) == []
 
 
+@pytest.fixture(scope="module", autouse=True)
+def rows_of_mini(tmp_path_factory):
+    """Rows for config/mini.py: what makes a student has their content."""
+    global MINI
+    folder = tmp_path_factory.mktemp("mini")
+    for name in ("train", "val"):
+        world.write_rows(folder, name, 3)
+    MINI = dataclasses.replace(MINI, data_dir=str(folder))
+
+
 def replication(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
-    args, spec, cfg = compare.arguments(["config/mini.py", *argv])
+    args, spec, cfg = compare.arguments(["config/mini.py", f"--data_dir={MINI.data_dir}", *argv])
     return spec, compare.plan(spec, cfg, args.flags, {})
 
 
@@ -104,17 +117,20 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tmp_path)
     assert cfg.methods == tuple(s.name for s in jobs[0].students) and cfg.out_dir == str(tmp_path / jobs[0].name)
     detach = next(job for job in jobs if job.students[0].study == "detach")
     assert configure.load(detach.argv[1:]).settings_of("alra") == {"detach_weights": False}
-    folder = tmp_path / detach.name / "alra"
+    folder, (made,) = tmp_path / detach.name / "alra", detach.students
     folder.mkdir(parents=True)
-    (folder / "run.json").touch()
-    assert compare.finished(tmp_path) == {detach.students[0].recipe: folder}  # the others have not ended
+    facts = {"made_by_sha256": made.recipe.split()[0], "config": {"max_steps": 150, "val_max_rows": 256}}
+    write_json(folder / "run.json", facts)
+    trial = made._replace(study="tune")  # is known by the rows that judge it, too
+    assert compare.finished(tmp_path) == dict.fromkeys((made.recipe, trial.recipe), folder)  # the others have not ended
+    assert trial._replace(cfg=dataclasses.replace(made.cfg, val_max_rows=9)).recipe not in compare.finished(tmp_path)
     few = {job.name: len(job.students) for job in compare.shared_runs(students, tmp_path, 7)}
     assert max(few.values()) == 7 and sum(few.values()) == 2 * 35
 
 
 def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
-    _, spec, cfg = compare.arguments(["config/mini.py", "--alra.tau=2"])
+    _, spec, cfg = compare.arguments(["config/mini.py", "--alra.tau=2", f"--data_dir={MINI.data_dir}"])
     settings = {(s.study, s.name): s.cfg.settings_of(s.name) for s in compare.plan(spec, cfg, set(), chosen)}
     assert settings["main", "pd"] == {"lr": 1e-3} and settings["main", "alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
     assert settings["main", "fixed_3"] == {"lr": 1e-2, "gamma": 9} and settings["long", "alra"]["lr"] == 1e-2
@@ -125,22 +141,33 @@ def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates()
     assert compare.at_equal("flops", "alra", MINI) == MINI == compare.at_equal("updates", "pretrain", MINI)
 
 
-def test_an_edited_objective_is_another(monkeypatch):
-    """Its row or its function; a student made with the former one is not taken for one of the new."""
+def test_a_student_is_known_by_what_made_it(tiny, monkeypatch, tmp_path):
+    """Content, code and settings; a student made with other ones is not taken for it."""
+    shutil.copytree(tiny, tmp_path / "w")
+    cfg = world.config(tmp_path / "w", tmp_path, methods="alra,pd,tad")
 
     def recipe(name: str, **changes) -> str:
-        return compare.PlannedStudent("main", name, dataclasses.replace(MINI, **changes)).recipe
+        return compare.PlannedStudent("main", name, dataclasses.replace(cfg, **changes)).recipe
 
-    before = {m: recipe(m) for m in ("pd", "tad", "alra@x")}
-    assert before["alra@x"] == recipe("alra") != recipe("alra_n")
-    monkeypatch.setitem(compare.METHODS, "pd", compare.METHODS["pd"]._replace(w_ce=0.25))
-    monkeypatch.setitem(compare.METHODS, "tad", compare.METHODS["tad"]._replace(fn=compare.METHODS["bild"].fn))
-    monkeypatch.setattr(compare, "objective", compare.objective.__wrapped__)
-    assert recipe("alra@x") == before["alra@x"] and recipe("pd") != before["pd"] and recipe("tad") != before["tad"]
-    other = {"hyper": {"pd": {"tau": 2.0}}, "val_every_steps": 7, "out_dir": "elsewhere"}
-    assert recipe("alra", **other) == recipe("alra") and recipe("pd", **other) != recipe("pd")
-    for changes in ({"clip": 1.0}, {"max_steps": 149}, {"data_dir": "data/other"}, {"teacher": "other"}):
-        assert recipe("alra", **changes) != recipe("alra")
+    def changed(name: str = "alra") -> bool:
+        compare._record_hash.cache_clear()
+        return recipe(name) != before[name]
+
+    before = {m: recipe(m) for m in ("pd", "tad", "alra", "pretrain")}
+    other = {"hyper": {"pd": {"tau": 2.0}, "alra": {"d_max": 7}}, "val_every_steps": 7, "out_dir": "elsewhere"}
+    assert recipe("alra", **other) == before["alra"] == recipe("alra@x") and recipe("pd", **other) != before["pd"]
+    assert recipe("alra", clip=1.0) != before["alra"] != recipe("alra", max_steps=5)
+    monkeypatch.setitem(METHODS, "pd", METHODS["pd"]._replace(w_ce=0.25))
+    monkeypatch.setitem(METHODS, "tad", METHODS["tad"]._replace(fn=METHODS["bild"].fn))
+    assert changed("pd") and changed("tad") and not changed()
+    model = Qwen2.from_pretrained(str(tmp_path / "w" / "teacher"))
+    for p in model.parameters():
+        p.mul_(0.5)
+    model.save_pretrained(tmp_path / "w" / "teacher", load_tokenizer(world.DEMO))
+    assert changed() and not changed("pretrain")  # which learns from none
+    before["alra"] = recipe("alra")
+    world.write_rows(tmp_path / "w" / "data", "train", seed=9)
+    assert changed() and changed("pretrain")
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -258,7 +285,8 @@ def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_p
     assert tad["method"] == "tad" and "top_k=9999" in tad["stopped"] and tad["trials"] == 2
     with pytest.raises(UserError, match=r"val_max_rows=None: these rows choose, later ones are scored"):
         compare.run([*argv, "--val_max_rows=None"])
-    args, spec, cfg = compare.arguments(["config/mini.py", "--methods=alra", f"--out={tmp_path}"])
+    words = ["config/mini.py", "--methods=alra", f"--out={tmp_path}", f"--data_dir={MINI.data_dir}"]
+    args, spec, cfg = compare.arguments(words)
     with pytest.raises(UserError, match="alra, seed 1: neither a result nor an error"):
         compare.write_results(compare.plan(spec, cfg, args.flags, {}), {}, {}, [], cfg, args)
 

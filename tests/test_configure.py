@@ -94,7 +94,7 @@ def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
     for name in configure.KINDS:
         (line,) = [text for text in lines if text.startswith(f"    {name}: ")]
         assert "  # " in line, line
-    assert "    lr: Positive = 6e-4  # peak learning rate" in lines
+    assert "    lr: Positive = learnt(6e-4)  # peak learning rate" in lines
 
 
 def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):

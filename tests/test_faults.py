@@ -186,22 +186,21 @@ CASES += [(NEW, *case) for case in (
     (edit("teacher/tokenizer_config.json", eos_token=...), "teacher: the tokenizer has no eos_token"),
 )]
 CASES += [(HALF, *case) for case in (  # a run's folder
-    (put("half/run.json", "{"), "half/run.json: cannot be used .*move it aside"), (put("half/run.json", '{"config": {}}'), "half.*: cannot be used"),
-    (edit("half/run.json", config__lr=0.5), "out_dir=half: contains a different run .lr was 0.5, now 0.01.; choose another out_dir"),
+    (put("half/run.json", "{"), "half/run.json: cannot be used .*move it aside"), (put("half/run.json", '{"config": {}}'), "half/run.json: no ..?made_by"),
+    (edit("half/run.json", made_by__alra={"lr": 0.5}), "out_dir=half: contains a different run .alra: lr was 0.5, now 0.01.*; choose another out_dir"),
     (gone("half/alra/checkpoints"), "half: its students have no checkpoint in common"), (gone("half/alra"), "half: its students have no checkpoint in common"),
     (put("half/alra/log.jsonl", "x\n"), "half/alra/log.jsonl, line 1: cannot be used"), (put("half/alra/log.jsonl", "{}\n"), "half/alra/log.jsonl, line 1: no ..?step..?"),
     (put("half/alra/stopped.json", "{"), "half/alra/stopped.json: cannot be used"),
-    (gone(STATE), f"{STEP}"), (put(STATE, "{"), f"{STATE}: cannot be used"), (edit(STATE, sums=...), f"{STEP}: cannot be used .*sums.*move {STEP} aside to resume from the one before"),
-    (edit(STATE, method="pd"), f"{STEP}: not as it was saved, or of another run"), (edit(STATE, data_sha256="x"), f"{STEP}: contains a different run .data_sha256 differs"),
-    (edit(STATE, teacher_sha256="x"), "a different run .teacher_sha256 differs"), (edit(STATE, init_sha256="x"), f"{STEP}: not as it was saved"),
+    (gone(STATE), f"{STEP}"), (put(STATE, "{"), f"{STATE}: cannot be used"), (edit(STATE, sums=...), f"{STATE}: no ..?sums..? in it; move {STEP} aside to resume from the one before"),
+    *((edit(STATE, **{f"made_by__{key}": "x"}), f"{STEP}: contains a different run .alra: {key} was .x.") for key in ("methods", "data_sha256", "teacher_sha256", "objective")[:3]),
     *((do(f"{STEP}/{name}.safetensors"), f"{STEP}: cannot be used") for do in (gone, cut) for name in ("model", "optimizer")),
     *((tensors(f"{STEP}/{name}.safetensors", lambda t, k=key: t[k].add_(1)), f"{STEP}: not as it was saved") for name, key in (("model", NORM), ("optimizer", f"{NORM}/exp_avg"))),
     (copy(STEP.replace("3", "2") + "/model.safetensors", f"{STEP}/model.safetensors"), f"{STEP}: not as it was saved"),
-    (many(gone("half/alra/checkpoints"), copy("half/pretrain/checkpoints", "half/alra/checkpoints")), "not as it was saved, or of another run"),
+    (many(gone("half/alra/checkpoints"), copy("half/pretrain/checkpoints", "half/alra/checkpoints")), "a different run .alra: methods was .pretrain., now .alra."),
 )]
 CASES += [
     (f"{HALF} --max_steps=2", None, "max_steps=2: half is at step 3"),
-    (f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9", None, r"different run \((\w+ was .*, now .*; ){2}clip was 0.5, now 1.0\); choose"),
+    (f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9", None, r"different run \(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose"),
     # scores, figures, samples
     (EVAL, gone("run/alra/model"), "run/alra"), (EVAL, cut("run/alra/model/model.safetensors"), "run/alra/model/model.safetensors: "),
     (EVAL, tensors("run/alra/model/model.safetensors", lambda t: t[NORM].fill_(float("nan"))), f"{NORM} .*finite"),

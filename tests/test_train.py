@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import configure
 import train
 from configure import Config
-from lib import files, parallel, run
+from lib import files, identity, parallel, run
 from lib.device import mfu
 from lib.files import UserError, read_json
 from lib.hf import find_folder, weights_hash
@@ -251,7 +251,7 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_pa
     assert facts["config"]["student_weights"] == str(before)
     first, again = ([r["val_ce"] for r in records(out, "pretrain") if "val_ce" in r] for out in (finished, tmp_path))
     assert again[0] < first[0]  # it had learnt something
-    with pytest.raises(UserError, match=r"contains a different run \(student_weights was .*, now None\)"):
+    with pytest.raises(UserError, match=r"contains a different run \(pretrain: student_weights was .*, now None\)"):
         train.distil(config(tiny, tmp_path, **keys | {"student_weights": "none"}))
 
 
@@ -367,7 +367,7 @@ def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path):
     assert {p.name for p in folder.iterdir()} == {"step_00000006", "step_00000005.tmp"}
     cfg = config(tiny, tmp_path, methods="alra", keep_checkpoints=1)
     (folder / "step_00000009").mkdir()  # later than what is saved: as another student's step is the common one
-    run.save_checkpoints([train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), {}, cfg)
+    run.save_checkpoints([train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), {"made_by": {"alra": {}}}, cfg)
     assert saved(tmp_path / "alra") == ["step_00000007", "step_00000009"]
 
 
@@ -518,7 +518,7 @@ def test_tensorboard_wandb_and_the_terminal_get_the_records_of_the_log(tiny, tmp
     for start, m in zip(started, 2 * methods, strict=True):
         assert [start[key] for key in ("project", "group", "name", "resume")] == ["distil", str(out), m, "allow"]
         facts = start["config"]
-        assert facts["method"] == m and facts["config"]["lr"] == 0.01 and facts["data_sha256"]
+        assert facts["method"] == m and facts["config"]["lr"] == 0.01 and facts["made_by"]["data_sha256"]
     for m in methods:
         log = records(out, m)
         assert runs[m].log.call_args_list == [mock.call(r, step=r["step"]) for r in log] and len(log) == 6
@@ -662,25 +662,56 @@ def test_a_card_gets_the_largest_micro_batch_that_fits_and_a_run_keeps_it(tiny, 
     assert chosen == [4, 2, 2] and tried == [48, 24, 16, 12, 8, 6, 4]  # on the CPU: one forward batch
 
 
-COMPARED = {
-    "methods": "pretrain,alra", "student": "STUDENT/config.json", "seed": 5, "seq_len": 12, "shuffle": True, "mask_after_eos": True,
-    "schedule_steps": 7, "batch_rows": 8, "group": 2, "lr": 2e-2, "min_lr": 1e-5, "warmup_steps": 1, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-5,
-    "weight_decay": 0.1, "decay_1d": False, "clip": 1.0, "w_kd_schedule": "wsd", "lr_schedule": "wsd", "student_weights": "STUDENT", "dtype": "float32",
-    "hyper": "{'alra': {'gamma': 1.0}}",
-}  # fmt: skip
+CHANGES = {
+    "student": "32x1x2",
+    "seed": 5,
+    "seq_len": 12,
+    "shuffle": True,
+    "mask_after_eos": True,
+    "schedule_steps": 7,
+    "batch_rows": 8,
+    "group": 2,
+    "lr": 2e-2,
+    "min_lr": 1e-5,
+    "warmup_steps": 1,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "adam_eps": 1e-5,
+    "weight_decay": 0.1,
+    "decay_1d": False,
+    "clip": 1.0,
+    "w_kd_schedule": "wsd",
+    "lr_schedule": "wsd",
+    "student_weights": "ROOT/student",
+    "dtype": "float32",
+    "decay_share": 0.2,
+    "alra.gamma": 1.0,
+    "alra.w_ce": 0.5,
+    "alra.lr": 1e-3,
+}
+FREE = {"compile": True, "micro_batch": 4, "source": "other", "val_max_rows": 3, "keep_checkpoints": 5, "out_dir": "other"}  # fmt: skip
 
 
 def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished):
     """Every key is compared or free, and all content is compared."""
-    assert {*COMPARED} == {*configure.LEARNT}
-    facts, changes = read_json(finished / "run.json"), {}
-    for key, value in COMPARED.items():
-        cfg = config(tiny, finished, **{key: str(value).replace("STUDENT", str(tiny / "student"))})
-        changes[f"{key} was .*, now "] = {"config": dataclasses.asdict(cfg)}
-    changes |= {f"{key} differs": {key: "other"} for key in run.CONTENT}
-    for differs, change in changes.items():
-        with pytest.raises(UserError, match=rf"contains a different run \({differs}.*\); choose another out_dir"):
-            run.check_same_run(facts, "here", facts | change)
+    learnt = {key for key, role in configure.ROLES.items() if role == "learnt"}
+    assert {*CHANGES} == learnt - {"methods", "hyper", "max_steps"} | {
+        "student",
+        "student_weights",
+        "alra.gamma",
+        "alra.w_ce",
+        "alra.lr",
+    }
+    before, first = config(tiny, finished), identity.made_by(config(tiny, finished), "alra")
+    assert first == read_json(finished / "alra" / "run.json")["made_by"]
+    for key, value in CHANGES.items():
+        cfg = config(tiny, finished, **{key: str(value).replace("ROOT", str(tiny))})
+        record = identity.made_by(cfg, "alra")
+        assert record != first and [text.split()[0] for text in identity.differences(first, record)][:1] == [
+            {"student": "shape"}.get(key, "hyper" if "." in key else key)
+        ], key
+    free = {key: value for key, value in FREE.items() if configure.ROLES[key] in ("speed", "log", "data")}
+    assert identity.made_by(dataclasses.replace(before, **free), "alra") == first
 
 
 def test_a_run_goes_on_with_moved_files_and_tells_where_each_start_was(tiny, finished, tmp_path):
@@ -718,7 +749,7 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
     cfg = Config(methods=("alra", "vanilla_kd", "pretrain"), **keys)
     with FakeTensorMode(allow_non_fake_inputs=True):
         models = [Qwen2(PRESETS["mini"]) for _ in range(4)]
-        students = [train.Student(name, model, torch.optim.AdamW(model.parameters(), fused=True), None, "")
+        students = [train.Student(name, model, torch.nn.ModuleDict(), torch.optim.AdamW(model.parameters(), fused=True), None, "")
                     for name, model in zip(cfg.methods, models, strict=False)]  # fmt: skip
         for p in models[3].requires_grad_(False).parameters():
             p.data = p.data.bfloat16()

@@ -8,8 +8,8 @@
 
 The trials of all methods share one run with seed 0, and so one pass of the teacher. The lowest CE over the first
 `val_max_rows` held-out rows chooses; the rows after them are scored. Then come seeds 1, 2, ..: a seed gives the student's
-initial weights and the order of rows, the same for all methods. A finished student is recognised by its recipe (settings
-and the objective's source) and not made again, so after a kill the same command goes on. What breaks in a shared run is
+initial weights and the order of rows, the same for all methods. A finished student is recognised by what made it
+(lib/identity.py) and not made again, so after a kill the same command goes on. What breaks in a shared run is
 tried alone; a student that fails there too is reported with its error, and the exit code is 1.
 """
 
@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -27,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,17 +42,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configure
 from configure import Config
 from lib.files import UserError, append_line, atomic_write, locked, read_json, read_lines, write_json, write_lines
+from lib.identity import content_hash, made_by, record_hash
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
 from lib.stats import FIGURES
 from lib.teacher import Teacher, foreign_config, inherited, is_native
-from losses import METHODS, needs_teacher, resolve
+from losses import needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURE_SEED = 1  # the only seed whose runs count d_u and the teacher's probabilities, for the figures
-SCORED = ("n_rows", "n_targets", "teacher_ce", "teacher_entropy", "step", "valid_tokens")  # kept beside the figures
+SCORED = (
+    "n_rows",
+    "skip_rows",
+    "n_targets",
+    "teacher_ce",
+    "teacher_entropy",
+    "step",
+    "valid_tokens",
+)  # kept beside the figures
 HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
 
 
@@ -63,23 +72,20 @@ class PlannedStudent(NamedTuple):
 
     @property
     def recipe(self) -> str:
-        """All that decides how it turns out, as text: its objective, settings, and the config but for places and speed."""
-        keys = [*sorted(configure.LEARNT - {"methods", "hyper"}), "teacher", "data_dir", "max_steps"]
-        values = [self.cfg.settings_of(self.name), *(getattr(self.cfg, key) for key in keys)]
-        return f"{objective(self.name.partition('@')[0])} {json.dumps(values)}"
+        """What makes it, and how far; of a trial also the rows that judge it."""
+        judged = f" judged by {self.cfg.val_max_rows} rows" if self.study == "tune" else ""
+        return f"{_record_hash(self.cfg, self.name)} {self.cfg.max_steps}{judged}"
+
+
+@functools.cache
+def _record_hash(cfg: Config, name: str) -> str:
+    return record_hash(made_by(cfg, name))
 
 
 class Job(NamedTuple):
     name: str
     argv: list[str]
     students: list[PlannedStudent]  # that it makes or scores
-
-
-@functools.cache
-def objective(method: str) -> str:
-    """The method with a hash of its row and its function's source, so that an edit gives another. Helpers are not seen."""
-    fn, *row = METHODS[method]
-    return f"{method} {hashlib.sha256(f'{inspect.getsource(fn)}{row}'.encode()).hexdigest()[:16]}"
 
 
 def student(study: str, name: str, method: str, cfg: Config, seed: int, settings: dict) -> PlannedStudent:
@@ -164,10 +170,11 @@ def shared_runs(students: list[PlannedStudent], out: Path, at_most: int) -> list
         distinct.setdefault(s.recipe, s)
     for s in distinct.values():
         shared = dataclasses.replace(s.cfg, methods=("any",), hyper={})
-        nth = next(i for i in itertools.count() if s.name not in groups.get((shared, i), {}))  # a name has one folder
-        groups.setdefault((shared, nth), {})[s.name] = s
+        shared = (shared, "@" in s.name)  # METHOD@LABEL would take over settings of a METHOD beside it
+        nth = next(i for i in itertools.count() if s.name not in groups.get((*shared, i), {}))  # a name has one folder
+        groups.setdefault((*shared, nth), {})[s.name] = s
     jobs = []
-    for (shared, _), by_name in groups.items():
+    for (shared, *_), by_name in groups.items():
         some = list(by_name.values())
         jobs += [training(some[at : at + at_most], shared, out) for at in range(0, len(some), at_most)]
     return jobs
@@ -177,10 +184,9 @@ def training(students: list[PlannedStudent], shared: Config, out: Path) -> Job:
     """A run of these students, with a config file of its own; named after what it holds."""
     names, hyper = tuple(s.name for s in students), {s.name: s.cfg.hyper[s.name] for s in students}
     cfg = dataclasses.replace(shared, methods=names, hyper=hyper, out_dir="")
-    recipes = f"_recipes = {[s.recipe for s in students]!r}  # for compare.py\n"
-    sha = hashlib.sha256(f"{config_text(cfg)}{recipes}".encode()).hexdigest()[:8]
+    sha = hashlib.sha256(f"{config_text(cfg)}{[s.recipe for s in students]}".encode()).hexdigest()[:8]
     folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
-    atomic_write(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))) + recipes)
+    atomic_write(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))))
     return Job(folder.name, ["train.py", f"{folder}.py"], students)
 
 
@@ -193,12 +199,10 @@ def config_text(cfg: Config) -> str:
 def finished(out: Path) -> dict[str, Path]:
     """The finished students of all runs in a folder, also of runs that were started by hand: recipe -> folder."""
     folders = {}
-    for file in sorted(out.glob("*_seed*.py")):
-        run = runpy.run_path(str(file))
-        for made_by, name in zip(run["_recipes"], run["methods"], strict=True):
-            folder = file.with_suffix("") / name
-            if (folder / "run.json").is_file() or (folder / "stopped.json").is_file():
-                folders[made_by] = folder
+    for file in (*sorted(out.glob("*/*/stopped.json")), *sorted(out.glob("*/*/run.json"))):
+        facts = read_json(file, ("made_by_sha256", "config"))
+        recipe = f"{facts['made_by_sha256']} {facts['config']['max_steps']}"
+        folders[recipe] = folders[f"{recipe} judged by {facts['config']['val_max_rows']} rows"] = file.parent
     return folders
 
 
@@ -207,13 +211,15 @@ def launch(jobs: list[Job], args) -> dict[str, str]:
     if jobs and args.print:
         print("\n".join(shlex.join(["python", *job.argv]) for job in jobs))
         sys.exit(0)
-    running = []
+    running, ending = [], threading.Event()
 
     def run_job(job: Job) -> tuple[str, str]:
         file, begun = args.out / "logs" / f"{job.name}.txt", time.perf_counter()
         with file.open("a") as log:
             process = subprocess.Popen([sys.executable, ROOT / job.argv[0], *job.argv[1:]], stdout=log, stderr=log)
             running.append(process)
+            if ending.is_set():  # since it was started
+                process.terminate()
             rc = process.wait()
         wall, said = round(time.perf_counter() - begun, 1), (file.read_text().strip().splitlines() or [""])[-1]
         append_line(args.out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
@@ -224,6 +230,7 @@ def launch(jobs: list[Job], args) -> dict[str, str]:
         try:
             return dict(pool.map(run_job, jobs))
         finally:  # by Ctrl-C or SIGTERM too: runs of train.py then end with a checkpoint
+            ending.set()
             for process in running:
                 process.terminate()
 
@@ -257,9 +264,18 @@ def score(students: list[PlannedStudent], folders: dict[str, Path], n_rows: int,
         return jobs
 
     def scored() -> set[str]:
-        return {s.recipe for s in students if held_out_figures(folders[s.recipe]).get("n_rows") == n_rows}
+        return {s.recipe for s in students if is_scored(s, folders[s.recipe], n_rows)}
 
     return attempt(students, scoring, scored, args)
+
+
+def is_scored(s: PlannedStudent, folder: Path, n_rows: int) -> bool:
+    """Whether its folder has the figures of this very student over the rows that are wanted."""
+    file, wanted = folder / "figures.json", {"skip_rows": s.cfg.val_max_rows, "n_rows": n_rows}
+    wanted |= {"teacher_sha256": content_hash(s.cfg.teacher)} if s.cfg.teacher else {}
+    scores = read_json(file, ("run", "figures")) if file.is_file() else {"figures": {}}
+    same = wanted.items() <= scores["figures"].items()
+    return same and scores["run"]["made_by_sha256"] == read_json(folder / "run.json")["made_by_sha256"]
 
 
 def held_out_figures(folder: Path) -> dict:
@@ -351,7 +367,8 @@ def outcome(s: PlannedStudent, folder: Path, walls: dict[str, float]) -> dict:
             "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}  # fmt: skip
     if stopped.is_file():
         return line | {"stopped": read_json(stopped)["why"]}
-    facts = read_json(folder / "run.json") | held_out_figures(folder)
+    facts = read_json(folder / "run.json")
+    facts |= facts["made_by"] | held_out_figures(folder)
     line |= {key: facts[key] for key in (*FIGURES, *SCORED) if facts.get(key) is not None}
     line |= {key: facts[key][:12] for key in HASHES if facts.get(key)}
     costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]
@@ -359,10 +376,11 @@ def outcome(s: PlannedStudent, folder: Path, walls: dict[str, float]) -> dict:
 
 
 def copy_logs(s: PlannedStudent, folder: Path, results: Path) -> None:
-    """Copy what is behind the curves, budgets and anchoring, in the layout of a run for each seed."""
+    """Copy what is behind the curves, budgets and anchoring, in the layout of a run for each seed, and the run's settings."""
     to = results / ("logs" if s.cfg.seed == FIGURE_SEED else f"logs_seed{s.cfg.seed}")
     (to / s.name).mkdir(parents=True)
-    for file in ("run.json", "teacher.jsonl", f"{s.name}/log.jsonl", f"{s.name}/histograms.jsonl"):
+    shutil.copy(folder.parent / "run.json", to / s.name)  # methods of one seed may be of several runs
+    for file in ("teacher.jsonl", f"{s.name}/log.jsonl", f"{s.name}/histograms.jsonl"):
         if (folder.parent / file).is_file():
             shutil.copy(folder.parent / file, to / file)
 

@@ -68,8 +68,9 @@ def find_logs(folders: list[Path]) -> dict[str, Path]:
 def read_curves(logs: dict[str, Path]) -> Points:
     points: Points = {name: {} for name in logs}
     for name, folder in logs.items():
-        run = read_json(folder.parent / "run.json", {"config": {"batch_rows": int, "seq_len": int}})["config"]
-        for record in read_lines(folder / "log.jsonl", {"step": int}):
+        own = folder / "run.json"  # of the student, once it has ended
+        run = read_json(own if own.is_file() else folder.parent / "run.json", ["config"])["config"]
+        for record in read_lines(folder / "log.jsonl", ["step"]):
             tokens = record["step"] * run["batch_rows"] * run["seq_len"]
             for key, value in record.items():
                 if isinstance(value, int | float):

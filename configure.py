@@ -90,6 +90,7 @@ class Config:
     weight_decay: NonNegative = learnt(1e-2)  # AdamW, decoupled
     decay_1d: bool = learnt(True)  # decay biases and norms too, as the pipeline of the paper does
     clip: Positive = learnt(0.5)  # largest gradient norm
+    max_skipped_updates: NonNegativeInt = log(10)  # in a row, without a finite gradient, before a student stops
     lr_schedule: Literal["cosine", "wsd", "constant"] = learnt("cosine")  # to min_lr; "wsd" (warm-up, stable, decay): lr stays until the last `decay_share` of the schedule, then falls linearly to min_lr; "constant": no min_lr
     decay_share: PositiveFraction = learnt(0.1)  # of the schedule, with "wsd"
     w_kd_schedule: Literal["constant", "wsd"] = learnt("constant")  # "wsd": w_kd rises over 10 % of the schedule and falls in its last 1 %, w_ce = 1 - w_kd
@@ -114,6 +115,7 @@ class Config:
     checkpoint_every_minutes: Positive | None = log(30.0)  # minutes between checkpoints; there is always one at the end
     checkpoint_every_steps: PositiveInt | None = log(None)  # updates between checkpoints, besides
     keep_checkpoints: PositiveInt = log(2)  # the last ones; older ones are removed
+    keep_every_steps: PositiveInt | None = log(None)  # and, besides, those of its multiples
 
     # --- settings of the methods
     hyper: dict = learnt(default_factory=dict, hash=False)  # by method, {"alra": {"gamma": 3.0}}; --alra.gamma=3 sets one, --alra@LABEL.gamma=3 that of one student

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import signal
 import sys
 import threading
@@ -223,10 +224,13 @@ def update(students: list[Student], teacher: Teacher | None, stream: Iterator[tu
         s.gnorm = norm
         if not math.isfinite(norm):
             broken = [name for name, value in s.totals().items() if not math.isfinite(value)]
-            s.stopped = (
-                f"gradient norm {norm}, not finite: {', '.join(broken) or 'the gradient alone'}; skipped the update"
-            )
+            s.skipped += 1
+            s.optimizer.zero_grad(set_to_none=True)
+            why = f"gradient norm {norm}, not finite: {', '.join(broken) or 'the gradient alone'}"
+            run.say(f"{s.name}, step {step + 1}: skipped the update, {s.skipped} in a row; {why}")
+            s.stopped = f"{s.skipped} updates in a row skipped; {why}" if s.skipped > cfg.max_skipped_updates else None
             continue
+        s.skipped = 0
         for group in s.optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg) * s.lr_factor * group.get("lr_factor", 1.0)
         s.optimizer.step()
@@ -344,18 +348,19 @@ def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
 
 
 STOP = threading.Event()  # set by a signal
+TRY_AGAIN = 75  # exit code of a run that a signal ended before its last update: EX_TEMPFAIL of sysexits.h
 
 
 def catch_signals() -> None:
     """From now on signals end the run after the current update. Before, they end the process: there is nothing to save."""
     STOP.clear()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda *_: STOP.set())
 
 
 def distil(cfg: Config) -> int:
-    """A whole run -> its exit code: 0 if every student reached the end, or a signal asked for an early one."""
+    """A whole run -> its exit code: 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal."""
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     try:
@@ -374,7 +379,10 @@ def distil(cfg: Config) -> int:
         stopped = [s for s in students if s.stopped]
         resumes = step < cfg.max_steps and len(stopped) < len(students)
         say(f"{cfg.out_dir}: step {step} of {cfg.max_steps}{'; the same command resumes' if resumes else ''}")
-        return 1 if stopped else 0
+        if resumes:
+            return TRY_AGAIN
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))  # torchrun would begin again, in vain
+        return 1 if stopped and not restarts else 0
     except torch.OutOfMemoryError as error:
         less = f"set a micro_batch below {cfg.micro_batch}, --recompute=True, or fewer methods"
         raise UserError(f"out of memory on {cfg.device}: {less}") from error

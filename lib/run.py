@@ -33,7 +33,18 @@ from configure import Config
 from lib import parallel
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
-from lib.files import append_line, atomic_folder, locked, read_json, reading, require, truncate_lines, write_json
+from lib.files import (
+    UserError,
+    append_line,
+    atomic_folder,
+    first_line,
+    locked,
+    read_json,
+    reading,
+    require,
+    truncate_lines,
+    write_json,
+)
 from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash
 from lib.identity import differences, made_by, record_hash, student_shape
 from lib.rows import Rows
@@ -57,8 +68,9 @@ class Student:
     lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term: this process's, since the last record
     gnorm: float = 0.0
+    skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why it could not continue
-    services: list[Callable] = field(default_factory=list)  # beside log.jsonl: TensorBoard, Weights & Biases
+    services: dict[str, Callable] = field(default_factory=dict)  # beside log.jsonl: TensorBoard, Weights & Biases
 
     def parameters(self) -> dict[str, Tensor]:
         """Those of the model and of the extras by name."""
@@ -70,11 +82,16 @@ class Student:
         return dict(zip(self.sums, parallel.all_reduce_sum(*self.sums.values()), strict=True)) if self.sums else {}
 
     def record(self, values: dict) -> None:
-        """Add one record to this student's log."""
+        """Add one record to this student's log, None for a value that is not finite. A service that fails is left out."""
+        values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
         if parallel.rank() == 0:
             append_line(self.folder / "log.jsonl", values)
-            for send in self.services:
-                send(values)
+            for service, send in [*self.services.items()]:
+                try:
+                    send(values)
+                except Exception as error:  # whatever it is: log.jsonl has all of it
+                    say(f"{self.name}: left out {service} from step {values['step']} on: {first_line(error)}")
+                    del self.services[service]
 
     def checkpoints(self) -> dict[int, Path]:
         """The complete ones by step, oldest first."""
@@ -207,11 +224,17 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
     for name in before.get("made_by", ()):
         earlier = {"config": before["config"], "made_by": before["made_by"][name]}
         check_same_run(name, earlier, f"out_dir={out}", step, schedule, facts)
+    for step in sorted(common, reverse=True) if live else ():  # a broken newest one is passed over
+        try:
+            states = {s.name: load_checkpoint(s.checkpoints()[step], s) for s in live}
+            break
+        except UserError as error:
+            require(step > min(common), str(error))
+            say(f"passed over: {error}")
     for s in live:
         if common:
-            path = s.checkpoints()[step]
-            state = load_checkpoint(path, s)
-            check_same_run(s.name, state, path, step, schedule, facts)
+            state = states[s.name]
+            check_same_run(s.name, state, s.checkpoints()[step], step, schedule, facts)
             share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
             like = {"dtype": torch.float64, "device": s.model.head.device}
             s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}
@@ -227,7 +250,7 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
             s.folder.mkdir(parents=True, exist_ok=True)
             truncate_lines(s.folder / "log.jsonl", step)
             truncate_lines(s.folder / "histograms.jsonl", step - 1)  # of step n: the weights before update n
-            s.services = open_services(s, student_facts(s, step, counts, facts, cfg), cfg)
+            open_services(s, student_facts(s, step, counts, facts, cfg), cfg)
         truncate_lines(out / "teacher.jsonl", step - 1)
         now = {"step": step, "time": time.strftime("%FT%T%z"), "host": platform.node(), "processes": parallel.world()}
         write_json(out / "run.json", facts | {"starts": [*before.get("starts", []), now | facts]})
@@ -263,10 +286,10 @@ def drop_broken(
             s.stopped = s.stopped or ("its weights are not finite" if n else None)
     for s in live:
         if s.stopped:
-            s.stopped = f"step {step}: {s.stopped}; try a smaller lr than {cfg.lr * s.lr_factor:g}"
             newest = [*s.checkpoints().values()][-1:]
-            hint = "".join(f"; to continue, start another run with --student_weights={path}" for path in newest)
-            say(f"{s.name} stopped at {s.stopped}{hint}")
+            hint = "".join(f"; to go on, --resume_from={path} with another out_dir and" for path in newest)
+            s.stopped = f"step {step}: {s.stopped}{hint or '; try'} a smaller lr than {cfg.lr * s.lr_factor:g}"
+            say(f"{s.name} stopped at {s.stopped}")
             if parallel.rank() == 0:
                 write_json(s.folder / "stopped.json", student_facts(s, step, counts, facts, cfg) | {"why": s.stopped})
     return [s for s in live if not s.stopped]
@@ -292,7 +315,7 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
         groups = {name: parallel.to_first(dict(sorted(group.items()))) for name, group in groups.items() if group}
         state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals(), "tensors_sha256": {}}
         path = s.folder / "checkpoints" / f"step_{step:08d}"
-        if parallel.rank() == 0 and not path.exists():
+        if parallel.rank() == 0:
             with atomic_folder(path) as new:
                 for name, group in groups.items():
                     safetensors.torch.save_file(group, new / f"{name}.safetensors")
@@ -338,10 +361,10 @@ def load_checkpoint(path: Path, s: Student) -> dict:
     return state
 
 
-def open_services(s: Student, facts: dict, cfg: Config) -> list[Callable[[dict], None]]:
+def open_services(s: Student, facts: dict, cfg: Config) -> None:
     """TensorBoard and Weights & Biases, if asked for: each takes the records of log.jsonl."""
-    services = []
-    if cfg.tensorboard:
+
+    def open_tensorboard() -> Callable[[dict], None]:
         from torch.utils.tensorboard import SummaryWriter
 
         board = SummaryWriter(s.folder / "tensorboard")
@@ -352,14 +375,19 @@ def open_services(s: Student, facts: dict, cfg: Config) -> list[Callable[[dict],
                     board.add_scalar(key, record[key], record["step"])
             board.flush()
 
-        services.append(send)
-    if cfg.wandb_project:
+        return send
+
+    def open_wandb() -> Callable[[dict], None]:
         import wandb
 
-        id = hashlib.sha256(f"{platform.node()} {s.folder.resolve()}".encode()).hexdigest()[
-            :12
-        ]  # the same after a resume
+        id = hashlib.sha256(f"{platform.node()} {s.folder.resolve()}".encode()).hexdigest()[:12]  # again after a resume
         run = wandb.init(project=cfg.wandb_project, group=cfg.out_dir, name=s.name, id=id, dir=s.folder, config=facts,
                          resume="allow", reinit="create_new")  # fmt: skip
-        services.append(lambda record: run.log(record, step=record["step"]))
-    return services
+        return lambda record: run.log(record, step=record["step"])
+
+    for key, opens in {"tensorboard": open_tensorboard, "wandb_project": open_wandb}.items():
+        if getattr(cfg, key):
+            try:
+                s.services[key] = opens()
+            except Exception as error:
+                say(f"{s.name}: left out {key}: {first_line(error)}")

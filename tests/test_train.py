@@ -367,7 +367,9 @@ def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path):
     assert {p.name for p in folder.iterdir()} == {"step_00000006", "step_00000005.tmp"}
     cfg = config(tiny, tmp_path, methods="alra", keep_checkpoints=1)
     (folder / "step_00000009").mkdir()  # later than what is saved: as another student's step is the common one
-    run.save_checkpoints([train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), {"made_by": {"alra": {}}}, cfg)
+    run.save_checkpoints(
+        [train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), {"made_by": {"alra": {}}}, cfg
+    )
     assert saved(tmp_path / "alra") == ["step_00000007", "step_00000009"]
 
 

@@ -507,7 +507,7 @@ def check_settings(name: str, V: int, w_kd_schedule: str = "constant", compile: 
     is_random = "generator" in (fn.__kwdefaults__ or {})
     try:
         require(w_ce or (w_kd and method.has_teacher), f"w_kd={w_kd}, w_ce={w_ce}: nothing is learnt; set one of them")
-        require(w_kd <= 1 or w_kd_schedule != "wsd", f"w_kd={w_kd}: 'wsd' makes w_ce 1 - w_kd; expected at most 1")
+        require(w_kd <= 1 or w_kd_schedule != "wsd", f"w_kd={w_kd}: w_kd_schedule='wsd' takes <= 1: w_ce=1-w_kd")
         require(not (compile and is_random), "it draws from a `generator`, so set --compile=False")
         if method.has_teacher:
             hyper = {**hyper, **scheduled_settings(method, 0, 1)}
@@ -532,10 +532,10 @@ def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
         for part, x in parts.items():
             got = tuple(x.shape) if isinstance(x, Tensor) else [x]
             require(got[:1] == y.shape, f"part {part}: expected a tensor [N], or [N, ..] that is not logged; got {got}")
-        (gradient,) = torch.autograd.grad(parts["loss"].sum(), z_s)
-        require(not gradient[1].any(), "ignored positions have a gradient; use `valid_mean`, and `guard=True`")
         for key, x, before in (("z_s", z_s, z[0]), ("z_t", z_t, z[1]), ("y", labels, y)):
             require(torch.equal(x, before), f"{key} is changed in place; other students read it too: make a copy")
+        (gradient,) = torch.autograd.grad(parts["loss"].sum(), z_s)
+        require(not gradient[1].any(), "ignored positions have a gradient; use `valid_mean`, and `guard=True`")
         require(torch.get_default_dtype() == z.dtype, "torch's default dtype is changed; name a dtype instead")
         return torch.cat([parts["loss"][:, None], gradient], 1).detach()
 

@@ -1,9 +1,9 @@
 # ALRA, a student of 1.5B from a teacher of 32B, on eight cards: where the teacher does not fit one card beside the student.
 #
-#   python prepare.py config/large.py     5.2B tokens; the first time, the tokenizer's folder comes with the teacher's weights (66 GB)
+#   python prepare.py config/large.py     5.2B tokens; the first time, the tokenizer's folder comes with the teacher's weights
 #   torchrun --nproc_per_node=8 --max_restarts=3 train.py config/large.py
 #
-# Not run here. Computed, for each card: the teacher's layers 7.3 GiB, without shard 58.1 GiB; its embedding and head 2.9 GiB.
+# Not run here.
 
 methods = ("alra",)
 student = "config/large_student.json"  # the shape of Qwen2.5-1.5B with the teacher's vocabulary: 1.54B parameters

@@ -4,8 +4,7 @@
 #   python train.py config/qwen3_200m.py
 #   python eval.py out/qwen3_200m/alra
 #
-# Not run here. Computed: 2.36B tokens of 4.8 GFLOP, 8.0 h at 40 % of an H100's peak. Teacher and corpus have no commit:
-# NAME@COMMIT pins one; train.json and run.json record those used.
+# Not run here. Teacher and corpus have no commit: NAME@COMMIT pins one; run.json and train.json record those used.
 
 methods = ("alra",)
 student = "200m"  # vocabulary, rope base, norm epsilon and context are the teacher's

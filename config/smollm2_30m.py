@@ -4,8 +4,8 @@
 #   python train.py config/smollm2_30m.py
 #   python eval.py out/smollm2_30m --tasks none
 #
-# Without --source the text is that which comes with Python. 0.51M tokens of 0.46 GFLOP (computed): some 36 minutes at the 240
-# tokens/s that a run of 120 updates reached on two cores (results/LOG.md).
+# Without --source the text is that which comes with Python. Some 36 minutes for 0.51M tokens, at the 240 tokens/s that a
+# run of 120 updates reached on two cores (results/LOG.md).
 
 methods = ("alra",)
 student = "384x6x6"  # vocabulary (49,152), rope base, norm epsilon and context are the teacher's

@@ -5,9 +5,9 @@
 #   python eval.py --table out/table_anchor
 #   python train.py config/table_anchor.py --student=500m --out_dir=out/table_anchor_500m
 #
-# Not yet run here. Computed, not measured; GiB of weights, gradients and moments, hours at 40 % of an H100's peak:
-#   200m  4.5e18 FLOP, 15.5 GiB, 3.1 h
-#   500m  8.0e18 FLOP, 31.1 GiB, 5.6 h
+# Not yet run here. Computed, not measured; hours at 40 % of an H100's peak:
+#   200m  4.5e18 FLOP, 3.1 h
+#   500m  8.0e18 FLOP, 5.6 h
 
 methods = ("alra_n", "alra_ng", "alra", "alra_g")
 student = "200m"

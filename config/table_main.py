@@ -5,9 +5,9 @@
 #   python eval.py --table out/table_main
 #   python train.py config/table_main.py --student=500m --out_dir=out/table_main_500m
 #
-# Not yet run here. Computed, not measured; GiB of weights, gradients and moments, hours at 40 % of an H100's peak:
-#   200m  14.9e18 FLOP, 30.7 GiB, 10.4 h; a checkpoint has 22.0 GB
-#   500m  29.9e18 FLOP, 65.6 GiB, 21.0 h; a checkpoint has 50.1 GB
+# Not yet run here. Computed, not measured; hours at 40 % of an H100's peak:
+#   200m  14.8e18 FLOP, 10.4 h
+#   500m  29.9e18 FLOP, 21.0 h
 # If a run does not fit the card, split `methods` over several runs.
 
 methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")

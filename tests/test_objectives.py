@@ -14,6 +14,7 @@ import torch
 import losses
 import train
 from configure import Config
+from lib import metrics
 from losses import METHODS, method_loss
 from tests.golden_table import KEYWORDS
 from tests.test_golden import cases
@@ -246,6 +247,12 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
     assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
     with pytest.raises(ValueError, match="mine: it draws from a `generator`, so set --compile=False"):
         losses.check_settings("mine", 53, compile=True)
+
+
+def test_the_largest_five_of_a_vocabulary_of_four_are_four():
+    y, model = torch.tensor([[0, 3]]), (lambda x: case(n=3, v=4)[0][None, :2], torch.eye(4).double())
+    (sums,) = metrics.row_sums([model], model, [(0, y, y)], 1)
+    assert sums["top5"] == sums["n"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own

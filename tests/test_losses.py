@@ -639,8 +639,7 @@ def _random(z_s, z_t, y, *, generator: torch.Generator | None = None):
     return losses.reverse_kl(z_s, z_t + torch.rand(z_t.shape, generator=generator), y)
 
 
-def _also(act):
-    """An objective whose part is what `act` returns."""
+def _with_part(act):
     return lambda z_s, *z: namedtuple("Terms", "loss extra")(losses.reverse_kl(z_s, *z), act(z_s.data, *z))
 
 
@@ -652,35 +651,31 @@ def _by_hand(z_s, z_t, y):
     return out
 
 
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (_by_hand, ""),
-        (lambda *z: losses.leave(*_squares(*z)), ""),
-        (lambda *z: losses.leave(*_squares(*z, inside=False)), r"ignored positions have a gradient; .*`valid_mean`"),
-        (lambda *z: losses.leave(*_squares(*z, inside=False, guard=True)), "ignored logits change other positions"),
-        (lambda *z: losses.reverse_kl(*z) * (w := z[1].amax(-1)) / w.mean(), "ignored logits change other positions"),
-        (_random, ""),
-        (_also(lambda *z: torch.rand(3)), "equal calls differ; .* keyword `generator: torch.Generator"),  # whatever it does with them
-        (lambda *z: losses.reverse_kl(*z) * random.random(), "equal calls differ"),
-        (_also(lambda z_s, z_t, y: z_s.mul_(2)), "z_s is changed in place"),
-        (_also(lambda z_s, z_t, y: z_t.mul_(2)), "z_t is changed in place"),
-        (_also(lambda z_s, z_t, y: y.clamp_(min=0)), "y is changed in place"),
-        (_also(lambda *z: torch.set_default_dtype(torch.float64) or z[2]), "default dtype is changed"),
-        (_also(lambda *z: None), r"part extra: expected a tensor \[N\], .* got \[None\]"),
-        (_also(lambda *z: z[0].mean()), r"part extra: expected a tensor \[N\], .* got \(\)"),
-        (lambda z_s, *z: losses.mse_logits(1e30 * z_s, *z), "not finite at ordinary logits"),
-        (losses.Method(losses.jsd, {"tua": 2.0}, 1.0, 0.0), r"jsd\(\) got an unexpected keyword argument 'tua'"),
-        (losses.Method(losses.jsd, {}, 0.0, 0.0), "w_kd=0.0, w_ce=0.0: nothing is learnt; set one of them"),
-        (losses.Method(losses.cross_entropy, {}, 1.0, 0.0), "w_kd=1.0, w_ce=0.0: nothing is learnt"),
-        (losses.Method(losses.jsd, {}, 9.0, 0.1), "w_kd=9.0: w_kd_schedule='wsd' takes <= 1: w_ce=1-w_kd"),
-        (losses.Method(losses.bild, {}, 1.0, 0.0, ("top_k",)), "'top_k_end' .KeyError in "),
-        (lambda *z: _squares(*z)[0], "expected one number per position, 0 where ignored: end with `return leave"),
-        (lambda *z: _squares(*z)[0].sum(), "expected one number per position"),
-        (lambda *z: losses.leave(*_squares(*z)).detach(), "element 0 of tensors does not require grad"),
-        (lambda z_s, z_t, y: z_s.gather(1, y[:, None]), r"index -100 is out of .* \(RuntimeError in \S+test_losses.py, line \d+\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fn", "message"), [
+    (_by_hand, ""),
+    (lambda *z: losses.leave(*_squares(*z)), ""),
+    (lambda *z: losses.leave(*_squares(*z, inside=False)), r"ignored positions have a gradient; .*`valid_mean`"),
+    (lambda *z: losses.leave(*_squares(*z, inside=False, guard=True)), "ignored logits change other positions"),
+    (lambda *z: losses.reverse_kl(*z) * (w := z[1].amax(-1)) / w.mean(), "ignored logits change other positions"),
+    (_random, ""),
+    (_with_part(lambda *z: torch.rand(3)), "equal calls differ; .* keyword `generator: torch.Generator"),  # whatever it does with them
+    (lambda *z: losses.reverse_kl(*z) * random.random(), "equal calls differ"),
+    (_with_part(lambda z_s, z_t, y: z_s.mul_(2)), "z_s is changed in place"),
+    (_with_part(lambda z_s, z_t, y: z_t.mul_(2)), "z_t is changed in place"),
+    (_with_part(lambda z_s, z_t, y: y.clamp_(min=0)), "y is changed in place"),
+    (_with_part(lambda *z: torch.set_default_dtype(torch.float64) or z[2]), "default dtype is changed"),
+    (_with_part(lambda *z: None), r"part extra: expected a tensor \[N\], .* got \[None\]"),
+    (_with_part(lambda *z: z[0].mean()), r"part extra: expected a tensor \[N\], .* got \(\)"),
+    (lambda z_s, *z: losses.mse_logits(1e30 * z_s, *z), "not finite at ordinary logits"),
+    (losses.Method(losses.jsd, {"tua": 2.0}, 1.0, 0.0), r"jsd\(\) got an unexpected keyword argument 'tua'"),
+    (losses.Method(losses.jsd, {}, 0.0, 0.0), "w_kd=0.0, w_ce=0.0: nothing is learnt; set one of them"),
+    (losses.Method(losses.jsd, {}, 9.0, 0.1), "w_kd=9.0: w_kd_schedule='wsd' takes <= 1: w_ce=1-w_kd"),
+    (losses.Method(losses.bild, {}, 1.0, 0.0, ("top_k",)), "'top_k_end' .KeyError in "),
+    (lambda *z: _squares(*z)[0], "expected one number per position, 0 where ignored: end with `return leave"),
+    (lambda *z: _squares(*z)[0].sum(), "expected one number per position"),
+    (lambda *z: losses.leave(*_squares(*z)).detach(), "element 0 of tensors does not require grad"),
+    (lambda z_s, z_t, y: z_s.gather(1, y[:, None]), r"index -100 is out of .* \(RuntimeError in \S+test_losses.py, line \d+\)"),
+])  # fmt: skip
 def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
     monkeypatch.setitem(losses.METHODS, "mine", fn if isinstance(fn, tuple) else losses.Method(fn, {}, 1.0, 0.0))
     with pytest.raises(ValueError, match=f"^mine: .*{message}") if message else contextlib.nullcontext():

@@ -260,9 +260,8 @@ def test_the_largest_five_of_a_vocabulary_of_four_are_four():
 def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
-    whole = torch.compile(
-        functools.partial(losses._evaluate, METHODS[name], torch.float32), backend="eager", fullgraph=True
-    )
+    one = functools.partial(losses._evaluate, METHODS[name], torch.float32)
+    whole = torch.compile(one, backend="eager", fullgraph=True)
     loss, _, dz = whole(z := z_s.clone(), z_t, y)
     assert dz is z  # the gradient overwrites the logits
     expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]

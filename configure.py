@@ -75,7 +75,7 @@ class Config:
     repeat_rows: bool = data(False)  # go through the rows again when the steps ask for more than there are
     mask_after_eos: bool = learnt(False)  # leave the token after an EOS (the first of a document, or its BOS) out of the loss
 
-    # --- optimisation (paper, appendix D.1)
+    # --- optimisation (paper, appendix E.1)
     max_steps: PositiveInt = learnt(126_400)  # updates of this run; may end before schedule_steps
     schedule_steps: PositiveInt = learnt(126_400)  # updates of the whole schedule, at whose end the rate is min_lr
     batch_rows: PositiveInt = learnt(16)  # rows per update

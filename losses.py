@@ -9,8 +9,9 @@ An objective is `name(z_s, z_t, y, *, settings) -> [N]`:
 * One call is one forward batch of the paper. Batch statistics run over the valid positions of the call.
 * The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are constant.
 * Values at ignored positions change nothing, not even a NaN. Equal logits rank by lowest index.
+* No input is changed, and equal calls give equal results: random numbers come from a keyword `generator`, seeded by training.
 * The result is the distillation term alone. Its weight and that of the causal language-modelling term are in `METHODS`.
-* An objective with parts returns a NamedTuple: `loss` [N] first; its other fields of shape [N] are logged by name.
+* An objective with parts returns a NamedTuple: `loss` [N] first; its other fields of shape [N] are logged by name, [N, ..] are not.
 
 `vocab` (lib/vocab.py) has the sums over the vocabulary that make these functions fast. To add an objective, append a
 function and a row of `METHODS` to this file. To call one in a training loop of your own, see `method_loss`.
@@ -18,6 +19,7 @@ Dimensions: N positions, V vocabulary, k tokens of a local set.
 """
 
 import functools
+import inspect
 import math
 import traceback
 import typing
@@ -336,6 +338,7 @@ class Method(NamedTuple):
     hyper: dict  # its settings, where they differ from its defaults
     w_kd: float  # weight of the objective
     w_ce: float  # weight of the causal language-modelling term
+    moving: tuple[str, ...] = ()  # settings x that go to x_end over the run, in a straight line
 
     @property
     def has_teacher(self) -> bool:
@@ -374,9 +377,14 @@ def needs_teacher(name: str) -> bool:
 def settings(name: str) -> dict[str, object]:
     """The settings that `resolve(name)` may override, with their kinds: those of the objective, `w_kd` and `w_ce`."""
     fn = resolve(name).fn
-    kinds = typing.get_type_hints(fn, include_extras=True)
-    keys = set(fn.__kwdefaults__ or {}) - {"n_sequences"}
+    kinds = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
+    keys = default_settings(fn).keys() - {"n_sequences", "generator"}  # which the caller sets
     return {"w_kd": NonNegative, "w_ce": NonNegative, **{key: kinds[key] for key in keys}}
+
+
+def default_settings(fn: Callable) -> dict[str, object]:
+    """The settings of an objective, its keywords, with their defaults; `fn` may be a `functools.partial`."""
+    return {p.name: p.default for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 
 def resolve(name: str, **overrides) -> Method:
@@ -396,21 +404,20 @@ def method_lines() -> list[str]:
     """For `--help`: each objective with its settings, and the methods that use it."""
     lines = ["methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"]
     for fn in dict.fromkeys(method.fn for method in METHODS.values()):
-        defaults = (f"{key}={value}" for key, value in (fn.__kwdefaults__ or {}).items())
-        lines.append(f"    {fn.__name__}: {', '.join(defaults)}")
+        defaults = (f"{key}={value}" for key, value in default_settings(fn).items())
+        lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(defaults)}")
         rows = {name: row for name, row in METHODS.items() if row.fn is fn}
         lines += [f"        {name}: w_kd={row.w_kd}, w_ce={row.w_ce} {row.hyper or ''}" for name, row in rows.items()]
     return lines
 
 
 def scheduled_settings(method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant") -> dict[str, float]:
-    """The settings that change during a run, in update `step` of `n_steps`: x goes to x_end in a straight line.
+    """The settings that change during a run, in update `step` of `n_steps`: those that the method's row calls moving.
 
     With PD's schedule the distillation weight rises over the first 10 % of the steps and falls in the last 1 %.
     """
-    all_settings = {**(method.fn.__kwdefaults__ or {}), **method.hyper}
-    ends = {key: all_settings[f"{key}_end"] for key in all_settings if f"{key}_end" in all_settings}
-    scheduled = {key: all_settings[key] + (end - all_settings[key]) * step / n_steps for key, end in ends.items()}
+    x = default_settings(method.fn) | method.hyper
+    scheduled = {key: x[key] + (x[f"{key}_end"] - x[key]) * step / n_steps for key in method.moving}
     if w_kd_schedule == "wsd" and method.has_teacher:
         scheduled["w_kd"] = method.w_kd * min(1.0, step / (0.1 * n_steps), (n_steps - step) / (0.01 * n_steps))
     return scheduled
@@ -439,8 +446,8 @@ def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **setti
 
 
 def _with_sequences(method: Method, n_sequences: int) -> Method:
-    reads_it = "n_sequences" in (method.fn.__kwdefaults__ or {})
-    return method._replace(hyper={**method.hyper, "n_sequences": n_sequences}) if reads_it else method
+    own = {"n_sequences": n_sequences} if "n_sequences" in default_settings(method.fn) else {}
+    return method._replace(hyper=method.hyper | own)
 
 
 @functools.cache
@@ -449,25 +456,20 @@ def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
 
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 256)  # counted per code object, which all methods share
-    one, passes = (
-        functools.partial(_evaluate, Method(fn, dict(hyper), w_kd, w_ce)),
-        {"post_grad_custom_pre_pass": Rewrite()},
-    )
+    one = functools.partial(_evaluate, Method(fn, dict(hyper), w_kd, w_ce))
+    passes = {"post_grad_custom_pre_pass": Rewrite()}
     return torch.compile(lambda *z, scheduled=None: one(*z, scheduled), dynamic=False, fullgraph=True, options=passes)
 
 
-def _evaluate(
-    method: Method, gradient: torch.dtype | None, z_s, z_t, y, scheduled: dict[str, Tensor] | None = None
-) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+def _evaluate(method: Method, gradient, z_s, z_t, y, scheduled=None) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """`_mean_loss`, and the gradient of its loss in z_s if a dtype for it is given.
 
-    scheduled  settings, as tensors [], that replace the method's; with w_kd, w_ce is 1 - w_kd
+    scheduled  settings as tensors [], or a generator, that replace the method's; with w_kd, w_ce is 1 - w_kd
     """
     if scheduled:
         weights = {"w_kd": scheduled["w_kd"], "w_ce": 1.0 - scheduled["w_kd"]} if "w_kd" in scheduled else {}
-        method = method._replace(
-            hyper={**method.hyper, **{k: v for k, v in scheduled.items() if k != "w_kd"}}, **weights
-        )
+        moved = {key: value for key, value in scheduled.items() if key != "w_kd"}
+        method = method._replace(hyper={**method.hyper, **moved}, **weights)
     if not gradient:
         with torch.no_grad():
             return *_mean_loss(method, z_s, z_t, y), None
@@ -491,7 +493,7 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
         ce = cross_entropy(z_s, None, y)  # [N]
     loss, terms = method.w_ce * ce if weigh_ce else torch.zeros_like(ce), {"ce": ce}
     if method.has_teacher:
-        require(z_t is not None, f"z_t: {fn.__name__} needs teacher logits, got None")
+        require(z_t is not None, f"z_t: {getattr(fn, 'func', fn).__name__} needs teacher logits, got None")
         with torch.set_grad_enabled(grad and weigh_kd):
             kd = fn(z_s, z_t, y, **method.hyper)
         parts = kd._asdict() if isinstance(kd, tuple) else {"loss": kd}
@@ -502,27 +504,53 @@ def _mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.sum() / valid.sum().clamp(min=1), {**sums, "n_valid": valid.sum()}
 
 
-def check_settings(name: str, V: int, **overrides) -> None:
+def check_settings(name: str, V: int, w_kd_schedule: str = "constant", compile: bool = False, **overrides) -> None:
     """Try the method on three positions, the second one ignored. `UserError` if a setting is wrong at a vocabulary of V,
     or if the objective does not keep the contract at the head of this file.
     """
     method = resolve(name, **overrides)
-    z_s, z_t = torch.randn(2, 3, V, generator=torch.Generator().manual_seed(0))
-    y = torch.tensor([0, IGNORE, V - 1])
-    if not method.has_teacher:
-        return
+    fn, hyper, w_kd, w_ce = method[:4]
+    is_random = "generator" in default_settings(fn)
     try:
-        result = method.fn(z_s.requires_grad_(), z_t, y, **method.hyper)
-        loss = getattr(result, "loss", result)  # of a NamedTuple
-        masked = loss.shape == y.shape and loss[1] == 0
-        require(masked, "expected one number per position, 0 where ignored: end with `return leave(.., valid)`")
-        (gradient,) = torch.autograd.grad(loss.sum(), z_s)
-        leaks = gradient[1].any()
-        require(not leaks, "ignored positions have a gradient; leave them out of means over positions (`valid_mean`)")
+        require(w_ce or (w_kd and method.has_teacher), f"w_kd={w_kd}, w_ce={w_ce}: nothing is learnt; set one of them")
+        require(w_kd <= 1 or w_kd_schedule != "wsd", f"w_kd={w_kd}: w_kd_schedule='wsd' takes <= 1: w_ce=1-w_kd")
+        require(not (compile and is_random), "it draws from a `generator`, so set --compile=False")
+        if method.has_teacher:
+            hyper = {**hyper, **scheduled_settings(method, 0, 1)}
+            _check_contract(lambda *z, **given: fn(*z, **hyper, **given), is_random, V)
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, UserError) else f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
         raise UserError(f"{name}: {first_line(error)}{where}") from error
+
+
+def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
+    z, y = torch.randn(2, 3, V, generator=torch.Generator().manual_seed(0)), torch.tensor([0, IGNORE, V - 1])
+    state = torch.get_rng_state()
+
+    def call(z: Tensor) -> Tensor:
+        """The loss and its gradient, side by side  # [2, N, V] -> [N, 1 + V]"""
+        z_s, z_t, labels = *z.clone(), y.clone()
+        result = fn(z_s.requires_grad_(), z_t, labels, **({"generator": torch.Generator()} if is_random else {}))
+        parts = result._asdict() if isinstance(result, tuple) else {"loss": result}
+        masked = getattr(parts["loss"], "shape", None) == y.shape and parts["loss"][1] == 0
+        require(masked, "expected one number per position, 0 where ignored: end with `return leave(.., valid)`")
+        for part, x in parts.items():
+            got = tuple(x.shape) if isinstance(x, Tensor) else [x]
+            require(got[:1] == y.shape, f"part {part}: expected a tensor [N], or [N, ..] that is not logged; got {got}")
+        for key, x, before in (("z_s", z_s, z[0]), ("z_t", z_t, z[1]), ("y", labels, y)):
+            require(torch.equal(x, before), f"{key} is changed in place; other students read it too: make a copy")
+        (gradient,) = torch.autograd.grad(parts["loss"].sum(), z_s)
+        require(not gradient[1].any(), "ignored positions have a gradient; use `valid_mean`, and `guard=True`")
+        require(torch.get_default_dtype() == z.dtype, "torch's default dtype is changed; name a dtype instead")
+        return torch.cat([parts["loss"][:, None], gradient], 1).detach()
+
+    first, wild = call(z), call(z * torch.tensor([1.0, 1e3, 1.0])[:, None])
+    again = first if torch.equal(first, wild) else call(z)
+    require(first.isfinite().all(), "its loss or gradient is not finite at ordinary logits")
+    same = torch.equal(first, again) and torch.equal(torch.get_rng_state(), state)
+    require(same, "equal calls differ; keep no state, draw from a keyword `generator: torch.Generator | None = None`")
+    require(torch.equal(first, wild), "ignored logits change other positions; leave them out of means (`valid_mean`)")
 
 
 def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0) -> Tensor:
@@ -819,7 +847,7 @@ METHODS |= {
     "abkd": Method(abkd, {}, 1.0, 0.0),
     "akl": Method(akl, {}, 1.0, 0.0),
     "todi": Method(todi, {}, 0.5, 0.5),
-    "taid": Method(taid, {}, 1.0, 0.0),
+    "taid": Method(taid, {}, 1.0, 0.0, moving=("t",)),
     "topk_tail": Method(tad, {"beta": 0.0}, 1.0, 0.0),  # KL over the teacher's top K and one bucket for the rest
     "logit_std": Method(vanilla_kd, {"tau": 2.0, "t2_scaling": True, "standardize": True}, 9.0, 0.1),
 }

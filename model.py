@@ -297,7 +297,7 @@ class Qwen2(nn.Module):
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
-    """A student with fresh weights: N(0, 0.02) for matrices, 0 for biases, 1 for norms (paper, appendix A and seed).
+    """A student with fresh weights: N(0, 0.02) for matrices, 0 for biases, 1 for norms, our choice: the paper is silent.
 
     Drawn on the CPU in fp32 in the order of the state dict, so that a seed means the same bits on every device.
     """

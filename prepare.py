@@ -1,4 +1,4 @@
-"""Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix B).
+"""Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix C).
 
     python prepare.py config/alra_200m.py [--key=value ...]    write the rows; after a kill the same command resumes
     python prepare.py --verify data/pile                       hash and count everything again

@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import os
+import random
 import signal
 import sys
 import threading
@@ -39,7 +40,7 @@ from lib.identity import student_shape
 from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
-from losses import alra, make_loss_fn, method_lines, needs_teacher, resolve, scheduled_settings
+from losses import alra, default_settings, make_loss_fn, method_lines, needs_teacher, resolve, scheduled_settings
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
 
 
@@ -122,17 +123,21 @@ def first_weights(cfg: Config) -> Qwen2:
 
 
 def objective_at(s: Student, step: int, cfg: Config) -> Callable:
-    """A student's objective in update `step`, with the settings that change during a run."""
-    scheduled = scheduled_settings(
-        resolve(s.name, **cfg.overrides_of(s.name)), step, cfg.schedule_steps, cfg.w_kd_schedule
-    )
+    """A student's objective in update `step`, with the settings that change during a run.
+
+    A random one is seeded for each forward batch by its number in the update, however that is divided.
+    """
+    overrides, device = cfg.overrides_of(s.name), s.model.head.device
+    method = resolve(s.name, **overrides)
+    scheduled = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
     # tensors, so that one compiled graph serves every value; filled, since a copy would make the host wait
-    scheduled = {
-        key: torch.full((), x, dtype=torch.float64, device=s.model.head.device) for key, x in scheduled.items()
-    }
-    return functools.partial(
-        make_loss_fn(s.name, cfg.group, cfg.compile, **cfg.overrides_of(s.name)), scheduled=scheduled
-    )
+    scheduled = {key: torch.full((), x, dtype=torch.float64, device=device) for key, x in scheduled.items()}
+    evaluate = make_loss_fn(s.name, cfg.group, cfg.compile, **overrides)
+    if "generator" not in default_settings(method.fn):
+        return functools.partial(evaluate, scheduled=scheduled)
+    first = parallel.rank() * cfg.batch_rows // parallel.world() // cfg.group
+    seeds = (random.Random(f"{cfg.seed} {step} {s.name} {n}").getrandbits(63) for n in itertools.count(first))
+    return lambda *z: evaluate(*z, scheduled | {"generator": torch.Generator(device).manual_seed(next(seeds))})
 
 
 def learning_rate(step: int, cfg: Config) -> float:

@@ -4,8 +4,7 @@
 #   python eval.py out/alra_500m/alra
 #
 # The paper's average over nine tasks is 37.40; not yet run here.
-# Computed, not measured: 6.2e18 FLOP, 13 GiB at micro_batch=1; at 40 % of the card's peak 4.3 h on an 80 GB H100, 26 h on a
-# 24 GB RTX 4090. A checkpoint has 5.6 GB.
+# Computed, not measured: 6.2e18 FLOP, 4.3 h at 40 % of an H100's peak.
 
 methods = ("alra",)
 student = "500m"

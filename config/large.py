@@ -1,14 +1,13 @@
 # ALRA, a student of 1.5B from a teacher of 32B, on eight cards: where the teacher does not fit one card beside the student.
 #
-#   python prepare.py config/large.py     5.2B tokens; the first time, the tokenizer's folder comes with the teacher's weights (66 GB)
+#   python prepare.py config/large.py     5.2B tokens; the first time, the tokenizer's folder comes with the teacher's weights
 #   torchrun --nproc_per_node=8 --max_restarts=3 train.py config/large.py
 #
-# Not run here. Memory of each card, computed and not measured: 24.6 GiB and 0.25 GiB for each of its 64 rows, 40.4 GiB in
-# all; 102.6 GiB with shard=1. Layers of the teacher: 7.3 GiB instead of 58.1; its embedding and head: 2.9 GiB on every card.
+# Not run here.
 
 methods = ("alra",)
 student = "config/large_student.json"  # the shape of Qwen2.5-1.5B with the teacher's vocabulary: 1.54B parameters
-teacher = "Qwen/Qwen2.5-32B"
+teacher = "Qwen/Qwen2.5-32B"  # no commit: NAME@COMMIT pins it; run.json records the one used
 data_dir = "data/pile_large"
 n_documents = None
 train_rows = 10_240_000

@@ -2,7 +2,7 @@
 #
 #   python tools/compare.py config/mini.py --jobs=2    every method, variant and study, five seeds: hours (README, "Results")
 #
-# What differs from the paper's appendix D beside the sizes, and why:
+# What differs from the paper's appendix E beside the sizes, and why:
 #   learning rate   chosen per method by compare.py; falls to a tenth of its peak, as there
 #   warm-up         15 updates of 150; 512 of 126,400 would be one
 #   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order and one seed

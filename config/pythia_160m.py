@@ -8,16 +8,15 @@
 # The last line takes an earlier checkpoint of the teacher, where that revision has safetensors. Transformers computes the
 # teacher (GPT-NeoX); the student is a Llama-like decoder, head and embedding apart as in Pythia.
 #
-# Not run here. Cost, computed and not measured: 2.0B tokens, 1.5 GFLOP each. At 40 % of the peak of an 80 GB H100 that is
-# 2.1 h (263,000 tokens/s); 4.3 GiB and 0.5 GiB for each row of a micro-batch.
+# Not run here.
 
 methods = ("alra",)
 student = '{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "tie_word_embeddings": false}'
-teacher = "EleutherAI/pythia-410m"
+teacher = "EleutherAI/pythia-410m"  # no commit: NAME@COMMIT pins it; run.json records the one used
 data_dir = "data/pile_pythia"
 out_dir = "out/pythia_160m"
 
-source = "monology/pile-uncopyrighted"
+source = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
 n_documents = None
 train_rows = 1_953_152
 seq_len = 1024

@@ -4,8 +4,7 @@
 #   python train.py config/qwen3_200m.py
 #   python eval.py out/qwen3_200m/alra
 #
-# Not run here. Cost, computed and not measured: 2.36B tokens, 4.8 GFLOP each. At 40 % of the peak of an 80 GB H100 that
-# is 8.0 h (82,000 tokens/s); 9.8 GiB and 0.5 GiB for each row of a micro-batch.
+# Not run here. Teacher and corpus have no commit: NAME@COMMIT pins one; run.json and train.json record those used.
 
 methods = ("alra",)
 student = "200m"  # vocabulary, rope base, norm epsilon and context are the teacher's

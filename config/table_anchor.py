@@ -5,9 +5,9 @@
 #   python eval.py --table out/table_anchor
 #   python train.py config/table_anchor.py --student=500m --out_dir=out/table_anchor_500m
 #
-# Not yet run here. Computed, not measured, at micro_batch=1 and 40 % of the peak of an 80 GB H100:
-#   200m  4.5e18 FLOP, 19 GiB, 3.1 h
-#   500m  8.0e18 FLOP, 36 GiB, 5.6 h
+# Not yet run here. Computed, not measured; hours at 40 % of an H100's peak:
+#   200m  4.5e18 FLOP, 3.1 h
+#   500m  8.0e18 FLOP, 5.6 h
 
 methods = ("alra_n", "alra_ng", "alra", "alra_g")
 student = "200m"

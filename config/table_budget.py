@@ -5,9 +5,9 @@
 #   python eval.py --table out/table_budget
 #   python train.py config/table_budget.py --student=500m --out_dir=out/table_budget_500m
 #
-# Not yet run here. Computed, not measured, at micro_batch=1 and 40 % of the peak of an 80 GB H100:
-#   200m  6.5e18 FLOP, 30 GiB, 4.6 h
-#   500m  12.7e18 FLOP, 58 GiB, 8.9 h
+# Not yet run here. Computed, not measured; hours at 40 % of an H100's peak:
+#   200m  6.5e18 FLOP, 4.6 h
+#   500m  12.7e18 FLOP, 8.9 h
 
 methods = ("fixed_3", "fixed_7", "fixed_9", "fixed_15", "fixed_19", "fixed_25", "alra")
 student = "200m"

@@ -5,9 +5,9 @@
 #   python eval.py --table out/table_main
 #   python train.py config/table_main.py --student=500m --out_dir=out/table_main_500m
 #
-# Not yet run here. Computed, not measured, at micro_batch=1 and 40 % of the card's peak:
-#   200m  14.9e18 FLOP, 37 GiB; 10 h on an 80 GB H100; a checkpoint has 22 GB
-#   500m  29.9e18 FLOP, 73 GiB; 21 h on a card of H100 speed with more than 80 GB; a checkpoint has 50 GB
+# Not yet run here. Computed, not measured; hours at 40 % of an H100's peak:
+#   200m  14.8e18 FLOP, 10.4 h
+#   500m  29.9e18 FLOP, 21.0 h
 # If a run does not fit the card, split `methods` over several runs.
 
 methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")

@@ -5,9 +5,9 @@
 #   python eval.py --table out/table_pair
 #   python train.py config/table_pair.py --student=500m --out_dir=out/table_pair_500m
 #
-# Not yet run here. Computed, not measured, at micro_batch=1 and 40 % of the peak of an 80 GB H100:
-#   200m  7.1e18 FLOP, 16 GiB, 5.0 h
-#   500m  12.1e18 FLOP, 28 GiB, 8.5 h
+# Not yet run here. Computed, not measured; hours at 40 % of an H100's peak:
+#   200m  7.1e18 FLOP, 5.0 h
+#   500m  12.1e18 FLOP, 8.5 h
 
 methods = ("alra_r", "alra_u", "alra")
 student = "200m"

@@ -22,7 +22,7 @@ from configure import ROLES, Config
 from lib.files import read_json, require
 from lib.hf import find_folder, tensors_hash, weight_files
 from lib.teacher import inherited
-from losses import resolve, settings
+from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 
 PLAIN = int | float | complex | str | bytes | None
@@ -33,11 +33,11 @@ def made_by(cfg: Config, name: str) -> dict:
     """All that decides what the student `name` is after some updates, but for rounding, as JSON."""
     method, own = resolve(name, **cfg.overrides_of(name)), cfg.settings_of(name)
     train, val = (read_json(Path(cfg.data_dir, f"{part}.json"), ["sha256", "tokenizer_sha256"]) for part in ("train", "val"))  # fmt: skip
-    values = {**own, **(method.fn.__kwdefaults__ or {}), **method.hyper, **method._asdict()}
+    values = {**own, **default_settings(method.fn), **method.hyper, **method._asdict()}
     record = {key: getattr(cfg, key) for key, role in ROLES.items() if role == "learnt"} | {
         "methods": name.partition("@")[0],
         "hyper": {key: values[key] for key in (*settings(name), *own)},
-        "objective": code_hash(method.fn),
+        "objective": code_hash((method.fn, method.moving)),
         "shape": dataclasses.asdict(student_shape(cfg)),
         "student_weights": content_hash(cfg.student_weights) if cfg.student_weights else None,
         "resume_from": content_hash(cfg.resume_from) if cfg.resume_from else None,

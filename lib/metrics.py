@@ -74,7 +74,7 @@ def row_sums(
             of_teacher = None
             if teacher:
                 z_t = fused.mm(h_t[part], head_t.t())
-                of_teacher = (*_confidence(z_t, label[part]), vocab.top(z_t, 5))
+                of_teacher = (*_confidence(z_t, label[part]), vocab.top(z_t, min(5, n_vocab)))
             for (h, head), into, gap in zip(models, sums, gaps, strict=True):
                 values, p_top, right = _compare(fused.mm(h[part], head.t()), label[part], of_teacher, n_bytes)
                 for key in keys:
@@ -95,7 +95,7 @@ def _confidence(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _compare(z: Tensor, y: Tensor, of_teacher, n_bytes) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """-> a student's figures [N] by name; the probability of its most likely token [N]; whether that is the label [N]"""
-    logp, top = z.log_softmax(-1), vocab.top(z, 5)
+    logp, top = z.log_softmax(-1), vocab.top(z, min(5, z.shape[1]))
     ce = -logp.gather(1, y[:, None])[:, 0]
     values = {"n": torch.ones_like(ce), "ce": ce}
     if n_bytes is not None:
@@ -103,7 +103,7 @@ def _compare(z: Tensor, y: Tensor, of_teacher, n_bytes) -> tuple[dict[str, Tenso
     if of_teacher is not None:
         logp_t, p_t, ce_t, entropy_t, top_t = of_teacher
         values |= {"kl": (p_t * (logp_t - logp)).sum(-1), "top1": top[:, 0] == top_t[:, 0]}
-        values |= {"top5": (top[:, :, None] == top_t[:, None, :]).sum((1, 2)) / 5}
+        values |= {"top5": (top[:, :, None] == top_t[:, None, :]).sum((1, 2)) / top.shape[1]}
         values |= {"teacher_ce": ce_t, "teacher_entropy": entropy_t}
     return values, logp.gather(1, top[:, :1])[:, 0].exp(), top[:, 0] == y
 

@@ -117,7 +117,7 @@ def check_config(cfg: Config) -> None:
     parallel.check_agreement(methods=cfg.methods, seq_len=cfg.seq_len)
     shape, world = student_shape(cfg), parallel.world()
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
-        check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
+        check_settings(name, shape.vocab_size, cfg.w_kd_schedule, cfg.compile, **cfg.overrides_of(name))
     unused = [*(cfg.hyper.keys() - {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)})]
     learner = next(filter(needs_teacher, cfg.methods), None)
     for ok, message in (

@@ -3,11 +3,14 @@
 The recorded numbers of the authors' codes are in test_golden.py, the fused head in test_fused.py.
 """
 
+import contextlib
 import math
+import random
 import re
 import shutil
 import sys
 import typing
+from collections import namedtuple
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,11 +196,8 @@ def test_of_equally_hard_positions_the_first_are_kept(name):
 
 
 def test_pair_weights_are_constants_unless_asked():
-    z_s, z_t, y = case()
     settings = {"lambda_pair": 9.0, "d_max": 7}
-    detached, through = (
-        value_and_gradient(losses.alra, z_s, z_t, y, detach_weights=d, **settings) for d in (True, False)
-    )
+    detached, through = (value_and_gradient(losses.alra, *case(), detach_weights=d, **settings) for d in (True, False))
     assert torch.equal(detached[0], through[0]) and not torch.allclose(detached[1], through[1])
 
 
@@ -213,11 +213,7 @@ def test_the_largest_logits_come_lowest_index_first_where_equal(k):
 def test_the_largest_logits_are_found_by_way_of_their_blocks(k, size, monkeypatch):
     monkeypatch.setattr(vocab, "block_size", lambda V: size)
     g = torch.Generator().manual_seed(k)
-    for z in (
-        torch.randint(0, 30, (17, 199), generator=g).float(),
-        torch.zeros(3, 199),
-        torch.randn(5, 199, generator=g),
-    ):
+    for z in (torch.randint(30, (17, 199), generator=g).float(), torch.zeros(3, 199), torch.randn(5, 199, generator=g)):
         z[1, -3:] = 99.0  # in the last, shorter block
         assert vocab.top(z, k).tolist() == [naive.top(row, k) for row in z]
 
@@ -458,14 +454,8 @@ BASELINES = {
 }
 ALRA = {"d_min": 3, "d_max": 25, "gamma": 5.0, "tau": 1.0, "tau_p": 1.0, "lambda_pair": 1.0, "eps": 1e-6,
         "anchor": "teacher", "pair": "swpra", "budget": "adaptive", "detach_weights": True}  # fmt: skip
-ANCHORS = {
-    "alra": "teacher",
-    "alra_n": "none",
-    "alra_ng": "label",
-    "alra_g": "both",
-    "alra_r": "teacher",
-    "alra_u": "teacher",
-}
+ANCHORS = {"alra": "teacher", "alra_n": "none", "alra_ng": "label", "alra_g": "both", "alra_r": "teacher",
+           "alra_u": "teacher"}  # fmt: skip
 # (w_kd, w_ce) of the other rows
 WEIGHTS = {"dkd": (1.0, 1.0), "sekd": (0.9, 0.1), "todi": (0.5, 0.5), "logit_std": (9.0, 0.1)}
 
@@ -528,10 +518,9 @@ def test_pretrain_needs_no_teacher():
 
 
 def test_the_weight_of_pd_warms_up_holds_and_decays():
-    pd = losses.resolve("pd", w_kd=0.9)
-    assert [
-        losses.scheduled_settings(pd, s, 1000, "wsd")["w_kd"] for s in (0, 50, 100, 500, 990, 995, 1000)
-    ] == pytest.approx([0, 0.45, 0.9, 0.9, 0.9, 0.45, 0])
+    pd, steps = losses.resolve("pd", w_kd=0.9), (0, 50, 100, 500, 990, 995, 1000)
+    weights = [losses.scheduled_settings(pd, step, 1000, "wsd")["w_kd"] for step in steps]
+    assert weights == pytest.approx([0, 0.45, 0.9, 0.9, 0.9, 0.45, 0])
     assert losses.scheduled_settings(pd, 50, 1000) == {}
 
 
@@ -640,44 +629,64 @@ def test_compiled_the_gradient_replaces_the_logits():
     assert (status("VmHWM") - before) / (4 * n * v) < 0.9
 
 
-def test_a_row_whose_setting_its_objective_lacks_is_told(monkeypatch):
-    monkeypatch.setitem(losses.METHODS, "mine", losses.Method(losses.reverse_kl, {"tua": 2.0}, 1.0, 0.0))
-    refused("mine: reverse_kl() got an unexpected keyword argument 'tua'", lambda: losses.check_settings("mine", 23))
-
-
-def _squares(z_s, z_t, y, inside=True):
-    z_s, z_t, _, valid = losses.enter(z_s, z_t, y)
+def _squares(z_s, z_t, y, inside=True, guard=False):
+    z_s, z_t, _, valid = losses.enter(z_s, z_t, y, guard)
     loss = (z_s - z_t).square().sum(-1)
     return loss / (losses.valid_mean(loss, valid) if inside else loss.mean()), valid
+
+
+def _random(z_s, z_t, y, *, generator: torch.Generator | None = None):
+    return losses.reverse_kl(z_s, z_t + torch.rand(z_t.shape, generator=generator), y)
+
+
+def _with_part(act):
+    return lambda z_s, *z: namedtuple("Terms", "loss extra")(losses.reverse_kl(z_s, *z), act(z_s.data, *z))
 
 
 def _by_hand(z_s, z_t, y):
     """As good as any: it looks at values, takes rows by a mask, and calls neither `enter` nor `leave`."""
     out = z_s.new_zeros(len(y))
     if (y != IGNORE).any():
-        out[y != IGNORE] = (z_s - z_t).square().sum(-1)[y != IGNORE] / z_t.std().item()
+        out[y != IGNORE] = (z_s - z_t).square().sum(-1)[y != IGNORE] / z_t[y != IGNORE].std().item()
     return out
 
 
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (_by_hand, ""),
-        (lambda *z: losses.leave(*_squares(*z)), ""),
-        (lambda *z: losses.leave(*_squares(*z, inside=False)), r"ignored positions have a gradient; .*`valid_mean`"),
-        (lambda *z: _squares(*z)[0], "expected one number per position, 0 where ignored: end with `return leave"),
-        (lambda *z: _squares(*z)[0].sum(), "expected one number per position"),
-        (lambda *z: losses.leave(*_squares(*z)).detach(), "element 0 of tensors does not require grad"),
-        (lambda z_s, z_t, y: z_s.gather(1, y[:, None]), r"index -100 is out of .* \(RuntimeError in \S+test_losses.py, line \d+\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fn", "message"), [
+    (_by_hand, ""),
+    (lambda *z: losses.leave(*_squares(*z)), ""),
+    (lambda *z: losses.leave(*_squares(*z, inside=False)), r"ignored positions have a gradient; .*`valid_mean`"),
+    (lambda *z: losses.leave(*_squares(*z, inside=False, guard=True)), "ignored logits change other positions"),
+    (lambda *z: losses.reverse_kl(*z) * (w := z[1].amax(-1)) / w.mean(), "ignored logits change other positions"),
+    (_random, ""),
+    (_with_part(lambda *z: torch.rand(3)), "equal calls differ; .* keyword `generator: torch.Generator"),  # whatever it does with them
+    (lambda *z: losses.reverse_kl(*z) * random.random(), "equal calls differ"),
+    (_with_part(lambda z_s, z_t, y: z_s.mul_(2)), "z_s is changed in place"),
+    (_with_part(lambda z_s, z_t, y: z_t.mul_(2)), "z_t is changed in place"),
+    (_with_part(lambda z_s, z_t, y: y.clamp_(min=0)), "y is changed in place"),
+    (_with_part(lambda *z: torch.set_default_dtype(torch.float64) or z[2]), "default dtype is changed"),
+    (_with_part(lambda *z: None), r"part extra: expected a tensor \[N\], .* got \[None\]"),
+    (_with_part(lambda *z: z[0].mean()), r"part extra: expected a tensor \[N\], .* got \(\)"),
+    (lambda z_s, *z: losses.mse_logits(1e30 * z_s, *z), "not finite at ordinary logits"),
+    (losses.Method(losses.jsd, {"tua": 2.0}, 1.0, 0.0), r"jsd\(\) got an unexpected keyword argument 'tua'"),
+    (losses.Method(losses.jsd, {}, 0.0, 0.0), "w_kd=0.0, w_ce=0.0: nothing is learnt; set one of them"),
+    (losses.Method(losses.jsd, {}, 9.0, 0.1), "w_kd=9.0: w_kd_schedule='wsd' takes <= 1: w_ce=1-w_kd"),
+    (losses.Method(losses.bild, {}, 1.0, 0.0, ("top_k",)), "'top_k_end' .KeyError in "),
+    (lambda *z: _squares(*z)[0], "expected one number per position, 0 where ignored: end with `return leave"),
+    (lambda *z: _squares(*z)[0].sum(), "expected one number per position"),
+    (lambda *z: losses.leave(*_squares(*z)).detach(), "element 0 of tensors does not require grad"),
+    (lambda z_s, z_t, y: z_s.gather(1, y[:, None]), r"index -100 is out of .* \(RuntimeError in \S+test_losses.py, line \d+\)"),
+])  # fmt: skip
 def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
-    monkeypatch.setitem(losses.METHODS, "mine", losses.Method(fn, {}, 1.0, 0.0))
-    if message:
-        with pytest.raises(ValueError, match=f"^mine: .*{message}"):
-            losses.check_settings("mine", 23)
-    else:
-        losses.check_settings("mine", 23)
+    monkeypatch.setitem(losses.METHODS, "mine", fn if isinstance(fn, tuple) else losses.Method(fn, {}, 1.0, 0.0))
+    with pytest.raises(ValueError, match=f"^mine: .*{message}") if message else contextlib.nullcontext():
+        losses.check_settings("mine", 23, "wsd")
+    torch.set_default_dtype(torch.float32)
+
+
+def test_every_objective_passes_its_trial():
+    for name in METHODS:
+        for V in (53, 4096):
+            losses.check_settings(name, V, compile=True)
 
 
 def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):

@@ -6,11 +6,15 @@ What holds for every objective is in test_losses.py, the recorded numbers are in
 import functools
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import losses
+import train
+from configure import Config
+from lib import metrics
 from losses import METHODS, method_loss
 from tests.golden_table import KEYWORDS
 from tests.test_golden import cases
@@ -215,10 +219,40 @@ def test_taids_t_moves_over_the_run():
     at = lambda name, step, **of: losses.scheduled_settings(losses.resolve(name, **of), step, 1000)  # noqa: E731
     assert [at("taid", step)["t"] for step in (0, 500, 1000)] == pytest.approx([0.4, 0.7, 1.0])
     assert at("taid", 500, t=0.2, t_end=0.4, w_ce=1.0) == {"t": pytest.approx(0.3)} and at("alra", 500, gamma=3.0) == {}
+    assert losses.scheduled_settings(METHODS["taid"]._replace(moving=()), 500, 1000) == {}  # a name alone moves nothing
     z_s, z_t, y = case()
     last, kl = losses.make_loss_fn("taid"), losses.make_loss_fn("vanilla_kd", tau=1.0, w_kd=1.0, w_ce=0.0)
     moved = {"t": torch.tensor(at("taid", 1000)["t"], dtype=torch.float64)}
     torch.testing.assert_close(last(None, z_s, z_t, y, moved)[0], kl(None, z_s, z_t, y)[0])
+
+
+def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(monkeypatch):
+    def mine(z_s, z_t, y, *, generator: torch.Generator | None = None):
+        seeds.append(generator.initial_seed())
+        return losses.reverse_kl(z_s, z_t, y)
+
+    def drawn(name="mine@a", step=3, world=1, seed=1):
+        student = SimpleNamespace(name=name, model=SimpleNamespace(head=torch.ones(1)))
+        for rank in range(world):
+            monkeypatch.setattr(train, "parallel", SimpleNamespace(rank=lambda rank=rank: rank, world=lambda: world))
+            objective = train.objective_at(student, step, Config(batch_rows=8, group=2, seed=seed))
+            for _ in range(4 // world):
+                objective(torch.float64, *case())
+        return [seeds.pop(0) for _ in range(4)]
+
+    seeds = []
+    monkeypatch.setitem(METHODS, "mine", losses.Method(mine, {}, 1.0, 0.0))
+    assert drawn() == drawn(world=2) == drawn(world=4) and drawn()[0] == 6394423578351708644  # in every Python
+    assert len({*drawn(), *drawn("mine@b"), *drawn(step=4), *drawn(seed=5)}) == 16
+    assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
+    with pytest.raises(ValueError, match="mine: it draws from a `generator`, so set --compile=False"):
+        losses.check_settings("mine", 53, compile=True)
+
+
+def test_the_largest_five_of_a_vocabulary_of_four_are_four():
+    y, model = torch.tensor([[0, 3]]), (lambda x: case(n=3, v=4)[0][None, :2], torch.eye(4).double())
+    (sums,) = metrics.row_sums([model], model, [(0, y, y)], 1)
+    assert sums["top5"] == sums["n"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
@@ -226,9 +260,8 @@ def test_taids_t_moves_over_the_run():
 def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
-    whole = torch.compile(
-        functools.partial(losses._evaluate, METHODS[name], torch.float32), backend="eager", fullgraph=True
-    )
+    one = functools.partial(losses._evaluate, METHODS[name], torch.float32)
+    whole = torch.compile(one, backend="eager", fullgraph=True)
     loss, _, dz = whole(z := z_s.clone(), z_t, y)
     assert dz is z  # the gradient overwrites the logits
     expected = method_loss(name, z := z_s.clone().requires_grad_(), z_t, y)[0]

@@ -3,8 +3,8 @@
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
-The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM and SIGHUP end it after the current update, with
-a checkpoint and exit code 0. lib/run.py says what the run's folder contains.
+The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM, SIGHUP and SIGUSR1 end it after the current
+update, with a checkpoint and exit code 75. lib/run.py says what the run's folder contains.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
@@ -400,7 +400,7 @@ def loop(
 ) -> tuple[int, dict]:
     """From the newest checkpoint to the last one -> the step that was reached, and the counts."""
     first, counts = run.resume(students, schedule, facts, cfg)
-    live, step, stop, started = [s for s in students if not s.stopped], first, False, time.perf_counter()
+    live, step, stop, failed, started = [s for s in students if not s.stopped], first, False, None, time.perf_counter()
     catch_signals()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     stream, due = batches(rows, teacher, step, cfg), started + pause
@@ -430,8 +430,12 @@ def loop(
             for s in live:
                 s.record({"step": step, **validated[s.name]})
         if save:
-            run.save_checkpoints(live, step, counts, facts, cfg)
-            due = time.perf_counter() + pause
+            before, failed = failed, run.save_checkpoints(live, step, counts, facts, cfg)
+            if failed and (stop or last):
+                raise failed
+            if failed and not before:
+                say(f"step {step}: no checkpoint; trying after each update from now on: {failed}")
+            due = time.perf_counter() + (0 if failed else pause)
         bar.update()
     bar.close()
     return step, counts

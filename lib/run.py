@@ -279,10 +279,12 @@ def summary(students: list[Student], step: int, facts: dict, cfg: Config) -> str
 def drop_broken(
     live: list[Student], step: int, counts: dict, facts: dict, cfg: Config, check_weights: bool
 ) -> list[Student]:
-    """The students that can continue; the others get a stopped.json."""
-    if check_weights:
+    """The students that can continue; the others get a stopped.json, and before it a checkpoint while their weights are finite."""
+    if check_weights or any(s.stopped for s in live):
         broken = [not all(all_finite(parallel.local(p)) for p in s.parameters().values()) for s in live]
         for s, n in zip(live, parallel.all_reduce_sum(*broken), strict=True):  # all processes stop the same ones
+            if s.stopped and not n:
+                save_checkpoints([s], step, counts, facts, cfg)
             s.stopped = s.stopped or ("its weights are not finite" if n else None)
     for s in live:
         if s.stopped:
@@ -306,8 +308,12 @@ def save_model(
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, cfg: Config) -> None:
-    """A checkpoint of each student; all are written before any older one is removed. That of step 0 has no tensors."""
+def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, cfg: Config) -> UserError | None:
+    """A checkpoint of each student -> why one could not be written. That of step 0 has no tensors.
+
+    All are written before any older one is removed.
+    """
+    failed = None
     for s in live:
         names = {p: name for name, p in s.parameters().items()}
         kept = {f"{names[p]}/{key}": value for p, own in s.optimizer.state.items() for key, value in own.items()}
@@ -315,18 +321,23 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
         groups = {name: parallel.to_first(dict(sorted(group.items()))) for name, group in groups.items() if group}
         state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals(), "tensors_sha256": {}}
         path = s.folder / "checkpoints" / f"step_{step:08d}"
-        if parallel.rank() == 0:
-            with atomic_folder(path) as new:
-                for name, group in groups.items():
+        try:
+            with atomic_folder(path) if parallel.rank() == 0 else contextlib.nullcontext() as new:
+                for name, group in groups.items() if new else ():
                     safetensors.torch.save_file(group, new / f"{name}.safetensors")
                     state["tensors_sha256"][name] = tensors_hash(group)
-                write_json(new / "state.json", state)
-    for s in live if parallel.rank() == 0 else ():
-        for old in [path for at, path in s.checkpoints().items() if at <= step][: -cfg.keep_checkpoints]:
+                if new:
+                    write_json(new / "state.json", state)
+        except UserError as error:
+            failed = error
+    for s in live if parallel.rank() == 0 and not failed else ():
+        older = [path for at, path in s.checkpoints().items() if at <= step][: -cfg.keep_checkpoints]
+        for old in (path for path in older if not cfg.keep_every_steps or int(path.name[5:]) % cfg.keep_every_steps):
             doomed = old.with_name(old.name + ".tmp")  # renamed first: a kill leaves no incomplete checkpoint
             shutil.rmtree(doomed, ignore_errors=True)
             os.replace(old, doomed)
             shutil.rmtree(doomed)
+    return failed
 
 
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, Tensor]]]:
@@ -385,9 +396,8 @@ def open_services(s: Student, facts: dict, cfg: Config) -> None:
                          resume="allow", reinit="create_new")  # fmt: skip
         return lambda record: run.log(record, step=record["step"])
 
-    for key, opens in {"tensorboard": open_tensorboard, "wandb_project": open_wandb}.items():
-        if getattr(cfg, key):
-            try:
-                s.services[key] = opens()
-            except Exception as error:
-                say(f"{s.name}: left out {key}: {first_line(error)}")
+    for service, wanted, opens in (("TensorBoard", cfg.tensorboard, open_tensorboard), ("Weights & Biases", cfg.wandb_project, open_wandb)):  # fmt: skip
+        try:
+            s.services |= {service: opens()} if wanted else {}
+        except Exception as error:
+            say(f"{s.name}: left out {service}: {first_line(error)}")

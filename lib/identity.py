@@ -108,20 +108,24 @@ def _code(x: object, seen: dict) -> list[str]:
         return [str(len(x)), *(line for part in x for line in _code(part, seen))]
     if isinstance(x, Tensor):
         return [tensors_hash({"": x})]
+    if isinstance(x, types.CodeType):
+        return [x.co_code.hex(), *_code((x.co_names, x.co_consts), seen)]
     if not isinstance(x, types.FunctionType | type):
         return [repr(x) if isinstance(x, PLAIN) else f"{type(x).__module__}.{type(x).__qualname__}"]
     seen[id(x)] = x.__qualname__  # met again: its name is enough
+    cells = ()
+    if isinstance(x, types.FunctionType):
+        cells = (inspect.getclosurevars(x).nonlocals, x.__defaults__, x.__kwdefaults__)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(x)))
-    except (OSError, SyntaxError):  # a lambda inside a call, or a function without a file
-        return [x.__code__.co_code.hex(), *_code((x.__code__.co_names, x.__code__.co_consts), seen)]
+    except (OSError, SyntaxError):  # without a file, or a part of a line
+        return _code((x.__code__, cells), seen)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
             node.body[0] = ast.Pass()
     names, home = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}, vars(sys.modules[x.__module__])
     used = {name: home[name] for name in sorted(names & home.keys()) if _counts(home[name], x.__module__)}
-    cells = inspect.getclosurevars(x).nonlocals if isinstance(x, types.FunctionType) else {}
-    return [ast.unparse(tree), *_code(used | cells, seen)]
+    return [ast.unparse(tree), *_code((used, cells), seen)]
 
 
 def _counts(x: object, module: str) -> bool:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import configure
@@ -138,8 +139,8 @@ def test_make_demo_draws_curves_of_its_three_students(run, copy):
 @pytest.mark.slow
 def test_an_objective_is_added_in_three_steps_as_the_readme_says(run, copy, monkeypatch):
     """The blocks of code are run where the README says, and its commands after them: train, eval, table, plot."""
-    steps = dict(re.findall(r"<!-- (step \d|hidden states) -->\n```\w+\n(.*?)```", README, re.S))
-    assert list(steps) == ["step 1", "step 2", "step 3", "hidden states"]
+    steps = dict(re.findall(r"<!-- (step \d|extras|hidden states) -->\n```\w+\n(.*?)```", README, re.S))
+    assert list(steps) == ["step 1", "step 2", "step 3", "extras", "hidden states"]
     monkeypatch.setattr(losses, "sqrt_kd", None, raising=False)
     monkeypatch.setitem(losses.METHODS, "sqrt_kd", None)
     exec(steps["step 1"] + steps["step 2"], losses.__dict__)
@@ -147,18 +148,36 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(run, copy, monk
     assert "sqrt_kd tau=1.5" in said["eval.py"] and (copy / "out/sqrt_kd/curves.png").is_file()
     z, y = torch.randn(7, 11), torch.arange(7).where(torch.arange(7) != 2, losses.IGNORE)
     assert losses.sqrt_kd(z, z, y).abs().max() < 1e-6 and losses.sqrt_kd(z, -z, y)[2] == 0
-    function = inspect.getsource(train.accumulate)
-    above = "        for s, (loss, terms) in zip(students, results, strict=True):\n"
-    assert function.count(above) == 1
     names = dict(train.__dict__)
-    exec(function.replace(above, steps["hidden states"] + above), names)
-    gnorms = []
-    for accumulate in (train.accumulate, names["accumulate"]):
-        monkeypatch.setattr(train, "accumulate", accumulate)
-        run("python train.py config/demo.py --methods=vanilla_kd --out_dir=out/alike --log_every_steps=1")
-        line = json.loads((copy / "out/alike/vanilla_kd/log.jsonl").read_text().splitlines()[0])
-        gnorms.append(line["gnorm"])
-    assert 0 < line["alike"] < 1 and gnorms[0] != gnorms[1]
+    places = {"hidden states": "        for s, (loss, terms) in zip(students", "extras": "    if cfg.compile:\n"}
+    for name, place in places.items():
+        function = inspect.getsource(getattr(train, "accumulate" if name == "hidden states" else "make_student"))
+        assert function.count(place) == 1
+        exec(function.replace(place, steps[name] + place), names)
+
+    def frozen(name, cfg):
+        """With its first layer frozen and another optimizer."""
+        s = names["make_student"](name, cfg)
+        s.model.model.layers[0].requires_grad_(False)
+        s.optimizer = torch.optim.SGD([p for p in s.parameters().values() if p.requires_grad], momentum=0.9)
+        return s
+
+    run("python prepare.py config/demo.py")
+    runs = {name: copy / "out" / name / "vanilla_kd" for name in ("plain", "whole", "cut")}
+    for name, n in (("plain", 1), ("whole", 3), ("cut", 1), ("cut", 3)):  # one that is cut goes on with the same bits
+        if name == "whole":
+            monkeypatch.setattr(train, "accumulate", names["accumulate"])
+            monkeypatch.setattr(train, "make_student", frozen)
+        keys = f"--methods=vanilla_kd --log_every_steps=1 --schedule_steps=3 --max_steps={n} --out_dir=out/{name}"
+        assert train.distil(configure.load(["config/demo.py", *shlex.split(f"{MORE['train.py']} {keys}")])) == 0
+    first, line = (json.loads((runs[name] / "log.jsonl").read_text().splitlines()[0]) for name in ("plain", "whole"))
+    assert line["far"] > 0 and line["ce"] == first["ce"] and line["gnorm"] != first["gnorm"]
+    for file in ("model", "extras", "optimizer"):
+        one, two = (runs[name] / f"checkpoints/step_00000003/{file}.safetensors" for name in ("whole", "cut"))
+        assert one.read_bytes() == two.read_bytes()
+    assert "vanilla_kd" in run("python eval.py out/whole --tasks none")
+    saved = safetensors.torch.load_file(runs["cut"] / "model/model.safetensors")
+    assert saved and not any("up" in name.split(".") for name in saved)
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

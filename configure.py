@@ -10,6 +10,8 @@ import inspect
 import os
 import re
 import sys
+import tempfile
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -232,4 +234,10 @@ def guard(main: Callable[[], int | None]) -> int:
     except (ValueError, OSError, MemoryError) as error:
         text = error if isinstance(error, UserError) else first_line(error)
         print(f"{type(error).__name__}: {text}", file=sys.stderr)
+        return 1
+    except Exception as error:  # nobody foresaw it: one line here, all of it in a file
+        at, file = traceback.extract_tb(error.__traceback__)[-1], Path(tempfile.mkstemp("-traceback.txt")[1])
+        file.write_text("".join(traceback.format_exception(error)))
+        where = f"{at.filename}, line {at.lineno}; all of it in {file}"
+        print(f"{type(error).__name__}: {first_line(error)} ({where})", file=sys.stderr)
         return 1

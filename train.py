@@ -330,6 +330,12 @@ def log_terms(
     rate, logged = learning_rate(step - 1, cfg), {}
     for s in live:
         logged[s.name] = {name: value / max(counts["since_log_tokens"], 1) for name, value in s.totals().items()}
+        ce, of_guess = logged[s.name]["ce"], math.log(s.model.config.vocab_size)
+        if step > cfg.warmup_steps and ce > of_guess > 1.1 * s.best_ce:
+            say(
+                f"{s.name}, step {step}: CE {ce:.2f} was {s.best_ce:.2f}, and is past ln V = {of_guess:.2f}; it diverges: try a smaller lr"
+            )
+        s.best_ce = math.inf if ce > of_guess else min(ce, s.best_ce)  # told once for each rise
         tokens = {"nominal_tokens": step * cfg.batch_rows * cfg.seq_len, "valid_tokens": counts["valid_tokens"]}
         s.record({"step": step, **tokens, **logged[s.name], "lr": rate * s.lr_factor, "gnorm": s.gnorm, **shared})
         s.sums = {}
@@ -429,6 +435,11 @@ def loop(
             say_values(f"step {step}", validated, ("val_ce", "val_kl", "val_agree") if teacher else ("val_ce",), cfg)
             for s in live:
                 s.record({"step": step, **validated[s.name]})
+                ce, of_guess = validated[s.name]["val_ce"], math.log(s.model.config.vocab_size)
+                if not ce < 2 * of_guess:
+                    say(
+                        f"{s.name}, step {step}: held-out CE {ce:.2f} is over twice ln V = {of_guess:.2f}; it diverges: try a smaller lr"
+                    )
         if save:
             before, failed = failed, run.save_checkpoints(live, step, counts, facts, cfg)
             if failed and (stop or last):

@@ -68,6 +68,7 @@ class Student:
     lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term: this process's, since the last record
     gnorm: float = 0.0
+    best_ce: float = math.inf  # of the log's lines
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why it could not continue
     services: dict[str, Callable] = field(default_factory=dict)  # beside log.jsonl: TensorBoard, Weights & Biases

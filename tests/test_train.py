@@ -557,6 +557,54 @@ def test_tensorboard_wandb_and_the_terminal_get_the_records_of_the_log(tiny, tmp
     assert rows == [[f"{a:.4f}", f"{b:.4f}"] for a, b in both] and len(rows) == 3
 
 
+def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    ce = iter([5.0, 8.0, 9.0, 9.5, 6.0, 8.4])  # ln V is 8.32
+    accumulate, validate = train.accumulate, train.validate
+
+    def diverging(students, teacher, stream, step, cfg):
+        n = accumulate(students, teacher, stream, step, cfg)
+        students[0].sums |= {"ce": torch.tensor(next(ce) * n, dtype=torch.float64), "kd": torch.tensor(math.inf)}
+        return n
+
+    monkeypatch.setattr(train, "accumulate", diverging)
+    monkeypatch.setattr(train, "validate", lambda *args: {"alra": validate(*args)["alra"] | {"val_ce": 17.0}})
+    assert train.distil(config(tiny, tmp_path, methods="alra", log_every_steps=1, warmup_steps=1)) == 0
+    told = re.findall(
+        r"alra, step (\d): (CE \S+ was [\d.]+\d|held-out CE 17.00 is over twice ln V)", capsys.readouterr().out
+    )
+    assert told == [("3", "CE 9.00 was 5.00"), ("3", "held-out CE 17.00 is over twice ln V"), ("6", "CE 8.40 was 6.00"),
+                    ("6", "held-out CE 17.00 is over twice ln V")]  # fmt: skip
+    assert {r["kd"] for r in records(tmp_path, "alra") if "kd" in r} == {None}
+
+
+@pytest.mark.parametrize("fails", ["open", "log"])
+def test_a_service_that_fails_is_left_out_and_the_run_goes_on(tiny, finished, tmp_path, monkeypatch, capsys, fails):
+    log = mock.Mock(side_effect=[None, None, None, RuntimeError("no network\nmore")])
+    init = mock.Mock(return_value=mock.Mock(log=log), side_effect=KeyError("key") if fails == "open" else None)
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
+    assert train.distil(config(tiny, tmp_path, methods="alra", wandb_project="p")) == 0
+    told = {
+        "open": "alra: left out Weights & Biases: 'key'",
+        "log": "alra: left out Weights & Biases from step 6 on: no network",
+    }
+    assert capsys.readouterr().out.count(told[fails]) == 1 and log.call_count == 4 * (fails == "log")
+    assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+
+
+def test_a_broken_newest_checkpoint_is_passed_over(tiny, finished, tmp_path, capsys):
+    keys = {"methods": "alra", "keep_checkpoints": 3, "keep_every_steps": 2}
+    assert train.distil(config(tiny, tmp_path, **keys, max_steps=5)) == 0
+    assert saved(tmp_path / "alra") == [f"step_0000000{n}" for n in (0, 2, 4, 5)]
+    path = tmp_path / "alra/checkpoints/step_00000005"
+    (path / "optimizer.safetensors").write_bytes(b"cut short")
+    assert train.distil(config(tiny, tmp_path, **keys)) == 0
+    assert f"passed over: {path}: cannot be used" in capsys.readouterr().out
+    assert read_json(tmp_path / "run.json")["starts"][-1]["step"] == 4
+    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+
+
 def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(run.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=67_488 * (3 * 12 + 4) - 1))
     with pytest.raises(UserError, match=r"take up to 2.6 MiB of disk, 2.6 MiB are free; choose another disk"):

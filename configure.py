@@ -70,6 +70,7 @@ class Config:
     train_rows: PositiveInt | None = data(2_022_400)  # 126,400 updates * 16 rows; None: all that the documents give
     val_rows: NonNegativeInt = data(2_048)  # the last rows of the stream, so of the last file; for your own text prefer val_share
     val_share: Below1 = data(0.0)  # share of documents held out by hash, instead of val_rows
+    max_bad_records: NonNegativeInt = data(0)  # records that may be skipped because they cannot be read; 0: stop at the first
     bos: Literal["auto", "none"] = data("auto")  # "auto": before each document the BOS that the tokenizer itself adds, if any
     prepare_workers: PositiveInt = data(1)  # tokenizer processes; any number gives the same bytes
     seq_len: PositiveInt = learnt(512)  # model inputs per row; a stored row has up to seq_len + 1 ids

@@ -46,7 +46,7 @@ from lib.identity import content_hash
 from lib.rows import Rows, open_rows
 from lib.tables import FILE, RUN, read_if_there, scores_name, students_of, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
-from lib.teacher import Teacher, load_teacher
+from lib.teacher import Teacher, check_teacher, load_teacher
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 
@@ -314,11 +314,9 @@ def held_out_figures(
         "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest(),
     }
     if teacher_name:
-        folder = str(find_folder(teacher_name))
-        teacher = load_teacher(folder, torch.float32, device)
-        facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(folder)}
-        padded = len(teacher.head) > n_vocab > max(load_tokenizer(folder).get_vocab().values())
-        teacher = Teacher(teacher.model.to(getattr(torch, args.dtype)), device, n_vocab if padded else None)
+        teacher = load_teacher(teacher_name, torch.float32, device)
+        facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}
+        teacher = Teacher(teacher.model.to(getattr(torch, args.dtype)), device, n_vocab)
         of_teacher, n = 4 * sum(p.numel() for p in teacher.model.parameters()), len(teacher.head)
         require(n == n_vocab, f"{teacher_name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
     n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
@@ -336,7 +334,7 @@ def held_out_figures(
     return [({k: float(v) for k, v in total.items()} | facts, part) for total, part in zip(totals, sums, strict=True)]
 
 
-def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> tuple[Rows, np.ndarray]:
+def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], teacher: str | None, args) -> tuple[Rows, np.ndarray]:
     """The held-out rows, and the index of those to score. Refuses rows of another tokenizer or BOS, and rows that are too long."""
     seq_len, first = open_rows(data_dir, "val")[1]["row_len"] - 1, checkpoints[0]
     rows = Rows(data_dir, "val", seq_len, False, first.shape.vocab_size)
@@ -348,6 +346,8 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> tuple[
         require(bos == trained, f"{data_dir}: rows with bos={bos}, but {c.name} was trained on rows with bos={trained}")
         require(seq_len <= most, f"{data_dir}: rows of {seq_len} inputs, {c.name} takes {most} at most")
         require(n_vocab == rows.n_vocab, f"{c.name}: vocabulary of {n_vocab:,}, {first.name} has {rows.n_vocab:,}")
+    if teacher:
+        check_teacher(teacher, read_tokenizer(first.source), seq_len)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     require(len(index), f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
     return rows, index
@@ -447,7 +447,7 @@ def score(args) -> str:
         most, same = c.shape.max_position_embeddings, [other.name for other in checkpoints if other.folder == c.folder]
         require(not names or args.max_length <= most, f"--max_length {args.max_length}: {c.name} takes {most} at most")
         require(len(same) == 1, f"{' and '.join(same)}: results of both would go to {c.folder}; score one with --out")
-    rows = open_heldout(data_dir, checkpoints, args) if data_dir else None
+    rows = open_heldout(data_dir, checkpoints, teacher, args) if data_dir else None
     protocol = {"dtype": args.dtype, "lm_eval": version("lm_eval"), "max_length": args.max_length, "limit": args.limit}
     scores_file, busy = scores_name(args.split, args.limit), "another eval.py is at work there; wait for its end"
     with contextlib.ExitStack() as stack:

@@ -37,8 +37,11 @@ from transformers import PreTrainedTokenizerFast
 
 from lib import parallel
 from lib.files import UserError, nearest, read_json, reading, require
-from lib.hf import INIT_STD, find_folder, load_tokenizer, read_weights, save_folder  # noqa: F401  load_tokenizer: for users
+from lib.hf import INIT_STD, check_weights, find_folder, load_tokenizer, read_weights, save_folder  # noqa: F401  load_tokenizer: for users
 from lib.settings import NonNegativeInt, Positive, PositiveInt, checked
+
+NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # its rope scaling
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Qwen2Config:
             object.__setattr__(self, "head_dim", d // h)
             require(d % h == 0, f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
         require(h % g == 0, f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}")
+        for key in LLAMA3 if self.rope_scaling else ():
+            checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
         require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs")
 
 
@@ -277,8 +282,10 @@ class Qwen2(nn.Module):
         architecture, a pickle, and any tensor that is missing, left over or misshapen.
         """
         folder = find_folder(name)
+        shape = load_config(str(folder / "config.json"))  # never a preset of the same name
+        check_weights(folder, shape.num_hidden_layers)
         with torch.device("meta"):
-            model = cls(load_config(str(folder / "config.json")))  # never a preset of the same name
+            model = cls(shape)
         model.to(dtype)
         if shard > 1:
             parallel.shard(model, model.model.layers, shard, torch.device(device), layers_only=True)
@@ -337,23 +344,25 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
         return Qwen2Config(**{**mlp, "num_key_value_heads": given["num_attention_heads"], **(teacher or {}), **given})
 
 
-NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # its rope scaling
-
-
 def unsupported(hf: dict) -> str | None:
     """What a config.json asks for that this decoder does not compute; None if it computes everything."""
     if hf.get("model_type") not in NATIVE:
         return f"model_type={hf.get('model_type')!r}, expected one of {', '.join(NATIVE)}"
-    for rope in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" and (kind != "llama3" or not all(key in rope for key in LLAMA3)):
-            return f"rope scaling {rope}, expected none or Llama 3's"
+    rope = rope_of(hf)
+    if rope["rope_type"] not in ("default", "llama3"):
+        return f"rope scaling {rope}, expected none or Llama 3's"
     for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False),
-                        ("partial_rotary_factor", 1.0)):  # fmt: skip
+                        ("partial_rotary_factor", 1.0), ("quantization_config", None)):  # fmt: skip
         if hf.get(key, wanted) != wanted:
             return f"{key}={hf[key]!r}, expected {wanted!r}"
     return None
+
+
+def rope_of(hf: dict) -> dict:
+    """The rope base and scaling of a config.json; of several places for them the one that transformers reads."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = rope if isinstance(rope, dict) else {"type": rope}
+    return {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": rope.get("type", "default"), **rope}
 
 
 def load_config(name: str) -> Qwen2Config:
@@ -366,18 +375,19 @@ def load_config(name: str) -> Qwen2Config:
     hf = read_json(path)
     if reason := unsupported(hf):
         raise UserError(f"{path}: {reason}; this decoder does not support it")
-    kind, rope = hf["model_type"], {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    scaled = rope.get("rope_type", rope.get("type")) == "llama3"
+    kind, rope = hf["model_type"], rope_of(hf)
     hf = hf | {
+        "rope_theta": rope["rope_theta"],
         "attention_bias": kind == "qwen2" or hf.get("attention_bias", False),
         "qk_norm": kind == "qwen3",
-        "rope_scaling": {"rope_type": "llama3", **{key: rope[key] for key in LLAMA3}} if scaled else None,
+        "rope_scaling": None if rope["rope_type"] == "default" else {k: rope.get(k) for k in ("rope_type", *LLAMA3)},
     }
     defaults = {"tie_word_embeddings": False, "num_key_value_heads": hf.get("num_attention_heads"),
-                "head_dim": 128 if kind == "qwen3" else None, "rope_theta": rope.get("rope_theta", 1e4),
-                "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}  # fmt: skip
+                "head_dim": 128 if kind == "qwen3" else None, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}  # fmt: skip
     fields = {f.name: hf.get(f.name, defaults.get(f.name)) for f in dataclasses.fields(Qwen2Config)}
-    if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
-        fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
-    with reading(path, "expected a config.json in the Hugging Face format"):
+    try:
+        if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
+            fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
         return Qwen2Config(**fields)
+    except (UserError, TypeError) as error:
+        raise UserError(f"{path}: {error}") from error

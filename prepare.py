@@ -31,7 +31,7 @@ val.bin, all before them to train.bin. With `val_share` instead, whole documents
 their text where they have none) and cut as a second stream.
 
 **Files.** `<data_dir>/train.bin`, `val.bin`: uint32, row-major [rows, row_len], PAD in the unused tail of a row; beside them
-the manifests `train.json`, `val.json`: where the rows come from, counts and hashes. Until all are complete, the unfinished
+the manifests `train.json`, `val.json`: where the rows come from, what was skipped, counts and hashes. Until all are complete, the unfinished
 work is in `*.bin.tmp` and `prepare.state`.
 """
 
@@ -51,8 +51,8 @@ import threading
 import time
 from array import array
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -65,7 +65,7 @@ from tqdm import tqdm
 from configure import Config, guard, load
 from lib.files import UserError, atomic_write, first_line, locked, read_json, require, write_json, writing
 from lib.rows import MANIFEST, PAD, quick_hash
-from lib.tokens import leading_bos, token_bytes
+from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos, token_bytes
 
 RULE_VERSION = 1
 COMMIT_SEC = 5.0  # most work that a kill can lose
@@ -96,12 +96,13 @@ OPEN = 8  # may end a sentence even if none follows
 SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
-STATE = ("recipe", "records", "streams")
+STATE = ("recipe", "records", "streams", "read", "skipped")
+OWN, FINAL = ("train.bin.tmp", "val.bin.tmp"), ("train.bin", "train.json", "val.bin", "val.json")
 MANIFEST_KEYS = ("tokenizer", "vocab_size", "val_rows", "val_share", "tokens", "documents", "padding_share", "sources")
 
 
 def open_source(cfg: Config):
-    """`cfg.source` -> a stream of {"name", "text"} (datasets.IterableDataset, whose state resumes it), and facts of each part.
+    """`cfg.source` -> a stream of documents (datasets.IterableDataset, whose state resumes it), and facts of each part.
 
     Several sources, "a:0.7,b:0.3", are drawn from with these probabilities, by a fixed seed, until one of them ends.
     """
@@ -109,32 +110,38 @@ def open_source(cfg: Config):
 
     parts = [re.fullmatch(r"\s*(.+):(\d*\.?\d+)\s*", part) for part in cfg.source.split(",")]
     if Path(cfg.source).expanduser().exists() or not any(parts):
-        stream, facts = open_part(cfg.source, cfg)
-        return stream, [facts]
+        parts = [(None, cfg.source, 1)]
     if not all(parts) or not all(float(part[2]) for part in parts):
         raise UserError(f"source={cfg.source}: expected a share above 0 for each, like a:0.7,b:0.3")
-    streams, facts = zip(*(open_part(part[1], cfg) for part in parts), strict=True)
+    streams, facts = zip(*(open_part(part[1], cfg, i) for i, part in enumerate(parts)), strict=True)
+    names = Counter(os.path.realpath(file) for part in facts for file, _ in part.get("files", [(part["source"], "")]))
+    twice = [name for name, n in names.items() if n > 1]
+    require(not twice, f"source={cfg.source}: reads {twice[:1]} twice; name each file once, and no link to it")
+    if len(parts) == 1:
+        return streams[0], [*facts]
     shares = np.array([float(part[2]) for part in parts])
     shares = (shares / shares.sum()).tolist()
     mixture = datasets.interleave_datasets(list(streams), shares, seed=0, stopping_strategy="first_exhausted")
     return mixture, [{**part, "share": share} for part, share in zip(facts, shares, strict=True)]
 
 
-def open_part(name: str, cfg: Config):
+def open_part(name: str, cfg: Config, number: int):
     """One source: "python" (its documentation and library), a local file, folder or glob, or a hub dataset at one commit."""
     import datasets
 
-    path, column = Path(name).expanduser(), cfg.source_text
+    path, column, facts = Path(name).expanduser(), cfg.source_text, {}
     if name == "python":
         stream, content = datasets.IterableDataset.from_generator(python_documents), python_documents()
     elif path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) or name.endswith(SUFFIXES):
-        paths = path.rglob("*") if path.is_dir() else [path] if path.exists() else glob.iglob(str(path), recursive=True)
-        files = sorted(str(file) for file in paths if str(file).endswith(SUFFIXES) and Path(file).is_file())
-        require(files, f"source={name}: no such file, or no regular file there that ends in {', '.join(SUFFIXES)}")
+        files = list_files(name, path)
         root = os.path.commonpath([os.path.dirname(file) for file in files])
-        arguments = {"files": files, "root": root, "column": column}
-        stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
         content = [(os.path.relpath(file, root), quick_hash(Path(file))) for file in files]
+        chain = itertools.accumulate(
+            content, lambda sha, new: hashlib.sha256(f"{sha}{new}".encode()).hexdigest(), initial="-"
+        )
+        facts = {"files": [*zip(files, chain, strict=False)]}
+        arguments = {**facts, "root": root, "column": column, "part": str(number)}
+        stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
     else:
         import huggingface_hub
 
@@ -147,42 +154,76 @@ def open_part(name: str, cfg: Config):
             reason = f'not "python", no local path, and no such dataset on the hub ({first_line(error)})'
             raise UserError(f"source={name}: {reason}") from error
         stream = datasets.load_dataset(name, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit)
-        stream = stream.select_columns([column]).map(lambda row: {"name": "", "text": as_text(row[column])})
+        stream = stream.select_columns([column]).map(lambda row: read_document(lambda: row[column]))
         name = content = f"{name}@{commit}"
         print(f"source: {name}", file=sys.stderr)
-    return stream, {"source": name, "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest()}
+    return stream, {"source": name, "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(), **facts}
 
 
-def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:
-    """The documents of local files in this order; only those of text files have names."""
+def list_files(name: str, path: Path) -> list[str]:
+    """The files of a local source by name; it tells which ones are skipped for their suffixes."""
+    walk = os.walk(path, onerror=lambda error: require(False, f"source={name}: {error}"), followlinks=True)
+    inside = (os.path.join(folder, file) for folder, _, names in walk for file in names)
+    paths = inside if path.is_dir() else [str(path)] if path.exists() else glob.iglob(str(path), recursive=True)
+    regular = {file for file in paths if os.path.isfile(file)}
+    files = sorted(file for file in regular if file.lower().endswith(SUFFIXES))
+    require(files, f"source={name}: no such file, or no regular file there that ends in {', '.join(SUFFIXES)}")
+    if others := sorted(regular.difference(files)):
+        kinds = sorted({Path(file).suffix for file in others})
+        print(f"source={name}: skips {len(others)} files with suffixes {kinds}, such as {others[0]}", file=sys.stderr)
+    return files
+
+
+def read_files(files: list[tuple[str, str]], root: str, column: str, part: str) -> Iterator[dict]:
+    """The documents of local files in this order; only those of text files have names.
+
+    files  each with a hash of all before it; `read` of a document is that, and a hash of its own file up to there
+    """
+    for file, before in files:
+        name = os.path.relpath(file, root) if file.lower().endswith(".txt") else ""
+        digest, n = hashlib.sha256(), 0
+        try:
+            for n, get in enumerate(records_of(file, column), 1):
+                if get:
+                    document = read_document(get, f"{file}, record {n}: ")
+                    digest.update(f"{n} {document['text']}".encode())
+                    yield document | {"name": name, "part": part, "read": f"{before} {digest.hexdigest()}"}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}, record {n}: cannot be read: {first_line(error)}") from error
+
+
+def records_of(file: str, column: str) -> Iterator[Callable[[], object]]:
+    """What reads each record of a file; a falsy one for a blank line."""
     import pyarrow.parquet
 
-    for file in files:
-        n = 0
-        try:
-            if file.endswith(".txt"):
-                yield {"name": os.path.relpath(file, root), "text": Path(file).read_bytes().decode()}
-            elif file.endswith(".parquet"):
-                for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024, columns=[column]):
-                    for text in batch.column(0).to_pylist():
-                        n += 1
-                        yield {"name": "", "text": as_text(text)}
-            else:
-                with io.BufferedReader(pyarrow.input_stream(file, compression="detect")) as lines:
-                    for line in lines:
-                        n += 1
-                        if line.strip():
-                            yield {"name": "", "text": as_text(json.loads(line)[column])}
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            reason = f"no {column!r}; source_text names the field" if isinstance(error, LookupError) else error
-            raise UserError(f"{file}, record {n}: cannot be read: {reason}") from error
+    suffix = Path(file).suffix.lower()
+    if suffix == ".txt":
+        content, wide = Path(file).read_bytes(), "contains NUL bytes, as UTF-16 does; expected UTF-8"
+        yield lambda: require(b"\0" not in content, wide) or content.decode("utf-8-sig")
+    elif suffix == ".parquet":
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024, columns=[column]):
+            yield from (lambda row=row: row[column] for row in batch.to_pylist())
+    else:
+        kind = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
+        with io.BufferedReader(pyarrow.input_stream(file, compression=kind)) as lines:
+            yield from (line.strip() and (lambda line=line: json.loads(line)[column]) for line in lines)
 
 
-def as_text(value) -> str:
-    """The text itself; a lone surrogate, which JSON can spell but UTF-8 cannot, becomes U+FFFD."""
-    if not isinstance(value, str):
-        raise ValueError(f"expected text, got {type(value).__name__}; source_text names the field")
-    return value if value.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", value)
+def read_document(get: Callable[[], object], where: str = "") -> dict:
+    """A record as a document; `bad` says why it has no text. A lone surrogate, which only JSON can spell, becomes U+FFFD."""
+    try:
+        text = get()
+        require(isinstance(text, str), f"expected text, got {type(text).__name__}; source_text names the field")
+        return {"name": "", "text": text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text), "bad": ""}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = f"no {error}; source_text names the field" if isinstance(error, LookupError) else first_line(error)
+        return {"name": "", "text": "", "bad": f"{where}cannot be read: {reason}"}
+
+
+def was_read(files: list[tuple[str, str]], read: str, cfg: Config) -> bool:
+    """Whether files still begin with all that a document's `read` tells of."""
+    last = [pair for pair in files if pair[1] == read.split()[0]]
+    return any(document["read"] == read for document in read_files(last, "/", cfg.source_text, ""))
 
 
 def python_documents() -> list[dict]:
@@ -288,7 +329,7 @@ def encoded(stream, n_documents: int | None, workers: int, *settings) -> Iterato
     pool, waiting = start_pool(workers, *settings), deque()
     try:
         for batch in batches(itertools.islice(stream, n_documents)):
-            future = pool.submit(encode_batch, [document["text"] for document in batch])
+            future = pool.submit(encode_batch, [document["text"] for document in batch if not document.get("bad")])
             waiting.append((batch, stream.state_dict(), future))
             if len(waiting) > 2 * workers + 1:  # bounds the memory
                 *about, future = waiting.popleft()
@@ -315,9 +356,8 @@ def batches(documents: Iterator[dict]) -> Iterator[list[dict]]:
 
 
 def start_pool(workers: int, *settings) -> Executor:
-    """What runs `encode_batch`: three threads, which share the tokenizer's own threads, or processes of one thread each."""
+    """What runs `encode_batch`: three threads, which share this process's tokenizer, or processes of one thread each."""
     if workers == 1:
-        load_encoder(*settings)
         return ThreadPoolExecutor(3)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])  # lib.rows imports it; so it is loaded once, and workers share its memory
@@ -348,7 +388,7 @@ def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     tokenizer, bos, eos = _encoder
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ids = [array("I", [*bos, *encoding.ids, eos]) for encoding in encodings]
-    return np.concatenate(ids), np.array([len(part) for part in ids])
+    return np.concatenate([np.empty(0, np.uint32), *ids]), np.array([len(part) for part in ids], np.int64)
 
 
 class Stream:
@@ -393,7 +433,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `UserError` where the folder holds data of another recipe, complete or not: nothing is overwritten.
     """
-    from lib.hf import load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
+    from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
 
     name = cfg.tokenizer or cfg.teacher
     require(name, "tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
@@ -403,8 +443,10 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     if re.search(CHAT, tokenizer.eos_token):
         print(f"warning: {name}: documents will end with its eos_token {tokenizer.eos_token}, which ends turns of a chat; "
               "for plain text take the base model", file=sys.stderr)  # fmt: skip
+    check_tokenizer(tokenizer, tokenizers.Tokenizer.from_file(str(find_folder(name) / "tokenizer.json")))
     table = token_table(tokenizer)
     stream, sources = open_source(cfg)
+    files = [part.pop("files", None) for part in sources]
     keys = ("source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share")
     recipe = {"sources": sources, **{key: getattr(cfg, key) for key in keys}, "row_len": cfg.seq_len + 1}
     recipe |= {"rule_version": RULE_VERSION, "tokenizer": used, "tokenizer_sha256": tokenizer_hash(tokenizer)}
@@ -413,17 +455,30 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "prepare.state"
     with locked(folder, f"{folder}: another prepare.py is at work there"):
-        if file.exists():
-            state = read_json(file, STATE, f"move {folder} aside and start again")
-            check_recipe(folder, state["recipe"], recipe)
+        state = read_json(file, STATE, f"move {folder} aside and start again") if file.exists() else None
+        if state and state["records"]:
+            old = state["recipe"]
+            for i, (part, now) in enumerate(zip(old["sources"], sources, strict=False)):
+                read = state["read"].get(str(i))
+                if part["sha256"] != now["sha256"] and files[i] and (not read or was_read(files[i], read, cfg)):
+                    part["sha256"] = now["sha256"]  # what has changed was not read yet
+            check_recipe(folder, old, recipe)
+            state["recipe"] = recipe
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
-        elif (folder / "train.json").exists():
+        elif not state and (folder / "train.json").exists():
             for split in splits(recipe):
                 check_recipe(folder, read_manifest(folder, split), recipe)
             print(f"{folder}: already prepared with the same settings; --verify checks it")
             return
         else:
-            state = {"recipe": recipe, "records": 0, "streams": {}}
+            foreign = [name for name in (*FINAL, *(() if state else OWN)) if (folder / name).exists()]
+            require(
+                not foreign, f"{folder}: contains {foreign}, not of prepare.py; move it aside, or set another data_dir"
+            )
+            for name in OWN:
+                (folder / name).unlink(missing_ok=True)
+            state = {"recipe": recipe, "records": 0, "streams": {}, "read": {}, "skipped": []}
+            write_json(file, state)  # first: it tells whose the other files are
         if "complete" not in state:
             state = write_rows(cfg, stream, tokenizer, table, state, commit_sec)
         for manifest in finish(folder, state):
@@ -433,35 +488,48 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
 def write_rows(cfg: Config, source, tokenizer, table: Table, state: dict, commit_sec: float) -> dict:
     """Read, tokenize, cut and write until all rows exist or the documents end -> the final state."""
-    folder, recipe, n_records = Path(cfg.data_dir), state["recipe"], state["records"]
+    folder, most = Path(cfg.data_dir), cfg.max_bad_records
+    recipe, n_records, _, read, skipped = (state[key] for key in STATE)
     max_rows = cfg.train_rows + cfg.val_rows if cfg.train_rows else None
     streams = {name: Stream(folder / f"{name}.bin.tmp", recipe["row_len"], **state["streams"].get(name, {}))
                for name in (("train", "val") if cfg.val_share else ("train",))}  # fmt: skip
     if "source" in state:
         source.load_state_dict(state["source"])
     settings = (tokenizer.backend_tokenizer.to_str(), recipe["bos"], recipe["eos_id"])
+    load_encoder(*settings)
+    check_round_trip(_encoder[0], SAMPLE)
     left = cfg.n_documents and cfg.n_documents - n_records
     n_tokens, started, committed = 0, time.monotonic(), time.monotonic()
     bar = tqdm(total=max_rows, unit="row", mininterval=0.5 if sys.stderr.isatty() else 30)
     with bar, contextlib.closing(encoded(source, left, cfg.prepare_workers, *settings)) as encoded_batches:
         for documents, position, ids, lengths in encoded_batches:
+            skipped += [f"document {n_records + i}: {d['bad']}" for i, d in enumerate(documents) if d.get("bad")]
+            require(
+                len(skipped) <= most, f"{''.join(skipped[most:][:1])}; correct it, or set max_bad_records above {most}"
+            )
+            read |= {d["part"]: d["read"] for d in documents if d.get("read")}
+            n_records, documents = n_records + len(documents), [d for d in documents if not d.get("bad")]
+            plain = (ids == recipe["eos_id"]).sum() == len(documents)
+            require(plain, f"tokenizer {recipe['tokenizer']}: a text contains its eos_token; take another tokenizer")
+            for document in documents[:1]:
+                check_round_trip(_encoder[0], document["text"][:2000])
             is_val = np.repeat([cfg.val_share > 0 and held_out(d, cfg.val_share) for d in documents], lengths)
             for name, stream in streams.items():
                 stream.feed(ids[is_val == (name == "val")], table)
-            n_records, n_tokens = n_records + len(documents), n_tokens + len(ids)
+            n_tokens += len(ids)
             bar.update(sum(stream.rows for stream in streams.values()) - bar.n)
             speed = n_tokens / (time.monotonic() - started)
             bar.set_postfix_str(f"{n_records:,} documents, {speed:,.0f} tokens/s", refresh=False)
             if max_rows and streams["train"].rows >= max_rows:
                 break
             if time.monotonic() - committed > commit_sec:
-                commit(folder, {"recipe": recipe, "records": n_records, "source": position}, streams)
+                commit(folder, state | {"records": n_records, "source": position}, streams)
                 committed = time.monotonic()
     require(n_records, f"source={cfg.source}: holds no record")
     for stream in streams.values():
         stream.feed(np.empty(0, np.uint32), table, last=True)
     streams["train"].rows = min(streams["train"].rows, max_rows or sys.maxsize)
-    return commit(folder, {"recipe": recipe, "records": n_records, "complete": True}, streams)
+    return commit(folder, state | {"records": n_records, "complete": True}, streams)
 
 
 def commit(folder: Path, state: dict, streams: dict[str, Stream]) -> dict:
@@ -473,7 +541,8 @@ def commit(folder: Path, state: dict, streams: dict[str, Stream]) -> dict:
 
 def finish(folder: Path, state: dict) -> list[dict]:
     """Give the files their final names, and write their manifests. It can be killed at any point and repeated."""
-    recipe, rows = state["recipe"], {name: stream["rows"] for name, stream in state["streams"].items()}
+    recipe = state["recipe"] | {"skipped": state["skipped"]}
+    rows = {name: stream["rows"] for name, stream in state["streams"].items()}
     if recipe["val_rows"]:
         n, size = max(rows["train"] - recipe["val_rows"], 0), recipe["row_len"] * 4
         work, rows = folder / "train.bin.tmp", {"train": n, "val": rows["train"] - n}
@@ -484,8 +553,8 @@ def finish(folder: Path, state: dict) -> list[dict]:
             os.truncate(work, n * size)
     empty = [name for name in rows if not rows[name]]
     if empty:
-        for file in (folder / "prepare.state", *folder.glob("*.tmp")):
-            file.unlink()  # of no use to any recipe
+        for name in (*OWN, "prepare.state"):
+            (folder / name).unlink(missing_ok=True)  # of no use to any recipe
         raise UserError(f"train_rows={recipe['train_rows']}, val_rows={recipe['val_rows']}, val_share={recipe['val_share']}: "
                         f"{state['records']:,} records leave no row for {empty[0]}, and nothing was kept; change one of these "
                         "(for few documents, --val_share=0 --val_rows=N holds out the last rows)")  # fmt: skip

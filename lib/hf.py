@@ -3,6 +3,7 @@
 Only safetensors are read, so that a foreign folder cannot run code.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -19,6 +20,7 @@ from lib.checks import all_finite
 from lib.files import UserError, atomic_folder, first_line, read_json, reading, require
 
 INIT_STD = 0.02  # of a student's first weights
+once = functools.cache(lambda function, *args, **keys: function(*args, **keys))  # a process keeps to one commit
 
 
 def find_folder(name: str, download: bool = True) -> Path:
@@ -37,9 +39,9 @@ def find_folder(name: str, download: bool = True) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt"]
+    wanted = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt")
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted, local_files_only=not download))  # fmt: skip
+        return Path(once(snapshot_download, repository, revision=revision or None, allow_patterns=wanted, local_files_only=not download))  # fmt: skip
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(f"{name}: no such local folder, and the hub refused it ({first_line(error)})") from error
 
@@ -149,7 +151,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
             else:
                 shape = tuple(wanted[name].shape) if name in left else "no such tensor, or no second one"
                 require(source.shape == shape, f"{file}: {name} is {tuple(source.shape)}, expected {shape}")
-                usable = source.is_floating_point() and all_finite(source)
+                usable = source.is_floating_point() and source.element_size() > 1 and all_finite(source)
                 require(usable, f"{file}: {name} is {source.dtype}, or not finite; download or write it again")
                 wanted[name].copy_(parallel.distribute_like(source, wanted[name]))
                 left.discard(name)
@@ -158,6 +160,18 @@ def read_weights(model: nn.Module, folder: Path) -> None:
     embedding = wanted["model.embed_tokens.weight"]
     same = twin is None or torch.equal(twin.to(embedding), embedding)
     require(same, f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
+
+
+def check_weights(folder: Path, n_layers: int) -> None:
+    """Check by the headers of its safetensors, before a model is built, that weights are floats and not fewer than layers."""
+    n = 0
+    for file in weight_files(folder):
+        with reading(file, "download or write it again"), safetensors.safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                n, kind = n + 1, tensors.get_slice(name).get_dtype()
+                usable = kind in ("F64", "F32", "F16", "BF16") or not name.endswith("weight")
+                require(usable, f"{file}: {name} is {kind}; expected weights that are not quantized")
+    require(n_layers <= n, f"{folder}/config.json: num_hidden_layers={n_layers}, but its safetensors have {n} tensors")
 
 
 def output_biases(names) -> set[str]:

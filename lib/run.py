@@ -48,7 +48,7 @@ from lib.files import (
 from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash
 from lib.identity import differences, made_by, record_hash, student_shape
 from lib.rows import Rows
-from lib.teacher import inherited
+from lib.teacher import check_teacher, inherited
 from losses import check_settings, needs_teacher
 from model import Qwen2, student_config
 
@@ -136,9 +136,9 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     name, given = cfg.tokenizer or cfg.teacher, inherited(cfg.teacher)
     require(name, "tokenizer=None with teacher=None: set the tokenizer of the rows; it is saved with the model")
     tokenizer, s = load_tokenizer(name), student_config(cfg.student, given).vocab_size
-    t, context, ids, needed = s, math.inf, tokenizer.get_vocab(), cfg.max_steps * cfg.batch_rows
+    t, ids, needed = s, tokenizer.get_vocab(), cfg.max_steps * cfg.batch_rows
     if given and any(map(needs_teacher, cfg.methods)):
-        t, context = given["vocab_size"], given.get("max_position_embeddings") or math.inf
+        t = check_teacher(cfg.teacher, tokenizer, cfg.seq_len)["vocab_size"]
     n, before = max(ids.values()) + 1, {}
     if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file():
         before = load_tokenizer(cfg.student_weights).get_vocab()
@@ -149,8 +149,6 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
         (before | ids == ids | before, f"student_weights={cfg.student_weights}: its tokenizer has other ids"),
         (cfg.repeat_rows or rows.n >= needed, f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; "
          "set fewer steps, prepare more rows, or set repeat_rows=True"),
-        (cfg.seq_len <= context, f"seq_len={cfg.seq_len}: teacher={cfg.teacher} supports {context} positions; set less"),
-        (n <= t, f"teacher={cfg.teacher}: vocabulary of {t:,}, but the tokenizer has {n:,} tokens; logits are matched token by token"),
         (n <= s, f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; choose a larger one"),
     ):  # fmt: skip
         require(ok, message)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lib import parallel
 from lib.files import read_json, reading, require
-from lib.hf import find_folder, weight_files
+from lib.hf import check_weights, find_folder, load_tokenizer
 from model import Qwen2, flops_per_token, load_config, unsupported
 
 # Keys of config.json that scale or cap the logits, with the values that leave them as hidden states times head.
@@ -77,13 +77,14 @@ def load_teacher(
             model.compile_layers()
         return Teacher(model, home, vocab_size)
     config = foreign_config(name)
-    weight_files(folder)  # refuses a pickle and a missing shard
+    check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
     with reading(folder, "choose another teacher"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
-    missing = info["missing_keys"]  # transformers would draw them
+    missing, more = info["missing_keys"], info["unexpected_keys"]  # transformers would draw, would ignore them
     require(not missing, f"{name}: missing tensor {min(missing, default='')}; the checkpoint is incomplete")
+    require(not more, f"{name}: config.json has no place for tensor {min(more, default='')} ({len(more)} in all)")
     model.requires_grad_(False).eval()
     if shard > 1:
         parallel.shard(model.base_model, decoder_layers(model), shard, device, layers_only=True)
@@ -98,8 +99,10 @@ def is_native(name: str) -> bool:
 
 def foreign_config(name: str) -> transformers.PretrainedConfig:
     """The config of a model that transformers computes. Raises `UserError` for one that cannot be a teacher."""
-    with reading(find_folder(name), "choose another teacher"):
+    with reading(find_folder(name) / "config.json", "choose another teacher"):
         config = transformers.AutoConfig.from_pretrained(find_folder(name), trust_remote_code=False)
+    plain = not getattr(config, "quantization_config", None)
+    require(plain, f"{name}: config.json has a quantization_config; expected weights that are not quantized")
     encodes = config.is_encoder_decoder
     require(not encodes, f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model")
     for key, neutral in LOGIT_SCALES.items():
@@ -107,6 +110,21 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
         plain = value in neutral
         require(plain, f"{name}: {key}={value}: its logits are not hidden states times head; choose another teacher")
     return config
+
+
+def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, seq_len: int) -> dict:
+    """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer's ids -> what `inherited` says."""
+    given, ids, own = inherited(name), tokenizer.get_vocab(), find_folder(name) / "tokenizer.json"
+    context, v, n = given.get("max_position_embeddings") or seq_len, given["vocab_size"], max(ids.values()) + 1
+    theirs = load_tokenizer(name).get_vocab() if own.is_file() and str(own.parent) != tokenizer.name_or_path else ids
+    other = min((token for token in ids if theirs.get(token) != ids[token]), default="")
+    for ok, message in (
+        (seq_len <= context, f"seq_len={seq_len}: teacher={name} supports {context} positions; set less"),
+        (n <= v, f"teacher={name}: vocabulary of {v:,}, but the tokenizer has {n:,} tokens; logits are matched token by token"),
+        (not other, f"teacher={name}: its tokenizer gives {other!r} id {theirs.get(other)}, that of the rows {ids.get(other)}"),
+    ):  # fmt: skip
+        require(ok, message)
+    return given
 
 
 @torch.no_grad()

@@ -2,10 +2,14 @@
 
 import json
 import re
+import unicodedata
+from collections import Counter
 
 import tokenizers
 
-from lib.files import UserError
+from lib.files import UserError, require
+
+SAMPLE = "  The naïve café, Straße:\n\n\tif x  != 3:\r\n    你好。世界 नमस्ते 🙂 ½ \n"
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
@@ -49,3 +53,22 @@ def leading_bos(tokenizer) -> int | None:
             "bos=none, or take another tokenizer"
         )
     return added[0]
+
+
+def check_tokenizer(tokenizer, known: tokenizers.Tokenizer) -> None:
+    """Raise `UserError` for a tokenizer that draws its ids, strips blanks, or has an EOS that is not in its file, `known`."""
+    backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token
+    dropout, added = getattr(backend.model, "dropout", None), backend.get_added_tokens_decoder().values()
+    strip = [token.content for token in added if not token.special and (token.lstrip or token.rstrip)]
+    strip = [token for token in strip if not re.fullmatch(r"<.+>|\[.+\]", token)]  # rarely in a text
+    require(not dropout, f"tokenizer: dropout={dropout} draws other ids each time; set it to null in tokenizer.json")
+    require(not strip, f"tokenizer: loses the blanks around {strip}; remove lstrip and rstrip in tokenizer.json")
+    require(known.token_to_id(eos) is not None, f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
+
+
+def check_round_trip(tokenizer: tokenizers.Tokenizer, text: str) -> None:
+    """Raise `UserError` if ids lose characters of a text. Case, Unicode's compatible forms and invisible ones do not count."""
+    back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+    before, after = (unicodedata.normalize("NFKC", some).casefold() for some in (text, back))
+    lost = [c for c in Counter(before) - Counter(after) if c.isprintable() or c in "\n\t"]
+    require(not lost, f"tokenizer: loses {''.join(lost)!r} of {text!r:.80}; take one with all bytes in its vocabulary")

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 
 import configure
 import prepare
@@ -46,6 +47,7 @@ SCORE = EVAL.replace("none", "lambada_openai") + " --data_dir items"
 SAMPLE = "tools/sample.py run/alra --prompt a --tokens 2"
 STEP = "half/alra/checkpoints/step_00000003"
 STATE, WEIGHTS, NORM = f"{STEP}/state.json", "teacher/model.safetensors", "model.norm.weight"
+EMBED = "model.embed_tokens.weight"
 INDEX, ITEMS = "teacher/model.safetensors.index.json", "items/lambada_openai/test.jsonl"
 
 
@@ -180,7 +182,12 @@ CASES += [(NEW, *case) for case in (
     (tensors(WEIGHTS, lambda t: t.pop(NORM)), f"teacher: missing tensor {NORM}"),
     (tensors(WEIGHTS, lambda t: t.update(more=t[NORM].clone())), f"{WEIGHTS}: .*more"),
     (tensors(WEIGHTS, lambda t: t.update({NORM: t[NORM][:-1].clone()})), f"{WEIGHTS}: {NORM} is \\(11,\\)"),
-    (tensors(WEIGHTS, lambda t: t.update({NORM: t[NORM].int()})), f"{WEIGHTS}: {NORM} is torch.int32"),
+    (tensors(WEIGHTS, lambda t: t.update({NORM: t[NORM].int()})), f"{WEIGHTS}: {NORM} is I32; expected weights that are not quantized"),
+    (tensors(WEIGHTS, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})), f"{WEIGHTS}: {NORM} is F8_E4M3"),
+    *((edit("teacher/config.json", **keys), f"teacher/config.json: {says}") for keys, says in (
+        ({"head_dim": 0}, "head_dim=0: expected int 1 or more"), ({"head_dim": 2.0}, "head_dim=2.0: "), ({"hidden_size": "x"}, "hidden_size='x'"), ({"rope_scaling": "x"}, ""),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "rope_scaling.low_freq_factor=None: expected"), ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000, but"))),
+    (edit("teacher/config.json", quantization_config={"bits": 4}), "teacher: config.json has a quantization_config"),
     (many(gone(WEIGHTS), put(INDEX, '{"weight_map": {"a": "x"}}')), "teacher/x"), (many(gone(WEIGHTS), put(INDEX, "{}")), "teacher.*weight_map"),
     (gone("teacher/tokenizer.json"), "teacher: no tokenizer.json"), (put("teacher/tokenizer.json", "{}"), "teacher/tokenizer.json"),
     (edit("teacher/tokenizer_config.json", eos_token=...), "teacher: the tokenizer has no eos_token"),
@@ -198,7 +205,10 @@ CASES += [(HALF, *case) for case in (  # a run's folder
     (copy(STEP.replace("3", "2") + "/model.safetensors", f"{STEP}/model.safetensors"), f"{STEP}: not as it was saved"),
     (many(gone("half/alra/checkpoints"), copy("half/pretrain/checkpoints", "half/alra/checkpoints")), "a different run .alra: methods was .pretrain., now .alra."),
 )]
+permuted = many(copy("teacher", "other"), edit("other/tokenizer.json", model__vocab__a=66, model__vocab__b=65))
 CASES += [
+    (f"{NEW} --teacher=other --tokenizer=teacher", permuted, "teacher=other: its tokenizer gives 'a' id 66, that of the rows 65"), (f"{EVAL} --teacher other", permuted, "teacher=other: its tokenizer gives 'a'"),
+    (f"{EVAL} --teacher other", many(copy("teacher", "other"), edit("other/config.json", max_position_embeddings=8)), "seq_len=16: teacher=other supports 8 positions"),
     (f"{HALF} --max_steps=2", None, "max_steps=2: half is at step 3"),
     (f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9", None, r"different run \(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose"),
     # scores, figures, samples
@@ -210,7 +220,8 @@ CASES += [
     *((SCORE, put(ITEMS, content), f"{ITEMS}|lambada_openai") for content in ("", "{", "[1]", "{}", '{"text": 3}')),
     ("eval.py --table nowhere", None, "nowhere"), ("tools/plot.py nowhere", None, "nowhere"),
     (SAMPLE, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"), (SAMPLE, cut("run/alra/model/model.safetensors"), "run/alra/model.*: cannot be used"),
-    ("tools/sample.py nowhere", None, "nowhere: no such folder"),
+    ("tools/sample.py nowhere", None, "nowhere: no such folder"), *((f"{SAMPLE} {arg}", None, arg[:5]) for arg in ("--temperature=nan", "--temperature=1e-45", "--prompt=\udcff")),
+    (SAMPLE, many(edit("run/alra/model/config.json", vocab_size=99), tensors("run/alra/model/model.safetensors", lambda t: t.update({EMBED: t[EMBED][:99].clone()}))), "vocabulary of 99, but its tokenizer has 257"),
     # sources
     *((f"{PREPARE} --source={source}", None, says) for source, says in {"nowhere": "nowhere", "nowhere/x.jsonl": "source=nowhere/x.jsonl: no such file", "cfg.py": "cfg.py"}.items()),
     *((f"{PREPARE} --source={name}", put(name, content), name) for name, content in

@@ -191,8 +191,9 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_refusal_is_one_line(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert Qwen2.from_pretrained("owner/name").config == SMALL
     find_folder("EleutherAI/pythia-410m@step1000")
+    find_folder("owner/name")
     find_folder("owner/name@refs/pr/1", download=False)
-    assert asked[0] == ("owner/name", None, False)
+    assert asked[0] == ("owner/name", None, False) and asked.count(asked[0]) == 1  # so one commit for a whole run
     assert asked[-2:] == [("EleutherAI/pythia-410m", "step1000", False), ("owner/name", "refs/pr/1", True)]
     with pytest.raises(UserError, match=r"owner/gone: no such local folder, and the hub refused it \(offline\)"):
         find_folder("owner/gone")
@@ -294,12 +295,13 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_pa
         (tmp_path / "alra" / "run.json").write_text(json.dumps(run))
     generate = lambda self, prompt, **keys: prompts.append(prompt[0].tolist()) or prompt  # noqa: E731
     monkeypatch.setattr(transformers.GenerationMixin, "generate", generate)
-    for name in ("alra", "alra/model"):
+    for name in ("alra", "alra/model", ""):  # the last is the run's folder, with one student
         sample.run([str(tmp_path / name), "--prompt", "if x"])
-    assert prompts == [[ids[first], *tokenizer.encode("if x", add_special_tokens=False)]] * 2
-    with pytest.raises(UserError, match=rf"has several students; choose one: {tmp_path / 'alra'}$"):
+    assert prompts == [[ids[first], *tokenizer.encode("if x", add_special_tokens=False)]] * 3
+    (tmp_path / "pd" / "model").mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"has several students; choose one: {tmp_path / 'alra'}, {tmp_path / 'pd'}$"):
         sample.run([str(tmp_path)])
-    assert capsys.readouterr().out == "if x\nif x\n" and leading_bos(tokenizer) == ids["bos"]
+    assert capsys.readouterr().out == "if x\n" * 3 and leading_bos(tokenizer) == ids["bos"]
 
 
 def test_transformers_reads_the_demos_teacher_as_we_do():

@@ -33,7 +33,7 @@ from lib import rows
 from lib.files import UserError
 from lib.hf import load_tokenizer
 from lib.rows import PAD
-from lib.tokens import leading_bos
+from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos
 from tests.naive_rows import SHORT_FORMS, naive_rows
 from tests.world import EOS, ROOT, SHARED, make_tokenizer
 
@@ -482,7 +482,7 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
     for keys, named in (
         ({"seq_len": 29}, "row_len was 31, now 30"), ({"val_rows": 8}, "val_rows was 7, now 8"), ({"train_rows": 9}, "train_rows was None"),
         ({"n_documents": 80}, "n_documents"), ({"tokenizer": tmp_path / "other"}, "tokenizer_sha256 was"),
-        ({"source": changed}, "sources was"), ({"source": f"{source}:1,{source}:2"}, "sources was"),
+        ({"source": changed}, "sources was"), ({"source": f"{source}:1,{changed}:2"}, "sources was"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=named):
             prepare.prepare(config(small, folder, **{"source": source, **keys}))
@@ -496,15 +496,87 @@ BAD = {
     "column.jsonl": (GOOD + b'{"content": "a"}\n', "record 2: .* no 'text'; source_text names the field"),
     "list.jsonl": (b"[1]\n", "record 1"),
     "deep.jsonl": (GOOD + b'{"text":' + b"[" * 200_000 + b"\n", "record 2: cannot be read"),
+    "null.JSONL": (GOOD + b'{"text": null}\n', "record 2: cannot be read: expected text, got NoneType"),
+    "wide.txt": ("a".encode("utf-16-le"), "record 1: cannot be read: contains NUL bytes, as UTF-16 does"),
     "torn.jsonl.gz": (gzip.compress(json.dumps({"text": os.urandom(9999).hex()}).encode())[:5000], "cannot be read"),
 }
 
 
-def test_sources_that_cannot_be_are_named(tmp_path):
+def test_sources_that_cannot_be_are_named(small, tmp_path):
     for name, (content, says) in BAD.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=f"{name}.*{says}"):
-            documents(tmp_path / name)
+            prepare.prepare(config(small, tmp_path / "a", source=tmp_path / name))
+    pyarrow.parquet.write_table(pyarrow.table({"n": [1, 2]}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="record 1: cannot be read: no 'text'; source_text names"):
+        prepare.prepare(config(small, tmp_path / "a", source=tmp_path / "x.parquet"))
+
+
+def test_records_that_cannot_be_read_are_skipped_up_to_a_number_and_named(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 100)
+    lines, source = small.source.read_bytes().splitlines(keepends=True), tmp_path / "t.jsonl"
+    lines[20:20], lines[60:60] = [b"{\n"], [b'{"text": "\xff"}\n', b'{"n": 1}\n']
+    source.write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=r"t.jsonl, record 62: .*no 'text'.*set max_bad_records above 2"):
+        prepare.prepare(config(small, tmp_path / "a", source=source, max_bad_records=2), commit_sec=-1.0)
+    assert 20 < json.loads((tmp_path / "a/prepare.state").read_text())["records"] < 62
+    prepare.prepare(config(small, tmp_path / "a", source=source, max_bad_records=3))  # resumes
+    made = files_of(tmp_path / "a")
+    assert made["train.bin"] == files_of(small.whole)["train.bin"]
+    assert [re.search(r"record (\d+)", one)[1] for one in json.loads(made["train.json"])["skipped"]] == [
+        "21",
+        "61",
+        "62",
+    ]
+
+
+def test_a_mended_file_goes_on_unless_what_was_read_has_changed(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 100)
+    (tmp_path / "texts").mkdir()
+    keys = {"source": tmp_path / "texts"}
+    whole = write_jsonl(tmp_path / "texts/a.jsonl", small.texts[:9])
+    part = write_jsonl(tmp_path / "texts/b.jsonl", small.texts[9:])
+    right = {file: file.read_bytes() for file in (whole, part)}
+    part.write_bytes(right[part][: len(right[part]) // 2] + b"\xff")
+    with pytest.raises(UserError, match=r"b.jsonl, record \d+: cannot be read"):
+        prepare.prepare(config(small, tmp_path / "a", **keys), commit_sec=-1.0)
+    for file in (whole, part):
+        part.write_bytes(right[part])
+        file.write_bytes(right[file].replace(b"e", b"f", 9))
+        with pytest.raises(UserError, match="sources was"):
+            prepare.prepare(config(small, tmp_path / "a", **keys))
+        file.write_bytes(right[file])
+    prepare.prepare(config(small, tmp_path / "a", **keys))
+    prepare.prepare(config(small, tmp_path / "b", **keys))
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tmp_path, monkeypatch, capsys):
+    for name, content in {"t/B.JSONL": GOOD, "t/sub/c.TXT": b"\xef\xbb\xbfc", "t/x.md": b"", "t/y.csv": b"", "d/d.txt": b"d"}.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "t/link").symlink_to("../d")
+    assert documents(tmp_path / "t")[0] == ["a", "d", "c"]
+    assert re.search(r"skips 2 files with suffixes \['.csv', '.md'\], such as .*/t/x.md\n", capsys.readouterr().err)
+    for source in (f"{tmp_path}/t:1,{tmp_path}/d/d.txt:1", "python:1,python:1"):
+        with pytest.raises(UserError, match=r"reads \['.*(d/d.txt|python)'\] twice; name each file once, and no link"):
+            documents(source)
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scandir(path if path[-3:] != "sub" else "/no permission"))
+    with pytest.raises(UserError, match=r"source=.*t: .*/no permission"):
+        documents(tmp_path / "t")
+
+
+@pytest.mark.parametrize("name", ["train.bin.tmp", "val.bin.tmp", "train.bin", "val.bin", "val.json", "other.tmp"])
+def test_files_of_something_else_are_left_alone(name, small, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_bytes(b"mine")
+    few = config(small, tmp_path / "a", n_documents=1)
+    with pytest.raises(
+        UserError, match="leave no row" if name == "other.tmp" else rf"contains \['{name}'\], not of prepare.py"
+    ):
+        prepare.prepare(few)
+    assert files_of(tmp_path / "a") == {name: b"mine"}
 
 
 @pytest.mark.parametrize(("name", "split"), [("train", {}), ("val", {"val_rows": 0, "val_share": 1e-6})])
@@ -513,6 +585,53 @@ def test_too_little_text_for_a_split_leaves_the_folder_free(name, split, small, 
     with pytest.raises(UserError, match=f"2 records leave no row for {name}"):
         prepare.prepare(config(small, tmp_path / "a", source=source, **split))
     assert not list((tmp_path / "a").iterdir())
+
+
+def only(characters, **parts):
+    """A vocabulary of these characters alone."""
+    vocab = {c: i for i, c in enumerate([EOS, *characters])}
+    return lambda facts: facts.update(**parts, model=facts["model"] | {"vocab": vocab, "merges": []})
+
+
+ASCII = "ĠĊĉč" + "".join(map(chr, range(33, 127)))
+META = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+STRIPS = {
+    "id": 420,
+    "content": "foo",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": True,
+    "normalized": False,
+    "special": False,
+}
+LOSSY = {  # by what is lost: a change of a good tokenizer.json, and the eos_token
+    "dropout=0.5 draws other ids": (lambda facts: facts["model"].update(dropout=0.5), EOS), "loses '.*ï.*你": (only(ASCII), EOS),
+    "loses '.*ï.*你.* of": (only("▁\n\t\r" + ASCII, pre_tokenizer=META, decoder=META), EOS), "lacks its eos_token '</s>'": (len, "</s>"),
+    r"blanks around \['foo'\]": (lambda facts: facts["added_tokens"].append(STRIPS), EOS),
+    "t: a text contains its eos_token": (len, "a"), "t: a text contains its eos": (len, "Ġthe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", LOSSY)
+def test_a_tokenizer_that_loses_text_is_refused_by_what_is_lost(says, small, tmp_path):
+    change, eos = LOSSY[says]
+    shutil.copytree(small.tokenizer, tmp_path / "t")
+    for name, edit in (("tokenizer.json", change), ("tokenizer_config.json", lambda facts: facts.update(eos_token=eos))):  # fmt: skip
+        facts = json.loads((tmp_path / "t" / name).read_text())
+        edit(facts)
+        (tmp_path / "t" / name).write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=says):
+        prepare.prepare(config(small, tmp_path / "a", tokenizer=tmp_path / "t"))
+
+
+@pytest.mark.parametrize("name", [*MADE, "stories260k", "NFKC"])
+def test_tokenizers_that_keep_text_are_taken(name, tokenizer_of):
+    tokenizer = tokenizer_of("byte_level" if name == "NFKC" else name)[0]
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    if name == "NFKC":
+        backend.normalizer = tokenizers.normalizers.NFKC()
+    check_tokenizer(tokenizer, backend)
+    check_round_trip(backend, SAMPLE + "e\u0301 ﬁ ℡ \u200b")
 
 
 def test_a_tokenizer_that_does_not_give_its_text_back_is_refused():
@@ -565,6 +684,6 @@ def test_a_full_disk_is_told_in_one_line(small, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    says = r"train\.bin\.tmp: cannot be written .*No space left on device.*; free some space"
+    says = r"prepare\.state: cannot be written .*No space left on device.*; free some space"
     with pytest.raises(UserError, match=says):
         prepare.prepare(config(small, tmp_path / "a"))

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -75,6 +76,11 @@ def theirs(folder: str) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids()).logits
 
 
+def edit_config(folder: str, **keys) -> None:
+    file = Path(folder) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
 @pytest.mark.parametrize("kind", NATIVE)
 def test_native_families_have_transformers_logits_before_and_after_saving(kind, make, tmp_path):
     folder = make(NATIVE[kind])
@@ -83,6 +89,7 @@ def test_native_families_have_transformers_logits_before_and_after_saving(kind, 
         for layer in model.model.layers:
             layer.self_attn.o_proj.bias.data.zero_()
         model.save_pretrained(folder)
+    edit_config(folder, rope_theta=77.0)  # that of `rope_parameters` counts
     ours = Qwen2.from_pretrained(folder)
     torch.testing.assert_close(ours(ids()), theirs(folder), rtol=1e-5, atol=1e-5)
     tokenizer = load_tokenizer(DEMO)
@@ -212,6 +219,22 @@ def test_encoder_decoders_models_that_look_ahead_and_models_without_a_head_are_r
     transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
     with pytest.raises(UserError, match=r"missing tensor lm_head\.weight"):
         load_teacher(folder, torch.float32, CPU)
+    for keys, says in (
+        ({"num_hidden_layers": 1}, r"config.json has no place for tensor model.layers.1\..* \(11 in all\)"),
+        ({"num_hidden_layers": 10**6}, "config.json: num_hidden_layers=1000000, but its safetensors have 25 tensors"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "config.json has a quantization_config; expected weights"),
+        ({"rope_parameters": 3}, "config.json: cannot be used"), (torch.int32, "norm.weight is I32; expected weights that"),
+        (torch.float8_e4m3fn, "norm.weight is F8_E4M3; expected weights that are not quantized"),
+    ):  # fmt: skip
+        folder = make(FOREIGN["olmo 2"])
+        if isinstance(keys, dict):
+            edit_config(folder, **keys)
+        else:
+            weights = safetensors.torch.load_file(f"{folder}/model.safetensors")
+            weights["model.norm.weight"] = weights["model.norm.weight"].to(keys)
+            safetensors.torch.save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=says):
+            load_teacher(folder, torch.float32, CPU)
     folder = make(FOREIGN["gpt 2"])
     model = AutoModelForCausalLM.from_pretrained(folder)
     embed = model.transformer.forward

@@ -4,6 +4,7 @@ python tools/sample.py out/demo/alra --prompt "def " --tokens 80 --temperature 0
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-from lib.files import UserError, read_json, reading
+from lib.files import read_json, reading, require
 from lib.hf import find_folder, load_tokenizer
 from lib.tokens import leading_bos
 
@@ -28,15 +29,18 @@ def run(argv: list[str]) -> None:
     add("--top_k", type=int, default=0, help="draw from the most likely ones only; 0: from all")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if args.temperature < 0 or args.tokens < 1 or args.top_k < 0:
-        raise UserError("expected --temperature and --top_k of 0 or more, --tokens of at least 1")
-    students = [str(path.parent) for path in sorted(Path(args.checkpoint).glob("*/model"))]
-    if students:
-        raise UserError(f"{args.checkpoint}: has several students; choose one: {', '.join(students)}")
+    fits = (args.temperature == 0 or 1e-3 <= args.temperature <= 1e3) and args.tokens >= 1 and args.top_k >= 0
+    require(fits, "expected a --temperature of 0, or of 0.001 to 1000, --top_k of 0 or more, --tokens of at least 1")
+    require(not re.search("[\ud800-\udfff]", args.prompt), "--prompt: expected UTF-8")
+    students = [str(path.parent) for path in sorted(Path(args.checkpoint).glob("*/model"))] or [args.checkpoint]
+    require(len(students) == 1, f"{args.checkpoint}: has several students; choose one: {', '.join(students)}")
+    args.checkpoint = students[0]
     transformers.logging.disable_progress_bar()
     folder, tokenizer = find_folder(args.checkpoint), load_tokenizer(args.checkpoint)
     with reading(folder, "choose another checkpoint"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    v, n = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
+    require(n <= v, f"{folder}: vocabulary of {v:,}, but its tokenizer has {n:,} tokens; choose another checkpoint")
     of_student = folder.parent / "run.json"  # says which id stood before its documents
     bos = read_json(of_student)["bos"] if folder.name == "model" and of_student.is_file() else leading_bos(tokenizer)
     first = tokenizer.eos_token_id if bos is None else bos

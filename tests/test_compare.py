@@ -5,12 +5,12 @@ import dataclasses
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -315,17 +315,23 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     monkeypatch.setattr(compare, "arguments", lambda argv: (argparse.Namespace(report=False), None, None))
     monkeypatch.setattr(compare, "compare", lambda *a: compare.launch(jobs, args))
-    process = multiprocessing.get_context("fork").Process(target=compare.run, args=([],))
-    process.start()
-    while not begun[0].exists():
-        assert process.is_alive()
-        time.sleep(0.02)
-    os.kill(process.pid, sign)
-    process.join(60)
-    assert process.exitcode == (143 if sign == signal.SIGTERM else 1) and not begun[1].exists()
-    assert [line["rc"] for line in read_lines(tmp_path / "runs.jsonl")] == [
-        -signal.SIGTERM
-    ]  # it was ended, and waited for
+
+    def interrupt():
+        while not begun[0].exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), sign)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(SystemExit if sign == signal.SIGTERM else KeyboardInterrupt):
+            compare.run([])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not begun[1].exists()
+    assert [line["rc"] for line in read_lines(tmp_path / "runs.jsonl")] == [-signal.SIGTERM]  # ended, and waited for
 
 
 @pytest.mark.slow

@@ -116,8 +116,8 @@ def write_run(out: Path, students: dict[str, Qwen2], tokenizer, data_dir: Path, 
     """A finished run without its training: run.json, and each student with its model, run.json and log."""
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)
-        hashes = {"init_sha256": "i", "data_sha256": "d"}
-        about = {"method": name, "seed": 1234, "student": "tiny", "overrides": {}, "bos": None, **hashes}
+        made = {"init_sha256": "i", "made_by": {"data_sha256": "d"}, "made_by_sha256": name, "step": 3}
+        about = {"method": name, "seed": 1234, "student": "tiny", "overrides": {}, "bos": None, **made}
         (out / name / "run.json").write_text(json.dumps(about | facts))
         lines = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)] + [{"step": 3, "val_ce": 2.0}]
         (out / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

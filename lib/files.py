@@ -6,7 +6,9 @@ import fcntl
 import json
 import math
 import os
+import platform
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,15 +28,10 @@ def require(ok: object, message: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write `path`, such as a full disk, into one clear line.
-
-    safetensors raises an error of its own, which is no OSError. A folder that was begun is removed to free its space.
-    """
+    """Turn a failure to write `path`, such as a full disk, into one clear line. safetensors has an error of its own."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
         raise UserError(
             f"{path}: cannot be written ({error}); free some space or check the permissions, then run the same command "
             "again: it resumes from the last complete checkpoint"
@@ -48,46 +45,74 @@ def flush(path: Path) -> None:
     os.close(fd)
 
 
+def working_name(path: Path, kind: str = "new") -> Path:
+    """A name beside `path` that only this program gives: what has it is unfinished, and is overwritten and deleted."""
+    return path.with_name(f".{path.name}.alra-{kind}")
+
+
+def discard(path: Path) -> None:
+    """Remove a folder that this program wrote, and what a kill left unfinished beside it. Renamed first: whole or gone."""
+    for unfinished in path.parent.glob(working_name(Path("*"), "*").name):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(path.rename(working_name(path, "old")))
+
+
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all: under another name first, flushed to the disk, then renamed."""
-    new = path.with_name(path.name + ".new")
+    new = working_name(path)
     with writing(path):
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
-        flush(new)
-        os.replace(new, path)
+        try:
+            new.write_bytes(content.encode() if isinstance(content, str) else content)
+            flush(new)
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which then replaces `path`: flushed to the disk, then renamed. Complete or not there."""
-    new, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
+    new, old = working_name(path), working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
-    with writing(new):
-        new.mkdir(parents=True)
-        yield new
-        for file in new.iterdir():
-            file.chmod(new.stat().st_mode & 0o666)  # safetensors keeps its files from other users
-            flush(file)
-        flush(new)
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(new, path)
-        flush(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+    with writing(path):
+        try:
+            new.mkdir(parents=True)
+            yield new
+            for file in new.iterdir():
+                file.chmod(new.stat().st_mode & 0o666)  # safetensors keeps its files from other users
+                flush(file)
+            flush(new)
+            shutil.rmtree(old, ignore_errors=True)
+            if path.exists():
+                os.replace(path, old)
+            os.replace(new, path)
+            flush(path.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)  # its space is free again
 
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: str) -> Iterator[None]:
-    """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock.
+
+    flock is known to this host alone. A link, which one process alone can create, names the holder to other hosts.
+    """
+    file, host, handle = folder / ".alra-lock", platform.node(), os.open(folder, os.O_RDONLY)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.is_symlink():
+                its_host, process, since = os.readlink(file).split()
+                told = f"{file} is of process {process} on {its_host}, since {since}; if that has ended, remove it"
+                require(its_host == host, f"{busy}; {told}")
+                file.unlink()
+            file.symlink_to(f"{host} {os.getpid()} {time.strftime('%FT%T%z')}")
+        except (BlockingIOError, FileExistsError) as error:
+            raise UserError(busy) from error
+        stack.callback(file.unlink, missing_ok=True)
         yield
-    except BlockingIOError as error:
-        raise UserError(busy) from error
-    finally:
-        os.close(handle)
 
 
 def dump(path: Path, value: dict, **how) -> str:
@@ -107,8 +132,12 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Add a record to a file of JSON lines."""
+    """Add a record to a file of JSON lines. A last line without its end is ended first, or removed if a kill cut it short."""
     line = dump(path, record)
+    with writing(path), path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        if path.is_file() and file.read(1) not in b"\n":
+            write_lines(path, read_lines(path))
     with writing(path), path.open("a") as file:
         file.write(line)
 
@@ -136,9 +165,12 @@ def read_json(path: Path, keys: Iterable[str] = (), remedy: str = REMEDY) -> dic
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict]:
-    """The records of a file of JSON lines, each with `keys`; none without a file. An unfinished last line is left out."""
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
+    """The records of a file of JSON lines, each with `keys`; none without a file. A last line that was cut short is left out."""
+    records, (*lines, last) = [], path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    with contextlib.suppress(ValueError):
+        json.loads(last)
+        lines.append(last)
+    for number, line in enumerate(lines, 1):
         where, remedy = f"{path}, line {number}", "correct or remove that line"
         with reading(where, remedy):
             record = json.loads(line)

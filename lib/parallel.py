@@ -5,6 +5,7 @@ A function that communicates is called by all processes, in the same order.
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
@@ -18,8 +19,8 @@ from lib.files import UserError
 def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
     """Make `device` the current one, and join the other processes of this torchrun, if any.
 
-    Each start has its own keys in torchrun's store: after a restart the store still holds the addresses of the previous
-    processes, and nobody answers there.
+    Each start has its own keys in torchrun's store (`name_start`): after a restart the store still holds the addresses of
+    the previous processes, and nobody answers there.
 
     timeout_minutes  how long a process waits for another one before it gives up
     """
@@ -29,10 +30,32 @@ def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(name_start(store, rank, world), store)
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if cuda else None
         )  # fmt: skip
+
+
+def name_start(store: dist.Store, rank: int, world: int) -> str:
+    """A name that the processes of this start share, and no start before it.
+
+    The store does not say it, and each node's torchrun counts restarts by itself. So each process sends a word of its own,
+    gets process 0's in answer, and sends that back. A restart begins when all processes of the previous start have ended,
+    so only a process 0 of this start answers; it may answer the dead too, but only the living send its own word back.
+    """
+    mine, missing = uuid.uuid4().hex, world - 1
+    if rank:
+        store.queue_push("words", mine)
+        name = store.get(mine).decode()
+        store.queue_push("words", name)
+        return name
+    while missing:
+        word = store.queue_pop("words").decode()
+        if word == mine:
+            missing -= 1
+        else:
+            store.set(word, mine)
+    return mine
 
 
 def stop() -> None:

@@ -6,6 +6,7 @@ A case is a command, what is broken in a copy of one small world, and a pattern 
 import importlib
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -85,6 +86,10 @@ def cut(name: str, n: int = 100):
 
 def copy(old: str, new: str):
     return lambda w: (shutil.copytree if (w / old).is_dir() else shutil.copy)(w / old, w / new)
+
+
+def link(name: str, target: str):
+    return lambda w: (w / name).symlink_to(target)
 
 
 def tensors(name: str, change):
@@ -190,6 +195,7 @@ CASES += [(HALF, *case) for case in (  # a run's folder
     (edit("half/run.json", config__lr=0.5), "out_dir=half: contains a different run .lr was 0.5, now 0.01.; choose another out_dir"),
     (gone("half/alra/checkpoints"), "half: its students have no checkpoint in common"), (gone("half/alra"), "half: its students have no checkpoint in common"),
     (put("half/alra/log.jsonl", "x\n"), "half/alra/log.jsonl, line 1: cannot be used"), (put("half/alra/log.jsonl", "{}\n"), "half/alra/log.jsonl, line 1: no ..?step..?"),
+    (many(gone("half/run.json"), put("half/run.json/mine", "x")), "half/run.json: cannot be written"), (link("half/.alra-lock", "elsewhere 7 today"), "is of process 7 on elsewhere, since today"),
     (put("half/alra/stopped.json", "{"), "half/alra/stopped.json: cannot be used"),
     (gone(STATE), f"{STEP}"), (put(STATE, "{"), f"{STATE}: cannot be used"), (edit(STATE, sums=...), f"{STEP}: cannot be used .*sums.*move {STEP} aside to resume from the one before"),
     (edit(STATE, method="pd"), f"{STEP}: not as it was saved, or of another run"), (edit(STATE, data_sha256="x"), f"{STEP}: contains a different run .data_sha256 differs"),
@@ -224,7 +230,9 @@ CASES += [
 ]
 GO_ON_RIGHTLY = [  # what has to be so afterwards: half has become what run is
     (HALF, None), (HALF, put("half/alra/checkpoints/step_00000006.bak/state.json", "{}")), (HALF, put("half/alra/checkpoints/step_00000009", "")),
-    (HALF, put("half/alra/checkpoints/step_00000009.tmp/state.json", "")), (HALF, put("half/alra/notes.jsonl", '{"step": 99}\n')), (HALF, gone("half/run.json")),
+    (HALF, put("half/alra/checkpoints/step_00000009.tmp/state.json", "")), (HALF, put("half/alra/notes.jsonl", "mine")), (HALF, gone("half/run.json")),
+    (HALF, many(*(put(f"half/{name}", "mine") for name in ("run.json.new", "alra/model.tmp/x", "alra/model.old/x", "alra/checkpoints/step_00000004.tmp/x")))),
+    (HALF, link("half/.alra-lock", f"{platform.node()} 7 today")), (HALF, cut("half/alra/log.jsonl", 1)),
     (HALF, add("half/alra/log.jsonl", '{"step": 4, "lo')), (HALF, gone(STEP)), (f"{HALF} --val_every_steps=2 --keep_checkpoints=1", None),
 ]
 # fmt: on
@@ -309,10 +317,22 @@ def same_end(a: Path, b: Path) -> bool:
 def test_what_is_broken_without_loss_goes_on_rightly(command, breaks, folder, monkeypatch):
     if breaks:
         breaks(folder)
-    notes = folder / "half/alra/notes.jsonl"
-    before = notes.read_text() if notes.is_file() else None
+    mine = {name for name, content in contents(folder).items() if content == b"mine"}
     assert run(command, monkeypatch) == 0 and same_end(folder / "half", folder / "run")
-    assert before is None or notes.read_text() == before  # the files of the user are his
+    assert all((folder / name).read_bytes() == b"mine" for name in mine)  # the files of the user are his
+    assert not [*folder.rglob("*.alra-*")]
+
+
+@pytest.mark.parametrize(
+    ("text", "n"), [('{"a": 1}\n{"a": {"b": 2}}', 2), ('{"a": 1}\n{"a": {"b": 2}', 1), ('{"a"', 0)]
+)
+def test_a_last_line_without_its_end_is_read_if_complete_and_the_next_has_a_line_of_its_own(text, n, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    records = [{"a": 1}, {"a": {"b": 2}}][:n]
+    assert files.read_lines(file) == records
+    files.append_line(file, {"c": 3})
+    assert world.read_jsonl(file) == files.read_lines(file) == [*records, {"c": 3}]
 
 
 def test_finished_runs_and_rows_are_left_alone_or_mended(folder, monkeypatch, capsys):

@@ -57,6 +57,8 @@ def test_row_order_is_a_function_of_step_and_seed_alone(tiny):
     assert all(sorted(seen[i * 97 : (i + 1) * 97]) == list(range(97)) for i in range(4))
     assert seen[:97].tolist() != seen[97:194].tolist() != list(range(97))
     assert row_order(40, 4, 97, 1234).tolist() == seen[160:164].tolist()
+    for n in (1, 2, 3, 1000, 1023, 1024, 1025):
+        assert sorted(row_order(2, n, n, 5)) == [*range(n)]
     for keys, seed in (({}, None), ({"shuffle": True, "seed": 5}, 5), ({"shuffle": True, "seed": 6}, 6)):
         cfg = config(tiny, UNUSED, **keys)
         used = train.rows_of_update(train.open_data(cfg, "train"), 3, cfg)
@@ -378,7 +380,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with files.atomic_folder(tmp_path / "step_3") as new:
         (new / "a").write_text("1")
         (new / "b").write_text("2")
-    assert {*done[:2]} == {"a", "b"} and done[2:] == ["step_3.tmp", "-> step_3", tmp_path.name]
+    assert {*done[:2]} == {"a", "b"} and done[2:] == [".step_3.alra-new", "-> step_3", tmp_path.name]
 
 
 def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
@@ -393,7 +395,7 @@ def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(UserError, match="Input/output error"):
         init_student(STUDENT, 2).save_pretrained(tmp_path / "m")
-    kept = next(path for path in (tmp_path / "m", tmp_path / "m.old") if path.exists())
+    kept = next(path for path in (tmp_path / "m", tmp_path / ".m.alra-old") if path.exists())
     assert weights_hash(Qwen2.from_pretrained(str(kept))) == weights_hash(model)
 
 
@@ -443,8 +445,8 @@ def test_a_broken_student_stops_alone_and_goes_on_from_its_checkpoint_with_a_low
 
 
 @pytest.mark.parametrize(("error", "n_written", "where", "steps"), [
-    (OSError(errno.ENOSPC, "No space left on device"), 3, "checkpoints/step_00000004.tmp", [0, 2]),
-    (safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 6, "model.tmp", [4, 6]),
+    (OSError(errno.ENOSPC, "No space left on device"), 3, "checkpoints/step_00000004", [0, 2]),
+    (safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 6, "model", [4, 6]),
 ])  # fmt: skip
 def test_a_full_disk_leaves_the_last_whole_checkpoint(tiny, finished, tmp_path, monkeypatch, capsys, error, n_written, where, steps):  # fmt: skip
     """And no run.json without its model: the next start writes both."""
@@ -467,7 +469,7 @@ def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
         UserError, match=r"^/dev/full: cannot be written \(.*No space left on device\); free some space"
     ):
         files.append_line(Path("/dev/full"), {"step": 1})
-    (tmp_path / "stopped.json.new").symlink_to("/dev/full")
+    (tmp_path / ".stopped.json.alra-new").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"stopped.json: cannot be written \(.*No space left on device\)"):
         files.write_json(tmp_path / "stopped.json", {"step": 1})
     assert not (tmp_path / "stopped.json").exists()

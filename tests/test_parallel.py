@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,11 +53,6 @@ def wide(tmp_path_factory):
     GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).save_pretrained(root / "foreign")
     load_tokenizer(DEMO).save_pretrained(root / "foreign")
     return root
-
-
-def torchrun(n: int, *command: str, options: tuple = ()) -> subprocess.Popen:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *options]
-    return subprocess.Popen([*launch, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def said(process: subprocess.Popen, code: int = 0) -> str:
@@ -191,41 +188,58 @@ def test_processes_that_differ_are_refused_before_anything_is_written(several):
     assert not [path for path in (root / "bad").rglob("*") if path.is_file()]
 
 
-def test_each_start_waits_as_long_as_it_is_told_and_has_its_own_keys(monkeypatch):
-    """torchrun keeps its store over a restart, with the addresses of processes that have ended."""
-    store, made = dist.HashStore(), []
-    monkeypatch.setattr(dist, "rendezvous", lambda *args, **kwargs: iter([(store, 1, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **keys: made.append(keys))
+def test_each_start_waits_as_long_as_it_is_told(monkeypatch):
+    made = {}
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **keys: made.update(keys))
+    monkeypatch.setattr(parallel, "name_start", lambda *args: "a")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for n in range(2):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(n))
-        parallel.start(torch.device("cpu"), 2.5)
-        made[n]["store"].set("address", str(n))
-    assert [keys["store"].get("address") for keys in made] == [b"0", b"1"]
-    assert {(keys["timeout"], keys["rank"], keys["world_size"]) for keys in made} == {(timedelta(minutes=2.5), 1, 2)}
+    parallel.start(torch.device("cpu"), 2.5)
+    assert (made["timeout"], made["rank"], made["world_size"]) == (timedelta(minutes=2.5), 1, 2)
+
+
+def test_each_start_has_a_name_of_its_own_whatever_the_dead_have_left():
+    """torchrun keeps its store over a restart."""
+    store, names = dist.HashStore(), set()
+    for n in range(3):
+        store.queue_push("words", f"of one that was killed in start {n}")
+        with ThreadPoolExecutor() as pool:
+            its = {*pool.map(lambda rank: parallel.name_start(store, rank, 3), (2, 1, 0))}
+        assert len(its) == 1 and not its & names
+        names |= its
+        store.queue_push("words", min(its))
 
 
 @pytest.mark.slow
-def test_torchrun_starts_all_again_after_a_kill_and_ends_with_a_checkpoint(wide, tmp_path):
-    """The second start goes on from a checkpoint, and SIGTERM to torchrun ends it with another one."""
+def test_two_nodes_start_again_after_a_kill_and_end_with_a_checkpoint(wide, tmp_path):
+    """Each node's torchrun counts its own restarts. The second start goes on from a checkpoint; SIGTERM ends it with another."""
     keys = KEYS | {"methods": "alra", "max_steps": 50_000, "schedule_steps": 50_000, "repeat_rows": True, "val_every_steps": 50_000,
                    "checkpoint_every_steps": 3, "histogram_every_steps": "none"}  # fmt: skip
-    options = ["--max_restarts=1", "--monitor_interval=0.1"]
-    process = torchrun(2, "train.py", *flags(wide, tmp_path / "cut", **keys), options=options)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"--rdzv_endpoint=localhost:{free.getsockname()[1]}"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", place,
+              "--max_restarts=2", "--monitor_interval=0.1", "train.py", *flags(wide, tmp_path / "cut", **keys)]  # fmt: skip
+    read, write = os.pipe()
+    nodes = [subprocess.Popen(launch, cwd=ROOT, stdout=write, stderr=subprocess.STDOUT) for _ in range(2)]
+    os.close(write)
     lines = []
+    with os.fdopen(read) as text:
 
-    def until(word: str) -> None:
-        while not lines or word not in lines[-1]:
-            lines.append(process.stdout.readline())
-            assert lines[-1], "".join(lines)
+        def until(word: str) -> None:
+            while not lines or word not in lines[-1]:
+                lines.append(text.readline())
+                assert lines[-1], "".join(lines)
 
-    until("step 6/")
-    children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True)
-    os.kill(int(children.split()[1]), signal.SIGKILL)
-    until(": step ")
-    until("/50000")
-    process.send_signal(signal.SIGTERM)
-    lines.append(said(process, 1))
+        until("step 6/")
+        children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(nodes[0].pid)], text=True)
+        os.kill(int(children.split()[0]), signal.SIGKILL)
+        until(": step ")
+        until("/50000")
+        for node in nodes:
+            node.send_signal(signal.SIGTERM)
+        lines += text
+    assert {node.wait() for node in nodes} == {1}, "".join(lines)
     step = int(re.findall(r": step (\d+) of", "".join(lines))[-1])
     keys |= {"max_steps": step, "checkpoint_every_steps": step}
     assert train.distil(config(wide, tmp_path / "whole", **keys)) == 0

@@ -141,7 +141,7 @@ def untimed(out: Path, method: str) -> list[dict]:
 
 
 def saved(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / "checkpoints").iterdir() if not p.name.startswith("."))
+    return sorted(p.name for p in (folder / "checkpoints").iterdir() if "." not in p.name)
 
 
 def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:

@@ -88,7 +88,7 @@ def make_student(name: str, cfg: Config) -> Student:
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
-        parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), layers_only=False)
+        parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), False, run.compute_dtype(cfg))
     model.to(cfg.device)
     groups = {True: [], False: []}  # with and without weight decay
     for p in model.parameters():

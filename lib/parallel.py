@@ -127,27 +127,30 @@ def summing_gradients(model: nn.Module, last: bool, handles: list) -> Iterator[N
         hook.remove()
 
 
-def shard(root: nn.Module, layers: Iterable[nn.Module], n: int, device: torch.device, layers_only: bool) -> None:
+def shard(
+    root: nn.Module, layers: Iterable[nn.Module], n: int, device: torch.device, layers_only: bool, dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Keep 1 / n of the weights on each process; a layer is gathered while it computes (FSDP2).
 
     n            a divisor of the number of processes; each n consecutive processes hold one copy of the weights
     layers_only  keep what is outside the layers, such as embedding and head, whole on every process
+    dtype        in which the layers' weights travel; None: their own. Gradients travel and add up in fp32
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # half a second, and few runs need it
+    from torch.distributed import fsdp  # half a second, and few runs need it
 
     mesh = dist.init_device_mesh(device.type, (world() // n, n), mesh_dim_names=("replicate", "shard"))
     mesh = mesh if world() > n else mesh["shard"]
-    layers = list(layers)
+    layers, policy = list(layers), fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
+        fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy)
     inside = {p for layer in layers for p in layer.parameters()}
     outside = {p for p in root.parameters() if p not in inside}
-    fully_shard(root, mesh=mesh, ignored_params=outside if layers_only else None)
+    fsdp.fully_shard(root, mesh=mesh, ignored_params=outside if layers_only else None)
     for module in (root, *layers):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that is scaled first
     if hasattr(root, "hidden"):
-        register_fsdp_forward_method(root, "hidden")
+        fsdp.register_fsdp_forward_method(root, "hidden")
 
 
 def is_sharded(x: Tensor | nn.Module) -> bool:

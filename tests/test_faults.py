@@ -23,6 +23,7 @@ import configure
 import prepare
 import train
 from lib import files
+from lib.device import repair_compile_cache
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
 from tests import world
@@ -350,6 +351,16 @@ def test_a_folder_at_which_another_process_is_at_work_is_refused(command, place,
     with files.locked(folder / place, RuntimeError()):
         assert run(command, monkeypatch) == 1
     assert f"another {command.split()[0]} is" in capsys.readouterr().err and contents(folder) == before
+
+
+def test_an_empty_library_in_the_compile_cache_is_removed_unless_it_is_being_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name, content in (("aa/empty.so", ""), ("aa/whole.so", "x"), ("ab/new.so", ""), ("ab/a.py", "")):
+        put(name, content)(tmp_path)
+        os.utime(tmp_path / name, (0, 0) if name != "ab/new.so" else None)
+    repair_compile_cache()
+    assert {p.name for p in tmp_path.glob("*/*")} == {"whole.so", "new.so", "a.py"}
+    assert "empty.so, which is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [MemoryError("Unable to allocate 8 PiB"), OSError("Input/output error")])

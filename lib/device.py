@@ -75,7 +75,7 @@ def gib(n: int) -> str:
 def repair_compile_cache() -> None:
     """Remove the empty libraries that a killed compiler left in torch's cache, which torch would load again and again.
 
-    One that is 5 seconds old is no longer being linked by another process.
+    Not those that another process may be linking now: they are younger than 5 seconds.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second, and only compiled runs need it
 

@@ -32,6 +32,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
+        new = working_name(path)  # its space is free again
+        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
         raise UserError(
             f"{path}: cannot be written ({error}); free some space or check the permissions, then run the same command "
             "again: it resumes from the last complete checkpoint"
@@ -61,12 +63,9 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all: under another name first, flushed to the disk, then renamed."""
     new = working_name(path)
     with writing(path):
-        try:
-            new.write_bytes(content.encode() if isinstance(content, str) else content)
-            flush(new)
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        flush(new)
+        os.replace(new, path)
 
 
 @contextlib.contextmanager
@@ -75,21 +74,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     new, old = working_name(path), working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
     with writing(path):
-        try:
-            new.mkdir(parents=True)
-            yield new
-            for file in new.iterdir():
-                file.chmod(new.stat().st_mode & 0o666)  # safetensors keeps its files from other users
-                flush(file)
-            flush(new)
-            shutil.rmtree(old, ignore_errors=True)
-            if path.exists():
-                os.replace(path, old)
-            os.replace(new, path)
-            flush(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)  # its space is free again
+        new.mkdir(parents=True)
+        yield new
+        for file in new.iterdir():
+            file.chmod(new.stat().st_mode & 0o666)  # safetensors keeps its files from other users
+            flush(file)
+        flush(new)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(new, path)
+        flush(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager

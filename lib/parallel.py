@@ -39,22 +39,19 @@ def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
 def name_start(store: dist.Store, rank: int, world: int) -> str:
     """A name that the processes of this start share, and no start before it.
 
-    The store does not say it, and each node's torchrun counts restarts by itself. So each process sends a word of its own,
-    gets process 0's in answer, and sends that back. A restart begins when all processes of the previous start have ended,
-    so only a process 0 of this start answers; it may answer the dead too, but only the living send its own word back.
+    Each node's torchrun counts restarts by itself. So each process sends a word of its own, gets process 0's in answer, and
+    sends that back. By then the previous start's processes have ended: process 0 answers some of them too, but only the
+    living send its word back.
     """
     mine, missing = uuid.uuid4().hex, world - 1
     if rank:
         store.queue_push("words", mine)
-        name = store.get(mine).decode()
-        store.queue_push("words", name)
+        store.queue_push("words", name := store.get(mine).decode())
         return name
     while missing:
         word = store.queue_pop("words").decode()
-        if word == mine:
-            missing -= 1
-        else:
-            store.set(word, mine)
+        missing -= word == mine
+        store.set(word, mine)
     return mine
 
 

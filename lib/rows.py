@@ -16,7 +16,6 @@ from lib.files import read_json, require
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 BLOCK = 1 << 20  # bytes read at a time
-MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)  # shift, factor
 MANIFEST = ("rows", "row_len", "eos_id", "bos", "sha256", "quick_sha256", "tokenizer_sha256")  # what readers need of it
 
 
@@ -86,16 +85,15 @@ def shuffled(i: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
     A Feistel network on pairs of numbers below `side` permutes range(side**2), where side**2 >= n. What it takes to n or
     beyond goes through it again until it is below (cycle walking). The mixing is splitmix64's.
     """
-    side, keys = np.uint64(math.isqrt(n - 1) + 1), np.random.SeedSequence(seed).generate_state(8, np.uint64)
-    i = i.astype(np.uint64)
-    outside = np.full(len(i), True)
+    side, keys = math.isqrt(n - 1) + 1, np.random.SeedSequence(seed).generate_state(8, np.uint64)
+    i, outside = i.astype(np.uint64), np.full(len(i), True)
     while outside.any():
         left, right = np.divmod(i[outside], side)
         for key in keys:
             mixed = right + key
-            for shift, factor in MIXING:
-                mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-            left, right = right, (left + (mixed ^ (mixed >> np.uint64(31))) % side) % side
+            mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+            mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+            left, right = right, (left + (mixed ^ (mixed >> 31)) % side) % side
         i[outside] = left * side + right
         outside = i >= n
     return i.astype(np.int64)

@@ -1,7 +1,7 @@
 """Runs of train.py by several processes, which are forks of one that has imported torch: python tests/several.py RUNS.json.
 
 RUNS.json  {"2": [[flag, ..], ..]}: runs of two processes, one after the other; "{rank}" stands for the number of the process. Where out_dir ends in "cut",
-process 1 gets a signal in the second update. "nodes": one run of two nodes, each of which loses its process once.
+process 1 gets a signal in the second update. "nodes": one run of two nodes, each of the first loses its process twice.
 Process 1 prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
@@ -60,16 +60,21 @@ def free_port() -> int:
 
 
 def run_on_nodes(flags: list[str]) -> None:
-    """Two nodes, each a torchrun with one process. One process is killed at work, the other while it starts; SIGTERM ends all."""
+    """Two nodes, each a torchrun with one process. The first one's is killed at work and as it starts; SIGTERM ends all."""
     out, agents = Path(configure.load(flags).out_dir), []
     launch = LaunchConfig(2, 2, 1, run_id="x", rdzv_backend="c10d", rdzv_endpoint=f"localhost:{free_port()}", max_restarts=3,
                           monitor_interval=0.1, start_method="fork")  # fmt: skip
+
+    def worker() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's handler, which a fork inherits, waits for the store
+        os._exit(configure.guard(lambda: train.distil(configure.load(flags))))  # elastic_launch would wait for a result
+
     for _ in range(2):
         if not (pid := os.fork()):
             for stream in (1, 2):
                 os.dup2(os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
             try:
-                elastic_launch(launch, lambda: os._exit(configure.guard(lambda: train.distil(configure.load(flags)))))()
+                elastic_launch(launch, worker)()
             finally:
                 os._exit(1)
         agents.append(pid)
@@ -84,16 +89,18 @@ def run_on_nodes(flags: list[str]) -> None:
     def past(step: int) -> int:
         return max((n for p in out.glob("*/checkpoints/step_????????") if (n := int(p.name[5:])) > step), default=0)
 
-    def worker(agent: int, other_than: int = 0) -> int:
-        said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(agent)], capture_output=True, text=True).stdout
+    def child(other_than: int = 0) -> int:
+        said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(agents[0])], capture_output=True, text=True).stdout
         return next((pid for pid in map(int, said.split()) if pid != other_than), 0)
 
-    step, second = wait(lambda: past(0)), worker(agents[1])
-    os.kill(worker(agents[0]), signal.SIGKILL)
-    os.kill(wait(lambda: worker(agents[1], second)), signal.SIGKILL)
-    wait(lambda: past(step + 3))
-    for agent in agents:
-        os.kill(agent, signal.SIGTERM)
+    try:
+        step, first = wait(lambda: past(0)), child()
+        os.kill(first, signal.SIGKILL)
+        os.kill(wait(lambda: child(first)), signal.SIGKILL)
+        wait(lambda: past(step + 3))
+    finally:
+        for agent in agents:
+            os.kill(agent, signal.SIGTERM)
     print("nodes end with", [os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]) for agent in agents])
 
 

@@ -212,7 +212,7 @@ def test_each_start_has_a_name_of_its_own_whatever_the_dead_have_left():
 
 
 @pytest.mark.slow
-def test_two_nodes_lose_a_process_each_and_go_on_from_a_checkpoint(several, wide, tmp_path):
+def test_two_nodes_of_which_one_loses_its_process_twice_go_on_from_a_checkpoint(several, wide, tmp_path):
     """Each node's torchrun counts its own restarts. SIGTERM ends the last start with another checkpoint."""
     root, text = several
     assert "nodes end with [1, 1]" in text

@@ -5,8 +5,8 @@
     python eval.py --table out/*                                # many results, the paper's rows, columns and numbers
     python eval.py --table out/alra_200m --metric acc_norm      # the same with acc_norm where a task has it
 
-A run's folder stands for its students; those that are still in training are named and left out. Results go into the
-student's own folder, those of any other model into out/eval/NAME: scores_SPLIT.json for the tasks (scores_SPLIT_limitN.json
+A run's folder stands for its students; one that is still in training for its newest checkpoint. Results go into the
+student's own folder, those of a checkpoint or of any other model into out/eval/NAME: scores_SPLIT.json for the tasks (scores_SPLIT_limitN.json
 for their first N items), figures.json for the held-out rows. Each file is the result of one command.
 
 Prompts, choices and metrics are those of lm-eval's own task files (lib/tasks.py reads and checks the items); only the scoring
@@ -374,15 +374,22 @@ class Checkpoint:
 
 
 def locate(name: str, out: str | None) -> tuple[str, Path, dict | None]:
-    """A student's folder, a model folder or a hub id -> the model's folder, where results go, and facts of its run."""
-    path = Path(name)
-    if path.name == "model" and (path.parent / "run.json").is_file():
-        path = path.parent  # the user named the student's model/ folder
-    if (path / "model" / "config.json").is_file():
-        return str(path / "model"), Path(out or path), read_if_there(path / "run.json", RUN) or None
-    unfinished = path.is_dir() and not (path / "config.json").is_file()
-    require(not unfinished, f"{name}: no model/ in it; has its training ended?")
-    return str(find_folder(name)), Path(out or Path("out", "eval", path.resolve().name)), None
+    """A student's folder, a checkpoint, a model folder or a hub id -> the model's folder, where results go, and facts of its run."""
+    model = find_folder(name)
+    require((model / "config.json").is_file(), f"{name}: no model/ in it, and no checkpoint; has its training begun?")
+    folder, elsewhere = model.parent, Path("out", "eval")
+    run = read_if_there(folder / "run.json", RUN) if model.name == "model" else {}
+    if run or not (folder / "state.json").is_file():
+        return str(model), Path(out or (folder if run else elsewhere / Path(name).resolve().name)), run or None
+    say(f"{name}: scoring {folder}, of a training that goes on")
+    own = elsewhere / "_".join(folder.resolve().parts[i] for i in (-4, -3, -1))  # a checkpoint may be removed
+    return str(model), Path(out or own), read_json(folder / "state.json", RUN)
+
+
+def has_model(folder: Path) -> bool:
+    """Whether a student has ended, or is at work and has a checkpoint."""
+    works = not (folder / "stopped.json").is_file() and any(folder.glob("checkpoints/step_*/model/config.json"))
+    return works or (folder / "model" / "config.json").is_file()
 
 
 def open_checkpoint(name: str, source: str, folder: Path, run: dict | None) -> Checkpoint:
@@ -426,12 +433,12 @@ def check_results(c: Checkpoint, scores_file: str, protocol: dict, names: list[s
 def score(args) -> str:
     """Score all checkpoints -> their tables. The files of a checkpoint are written as soon as it is scored."""
     device = pick_device(args.device)
-    paths, unfinished = students_of(args.paths, lambda folder: (folder / "model" / "config.json").is_file())
+    paths, unfinished = students_of(args.paths, has_model)
     reasons = {path: read_if_there(Path(path, "stopped.json"), ("why",)) for path in unfinished}
     unfinished = ", ".join(f"{path} (stopped at {why['why']})" if why else path for path, why in reasons.items())
     require(paths, f"no finished student: {unfinished or ' '.join(args.paths)}; expected out/NAME or a model")
     if unfinished:
-        say(f"left out, as training has not ended there: {unfinished}")
+        say(f"left out, as there is no model yet: {unfinished}")
     require(not args.out or len(paths) == 1, f"--out {args.out}: takes the results of one checkpoint, got {len(paths)}")
     places = [locate(name, args.out) for name in paths]  # a missing folder must show before the hub is asked
     names = choose_tasks(args.tasks, args.split)

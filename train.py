@@ -27,12 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 import configure
 from configure import Config
 from lib import metrics, parallel, run
 from lib.checks import IGNORE
-from lib.device import gib, mfu, peak_bytes, pick_device
+from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
 from lib.files import UserError, append_line, read_json, require
 from lib.fused import head_losses
 from lib.hf import weights_hash
@@ -41,7 +42,7 @@ from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, load_teacher
 from losses import alra, default_settings, make_loss_fn, method_lines, needs_teacher, resolve, scheduled_settings
-from model import Qwen2, Qwen2Config, flops_per_token, init_student
+from model import Qwen2, flops_per_token, init_student
 
 
 def open_data(cfg: Config, name: str) -> Rows:
@@ -81,7 +82,7 @@ def open_teacher(cfg: Config) -> Teacher | None:
     return load_teacher(cfg.teacher, run.compute_dtype(cfg), device, home, cfg.compile, n_vocab, cfg.shard)
 
 
-def make_student(name: str, cfg: Config) -> Student:
+def make_student(name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | None = None) -> Student:
     """A student before its first update; the same weights for every method of the run.
 
     A parameter group may have an `lr_factor` (default 1): `update` multiplies the schedule's rate by it. `extras` are modules
@@ -94,7 +95,7 @@ def make_student(name: str, cfg: Config) -> Student:
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
-        parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), layers_only=False)
+        parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), False, run.compute_dtype(cfg))
     model.to(cfg.device)
     extras.to(cfg.device)
     groups = {True: [], False: []}  # with and without weight decay
@@ -102,7 +103,7 @@ def make_student(name: str, cfg: Config) -> Student:
         groups[cfg.decay_1d or p.ndim > 1].append(p)
     groups = [{"params": ps, "weight_decay": cfg.weight_decay * decays} for decays, ps in groups.items() if ps]
     optimizer = torch.optim.AdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, fused=True)
-    return Student(name, model, extras, optimizer, Path(cfg.out_dir) / name, sha, cfg.lr_factor(name))
+    return Student(name, model, extras, optimizer, Path(cfg.out_dir) / name, sha, tokenizer, cfg.lr_factor(name))
 
 
 def first_weights(cfg: Config) -> Qwen2:
@@ -110,13 +111,8 @@ def first_weights(cfg: Config) -> Qwen2:
     shape, source = student_shape(cfg), cfg.student_weights
     if source is None:
         return init_student(shape, cfg.seed).requires_grad_(True).train()
-    if (Path(source) / "state.json").is_file():  # a checkpoint
-        state, groups = run.read_checkpoint(Path(source))
-        model = Qwen2(Qwen2Config(**state["made_by"]["shape"]))
-        model.load_state_dict(groups["model"])
-    else:
-        model = Qwen2.from_pretrained(source)
-        model.cut(shape.vocab_size)
+    model = Qwen2.from_pretrained(source)
+    model.cut(shape.vocab_size)
     same = model.config == shape
     require(same, f"student_weights={source}: not of the shape of student={cfg.student}; set --student={source} too")
     return model.requires_grad_(True).train()
@@ -379,14 +375,16 @@ def distil(cfg: Config) -> int:
         rows, val = open_data(cfg, "train"), open_data(cfg, "val")
         tokenizer = run.check_data(cfg, rows, val)
         facts = run.run_facts(cfg, rows)
+        if cfg.compile:
+            repair_compile_cache()
         teacher = open_teacher(cfg)
-        students = [make_student(name, cfg) for name in cfg.methods]
+        students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
         cfg = choose_micro_batch(students, teacher, rows, cfg)
         with run.lock_run_dir(cfg):
             step, counts = loop(cfg, rows, val, teacher, students, facts)
             for s in students:
                 if not s.stopped and step == cfg.max_steps:
-                    run.save_model(s, step, counts, facts, tokenizer, cfg)
+                    run.save_model(s, step, counts, facts, cfg)
         stopped = [s for s in students if s.stopped]
         resumes = step < cfg.max_steps and len(stopped) < len(students)
         say(f"{cfg.out_dir}: step {step} of {cfg.max_steps}{'; the same command resumes' if resumes else ''}")

@@ -8,6 +8,8 @@ import platform
 import resource
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +76,20 @@ def peak_bytes(device: torch.device) -> int:
 
 def gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
+
+
+def repair_compile_cache() -> None:
+    """Remove the empty libraries that a killed compiler left in torch's cache, which torch would load again and again.
+
+    Not those that another process may be linking now: they are younger than 5 seconds.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second, and only compiled runs need it
+
+    for file in Path(cache_dir()).rglob("*.so"):
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            if not file.stat().st_size and time.time() - file.stat().st_mtime > 5:
+                file.unlink()
+                print(f"torch's compile cache: removed {file}, which is empty", file=sys.stderr)
 
 
 def give_back_memory() -> None:

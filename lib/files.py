@@ -6,12 +6,17 @@ import fcntl
 import json
 import math
 import os
+import platform
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import safetensors
 
+BEAT_SEC = 30.0
 REMEDY = "move it aside, and the command that wrote it makes it again"
 
 
@@ -26,15 +31,12 @@ def require(ok: object, message: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write `path`, such as a full disk, into one clear line.
-
-    safetensors raises an error of its own, which is no OSError. A folder that was begun is removed to free its space.
-    """
+    """Turn a failure to write `path`, such as a full disk, into one clear line. safetensors has an error of its own."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+        new = working_name(path)  # its space is free again
+        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
         raise UserError(
             f"{path}: cannot be written ({error}); free some space or check the permissions, then run the same command "
             "again: it resumes from the last complete checkpoint"
@@ -48,9 +50,21 @@ def flush(path: Path) -> None:
     os.close(fd)
 
 
+def working_name(path: Path, kind: str = "new") -> Path:
+    """A name beside `path` that only this program gives: what has it is unfinished, and is overwritten and deleted."""
+    return path.with_name(f".{path.name}.alra-{kind}")
+
+
+def discard(path: Path) -> None:
+    """Remove a folder that this program wrote, and what a kill left unfinished beside it. Renamed first: whole or gone."""
+    for unfinished in path.parent.glob(working_name(Path("*"), "*").name):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(path.rename(working_name(path, "old")))
+
+
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file completely or not at all: under another name first, flushed to the disk, then renamed."""
-    new = path.with_name(path.name + ".new")
+    new = working_name(path)
     with writing(path):
         new.write_bytes(content.encode() if isinstance(content, str) else content)
         flush(new)
@@ -60,12 +74,12 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which then replaces `path`: flushed to the disk, then renamed. Complete or not there."""
-    new, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
+    new, old = working_name(path), working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
-    with writing(new):
+    with writing(path):
         new.mkdir(parents=True)
         yield new
-        for file in new.iterdir():
+        for file in filter(Path.is_file, new.rglob("*")):
             file.chmod(new.stat().st_mode & 0o666)  # safetensors keeps its files from other users
             flush(file)
         flush(new)
@@ -79,15 +93,42 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: str) -> Iterator[None]:
-    """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock.
+
+    flock is known to this host alone. A link, which one process alone can create, names the holder to other hosts; its
+    time is renewed every `BEAT_SEC`, and it may be taken over once that has not been for six times as long.
+    """
+    file, host, handle, ended = folder / ".alra-lock", platform.node(), os.open(folder, os.O_RDONLY), threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(BEAT_SEC):
+            with contextlib.suppress(OSError):
+                os.utime(file, follow_symlinks=False)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.is_symlink():
+                if (holder := os.readlink(file)).split()[0] != host:
+                    await_stale(file, f"{busy}; {file} is of {holder} (host, process, time)")
+                file.unlink(missing_ok=True)
+            file.symlink_to(f"{host} {os.getpid()} {time.strftime('%FT%T%z')}")
+        except (BlockingIOError, FileExistsError) as error:
+            raise UserError(busy) from error
+        stack.callback(file.unlink, missing_ok=True)
+        stack.callback(ended.set)
+        threading.Thread(target=renew, daemon=True).start()
         yield
-    except BlockingIOError as error:
-        raise UserError(busy) from error
-    finally:
-        os.close(handle)
+
+
+def await_stale(file: Path, busy: str) -> None:
+    """Wait until it is sure that nobody renews a lock. Raises `UserError` as soon as somebody does."""
+    print(f"{file}: waiting {6 * BEAT_SEC:.0f} s to see whether its process still runs", file=sys.stderr, flush=True)
+    before = file.lstat().st_mtime_ns
+    for _ in range(60):
+        time.sleep(BEAT_SEC / 10)
+        require(not file.is_symlink() or file.lstat().st_mtime_ns == before, busy)
 
 
 def dump(path: Path, value: dict, **how) -> str:
@@ -107,8 +148,12 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Add a record to a file of JSON lines."""
+    """Add a record to a file of JSON lines. A last line without its end is ended first, or removed if a kill cut it short."""
     line = dump(path, record)
+    with writing(path), path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        if path.is_file() and file.read(1) not in b"\n":
+            write_lines(path, read_lines(path))
     with writing(path), path.open("a") as file:
         file.write(line)
 
@@ -136,9 +181,12 @@ def read_json(path: Path, keys: Iterable[str] = (), remedy: str = REMEDY) -> dic
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict]:
-    """The records of a file of JSON lines, each with `keys`; none without a file. An unfinished last line is left out."""
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
+    """The records of a file of JSON lines, each with `keys`; none without a file. A last line that was cut short is left out."""
+    records, (*lines, last) = [], path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    with contextlib.suppress(ValueError):
+        json.loads(last)
+        lines.append(last)
+    for number, line in enumerate(lines, 1):
         where, remedy = f"{path}, line {number}", "correct or remove that line"
         with reading(where, remedy):
             record = json.loads(line)

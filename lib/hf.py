@@ -27,12 +27,12 @@ def find_folder(name: str, download: bool = True) -> Path:
     """A local folder, or the local copy of a hub repository `owner/name@revision`, downloaded if necessary.
 
     A revision is a branch, tag or commit; without one it is the default branch. A student's folder, as train.py writes
-    it, stands for the `model/` inside.
+    it, stands for the `model/` inside, before its end for that of its newest checkpoint, and so does a checkpoint.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        inside = folder / "model"
-        return inside if (inside / "config.json").is_file() and not (folder / "config.json").is_file() else folder
+        newest = sorted(folder.glob("checkpoints/step_*/model"), reverse=True)
+        return next((f for f in (folder, folder / "model", *newest) if (f / "config.json").is_file()), folder)
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
         raise UserError(f"{name}: no such folder; expected a local model folder or a hub id 'owner/name[@revision]'")

@@ -71,22 +71,26 @@ def student_shape(cfg: Config) -> Qwen2Config:
 
 
 def content_hash(name: str) -> str:
-    """sha256 of a model's config.json and weights, or of a checkpoint's state and weights."""
+    """sha256 of the config.json and the weights of a model's folder, of a hub id or of a checkpoint."""
     folder = find_folder(name)
-    about = folder / ("state.json" if (folder / "state.json").is_file() else "config.json")
-    require(about.is_file(), f"{name}: no config.json in it; expected a model's folder or a checkpoint")
-    facts = [(file, file.stat()) for file in (about, *weight_files(folder))]
-    return hashlib.sha256(b"".join(_file_hash(f, stat.st_size, stat.st_mtime_ns) for f, stat in facts)).hexdigest()
+    require((folder / "config.json").is_file(), f"{name}: no config.json in it; expected a model's folder or a checkpoint")  # fmt: skip
+    hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def file_hash(file: Path) -> str:
+    """sha256 of a whole file, read once by a process for as long as its size and time stay."""
+    require(file.is_file(), f"{file}: no such file")
+    return _file_hash(file, file.stat().st_size, file.stat().st_mtime_ns)
 
 
 @functools.cache
-def _file_hash(file: Path, size: int, mtime_ns: int) -> bytes:
-    """sha256 of a whole file, read once by a process for as long as its size and time stay."""
+def _file_hash(file: Path, size: int, mtime_ns: int) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as f:
         while block := f.read(1 << 22):
             digest.update(block)
-    return digest.digest()
+    return digest.hexdigest()
 
 
 @functools.cache

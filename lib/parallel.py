@@ -5,6 +5,7 @@ A function that communicates is called by all processes, in the same order.
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
@@ -18,8 +19,8 @@ from lib.files import UserError
 def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
     """Make `device` the current one, and join the other processes of this torchrun, if any.
 
-    Each start has its own keys in torchrun's store: after a restart the store still holds the addresses of the previous
-    processes, and nobody answers there.
+    Each start has its own keys in torchrun's store (`name_start`): after a restart the store still holds the addresses of
+    the previous processes, and nobody answers there.
 
     timeout_minutes  how long a process waits for another one before it gives up
     """
@@ -29,10 +30,29 @@ def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(name_start(store, rank, world), store)
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if cuda else None
         )  # fmt: skip
+
+
+def name_start(store: dist.Store, rank: int, world: int) -> str:
+    """A name that the processes of this start share, and no start before it.
+
+    Each node's torchrun counts restarts by itself. So each process sends a word of its own, gets process 0's in answer, and
+    sends that back. By then the previous start's processes have ended: process 0 answers some of them too, but only the
+    living send its word back.
+    """
+    mine, missing = uuid.uuid4().hex, world - 1
+    if rank:
+        store.queue_push("words", mine)
+        store.queue_push("words", name := store.get(mine).decode())
+        return name
+    while missing:
+        word = store.queue_pop("words").decode()
+        missing -= word == mine
+        store.set(word, mine)
+    return mine
 
 
 def stop() -> None:
@@ -104,27 +124,30 @@ def summing_gradients(model: nn.Module, parameters: Iterable[Tensor], last: bool
         hook.remove()
 
 
-def shard(root: nn.Module, layers: Iterable[nn.Module], n: int, device: torch.device, layers_only: bool) -> None:
+def shard(
+    root: nn.Module, layers: Iterable[nn.Module], n: int, device: torch.device, layers_only: bool, dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Keep 1 / n of the weights on each process; a layer is gathered while it computes (FSDP2).
 
     n            a divisor of the number of processes; each n consecutive processes hold one copy of the weights
     layers_only  keep what is outside the layers, such as embedding and head, whole on every process
+    dtype        in which the layers' weights travel; None: their own. Gradients travel and add up in fp32
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method  # half a second, and few runs need it
+    from torch.distributed import fsdp  # half a second, and few runs need it
 
     mesh = dist.init_device_mesh(device.type, (world() // n, n), mesh_dim_names=("replicate", "shard"))
     mesh = mesh if world() > n else mesh["shard"]
-    layers = list(layers)
+    layers, policy = list(layers), fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
+        fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy)
     inside = {p for layer in layers for p in layer.parameters()}
     outside = {p for p in root.parameters() if p not in inside}
-    fully_shard(root, mesh=mesh, ignored_params=outside if layers_only else None)
+    fsdp.fully_shard(root, mesh=mesh, ignored_params=outside if layers_only else None)
     for module in (root, *layers):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that is scaled first
     if hasattr(root, "hidden"):
-        register_fsdp_forward_method(root, "hidden")
+        fsdp.register_fsdp_forward_method(root, "hidden")
 
 
 def is_sharded(x: Tensor | nn.Module) -> bool:

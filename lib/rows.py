@@ -3,8 +3,8 @@
 Dimension key: B rows, T time.
 """
 
-import functools
 import hashlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +64,7 @@ def quick_hash(file: Path) -> str:
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(file, "rb") as f:
-        for i in range(64):
+        for i in range(min(64, size // BLOCK + 1)):
             f.seek(max(i * BLOCK, i * (size - BLOCK) // 63))
             digest.update(f.read(BLOCK))
     return digest.hexdigest()
@@ -72,12 +72,28 @@ def quick_hash(file: Path) -> str:
 
 def row_order(step: int, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> np.ndarray:
     """The rows of update `step`, a pure function of the step: in stored order, or newly shuffled for each pass."""
-    place = np.arange(step * batch_rows, (step + 1) * batch_rows)
+    nth_pass, place = np.divmod(np.arange(step * batch_rows, (step + 1) * batch_rows), n_rows)
     if shuffle_seed is None:
-        return place % n_rows
-    return np.array([shuffled(n_rows, shuffle_seed, int(i) // n_rows)[i % n_rows] for i in place])
+        return place
+    seeds = [(shuffle_seed, int(i)) for i in np.unique(nth_pass)]
+    return np.concatenate([shuffled(place[nth_pass == seed[1]], n_rows, seed) for seed in seeds])
 
 
-@functools.lru_cache(maxsize=2)  # an update may reach from one pass into the next
-def shuffled(n_rows: int, seed: int, nth_pass: int) -> np.ndarray:
-    return np.random.default_rng((seed, nth_pass)).permutation(n_rows)
+def shuffled(i: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where a permutation of range(n), drawn from `seed`, takes the indices `i`. Only these are computed, by integers alone.
+
+    A Feistel network on pairs of numbers below `side` permutes range(side**2), where side**2 >= n. What it takes to n or
+    beyond goes through it again until it is below (cycle walking). The mixing is splitmix64's.
+    """
+    side, keys = math.isqrt(n - 1) + 1, np.random.SeedSequence(seed).generate_state(8, np.uint64)
+    i, outside = i.astype(np.uint64), np.full(len(i), True)
+    while outside.any():
+        left, right = np.divmod(i[outside], side)
+        for key in keys:
+            mixed = right + key
+            mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+            mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+            left, right = right, (left + (mixed ^ (mixed >> 31)) % side) % side
+        i[outside] = left * side + right
+        outside = i >= n
+    return i.astype(np.int64)

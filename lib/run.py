@@ -2,7 +2,7 @@
 
 OUT/run.json                    config, command, hashes of data and teacher, versions, machine; `starts`: the same for each start
 OUT/METHOD/log.jsonl            a record every log_every_steps, and one for each validation
-OUT/METHOD/checkpoints/step_00001000/   model.safetensors, optimizer.safetensors (PARAMETER/exp_avg ..), state.json
+OUT/METHOD/checkpoints/step_00001000/   model/ as below, optimizer.safetensors (PARAMETER/exp_avg ..), state.json
 OUT/METHOD/model/, run.json     at the end: the model for transformers, and what it was made of
 OUT/METHOD/stopped.json         instead, if it broke: at which step, and why
 
@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import os
 import platform
 import re
 import shutil
@@ -37,6 +36,7 @@ from lib.files import (
     UserError,
     append_line,
     atomic_folder,
+    discard,
     first_line,
     locked,
     read_json,
@@ -45,8 +45,8 @@ from lib.files import (
     truncate_lines,
     write_json,
 )
-from lib.hf import find_folder, load_tokenizer, pinned, tensors_hash, tokenizer_hash
-from lib.identity import differences, made_by, record_hash, student_shape
+from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
+from lib.identity import differences, file_hash, made_by, record_hash, student_shape
 from lib.rows import Rows
 from lib.teacher import check_teacher, inherited
 from losses import check_settings, needs_teacher
@@ -65,6 +65,7 @@ class Student:
     optimizer: torch.optim.Optimizer
     folder: Path
     init_sha256: str
+    tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
     lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term: this process's, since the last record
     gnorm: float = 0.0
@@ -296,13 +297,11 @@ def drop_broken(
     return [s for s in live if not s.stopped]
 
 
-def save_model(
-    s: Student, step: int, counts: dict, facts: dict, tokenizer: PreTrainedTokenizerFast, cfg: Config
-) -> None:
+def save_model(s: Student, step: int, counts: dict, facts: dict, cfg: Config) -> None:
     """The model for transformers, then beside it what it was made of."""
     weights = parallel.to_first(s.model.state_dict())
     if parallel.rank() == 0:
-        s.model.save_pretrained(s.folder / "model", tokenizer, weights)
+        s.model.save_pretrained(s.folder / "model", s.tokenizer, weights)
         write_json(s.folder / "run.json", student_facts(s, step, counts, facts, cfg))
     say(f"{s.name}: {s.folder / 'model'}")
 
@@ -318,34 +317,41 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
         kept = {f"{names[p]}/{key}": value for p, own in s.optimizer.state.items() for key, value in own.items()}
         groups = {"model": s.model.state_dict(), "extras": s.extras.state_dict(), "optimizer": kept} if step else {}
         groups = {name: parallel.to_first(dict(sorted(group.items()))) for name, group in groups.items() if group}
-        state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals(), "tensors_sha256": {}}
-        path = s.folder / "checkpoints" / f"step_{step:08d}"
+        state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals()}
         try:
-            with atomic_folder(path) if parallel.rank() == 0 else contextlib.nullcontext() as new:
-                for name, group in groups.items() if new else ():
-                    safetensors.torch.save_file(group, new / f"{name}.safetensors")
-                    state["tensors_sha256"][name] = tensors_hash(group)
-                if new:
-                    write_json(new / "state.json", state)
+            if parallel.rank() == 0:
+                write_checkpoint(s.folder / "checkpoints" / f"step_{step:08d}", groups, state, s)
         except UserError as error:
             failed = error
     for s in live if parallel.rank() == 0 and not failed else ():
         older = [path for at, path in s.checkpoints().items() if at <= step][: -cfg.keep_checkpoints]
         for old in (path for path in older if not cfg.keep_every_steps or int(path.name[5:]) % cfg.keep_every_steps):
-            doomed = old.with_name(old.name + ".tmp")  # renamed first: a kill leaves no incomplete checkpoint
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.replace(old, doomed)
-            shutil.rmtree(doomed)
+            discard(old)
     return failed
+
+
+def write_checkpoint(path: Path, groups: dict[str, dict[str, Tensor]], state: dict, s: Student) -> None:
+    """A folder with model/ for transformers, further groups of tensors, and state.json with the hashes of all."""
+    with atomic_folder(path) as new:
+        for name, group in groups.items():
+            if name == "model":
+                s.model.save_pretrained(new / "model", s.tokenizer, group)
+            else:
+                safetensors.torch.save_file(group, new / f"{name}.safetensors")
+        files = {name: f"model/{name}" if name == "model" else name for name in groups}
+        state["files_sha256"] = {
+            f"{file}.safetensors": file_hash(new / f"{file}.safetensors") for file in files.values()
+        }
+        write_json(new / "state.json", state)
 
 
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, Tensor]]]:
     """The state and the tensors of a checkpoint by group, on the CPU. Raises `UserError` unless they are as they were saved."""
     with reading(path, aside := f"move {path} aside to resume from the one before"):
-        state = read_json(path / "state.json", ("config", "made_by", "sums", "step", "tensors_sha256", *COUNTS), aside)
-        groups = {name: safetensors.torch.load_file(path / f"{name}.safetensors") for name in state["tensors_sha256"]}
-        right = all(tensors_hash(dict(sorted(groups[n].items()))) == sha for n, sha in state["tensors_sha256"].items())
-    require(right, f"{path}: not as it was saved; {aside}")
+        state = read_json(path / "state.json", ("config", "made_by", "sums", "step", "files_sha256", *COUNTS), aside)
+        right = all(file_hash(path / file) == sha for file, sha in state["files_sha256"].items())
+        require(right, f"{path}: not as it was saved; {aside}")
+        groups = {Path(file).stem: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
     return state, groups
 
 

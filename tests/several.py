@@ -1,19 +1,23 @@
 """Runs of train.py by several processes, which are forks of one that has imported torch: python tests/several.py RUNS.json.
 
 RUNS.json  {"2": [[flag, ..], ..]}: runs of two processes, one after the other; "{rank}" stands for the number of the process. Where out_dir ends in "cut",
-process 1 gets a signal in the second update.
+process 1 gets a signal in the second update. "nodes": one run of two nodes, each of the first loses its process twice.
 Process 1 prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import configure
 import train
@@ -49,13 +53,64 @@ def work(runs: list[list[str]]) -> None:
     sys.stdout.flush()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run_on_nodes(flags: list[str]) -> None:
+    """Two nodes, each a torchrun with one process. The first one's is killed at work and as it starts; SIGTERM ends all."""
+    out, agents = Path(configure.load(flags).out_dir), []
+    launch = LaunchConfig(2, 2, 1, run_id="x", rdzv_backend="c10d", rdzv_endpoint=f"localhost:{free_port()}", max_restarts=3,
+                          monitor_interval=0.1, start_method="fork")  # fmt: skip
+
+    def worker() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's handler, which a fork inherits, waits for the store
+        os._exit(configure.guard(lambda: train.distil(configure.load(flags))))  # elastic_launch would wait for a result
+
+    for _ in range(2):
+        if not (pid := os.fork()):
+            for stream in (1, 2):
+                os.dup2(os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            try:
+                elastic_launch(launch, worker)()
+            finally:
+                os._exit(1)
+        agents.append(pid)
+
+    def wait(ready):
+        end = time.time() + 120
+        while not (value := ready()):
+            assert time.time() < end, Path(f"{out}.log").read_text()
+            time.sleep(0.05)
+        return value
+
+    def past(step: int) -> int:
+        return max((n for p in out.glob("*/checkpoints/step_????????") if (n := int(p.name[5:])) > step), default=0)
+
+    def child(other_than: int = 0) -> int:
+        said = subprocess.run(["ps", "-o", "pid=", "--ppid", str(agents[0])], capture_output=True, text=True).stdout
+        return next((pid for pid in map(int, said.split()) if pid != other_than), 0)
+
+    try:
+        step, first = wait(lambda: past(0)), child()
+        os.kill(first, signal.SIGKILL)
+        os.kill(wait(lambda: child(first)), signal.SIGKILL)
+        wait(lambda: past(step + 3))
+    finally:
+        for agent in agents:
+            os.kill(agent, signal.SIGTERM)
+    print("nodes end with", [os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]) for agent in agents])
+
+
 if __name__ == "__main__":
     train.make_student, train.open_teacher = counted(train.make_student), counted(train.open_teacher)
     update, train.update = train.update, signalled
-    for n, runs in json.loads(Path(sys.argv[1]).read_text()).items():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ |= {"WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    todo = json.loads(Path(sys.argv[1]).read_text())
+    run_on_nodes(todo.pop("nodes"))
+    for n, runs in todo.items():
+        os.environ |= {"WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         children = []
         for rank in range(int(n)):
             if not (pid := os.fork()):

@@ -6,6 +6,7 @@ A case is a command, what is broken in a copy of one small world, and a pattern 
 import importlib
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -23,6 +24,7 @@ import configure
 import prepare
 import train
 from lib import files
+from lib.device import repair_compile_cache
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
 from tests import world
@@ -47,7 +49,7 @@ SCORE = EVAL.replace("none", "lambada_openai") + " --data_dir items"
 SAMPLE = "tools/sample.py run/alra --prompt a --tokens 2"
 STEP = "half/alra/checkpoints/step_00000003"
 STATE, WEIGHTS, NORM = f"{STEP}/state.json", "teacher/model.safetensors", "model.norm.weight"
-EMBED = "model.embed_tokens.weight"
+EMBED, MODEL = "model.embed_tokens.weight", "model/model.safetensors"
 INDEX, ITEMS = "teacher/model.safetensors.index.json", "items/lambada_openai/test.jsonl"
 
 
@@ -87,6 +89,10 @@ def cut(name: str, n: int = 100):
 
 def copy(old: str, new: str):
     return lambda w: (shutil.copytree if (w / old).is_dir() else shutil.copy)(w / old, w / new)
+
+
+def link(name: str, target: str):
+    return lambda w: (w / name).symlink_to(target)
 
 
 def tensors(name: str, change):
@@ -197,6 +203,7 @@ CASES += [(HALF, *case) for case in (  # a run's folder
     (edit("half/run.json", made_by__alra={"lr": 0.5}), "out_dir=half: contains a different run .alra: lr was 0.5, now 0.01.*; choose another out_dir"),
     (gone("half/alra/checkpoints"), "half: its students have no checkpoint in common"), (gone("half/alra"), "half: its students have no checkpoint in common"),
     (put("half/alra/log.jsonl", "x\n"), "half/alra/log.jsonl, line 1: cannot be used"), (put("half/alra/log.jsonl", "{}\n"), "half/alra/log.jsonl, line 1: no ..?step..?"),
+    (many(gone("half/run.json"), put("half/run.json/mine", "x")), "half/run.json: cannot be written"),
     (put("half/alra/stopped.json", "{"), "half/alra/stopped.json: cannot be used"),
     *((edit(STATE, **{f"made_by__{key}": "x"}), f"{STEP}: contains a different run .alra: {key} was .x.") for key in ("methods", "data_sha256", "teacher_sha256", "objective")[:3]),
     (many(gone("half/alra/checkpoints"), copy("half/pretrain/checkpoints", "half/alra/checkpoints")), "a different run .alra: methods was .pretrain., now .alra."),
@@ -230,12 +237,14 @@ CASES += [
 ]
 GO_ON_RIGHTLY = [  # what has to be so afterwards: half has become what run is
     (HALF, None), (HALF, put("half/alra/checkpoints/step_00000006.bak/state.json", "{}")), (HALF, put("half/alra/checkpoints/step_00000009", "")),
-    (HALF, put("half/alra/checkpoints/step_00000009.tmp/state.json", "")), (HALF, put("half/alra/notes.jsonl", '{"step": 99}\n')), (HALF, gone("half/run.json")),
+    (HALF, put("half/alra/checkpoints/step_00000009.tmp/state.json", "")), (HALF, put("half/alra/notes.jsonl", "mine")), (HALF, gone("half/run.json")),
+    (HALF, many(*(put(f"half/{name}", "mine") for name in ("run.json.new", "alra/model.tmp/x", "alra/model.old/x", "alra/checkpoints/step_00000004.tmp/x")))),
+    (HALF, link("half/.alra-lock", f"{platform.node()} 7 today")), (HALF, cut("half/alra/log.jsonl", 1)),
     (HALF, add("half/alra/log.jsonl", '{"step": 4, "lo')), (HALF, gone(STEP)), (f"{HALF} --val_every_steps=2 --keep_checkpoints=1", None),
     # a broken newest checkpoint is passed over for the one before
-    *((HALF, do) for do in (gone(STATE), put(STATE, "{"), edit(STATE, sums=...), copy(STEP.replace("3", "2") + "/model.safetensors", f"{STEP}/model.safetensors"))),
-    *((HALF, do(f"{STEP}/{name}.safetensors")) for do in (gone, cut) for name in ("model", "optimizer")),
-    *((HALF, tensors(f"{STEP}/{name}.safetensors", lambda t, k=key: t[k].add_(1))) for name, key in (("model", NORM), ("optimizer", f"{NORM}/exp_avg"))),
+    *((HALF, do) for do in (gone(STATE), put(STATE, "{"), edit(STATE, sums=...), copy(STEP.replace("3", "2") + f"/{MODEL}", f"{STEP}/{MODEL}"))),
+    *((HALF, do(f"{STEP}/{file}")) for do in (gone, cut) for file in (MODEL, "optimizer.safetensors")),
+    *((HALF, tensors(f"{STEP}/{file}", lambda t, k=key: t[k].add_(1))) for file, key in ((MODEL, NORM), ("optimizer.safetensors", f"{NORM}/exp_avg"))),
 ]
 # fmt: on
 BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may leave behind
@@ -319,10 +328,22 @@ def same_end(a: Path, b: Path) -> bool:
 def test_what_is_broken_without_loss_goes_on_rightly(command, breaks, folder, monkeypatch):
     if breaks:
         breaks(folder)
-    notes = folder / "half/alra/notes.jsonl"
-    before = notes.read_text() if notes.is_file() else None
+    mine = {name for name, content in contents(folder).items() if content == b"mine"}
     assert run(command, monkeypatch) == 0 and same_end(folder / "half", folder / "run")
-    assert before is None or notes.read_text() == before  # the files of the user are his
+    assert all((folder / name).read_bytes() == b"mine" for name in mine)  # the files of the user are his
+    assert not [*folder.rglob("*.alra-*")]
+
+
+@pytest.mark.parametrize(
+    ("text", "n"), [('{"a": 1}\n{"a": {"b": 2}}', 2), ('{"a": 1}\n{"a": {"b": 2}', 1), ('{"a"', 0)]
+)
+def test_a_last_line_without_its_end_is_read_if_complete_and_the_next_has_a_line_of_its_own(text, n, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    records = [{"a": 1}, {"a": {"b": 2}}][:n]
+    assert files.read_lines(file) == records
+    files.append_line(file, {"c": 3})
+    assert world.read_jsonl(file) == files.read_lines(file) == [*records, {"c": 3}]
 
 
 def test_finished_runs_and_rows_are_left_alone_or_mended(folder, monkeypatch, capsys):
@@ -340,6 +361,16 @@ def test_a_folder_at_which_another_process_is_at_work_is_refused(command, place,
     with files.locked(folder / place, RuntimeError()):
         assert run(command, monkeypatch) == 1
     assert f"another {command.split()[0]} is" in capsys.readouterr().err and contents(folder) == before
+
+
+def test_an_empty_library_in_the_compile_cache_is_removed_unless_it_is_being_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name, content in (("aa/empty.so", ""), ("aa/whole.so", "x"), ("ab/new.so", ""), ("ab/a.py", "")):
+        put(name, content)(tmp_path)
+        os.utime(tmp_path / name, (0, 0) if name != "ab/new.so" else None)
+    repair_compile_cache()
+    assert {p.name for p in tmp_path.glob("*/*")} == {"whole.so", "new.so", "a.py"}
+    assert "empty.so, which is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [MemoryError("Unable to allocate 8 PiB"), OSError("Input/output error")])

@@ -1,12 +1,11 @@
 """Several processes compute what one computes: sums, sharded weights, resuming, and processes that differ or are lost."""
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +31,8 @@ TEACHER = Qwen2Config(24, 32, 2, 2, 2, vocab_size=V, tie_word_embeddings=False, 
 KEYS = {"methods": ",".join(METHODS), "max_steps": 4, "schedule_steps": 4, "batch_rows": 8, "micro_batch": 1, "log_every_steps": 3,
         "val_every_steps": 2, "histogram_every_steps": 2}  # fmt: skip
 FOREIGN = {"methods": "alra", "max_steps": 1, "checkpoint_every_steps": 1, "val_every_steps": 1}
+ENDLESS = {"methods": "alra", "max_steps": 50_000, "schedule_steps": 50_000, "repeat_rows": True, "val_every_steps": 50_000,
+           "checkpoint_every_steps": 3, "histogram_every_steps": "none"}  # fmt: skip
 DIFFERENT = {"lr": ("0.0{rank}1", r"lr: 0\.001 on process 0, 0\.011 on process 1; expected the same"),
              "data_dir": ("WORLD/data{rank}", "data_sha256: train1 on process 0, train3 on process 1; expected the same")}  # fmt: skip
 
@@ -53,11 +54,6 @@ def wide(tmp_path_factory):
     return root
 
 
-def torchrun(n: int, *command: str, options: tuple = ()) -> subprocess.Popen:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *options]
-    return subprocess.Popen([*launch, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def said(process: subprocess.Popen, code: int = 0) -> str:
     """All that it says, once it has ended with this exit code."""
     text, _ = process.communicate(timeout=600)
@@ -77,7 +73,9 @@ def several(tiny, wide, tmp_path_factory):
         two.append(flags(wide, root / "bad" / key, **KEYS | {key: value.replace("WORLD", str(wide))}))
     # parts of unequal size, as 4 does not divide the rows of these weights; and two copies of halves
     four = [flags(tiny, root / "uneven", **alra | {"shard": 4}), flags(tiny, root / "copies", **alra | {"shard": 2})]
-    (root / "runs.json").write_text(json.dumps({"2": two, "4": four}))
+    (root / "runs.json").write_text(
+        json.dumps({"nodes": flags(wide, root / "nodes", **KEYS | ENDLESS), "2": two, "4": four})
+    )
     command = [sys.executable, "tests/several.py", str(root / "runs.json")]
     return root, said(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
 
@@ -191,44 +189,36 @@ def test_processes_that_differ_are_refused_before_anything_is_written(several):
     assert not [path for path in (root / "bad").rglob("*") if path.is_file()]
 
 
-def test_each_start_waits_as_long_as_it_is_told_and_has_its_own_keys(monkeypatch):
-    """torchrun keeps its store over a restart, with the addresses of processes that have ended."""
-    store, made = dist.HashStore(), []
-    monkeypatch.setattr(dist, "rendezvous", lambda *args, **kwargs: iter([(store, 1, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **keys: made.append(keys))
+def test_each_start_waits_as_long_as_it_is_told(monkeypatch):
+    made = {}
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **keys: made.update(keys))
+    monkeypatch.setattr(parallel, "name_start", lambda *args: "a")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for n in range(2):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(n))
-        parallel.start(torch.device("cpu"), 2.5)
-        made[n]["store"].set("address", str(n))
-    assert [keys["store"].get("address") for keys in made] == [b"0", b"1"]
-    assert {(keys["timeout"], keys["rank"], keys["world_size"]) for keys in made} == {(timedelta(minutes=2.5), 1, 2)}
+    parallel.start(torch.device("cpu"), 2.5)
+    assert (made["timeout"], made["rank"], made["world_size"]) == (timedelta(minutes=2.5), 1, 2)
+
+
+def test_each_start_has_a_name_of_its_own_whatever_the_dead_have_left():
+    """torchrun keeps its store over a restart."""
+    store, names = dist.HashStore(), set()
+    for n in range(3):
+        store.queue_push("words", f"of one that was killed in start {n}")
+        with ThreadPoolExecutor() as pool:
+            its = {*pool.map(lambda rank: parallel.name_start(store, rank, 3), (2, 1, 0))}
+        assert len(its) == 1 and not its & names
+        names |= its
+        store.queue_push("words", min(its))
 
 
 @pytest.mark.slow
-def test_torchrun_starts_all_again_after_a_kill_and_ends_with_a_checkpoint(wide, tmp_path):
-    """The second start goes on from a checkpoint, and SIGTERM to torchrun ends it with another one."""
-    keys = KEYS | {"methods": "alra", "max_steps": 50_000, "schedule_steps": 50_000, "repeat_rows": True, "val_every_steps": 50_000,
-                   "checkpoint_every_steps": 3, "histogram_every_steps": "none"}  # fmt: skip
-    options = ["--max_restarts=1", "--monitor_interval=0.1"]
-    process = torchrun(2, "train.py", *flags(wide, tmp_path / "cut", **keys), options=options)
-    lines = []
-
-    def until(word: str) -> None:
-        while not lines or word not in lines[-1]:
-            lines.append(process.stdout.readline())
-            assert lines[-1], "".join(lines)
-
-    until("step 6/")
-    children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True)
-    os.kill(int(children.split()[1]), signal.SIGKILL)
-    until(": step ")
-    until("/50000")
-    process.send_signal(signal.SIGTERM)
-    lines.append(said(process, 1))
-    step = int(re.findall(r": step (\d+) of", "".join(lines))[-1])
-    keys |= {"max_steps": step, "checkpoint_every_steps": step}
-    assert train.distil(config(wide, tmp_path / "whole", **keys)) == 0
-    assert records(tmp_path / "cut", "alra")[-1]["step"] <= step
-    # an update that is lost or made twice: 1e-2
-    assert distance(tmp_path / "cut", tmp_path / "whole", "alra", step=step) < 1e-4
+def test_two_nodes_of_which_one_loses_its_process_twice_go_on_from_a_checkpoint(several, wide, tmp_path):
+    """Each node's torchrun counts its own restarts. SIGTERM ends the last start with another checkpoint."""
+    root, text = several
+    assert "nodes end with [1, 1]" in text
+    step = max(int(path.name[5:]) for path in (root / "nodes/alra/checkpoints").glob("step_????????"))
+    assert f"step {step} of {ENDLESS['max_steps']}; the same command resumes" in (root / "nodes.log").read_text()
+    keys = KEYS | ENDLESS | {"max_steps": step, "checkpoint_every_steps": step}
+    assert train.distil(config(wide, tmp_path, **keys)) == 0
+    assert records(root / "nodes", "alra")[-1]["step"] <= step
+    assert distance(root / "nodes", tmp_path, "alra", step=step) < 1e-4  # an update that is lost or made twice: 1e-2

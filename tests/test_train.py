@@ -57,6 +57,9 @@ def test_row_order_is_a_function_of_step_and_seed_alone(tiny):
     assert all(sorted(seen[i * 97 : (i + 1) * 97]) == list(range(97)) for i in range(4))
     assert seen[:97].tolist() != seen[97:194].tolist() != list(range(97))
     assert row_order(40, 4, 97, 1234).tolist() == seen[160:164].tolist()
+    assert row_order(0, 5, 1000, 1234).tolist() == [722, 185, 218, 946, 259]  # on every platform
+    for n in (1, 2, 3, 1000, 1023, 1024, 1025):
+        assert sorted(row_order(2, n, n, 5)) == [*range(n)]
     for keys, seed in (({}, None), ({"shuffle": True, "seed": 5}, 5), ({"shuffle": True, "seed": 6}, 6)):
         cfg = config(tiny, UNUSED, **keys)
         used = train.rows_of_update(train.open_data(cfg, "train"), 3, cfg)
@@ -380,7 +383,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with files.atomic_folder(tmp_path / "step_3") as new:
         (new / "a").write_text("1")
         (new / "b").write_text("2")
-    assert {*done[:2]} == {"a", "b"} and done[2:] == ["step_3.tmp", "-> step_3", tmp_path.name]
+    assert {*done[:2]} == {"a", "b"} and done[2:] == [".step_3.alra-new", "-> step_3", tmp_path.name]
 
 
 def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
@@ -395,7 +398,7 @@ def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(UserError, match="Input/output error"):
         init_student(STUDENT, 2).save_pretrained(tmp_path / "m")
-    kept = next(path for path in (tmp_path / "m", tmp_path / "m.old") if path.exists())
+    kept = next(path for path in (tmp_path / "m", tmp_path / ".m.alra-old") if path.exists())
     assert weights_hash(Qwen2.from_pretrained(str(kept))) == weights_hash(model)
 
 
@@ -480,7 +483,7 @@ def test_a_full_disk_costs_no_checkpoint_that_it_has_room_for(tiny, finished, tm
         re.search(says, told.err) if where else told.out.count("step 4: no checkpoint; trying after each update") == 1
     )
     assert not where or not (tmp_path / "alra" / "run.json").exists()
-    assert not [*tmp_path.glob("alra/**/*.tmp")]  # its room is free again
+    assert not [*tmp_path.glob("alra/**/.*")]  # its room is free again
     assert saved(tmp_path / "alra") == [f"step_{s:08d}" for s in steps]
     assert train.distil(config(tiny, tmp_path, methods="alra")) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
@@ -493,7 +496,7 @@ def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
         UserError, match=r"^/dev/full: cannot be written \(.*No space left on device\); free some space"
     ):
         files.append_line(Path("/dev/full"), {"step": 1})
-    (tmp_path / "stopped.json.new").symlink_to("/dev/full")
+    (tmp_path / ".stopped.json.alra-new").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"stopped.json: cannot be written \(.*No space left on device\)"):
         files.write_json(tmp_path / "stopped.json", {"step": 1})
     assert not (tmp_path / "stopped.json").exists()

@@ -141,12 +141,12 @@ def untimed(out: Path, method: str) -> list[dict]:
 
 
 def saved(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / "checkpoints").iterdir() if p.suffix != ".tmp")
+    return sorted(p.name for p in (folder / "checkpoints").iterdir() if "." not in p.name)
 
 
 def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
     folder = out / method / "checkpoints" / f"step_{step:08d}"
-    return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+    return (folder / "model/model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 
 def kill_when(ready: Callable[[], bool], *command, **env: str) -> None:

@@ -32,7 +32,8 @@ def run(argv: list[str]) -> None:
     fits = (args.temperature == 0 or 1e-3 <= args.temperature <= 1e3) and args.tokens >= 1 and args.top_k >= 0
     require(fits, "expected a --temperature of 0, or of 0.001 to 1000, --top_k of 0 or more, --tokens of at least 1")
     require(not re.search("[\ud800-\udfff]", args.prompt), "--prompt: expected UTF-8")
-    students = [str(path.parent) for path in sorted(Path(args.checkpoint).glob("*/model"))] or [args.checkpoint]
+    inside = [str(path) for path in sorted(Path(args.checkpoint).glob("*/"))]
+    students = [path for path in inside if find_folder(path).name == "model"] or [args.checkpoint]
     require(len(students) == 1, f"{args.checkpoint}: has several students; choose one: {', '.join(students)}")
     args.checkpoint = students[0]
     transformers.logging.disable_progress_bar()
@@ -41,8 +42,10 @@ def run(argv: list[str]) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     v, n = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     require(n <= v, f"{folder}: vocabulary of {v:,}, but its tokenizer has {n:,} tokens; choose another checkpoint")
-    of_student = folder.parent / "run.json"  # says which id stood before its documents
-    bos = read_json(of_student)["bos"] if folder.name == "model" and of_student.is_file() else leading_bos(tokenizer)
+    facts = [
+        f for f in (folder.parent / "run.json", folder.parent / "state.json") if folder.name == "model" and f.is_file()
+    ]
+    bos = read_json(facts[0])["bos"] if facts else leading_bos(tokenizer)  # the id that stood before its documents
     first = tokenizer.eos_token_id if bos is None else bos
     prompt = torch.tensor([[first, *tokenizer.encode(args.prompt, add_special_tokens=False)]])
     drawn = {"temperature": args.temperature, "top_k": args.top_k} if args.temperature else {}

@@ -8,15 +8,12 @@ import math
 import os
 import platform
 import shutil
-import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import safetensors
 
-BEAT_SEC = 30.0
 REMEDY = "move it aside, and the command that wrote it makes it again"
 
 
@@ -76,7 +73,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which then replaces `path`: flushed to the disk, then renamed. Complete or not there."""
     new, old = working_name(path), working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
-    with writing(path):
+    with contextlib.ExitStack() as stack, writing(path):
+        stack.callback(shutil.rmtree, new, ignore_errors=True)  # if it fails, its space is free again
         new.mkdir(parents=True)
         yield new
         for file in filter(Path.is_file, new.rglob("*")):
@@ -95,40 +93,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def locked(folder: Path, busy: str) -> Iterator[None]:
     """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock.
 
-    flock is known to this host alone. A link, which one process alone can create, names the holder to other hosts; its
-    time is renewed every `BEAT_SEC`, and it may be taken over once that has not been for six times as long.
+    Of a file opened for writing, not of the folder: NFS then tells the lock to all hosts.
     """
-    file, host, handle, ended = folder / ".alra-lock", platform.node(), os.open(folder, os.O_RDONLY), threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(BEAT_SEC):
-            with contextlib.suppress(OSError):
-                os.utime(file, follow_symlinks=False)
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, handle)
+    with open(folder / ".alra-lock", "a+") as file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.is_symlink():
-                if (holder := os.readlink(file)).split()[0] != host:
-                    await_stale(file, f"{busy}; {file} is of {holder} (host, process, time)")
-                file.unlink(missing_ok=True)
-            file.symlink_to(f"{host} {os.getpid()} {time.strftime('%FT%T%z')}")
-        except (BlockingIOError, FileExistsError) as error:
-            raise UserError(busy) from error
-        stack.callback(file.unlink, missing_ok=True)
-        stack.callback(ended.set)
-        threading.Thread(target=renew, daemon=True).start()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise UserError(f"{busy} ({file.read().strip()})") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n")
+        file.flush()
         yield
-
-
-def await_stale(file: Path, busy: str) -> None:
-    """Wait until it is sure that nobody renews a lock. Raises `UserError` as soon as somebody does."""
-    print(f"{file}: waiting {6 * BEAT_SEC:.0f} s to see whether its process still runs", file=sys.stderr, flush=True)
-    before = file.lstat().st_mtime_ns
-    for _ in range(60):
-        time.sleep(BEAT_SEC / 10)
-        require(not file.is_symlink() or file.lstat().st_mtime_ns == before, busy)
 
 
 def dump(path: Path, value: dict, **how) -> str:

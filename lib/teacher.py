@@ -4,8 +4,6 @@ The decoder in model.py computes the families of `model.NATIVE`, transformers ev
 devices, not logits: V / D times fewer bytes.
 """
 
-import dataclasses
-
 import torch
 import transformers
 from torch import Tensor, nn
@@ -35,14 +33,6 @@ class Teacher:
         idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
         h = self.model.hidden(idx) if self.native else self.model.base_model(idx, use_cache=False)[0]
         return h.to(self.home, non_blocking=True)
-
-    @property
-    def shape(self) -> dict:
-        """The shape as run.json records it: with the hash of the weights, all that the teacher's output depends on."""
-        if self.native:
-            return dataclasses.asdict(self.model.config)
-        places = ("_name_or_path", "transformers_version", "dtype", "architectures")
-        return {key: value for key, value in self.model.config.to_diff_dict().items() if key not in places}
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of one token's forward pass. By transformers: two per weight that multiplies it, without attention scores."""

@@ -99,7 +99,7 @@ def test_native_families_have_transformers_logits_before_and_after_saving(kind, 
     assert again("def f(x):\n\treturn 12").input_ids == tokenizer("def f(x):\n\treturn 12").input_ids
     assert weights_hash(Qwen2.from_pretrained(str(tmp_path / "again"))) == weights_hash(ours)
     teacher = load_teacher(folder, torch.float32, CPU)
-    assert teacher.native and json.loads(json.dumps(teacher.shape)) == teacher.shape
+    assert teacher.native
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
@@ -111,12 +111,6 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     logits = teacher.hidden(ids()[:, :t]) @ teacher.head.T
     torch.testing.assert_close(logits, theirs(folder)[:, :t], rtol=1e-5, atol=1e-5)
     assert inherited(folder)["vocab_size"] == V and teacher.flops_per_token(13) > 2 * V * 24
-    file = Path(folder) / "config.json"
-    before, facts = teacher.shape, json.loads(file.read_text())
-    file.write_text(json.dumps(facts | {"pad_token_id": 1, "rms_norm_eps": 1e-3}))
-    assert load_teacher(folder, torch.float32, CPU).shape != before  # what a run's folder compares
-    file.write_text(json.dumps(facts))
-    assert json.loads(json.dumps(teacher.shape)) == teacher.shape
 
 
 def test_flops_of_a_mixture_count_its_active_experts_alone(make):

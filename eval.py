@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import configure
 from lib import metrics
-from lib.device import device_name, gib, give_back_memory, pick_device
+from lib.device import gib, give_back_memory, machine_facts, pick_device
 from lib.files import UserError, locked, read_json, require, write_json, write_lines
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.identity import content_hash
@@ -294,10 +294,8 @@ def over_rows(
 
 def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
     """Bytes of text that each token stands for, [V]; 0 for special tokens and padded rows of the vocabulary."""
-    lengths = np.zeros(n_vocab, np.int64)
-    pieces = token_bytes(tokenizer.backend_tokenizer)
-    lengths[: len(pieces)] = [len(piece) for piece in pieces]
-    return lengths
+    lengths = [len(piece) for piece in token_bytes(tokenizer.backend_tokenizer)]
+    return np.pad(lengths, (0, n_vocab - len(lengths)))
 
 
 def held_out_figures(
@@ -308,11 +306,8 @@ def held_out_figures(
     As many students as fit the free memory share a pass of the teacher.
     """
     n_vocab, free, of_teacher, teacher = rows.n_vocab, free_bytes(device), 0, None
-    facts = {
-        "n_rows": len(index),
-        "skip_rows": args.skip_rows,
-        "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest(),
-    }
+    scored = hashlib.sha256(rows.ids[index].tobytes()).hexdigest()
+    facts = {"n_rows": len(index), "skip_rows": args.skip_rows, "rows_sha256": scored}
     if teacher_name:
         teacher = load_teacher(teacher_name, torch.float32, device)
         facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}
@@ -482,10 +477,8 @@ def score(args) -> str:
 
 def write(file: Path, c: Checkpoint, device: torch.device, protocol: dict, **content) -> None:
     """Write a checkpoint's results with what they were made from."""
-    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets", "numpy")}
     facts = {"name": c.name, "weights_sha256": c.weights_sha256, "tokenizer_sha256": c.tokenizer_sha256}
-    facts |= {"protocol": protocol, **content, "run": c.run, "versions": versions, "device": device_name(device)}
-    write_json(file, facts)
+    write_json(file, facts | {"protocol": protocol, **content, "run": c.run, **machine_facts(device)})
     print(file, flush=True)
 
 

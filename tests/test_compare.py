@@ -202,24 +202,27 @@ def quiet(monkeypatch):
     monkeypatch.setattr(train, "catch_signals", lambda: None)
 
 
+BEGUN = []
+
+
+def launch(jobs, args) -> dict[str, str]:
+    """Runs are made in this process, without the seconds that an import takes; BEGUN has the names of those that began."""
+    said = {}
+    for job in jobs:
+        BEGUN.append(job.name)
+        try:
+            train.distil(configure.load(job.argv[1:])) if job.argv[0] == "train.py" else ev.run(job.argv[1:])
+        except ValueError as error:
+            said[job.name] = str(error)
+        append_line(args.out / "runs.jsonl", {"run": job.name, "wall_sec": 60.0})
+    return said
+
+
 @pytest.fixture
 def begun(quiet, monkeypatch):
-    """Runs are made in this process, without the seconds that an import takes -> the names of those that began."""
-    names = []
-
-    def launch(jobs, args):
-        said = {}
-        for job in jobs:
-            names.append(job.name)
-            try:
-                train.distil(configure.load(job.argv[1:])) if job.argv[0] == "train.py" else ev.run(job.argv[1:])
-            except ValueError as error:
-                said[job.name] = str(error)
-            append_line(args.out / "runs.jsonl", {"run": job.name, "wall_sec": 60.0})
-        return said
-
+    BEGUN.clear()
     monkeypatch.setattr(compare, "launch", launch)
-    return names
+    return BEGUN
 
 
 def kinds(names: list[str]) -> list[str]:
@@ -334,13 +337,17 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch):
     assert [line["rc"] for line in read_lines(tmp_path / "runs.jsonl")] == [-signal.SIGTERM]  # ended, and waited for
 
 
+def compare_here(argv: list[str]) -> None:
+    compare.prepare, compare.launch = (lambda *a: None), launch
+    compare.run(argv)
+
+
 @pytest.mark.slow
 def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_path):
-    """Killed with the run that it has started, as soon as that one has a checkpoint: scores are seconds away."""
+    """Killed in a run, as soon as that one has a checkpoint: scores are seconds away."""
     argv = [*argv, "--methods=pretrain,tad", "--tune=lr=1e-3,1e-2", "--seeds=1"]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    code = "import sys; from tools import compare; compare.prepare = lambda *a: None; compare.run(sys.argv[1:])"
-    world.kill_when(lambda: any(cut.glob("*/*/checkpoints/step_*[1-9]")), "-c", code, *argv, f"--out={cut}")
+    world.kill_when(lambda: any(cut.glob("*/*/checkpoints/step_*[1-9]")), compare_here, [*argv, f"--out={cut}"])
     assert not (cut / "report").exists() and len([*cut.glob("tune_*.py")]) == 1
     for out in (whole, cut):
         begun.clear()

@@ -63,7 +63,7 @@ SCORED = (
     "teacher_entropy",
     "step",
     "valid_tokens",
-)  # beside the figures
+)  # with the figures
 HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
 
 

@@ -95,6 +95,7 @@ def make_student(name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | No
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
+        require(not len(extras), f"shard={cfg.shard}: not supported with extras")
         parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), False, run.compute_dtype(cfg))
     model.to(cfg.device)
     extras.to(cfg.device)
@@ -204,7 +205,7 @@ def accumulate(
         heads = [(h, s.model.head, objective) for h, s, objective in zip(h_s, students, objectives, strict=True)]
         results = head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group)
         for s, (loss, terms) in zip(students, results, strict=True):
-            with parallel.summing_gradients(s.model, s.parameters().values(), nth == n_mine, handles):
+            with parallel.summing_gradients(s.model, s.extras, nth == n_mine, handles):
                 (loss / n_micro).backward()
             for name, value in terms.items():
                 s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
@@ -391,6 +392,8 @@ def distil(cfg: Config) -> int:
         say(f"{cfg.out_dir}: step {step} of {cfg.max_steps}{'; the same command resumes' if resumes else ''}")
         if resumes:
             return TRY_AGAIN
+        if len(stopped) == len(students):
+            print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))  # torchrun would begin again, in vain
         return 1 if stopped and not restarts else 0
     except torch.OutOfMemoryError as error:

@@ -34,7 +34,10 @@ def counted(make):
     def made(*args):
         it = make(*args)
         if parallel.rank() == 1:
-            n, out = sum(parallel.local(p).numel() for p in it.model.parameters()), Path(args[-1].out_dir).name
+            n, out = (
+                sum(parallel.local(p).numel() for p in it.model.parameters()),
+                Path(next(a for a in args if isinstance(a, configure.Config)).out_dir).name,
+            )
             print(f"process 1: {n} of {type(it).__name__} in {out}")
         return it
 

@@ -34,7 +34,7 @@ from configure import Config
 from lib import metrics, parallel, run
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
-from lib.files import UserError, append_line, read_json, require
+from lib.files import UserError, read_json, require
 from lib.fused import head_losses
 from lib.hf import weights_hash
 from lib.identity import student_shape
@@ -303,10 +303,10 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
             students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
         record, counts = metrics.histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if parallel.rank() == 0:
-        append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})
+        run.append(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})
         for name, count in counts.items():
             line = {"step": step, "n": record["n"], "d_u_hist": count}
-            append_line(Path(cfg.out_dir) / name / "histograms.jsonl", line)
+            run.append(Path(cfg.out_dir) / name / "histograms.jsonl", line)
 
 
 def log_terms(

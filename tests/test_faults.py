@@ -359,7 +359,9 @@ def test_a_run_that_goes_on_is_scored_and_sampled_by_its_newest_checkpoint(folde
     before = contents(folder / "half")
     for name, steps in (("half", [3, 3]), ("half/alra", [3]), ("half/alra/checkpoints/step_00000002", [2])):
         assert run(EVAL.replace("run/alra", name), monkeypatch) == 0
-        told = re.findall(r"scoring (\S+)/checkpoints/step_0000000(\d), of a training that goes on", capsys.readouterr().err)
+        told = re.findall(
+            r"scoring (\S+)/checkpoints/step_0000000(\d), of a training that goes on", capsys.readouterr().err
+        )
         assert [int(step) for _, step in told] == steps
         for out, step in told:
             file = folder / "out/eval" / f"{out.replace('/', '_')}_step_0000000{step}" / "figures.json"

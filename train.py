@@ -34,7 +34,7 @@ from configure import Config
 from lib import metrics, parallel, run
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
-from lib.files import UserError, append_line, read_json, require
+from lib.files import UserError, read_json, require
 from lib.fused import head_losses
 from lib.hf import weights_hash
 from lib.identity import student_shape
@@ -95,6 +95,7 @@ def make_student(name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | No
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
+        require(not len(extras), f"shard={cfg.shard}: not supported with extras")
         parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), False, run.compute_dtype(cfg))
     model.to(cfg.device)
     extras.to(cfg.device)
@@ -204,7 +205,7 @@ def accumulate(
         heads = [(h, s.model.head, objective) for h, s, objective in zip(h_s, students, objectives, strict=True)]
         results = head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group)
         for s, (loss, terms) in zip(students, results, strict=True):
-            with parallel.summing_gradients(s.model, s.parameters().values(), nth == n_mine, handles):
+            with parallel.summing_gradients(s.model, s.extras, nth == n_mine, handles):
                 (loss / n_micro).backward()
             for name, value in terms.items():
                 s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
@@ -302,10 +303,10 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
             students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
         record, counts = metrics.histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
     if parallel.rank() == 0:
-        append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})
+        run.append(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})
         for name, count in counts.items():
             line = {"step": step, "n": record["n"], "d_u_hist": count}
-            append_line(Path(cfg.out_dir) / name / "histograms.jsonl", line)
+            run.append(Path(cfg.out_dir) / name / "histograms.jsonl", line)
 
 
 def log_terms(
@@ -380,6 +381,7 @@ def distil(cfg: Config) -> int:
         teacher = open_teacher(cfg)
         students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
         cfg = choose_micro_batch(students, teacher, rows, cfg)
+        facts["config"] = dataclasses.asdict(cfg)
         with run.lock_run_dir(cfg):
             step, counts = loop(cfg, rows, val, teacher, students, facts)
             for s in students:
@@ -390,6 +392,8 @@ def distil(cfg: Config) -> int:
         say(f"{cfg.out_dir}: step {step} of {cfg.max_steps}{'; the same command resumes' if resumes else ''}")
         if resumes:
             return TRY_AGAIN
+        if len(stopped) == len(students):
+            print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))  # torchrun would begin again, in vain
         return 1 if stopped and not restarts else 0
     except torch.OutOfMemoryError as error:

@@ -556,6 +556,24 @@ def test_tensorboard_wandb_and_the_terminal_get_the_records_of_the_log(tiny, tmp
     assert rows == [[f"{a:.4f}", f"{b:.4f}"] for a, b in both] and len(rows) == 3
 
 
+def test_records_wait_for_room_on_the_disk(tmp_path, monkeypatch, capsys):
+    full, append_line, file = True, files.append_line, tmp_path / "log.jsonl"
+
+    def write(path, record):
+        if full:
+            raise UserError(f"{path}: cannot be written")
+        append_line(path, record)
+
+    monkeypatch.setattr(files, "append_line", write)
+    for step in range(4):
+        full = step < 2
+        run.append(file, {"step": step})
+        assert file.exists() == (step >= 2)
+    assert [r["step"] for r in read_jsonl(file)] == [0, 1, 2, 3] and capsys.readouterr().out.count(
+        "cannot be written"
+    ) == 1
+
+
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
     tiny, tmp_path, monkeypatch, capsys
 ):
@@ -599,7 +617,7 @@ def test_a_broken_newest_checkpoint_is_passed_over(tiny, finished, tmp_path, cap
     path = tmp_path / "alra/checkpoints/step_00000005"
     (path / "optimizer.safetensors").write_bytes(b"cut short")
     assert train.distil(config(tiny, tmp_path, **keys)) == 0
-    assert f"passed over: {path}: not as it was saved" in capsys.readouterr().out
+    assert f"passed over: {path}: ['optimizer.safetensors'] not as it was saved" in capsys.readouterr().out
     assert read_json(tmp_path / "run.json")["starts"][-1]["step"] == 4
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 

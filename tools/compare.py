@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from configure import Config
+from lib.cache import fits_disk
 from lib.files import UserError, append_line, atomic_write, locked, read_json, read_lines, write_json, write_lines
 from lib.identity import content_hash, made_by, record_hash
 from lib.report import Spec, report
@@ -290,6 +291,8 @@ def compare(args, spec: Spec, cfg: Config) -> None:
     with locked(args.out, f"{args.out}: another compare.py is at work there"):
         if not args.print:
             prepare(cfg, args.out / "config.py")
+        if cfg.teacher and "teacher_cache" not in args.flags:
+            cfg = dataclasses.replace(cfg, teacher_cache=fits_disk(cfg))
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
         if first is None or first >= n:
             fewer = f"{cfg.data_dir} has {n}, set fewer"

@@ -101,6 +101,7 @@ class Config:
     device: str = speed("auto")  # "cpu", "cuda", "cuda:1"; "auto": cuda where there is one, else cpu
     teacher_device: str | None = speed(None)  # None: the student's
     dtype: Literal["auto", "float32", "bfloat16"] = learnt("auto")  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
+    teacher_cache: bool = speed(False)  # keep the teacher's hidden states of the rows beside them: computed once, then read; prepare.py computes them ahead
     recompute: bool = speed(False)  # drop the students' activations and compute them again: less memory, more time
     compile: bool = speed(False)  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
     shard: PositiveInt = speed(1)  # processes over which the weights of students and teacher are sharded; 1: each holds all of them

@@ -1,6 +1,7 @@
 """Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix C).
 
     python prepare.py config/alra_200m.py [--key=value ...]    write the rows; after a kill the same command resumes
+    python prepare.py config/alra_200m.py --teacher_cache=True  and the teacher's hidden states of them (lib/cache.py)
     python prepare.py --verify data/pile                       hash and count everything again
     python prepare.py --show 1000 data/pile                    print five rows from row 1000 on as text
 
@@ -616,7 +617,13 @@ def main() -> int:
         case ["--verify" | "--show", *_] as argv:
             raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
         case argv:
-            prepare(load(argv))
+            cfg = load(argv)
+            if os.environ.get("RANK", "0") == "0":
+                prepare(cfg)
+            if cfg.teacher_cache:
+                from train import fill_teacher_cache  # here, as workers need no torch
+
+                fill_teacher_cache(cfg)
     return 0
 
 

@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configure
 from configure import Config
 from lib import files
+from lib.cache import fits_disk
 from lib.files import UserError, read_json, read_lines, require
 from lib.identity import content_hash, made_by, record_hash
 from lib.report import Spec, report
@@ -287,6 +288,8 @@ def compare(args, spec: Spec, cfg: Config) -> None:
     with files.locked(args.out, f"{args.out}: another compare.py is at work there"):
         if not args.print:
             prepare(cfg, args.out / "config.py")
+        if cfg.teacher and "teacher_cache" not in args.flags:
+            cfg = dataclasses.replace(cfg, teacher_cache=fits_disk(cfg))
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
         says = f"val_max_rows={first}: these rows choose, later ones are scored; {cfg.data_dir} has {n}, set fewer"
         require(first is not None and first < n, says)

@@ -268,7 +268,7 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
 
 
 def over_rows(
-    students: list[Qwen2], teacher: Teacher | CachedTeacher | None, rows: Rows, index: np.ndarray, n_bytes: np.ndarray,
+    students: list[Qwen2], teacher: Teacher | None, rows: Rows, index: np.ndarray, n_bytes: np.ndarray,
     batch_tokens: int,
 ) -> list[dict[str, np.ndarray]]:  # fmt: skip
     """The summands of `metrics.figures`, per student and row.

@@ -34,7 +34,11 @@ def counted(make):
     def made(*args):
         it = make(*args)
         if parallel.rank() == 1:
-            n, out = sum(parallel.local(p).numel() for p in it.model.parameters()), Path(args[-1].out_dir).name
+            model = getattr(getattr(it, "body", it), "model", torch.nn.Module())  # a cached teacher may have no body
+            n, out = (
+                sum(parallel.local(p).numel() for p in model.parameters()),
+                Path(next(a.out_dir for a in args if hasattr(a, "out_dir"))).name,
+            )
             print(f"process 1: {n} of {type(it).__name__} in {out}")
         return it
 

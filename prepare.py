@@ -1,7 +1,7 @@
 """Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix C).
 
     python prepare.py config/alra_200m.py [--key=value ...]    write the rows; after a kill the same command resumes
-    python prepare.py config/alra_200m.py --teacher_cache=True  and the teacher's hidden states of them (lib/cache.py)
+    python prepare.py config/demo.py --teacher_cache=True      and the hidden states of its teacher (lib/cache.py)
     python prepare.py --verify data/pile                       hash and count everything again
     python prepare.py --show 1000 data/pile                    print five rows from row 1000 on as text
 

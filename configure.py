@@ -72,6 +72,7 @@ class Config:
     val_share: Below1 = data(0.0)  # share of documents held out by hash, instead of val_rows
     max_bad_records: NonNegativeInt = data(0)  # records that may be skipped because they cannot be read; 0: stop at the first
     bos: Literal["auto", "none"] = data("auto")  # "auto": before each document the BOS that the tokenizer itself adds, if any
+    prepare_workers: PositiveInt = data(1)  # tokenizer processes; any number gives the same bytes
     seq_len: PositiveInt = learnt(512)  # model inputs per row; a stored row has up to seq_len + 1 ids
     shuffle: bool = learnt(False)  # visit the rows in an order drawn from `seed`, another one for each pass
     repeat_rows: bool = data(False)  # go through the rows again when the steps ask for more than there are

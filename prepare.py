@@ -25,7 +25,7 @@ the stream back.
 
 Where there is none, the row keeps all `row_len` ids. A boundary after the first id of a row is passed over, since a row of
 one id has no target. What is left when the source ends is the last row. A cut depends on `row_len` + 1 ids of the stream and
-on nothing else: not on batches, threads or kills.
+on nothing else: not on batches, workers or kills.
 
 **Which rows.** The stream ends with the documents, or at `train_rows` + `val_rows` rows. Its last `val_rows` rows go to
 val.bin, all before them to train.bin. With `val_share` instead, whole documents are held out by the hash of their names (of
@@ -43,16 +43,20 @@ import hashlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import sysconfig
+import threading
 import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -310,21 +314,26 @@ def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], star
     return not (label or initials or word.lower() in ABBREVIATIONS)
 
 
-def encoded(stream, n_documents: int | None, encode: Callable) -> Iterator[tuple]:
+def encoded(stream, n_documents: int | None, encode: Callable, workers: int) -> Iterator[tuple]:
     """The stream's first documents in batches, each with what follows; the next ones are tokenized meanwhile.
 
     -> documents, state of the stream after them, and what `encode` makes of the texts that could be read
     """
-    waiting = deque()
-    with ThreadPoolExecutor(3) as pool:  # beside the tokenizer's own threads
+    pool, waiting = start_pool(workers, encode), deque()
+    try:
         for batch in batches(itertools.islice(stream, n_documents)):
             texts = [document["text"] for document in batch if not document["bad"]]
-            waiting.append((batch, stream.state_dict(), pool.submit(encode, texts)))
-            if len(waiting) > 3:  # bounds the memory
+            waiting.append((batch, stream.state_dict(), pool.submit(encode_batch, texts)))
+            if len(waiting) > 2 * workers + 1:  # bounds the memory
                 *about, future = waiting.popleft()
                 yield *about, *future.result()
         for *about, future in waiting:
             yield *about, *future.result()
+    except BrokenProcessPool as error:
+        reason = "a worker was killed, possibly out of memory; the same command resumes, with fewer workers if you like"
+        raise UserError(f"prepare_workers={workers}: {reason}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def batches(documents: Iterator[dict]) -> Iterator[list[dict]]:
@@ -339,8 +348,37 @@ def batches(documents: Iterator[dict]) -> Iterator[list[dict]]:
         yield batch
 
 
-def encode_batch(tokenizer: tokenizers.Tokenizer, bos: int | None, eos: int, texts: list[str]):
+def start_pool(workers: int, encode: Callable) -> Executor:
+    """What runs `encode_batch`: three threads beside the tokenizer's own, or processes of one thread each."""
+    if workers == 1:
+        set_encoder(encode)
+        return ThreadPoolExecutor(3)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # lib.rows imports it; so it is loaded once, and workers share its memory
+    return ProcessPoolExecutor(workers, context, start_worker, (encode,))
+
+
+def start_worker(encode: Callable) -> None:
+    """Set up a worker process. It ignores Ctrl-C, which its parent handles, and exits when its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    set_encoder(encode)
+
+
+def set_encoder(encode: Callable) -> None:
+    global encode_texts
+    encode_texts = encode
+
+
+def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    return encode_texts(texts)
+
+
+def encode_with(tokenizer: tokenizers.Tokenizer, bos: int | None, eos: int, texts: list[str]):
     """-> the ids of all texts [n] uint32, each with its BOS and EOS, and the length of each [texts]."""
+    tokenizer.encode_special_tokens = True  # text is only text; a process that was sent a tokenizer lacks this
     encodings, before = tokenizer.encode_batch_fast(texts, add_special_tokens=False), [] if bos is None else [bos]
     ids = [array("I", [*before, *encoding.ids, eos]) for encoding in encodings]
     return np.concatenate([np.empty(0, np.uint32), *ids]), np.array([len(part) for part in ids], np.int64)
@@ -388,7 +426,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `UserError` where the folder holds data of another recipe, complete or not: nothing is overwritten.
     """
-    from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
+    from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
 
     name = cfg.tokenizer or cfg.teacher
     require(name, "tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
@@ -453,11 +491,11 @@ def write_rows(cfg: Config, source, tokenizer, table: Table, state: dict, commit
     backend.no_truncation()
     backend.no_padding()
     check_round_trip(backend, SAMPLE)
-    encode = functools.partial(encode_batch, backend, recipe["bos"], recipe["eos_id"])
+    encode = functools.partial(encode_with, backend, recipe["bos"], recipe["eos_id"])
     left = cfg.n_documents and cfg.n_documents - n_records
     n_tokens, started, committed = 0, time.monotonic(), time.monotonic()
     bar = tqdm(total=max_rows, unit="row", mininterval=0.5 if sys.stderr.isatty() else 30)
-    with bar, contextlib.closing(encoded(source, left, encode)) as encoded_batches:
+    with bar, contextlib.closing(encoded(source, left, encode, cfg.prepare_workers)) as encoded_batches:
         for documents, position, ids, lengths in encoded_batches:
             skipped += [f"document {n_records + i}: {d['bad']}" for i, d in enumerate(documents) if d["bad"]]
             says = f"{''.join(skipped[most:][:1])}; correct it, or set max_bad_records above {most}"

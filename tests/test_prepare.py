@@ -6,10 +6,13 @@ import functools
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -32,7 +35,7 @@ from lib.hf import load_tokenizer
 from lib.rows import PAD
 from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos
 from tests.naive_rows import SHORT_FORMS, naive_rows
-from tests.world import EOS, SHARED, make_tokenizer
+from tests.world import EOS, ROOT, SHARED, make_tokenizer
 
 FRAGMENTS = """
 Mr. Smith|Dr. No. 7|e.g. this|i.e. that|etc. and|U.S. law|J. R. R. Tolkien|Ph.D. thesis|vs. them|fig. 3|No. 12. Next|in 1999. Then
@@ -411,6 +414,57 @@ def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch
             prepare.prepare(config(small, folder, source=source, **split), commit_sec=-1.0)
             assert files_of(folder) == files_of(tmp_path / "whole"), crash_at
     assert crash_at > 15
+
+
+ASKING = """
+import multiprocessing, sys, prepare
+from configure import load
+prepare.BATCH_CHARS = 1000
+plain = prepare.Stream.feed
+def asking(self, *args, **keys):
+    plain(self, *args, **keys)
+    print(len(multiprocessing.active_children()), flush=True)
+    sys.stdin.readline()  # rows are written that no commit has counted: go on?
+prepare.Stream.feed = asking
+if __name__ == "__main__":
+    prepare.prepare(load(sys.argv[1:]), commit_sec=-1.0)
+"""
+
+
+def test_kill_9_leaves_no_worker_and_the_same_command_gives_the_same_bytes(small, tmp_path):
+    (tmp_path / "asking.py").write_text(ASKING)
+    cfg = config(small, tmp_path / "a", prepare_workers=2)
+    keys = ("tokenizer", "data_dir", "source", "n_documents", "train_rows", "val_rows", "seq_len", "prepare_workers")
+    command = [sys.executable, tmp_path / "asking.py", *(f"--{key}={getattr(cfg, key)}" for key in keys)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}) as run:  # fmt: skip
+        for _ in range(4):
+            run.stdout.readline()
+            print(file=run.stdin, flush=True)
+        assert int(run.stdout.readline()) > 0
+        run.send_signal(signal.SIGKILL)
+        run.communicate(timeout=60)  # returns when the last worker has closed the pipe
+    assert 0 < json.loads((tmp_path / "a/prepare.state").read_text())["records"] < 83
+    prepare.prepare(config(small, tmp_path / "a"))  # one worker
+    assert files_of(tmp_path / "a") == files_of(small.whole)
+
+
+def test_a_killed_worker_ends_the_run_in_one_line_and_the_same_command_resumes(small, tmp_path, monkeypatch):
+    cfg, plain = config(small, tmp_path / "a", prepare_workers=2), prepare.Stream.feed
+
+    def killing(self, *args, **keys):
+        plain(self, *args, **keys)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.Stream, "feed", killing)
+        with pytest.raises(UserError, match=r"prepare_workers=2: a worker was killed.*with fewer workers"):
+            prepare.prepare(cfg, commit_sec=-1.0)
+    assert 0 < json.loads((tmp_path / "a/prepare.state").read_text())["records"] < 83
+    prepare.prepare(cfg)
+    assert files_of(tmp_path / "a") == files_of(small.whole) and not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("complete", [True, False])

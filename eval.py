@@ -308,11 +308,8 @@ def held_out_figures(
     As many students as fit the free memory share a pass of the teacher.
     """
     n_vocab, free, of_teacher, teacher = rows.n_vocab, free_bytes(device), 0, None
-    facts = {
-        "n_rows": len(index),
-        "skip_rows": args.skip_rows,
-        "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest(),
-    }
+    facts = {"n_rows": len(index), "skip_rows": args.skip_rows, **rows.levels}
+    facts["rows_sha256"] = hashlib.sha256(rows.ids[index].tobytes()).hexdigest()
     if teacher_name:
         teacher = load_teacher(teacher_name, torch.float32, device)
         facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}

@@ -132,7 +132,9 @@ def test_make_demo_draws_curves_of_its_three_students(run, copy):
     (copy / ".venv" / "ready").touch()
     made = subprocess.check_output(["make", "-n", "--no-print-directory", "demo"], text=True)
     said = [run(line.removeprefix(".venv/bin/")) for line in made.splitlines()]
-    assert len(said) == 4 and all(name in said[2] for name in ("pretrain", "vanilla_kd", "alra"))
+    assert len(said) == 4 and all(
+        name in said[2] for name in ("pretrain", "vanilla_kd", "alra", "(ln V) 8.3178, unigram ")
+    )
     assert (copy / "out" / "demo" / "curves.png").stat().st_size > 10_000
 
 

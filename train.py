@@ -389,6 +389,7 @@ def distil(cfg: Config) -> int:
         teacher = open_teacher(cfg)
         students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
         cfg = choose_micro_batch(students, teacher, rows, cfg)
+        facts["config"] = dataclasses.asdict(cfg)
         with run.lock_run_dir(cfg):
             step, counts = loop(cfg, rows, val, teacher, students, facts)
             for s in students:

@@ -93,17 +93,23 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def locked(folder: Path, busy: str) -> Iterator[None]:
     """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock.
 
-    Of a file opened for writing, not of the folder: NFS then tells the lock to all hosts.
+    Of a file opened for writing, not of the folder: NFS then tells the lock to all hosts. It says who holds it.
     """
-    with open(folder / ".alra-lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise UserError(f"{busy} ({file.read().strip()})") from error
+    name, mine = folder / ".alra-lock", False
+    with contextlib.ExitStack() as stack:
+        while not mine:
+            file = stack.enter_context(open(name, "a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise UserError(f"{busy} ({file.read().strip()})") from error
+            # not if the process before has removed it since it was opened
+            mine = name.exists() and os.path.samestat(os.fstat(file.fileno()), name.stat())
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n")
         file.flush()
+        stack.callback(name.unlink, missing_ok=True)
         yield
 
 

@@ -29,22 +29,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from configure import Config
-from lib import parallel
+from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
-from lib.files import (
-    UserError,
-    append_line,
-    atomic_folder,
-    discard,
-    first_line,
-    locked,
-    read_json,
-    reading,
-    require,
-    truncate_lines,
-    write_json,
-)
+from lib.files import UserError, first_line, read_json, reading, require
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.identity import differences, file_hash, made_by, record_hash, student_shape
 from lib.rows import Rows
@@ -87,7 +75,7 @@ class Student:
         """Add one record to this student's log, None for a value that is not finite. A service that fails is left out."""
         values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
         if parallel.rank() == 0:
-            append_line(self.folder / "log.jsonl", values)
+            files.append_line(self.folder / "log.jsonl", values)
             for service, send in [*self.services.items()]:
                 try:
                     send(values)
@@ -169,7 +157,7 @@ def lock_run_dir(cfg: Config) -> contextlib.AbstractContextManager:
     out = Path(cfg.out_dir)
     out.mkdir(parents=True, exist_ok=True)
     busy = f"out_dir={out}: another train.py is running there; wait until it ends, or choose another out_dir"
-    return contextlib.nullcontext() if parallel.rank() else locked(out, busy)
+    return contextlib.nullcontext() if parallel.rank() else files.locked(out, busy)
 
 
 def run_facts(cfg: Config, rows: Rows) -> dict:
@@ -195,15 +183,15 @@ def student_facts(s: Student, step: int, counts: dict, facts: dict, cfg: Config)
     return {**own, **counts, **facts, "made_by": record, "made_by_sha256": record_hash(record)}
 
 
-def check_same_run(name: str, before: dict, where: str | Path, step: int, schedule: Callable, facts: dict) -> None:
-    """Raise `UserError` unless a student of `before`, of run.json or of a checkpoint, is the one that this run makes.
+def check_same_run(name: str, before: dict, where: Path, schedule: Callable, facts: dict) -> None:
+    """Raise `UserError` unless the student of a checkpoint's state is the one that this run makes.
 
-    A longer schedule may follow if the rates of the updates that were made stay: schedule(step, config) tells them.
+    A longer schedule may follow if the rates of the updates that were made stay: schedule(step, name, config) tells them.
     """
     with reading(where):
         old, new, record = Config(**before["config"]), Config(**facts["config"]), before["made_by"]
     longer = old.schedule_steps != new.schedule_steps
-    if longer and all(schedule(at, name, old) == schedule(at, name, new) for at in range(step)):
+    if longer and all(schedule(at, name, old) == schedule(at, name, new) for at in range(before["step"])):
         record = record | {"schedule_steps": new.schedule_steps}
     differ = "; ".join(differences(record, facts["made_by"][name])[:3])
     require(not differ, f"{where}: contains a different run ({name}: {differ}); choose another out_dir, "
@@ -212,9 +200,9 @@ def check_same_run(name: str, before: dict, where: str | Path, step: int, schedu
 
 def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config) -> tuple[int, dict]:
     """Restore all students from their newest common checkpoint, or begin -> the step and the counts."""
-    out, same = Path(cfg.out_dir), {"weights": [s.init_sha256 for s in students]}
-    parallel.check_agreement(**same, checkpoints=[[*s.checkpoints()] for s in students])
-    before = read_json(out / "run.json", ["config", "made_by"]) if (out / "run.json").is_file() else {}
+    out = Path(cfg.out_dir)
+    there = [[s.init_sha256, *s.checkpoints()] for s in students]
+    parallel.check_agreement(**{"first weights and checkpoints": there})
     for s in students:
         if (s.folder / "stopped.json").is_file():
             s.stopped = read_json(s.folder / "stopped.json", ["why"])["why"]
@@ -225,41 +213,36 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
     message = f"{out}: its students have no checkpoint in common; restore one, or choose another out_dir"
     require(common or not started, message)
     step, counts = max(common, default=0), dict.fromkeys(COUNTS, 0)
-    names = ", ".join(before.get("made_by", cfg.methods))
-    require(names == ", ".join(cfg.methods), f"out_dir={out}: contains a run of {names}; choose another out_dir")
-    for name in before.get("made_by", ()):
-        earlier = {"config": before["config"], "made_by": before["made_by"][name]}
-        check_same_run(name, earlier, f"out_dir={out}", step, schedule, facts)
     for step in sorted(common, reverse=True) if live else ():  # a broken newest one is passed over
         try:
-            states = {s.name: load_checkpoint(s.checkpoints()[step], s) for s in live}
+            for s in live:
+                check_same_run(s.name, read_state(s.checkpoints()[step]), s.checkpoints()[step], schedule, facts)
             break
-        except UserError as error:
+        except BrokenError as error:
             require(step > min(common), str(error))
             say(f"passed over: {error}")
-    for s in live:
-        if common:
-            state = states[s.name]
-            check_same_run(s.name, state, s.checkpoints()[step], step, schedule, facts)
-            share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
-            like = {"dtype": torch.float64, "device": s.model.head.device}
-            s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}
-            counts = {key: state[key] for key in COUNTS}
-        elif cfg.resume_from:
-            state = load_checkpoint(Path(cfg.resume_from), s)
-            step, counts["valid_tokens"] = state["step"], state["valid_tokens"]
     require(step <= cfg.max_steps, f"max_steps={cfg.max_steps}: {out} is at step {step}; set at least that")
+    for s in live if common else ():
+        state = load_checkpoint(s.checkpoints()[step], s)
+        share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
+        like = {"dtype": torch.float64, "device": s.model.head.device}
+        s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}
+        counts = {key: state[key] for key in COUNTS}
+    for s in live if cfg.resume_from and not common else ():
+        state = load_checkpoint(Path(cfg.resume_from), s)
+        step, counts["valid_tokens"] = state["step"], state["valid_tokens"]
     say(summary(students, step, facts, cfg))
     parallel.barrier(torch.device(cfg.device))  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
-            truncate_lines(s.folder / "log.jsonl", step)
-            truncate_lines(s.folder / "histograms.jsonl", step - 1)  # of step n: the weights before update n
+            files.truncate_lines(s.folder / "log.jsonl", step)
+            files.truncate_lines(s.folder / "histograms.jsonl", step - 1)  # of step n: the weights before update n
             open_services(s, student_facts(s, step, counts, facts, cfg), cfg)
-        truncate_lines(out / "teacher.jsonl", step - 1)
+        files.truncate_lines(out / "teacher.jsonl", step - 1)
+        starts = read_json(out / "run.json").get("starts", []) if (out / "run.json").is_file() else []
         now = {"step": step, "time": time.strftime("%FT%T%z"), "host": platform.node(), "processes": parallel.world()}
-        write_json(out / "run.json", facts | {"starts": [*before.get("starts", []), now | facts]})
+        files.write_json(out / "run.json", facts | {"starts": [*starts, now | facts]})
     if not common:  # from now on there is always a checkpoint that explains the logs
         save_checkpoints(live, step, counts, facts, cfg)
     return step, counts
@@ -299,7 +282,9 @@ def drop_broken(
             s.stopped = f"step {step}: {s.stopped}{hint or '; try'} a smaller lr than {cfg.lr * s.lr_factor:g}"
             say(f"{s.name} stopped at {s.stopped}")
             if parallel.rank() == 0:
-                write_json(s.folder / "stopped.json", student_facts(s, step, counts, facts, cfg) | {"why": s.stopped})
+                files.write_json(
+                    s.folder / "stopped.json", student_facts(s, step, counts, facts, cfg) | {"why": s.stopped}
+                )
     return [s for s in live if not s.stopped]
 
 
@@ -308,7 +293,7 @@ def save_model(s: Student, step: int, counts: dict, facts: dict, cfg: Config) ->
     weights = parallel.to_first(s.model.state_dict())
     if parallel.rank() == 0:
         s.model.save_pretrained(s.folder / "model", s.tokenizer, weights)
-        write_json(s.folder / "run.json", student_facts(s, step, counts, facts, cfg))
+        files.write_json(s.folder / "run.json", student_facts(s, step, counts, facts, cfg))
     say(f"{s.name}: {s.folder / 'model'}")
 
 
@@ -332,45 +317,45 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
     for s in live if parallel.rank() == 0 and not failed else ():
         older = [path for at, path in s.checkpoints().items() if at <= step][: -cfg.keep_checkpoints]
         for old in (path for path in older if not cfg.keep_every_steps or int(path.name[5:]) % cfg.keep_every_steps):
-            discard(old)
+            files.discard(old)
     return failed
 
 
 def write_checkpoint(path: Path, groups: dict[str, dict[str, Tensor]], state: dict, s: Student) -> None:
     """A folder with model/ for transformers, further groups of tensors, and state.json with the hashes of all."""
-    with atomic_folder(path) as new:
+    with files.atomic_folder(path) as new:
         for name, group in groups.items():
             if name == "model":
                 s.model.save_pretrained(new / "model", s.tokenizer, group)
             else:
                 safetensors.torch.save_file(group, new / f"{name}.safetensors")
-        files = {name: f"model/{name}" if name == "model" else name for name in groups}
-        state["files_sha256"] = {
-            f"{file}.safetensors": file_hash(new / f"{file}.safetensors") for file in files.values()
-        }
-        write_json(new / "state.json", state)
+        state["files_sha256"] = {str(f.relative_to(new)): file_hash(f) for f in sorted(new.rglob("*.safetensors"))}
+        files.write_json(new / "state.json", state)
 
 
-def read_checkpoint(path: Path) -> tuple[dict, dict[str, dict[str, Tensor]]]:
-    """The state and the tensors of a checkpoint by group, on the CPU. Raises `UserError` unless they are as they were saved."""
-    with reading(path, aside := f"move {path} aside to resume from the one before"):
-        state = read_json(path / "state.json", ("config", "made_by", "sums", "step", "files_sha256", *COUNTS), aside)
-        right = all(file_hash(path / file) == sha for file, sha in state["files_sha256"].items())
-        require(right, f"{path}: not as it was saved; {aside}")
-        groups = {Path(file).stem: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
-    return state, groups
+class BrokenError(UserError):
+    """A checkpoint is not as it was saved."""
+
+
+def read_state(path: Path) -> dict:
+    """A checkpoint's state.json. Raises `BrokenError` unless all of the checkpoint is as it was saved."""
+    try:
+        state = read_json(path / "state.json", ("config", "made_by", "sums", "step", "files_sha256", *COUNTS))
+        broken = [file for file, sha in state["files_sha256"].items() if file_hash(path / file) != sha]
+        require(not broken, f"{path}: {broken} not as it was saved")
+    except UserError as error:
+        raise BrokenError(f"{error}; move {path} aside to resume from the one before") from error
+    return state
 
 
 def load_checkpoint(path: Path, s: Student) -> dict:
     """Restore a student's weights, extras and optimizer -> the checkpoint's state."""
-    state, groups = read_checkpoint(path)
-    shape, own = state["made_by"]["shape"], dataclasses.asdict(s.model.config)
-    require(shape == own, f"{path}: a student of another shape; set --student to its model, or choose another checkpoint")  # fmt: skip
-    parameters = s.parameters()
-    with (
-        reading(path, "its student had other parameters or extras; undo the edit, or choose another checkpoint"),
-        torch.no_grad(),
-    ):
+    state, parameters = read_state(path), s.parameters()
+    same = state["made_by"]["shape"] == dataclasses.asdict(s.model.config)
+    require(same, f"{path}: a student of another shape; set --student to it, or choose another checkpoint")
+    groups = {Path(file).stem: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
+    edited = "its student had other parameters or extras; undo the edit, or choose another checkpoint"
+    with reading(path, edited), torch.no_grad():
         for name, module in (("model", s.model), ("extras", s.extras)) if groups else ():
             for key, p in module.state_dict().items():
                 p.copy_(parallel.distribute_like(groups[name][key], p))

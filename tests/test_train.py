@@ -620,7 +620,7 @@ def test_a_broken_newest_checkpoint_is_passed_over(tiny, finished, tmp_path, cap
     path = tmp_path / "alra/checkpoints/step_00000005"
     (path / "optimizer.safetensors").write_bytes(b"cut short")
     assert train.distil(config(tiny, tmp_path, **keys)) == 0
-    assert f"passed over: {path}: not as it was saved" in capsys.readouterr().out
+    assert f"passed over: {path}: ['optimizer.safetensors'] not as it was saved" in capsys.readouterr().out
     assert read_json(tmp_path / "run.json")["starts"][-1]["step"] == 4
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 

@@ -196,8 +196,7 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
             given = {key: parsed(text, KINDS.get(key, str))}
         for key, value in given.items():
             if key not in KINDS:
-                word = key.lower().replace("-", "_")
-                near = SYNONYMS.get(word) or nearest(word, KINDS)
+                near = SYNONYMS.get(word := key.lower().replace("-", "_")) or nearest(word, KINDS)
                 hint = f", did you mean {near}? " if near else "; a method's setting is --METHOD.SETTING=VALUE; "
                 raise UserError(f"{arg}: no such key {key!r}{hint}--help lists all")
             require(equals or not arg.startswith("--"), f"{arg}: expected --{key}=VALUE")

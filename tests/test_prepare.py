@@ -276,8 +276,8 @@ def test_files_hold_the_stream_and_the_manifest_counts_it(small):
     assert sum(train["length_histogram"]) == train["rows"] and train["length_histogram"][0] == 0
     assert train["eos_id"] == tokenizer.eos_token_id and train["row_len"] == 31
     counts = Counter(i for row in stored(small.whole / "train.bin", 31) for i in row[1:])
-    n = counts.total() + train["vocab_size"]
-    nats = [[-math.log((counts[i] + 1) / n) for i in row[1:]] for row in stored(small.whole / "val.bin", 31)]
+    log_n = math.log(counts.total() + train["vocab_size"])
+    nats = [[log_n - math.log(counts[i] + 1) for i in row[1:]] for row in stored(small.whole / "val.bin", 31)]
     assert val["unigram_ce"] == pytest.approx(np.concatenate(nats).mean())
     spread = np.std([sum(row) - val["unigram_ce"] * len(row) for row in nats], ddof=1) * math.sqrt(len(nats))
     assert val["unigram_half"] == pytest.approx(1.96 * spread / sum(map(len, nats)))

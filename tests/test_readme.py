@@ -117,9 +117,8 @@ def all_commands() -> list[str]:
 
 @pytest.mark.slow
 def test_every_command_runs(run, monkeypatch):
-    """Pictures without their layout, the report without pictures: seconds each, and tested elsewhere."""
-    monkeypatch.setattr("matplotlib.figure.Figure.set_layout_engine", lambda *_, **__: None)
-    monkeypatch.setattr("lib.report.draw_figures", lambda *_: None)
+    for slow in ("matplotlib.figure.Figure.set_layout_engine", "lib.report.draw_figures"):  # tested elsewhere
+        monkeypatch.setattr(slow, lambda *_, **__: None)
     made = all_commands()
     scripts = ("prepare.py --verify", "torchrun", "tools/plot.py", "make demo")
     assert len(made) > 40 and all(any(script in c for c in made) for script in scripts)
@@ -139,9 +138,7 @@ def test_make_demo_draws_curves_of_its_three_students(run, copy):
     (copy / ".venv" / "ready").touch()
     made = subprocess.check_output(["make", "-n", "--no-print-directory", "demo"], text=True)
     said = [run(line.removeprefix(".venv/bin/")) for line in made.splitlines() if "/python" in line]
-    assert len(said) == 4 and all(
-        name in said[2] for name in ("pretrain", "vanilla_kd", "alra", "(ln V) 8.3178, unigram ")
-    )
+    assert len(said) == 4 and all(x in said[2] for x in ("pretrain", "vanilla_kd", "alra", "(ln V) 8.3178, unigram "))
     assert (copy / "out" / "demo" / "curves.png").stat().st_size > 10_000
 
 
@@ -239,11 +236,7 @@ def test_the_files_that_are_named_are_there():
         made.match(name) or any((ROOT / at / name).exists() for at in ("", "lib", "tools", "tests", "config"))
         for name in named
     ), named
-    links = {
-        file.parent / name
-        for file in (ROOT / "README.md", *DOCS)
-        for name in re.findall(r"\]\(([\w./]+)[)#]", file.read_text())
-    }
+    links = {file.parent / name for file in (ROOT / "README.md", *DOCS) for name in re.findall(r"\]\(([\w./]+)[)#]", file.read_text())}  # fmt: skip
     assert all(path.exists() for path in links - {ROOT / "LESSON.md"}), links
     folders = {"config/", "lib/", "tools/", "demo/", "tests/", "results/", "docs/"}
     assert {path.name for path in ROOT.glob("*.py")} | folders <= named

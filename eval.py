@@ -39,7 +39,8 @@ from tqdm import tqdm
 
 import configure
 from lib import metrics
-from lib.device import device_name, gib, give_back_memory, pick_device
+from lib.cache import open_cached
+from lib.device import gib, give_back_memory, machine_facts, pick_device
 from lib.files import UserError, locked, read_json, require, write_json, write_lines
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.identity import content_hash
@@ -267,7 +268,8 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
 
 
 def over_rows(
-    students: list[Qwen2], teacher: Teacher | None, rows: Rows, index: np.ndarray, n_bytes: np.ndarray, batch_tokens: int
+    students: list[Qwen2], teacher: Teacher | None, rows: Rows, index: np.ndarray, n_bytes: np.ndarray,
+    batch_tokens: int,
 ) -> list[dict[str, np.ndarray]]:  # fmt: skip
     """The summands of `metrics.figures`, per student and row.
 
@@ -280,12 +282,13 @@ def over_rows(
 
     def batches():
         for first in progress(range(0, len(index), per_batch), "held-out rows", unit="batch"):
-            x, y, _ = rows.batch(index[first : first + per_batch], device)
-            yield first, x, y
+            some = index[first : first + per_batch]
+            x, y, _ = rows.batch(some, device)
+            yield first, x, y, teacher.hidden(x, rows, some) if teacher else None
 
     models = [(model.hidden, model.head) for model in students]
-    of_teacher = (teacher.hidden, teacher.head) if teacher else None
-    sums = metrics.row_sums(models, of_teacher, batches(), len(index), torch.from_numpy(n_bytes).to(device))
+    head_t = teacher.head if teacher else None
+    sums = metrics.row_sums(models, head_t, batches(), len(index), torch.from_numpy(n_bytes).to(device))
     sums = [{key: value.cpu().numpy() for key, value in of_student.items()} for of_student in sums]
     finite = all(np.isfinite(of_student["ce"]).all() for of_student in sums)
     require(finite, "the probability of a held-out token is 0 or not a number; the weights have diverged")
@@ -294,10 +297,8 @@ def over_rows(
 
 def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
     """Bytes of text that each token stands for, [V]; 0 for special tokens and padded rows of the vocabulary."""
-    lengths = np.zeros(n_vocab, np.int64)
-    pieces = token_bytes(tokenizer.backend_tokenizer)
-    lengths[: len(pieces)] = [len(piece) for piece in pieces]
-    return lengths
+    lengths = [len(piece) for piece in token_bytes(tokenizer.backend_tokenizer)]
+    return np.pad(lengths, (0, n_vocab - len(lengths)))
 
 
 def held_out_figures(
@@ -308,13 +309,16 @@ def held_out_figures(
     As many students as fit the free memory share a pass of the teacher.
     """
     n_vocab, free, of_teacher, teacher = rows.n_vocab, free_bytes(device), 0, None
-    facts = {"n_rows": len(index), "skip_rows": args.skip_rows, **rows.levels}
-    facts["rows_sha256"] = hashlib.sha256(rows.ids[index].tobytes()).hexdigest()
+    scored = hashlib.sha256(rows.ids[index].tobytes()).hexdigest()
+    facts = {"n_rows": len(index), "skip_rows": args.skip_rows, "rows_sha256": scored, **rows.levels}
     if teacher_name:
-        teacher = load_teacher(teacher_name, torch.float32, device)
         facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}
-        teacher = Teacher(teacher.model.to(getattr(torch, args.dtype)), device, n_vocab)
-        of_teacher, n = 4 * sum(p.numel() for p in teacher.model.parameters()), len(teacher.head)
+        dtype = getattr(torch, args.dtype)
+        teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: index})
+        if teacher is None:
+            teacher = Teacher(load_teacher(teacher_name, torch.float32, device).model.to(dtype), device, n_vocab)
+            of_teacher = 4 * sum(p.numel() for p in teacher.model.parameters())
+        n = len(teacher.head)
         require(n == n_vocab, f"{teacher_name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
     n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
     largest = max(c.n_bytes for c in checkpoints)
@@ -479,10 +483,8 @@ def score(args) -> str:
 
 def write(file: Path, c: Checkpoint, device: torch.device, protocol: dict, **content) -> None:
     """Write a checkpoint's results with what they were made from."""
-    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets", "numpy")}
     facts = {"name": c.name, "weights_sha256": c.weights_sha256, "tokenizer_sha256": c.tokenizer_sha256}
-    facts |= {"protocol": protocol, **content, "run": c.run, "versions": versions, "device": device_name(device)}
-    write_json(file, facts)
+    write_json(file, facts | {"protocol": protocol, **content, "run": c.run, **machine_facts(device)})
     print(file, flush=True)
 
 

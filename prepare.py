@@ -1,6 +1,7 @@
 """Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix C).
 
     python prepare.py config/alra_200m.py [--key=value ...]    write the rows; after a kill the same command resumes
+    python prepare.py config/alra_200m.py --teacher_cache=True  and the teacher's hidden states of them (lib/cache.py)
     python prepare.py --verify data/pile                       hash and count everything again
     python prepare.py --show 1000 data/pile                    print five rows from row 1000 on as text
 
@@ -24,7 +25,7 @@ the stream back.
 
 Where there is none, the row keeps all `row_len` ids. A boundary after the first id of a row is passed over, since a row of
 one id has no target. What is left when the source ends is the last row. A cut depends on `row_len` + 1 ids of the stream and
-on nothing else: not on batches, workers or kills.
+on nothing else: not on batches, threads or kills.
 
 **Which rows.** The stream ends with the documents, or at `train_rows` + `val_rows` rows. Its last `val_rows` rows go to
 val.bin, all before them to train.bin. With `val_share` instead, whole documents are held out by the hash of their names (of
@@ -36,26 +37,23 @@ work is in `*.bin.tmp` and `prepare.state`.
 """
 
 import contextlib
+import functools
 import glob
 import hashlib
 import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
-import signal
 import sys
 import sysconfig
-import threading
 import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,9 +112,8 @@ def open_source(cfg: Config):
         parts = [(None, cfg.source, 1)]
     if not all(parts) or not all(float(part[2]) for part in parts):
         raise UserError(f"source={cfg.source}: expected a share above 0 for each, like a:0.7,b:0.3")
-    streams, facts = zip(*(open_part(part[1], cfg, i) for i, part in enumerate(parts)), strict=True)
-    names = Counter(os.path.realpath(file) for part in facts for file, _ in part.get("files", [(part["source"], "")]))
-    twice = [name for name, n in names.items() if n > 1]
+    streams, facts, inputs = zip(*(open_part(part[1], cfg) for part in parts), strict=True)
+    twice = [name for name, n in Counter(map(os.path.realpath, itertools.chain(*inputs))).items() if n > 1]
     require(not twice, f"source={cfg.source}: reads {twice[:1]} twice; name each file once, and no link to it")
     if len(parts) == 1:
         return streams[0], [*facts]
@@ -126,22 +123,21 @@ def open_source(cfg: Config):
     return mixture, [{**part, "share": share} for part, share in zip(facts, shares, strict=True)]
 
 
-def open_part(name: str, cfg: Config, number: int):
-    """One source: "python" (its documentation and library), a local file, folder or glob, or a hub dataset at one commit."""
+def open_part(name: str, cfg: Config):
+    """One source: "python" (its documentation and library), a local file, folder or glob, or a hub dataset at one commit.
+
+    -> a stream of documents, facts, and the files or the name
+    """
     import datasets
 
-    path, column, facts = Path(name).expanduser(), cfg.source_text, {}
+    path, column, files = Path(name).expanduser(), cfg.source_text, [name]
     if name == "python":
         stream, content = datasets.IterableDataset.from_generator(python_documents), python_documents()
     elif path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) or name.endswith(SUFFIXES):
         files = list_files(name, path)
         root = os.path.commonpath([os.path.dirname(file) for file in files])
         content = [(os.path.relpath(file, root), quick_hash(Path(file))) for file in files]
-        chain = itertools.accumulate(
-            content, lambda sha, new: hashlib.sha256(f"{sha}{new}".encode()).hexdigest(), initial="-"
-        )
-        facts = {"files": [*zip(files, chain, strict=False)]}
-        arguments = {**facts, "root": root, "column": column, "part": str(number)}
+        arguments = {"files": files, "root": root, "column": column}
         stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
     else:
         import huggingface_hub
@@ -149,14 +145,14 @@ def open_part(name: str, cfg: Config, number: int):
         name, _, revision = name.partition("@")
         try:
             commit = huggingface_hub.HfApi().dataset_info(name, revision=revision or None).sha
-        except Exception as error:  # kinds of network failure have classes of their own, which change
+        except Exception as error:  # a network failure has a class of its own, which changes with the library
             reason = f'not "python", no local path, and no such dataset on the hub ({first_line(error)})'
             raise UserError(f"source={name}: {reason}") from error
         stream = datasets.load_dataset(name, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit)
         stream = stream.select_columns([column]).map(lambda row: read_document(lambda: row[column]))
         name = content = f"{name}@{commit}"
         print(f"source: {name}", file=sys.stderr)
-    return stream, {"source": name, "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(), **facts}
+    return stream, {"source": name, "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest()}, files
 
 
 def list_files(name: str, path: Path) -> list[str]:
@@ -173,20 +169,14 @@ def list_files(name: str, path: Path) -> list[str]:
     return files
 
 
-def read_files(files: list[tuple[str, str]], root: str, column: str, part: str) -> Iterator[dict]:
-    """The documents of local files in this order; only those of text files have names.
-
-    files  each with a hash of all before it; `read` of a document is that, and a hash of its own file up to there
-    """
-    for file, before in files:
-        name = os.path.relpath(file, root) if file.lower().endswith(".txt") else ""
-        digest, n = hashlib.sha256(), 0
+def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:
+    """The documents of local files in this order; only those of text files have names."""
+    for file in files:
+        name, n = os.path.relpath(file, root) if file.lower().endswith(".txt") else "", 0
         try:
             for n, get in enumerate(records_of(file, column), 1):
                 if get:
-                    document = read_document(get, f"{file}, record {n}: ")
-                    digest.update(f"{n} {document['text']}".encode())
-                    yield document | {"name": name, "part": part, "read": f"{before} {digest.hexdigest()}"}
+                    yield read_document(get, f"{file}, record {n}: ") | {"name": name}
         except (OSError, ValueError) as error:
             raise UserError(f"{file}, record {n}: cannot be read: {first_line(error)}") from error
 
@@ -219,10 +209,11 @@ def read_document(get: Callable[[], object], where: str = "") -> dict:
         return {"name": "", "text": "", "bad": f"{where}cannot be read: {reason}"}
 
 
-def was_read(files: list[tuple[str, str]], read: str, cfg: Config) -> bool:
-    """Whether files still begin with all that a document's `read` tells of."""
-    last = [pair for pair in files if pair[1] == read.split()[0]]
-    return any(document["read"] == read for document in read_files(last, "/", cfg.source_text, ""))
+def hash_documents(documents: Iterable[dict], before: str = "") -> str:
+    """A hash of these documents and of those before them, one by one: batches do not matter."""
+    for document in documents:
+        before = hashlib.sha256(f"{before} {document['name']} {document['text']}".encode()).hexdigest()
+    return before
 
 
 def python_documents() -> list[dict]:
@@ -243,7 +234,7 @@ def python_documents() -> list[dict]:
             with contextlib.suppress(UnicodeDecodeError):
                 texts[f"lib/{inside.as_posix()}"] = file.read_text("utf-8")
     names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [{"name": name, "text": texts[name]} for name in names]
+    return [{"name": name, "text": texts[name], "bad": ""} for name in names]
 
 
 class Table(NamedTuple):
@@ -320,26 +311,21 @@ def _ends_sentence(ids: np.ndarray, flags: np.ndarray, pieces: list[bytes], star
     return not (label or initials or word.lower() in ABBREVIATIONS)
 
 
-def encoded(stream, n_documents: int | None, workers: int, *settings) -> Iterator[tuple]:
+def encoded(stream, n_documents: int | None, encode: Callable) -> Iterator[tuple]:
     """The stream's first documents in batches, each with what follows; the next ones are tokenized meanwhile.
 
-    -> documents, state of the stream after them, and what `encode_batch` makes of their texts
+    -> documents, state of the stream after them, and what `encode` makes of the texts that could be read
     """
-    pool, waiting = start_pool(workers, *settings), deque()
-    try:
+    waiting = deque()
+    with ThreadPoolExecutor(3) as pool:  # beside the tokenizer's own threads
         for batch in batches(itertools.islice(stream, n_documents)):
-            future = pool.submit(encode_batch, [document["text"] for document in batch if not document.get("bad")])
-            waiting.append((batch, stream.state_dict(), future))
-            if len(waiting) > 2 * workers + 1:  # bounds the memory
+            texts = [document["text"] for document in batch if not document["bad"]]
+            waiting.append((batch, stream.state_dict(), pool.submit(encode, texts)))
+            if len(waiting) > 3:  # bounds the memory
                 *about, future = waiting.popleft()
                 yield *about, *future.result()
         for *about, future in waiting:
             yield *about, *future.result()
-    except BrokenProcessPool as error:
-        reason = "a worker was killed, possibly out of memory; the same command resumes, with fewer workers if you like"
-        raise UserError(f"prepare_workers={workers}: {reason}") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def batches(documents: Iterator[dict]) -> Iterator[list[dict]]:
@@ -354,39 +340,10 @@ def batches(documents: Iterator[dict]) -> Iterator[list[dict]]:
         yield batch
 
 
-def start_pool(workers: int, *settings) -> Executor:
-    """What runs `encode_batch`: three threads, which share this process's tokenizer, or processes of one thread each."""
-    if workers == 1:
-        return ThreadPoolExecutor(3)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # lib.rows imports it; so it is loaded once, and workers share its memory
-    return ProcessPoolExecutor(workers, context, start_worker, settings)
-
-
-def start_worker(*settings) -> None:
-    """Set up a worker process. It ignores Ctrl-C, which its parent handles, and exits when its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    load_encoder(*settings)
-
-
-def load_encoder(tokenizer_json: str, bos: int | None, eos: int) -> None:
-    """Set this process up for `encode_batch`."""
-    global _encoder
-    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    tokenizer.encode_special_tokens = True  # text is only text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    _encoder = tokenizer, [] if bos is None else [bos], eos
-
-
-def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def encode_batch(tokenizer: tokenizers.Tokenizer, bos: int | None, eos: int, texts: list[str]):
     """-> the ids of all texts [n] uint32, each with its BOS and EOS, and the length of each [texts]."""
-    tokenizer, bos, eos = _encoder
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    ids = [array("I", [*bos, *encoding.ids, eos]) for encoding in encodings]
+    encodings, before = tokenizer.encode_batch_fast(texts, add_special_tokens=False), [] if bos is None else [bos]
+    ids = [array("I", [*before, *encoding.ids, eos]) for encoding in encodings]
     return np.concatenate([np.empty(0, np.uint32), *ids]), np.array([len(part) for part in ids], np.int64)
 
 
@@ -432,7 +389,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `UserError` where the folder holds data of another recipe, complete or not: nothing is overwritten.
     """
-    from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
+    from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 
     name = cfg.tokenizer or cfg.teacher
     require(name, "tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
@@ -445,7 +402,6 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     check_tokenizer(tokenizer, tokenizers.Tokenizer.from_file(str(find_folder(name) / "tokenizer.json")))
     table = token_table(tokenizer)
     stream, sources = open_source(cfg)
-    files = [part.pop("files", None) for part in sources]
     keys = ("source_config", "source_text", "source_split", "n_documents", "train_rows", "val_rows", "val_share")
     recipe = {"sources": sources, **{key: getattr(cfg, key) for key in keys}, "row_len": cfg.seq_len + 1}
     recipe |= {"rule_version": RULE_VERSION, "tokenizer": used, "tokenizer_sha256": tokenizer_hash(tokenizer)}
@@ -457,10 +413,10 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
         state = read_json(file, STATE, f"move {folder} aside and start again") if file.exists() else None
         if state and state["records"]:
             old = state["recipe"]
-            for i, (part, now) in enumerate(zip(old["sources"], sources, strict=False)):
-                read = state["read"].get(str(i))
-                if part["sha256"] != now["sha256"] and files[i] and (not read or was_read(files[i], read, cfg)):
-                    part["sha256"] = now["sha256"]  # what has changed was not read yet
+            same = [part["source"] for part in old["sources"]] == [part["source"] for part in sources]
+            mended = same and old["sources"] != sources
+            if mended and state["read"] == hash_documents(itertools.islice(stream, state["records"])):
+                old["sources"] = sources  # what has changed was not read yet
             check_recipe(folder, old, recipe)
             state["recipe"] = recipe
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
@@ -470,13 +426,12 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
             print(f"{folder}: already prepared with the same settings; --verify checks it")
             return
         else:
-            foreign = [name for name in (*FINAL, *(() if state else OWN)) if (folder / name).exists()]
-            require(
-                not foreign, f"{folder}: contains {foreign}, not of prepare.py; move it aside, or set another data_dir"
-            )
+            foreign = [] if state else [name for name in (*FINAL, *OWN) if (folder / name).exists()]
+            remedy = "not of prepare.py; move it aside, or set another data_dir"
+            require(not foreign, f"{folder}: contains {foreign}, {remedy}")
             for name in OWN:
                 (folder / name).unlink(missing_ok=True)
-            state = {"recipe": recipe, "records": 0, "streams": {}, "read": {}, "skipped": []}
+            state = {"recipe": recipe, "records": 0, "streams": {}, "read": "", "skipped": []}
             write_json(file, state)  # first: it tells whose the other files are
         if "complete" not in state:
             state = write_rows(cfg, stream, tokenizer, table, state, commit_sec)
@@ -488,30 +443,32 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 def write_rows(cfg: Config, source, tokenizer, table: Table, state: dict, commit_sec: float) -> dict:
     """Read, tokenize, cut and write until all rows exist or the documents end -> the final state."""
     folder, most = Path(cfg.data_dir), cfg.max_bad_records
-    recipe, n_records, _, read, skipped = (state[key] for key in STATE)
+    recipe, n_records, skipped = state["recipe"], state["records"], state["skipped"]
     max_rows = cfg.train_rows + cfg.val_rows if cfg.train_rows else None
     streams = {name: Stream(folder / f"{name}.bin.tmp", recipe["row_len"], **state["streams"].get(name, {}))
                for name in (("train", "val") if cfg.val_share else ("train",))}  # fmt: skip
     if "source" in state:
         source.load_state_dict(state["source"])
-    settings = (tokenizer.backend_tokenizer.to_str(), recipe["bos"], recipe["eos_id"])
-    load_encoder(*settings)
-    check_round_trip(_encoder[0], SAMPLE)
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True  # text is only text
+    backend.no_truncation()
+    backend.no_padding()
+    check_round_trip(backend, SAMPLE)
+    encode = functools.partial(encode_batch, backend, recipe["bos"], recipe["eos_id"])
     left = cfg.n_documents and cfg.n_documents - n_records
     n_tokens, started, committed = 0, time.monotonic(), time.monotonic()
     bar = tqdm(total=max_rows, unit="row", mininterval=0.5 if sys.stderr.isatty() else 30)
-    with bar, contextlib.closing(encoded(source, left, cfg.prepare_workers, *settings)) as encoded_batches:
+    with bar, contextlib.closing(encoded(source, left, encode)) as encoded_batches:
         for documents, position, ids, lengths in encoded_batches:
-            skipped += [f"document {n_records + i}: {d['bad']}" for i, d in enumerate(documents) if d.get("bad")]
-            require(
-                len(skipped) <= most, f"{''.join(skipped[most:][:1])}; correct it, or set max_bad_records above {most}"
-            )
-            read |= {d["part"]: d["read"] for d in documents if d.get("read")}
-            n_records, documents = n_records + len(documents), [d for d in documents if not d.get("bad")]
+            skipped += [f"document {n_records + i}: {d['bad']}" for i, d in enumerate(documents) if d["bad"]]
+            says = f"{''.join(skipped[most:][:1])}; correct it, or set max_bad_records above {most}"
+            require(len(skipped) <= most, says)
+            state["read"], n_records = hash_documents(documents, state["read"]), n_records + len(documents)
+            documents = [d for d in documents if not d["bad"]]
             plain = (ids == recipe["eos_id"]).sum() == len(documents)
             require(plain, f"tokenizer {recipe['tokenizer']}: a text contains its eos_token; take another tokenizer")
             for document in documents[:1]:
-                check_round_trip(_encoder[0], document["text"][:2000])
+                check_round_trip(backend, document["text"][:2000])
             is_val = np.repeat([cfg.val_share > 0 and held_out(d, cfg.val_share) for d in documents], lengths)
             for name, stream in streams.items():
                 stream.feed(ids[is_val == (name == "val")], table)
@@ -689,7 +646,13 @@ def main() -> int:
         case ["--verify" | "--show", *_] as argv:
             raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
         case argv:
-            prepare(load(argv))
+            cfg = load(argv)
+            if os.environ.get("RANK", "0") == "0":
+                prepare(cfg)
+            if cfg.teacher_cache:
+                from train import fill_teacher_cache  # here, as workers need no torch
+
+                fill_teacher_cache(cfg)
     return 0
 
 

@@ -32,9 +32,10 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from configure import Config
 from lib import metrics, parallel, run
+from lib.cache import CachedTeacher, Wanted, fill, open_cached, read_ahead
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
-from lib.files import UserError, append_line, read_json, require
+from lib.files import UserError, read_json, require
 from lib.fused import head_losses
 from lib.hf import weights_hash
 from lib.identity import student_shape
@@ -65,7 +66,7 @@ def batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iter
         mine = rows_of_update(rows, at, cfg)
         for index in np.split(mine, len(mine) // cfg.micro_batch):
             x, y, n_valid = rows.batch(index, torch.device(cfg.device))
-            batch = x, y, n_valid, teacher.hidden(x) if teacher else None
+            batch = x, y, n_valid, teacher.hidden(x, rows, index) if teacher else None
             if ahead:
                 yield ahead
             ahead = batch
@@ -73,13 +74,32 @@ def batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iter
         yield ahead
 
 
-def open_teacher(cfg: Config) -> Teacher | None:
+def rows_of_run(cfg: Config) -> Wanted:
+    """The rows that a run reads, by file."""
+    rows, val = open_data(cfg, "train"), open_data(cfg, "val")
+    n = min(rows.n, max(cfg.max_steps, 2) * cfg.batch_rows)  # choose_micro_batch reads up to two updates
+    index = row_order(0, n, rows.n, cfg.seed if cfg.shuffle else None)
+    return {rows: np.sort(index), val: np.arange(val.n)[: cfg.val_max_rows]}
+
+
+def open_teacher(cfg: Config) -> Teacher | CachedTeacher | None:
     """The frozen teacher, or None if no method of the run reads its logits."""
     if not any(map(needs_teacher, cfg.methods)):
         return None
     home, n_vocab = torch.device(cfg.device), student_shape(cfg).vocab_size
     device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
-    return load_teacher(cfg.teacher, run.compute_dtype(cfg), device, home, cfg.compile, n_vocab, cfg.shard)
+    dtype = run.compute_dtype(cfg)
+    load = functools.partial(load_teacher, cfg.teacher, dtype, device, home, cfg.compile, n_vocab, cfg.shard)
+    return open_cached(cfg.teacher, dtype, home, n_vocab, rows_of_run(cfg), load) if cfg.teacher_cache else load()
+
+
+def fill_teacher_cache(cfg: Config) -> None:
+    """Compute and store ahead what runs of `cfg` and scores of their students read of the teacher."""
+    cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)), val_max_rows=None)
+    parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
+    if teacher := open_teacher(cfg):
+        fill(teacher, rows_of_run(cfg), cfg.micro_batch or min(cfg.batch_rows, 16))
+    parallel.stop()
 
 
 def make_student(name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | None = None) -> Student:
@@ -95,6 +115,7 @@ def make_student(name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | No
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
+        require(not len(extras), f"shard={cfg.shard}: not supported with extras")
         parallel.shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), False, run.compute_dtype(cfg))
     model.to(cfg.device)
     extras.to(cfg.device)
@@ -202,7 +223,7 @@ def accumulate(
         heads = [(h, s.model.head, objective) for h, s, objective in zip(h_s, students, objectives, strict=True)]
         results = head_losses(heads, h_t, teacher.head if teacher else None, y, cfg.group)
         for s, (loss, terms) in zip(students, results, strict=True):
-            with parallel.summing_gradients(s.model, s.parameters().values(), nth == n_mine, handles):
+            with parallel.summing_gradients(s.model, s.extras, nth == n_mine, handles):
                 (loss / n_micro).backward()
             for name, value in terms.items():
                 s.sums[name] = s.sums.get(name, 0.0) + value.double() * n
@@ -268,16 +289,17 @@ def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Conf
     """Per student: CE, KL(teacher || student) and top-1 agreement per token of the validation rows, temperature 1."""
     n_rows, size = min(rows.n, cfg.val_max_rows or rows.n), cfg.micro_batch
 
-    def batches() -> Iterator[tuple[int, Tensor, Tensor]]:
+    def batches() -> Iterator[tuple]:
         # sharded weights need all processes in every batch: the last ones may have no label
         for first in range(parallel.rank() * size, n_rows + parallel.rank() * size, parallel.world() * size):
-            index = np.arange(n_rows)[first : first + size]
-            x, y, _ = rows.batch(index if len(index) else np.array([0]), torch.device(cfg.device))
-            yield first, x, y if len(index) else torch.full_like(y, IGNORE)
+            index = np.arange(n_rows)[first : first + size] if first < n_rows else np.array([0])
+            x, y, _ = rows.batch(index, torch.device(cfg.device))
+            h_t = teacher.hidden(x, rows, index) if teacher else None
+            yield first, x, y if first < n_rows else torch.full_like(y, IGNORE), h_t
 
     with parallel.gathered_roots(s.model for s in live):
-        of_teacher = (teacher.hidden, teacher.head) if teacher else None
-        sums = metrics.row_sums([as_model(s, cfg) for s in live], of_teacher, batches(), n_rows)
+        head_t = teacher.head if teacher else None
+        sums = metrics.row_sums([as_model(s, cfg) for s in live], head_t, batches(), n_rows)
     parallel.sum_in_place([value for student in sums for value in student.values()])
     figures = [metrics.figures({key: value.sum(0).cpu().numpy() for key, value in student.items()}) for student in sums]
     return {
@@ -291,19 +313,19 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
 
     `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of a student that has some.
     """
-    x, y, _ = rows.batch(rows_of_update(rows, step, cfg), torch.device(cfg.device))
+    of_update = batches(rows, teacher, step, dataclasses.replace(cfg, max_steps=step + 1))
     budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
     with parallel.gathered_roots(s.model for s in live):
         students = {}
         for s in filter(lambda s: needs_teacher(s.name), live):
             method = resolve(s.name, **cfg.overrides_of(s.name))
             students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
-        record, counts = metrics.histograms((teacher.hidden, teacher.head), budget, students, x, y, cfg.group)
+        record, counts = metrics.histograms(teacher.head, budget, students, of_update, cfg.group)
     if parallel.rank() == 0:
-        append_line(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})
+        run.append(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})
         for name, count in counts.items():
             line = {"step": step, "n": record["n"], "d_u_hist": count}
-            append_line(Path(cfg.out_dir) / name / "histograms.jsonl", line)
+            run.append(Path(cfg.out_dir) / name / "histograms.jsonl", line)
 
 
 def log_terms(
@@ -400,6 +422,8 @@ def distil(cfg: Config) -> int:
         say(f"{cfg.out_dir}: step {step} of {cfg.max_steps}{'; the same command resumes' if resumes else ''}")
         if resumes:
             return TRY_AGAIN
+        if len(stopped) == len(students):
+            print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))  # torchrun would begin again, in vain
         return 1 if stopped and not restarts else 0
     except torch.OutOfMemoryError as error:
@@ -417,7 +441,7 @@ def loop(
     live, step, stop, failed, started = [s for s in students if not s.stopped], first, False, None, time.perf_counter()
     catch_signals()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
-    stream, due = batches(rows, teacher, step, cfg), started + pause
+    stream, due = read_ahead(batches(rows, teacher, step, cfg), teacher), started + pause
     if len(students) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=True if parallel.rank() else None)

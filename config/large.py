@@ -11,7 +11,6 @@ teacher = "Qwen/Qwen2.5-32B"  # no commit: NAME@COMMIT pins it; run.json records
 data_dir = "data/pile_large"
 n_documents = None
 train_rows = 10_240_000
-prepare_workers = 16
 out_dir = "out/large"
 
 batch_rows = 512  # 64 for each card

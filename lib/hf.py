@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import safetensors
@@ -85,7 +86,8 @@ def tensors_hash(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
+@functools.lru_cache(maxsize=1)  # a run saves one tokenizer again and again; Qwen's takes seconds
+def is_qwens(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the `Qwen2Tokenizer` that `AutoTokenizer` makes of any files beside a `qwen2` gives the same ids and text."""
 
     def deciding(tokenizer) -> tuple:
@@ -93,7 +95,9 @@ def is_qwens(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
         decoder = (parts.pop("decoder") or {}).get("type")
         return decoder, re.sub(r"'trim_offsets': \w+|None|''", "", str(parts))
 
-    return deciding(Qwen2Tokenizer.from_pretrained(folder)) == deciding(tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return deciding(Qwen2Tokenizer.from_pretrained(folder)) == deciding(tokenizer)
 
 
 def save_folder(
@@ -112,7 +116,7 @@ def save_folder(
             tokenizer.save_pretrained(new)
             eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
             ends = {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
-        if kind == "llama" and bias and (tokenizer is None or is_qwens(tokenizer, new)):
+        if kind == "llama" and bias and (tokenizer is None or is_qwens(tokenizer)):
             kind = "qwen2"
         if bias and kind != "qwen2":
             zeros = torch.zeros_like(weights["model.norm.weight"], device="cpu")

@@ -7,6 +7,7 @@ Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -51,35 +52,37 @@ def levels(facts: Mapping) -> str:
 
 @torch.no_grad()
 def row_sums(
-    students: list[Model], teacher: Model | None, batches: Iterable[tuple[int, Tensor, Tensor]], n_rows: int,
-    n_bytes: Tensor | None = None,
+    students: list[Model], head_t: Tensor | None, batches: Iterable[tuple[int, Tensor, Tensor, Tensor | None]],
+    n_rows: int, n_bytes: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:  # fmt: skip
     """Per student the summands of `figures`, for each row: [n_rows] fp64, `gap` [n_rows, BINS].
 
-    students, teacher  (hidden, head) each; the teacher runs once for all students
-    batches            (number of the first row, inputs x [B, T], labels y [B, T] with IGNORE where there is none)
-    n_bytes            [V] bytes of text that each token stands for; None: no sums over text
+    students  (hidden, head) each
+    head_t    [V, D] the teacher's; None: no figures of a teacher
+    batches   (number of the first row, inputs x [B, T], labels y [B, T] with IGNORE where there is none, the teacher's
+              hidden states [B, T, D])
+    n_bytes   [V] bytes of text that each token stands for; None: no sums over text
 
     A probability that is not a number makes the figures of its row NaN.
     """
     device, n_vocab = students[0][1].device, len(students[0][1])
-    keys = ["n", "ce", *(["text_ce", "text_bytes"] if n_bytes is not None else []), *(TEACHER_KEYS if teacher else [])]
+    of_text, of_teacher = () if n_bytes is None else ("text_ce", "text_bytes"), () if head_t is None else TEACHER_KEYS
+    keys = ["n", "ce", *of_text, *of_teacher]
     sums = [{key: torch.zeros(n_rows, dtype=torch.float64, device=device) for key in keys} for _ in students]
     gaps = [torch.zeros(n_rows * BINS, dtype=torch.float64, device=device) for _ in students]
     step = max(1, N_LOGITS[device.type] // n_vocab)
     operand = functools.cache(fused.operand)  # a head that must be cast is cast once
-    for first, x, y in batches:
+    for first, x, y, h_t in batches:
         at = (y != IGNORE).flatten().nonzero()[:, 0]  # [N]; a GPU is waited for here
         row, label = first + at // y.shape[1], y.flatten()[at]  # [N]
-        models = []  # h [N, D] and head [V, D] of each student, and of the teacher
-        for hidden, head in [*students, *([teacher] if teacher else [])]:
-            h = hidden(x).flatten(0, 1)[at]
-            models.append((fused.operand(h, h.dtype), operand(head, h.dtype)))
-        h_t, head_t = models.pop() if teacher else (None, None)
+        states = [(hidden(x), head) for hidden, head in students] + ([] if head_t is None else [(h_t, head_t)])
+        # h [N, D] and head [V, D] of each student, and of the teacher
+        models = [(fused.operand(h.flatten(0, 1)[at], h.dtype), operand(head, h.dtype)) for h, head in states]
+        teacher = None if head_t is None else models.pop()
         for part in (slice(lo, lo + step) for lo in range(0, len(row), step)):
             of_teacher = None
             if teacher:
-                z_t = fused.mm(h_t[part], head_t.t())
+                z_t = fused.mm(teacher[0][part], teacher[1].t())
                 of_teacher = (*_confidence(z_t, label[part]), vocab.top(z_t, min(5, n_vocab)))
             for (h, head), into, gap in zip(models, sums, gaps, strict=True):
                 values, p_top, right = _compare(fused.mm(h[part], head.t()), label[part], of_teacher, n_bytes)
@@ -116,28 +119,31 @@ def _compare(z: Tensor, y: Tensor, of_teacher, n_bytes) -> tuple[dict[str, Tenso
 
 @torch.no_grad()
 def histograms(
-    teacher: Model, budget: Objective, students: dict[str, tuple[Model, Objective]], x: Tensor, y: Tensor, group: int
+    head_t: Tensor, budget: Objective, students: dict[str, tuple[Model, Objective]], batches: Iterable, group: int
 ) -> tuple[dict, dict[str, list[int]]]:
     """How sure the teacher is and how large the local budgets are, over one update's rows and all processes.
 
-    teacher   (hidden, head)
+    head_t    [V, D] the teacher's
     budget    ALRA's terms; called with the teacher as its own student
     students  by name ((hidden, head), objective)
-    x, y      [B, T] this process's inputs, and labels with IGNORE where there is none
+    batches   this process's inputs x [B, T], labels y [B, T] with IGNORE where there is none, their number, and the
+              teacher's hidden states [B, T, D]
     group     rows of a forward batch
 
     -> the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as candidates), means `p_label`, `p_top1`,
        `agree`, `ce`, `entropy`, and `p_label_hist`, `p_top1_hist` (50 equal bins of [0, 1]);
        by name, how many positions have each local budget, for objectives that have one
     """
-    sums, counts = {"n": (y != IGNORE).sum()}, {}
-    for part in (slice(first, first + group) for first in range(0, len(x), group)):
-        labels = y[part].flatten()
-        z_t = _logits(teacher, x[part])  # [N, V]
+    sums, counts = {}, {}
+    groups = (zip(x.split(group), y.split(group), h_t.split(group), strict=True) for x, y, _, h_t in batches)
+    for x, y, h_t in itertools.chain.from_iterable(groups):
+        labels = y.flatten()
+        sums["n"] = sums.get("n", 0) + (labels != IGNORE).sum()
+        z_t = _logits(h_t, head_t)  # [N, V]
         for key, value in _teacher_sums(z_t[labels != IGNORE], labels[labels != IGNORE]).items():
             sums[key] = sums.get(key, 0) + value
         terms = {"": budget(z_t, z_t, labels)}
-        terms |= {name: fn(_logits(model, x[part]), z_t, labels) for name, (model, fn) in students.items()}
+        terms |= {name: fn(_logits(hidden(x), head), z_t, labels) for name, ((hidden, head), fn) in students.items()}
         for name, of_student in terms.items():
             if hasattr(of_student, "d_u"):
                 n_bins = of_student.tokens.shape[1] + 1
@@ -150,10 +156,9 @@ def histograms(
     return {"n": n, "d_u_hist": counts.pop(""), **means}, counts
 
 
-def _logits(model: Model, x: Tensor) -> Tensor:
-    """-> [B * T, V] in fp32, by the training path's product"""
-    hidden, head = model
-    h = hidden(x).flatten(0, 1)
+def _logits(h: Tensor, head: Tensor) -> Tensor:
+    """[B, T, D], [V, D] -> [B * T, V] in fp32, by the training path's product"""
+    h = h.flatten(0, 1)
     return fused.mm(fused.operand(h, h.dtype), fused.operand(head, h.dtype).t())
 
 

@@ -105,7 +105,7 @@ def check_agreement(**facts) -> None:
 
 
 @contextlib.contextmanager
-def summing_gradients(model: nn.Module, parameters: Iterable[Tensor], last: bool, handles: list) -> Iterator[None]:
+def summing_gradients(model: nn.Module, extras: nn.Module, last: bool, handles: list) -> Iterator[None]:
     """Around a backward pass: if it is the `last` of an update, gradients are summed over the processes.
 
     Each sum starts as soon as its gradient is ready, beside the rest of the backward pass and that of the next model.
@@ -113,7 +113,8 @@ def summing_gradients(model: nn.Module, parameters: Iterable[Tensor], last: bool
     """
     if is_sharded(model):
         model.set_requires_gradient_sync(last)
-    summed = [p for p in parameters if p.requires_grad and not is_sharded(p)] if last and world() > 1 else []
+    summed = (extras,) if is_sharded(model) else (model, extras)
+    summed = [p for m in summed for p in m.parameters() if p.requires_grad] if last and world() > 1 else []
 
     def begin(p: Tensor) -> None:
         handles.append(dist.all_reduce(p.grad, async_op=True))

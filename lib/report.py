@@ -13,13 +13,12 @@ import numpy as np
 import pandas as pd
 
 from lib import tables
-from lib.files import UserError, read_json, read_lines
+from lib.files import read_json, read_lines, require
 from lib.metrics import levels
 from lib.paper import LAYOUT, PAPER
 from lib.stats import FIGURES, differences, estimate, p_text
 
 COMPARED = ("ce", "kl", "top1")  # of FIGURES: these differences are tested
-SAME = ("data_sha256", "val_sha256", "teacher_sha256", "rows_sha256")  # for all students
 COSTS = {"student_flops": "student FLOPs", "teacher_flops": "teacher FLOPs", "trials": "trials"}
 COLUMNS = ["table", "method", "figure", "n_seeds", "mean", "half",
            "reference", "difference", "low", "high", "p", "p_holm"]  # fmt: skip
@@ -49,23 +48,15 @@ class Spec:
         return list(self.tables) or [("main", "Methods", [(m, ("main", m), ("main", ref)) for m in methods], ref)]
 
 
-def read(folder: Path, at: str) -> pd.DataFrame:
-    """A line for each planned student. `UserError` where none has a result, or some cannot be compared."""
+def read(folder: Path) -> pd.DataFrame:
+    """A line for each planned student. `UserError` where none has a result."""
     file = folder / "students.csv"
-    if not file.is_file():
-        raise UserError(f"{file}: not there; run the same command without --report first")
+    require(file.is_file(), f"{file}: not there; run the same command without --report first")
     students = pd.read_csv(file, keep_default_na=False, na_values=[""])
     if "stopped" not in students:
         students["stopped"] = None
-    if students.stopped.notna().all():
-        raise UserError(f"{folder}: no student has a result; {students.method[0]}: {students.stopped[0]}")
-    groups = dict.fromkeys(SAME) | {"init_sha256": "seed"} | ({"step": "study"} if at == "updates" else {})
-    for key in groups.keys() & {*students}:
-        known = students.dropna(subset=[key])
-        first = known.groupby(groups[key])[key].transform("first") if groups[key] else known[key].iloc[0]
-        for x in known[known[key] != first].head(1).itertuples():
-            words = f"{key} is not that of the students before it ({getattr(x, key)})"
-            raise UserError(f"{x.method}, seed {x.seed}: {words}; they cannot be compared")
+    said = f"{folder}: no student has a result; {students.method[0]}: {students.stopped[0]}"
+    require(students.stopped.isna().any(), said)
     return students
 
 
@@ -77,8 +68,8 @@ def figure(students: pd.DataFrame, key: Key, name: str) -> dict[int, float]:
 
 def report(spec: Spec, results: Path, draw: bool = True) -> tuple[pd.DataFrame, str]:
     """Write README.md, tables.csv and the figures into `results` -> its students; the first table, and where rates ended."""
-    settings = read_json(results / "settings.json") if (results / "settings.json").is_file() else {}
-    students, records, sections = read(results, settings.get("at", "updates")), [], []
+    students, records, sections = read(results), [], []
+    settings = read_json(results / "settings.json")
     planned = set(zip(students.study, students.method, strict=True))
     layout = spec.layout(list(students.method[students.study == "main"].unique()))
     for name, title, rows, _ in layout:

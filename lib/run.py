@@ -75,7 +75,7 @@ class Student:
         """Add one record to this student's log, None for a value that is not finite. A service that fails is left out."""
         values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
         if parallel.rank() == 0:
-            files.append_line(self.folder / "log.jsonl", values)
+            append(self.folder / "log.jsonl", values)
             for service, send in [*self.services.items()]:
                 try:
                     send(values)
@@ -94,6 +94,22 @@ def say(text: str) -> None:
     if parallel.rank() == 0:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+UNWRITTEN: dict[Path, list[dict]] = {}
+
+
+def append(path: Path, record: dict) -> None:
+    """Add a record to a file of JSON lines. While it cannot be written, as on a full disk, records wait for the next one."""
+    waiting = UNWRITTEN.setdefault(path, [])
+    waiting.append(record)
+    try:
+        while waiting:
+            files.append_line(path, waiting[0])
+            waiting.pop(0)
+    except UserError as error:
+        if len(waiting) == 1:
+            say(str(error))
 
 
 def compute_dtype(cfg: Config) -> torch.dtype:

@@ -24,12 +24,15 @@ class Teacher:
 
     def __init__(self, model: nn.Module, home: torch.device, vocab_size: int | None = None):
         self.model, self.home, self.native = model, home, isinstance(model, Qwen2)
-        head = model.head if self.native else model.get_output_embeddings().weight
-        self.head = head[:vocab_size].to(home)  # [V, D]; the same tensor if teacher and students share a device
+        self.whole_head = model.head if self.native else model.get_output_embeddings().weight
+        self.head = self.whole_head[:vocab_size].to(home)  # [V, D]; the same memory if they share a device
 
     @torch.no_grad()
-    def hidden(self, idx: Tensor) -> Tensor:
-        """Token ids [B, T] on any device -> last hidden states [B, T, D] on the students' device."""
+    def hidden(self, idx: Tensor, *rows: object) -> Tensor:
+        """Token ids [B, T] on any device -> last hidden states [B, T, D] on the students' device.
+
+        rows  where the ids are from, which only a teacher of lib/cache.py reads
+        """
         idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
         h = self.model.hidden(idx) if self.native else self.model.base_model(idx, use_cache=False)[0]
         return h.to(self.home, non_blocking=True)

@@ -1,11 +1,12 @@
 """What every test runs with, in this process and in those that it starts. Set before torch is imported."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 # One thread: sums are cut by threads, so that only runs of equal threads have equal bits; and workers share the cores.
-os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network, whatever is in the user's caches
 
 

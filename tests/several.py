@@ -1,11 +1,10 @@
-"""Runs of train.py by several processes, which are forks of one that has imported torch: python tests/several.py RUNS.json.
+"""Runs of train.py by several processes, which are forks of one that has imported torch.
 
-RUNS.json  {"2": [[flag, ..], ..]}: runs of two processes, one after the other; "{rank}" stands for the number of the process. Where out_dir ends in "cut",
+main({"2": [[flag, ..], ..]})  runs of two processes, one after the other; "{rank}" stands for the number of the process. Where out_dir ends in "cut",
 process 1 gets a signal in the second update. "nodes": one run of two nodes, each of the first loses its process twice.
 Process 1 prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
-import json
 import os
 import signal
 import socket
@@ -14,14 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import configure
 import train
 from lib import parallel
+
+update = train.update
 
 
 def signalled(students, teacher, stream, step, cfg):
@@ -34,8 +33,9 @@ def counted(make):
     def made(*args):
         it = make(*args)
         if parallel.rank() == 1:
-            n, out = sum(parallel.local(p).numel() for p in it.model.parameters()), Path(args[-1].out_dir).name
-            print(f"process 1: {n} of {type(it).__name__} in {out}")
+            cfg = next(a for a in args if type(a) is configure.Config)
+            n = sum(parallel.local(p).numel() for p in it.model.parameters())
+            print(f"process 1: {n} of {type(it).__name__} in {Path(cfg.out_dir).name}")
         return it
 
     return made
@@ -104,10 +104,9 @@ def run_on_nodes(flags: list[str]) -> None:
     print("nodes end with", [os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]) for agent in agents])
 
 
-if __name__ == "__main__":
+def main(todo: dict) -> None:
     train.make_student, train.open_teacher = counted(train.make_student), counted(train.open_teacher)
-    update, train.update = train.update, signalled
-    todo = json.loads(Path(sys.argv[1]).read_text())
+    train.update = signalled
     run_on_nodes(todo.pop("nodes"))
     for n, runs in todo.items():
         os.environ |= {"WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -78,13 +78,8 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch):
         bench.run(["gpu", "--tiny", "--device=cpu", f"--out={tmp_path / 'small'}"])
     assert len(compiled) == 2  # one for each method: `compile` reaches the objectives
     lines = [line.split(" | ") for line in (tmp_path / "small.md").read_text().splitlines() if line.startswith("| ")]
-    assert [line[0] for line in lines[1:]] == [
-        "| tests |",
-        *["| fused"] * 5,
-        *["| step"] * 2,
-        *["| steps"] * 5,
-        "| profile",
-    ]
+    sections = ["| tests |", *["| fused"] * 5, *["| step"] * 2, *["| steps"] * 5, "| profile"]
+    assert [line[0] for line in lines[1:]] == sections
     assert {line[1] for line in lines if line[0] == "| steps"} >= {"all 2", "alra, not compiled", "alra, row by row"}
     assert "aten::mm" in (tmp_path / "small.txt").read_text()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

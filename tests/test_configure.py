@@ -8,7 +8,7 @@ import pytest
 import configure
 import train
 from configure import Config, UserError, load
-from losses import METHODS, method_lines, settings
+from losses import METHODS, settings
 from tests.world import ROOT
 
 
@@ -20,10 +20,13 @@ def write(folder: Path, text: str) -> str:
 
 def test_files_then_flags(tmp_path):
     path = write(tmp_path, "import math\n_half = 0.5\nlr = 2 * _half\nmax_steps = schedule_steps = 1_000\n")
-    cfg = load([path, "--max_steps=700", "--methods=alra,pretrain", "--teacher=none", "--compile=true", "--alra.tau=2"])
-    assert (cfg.lr, cfg.max_steps, cfg.schedule_steps) == (1.0, 700, 1000)
-    assert cfg.methods == ("alra", "pretrain") and cfg.teacher is None and cfg.compile is True
-    assert cfg.hyper == {"alra": {"tau": 2}}
+    words = (
+        "--max_steps=700 --methods=alra,pretrain --teacher=none --val_max_rows=None --compile=true --recompute=false"
+    )
+    cfg = load([path, *words.split(), "--alra.tau=2", "--alra.anchor=none"])
+    assert (cfg.lr, cfg.max_steps, cfg.schedule_steps) == (1.0, 700, 1000) and cfg.methods == ("alra", "pretrain")
+    assert cfg.teacher is None and cfg.val_max_rows is None and cfg.compile is True and cfg.recompute is False
+    assert cfg.hyper == {"alra": {"tau": 2, "anchor": "none"}}
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -63,32 +66,6 @@ def test_each_number_has_its_bound(keys, refused, taken):
         Config(**{**base, key: taken})
 
 
-@pytest.mark.parametrize(
-    ("refused", "taken", "message"),
-    [
-        ({"min_lr": 2e-3, "lr": 1e-3}, {"min_lr": 1e-3, "lr": 1e-3}, "min_lr=0.002: expected at most lr=0.001"),
-        ({"schedule_steps": 9}, {"schedule_steps": 10}, "max_steps=10: expected at most schedule_steps=9"),
-        ({"warmup_steps": 10}, {"warmup_steps": 9}, "warmup_steps=10: expected less than schedule_steps=10"),
-        ({"group": 3, "micro_batch": 12}, {"group": 4}, "group=3: expected a divisor of batch_rows=20"),
-        ({"group": 4, "micro_batch": 10}, {"group": 10}, "micro_batch=10: expected a multiple of group=4"),
-        ({"micro_batch": 8}, {"micro_batch": 10}, "micro_batch=8: expected a divisor of batch_rows=20"),
-        ({"val_share": 0.1}, {"val_share": 0.0}, "val_rows=2048 with val_share=0.1: set one of them to 0"),
-    ],
-)
-def test_keys_that_contradict_each_other(refused, taken, message):
-    base = {"max_steps": 10, "schedule_steps": 10, "warmup_steps": 0, "batch_rows": 20, "micro_batch": 20}
-    with pytest.raises(UserError, match=re.escape(message)):
-        Config(**{**base, **refused})
-    Config(**{**base, **taken})
-
-
-def test_words_for_values():
-    words = "--compile=true --recompute=false --train_rows=none --val_max_rows=None --alra.anchor=none"
-    cfg = load(words.split())
-    assert cfg.compile is True and cfg.recompute is False and cfg.train_rows is None and cfg.val_max_rows is None
-    assert cfg.hyper == {"alra": {"anchor": "none"}}
-
-
 def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
     with pytest.raises(SystemExit) as ended:
         load(["config/demo.py", "--help"], lambda: ("alra: gamma=5.0", "beta_kd: no settings"))
@@ -105,6 +82,7 @@ def test_train_says_its_methods_and_their_settings(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         train.main()
     said = capsys.readouterr().out.split("hash=False)")[1]
+    assert "        alra_u: w_kd=1.0, w_ce=0.0 {'pair': 'pra_u'}\n" in said and "\n    alra: d_min=3, " in said
     names = set(re.findall(r"\w+", said))
     assert set(METHODS) | {key for name in METHODS for key in settings(name)} <= names
 
@@ -135,13 +113,6 @@ def test_settings_of_several_sources_add_up(tmp_path):
     assert cfg.lr_factor("alra") == 1.0
     with pytest.raises(UserError, match=r"hyper\['alra'\]=3: expected a dict of settings"):
         load([write(tmp_path, 'hyper = {"alra": 3}\n')])
-
-
-def test_every_config_file_loads():
-    paths = sorted((ROOT / "config").glob("*.py"))
-    assert len(paths) > 5
-    for path in paths:
-        load([str(path)])
 
 
 def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):
@@ -198,10 +169,3 @@ def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
         assert cfg.out_dir == f"out/{name}" and not cfg.hyper and cfg.decay_1d and not cfg.shuffle, name
     assert 67_200 * 16 * 512 == 550_502_400 and 126_400 * 16 * 512 == 1_035_468_800  # nominal tokens
     assert Config().train_rows == 126_400 * 16
-
-
-def test_help_tells_each_methods_own_settings():
-    lines = method_lines()
-    assert "        alra_u: w_kd=1.0, w_ce=0.0 {'pair': 'pra_u'}" in lines and any(
-        line.startswith("    alra: d_min=3, ") for line in lines
-    )

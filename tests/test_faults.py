@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -353,6 +352,24 @@ def test_finished_runs_and_rows_are_left_alone_or_mended(folder, monkeypatch, ca
     assert run(TRAIN, monkeypatch) == 0 and run(EVAL, monkeypatch) == 0 and run(SAMPLE, monkeypatch) == 0
 
 
+def test_a_run_that_goes_on_is_scored_and_sampled_by_its_newest_checkpoint(folder, monkeypatch, capsys):
+    """Or by the one that is named; nothing is written into its folder, where checkpoints are removed."""
+    gone(*(f"half/{method}/{name}" for method in ("pretrain", "alra") for name in ("model", "run.json")))(folder)
+    before = contents(folder / "half")
+    for name, steps in (("half", [3, 3]), ("half/alra", [3]), ("half/alra/checkpoints/step_00000002", [2])):
+        assert run(EVAL.replace("run/alra", name), monkeypatch) == 0
+        told = re.findall(
+            r"scoring (\S+)/checkpoints/step_0000000(\d), of a training that goes on", capsys.readouterr().err
+        )
+        assert [int(step) for _, step in told] == steps
+        for out, step in told:
+            file = folder / "out/eval" / f"{out.replace('/', '_')}_step_0000000{step}" / "figures.json"
+            assert json.loads(file.read_text())["run"]["step"] == int(step)
+        if name != "half":
+            assert run(SAMPLE.replace("run/alra", name), monkeypatch) == 0
+    assert contents(folder / "half") == before
+
+
 @pytest.mark.parametrize(("command", "place"), [(HALF, "half"), (EVAL, "run/alra"), (GO_ON, "stopped")])
 def test_a_folder_at_which_another_process_is_at_work_is_refused(command, place, folder, monkeypatch, capsys):
     before = contents(folder)
@@ -381,13 +398,19 @@ def test_errors_of_the_machine_are_one_line(error, folder, monkeypatch, capsys):
     assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
 
 
-@pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_ends_quietly_and_goes_on_later(folder, monkeypatch):
+def run_unread(folder: Path) -> None:
     """As `| head -1` leaves it."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, world.ROOT / "train.py", "cfg.py", "--out_dir=new"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert done.returncode == 141 and not done.stderr
+    os.dup2(write, 1)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    world.run_main(*shlex.split(NEW))
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_ends_quietly_and_goes_on_later(folder, monkeypatch):
+    process = world.start(run_unread, folder, out=folder / "said")
+    process.join()
+    assert process.exitcode == 141 and not (folder / "said").read_text()
     assert run(NEW, monkeypatch) == 0 and same_end(folder / "new", folder / "run")

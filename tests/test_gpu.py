@@ -32,8 +32,9 @@ def test_the_metrics_are_those_of_the_cpu(dtype):
     models = [(h_s, w_s), (h_t, w_t)]
 
     def sums(device):
-        student, teacher = ((lambda _, h=h: h.to(device), w.to(device)) for h, w in models)
-        return metrics.row_sums([student], teacher, [(0, y.to(device), y.to(device))], len(y))[0]
+        (h_s, w_s), (h_t, w_t) = ((h.to(device), w.to(device)) for h, w in models)
+        on = y.to(device)
+        return metrics.row_sums([(lambda _: h_s, w_s)], w_t, [(0, on, on, h_t)], len(y))[0]
 
     expected = sums("cpu")
     assert (y == IGNORE).any() and expected["ce"].any()

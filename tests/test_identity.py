@@ -129,11 +129,7 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     keys = {"methods": "vanilla_kd", "lr_schedule": "constant", "warmup_steps": 1, "keep_checkpoints": 9}
     assert train.distil(config(tiny, tmp_path / "base", **keys)) == 0
     start = tmp_path / "base/vanilla_kd/checkpoints/step_00000004"
-    branch = keys | {
-        "lr_schedule": "wsd",
-        "decay_share": 1 / 3,
-        "resume_from": start,
-    }  # step 4 is the first that decays
+    branch = keys | {"lr_schedule": "wsd", "decay_share": 1 / 3, "resume_from": start}  # step 4: the first that decays
     with monkeypatch.context() as patch:
         patch.setattr(train, "learning_rate", lambda step, cfg: 1e-2 if step < 4 else 5e-3 if step == 4 else 1e-3)
         assert train.distil(config(tiny, tmp_path / "whole", **keys)) == 0

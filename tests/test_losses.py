@@ -11,7 +11,6 @@ import shutil
 import sys
 import typing
 from collections import namedtuple
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +20,7 @@ import losses
 from lib import vocab
 from losses import IGNORE, METHODS, method_loss
 from tests import naive
+from tools import bench
 
 # One row per objective; the paper's variants of ALRA differ in settings that the naive comparison goes through.
 ROWS = [name for name in METHODS if METHODS[name].fn is not losses.alra or name in ("alra", "alra_g", "fixed_7")]
@@ -609,11 +609,6 @@ def test_little_of_vocabulary_size_is_kept_for_the_backward(name):
     assert not [x for x in kept.values() if x.dtype == torch.bool or x.numel() > z_s.numel()]
 
 
-def status(key):
-    """Bytes, from /proc/self/status."""
-    return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's, of what it does itself
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs /proc and a C++ compiler")
@@ -625,10 +620,9 @@ def test_compiled_the_gradient_replaces_the_logits():
     evaluate, z = torch.no_grad()(losses.make_loss_fn("tad", compile=True)), z_s.clone()
     assert evaluate(torch.float32, z, z_t, y)[2] is z and (z - expected).norm() <= 1e-5 * expected.norm()
     del z, expected
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = status("VmRSS")
+    before = bench.start_memory(torch.device("cpu"))
     evaluate(torch.float32, z_s, z_t, y)
-    assert (status("VmHWM") - before) / (4 * n * v) < 0.9
+    assert bench.peak_memory(torch.device("cpu"), before) * 2**20 / (4 * n * v) < 0.9
 
 
 def _squares(z_s, z_t, y, inside=True, guard=False):

@@ -36,10 +36,10 @@ def batch():
 
 def sums_of(students, teacher, batch, size=11, n_bytes=None):
     x, y, _ = batch
-    parts = [(first, x[first : first + size], y[first : first + size]) for first in range(0, len(x), size)]
-    pairs = [(m.hidden, m.head) for m in (*students, *filter(None, [teacher]))]
-    students, teacher = (pairs[:-1], pairs[-1]) if teacher else (pairs, None)
-    return [{k: v.numpy() for k, v in s.items()} for s in metrics.row_sums(students, teacher, parts, len(x), n_bytes)]
+    h_t, head_t = (teacher.hidden(x), teacher.head) if teacher else (x, None)
+    parts = [(first, *(t[first : first + size] for t in (x, y, h_t))) for first in range(0, len(x), size)]
+    students = [(m.hidden, m.head) for m in students]
+    return [{k: v.numpy() for k, v in s.items()} for s in metrics.row_sums(students, head_t, parts, len(x), n_bytes)]
 
 
 def test_figures_equal_plain_loops(models, batch):
@@ -129,7 +129,7 @@ def test_a_batch_waits_once_and_a_head_is_cast_once(dtype, monkeypatch):
     student, teacher, y = case(dtype)
     monkeypatch.setitem(metrics.N_LOGITS, "cpu", 4 * V)
     with Count() as count:
-        (found,) = metrics.row_sums([student], teacher, [(0, y, y), (0, y, y)], B)
+        (found,) = metrics.row_sums([student], teacher[1], [(0, y, y, teacher[0](y))] * 2, B)
     waits = {op: n for op, n in count.n.items() if op in ("nonzero", "masked_select", "_local_scalar_dense", "item")}
     assert waits == {"nonzero": 2} and count.n["mm"] == 2 * 2 * 5  # two batches, two models, 18 positions by fours
     casts = {torch.float32: 0, torch.bfloat16: 3}[dtype]  # the student's to bf16; on the CPU both to fp32

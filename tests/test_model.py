@@ -298,7 +298,7 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_pa
     for name in ("alra", "alra/model", ""):  # the last is the run's folder, with one student
         sample.run([str(tmp_path / name), "--prompt", "if x"])
     assert prompts == [[ids[first], *tokenizer.encode("if x", add_special_tokens=False)]] * 3
-    (tmp_path / "pd" / "model").mkdir(parents=True)
+    shutil.copytree(tmp_path / "alra", tmp_path / "pd")
     with pytest.raises(UserError, match=rf"has several students; choose one: {tmp_path / 'alra'}, {tmp_path / 'pd'}$"):
         sample.run([str(tmp_path)])
     assert capsys.readouterr().out == "if x\n" * 3 and leading_bos(tokenizer) == ids["bos"]

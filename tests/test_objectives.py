@@ -251,7 +251,7 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
 
 def test_the_largest_five_of_a_vocabulary_of_four_are_four():
     y, model = torch.tensor([[0, 3]]), (lambda x: case(n=3, v=4)[0][None, :2], torch.eye(4).double())
-    (sums,) = metrics.row_sums([model], model, [(0, y, y)], 1)
+    (sums,) = metrics.row_sums([model], model[1], [(0, y, y, model[0](y))], 1)
     assert sums["top5"] == sums["n"] == 2
 
 

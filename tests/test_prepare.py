@@ -7,13 +7,10 @@ import gzip
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -37,7 +34,7 @@ from lib.hf import load_tokenizer
 from lib.rows import PAD
 from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos
 from tests.naive_rows import SHORT_FORMS, naive_rows
-from tests.world import EOS, ROOT, SHARED, make_tokenizer
+from tests.world import EOS, SHARED, make_tokenizer
 
 FRAGMENTS = """
 Mr. Smith|Dr. No. 7|e.g. this|i.e. that|etc. and|U.S. law|J. R. R. Tolkien|Ph.D. thesis|vs. them|fig. 3|No. 12. Next|in 1999. Then
@@ -254,7 +251,7 @@ def rows_in(folder):
 
 
 def files_of(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != ".alra-lock"}
 
 
 def documents(source, **keys):
@@ -426,57 +423,6 @@ def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch
     assert crash_at > 15
 
 
-ASKING = """
-import multiprocessing, sys, prepare
-from configure import load
-prepare.BATCH_CHARS = 1000
-plain = prepare.Stream.feed
-def asking(self, *args, **keys):
-    plain(self, *args, **keys)
-    print(len(multiprocessing.active_children()), flush=True)
-    sys.stdin.readline()  # rows are written that no commit has counted: go on?
-prepare.Stream.feed = asking
-if __name__ == "__main__":
-    prepare.prepare(load(sys.argv[1:]), commit_sec=-1.0)
-"""
-
-
-def test_kill_9_leaves_no_worker_and_the_same_command_gives_the_same_bytes(small, tmp_path):
-    (tmp_path / "asking.py").write_text(ASKING)
-    cfg = config(small, tmp_path / "a", prepare_workers=2)
-    keys = ("tokenizer", "data_dir", "source", "n_documents", "train_rows", "val_rows", "seq_len", "prepare_workers")
-    command = [sys.executable, tmp_path / "asking.py", *(f"--{key}={getattr(cfg, key)}" for key in keys)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}) as run:  # fmt: skip
-        for _ in range(4):
-            run.stdout.readline()
-            print(file=run.stdin, flush=True)
-        assert int(run.stdout.readline()) > 0
-        run.send_signal(signal.SIGKILL)
-        run.communicate(timeout=60)  # returns when the last worker has closed the pipe
-    assert 0 < json.loads((tmp_path / "a/prepare.state").read_text())["records"] < 83
-    prepare.prepare(config(small, tmp_path / "a"))  # one worker
-    assert files_of(tmp_path / "a") == files_of(small.whole)
-
-
-def test_a_killed_worker_ends_the_run_in_one_line_and_the_same_command_resumes(small, tmp_path, monkeypatch):
-    cfg, plain = config(small, tmp_path / "a", prepare_workers=2), prepare.Stream.feed
-
-    def killing(self, *args, **keys):
-        plain(self, *args, **keys)
-        for worker in multiprocessing.active_children():
-            worker.kill()
-
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 1000)
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare.Stream, "feed", killing)
-        with pytest.raises(UserError, match=r"prepare_workers=2: a worker was killed.*with fewer workers"):
-            prepare.prepare(cfg, commit_sec=-1.0)
-    assert 0 < json.loads((tmp_path / "a/prepare.state").read_text())["records"] < 83
-    prepare.prepare(cfg)
-    assert files_of(tmp_path / "a") == files_of(small.whole) and not multiprocessing.active_children()
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatch, tokenizer_of, capsys):
     tokenizer_of("no_regex")[0].save_pretrained(tmp_path / "other")
@@ -533,11 +479,8 @@ def test_records_that_cannot_be_read_are_skipped_up_to_a_number_and_named(small,
     prepare.prepare(config(small, tmp_path / "a", source=source, max_bad_records=3))  # resumes
     made = files_of(tmp_path / "a")
     assert made["train.bin"] == files_of(small.whole)["train.bin"]
-    assert [re.search(r"record (\d+)", one)[1] for one in json.loads(made["train.json"])["skipped"]] == [
-        "21",
-        "61",
-        "62",
-    ]
+    skipped = [re.search(r"record (\d+)", one)[1] for one in json.loads(made["train.json"])["skipped"]]
+    assert skipped == ["21", "61", "62"]
 
 
 def test_a_mended_file_goes_on_unless_what_was_read_has_changed(small, tmp_path, monkeypatch):
@@ -581,11 +524,9 @@ def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tmp_path, monkeypatc
 def test_files_of_something_else_are_left_alone(name, small, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_bytes(b"mine")
-    few = config(small, tmp_path / "a", n_documents=1)
-    with pytest.raises(
-        UserError, match="leave no row" if name == "other.tmp" else rf"contains \['{name}'\], not of prepare.py"
-    ):
-        prepare.prepare(few)
+    says = "leave no row" if name == "other.tmp" else rf"contains \['{name}'\], not of prepare.py"
+    with pytest.raises(UserError, match=says):
+        prepare.prepare(config(small, tmp_path / "a", n_documents=1))
     assert files_of(tmp_path / "a") == {name: b"mine"}
 
 
@@ -594,7 +535,7 @@ def test_too_little_text_for_a_split_leaves_the_folder_free(name, split, small, 
     source = write_jsonl(tmp_path / "t.jsonl", ["a", "b"])
     with pytest.raises(UserError, match=f"2 records leave no row for {name}"):
         prepare.prepare(config(small, tmp_path / "a", source=source, **split))
-    assert not list((tmp_path / "a").iterdir())
+    assert not files_of(tmp_path / "a")
 
 
 def only(characters, **parts):
@@ -605,15 +546,7 @@ def only(characters, **parts):
 
 ASCII = "ĠĊĉč" + "".join(map(chr, range(33, 127)))
 META = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-STRIPS = {
-    "id": 420,
-    "content": "foo",
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": True,
-    "normalized": False,
-    "special": False,
-}
+STRIPS = {"id": 420, "content": "foo", "single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": False}  # fmt: skip
 LOSSY = {  # by what is lost: a change of a good tokenizer.json, and the eos_token
     "dropout=0.5 draws other ids": (lambda facts: facts["model"].update(dropout=0.5), EOS), "loses '.*ï.*你": (only(ASCII), EOS),
     "loses '.*ï.*你.* of": (only("▁\n\t\r" + ASCII, pre_tokenizer=META, decoder=META), EOS), "lacks its eos_token '</s>'": (len, "</s>"),

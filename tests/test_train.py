@@ -386,9 +386,8 @@ def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path):
     assert {p.name for p in folder.iterdir()} == {"step_00000006", "step_00000005.tmp"}
     cfg = config(tiny, tmp_path, methods="alra", keep_checkpoints=1)
     (folder / "step_00000009").mkdir()  # later than what is saved: as another student's step is the common one
-    run.save_checkpoints(
-        [train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), {"made_by": {"alra": {}}}, cfg
-    )
+    facts = {"made_by": {"alra": {}}}
+    run.save_checkpoints([train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), facts, cfg)
     assert saved(tmp_path / "alra") == ["step_00000007", "step_00000009"]
 
 
@@ -449,10 +448,8 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(t
             weights[step] = p.data.clone()
         return n
 
-    keys, folder = (
-        {"methods": "vanilla_kd,alra", "vanilla_kd.lr": 5e-3, "max_skipped_updates": most},
-        out / "vanilla_kd",
-    )
+    keys = {"methods": "vanilla_kd,alra", "vanilla_kd.lr": 5e-3, "max_skipped_updates": most}
+    folder = out / "vanilla_kd"
     with monkeypatch.context() as patch:
         patch.setattr(train, "accumulate", breaking)
         assert train.distil(config(tiny, out, **keys)) == (most < 2 or broken == "weights")
@@ -495,9 +492,8 @@ def test_a_full_disk_costs_no_checkpoint_that_it_has_room_for(tiny, finished, tm
         assert configure.guard(lambda: train.distil(config(tiny, tmp_path, methods="alra"))) == bool(where)
     told = capsys.readouterr()
     says = rf"{where}\S*: cannot be written \(.*No space left.*\); free some space or check the permissions, then run the same"
-    assert (
-        re.search(says, told.err) if where else told.out.count("step 4: no checkpoint; trying after each update") == 1
-    )
+    again = told.out.count("step 4: no checkpoint; trying after each update") == 1
+    assert re.search(says, told.err) if where else again
     assert not where or not (tmp_path / "alra" / "run.json").exists()
     assert not [*tmp_path.glob("alra/**/.*")]  # its room is free again
     assert saved(tmp_path / "alra") == [f"step_{s:08d}" for s in steps]
@@ -574,6 +570,24 @@ def test_tensorboard_wandb_and_the_terminal_get_the_records_of_the_log(tiny, tmp
     ]  # one for all students
     both = zip(*([r["ce"] for r in records(out, m) if "ce" in r] for m in methods), strict=True)
     assert rows == [[f"{a:.4f}", f"{b:.4f}"] for a, b in both] and len(rows) == 3
+
+
+def test_records_wait_for_room_on_the_disk(tmp_path, monkeypatch, capsys):
+    full, append_line, file = True, files.append_line, tmp_path / "log.jsonl"
+
+    def write(path, record):
+        if full:
+            raise UserError(f"{path}: cannot be written")
+        append_line(path, record)
+
+    monkeypatch.setattr(files, "append_line", write)
+    for step in range(4):
+        full = step < 2
+        run.append(file, {"step": step})
+        assert file.exists() == (step >= 2)
+    assert [r["step"] for r in read_jsonl(file)] == [0, 1, 2, 3] and capsys.readouterr().out.count(
+        "cannot be written"
+    ) == 1
 
 
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
@@ -687,7 +701,7 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path):
             "checkpoint_every_steps": 3, "methods": "pretrain,alra"}  # fmt: skip
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     ready = lambda: any(int(p.name[5:13]) >= 9 for p in cut.glob("alra/checkpoints/step_*"))  # noqa: E731
-    world.kill_when(ready, "train.py", *world.flags(tiny, cut, **keys))
+    world.kill_when(ready, world.run_main, "train.py", *world.flags(tiny, cut, **keys))
     keys["max_steps"] = max(int(saved(cut / m)[-1].removeprefix("step_")) for m in ("pretrain", "alra")) + 3
     for out in (cut, whole):
         assert train.distil(config(tiny, out, **keys)) == 0
@@ -756,45 +770,18 @@ def test_a_card_gets_the_largest_micro_batch_that_fits_and_a_run_keeps_it(tiny, 
 
 
 CHANGES = {
-    "student": "32x1x2",
-    "seed": 5,
-    "seq_len": 12,
-    "shuffle": True,
-    "mask_after_eos": True,
-    "schedule_steps": 7,
-    "batch_rows": 8,
-    "group": 2,
-    "lr": 2e-2,
-    "min_lr": 1e-5,
-    "warmup_steps": 1,
-    "beta1": 0.8,
-    "beta2": 0.9,
-    "adam_eps": 1e-5,
-    "weight_decay": 0.1,
-    "decay_1d": False,
-    "clip": 1.0,
-    "w_kd_schedule": "wsd",
-    "lr_schedule": "wsd",
-    "student_weights": "ROOT/student",
-    "dtype": "float32",
-    "decay_share": 0.2,
-    "alra.gamma": 1.0,
-    "alra.w_ce": 0.5,
-    "alra.lr": 1e-3,
-}
+    "student": "32x1x2", "seed": 5, "seq_len": 12, "shuffle": True, "mask_after_eos": True, "schedule_steps": 7, "batch_rows": 8, "group": 2,
+    "lr": 2e-2, "min_lr": 1e-5, "warmup_steps": 1, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-5, "weight_decay": 0.1, "decay_1d": False, "clip": 1.0,
+    "w_kd_schedule": "wsd", "lr_schedule": "wsd", "student_weights": "ROOT/student", "dtype": "float32", "decay_share": 0.2,
+    "alra.gamma": 1.0, "alra.w_ce": 0.5, "alra.lr": 1e-3,
+}  # fmt: skip
 FREE = {"compile": True, "micro_batch": 4, "source": "other", "val_max_rows": 3, "keep_checkpoints": 5, "out_dir": "other"}  # fmt: skip
 
 
 def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished):
     """Every key is compared or free, and all content is compared."""
-    learnt = {key for key, role in configure.ROLES.items() if role == "learnt"}
-    assert {*CHANGES} == learnt - {"methods", "hyper", "max_steps"} | {
-        "student",
-        "student_weights",
-        "alra.gamma",
-        "alra.w_ce",
-        "alra.lr",
-    }
+    learnt = {key for key, role in configure.ROLES.items() if role == "learnt"} - {"methods", "hyper", "max_steps"}
+    assert {*CHANGES} == learnt | {"student", "student_weights", "alra.gamma", "alra.w_ce", "alra.lr"}
     before, first = config(tiny, finished), identity.made_by(config(tiny, finished), "alra")
     assert first == read_json(finished / "alra" / "run.json")["made_by"]
     for key, value in CHANGES.items():

@@ -1,10 +1,11 @@
 """One tiny world for all tests: tokenizers, models, text, rows, the flags of a run, a finished run, and a run that is killed."""
 
 import functools
+import importlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -149,15 +150,37 @@ def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
     return (folder / "model/model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 
-def kill_when(ready: Callable[[], bool], *command, **env: str) -> None:
-    """`python COMMAND` at the root, killed with all its children as soon as `ready()`; it must not end before."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
-                               env={**os.environ, "PYTHONPATH": str(ROOT), **env})  # fmt: skip
-    try:
-        while not ready():
-            assert process.poll() is None, f"ended with {process.returncode} before it was killed"
-            time.sleep(0.02)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+PROCESSES = multiprocessing.get_context(
+    "forkserver"
+)  # each is a fork of one that has imported all this, and did nothing
+PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "tools.compare"])
+
+
+def start(function: Callable, *args, out: Path | str = os.devnull) -> multiprocessing.Process:
+    """A new process that calls a function at the root, in a session of its own, and writes what it says into a file."""
+    process = PROCESSES.Process(target=_begin, args=(function, args, out))
+    process.start()
+    return process
+
+
+def _begin(function: Callable, args: tuple, out: Path | str) -> None:
+    os.setsid()
+    os.chdir(ROOT)
+    for stream in (1, 2):
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    function(*args)
+
+
+def run_main(script: str, *argv: str) -> None:
+    sys.argv = [script, *argv]
+    sys.exit(configure.guard(importlib.import_module(script.removesuffix(".py")).main))
+
+
+def kill_when(ready: Callable[[], bool], function: Callable, *args) -> None:
+    """Start a process that calls a function, killed with all its children as soon as `ready()`; it must not end before."""
+    process = start(function, *args)
+    while not ready():
+        assert process.is_alive(), f"ended with {process.exitcode} before it was killed"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()

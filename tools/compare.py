@@ -41,12 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from configure import Config
-from lib.files import UserError, append_line, atomic_write, locked, read_json, read_lines, write_json, write_lines
+from lib import files
+from lib.cache import fits_disk
+from lib.files import UserError, read_json, read_lines, require
 from lib.identity import content_hash, made_by, record_hash
 from lib.report import Spec, report
 from lib.rows import open_rows
 from lib.settings import literal
 from lib.stats import FIGURES
+from lib.tables import read_if_there
 from lib.teacher import Teacher, foreign_config, inherited, is_native
 from losses import needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
@@ -102,8 +105,9 @@ def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[di
         else:
             expected = f"lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of {','.join(methods)}"
             raise UserError(f"--tune={text}: expected {expected}")
-    if tune and not rates:
-        raise UserError(f"--tune={tune[0]}: add --tune=lr=RATE,RATE,.., so that all methods can have as many trials")
+    require(
+        rates or not tune, f"--tune={tune[:1]}: add --tune=lr=RATE,RATE,.., so that all methods can have as many trials"
+    )
     grids = {m: [dict(zip(c, point, strict=True)) for point in itertools.product(*c.values())] for m, c in choices.items()}  # fmt: skip
     n = len(rates) * max(map(len, grids.values()))
     ladders = {m: more_rates(rates, math.ceil(n / len(grid))) for m, grid in grids.items()}
@@ -179,7 +183,7 @@ def training(students: list[PlannedStudent], shared: Config, out: Path) -> Job:
     cfg = dataclasses.replace(shared, methods=names, hyper=hyper, out_dir="")
     sha = hashlib.sha256(f"{config_text(cfg)}{[s.recipe for s in students]}".encode()).hexdigest()[:8]
     folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
-    atomic_write(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))))
+    files.atomic_write(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))))
     return Job(folder.name, ["train.py", f"{folder}.py"], students)
 
 
@@ -215,7 +219,7 @@ def launch(jobs: list[Job], args) -> dict[str, str]:
                 process.terminate()
             rc = process.wait()
         wall, said = round(time.perf_counter() - begun, 1), (file.read_text().strip().splitlines() or [""])[-1]
-        append_line(args.out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
+        files.append_line(args.out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
         print(f"{job.name}: {wall:.0f} s, {f'exit code {rc}: {said}' if rc else 'ended'}", flush=True)
         return job.name, said
 
@@ -264,29 +268,24 @@ def score(students: list[PlannedStudent], folders: dict[str, Path], n_rows: int,
 
 def is_scored(s: PlannedStudent, folder: Path, n_rows: int) -> bool:
     """Whether its folder has the figures of this very student over the rows that are wanted."""
-    file, wanted = folder / "figures.json", {"skip_rows": s.cfg.val_max_rows, "n_rows": n_rows}
+    wanted = {"skip_rows": s.cfg.val_max_rows, "n_rows": n_rows}
     wanted |= {"teacher_sha256": content_hash(s.cfg.teacher)} if s.cfg.teacher else {}
-    scores = read_json(file, ("run", "figures")) if file.is_file() else {"figures": {}}
+    scores = read_if_there(folder / "figures.json", ("run", "figures")) or {"figures": {}}
     same = wanted.items() <= scores["figures"].items()
     return same and scores["run"]["made_by_sha256"] == read_json(folder / "run.json")["made_by_sha256"]
-
-
-def held_out_figures(folder: Path) -> dict:
-    """A student's figures as eval.py left them; {} before it is scored."""
-    file = folder / "figures.json"
-    return read_json(file)["figures"] if file.is_file() else {}
 
 
 def compare(args, spec: Spec, cfg: Config) -> None:
     """Trials, seeds and scores; what the report needs is written into `args.results`."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    with locked(args.out, f"{args.out}: another compare.py is at work there"):
+    with files.locked(args.out, f"{args.out}: another compare.py is at work there"):
         if not args.print:
             prepare(cfg, args.out / "config.py")
+        if cfg.teacher and "teacher_cache" not in args.flags:
+            cfg = dataclasses.replace(cfg, teacher_cache=fits_disk(cfg))
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
-        if first is None or first >= n:
-            fewer = f"{cfg.data_dir} has {n}, set fewer"
-            raise UserError(f"val_max_rows={first}: these rows choose, later ones are scored; {fewer}")
+        says = f"val_max_rows={first}: these rows choose, later ones are scored; {cfg.data_dir} has {n}, set fewer"
+        require(first is not None and first < n, says)
         rates, broken = run_trials(spec, cfg, args)
         chosen: dict[str, dict] = {}
         for trial in sorted((x for x in rates if x["val_ce"] is not None), key=lambda x: x["val_ce"]):
@@ -298,13 +297,15 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         whole = [s for s in students if s.recipe in folders and not (folders[s.recipe] / "stopped.json").is_file()]
         failed |= score(whole, folders, min(spec.rows, n - first), args)
     write_results(students, failed, chosen, rates, cfg, args)
-    write_json(args.results / "settings.json", {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at})
+    files.write_json(
+        args.results / "settings.json", {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at}
+    )
 
 
 def prepare(cfg: Config, file: Path) -> None:
-    atomic_write(file, config_text(cfg))
-    if subprocess.run([sys.executable, ROOT / "prepare.py", file], check=False).returncode:
-        raise UserError("prepare.py: made no rows; see its message above")
+    files.atomic_write(file, config_text(cfg))
+    done = subprocess.run([sys.executable, ROOT / "prepare.py", file], check=False)
+    require(not done.returncode, "prepare.py: made no rows; see its message above")
 
 
 def run_trials(spec: Spec, cfg: Config, args) -> tuple[list[dict], dict[str, str]]:
@@ -324,9 +325,7 @@ def last_val_ce(folder: Path | None) -> float | None:
     return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
 
 
-def write_results(
-    students: list[PlannedStudent], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args
-) -> None:
+def write_results(students: list[PlannedStudent], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args):
     """rates.jsonl; students.csv with a line for each planned student; the logs of the config's own methods."""
     folders, walls, lines = finished(args.out), {}, []
     for line in read_lines(args.out / "runs.jsonl"):
@@ -338,17 +337,17 @@ def write_results(
         line = {"study": s.study, "method": s.name, "seed": s.cfg.seed}
         if n := sum(x["method"] == s.name for x in rates):
             line |= {"trials": n, "chosen": json.dumps(chosen.get(s.name, {}))}
+        made = s.recipe in failed or s.recipe in folders
+        require(made, f"{s.name}, seed {s.cfg.seed}: neither a result nor an error; run the same command again")
         if s.recipe in failed:
             line["stopped"] = failed[s.recipe]
-        elif s.recipe in folders:
+        else:
             line |= outcome(s, folders[s.recipe], walls)
             if s.study == "main" and s.name in cfg.methods:
                 copy_logs(s, folders[s.recipe], args.results)
-        else:
-            raise UserError(f"{s.name}, seed {s.cfg.seed}: neither a result nor an error; run the same command again")
         lines.append(line)
     pd.DataFrame(lines).to_csv(args.results / "students.csv", index=False, lineterminator="\n")
-    write_lines(args.results / "rates.jsonl", rates)
+    files.write_lines(args.results / "rates.jsonl", rates)
 
 
 def outcome(s: PlannedStudent, folder: Path, walls: dict[str, float]) -> dict:
@@ -361,7 +360,7 @@ def outcome(s: PlannedStudent, folder: Path, walls: dict[str, float]) -> dict:
     if stopped.is_file():
         return line | {"stopped": read_json(stopped)["why"]}
     facts = read_json(folder / "run.json")
-    facts |= facts["made_by"] | held_out_figures(folder)
+    facts |= facts["made_by"] | read_if_there(folder / "figures.json").get("figures", {})
     line |= {key: facts[key] for key in (*FIGURES, *SCORED) if facts.get(key) is not None}
     line |= {key: facts[key][:12] for key in HASHES if facts.get(key)}
     costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]
@@ -386,11 +385,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     add("--seeds", type=int, help="how many, from 1 on; default: the config's, or 3")
     add("--tune", action="append", help="lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; again for more; none: no trials")
     add("--reference", help="the method that differences are taken from; default: vanilla_kd, or else the first")
-    add(
-        "--at",
-        choices=("updates", "flops"),
-        help="what is equal for all methods; flops: of student and teacher together",
-    )
+    add("--at", choices=("updates", "flops"), help="what is equal for all methods; flops: of student and teacher")
     add("--rows", type=int, help="held-out rows to score; default: 512")
     add("--jobs", type=int, default=1, help="runs at a time")
     add("--per_run", type=int, default=10**6, help="students that share a run at most, where memory is short")
@@ -399,33 +394,33 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     add("--print", action="store_true", help="print the commands of the next stage instead of running them")
     add("--report", action="store_true", help="only write tables and figures anew, from --results")
     args, rest = parser.parse_known_args(argv)
-    files = [word for word in rest if not word.startswith("--")]
+    paths = [word for word in rest if not word.startswith("--")]
     args.flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
     cfg, given = configure.load(rest), {}
-    for file in files:
+    for file in paths:
         given |= runpy.run_path(file).get("_compare", {})
     own = ("seeds", "tune", "reference", "rows", "at")
     if "methods" in args.flags:  # a comparison of one's own, not the file's studies
         given = {key: value for key, value in given.items() if key in own}
     given |= {key: getattr(args, key) for key in own if getattr(args, key) is not None}
-    unknown = given.keys() - {f.name for f in dataclasses.fields(Spec)}
-    if unknown:
-        raise UserError(f"_compare: no such key {min(unknown)!r}; lib/report.py lists them (Spec)")
+    unknown = [key for key in given if key not in Spec.__dataclass_fields__]
+    require(not unknown, f"_compare: no such key {unknown}; lib/report.py lists them (Spec)")
     tune = tuple(given.get("tune", ()))
     spec = Spec(**given | {"tune": () if tune == ("none",) else tune})
-    args.out = args.out or Path("out", f"compare_{Path(files[0]).stem if files else 'flags'}")
+    args.out = args.out or Path("out", f"compare_{Path(paths[0]).stem if paths else 'flags'}")
     args.results = args.results or args.out / "report"
-    for key in {"seed", "out_dir"} & args.flags:
-        raise UserError(f"--{key}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
+    own = {"seed", "out_dir"} & args.flags
+    require(
+        not own, f"--{min(own, default='')}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags"
+    )
     tried = trials(spec.tune, cfg.methods)
     for name in cfg.methods:
         for settings in (cfg.overrides_of(name), *tried.get(name, ())):  # ValueError for one that does not exist
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
-    if spec.reference not in (None, *cfg.methods):
-        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
+    known = spec.reference in (None, *cfg.methods)
+    require(known, f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
-        if value < 1:
-            raise UserError(f"--{key}={value}: expected at least 1")
+        require(value >= 1, f"--{key}={value}: expected at least 1")
     return args, spec, cfg
 
 

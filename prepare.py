@@ -520,8 +520,7 @@ def finish(folder: Path, state: dict) -> list[dict]:
         manifests.append({"split": name, **recipe, **measure(work if work.exists() else final, recipe)})
         if work.exists():
             os.replace(work, final)
-        if name == "val":
-            manifests[-1] |= measure_unigram(folder, recipe)
+        manifests[-1] |= measure_unigram(folder, recipe) if name == "val" else {}
         lines = ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in manifests[-1].items())  # easy to read
         atomic_write(folder / f"{name}.json", f"{{\n{lines}\n}}\n")
     return manifests
@@ -629,12 +628,10 @@ def check_recipe(folder: Path, old: dict, new: dict) -> None:
 
 
 def summary(folder: Path, manifest: dict) -> str:
-    ends = f"{manifest['documents']:,} documents" + " end in these rows: one long document" * (
-        not manifest["documents"]
-    )
+    ends = "documents" if manifest["documents"] else "documents end in these rows: one long document"
     words = ", unigram CE {unigram_ce:.4f} ± {unigram_half:.4f} (95 % over rows)" if "unigram_ce" in manifest else ""
     return (f"{folder / manifest['split']}.bin: {manifest['rows']:,} rows, {manifest['tokens']:,} tokens, "
-            f"{ends}, padding {manifest['padding_share']:.1%}{words.format(**manifest)}")  # fmt: skip
+            f"{manifest['documents']:,} {ends}, padding {manifest['padding_share']:.1%}{words.format(**manifest)}")  # fmt: skip
 
 
 def main() -> int:

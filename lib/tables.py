@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lib.files import UserError, check_keys, read_json, reading, require
+from lib.files import read_json, reading, require
 from lib.identity import VARIES
 from lib.metrics import levels
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
@@ -24,7 +24,6 @@ TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 # What is read of a student's run.json, and of the files of results.
 RUN = ("method", "student", "seed", "overrides", "step", "config", "made_by")
 FILE = ("name", "run", "protocol", "weights_sha256")
-TASK = ("acc", "n", "n_paper", *TASK_FACTS)
 
 
 class Result(NamedTuple):
@@ -58,8 +57,8 @@ def tabulate(
     folders, missing = students_of(paths, lambda folder: any((folder / name).is_file() for name in names))
     results, lines = load(folders or paths, files), []
     methods = in_order({method_of(r) for r in results})
-    if reference not in ("pretrain", *methods):
-        raise UserError(f"--reference {reference}: not among the results, which are of {', '.join(methods)}")
+    known = reference in ("pretrain", *methods)
+    require(known, f"--reference {reference}: not among the results, which are of {', '.join(methods)}")
     for student in dict.fromkeys(r.run.get("student") for r in results):
         same_size = [r for r in results if r.run.get("student") == student]
         check_comparable(same_size)
@@ -105,11 +104,8 @@ def load(paths: list[str], files: dict[str, str]) -> list[Result]:
             rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
             scores = {s: read_json(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
             for part in (*scores.values(), *filter(None, [rows])):
-                run = part["run"] and check_keys(part["run"], RUN, folder)
-                for task, values in part.get("tasks", {}).items():
-                    check_keys(values, TASK, f"{folder}, {task}")
                 figures = {**rows["figures"], "dtype": rows["protocol"]["dtype"]} if rows else {}
-                inside[folder] = Result(folder, part["name"], run or {}, scores, figures)
+                inside[folder] = Result(folder, part["name"], part["run"] or {}, scores, figures)
         missing = " or ".join(("figures.json", *files.values()))
         require(inside, f"{path}: no {missing} in it; first: python eval.py {path}")
         results |= inside
@@ -129,8 +125,7 @@ def by_method(results: list[Result]) -> dict[str, dict[int | None, Result]]:
     for r in results:
         method, seed = method_of(r), r.run.get("seed")
         other = rows.setdefault(method, {}).setdefault(seed, r)
-        if other is not r:
-            raise UserError(f"{other.folder} and {r.folder} both hold {method} with seed {seed}; leave one out")
+        require(other is r, f"{other.folder} and {r.folder} both hold {method} with seed {seed}; leave one out")
     return rows
 
 
@@ -153,9 +148,8 @@ def check_comparable(results: list[Result]) -> None:
             facts |= {f"{key} of {t}, {split}": v.get(key) for t, v in scores["tasks"].items() for key in TASK_FACTS}
         for key, value in facts.items():
             first, folder = seen.setdefault(key, (value, r.folder)) if value is not None else (None, None)
-            if first != value:
-                raise UserError(f"{folder} and {r.folder} differ in {key}: {str(first)[:12]} and {str(value)[:12]}; "
-                                "tabulate them apart")  # fmt: skip
+            differ = f"{folder} and {r.folder} differ in {key}: {str(first)[:12]} and {str(value)[:12]}"
+            require(first == value, f"{differ}; tabulate them apart")
 
 
 def grid(head: list[str], body: list[list[str]]) -> list[str]:

@@ -175,7 +175,7 @@ def test_a_student_is_known_by_what_made_it(tiny, monkeypatch, tmp_path):
     ("--tune=alra.gamma=1,5", "--tune=('alra.gamma=1,5',): add --tune=lr=RATE,RATE"),
     ("--tune=lr=1e-3,1e-2 --tune=alra.gama=1,2", "alra takes no gama"),
     ("--reference=tad", "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
-    ("--seed=3", "--seed: compare.py sets it itself"),
+    ("--seed=3", "['--seed']: compare.py sets it itself"),
     ("--tunes=x", "--tunes=x: no such key 'tunes'"),
     *((f"--{key}=0", f"--{key}=0: expected at least 1") for key in ("seeds", "jobs", "rows", "per_run")),
     ("c.py", "_compare: no such key ['seed']"),

@@ -59,6 +59,7 @@ def several(tiny, wide, tmp_path_factory):
     sharded, alra = KEYS | {"shard": 2, "micro_batch": 4}, KEYS | {"methods": "alra"}
     two = [flags(wide, root / "sums", **KEYS), flags(wide, root / "shard", **sharded | {"micro_batch": 8}),
            flags(wide, root / "cut", **sharded), flags(wide, root / "cut", **sharded),
+           *(flags(wide, root / name, teacher_cache=True, **KEYS) for name in ("stores", "reads")),
            flags(wide, root / "foreign", **sharded | FOREIGN | {"teacher": wide / "foreign"})]  # fmt: skip
     for key, (value, _) in DIFFERENT.items():
         two.append(flags(wide, root / "bad" / key, **KEYS | {key: value.replace("WORLD", str(wide))}))
@@ -117,6 +118,14 @@ def test_two_processes_change_nothing_but_the_order_of_sums(several, alone):
                 assert close(first, second, 1e-8)
     assert text.count("micro_batch=8: lowered to 4 for 2 processes; the result is the same") == 1
     assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
+
+
+@pytest.mark.slow
+def test_two_processes_share_stored_hidden_states(several):
+    root, text = several
+    for name in ("stores", "reads"):
+        assert all(final_bits(root / name, method, 4) == final_bits(root / "sums", method, 4) for method in METHODS)
+    assert "process 1: 0 of CachedTeacher in reads" in text and "process 1: 0 of CachedTeacher in stores" not in text
 
 
 @pytest.mark.slow

@@ -602,10 +602,8 @@ def test_verify_finds_a_changed_byte_and_a_short_file(small, tmp_path, capsys):
     assert capsys.readouterr().out.count("as the manifest says") == 2
     content = (folder / "train.bin").read_bytes()
     one, other = np.frombuffer(content[:8], np.uint32)
-    for says, changed in {
-        "sha256": np.array([other, one], np.uint32).tobytes() + content[8:], "rows": content[31 * 4 :],
-        "padding inside": b"\xff" * 4 + content[4:], "id 70000, expected": np.array([70000], np.uint32).tobytes() + content[4:],
-    }.items():  # fmt: skip
+    swapped = np.array([other, one], np.uint32).tobytes() + content[8:]
+    for says, changed in {"sha256": swapped, "rows": content[31 * 4 :], "tokens": b"\xff" * 4 + content[4:]}.items():
         (folder / "train.bin").write_bytes(changed)
         with pytest.raises(UserError, match=says):
             prepare.verify(folder)

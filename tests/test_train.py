@@ -32,7 +32,7 @@ from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from lib.teacher import Teacher, load_teacher
 from losses import IGNORE, METHODS, method_loss
-from model import PRESETS, Qwen2, Qwen2Config, flops_per_token, init_student
+from model import Qwen2, Qwen2Config, flops_per_token, init_student
 from tests import world
 from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, read_jsonl, records, saved, untimed, write_rows
 
@@ -828,7 +828,7 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
     keys = {"student": "mini", "batch_rows": 4, "micro_batch": 2, "seq_len": 16, "dtype": "bfloat16"}
     cfg = Config(methods=("alra", "vanilla_kd", "pretrain"), **keys)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        models = [Qwen2(PRESETS["mini"]) for _ in range(4)]
+        models = [Qwen2(STUDENT) for _ in range(4)]
         students = [train.Student(name, model, torch.nn.ModuleDict(), torch.optim.AdamW(model.parameters(), fused=True), None, "")
                     for name, model in zip(cfg.methods, models, strict=False)]  # fmt: skip
         for p in models[3].requires_grad_(False).parameters():

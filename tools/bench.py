@@ -324,11 +324,8 @@ def run(argv: list[str]) -> None:
     machine = [f"commit {facts['git_commit'] or '':.7}", time.strftime("%F"), facts["machine"], f"{torch.get_num_threads()} threads",
                *(f"{name} {version}" for name, version in facts["versions"].items())]  # fmt: skip
     sizes = f"N = {args.n}, V = {args.vocab:,}, heads of {args.d_s} and {args.d_t}; medians of {args.repeats} rounds [range]."
-    lines = [", ".join(machine) + ".", "", sizes, ""]
-    lines += [
-        "| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |",
-        "|---" * 8 + "|",
-    ]
+    head = "| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |"
+    lines = [", ".join(machine) + ".", "", sizes, "", head, "|---" * 8 + "|"]
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in args.sections:
         say(name)

@@ -57,7 +57,7 @@ from model import flops_per_token, load_config, student_config
 ROOT = Path(__file__).resolve().parent.parent
 FIGURE_SEED = 1  # the only seed whose runs count d_u and the teacher's probabilities, for the figures
 SCORED = ("n_rows", "skip_rows", "n_targets", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce", "step",
-          "valid_tokens")  # kept beside the figures  # fmt: skip
+          "valid_tokens")  # fmt: skip
 HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
 
 
@@ -105,9 +105,8 @@ def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[di
         else:
             expected = f"lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of {','.join(methods)}"
             raise UserError(f"--tune={text}: expected {expected}")
-    require(
-        rates or not tune, f"--tune={tune[:1]}: add --tune=lr=RATE,RATE,.., so that all methods can have as many trials"
-    )
+    says = f"--tune={tune[:1]}: add --tune=lr=RATE,RATE,.., so that all methods can have as many trials"
+    require(rates or not tune, says)
     grids = {m: [dict(zip(c, point, strict=True)) for point in itertools.product(*c.values())] for m, c in choices.items()}  # fmt: skip
     n = len(rates) * max(map(len, grids.values()))
     ladders = {m: more_rates(rates, math.ceil(n / len(grid))) for m, grid in grids.items()}
@@ -297,9 +296,8 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         whole = [s for s in students if s.recipe in folders and not (folders[s.recipe] / "stopped.json").is_file()]
         failed |= score(whole, folders, min(spec.rows, n - first), args)
     write_results(students, failed, chosen, rates, cfg, args)
-    files.write_json(
-        args.results / "settings.json", {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at}
-    )
+    settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at}
+    files.write_json(args.results / "settings.json", settings)
 
 
 def prepare(cfg: Config, file: Path) -> None:
@@ -409,10 +407,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     spec = Spec(**given | {"tune": () if tune == ("none",) else tune})
     args.out = args.out or Path("out", f"compare_{Path(paths[0]).stem if paths else 'flags'}")
     args.results = args.results or args.out / "report"
-    own = {"seed", "out_dir"} & args.flags
-    require(
-        not own, f"--{min(own, default='')}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags"
-    )
+    own = [f"--{key}" for key in ("seed", "out_dir") if key in args.flags]
+    require(not own, f"{own}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
     tried = trials(spec.tune, cfg.methods)
     for name in cfg.methods:
         for settings in (cfg.overrides_of(name), *tried.get(name, ())):  # ValueError for one that does not exist

@@ -15,6 +15,7 @@ demo: .venv/ready
 	$(BIN)/python train.py config/demo.py
 	$(BIN)/python eval.py out/demo --tasks none
 	$(BIN)/python tools/plot.py out/demo
+	@echo "before you type commands yourself: source .venv/bin/activate"
 
 replicate: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/mini.py --jobs=2 $(if $(QUICK),$(QUICK_FLAGS),--compile=True)
@@ -33,6 +34,7 @@ check: .venv/ready
 	  && echo "-c requirements.lock"); \
 	  $(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-test.txt $$locked
 	touch $@
+	@echo "set up in .venv; before you type commands yourself: source .venv/bin/activate"
 
 lock:
 	$(BIN)/python -c 'import sys; print("# Python %d.%d" % sys.version_info[:2])' > requirements.lock

@@ -167,11 +167,14 @@ KINDS = typing.get_type_hints(Config, include_extras=True)
 ROLES = {f.name: f.metadata["role"] for f in fields(Config)}  # KeyError: a key that does not say what it decides
 # What people type for a key, from other codebases.
 SYNONYMS = {
-    "learning_rate": "lr", "max_lr": "lr", "epochs": "max_steps and repeat_rows", "steps": "max_steps", "max_iters": "max_steps",
-    "batch_size": "batch_rows", "micro_batch_size": "micro_batch", "gradient_accumulation_steps": "batch_rows and micro_batch",
-    "block_size": "seq_len", "max_length": "seq_len", "context_length": "seq_len", "grad_clip": "clip", "dataset": "source",
+    "learning_rate": "lr", "max_lr": "lr", "steps": "max_steps with schedule_steps", "max_iters": "max_steps with schedule_steps",
+    "epochs": "max_steps with repeat_rows", "num_epochs": "max_steps with repeat_rows", "batch_size": "batch_rows", "micro_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "batch_rows with micro_batch", "block_size": "seq_len", "max_length": "seq_len",
+    "context_length": "seq_len", "grad_clip": "clip", "dataset": "source", "method": "methods", "loss": "methods", "kd": "methods=vanilla_kd",
+    "model": "student", "output_dir": "out_dir", "fp16": "dtype", "bf16": "dtype", "gpus": "torchrun", "gpu": "device",
     "temperature": "METHOD.tau, as in vanilla_kd.tau", "tau": "METHOD.tau, as in alra.tau", "alpha": "METHOD.alpha",
-    "method": "methods", "model": "student", "output_dir": "out_dir", "fp16": "dtype", "bf16": "dtype", "gpus": "torchrun",
+    "resume": "the same command again, which resumes, or resume_from for a new run from a checkpoint",
+    "perplexity": "exp(CE), of the CE that eval.py prints", "ppl": "exp(CE), of the CE that eval.py prints",
 }  # fmt: skip
 
 
@@ -194,11 +197,9 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
             given = {key: parsed(text, KINDS.get(key, str))}
         for key, value in given.items():
             if key not in KINDS:
-                near = SYNONYMS.get(key) or nearest(key, KINDS)
-                hint = f", did you mean {near}?" if near else ""
-                raise UserError(
-                    f"{arg}: no such key {key!r}{hint}; a method's setting is --METHOD.SETTING=VALUE; see --help"
-                )
+                near = SYNONYMS.get(word := key.lower().replace("-", "_")) or nearest(word, KINDS)
+                hint = f", did you mean {near}? " if near else "; a method's setting is --METHOD.SETTING=VALUE; "
+                raise UserError(f"{arg}: no such key {key!r}{hint}--help lists all")
             require(equals or not arg.startswith("--"), f"{arg}: expected --{key}=VALUE")
             values[key] = value
             if key == "hyper" and isinstance(value, dict):  # several sources add up

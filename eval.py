@@ -310,7 +310,7 @@ def held_out_figures(
     """
     n_vocab, free, of_teacher, teacher = rows.n_vocab, free_bytes(device), 0, None
     scored = hashlib.sha256(rows.ids[index].tobytes()).hexdigest()
-    facts = {"n_rows": len(index), "skip_rows": args.skip_rows, "rows_sha256": scored}
+    facts = {"n_rows": len(index), "skip_rows": args.skip_rows, "rows_sha256": scored, **rows.levels}
     if teacher_name:
         facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}
         dtype = getattr(torch, args.dtype)

@@ -43,6 +43,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -557,19 +558,42 @@ def finish(folder: Path, state: dict) -> list[dict]:
         manifests.append({"split": name, **recipe, **measure(work if work.exists() else final, recipe)})
         if work.exists():
             os.replace(work, final)
+        manifests[-1] |= measure_unigram(folder, recipe) if name == "val" else {}
         lines = ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in manifests[-1].items())  # easy to read
         atomic_write(folder / f"{name}.json", f"{{\n{lines}\n}}\n")
     return manifests
 
 
+def read_blocks(file: Path, row_len: int, n: int = 1 << 12) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of the first row, ids [n, row_len]): read, not mapped, as the pages of a map count as this process's memory."""
+    for at in range(0, file.stat().st_size // (row_len * 4), n):
+        yield at, np.fromfile(file, np.uint32, n * row_len, offset=at * row_len * 4).reshape(-1, row_len)
+
+
+def measure_unigram(folder: Path, recipe: dict) -> dict:
+    """CE of the held-out targets under the training targets' frequencies, plus one each; half its 95 % interval over rows.
+
+    What a model reaches that knows how often each token occurs, and nothing of the text before it.
+    """
+    counts, rows = np.ones(recipe["vocab_size"], np.int64), []
+    for _, block in read_blocks(folder / "train.bin", recipe["row_len"]):
+        counts += np.bincount(block[:, 1:][block[:, 1:] != PAD], minlength=len(counts))
+    nats = math.log(counts.sum()) - np.log(counts)  # [V]
+    for _, block in read_blocks(folder / "val.bin", recipe["row_len"]):
+        y, used = block[:, 1:], block[:, 1:] != PAD
+        rows.append([(nats[np.where(used, y, 0)] * used).sum(1), used.sum(1)])
+    ce, n = np.hstack(rows)  # [rows]
+    mean, bessel = ce.sum() / n.sum(), len(n) / max(len(n) - 1, 1)
+    return {"unigram_ce": mean, "unigram_half": 1.96 * math.sqrt(bessel * ((ce - mean * n) ** 2).sum()) / n.sum()}
+
+
 def measure(file: Path, recipe: dict) -> dict:
     """Counts, lengths and hashes of a rows file, in one pass."""
-    row_len, size, counted = recipe["row_len"], file.stat().st_size, 1 << 12
+    row_len, size = recipe["row_len"], file.stat().st_size
     fits = size > 0 and size % (row_len * 4) == 0
     require(fits, f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
     digest, n_eos, lengths, n_rows = hashlib.sha256(), 0, np.zeros(row_len + 1, np.int64), size // (row_len * 4)
-    for at in range(0, n_rows, counted):  # read, not mapped, as the pages of a map count as this process's memory
-        block = np.fromfile(file, np.uint32, counted * row_len, offset=at * row_len * 4).reshape(-1, row_len)
+    for _, block in read_blocks(file, row_len):
         length = (block != PAD).sum(1)
         n_eos += int((block == recipe["eos_id"]).sum())
         lengths += np.bincount(length, minlength=row_len + 1)
@@ -637,8 +661,10 @@ def check_recipe(folder: Path, old: dict, new: dict) -> None:
 
 
 def summary(folder: Path, manifest: dict) -> str:
+    ends = "documents" if manifest["documents"] else "documents end in these rows: one long document"
+    words = ", unigram CE {unigram_ce:.4f} ± {unigram_half:.4f} (95 % over rows)" if "unigram_ce" in manifest else ""
     return (f"{folder / manifest['split']}.bin: {manifest['rows']:,} rows, {manifest['tokens']:,} tokens, "
-            f"{manifest['documents']:,} documents, padding {manifest['padding_share']:.1%}")  # fmt: skip
+            f"{manifest['documents']:,} {ends}, padding {manifest['padding_share']:.1%}{words.format(**manifest)}")  # fmt: skip
 
 
 def main() -> int:

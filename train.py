@@ -206,9 +206,7 @@ def choose_micro_batch(students: list[Student], teacher: Teacher | None, rows: R
             break
     used = next((m for m in sizes if m <= (chosen or cfg.group)), cfg.group)
     if cfg.micro_batch not in (None, used):
-        say(
-            f"micro_batch={cfg.micro_batch}: lowered to {used} for {parallel.world()} processes; the result is the same"
-        )
+        say(f"micro_batch={cfg.micro_batch}: lowered to {used} for {parallel.world()} processes; the result is the same")  # fmt: skip
     return dataclasses.replace(cfg, micro_batch=used)
 
 
@@ -350,9 +348,7 @@ def log_terms(
         logged[s.name] = {name: value / max(counts["since_log_tokens"], 1) for name, value in s.totals().items()}
         ce, of_guess = logged[s.name]["ce"], math.log(s.model.config.vocab_size)
         if step > cfg.warmup_steps and ce > of_guess > 1.1 * s.best_ce:
-            say(
-                f"{s.name}, step {step}: CE {ce:.2f} was {s.best_ce:.2f}, and is past ln V = {of_guess:.2f}; it diverges: try a smaller lr"
-            )
+            say(f"{s.name}, step {step}: CE {ce:.2f} was {s.best_ce:.2f}, and is past ln V = {of_guess:.2f}; it diverges: try a smaller lr")  # fmt: skip
         s.best_ce = math.inf if ce > of_guess else min(ce, s.best_ce)  # told once for each rise
         tokens = {"nominal_tokens": step * cfg.batch_rows * cfg.seq_len, "valid_tokens": counts["valid_tokens"]}
         s.record({"step": step, **tokens, **logged[s.name], "lr": rate * s.lr_factor, "gnorm": s.gnorm, **shared})
@@ -370,6 +366,14 @@ def say_values(label: str, values: dict[str, dict[str, float]], keys: Iterable[s
     else:
         for key in keys:
             say_row(f"{label}  {key}", {name: f"{own[key]:.4f}" for name, own in values.items()}, cfg)
+
+
+def say_levels(values: dict[str, float]) -> None:
+    """What the first held-out CEs are read against. A teacher that knows less than the frequencies of tokens is told."""
+    known = {key.removeprefix("val_"): value for key, value in values.items()}
+    say(f"held-out {metrics.levels(known)}")
+    if known.get("teacher_ce", 0) > min(known.get("unigram_ce", math.inf), 0.95 * known["uniform_ce"]):
+        say(f"warning: the teacher's held-out CE is {known['teacher_ce']:.2f}: it knows less of this text than token frequencies, and a low KL to it is no success; choose another teacher")  # fmt: skip
 
 
 def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
@@ -397,7 +401,10 @@ def distil(cfg: Config) -> int:
         rows, val = open_data(cfg, "train"), open_data(cfg, "val")
         tokenizer = run.check_data(cfg, rows, val)
         facts = run.run_facts(cfg, rows)
+        if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
+            say(f"max_steps={cfg.max_steps}: the rate ends at {learning_rate(cfg.max_steps - 1, cfg):.1e} of {cfg.lr:.1e}; to end at {cfg.min_lr:.1e} set schedule_steps too")  # fmt: skip
         if cfg.compile:
+            say("compiling, once: the first update may take minutes")
             repair_compile_cache()
         teacher = open_teacher(cfg)
         students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
@@ -456,13 +463,14 @@ def loop(
         if live and (step % cfg.val_every_steps == 0 or last):
             validated = validate(live, teacher, val, cfg)
             say_values(f"step {step}", validated, ("val_ce", "val_kl", "val_agree") if teacher else ("val_ce",), cfg)
+            levels = {f"val_{key}": ce for key, ce in val.levels.items()}
+            if step <= first + cfg.val_every_steps:
+                say_levels(validated[live[0].name] | levels)
             for s in live:
-                s.record({"step": step, **validated[s.name]})
+                s.record({"step": step, **validated[s.name], **levels})
                 ce, of_guess = validated[s.name]["val_ce"], math.log(s.model.config.vocab_size)
                 if not ce < 2 * of_guess:
-                    say(
-                        f"{s.name}, step {step}: held-out CE {ce:.2f} is over twice ln V = {of_guess:.2f}; it diverges: try a smaller lr"
-                    )
+                    say(f"{s.name}, step {step}: held-out CE {ce:.2f} is over twice ln V = {of_guess:.2f}; it diverges: try a smaller lr")  # fmt: skip
         if save:
             before, failed = failed, run.save_checkpoints(live, step, counts, facts, cfg)
             if failed and (stop or last):

@@ -194,6 +194,6 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` may have been meant to be."""
-    near = difflib.get_close_matches(name, list(names), n=1)
+    """The one of `names` that `name` may have been meant to be; None where all are far from it."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
     return near[0] if near else None

@@ -9,7 +9,7 @@ Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from lib.rows import IGNORE
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**24, "cuda": 2**26}  # of one model at a time; on a GPU about as many as a training step has
+LEVELS = {"uniform_ce": "uniform over the vocabulary (ln V)", "unigram_ce": "unigram", "teacher_ce": "teacher"}
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
 
 Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]
@@ -42,6 +43,11 @@ def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if "kl" in sums:
         out |= {key: sums[key] / n for key in TEACHER_KEYS}
     return out | {"ece": np.abs(sums["gap"]).sum(-1) / n}
+
+
+def levels(facts: Mapping) -> str:
+    known = (f"{words} {facts[key]:.4f}" for key, words in LEVELS.items() if key in facts)
+    return f"CE to compare with: {', '.join(known)}"
 
 
 @torch.no_grad()

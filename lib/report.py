@@ -14,6 +14,7 @@ import pandas as pd
 
 from lib import tables
 from lib.files import read_json, read_lines, require
+from lib.metrics import levels
 from lib.paper import LAYOUT, PAPER
 from lib.stats import FIGURES, differences, estimate, p_text
 
@@ -98,7 +99,7 @@ def heading(spec: Spec, students: pd.DataFrame, settings: dict) -> list[str]:
     text = [f"# {spec.title}", "", "Written by `compare.py` from the files beside it; do not edit.", "",
             f"{len(students)} students `{cfg['student']}`, {teacher}, seeds {', '.join(map(str, seeds))}: {cfg['max_steps']:,} "
             f"updates of {cfg['batch_rows']} rows of {cfg['seq_len']} inputs. Scored on {some.n_targets:,.0f} targets in "
-            f"{some.n_rows:,.0f} held-out rows.", "", "; ".join(used), "",
+            f"{some.n_rows:,.0f} held-out rows." + (f" {levels(some.dropna())}." if "uniform_ce" in some else ""), "", "; ".join(used), "",
             "± is half a 95 % t interval over seeds. Differences are paired by seed. p: paired t test, Holm-corrected over a "
             "table's rows, figure by figure. **Best**, *second* of a column. s: wall time of the run over its students, which "
             "share a teacher and the machine: no measure of a method.", ""]  # fmt: skip

@@ -41,6 +41,8 @@ class Rows:
         fits = width == seq_len + 1
         require(fits, f"seq_len={seq_len}: {folder} has rows for seq_len={width - 1}; set that, or prepare again")
         self.eos, self.mask_after_eos = self.manifest["eos_id"], mask_after_eos
+        # CEs that a model's is read against: of a uniform guess, ln V, and of token frequencies (held-out rows alone)
+        self.levels = {"uniform_ce": math.log(n_vocab)} | {k: x for k, x in self.manifest.items() if k == "unigram_ce"}
 
     def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:
         """Rows of these indices -> inputs x [B, T], labels y [B, T] (IGNORE for padding), number of labels."""

@@ -147,16 +147,22 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     n, before = max(ids.values()) + 1, {}
     if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file():
         before = load_tokenizer(cfg.student_weights).get_vocab()
+    n_val, half, fit = min(val.n, cfg.val_max_rows or val.n), val.manifest.get("unigram_half"), rows.n // cfg.batch_rows
+    warmup = f" --warmup_steps={fit // 10}" if cfg.warmup_steps >= fit else ""
+    shorter = f"set --max_steps={fit} --schedule_steps={fit}{warmup}, or " if fit else ""
     for ok, message in (
         *((rows.manifest.get(key) == val.manifest.get(key), f"{cfg.data_dir}: {key} differs in train.json and val.json; prepare them together")
           for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos")),
         (tokenizer_hash(tokenizer) == rows.manifest["tokenizer_sha256"], f"tokenizer {name}: not the one that {cfg.data_dir} was prepared with; prepare again"),
         (before | ids == ids | before, f"student_weights={cfg.student_weights}: its tokenizer has other ids"),
         (cfg.repeat_rows or rows.n >= needed, f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; "
-         "set fewer steps, prepare more rows, or set repeat_rows=True"),
+         f"{shorter}set --repeat_rows=True, or prepare more rows"),
         (n <= s, f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; choose a larger one"),
     ):  # fmt: skip
         require(ok, message)
+    say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {needed / rows.n:,.1f} passes over {rows.n:,} rows")  # fmt: skip
+    if half and (half := half * math.sqrt(val.n / n_val)) > 0.1:
+        say(f"{n_val:,} held-out rows give a CE to about ± {half:.2f} nats (95 %): too few to tell close methods apart")
     if t != s:
         say(f"vocabulary: {t:,} of the teacher, {s:,} of the student: cut to {min(t, s):,}; the tokenizer has {n:,}")
     return tokenizer

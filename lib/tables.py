@@ -13,6 +13,7 @@ import numpy as np
 
 from lib.files import read_json, reading, require
 from lib.identity import VARIES
+from lib.metrics import levels
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import FIGURES, bootstrap, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
@@ -254,7 +255,7 @@ def heldout_rows(rows: dict, base: str) -> list[str]:
     if "teacher" in facts:
         teacher = f"teacher: {facts['teacher']} (CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f})"
     lines = ["### Held-out rows", "", *grid(heads, [[m, *texts] for m, texts in zip(cells, marked, strict=True)]), "",
-             caption(rows), f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows; {teacher}.", ""]  # fmt: skip
+             caption(rows), f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows; {teacher}.", *([f"{levels(facts)}."] if "uniform_ce" in facts else []), ""]  # fmt: skip
     if base not in rows or len(rows) == 1:
         return lines
     single = all(len(seeds) == 1 for seeds in rows.values())

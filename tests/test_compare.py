@@ -361,7 +361,7 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
     """Results of these methods, a CE per seed; KL is 1 less, agreement a tenth of it in reverse. `more` is of the first."""
     same = {"study": "main", "lr": 0.003, "top5": 0.5, "ece": 0.1, "n_rows": 3, "n_targets": 77, "teacher_ce": 2.0, "step": 300,
             "teacher_entropy": 1.5, "data_sha256": "d", "wall_sec": 60.0, "students_in_run": 3, "hardware": "a machine",
-            "git_commit": "abc", "versions": "python 3"}  # fmt: skip
+            "git_commit": "abc", "versions": "python 3", "uniform_ce": 8.3, "unigram_ce": 6.1}  # fmt: skip
     lines = [{"method": method, "seed": n, "ce": v, "bits_per_byte": v / 3, "kl": v - 1, "top1": 1 - v / 10, "init_sha256": f"i{n}", **same}
              for method, values in ce.items() for n, v in enumerate(values, 1)]  # fmt: skip
     lines[0] |= more
@@ -380,6 +380,7 @@ def test_the_report_says_what_the_results_say(tmp_path):
     rates = [{"method": m, "lr": lr, "val_ce": ce, "settings": settings} for m, lr, ce, settings in tried]
     write_lines(tmp_path / "rates.jsonl", rates)
     text, sheet = tables_of(tmp_path)
+    assert "held-out rows. CE to compare with: uniform over the vocabulary (ln V) 8.3000, unigram 6.1000, teac" in text
     # alra less vanilla_kd: -1, -2, -1: mean -4/3, deviation 1/sqrt(3), t = -4, p = 1 - 4 / sqrt(18), the smaller of two
     mean, p, half = -4 / 3, 1 - 4 / math.sqrt(18), T975 / 3
     numbers = ",".join(f"{x:.6g}" for x in (mean, mean - half, mean + half, p, 2 * p))

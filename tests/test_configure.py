@@ -31,7 +31,10 @@ def test_files_then_flags(tmp_path):
 
 @pytest.mark.parametrize(("argv", "message"), [
     ([], "no config: expected one, such as config/alra_200m.py, or --KEY=VALUE; --help lists the keys"),
-    (["--zzzz=1"], "--zzzz=1: no such key 'zzzz'; a method's"), (["--learning_rate=1"], "no such key 'learning_rate', did you mean lr?"),
+    (["--zzzz=1"], "--zzzz=1: no such key 'zzzz'; a method's"), (["--learning-rate=1"], "no such key 'learning-rate', did you mean lr? --help"),
+    *(([f"--{key}=1"], f"no such key {key!r}, did you mean {near}") for key, near in {"kd": "methods=vanilla_kd?", "epochs": "max_steps with repeat_rows?",
+      "steps": "max_steps with", "temperature": "METHOD.tau", "resume": "the same command again", "perplexity": "exp(CE)", "batch_size": "batch_rows?"}.items()),
+    *(([f"--{key}=1"], f"no such key {key!r}; a method's") for key in ("dropout", "minillm")),
     (["--anchor=top"], "--anchor=top: no such key 'anchor'"), (["--max_steps=1.5"], "max_steps=1.5: expected int"), (["--compile=1"], "compile=1: expected bool"),
     (["--seed=True"], "seed=True: expected int"), (["--dtype=int8"], "dtype='int8': expected 'auto' or 'float32' or 'bfloat16'"),
     (["--methods=alra@a,alra@a"], "duplicate ['alra@a']"), (["--alra@g1.lr=fast"], "alra@g1.lr='fast': expected float more than 0"),

@@ -141,7 +141,7 @@ SETTINGS = {
     "--alra.gamma=1e999": "alra.gamma=inf: expected", "--alra.lr=1e999": "alra.lr=inf: expected", "--alra.pair=prau": "alra.pair='prau': expected 'swpra' or",
     "--alra.d_max=259": "alra: d_max=259: expected 2 <= d_max < V", "--hyper=3": "hyper", "--methods=pretrain": "settings of .*alra",
     "--device=gpu": "device=gpu: expected cpu", "--device=cuda": "device=cuda:0: expected cpu, or cuda", "--seq_len=12": "seq_len=12: data has rows for seq_len=16",
-    "--seq_len=0": "seq_len=0: expected", "--max_steps=5000 --schedule_steps=5000": "max_steps=5000: needs 20,000 rows", "--teacher=none": "teacher=None: .*learns from one",
+    "--seq_len=0": "seq_len=0: expected", "--max_steps=5000 --schedule_steps=5000": r"max_steps=5000: needs 20,000 rows, data has (\d+); set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True", "--teacher=none": "teacher=None: .*learns from one",
     "--teacher=none --methods=pretrain --hyper={} --alra.d_max=7": "alra", "--teacher=no/where/at": "no/where/at: no such folder", "--teacher=nowhere": "nowhere: no such folder",
     "--student=300m": r"student=300m: expected a preset \(", "--student=16x1x3": "num_attention_heads=3: expected a divisor of hidden_size=16",
     """'--student={"hidden_size": 16, "layers": 1}'""": "expected hidden_size, num_hidden_layers", "--student_weights=./no/such": "no/such: no such folder",

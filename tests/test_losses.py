@@ -561,6 +561,8 @@ REFUSED = [
     ("tad", {"w_ce": -1.0}, "w_ce=-1.0: expected float 0 or more"),
     ("tad", {"d_max": 7}, "tad takes no d_max; it takes beta, norm, tau, top_k, w_ce, w_kd"),
     ("aldra", {}, "no such method 'aldra', did you mean 'alra'?"),
+    ("kd", {}, "did you mean 'vanilla_kd'? Known"),
+    ("perplexity", {}, "no such method 'perplexity'. Known"),
 ]
 
 

@@ -312,7 +312,7 @@ def test_transformers_reads_the_demos_teacher_as_we_do():
 
 
 def test_the_readmes_lines_load_a_student(tmp_path, monkeypatch):
-    lines = re.search(r"<!-- load -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    lines = re.search(r"<!-- load -->\n```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.S).group(1)
     monkeypatch.chdir(tmp_path)
     student, names = init_student("demo"), {}
     student.save_pretrained("out/demo/alra/model", load_tokenizer(DEMO))

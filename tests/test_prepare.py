@@ -6,6 +6,7 @@ import functools
 import gzip
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -273,6 +275,14 @@ def test_files_hold_the_stream_and_the_manifest_counts_it(small):
     assert train["padding_share"] == pytest.approx(1 - train["tokens"] / (31 * train["rows"]))
     assert sum(train["length_histogram"]) == train["rows"] and train["length_histogram"][0] == 0
     assert train["eos_id"] == tokenizer.eos_token_id and train["row_len"] == 31
+    counts = Counter(i for row in stored(small.whole / "train.bin", 31) for i in row[1:])
+    log_n = math.log(counts.total() + train["vocab_size"])
+    nats = [[log_n - math.log(counts[i] + 1) for i in row[1:]] for row in stored(small.whole / "val.bin", 31)]
+    assert val["unigram_ce"] == pytest.approx(np.concatenate(nats).mean())
+    spread = np.std([sum(row) - val["unigram_ce"] * len(row) for row in nats], ddof=1) * math.sqrt(len(nats))
+    assert val["unigram_half"] == pytest.approx(1.96 * spread / sum(map(len, nats)))
+    said = prepare.summary(small.whole, val | {"documents": 0})
+    assert "0 documents end in these rows: one long document" in said and f"{val['unigram_ce']:.4f} ± " in said
 
 
 def test_asked_rows_are_a_prefix_and_val_comes_right_after(small, tmp_path):

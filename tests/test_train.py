@@ -34,7 +34,7 @@ from lib.teacher import Teacher, load_teacher
 from losses import IGNORE, METHODS, method_loss
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
 from tests import world
-from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, read_jsonl, records, saved, untimed
+from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, read_jsonl, records, saved, untimed, write_rows
 
 NINE = ",".join(tuple(METHODS)[:9])  # the main table
 UNUSED = Path("unused")
@@ -321,6 +321,22 @@ def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
     ce, n = mean_ce(student.model, val, 3)
     got = train.validate([student], None, val, cfg)
     assert got == {"pretrain": {"val_ce": pytest.approx(ce, rel=1e-6)}} and n < int((y != IGNORE).sum())
+
+
+def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_path, capsys):
+    data = shutil.copytree(tiny / "data", tmp_path / "data")
+    write_rows(data, "val", 7, seed=2, unigram_ce=5.25, unigram_half=0.5)
+    keys = {"methods": "alra", "data_dir": data, "val_max_rows": 5, "val_every_steps": 1, "repeat_rows": True}
+    assert train.distil(config(tiny, tmp_path / "run", **keys, max_steps=2, schedule_steps=40)) == 0
+    told, ln_v = capsys.readouterr().out, math.log(V)
+    for words in ("2 updates of 4 rows are 0.1 passes over 97 rows", "5 held-out rows give a CE to about ± 0.59", "it knows less of this",
+                  "ends at 1.0e-02 of 1.0e-02; to end at 6.0e-05 set schedule_steps", f"ln V) {ln_v:.4f}, unigram 5.2500, teacher "):  # fmt: skip
+        assert told.count(words) == 1, words
+    known = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
+    assert known.items() <= records(tmp_path / "run", "alra")[-1].items()
+    for ce, n in ((5.2, 0), (5.3, 1), (8.0, 1)):
+        train.say_levels(known | {"val_teacher_ce": ce})
+        assert capsys.readouterr().out.count("warning") == n
 
 
 SAME_BITS = {

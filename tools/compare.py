@@ -56,7 +56,8 @@ from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURE_SEED = 1  # the only seed whose runs count d_u and the teacher's probabilities, for the figures
-SCORED = ("n_rows", "skip_rows", "n_targets", "teacher_ce", "teacher_entropy", "step", "valid_tokens")  # fmt: skip
+SCORED = ("n_rows", "skip_rows", "n_targets", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce", "step",
+          "valid_tokens")  # fmt: skip
 HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
 
 

@@ -295,8 +295,8 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     run = read_json(folder.parent / "run.json", ["config", "bos"])
     method = resolve(folder.name, **configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name))
     settings = {**default_settings(method.fn), **method.hyper}
-    fits = len(kept) > 1 and "d_max" in settings
-    require(fits, f"{folder}: expected a student of ALRA with two checkpoints; set --checkpoint_every_steps")
+    fits = kept and "d_max" in settings
+    require(fits, f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps")
     tokenizer, names = load_tokenizer(str(kept[0])), (kept[0], kept[-1], run["config"]["teacher"])
     first = tokenizer.eos_token_id if run["bos"] is None else run["bos"]
     ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
@@ -306,10 +306,10 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     (figure, (axes,)), color = grid(1, 2, 1.2 + 0.8 * n, 1.9 + 0.15 * k), looks([folder.name])[folder.name]["color"]
     for axis, z_s, name in zip(axes, of_students, names, strict=False):
         terms, proposed = method.fn(z_s, z_t, ids[1:], **method.hyper), z_s.topk(k).indices
-        axis.bar(range(n), terms.d_u, 0.94, -0.5, color=color, alpha=0.35)
+        axis.bar(range(n), terms.d_u.tolist(), 0.94, -0.5, color=color, alpha=0.35)
         for z, y, shade in ((z_t, k + 0.5, "0.6"), (z_s, k + 1.5, color)):
             p = (z / settings["tau"]).softmax(-1).gather(1, terms.tokens)
-            mass = (p * (torch.arange(k) < terms.d_u[:, None])).sum(-1)
+            mass = (p * (torch.arange(k) < terms.d_u[:, None])).sum(-1).numpy()
             bars = axis.barh([y] * n, 0.64 * mass, 0.8, np.arange(n) - 0.47, color=shade)
             axis.bar_label(bars, [f"{m:.0%}" for m in mass], fontsize=7, padding=1)
         for u, column in enumerate(terms.tokens):

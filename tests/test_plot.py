@@ -111,8 +111,9 @@ def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path, drawn):
     assert points["alra"]["ce"][0] == (40, 7.0, pytest.approx(half, rel=1e-4))
     assert points["mine"]["ce"][0] == (40, 8.0, 0.0) and plot.over_seeds([one])["alra"]["ce"][0] == (40, 6.0, 0.0)
     plot.curves(points, tmp_path / "c.png")
-    band = drawn["c.png"].axes[1].collections[1].get_paths()[0].get_extents()  # of ce, alra
-    assert band.y1 == pytest.approx(7 + half, rel=1e-4)
+    bar = drawn["c.png"].axes[1].collections[1].get_paths()[0].get_extents()  # of ce, alra
+    assert bar.y1 == pytest.approx(7 + half, rel=1e-4) and bar.x0 == bar.x1 == 40  # seen at a single point too
+    assert bar.y0 < 0 and all(axis.get_ylim()[0] >= 0 for axis in drawn["c.png"].axes)
 
 
 def test_every_term_and_every_validation_figure_has_a_panel():
@@ -131,10 +132,12 @@ def test_one_method_of_two_runs_keeps_both_names_and_its_colour(run, tmp_path):
     )  # the last line of a step counts
     with (other / "alra" / "log.jsonl").open("a") as file:
         file.write('{"step": 2, "c')  # being written
-    (other / "run.json").write_text(json.dumps({"config": {"batch_rows": 3, "seq_len": 7}}))
+    hyper = {"alra": {"gamma": 3.0}, "tad": {"tau": 2.0}}
+    (other / "run.json").write_text(json.dumps({"config": {"batch_rows": 3, "seq_len": 7, "hyper": hyper}}))
     logs = plot.find_logs([run, other / "alra", run])
     assert list(logs) == ["pretrain", f"alra ({run})", f"alra ({other})", "fixed_7", "mine"]
-    assert plot.read_curves(logs)[f"alra ({other})"]["ce"] == [(21, 7.0)]
+    points = plot.read_curves(logs)
+    assert points[f"alra ({other}) (gamma=3.0)"]["ce"] == [(21, 7.0)] and "fixed_7" in points
     first, second = (look for name, look in plot.looks([*logs]).items() if name.startswith("alra"))
     assert first["color"] == second["color"] == plot.looks(["tad", "alra"])["alra"]["color"]
     assert first["linestyle"] != second["linestyle"] and first["markerfacecolor"] != second["markerfacecolor"]
@@ -205,6 +208,37 @@ def test_sets_and_rows_by_hand(tmp_path, drawn):
     assert [*axis.patches[0].get_data().values] == [0, 0, 12.5, 0, 25, 62.5]
 
 
+def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
+    tokenizer, teacher, folder = load_tokenizer(world.DEMO), world.make_model(), tmp_path / "run" / "alra@x"
+    students = {step: world.make_model(world.STUDENT, seed=step) for step in (2, 9)}
+    models = {tmp_path / "t": teacher, **{folder / f"checkpoints/step_{s:08d}/model": m for s, m in students.items()}}
+    for path, model in models.items():
+        model.save_pretrained(path, tokenizer)
+    config = {"teacher": str(tmp_path / "t"), "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"config": config, "bos": None}))
+    plot.run(["--sentence=import $x$ os", str(folder)])
+    ids = torch.tensor([tokenizer.eos_token_id, *tokenizer.encode("import $x$ os", add_special_tokens=False)])
+    for axis, (step, model) in zip(drawn["sentence.png"].axes, students.items(), strict=True):
+        z_s, z_t = (m.hidden(ids[None, :-1])[0] @ m.head.T for m in (model, teacher))
+        terms = losses.alra(z_s, z_t, ids[1:], d_max=5, tau=2.0)
+        d_u, *masses = axis.containers
+        assert f"update {step}" in axis.get_title() and [bar.get_height() for bar in d_u] == terms.d_u.tolist()
+        for z, bars in zip((z_t, z_s), masses, strict=True):
+            p = (z / 2).softmax(-1)
+            mass = [float(p[u, terms.tokens[u, :d]].sum()) for u, d in enumerate(terms.d_u)]
+            assert [bar.get_width() / 0.64 for bar in bars] == pytest.approx(mass, rel=1e-5)
+        cells = {
+            text.get_position(): text
+            for text in axis.texts
+            if len(text.get_position()) and text.get_family() == ["monospace"]
+        }
+        for (u, y), text in cells.items():
+            token = {-2.5: ids[u], -1.5: ids[u + 1]}.get(y, terms.tokens[u, max(int(y), 0)])
+            assert text.get_text() == ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
+            assert (text.get_color() == "red") == (y > -2 and token not in z_s[u].topk(5).indices)
+        assert len(cells) == len(z_s) * 7 and any(text.get_color() == "red" for text in cells.values())
+
+
 def test_forest_keeps_the_tables_order_and_its_numbers(tmp_path, drawn):
     rows = [{"name": "pretrain", "mean": 0.5, "low": 0.25, "high": 0.625}, {"name": "mine", "mean": 0.0, "low": None, "high": None},
             {"name": "fixed_7", "mean": -0.125, "low": -0.25, "high": 0.125}]  # fmt: skip
@@ -216,7 +250,9 @@ def test_forest_keeps_the_tables_order_and_its_numbers(tmp_path, drawn):
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
+    write(tmp_path / "run.json", [{"config": {"hyper": {}}, "bos": None}])
     for argv, message in (([f"{tmp_path}/x"], f"{tmp_path}/x: no log.jsonl there or one folder below"),
+                          ([f"{tmp_path}/tad", "--sentence=x"], "expected a student of ALRA with checkpoints"),
                           ([f"--rows={tmp_path}"], "train.json: not there; expected a folder that prepare.py has written"),
                           ([], "nothing to draw: expected a run's folder, --pairs, --sets or --rows")):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -4,6 +4,7 @@
     python tools/plot.py out/alra_200m/alra out/other --out=compare
     python tools/plot.py --pairs --sets --out=figures     SWPRA's pair scores; sizes of the evaluation sets
     python tools/plot.py --rows data/demo                 row lengths
+    python tools/plot.py --sentence "import os" out/demo/alra       ALRA's choices at each token, early and late in training
 
 Pictures go into the first folder given, or `out`. Their numbers are in the logs (log.jsonl, histograms.jsonl,
 teacher.jsonl), in the manifests, and in the report's tables.csv. A method of the paper looks the same in every figure.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import torch
 
 matplotlib.use("Agg")  # files only, no window
 import matplotlib.pyplot as plt
@@ -24,10 +26,13 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-from lib.files import UserError, read_json, read_lines
+from lib.files import UserError, read_json, read_lines, require
+from lib.hf import load_tokenizer
 from lib.paper import NAMES
 from lib.stats import estimate
 from lib.tasks import TASKS
+from lib.teacher import load_teacher
+from losses import default_settings, resolve
 
 NATS = "nats per token"
 # What a record of log.jsonl has beside an objective's terms. Those of validation begin with val_.
@@ -56,9 +61,7 @@ plt.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": Fa
 def find_logs(folders: list[Path]) -> dict[str, Path]:
     """Folders of runs or methods -> {curve's name: method's folder}. A method of one run keeps its bare name."""
     logs = [f for top in folders for f in (top, *sorted(top.glob("*/"))) if (f / "log.jsonl").is_file()]
-    if not logs:
-        names = ", ".join(map(str, folders))
-        raise UserError(f"{names}: no log.jsonl there or one folder below; expected a run's folder")
+    require(logs, f"{', '.join(map(str, folders))}: no log.jsonl there or one folder below; expected a run's folder")
     order = list(NAMES)
     logs = sorted(dict.fromkeys(logs), key=lambda f: order.index(f.name) if f.name in order else len(order))
     methods = [f.name for f in logs]
@@ -66,10 +69,14 @@ def find_logs(folders: list[Path]) -> dict[str, Path]:
 
 
 def read_curves(logs: dict[str, Path]) -> Points:
-    points: Points = {name: {} for name in logs}
+    """The logs by curve, whose name tells the settings given to its student."""
+    points: Points = {}
     for name, folder in logs.items():
         own = folder / "run.json"  # of the student, once it has ended
         run = read_json(own if own.is_file() else folder.parent / "run.json", ["config"])["config"]
+        given = configure.Config(hyper=run.get("hyper", {})).settings_of(folder.name)
+        given = ", ".join(f"{key}={value}" for key, value in given.items())
+        points[name := f"{name} ({given})" if given else name] = {}
         for record in read_lines(folder / "log.jsonl", ["step"]):
             tokens = record["step"] * run["batch_rows"] * run["seq_len"]
             for key, value in record.items():
@@ -120,12 +127,11 @@ def save(figure, path: Path) -> None:
 
 
 def curves(points: Points, path: Path) -> None:
-    """Every term of every student over the tokens of training, the teacher as a level; intervals over seeds as bands."""
+    """Every term of every student over the tokens of training, the teacher as a level; intervals over seeds as error bars."""
     logged = dict.fromkeys(key for terms in points.values() for key in terms)
     panels = [key for key in PANELS if key in logged]
     panels += [key for key in logged if key not in (*PANELS, *LEVELS, *LOGGED)]
-    if not panels:
-        raise UserError(f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
+    require(panels, f"{', '.join(points)}: no term logged yet; wait for the first --log_every_steps")
     cols = min(len(panels), 3)
     (figure, axes), styles = grid(-(-len(panels) // cols), cols, 3.9, 2.7), looks([*points])
     for axis, key in zip(axes.flat, panels, strict=False):
@@ -134,7 +140,7 @@ def curves(points: Points, path: Path) -> None:
                 x, y, *half = np.array(terms[key]).T
                 axis.plot(x, y, label=name, markevery=max(1, len(x) // 6), **styles[name])
                 if half:
-                    axis.fill_between(x, y - half[0], y + half[0], color=styles[name]["color"], alpha=0.15, linewidth=0)
+                    axis.errorbar(x, y, half[0], fmt="none", ecolor=styles[name]["color"], elinewidth=0.9, capsize=2.5)
         for level, (label, line) in LEVELS.items() if key == "val_ce" else ():
             for y in sorted({round(terms[level][-1][1], 4) for terms in points.values() if level in terms}):
                 axis.axhline(y, color="black", linestyle=line, label=label)
@@ -144,6 +150,8 @@ def curves(points: Points, path: Path) -> None:
         values = [y for terms in points.values() for _, y, *_ in terms.get(key, ())]
         if min(values) > 0 and max(values) > 20 * min(values):
             axis.set_yscale("log")
+        elif min(values) >= 0:  # an error bar or a margin may reach below
+            axis.set_ylim(bottom=max(axis.get_ylim()[0], 0))
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -164,8 +172,7 @@ def budget(logs: dict[str, Path], path: Path) -> None:
     how = "run train.py with --histogram_every_steps=N and an ALRA method whose budget adapts"
     counted = {name: read_lines(folder / "histograms.jsonl", {"d_u_hist": list}) for name, folder in logs.items()}
     counted = {name: records for name, records in counted.items() if any(sum(r["d_u_hist"][:-1]) for r in records)}
-    if not counted:
-        raise UserError(f"{', '.join(map(str, logs.values()))}: no histograms.jsonl with a d_u below d_max; {how}")
+    require(counted, f"{', '.join(map(str, logs.values()))}: no histograms.jsonl with a d_u below d_max; {how}")
     (figure, axes), styles = grid(len(counted), 2, 4.6, 3.0), looks([*counted])
     for (name, records), (below, shares) in zip(counted.items(), axes, strict=True):
         teacher = read_lines(logs[name].parent / "teacher.jsonl", {"d_u_hist": list})
@@ -194,8 +201,7 @@ def anchoring(logs: dict[str, Path], path: Path) -> None:
     file = next(iter(logs.values())).parent / "teacher.jsonl"
     keys = {"n": int, "p_label": float, "p_top1": float, "agree": float, "p_label_hist": list, "p_top1_hist": list}
     records = read_lines(file, keys)
-    if not records:
-        raise UserError(f"{file}: no record; run train.py with --histogram_every_steps=N and a teacher")
+    require(records, f"{file}: no record; run train.py with --histogram_every_steps=N and a teacher")
     steps, n = (np.array([r[key] for r in records]) for key in ("step", "n"))
     figure, ((density, means, agree),) = grid(1, 3, 4.1, 3.1)
     for key, axis, label, color in (("p_label", means, "label", "0.5"), ("p_top1", means, "teacher's top-1", "black"),
@@ -254,8 +260,7 @@ def sets(path: Path) -> None:
 def row_lengths(folder: Path, path: Path) -> None:
     """Lengths of the rows by split, from the manifests of prepare.py."""
     files = [folder / f"{split}.json" for split in ("train", "val") if (folder / f"{split}.json").is_file()]
-    if not files:
-        raise UserError(f"{folder}/train.json: not there; expected a folder that prepare.py has written to its end")
+    require(files, f"{folder}/train.json: not there; expected a folder that prepare.py has written to its end")
     figure, ((axis,),) = grid(1, 1, 6.0, 3.1)
     for m in (read_json(file, {"rows": int, "padding_share": float, "length_histogram": list}) for file in files):
         share = 100 * np.array(m["length_histogram"]) / m["rows"]
@@ -272,7 +277,7 @@ def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
     for i, row in enumerate(rows):
         style, low, high, text = styles[row["name"]], row["low"], row["high"], f"{row['mean']:+.4f}"
         if low is not None:
-            axis.plot((low, high), (i, i), color=style["color"])
+            axis.plot((low, high), (i, i), color=style["color"], marker="|", markersize=9)
             text += f"  [{low:+.4f}, {high:+.4f}]"
         axis.plot(row["mean"], i, color=style["color"], marker=style["marker"])
         axis.text(1.02, i, text, transform=axis.get_yaxis_transform(), va="center", fontsize=8, family="monospace")
@@ -280,6 +285,44 @@ def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
     axis.set(xlabel=unit, ylim=(len(rows) - 0.4, -0.6))
     axis.set_title(title, loc="left")
     axis.set_yticks(range(len(rows)), [r["name"] for r in rows])
+    save(figure, path)
+
+
+@torch.no_grad()
+def sentence(text: str, folder: Path, path: Path) -> None:
+    """What ALRA chooses at each token of a text, its forward batch, by a student's first and last kept checkpoint."""
+    kept = sorted(folder.glob("checkpoints/step_*/model"))
+    run = read_json(folder.parent / "run.json", ["config", "bos"])
+    method = resolve(folder.name, **configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name))
+    settings = {**default_settings(method.fn), **method.hyper}
+    fits = kept and "d_max" in settings
+    require(fits, f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps")
+    tokenizer, names = load_tokenizer(str(kept[0])), (kept[0], kept[-1], run["config"]["teacher"])
+    first = tokenizer.eos_token_id if run["bos"] is None else run["bos"]
+    ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
+    loaded = [load_teacher(str(name), torch.float32, torch.device("cpu")) for name in names]
+    *of_students, z_t = [(model.hidden(ids[None, :-1]) @ model.head.T)[0] for model in loaded]  # [N, V] each
+    z_t, n, k = z_t[:, : of_students[0].shape[1]], len(z_t), settings["d_max"]
+    (figure, (axes,)), color = grid(1, 2, 1.2 + 0.8 * n, 1.9 + 0.15 * k), looks([folder.name])[folder.name]["color"]
+    for axis, z_s, name in zip(axes, of_students, names, strict=False):
+        terms, proposed = method.fn(z_s, z_t, ids[1:], **method.hyper), z_s.topk(k).indices
+        axis.bar(range(n), terms.d_u.tolist(), 0.94, -0.5, color=color, alpha=0.35)
+        for z, y, shade in ((z_t, k + 0.5, "0.6"), (z_s, k + 1.5, color)):
+            p = (z / settings["tau"]).softmax(-1).gather(1, terms.tokens)
+            mass = (p * (torch.arange(k) < terms.d_u[:, None])).sum(-1).numpy()
+            bars = axis.barh([y] * n, 0.64 * mass, 0.8, np.arange(n) - 0.47, color=shade)
+            axis.bar_label(bars, [f"{m:.0%}" for m in mass], fontsize=7, padding=1)
+        for u, column in enumerate(terms.tokens):
+            for y, token in ((-2.5, ids[u]), (-1.5, ids[u + 1]), *enumerate(column)):
+                word, best = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12], token == z_t[u].argmax()
+                axis.text(u, y, word, ha="center", va="center", fontsize=7, family="monospace", parse_math=False,
+                          weight="bold" if best else None, color="black" if y < -2 or token in proposed[u] else "red")  # fmt: skip
+        axis.set(xlim=(-0.6, n - 0.4), ylim=(k + 2.1, -3.2), xticks=())
+        axis.set_title(f"{folder.name}, update {int(name.parent.name[5:]):,}")
+        labels = "token read", "next in the text", *range(1, k + 1, 4), "teacher's mass", "student's mass"
+        axis.set_yticks((-2.5, -1.5, *range(0, k, 4), k + 0.5, k + 1.5), labels)
+        axis.grid(False)
+    figure.supxlabel("coloured: local set, its mass below; bold: teacher's top-1; red: no proposal", fontsize=8)
     save(figure, path)
 
 
@@ -306,13 +349,16 @@ def run(argv: list[str]) -> None:
     add("--pairs", action="store_true", help="SWPRA's pair scores")
     add("--sets", action="store_true", help="sizes of the evaluation sets")
     add("--rows", type=Path, metavar="DATA_DIR", help="lengths of prepared rows")
+    add("--sentence", metavar="TEXT", help="ALRA's choices at each token of it")
     add("--out", type=Path, help="folder for the pictures; default: the first one given, or out")
     args = parser.parse_args(argv)
-    if not (args.folders or args.pairs or args.sets or args.rows):
-        raise UserError("nothing to draw: expected a run's folder, --pairs, --sets or --rows DATA_DIR")
+    wanted = args.folders or args.pairs or args.sets or args.rows
+    require(wanted, "nothing to draw: expected a run's folder, --pairs, --sets or --rows DATA_DIR")
     out = args.out or [*args.folders, args.rows or Path("out")][0]
-    drawn = draw_logs(FIGURES, find_logs(args.folders), out, quiet=False) if args.folders else []
-    for name, draw in {"pairs": pairs, "sets": sets, "rows": lambda path: row_lengths(args.rows, path)}.items():
+    drawn = draw_logs(FIGURES, find_logs(args.folders), out, quiet=False) if args.folders and not args.sentence else []
+    more = {"pairs": pairs, "sets": sets, "rows": lambda path: row_lengths(args.rows, path),
+            "sentence": lambda path: sentence(args.sentence, args.folders[0], path)}  # fmt: skip
+    for name, draw in more.items():
         if getattr(args, name):
             draw(out / f"{name}.png")
             drawn.append(name)

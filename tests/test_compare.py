@@ -264,6 +264,16 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     assert {x["n_rows"] for x in lines_of(tmp_path)} == {4}
 
 
+@pytest.mark.parametrize("flag", ["out", "results"])
+def test_folders_of_something_else_are_left_alone(flag, argv, begun, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    folders = {"out": tmp_path / "out", "results": tmp_path / "results"} | {flag: tmp_path / "mine"}
+    with pytest.raises(UserError, match=rf"--{flag}=.*mine: contains .*README.md.*, not of compare.py; choose another"):
+        compare.run([*argv, "--methods=pretrain", *(f"--{key}={folder}" for key, folder in folders.items())])
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["README.md"] and not begun
+
+
 def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_path, monkeypatch, capsys):
     figures = ev.held_out_figures
 

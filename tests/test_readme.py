@@ -238,7 +238,7 @@ def test_the_files_that_are_named_are_there():
         for name in named
     ), named
     links = {file.parent / name for file in (ROOT / "README.md", *DOCS) for name in re.findall(r"\]\(([\w./]+)[)#]", file.read_text())}  # fmt: skip
-    assert all(path.exists() for path in links - {ROOT / "LESSON.md"}), links
+    assert all(path.exists() for path in links), links
     folders = {"config/", "lib/", "tools/", "demo/", "tests/", "results/", "docs/"}
     assert {path.name for path in ROOT.glob("*.py")} | folders <= named
 

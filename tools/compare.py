@@ -276,7 +276,11 @@ def is_scored(s: PlannedStudent, folder: Path, n_rows: int) -> bool:
 
 def compare(args, spec: Spec, cfg: Config) -> None:
     """Trials, seeds and scores; what the report needs is written into `args.results`."""
+    for flag, folder, mark in (("out", args.out, "logs/.compare"), ("results", args.results, "students.csv")):
+        foreign = [] if (folder / mark).exists() else [*folder.glob("*")]  # files are overwritten and removed there
+        require(not foreign, f"--{flag}={folder}: contains {foreign[:1]}, not of compare.py; choose another folder")
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    (args.out / "logs" / ".compare").touch()
     with files.locked(args.out, f"{args.out}: another compare.py is at work there"):
         if not args.print:
             prepare(cfg, args.out / "config.py")
@@ -329,6 +333,7 @@ def write_results(students: list[PlannedStudent], failed: dict, chosen: dict, ra
     for line in read_lines(args.out / "runs.jsonl"):
         walls[line["run"]] = walls.get(line["run"], 0.0) + line["wall_sec"]
     args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / "students.csv").touch()  # first: it tells whose the other files are
     for old in args.results.glob("logs*"):
         shutil.rmtree(old)
     for s in students:

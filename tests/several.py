@@ -34,7 +34,8 @@ def counted(make):
         it = make(*args)
         if parallel.rank() == 1:
             cfg = next(a for a in args if type(a) is configure.Config)
-            n = sum(parallel.local(p).numel() for p in it.model.parameters())
+            body = getattr(it, "body", it)  # a teacher whose hidden states are stored may have none
+            n = sum(parallel.local(p).numel() for p in body.model.parameters()) if body else 0
             print(f"process 1: {n} of {type(it).__name__} in {Path(cfg.out_dir).name}")
         return it
 

@@ -274,5 +274,5 @@ def test_samples_are_a_function_of_the_seed_and_temperature_0_takes_the_most_lik
     for _ in range(9):
         ids.append(int((model.hidden(torch.tensor([ids]))[0, -1] @ model.head.T).argmax()))
     assert text("--temperature=0") == text("--top_k=1") == tokenizer.decode(ids[1:])
-    with pytest.raises(ValueError, match="expected a --temperature of 0, or of 0.001 to 1000"):
+    with pytest.raises(ValueError, match="expected a --temperature of 0, or of"):
         sample.run(["x", "--temperature=-1"])

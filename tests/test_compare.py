@@ -250,7 +250,8 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     assert "Each method had 4 trials with seed 0." in text and "the first 3 held-out rows, which are not scored" in text
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()[:12]
-    assert (tmp_path / "report" / "logs_seed2" / "alra" / "log.jsonl").is_file()
+    logs = tmp_path / "report" / "logs_seed2"  # of each student with the settings of its own run
+    assert (logs / "alra" / "log.jsonl").is_file() and read_json(logs / "alra" / "run.json")["config"]["seed"] == 2
     begun.clear()
     assert compare.run(argv) == 0 and begun == []  # the same command makes nothing again
     assert (tmp_path / "report" / "README.md").read_text() == text
@@ -380,7 +381,8 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
 
 
 def tables_of(folder: Path, spec: Spec | None = None) -> tuple[str, str]:
-    reports.report(spec or compare.arguments(["config/mini.py"])[1], folder, draw=False)
+    _, said = reports.report(spec or compare.arguments(["config/mini.py"])[1], folder, draw=False)
+    assert "one beyond might do better: " in said or "Nothing was tuned" in said  # on the screen too
     return (folder / "README.md").read_text(), (folder / "tables.csv").read_text()
 
 

@@ -1,14 +1,17 @@
 """What made a student, told by lib/identity.py: edits that count, edits that do not, and what may follow on a run."""
 
+import functools
 import importlib.util
 import itertools
 import sys
+import types
 
 import pytest
+import torch
 
 import losses
 import train
-from lib import identity
+from lib import device, identity
 from lib.files import UserError
 from losses import Method
 from tests.world import config, final_bits, records
@@ -141,3 +144,24 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     assert [train.learning_rate(step, cfg) for step in (3, 4)] == [1e-2, pytest.approx(6e-5 + (1e-2 - 6e-5) / 2)]
     with pytest.raises(UserError, match="a student of another shape"):
         train.distil(config(tiny, tmp_path / "other", **branch, student="32x1x2"))
+
+
+def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch, capsys):
+    """Its arguments are defaults, shown by --help, and count like a setting."""
+    row = Method(functools.partial(losses.vanilla_kd, tau=2.0), {}, 1.0, 0.0)
+    monkeypatch.setitem(losses.METHODS, "soft", row)
+    assert "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False" in losses.method_lines()
+    losses.check_settings("soft", 64, t2_scaling=True)
+    z, y = torch.randn(2, 5, 9), torch.arange(5)
+    ours, theirs = (losses.method_loss(*named)[0] for named in (("soft", *z, y), ("vanilla_kd", *z, y)))
+    assert torch.equal(ours, losses.method_loss("vanilla_kd", *z, y, tau=2.0, w_kd=1.0, w_ce=0.0)[0]) and ours != theirs
+    assert identity.code_hash(row.fn) != identity.code_hash(functools.partial(losses.vanilla_kd, tau=3.0))
+
+
+def test_a_commit_with_edits_is_marked(monkeypatch):
+    for edits, mark in (("", ""), ("-a\n+b\n", "+"), ("-a\n+c\n", "+")):
+        said = {"rev-parse": "abc\n", "diff": edits}
+        run = lambda line, **_: types.SimpleNamespace(stdout=said[line[3]])  # noqa: B023, E731
+        monkeypatch.setattr(device.subprocess, "run", run)
+        commits = device.machine_facts(torch.device("cpu"))["git_commit"]
+        assert commits.startswith(f"abc{mark}") and len(commits) == (16 if mark else 3)

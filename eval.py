@@ -258,6 +258,7 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
         config = json.dumps(config, sort_keys=True, default=lambda f: f"{f.__module__}.{f.__qualname__}")
         n, chosen = len({i.doc_id for i in task.instances}), items[name]
         values = {key.removesuffix(",none"): v for key, v in out["results"][name].items() if key.endswith(",none")}
+        values = {key: v for key, v in values.items() if v == v}  # of one item there is no standard error
         scores[name] = {
             **values, "n": n, "n_rows": len(chosen.rows), "n_paper": getattr(TASKS[name], args.split)[1],
             "source": chosen.source, "data_sha256": chosen.sha256, "prompts_sha256": prompts.hexdigest(),
@@ -466,6 +467,9 @@ def score(args) -> str:
         if rows:
             both = held_out_figures(checkpoints, *rows, teacher, args, device)
             for c, (figures, sums) in zip(checkpoints, both, strict=True):
+                (c.folder / "figures.json").unlink(
+                    missing_ok=True
+                )  # a kill leaves none rather than those of other sums
                 np.savez_compressed(c.folder / "figures.npz", **sums)
                 write(c.folder / "figures.json", c, device, {"dtype": args.dtype}, figures=figures)
         for c in checkpoints if names else ():

@@ -153,6 +153,8 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     for ok, message in (
         *((rows.manifest.get(key) == val.manifest.get(key), f"{cfg.data_dir}: {key} differs in train.json and val.json; prepare them together")
           for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos")),
+        (rows.manifest["sha256"] != val.manifest["sha256"], f"{cfg.data_dir}: val.bin has the rows of train.bin; prepare it again"),
+        (rows.manifest["eos_id"] == tokenizer.eos_token_id, f"{cfg.data_dir}: eos_id={rows.manifest['eos_id']}, the tokenizer has {tokenizer.eos_token_id}; prepare it again"),
         (tokenizer_hash(tokenizer) == rows.manifest["tokenizer_sha256"], f"tokenizer {name}: not the one that {cfg.data_dir} was prepared with; prepare again"),
         (before | ids == ids | before, f"student_weights={cfg.student_weights}: its tokenizer has other ids"),
         (cfg.repeat_rows or rows.n >= needed, f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; "

@@ -284,5 +284,9 @@ def gaps(cells: dict, keys: list[str], rows: dict, base: str) -> list[list[str]]
 
 def read_sums(result: Result) -> dict[str, np.ndarray]:
     """The summands per row beside a student's figures."""
-    with reading(result.folder / "figures.npz", "score it again"):
-        return dict(np.load(result.folder / "figures.npz"))
+    file = result.folder / "figures.npz"
+    with reading(file, "score it again"):
+        sums = dict(np.load(file))
+        own = np.isclose(sums["ce"].sum() / sums["n"].sum(), result.figures["ce"], rtol=1e-9)
+    require(own, f"{file}: not of the figures beside it; score it again")
+    return sums

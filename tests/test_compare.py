@@ -175,15 +175,19 @@ def test_a_student_is_known_by_what_made_it(tiny, monkeypatch, tmp_path):
     ("--tune=alra.gamma=1,5", "--tune=('alra.gamma=1,5',): add --tune=lr=RATE,RATE"),
     ("--tune=lr=1e-3,1e-2 --tune=alra.gama=1,2", "alra takes no gama"),
     ("--reference=tad", "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
+    ("--tune=lr=1e-3,1e-3", "--tune=lr=1e-3,1e-3: a value twice"), ("--tad.beta=3", "settings of ['tad'], which is not compared"),
+    *((f"c.py {text}", says) for text, says in (("'like': 'tad'", "like='tad': expected one of pd"), ("'studies': {'../x': {}}", "studies ['../x']: expected names"))),
     ("--seed=3", "['--seed']: compare.py sets it itself"),
     ("--tunes=x", "--tunes=x: no such key 'tunes'"),
     *((f"--{key}=0", f"--{key}=0: expected at least 1") for key in ("seeds", "jobs", "rows", "per_run")),
     ("c.py", "_compare: no such key ['seed']"),
 ])  # fmt: skip
 def test_refusals(argv, message, tmp_path):
-    (tmp_path / "c.py").write_text('methods = ("pd",)\n_compare = {"seed": 3}\n')
+    file, _, keys = argv.partition(" ")
+    given = keys or "'seed': 3"
+    (tmp_path / "c.py").write_text(f'methods = ("pd",)\n_compare = {{{given}}}\n')
     with pytest.raises(ValueError, match=re.escape(message)):
-        compare.arguments([str(tmp_path / "c.py")] if argv == "c.py" else ["config/demo.py", *argv.split()])
+        compare.arguments([str(tmp_path / "c.py")] if file == "c.py" else ["config/demo.py", *argv.split()])
 
 
 @pytest.fixture

@@ -166,6 +166,8 @@ CASES += [(NEW, *case) for case in (
     (gone("data/val.bin"), "data: no val.bin with val.json"),
     *((edit("data/val.json", **{key: value}), f"data: {key} differs in train.json and val.json")
       for key, value in {"tokenizer_sha256": "other", "eos_id": 3, "bos": 3, "vocab_size": 300}.items()),
+    (many(copy("data/train.bin", "data/val.bin"), copy("data/train.json", "data/val.json")), "data: val.bin has the rows of train.bin"),
+    (many(edit("data/train.json", eos_id=3), edit("data/val.json", eos_id=3)), "data: eos_id=3, the tokenizer has 0; prepare it again"),
     (many(edit("data/train.json", tokenizer_sha256="x"), edit("data/val.json", tokenizer_sha256="x")), "tokenizer teacher: not the one that data was prepared with"),
     (rows("val", lambda ids: ids[:, :9].copy(), row_len=9), "data has rows for seq_len=8"),
     (rows("train", filled(259)), "data/train.bin: an id beyond the vocabulary of 259"),

@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import runpy
 import shlex
 import shutil
@@ -98,6 +99,7 @@ def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[di
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
         values = [literal(v) for v in values.split(",")]
+        require(len({*map(str, values)}) == len(values), f"--tune={text}: a value twice")
         if key == "lr" and len(values) > 1 and all(isinstance(v, int | float) and v > 0 for v in values):
             rates = [float(v) for v in values]
         elif method in choices and setting != "lr":
@@ -418,8 +420,16 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     for name in cfg.methods:
         for settings in (cfg.overrides_of(name), *tried.get(name, ())):  # ValueError for one that does not exist
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
-    known = spec.reference in (None, *cfg.methods)
-    require(known, f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
+    studied = {m for changes in (spec.studies or {}).values() for m in changes.get("methods", ())} | {*cfg.methods}
+    odd = [name for name in spec.studies or () if not re.fullmatch(r"\w+", name)]
+    unused = [name for name in cfg.hyper if name.partition("@")[0] not in {m.partition("@")[0] for m in studied}]
+    for ok, message in (
+        (spec.reference in (None, *cfg.methods), f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}"),
+        (spec.like in (None, *cfg.methods), f"_compare: like={spec.like!r}: expected one of {', '.join(cfg.methods)}"),
+        (not odd, f"_compare: studies {odd}: expected names of letters, digits and _"),
+        (not unused, f"settings of {unused}, which is not compared; add the method, or remove its settings"),
+    ):  # fmt: skip
+        require(ok, message)
     for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
         require(value >= 1, f"--{key}={value}: expected at least 1")
     return args, spec, cfg

@@ -227,7 +227,7 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
             say(f"{s.name} stopped at {s.stopped}")
     live = [s for s in students if not s.stopped]
     common = set.intersection(*({*s.checkpoints()} for s in live)) if live else {cfg.max_steps}
-    started = any((s.folder / name).exists() for s in live for name in ("log.jsonl", "model", "checkpoints"))
+    started = any((s.folder / name).exists() for s in live for name in ("log.jsonl", "model"))
     message = f"{out}: its students have no checkpoint in common; restore one, or choose another out_dir"
     require(common or not started, message)
     step, counts = max(common, default=0), dict.fromkeys(COUNTS, 0)
@@ -239,7 +239,6 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
         except BrokenError as error:
             require(step > min(common), str(error))
             say(f"passed over: {error}")
-    require(step <= cfg.max_steps, f"max_steps={cfg.max_steps}: {out} is at step {step}; set at least that")
     for s in live if common else ():
         state = load_checkpoint(s.checkpoints()[step], s)
         share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
@@ -249,6 +248,7 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
     for s in live if cfg.resume_from and not common else ():
         state = load_checkpoint(Path(cfg.resume_from), s)
         step, counts["valid_tokens"] = state["step"], state["valid_tokens"]
+    require(step <= cfg.max_steps, f"max_steps={cfg.max_steps}: {out} is at step {step}; set at least that")
     say(summary(students, step, facts, cfg))
     parallel.barrier(torch.device(cfg.device))  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
@@ -270,7 +270,7 @@ def summary(students: list[Student], step: int, facts: dict, cfg: Config) -> str
     """What runs on what. Raises `UserError` if its checkpoints do not fit the disk."""
     n, out = students[0].model.n_params, Path(cfg.out_dir)
     needs = len(students) * n * (12 * (cfg.keep_checkpoints + 1) + 4)  # weights and two moments; at the end the model
-    free = shutil.disk_usage(out).free + sum(f.stat().st_size for f in out.glob("*/checkpoints/*/*"))
+    free = shutil.disk_usage(out).free + sum(f.stat().st_size for f in out.glob("*/checkpoints/**/*") if f.is_file())
     disk = f"checkpoints and models take up to {gib(needs)} of disk, {gib(free)} are free"
     require(needs <= free, f"out_dir={out}: {disk}; choose another disk, or set --keep_checkpoints=1")
     names = ", ".join(f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students)

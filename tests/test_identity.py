@@ -142,6 +142,8 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     assert [r["step"] for r in records(tmp_path / "branch", "vanilla_kd") if "ce" in r] == [5, 6]
     cfg = config(tiny, tmp_path / "branch", **branch)
     assert [train.learning_rate(step, cfg) for step in (3, 4)] == [1e-2, pytest.approx(6e-5 + (1e-2 - 6e-5) / 2)]
+    with pytest.raises(UserError, match=r"max_steps=3: .*late is at step 4; set at least that"):
+        train.distil(config(tiny, tmp_path / "late", **branch, max_steps=3))
     with pytest.raises(UserError, match="a student of another shape"):
         train.distil(config(tiny, tmp_path / "other", **branch, student="32x1x2"))
 

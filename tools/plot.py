@@ -51,7 +51,8 @@ PANELS = {  # key in log.jsonl -> title, unit; terms of other objectives follow
     "val_kl": ("validation KL(teacher || student)", NATS),
     "val_agree": ("validation top-1 agreement with teacher", "share of tokens"),
 }
-LEVELS = {"val_teacher_ce": ("teacher", ":"), "val_teacher_entropy": ("teacher's entropy", "-.")}
+LEVELS = {"val_teacher_ce": ("teacher", ":"), "val_teacher_entropy": ("teacher's entropy", "-."),
+          "val_unigram_ce": ("unigram", "--"), "val_uniform_ce": ("ln V", (0, (1, 4)))}  # fmt: skip
 Points = dict[str, dict[str, list[tuple]]]  # curve's name -> key of the log -> [(nominal tokens, value[, half])]
 
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.frameon": False, "axes.grid": True, "grid.alpha": 0.25,

@@ -1,4 +1,4 @@
-"""Distil one or more students from one teacher: AdamW, cosine, one forward pass of the teacher for all.
+"""Distil one or more students from one teacher: AdamW, a schedule, one forward pass of the teacher for all.
 
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
@@ -434,7 +434,7 @@ def distil(cfg: Config) -> int:
 def loop(
     cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student], facts: dict
 ) -> tuple[int, dict]:
-    """From the newest checkpoint to the last one -> the step that was reached, and the counts."""
+    """From the newest checkpoint to the last update, a signal, or no student left -> the step that was reached, and the counts."""
     first, counts = run.resume(students, schedule, facts, cfg)
     live, step, stop, failed, started = [s for s in students if not s.stopped], first, False, None, time.perf_counter()
     catch_signals()

@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
         raise UserError(
             f"{path}: cannot be written ({error}); free some space or check the permissions, then run the same command "
-            "again: it resumes from the last complete checkpoint"
+            "again"
         ) from error
 
 
@@ -93,23 +93,23 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def locked(folder: Path, busy: str) -> Iterator[None]:
     """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock.
 
-    Of a file opened for writing, not of the folder: NFS then tells the lock to all hosts. It says who holds it.
+    The lock is on a file, not on the folder, as NFS shows locks of files to all hosts; the file says who holds it.
     """
-    name, mine = folder / ".alra-lock", False
+    lock_file, mine = folder / ".alra-lock", False
     with contextlib.ExitStack() as stack:
         while not mine:
-            file = stack.enter_context(open(name, "a+"))
+            file = stack.enter_context(open(lock_file, "a+"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
                 raise UserError(f"{busy} ({file.read().strip()})") from error
             # not if the process before has removed it since it was opened
-            mine = name.exists() and os.path.samestat(os.fstat(file.fileno()), name.stat())
+            mine = lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), lock_file.stat())
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n")
         file.flush()
-        stack.callback(name.unlink, missing_ok=True)
+        stack.callback(lock_file.unlink, missing_ok=True)
         yield
 
 

@@ -1,8 +1,8 @@
 """What made a student: one record, by which all parts of the project tell whether two students are the same.
 
 train.py compares it before it resumes a run, tools/compare.py finds finished students by it, tables hold it against each
-other. It is `made_by` in run.json, in checkpoints and in results. Of a config it has what a student learns, not places, speed
-and log: for teacher, rows and first weights it has the content.
+other. It is `made_by` in run.json, in checkpoints and in results. Of a config it holds the keys that decide what is learnt, none of places, speed
+or log; of teacher, rows and first weights it holds hashes of their content.
 """
 
 import ast
@@ -26,7 +26,7 @@ from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 
 PLAIN = int | float | complex | str | bytes | None
-VARIES = ("methods", "hyper", "objective", "shape", "seed")  # among the rows of one table
+VARIES = ("methods", "hyper", "objective", "shape", "seed")  # keys that may differ between the rows of one table
 
 
 def made_by(cfg: Config, name: str) -> dict:
@@ -128,11 +128,11 @@ def _code(x: object, seen: dict) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
             node.body[0] = ast.Pass()
     names, home = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}, vars(sys.modules[x.__module__])
-    used = {name: home[name] for name in sorted(names & home.keys()) if _counts(home[name], x.__module__)}
+    used = {name: home[name] for name in sorted(names & home.keys()) if _is_part(home[name], x.__module__)}
     return [ast.unparse(tree), *_code((used, cells), seen)]
 
 
-def _counts(x: object, module: str) -> bool:
+def _is_part(x: object, module: str) -> bool:
     """Whether something that a function names is a part of it: a constant, or a function or class of its file."""
     x = inspect.unwrap(x) if callable(x) else x
     return isinstance(x, PLAIN | list | tuple | dict | functools.partial) or getattr(x, "__module__", "") == module

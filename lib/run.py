@@ -40,7 +40,12 @@ from lib.teacher import check_teacher, inherited
 from losses import check_settings, needs_teacher
 from model import Qwen2, student_config
 
-COUNTS = ("valid_tokens", "since_log_tokens", "since_log_steps", "since_log_sec")  # since the last record of the log
+COUNTS = (
+    "valid_tokens",
+    "since_log_tokens",
+    "since_log_steps",
+    "since_log_sec",
+)  # of the run; since the log's last record
 
 
 @dataclass
@@ -57,7 +62,7 @@ class Student:
     lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term: this process's, since the last record
     gnorm: float = 0.0
-    best_ce: float = math.inf  # of the log's lines
+    best_ce: float = math.inf  # lowest that was logged; inf again while it is past ln V
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why it could not continue
     services: dict[str, Callable] = field(default_factory=dict)  # beside log.jsonl: TensorBoard, Weights & Biases

@@ -130,9 +130,7 @@ def make_student(name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | No
 def first_weights(cfg: Config) -> Qwen2:
     """The first weights of every student, fp32 on the CPU: drawn from the seed, or those of `student_weights`."""
     shape, source = student_shape(cfg), cfg.student_weights
-    if source is None:
-        return init_student(shape, cfg.seed).requires_grad_(True).train()
-    model = Qwen2.from_pretrained(source)
+    model = init_student(shape, cfg.seed) if source is None else Qwen2.from_pretrained(source)
     model.cut(shape.vocab_size)
     same = model.config == shape
     require(same, f"student_weights={source}: not of the shape of student={cfg.student}; set --student={source} too")
@@ -400,7 +398,7 @@ def distil(cfg: Config) -> int:
         run.check_config(cfg)
         rows, val = open_data(cfg, "train"), open_data(cfg, "val")
         tokenizer = run.check_data(cfg, rows, val)
-        facts = run.run_facts(cfg, rows)
+        records = run.agreed_records(cfg)
         if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
             say(f"max_steps={cfg.max_steps}: the rate ends at {learning_rate(cfg.max_steps - 1, cfg):.1e} of {cfg.lr:.1e}; to end at {cfg.min_lr:.1e} set schedule_steps too")  # fmt: skip
         if cfg.compile:
@@ -409,7 +407,7 @@ def distil(cfg: Config) -> int:
         teacher = open_teacher(cfg)
         students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
         cfg = choose_micro_batch(students, teacher, rows, cfg)
-        facts["config"] = dataclasses.asdict(cfg)
+        facts = run.run_facts(cfg, rows, records)
         with run.lock_run_dir(cfg):
             step, counts = loop(cfg, rows, val, teacher, students, facts)
             for s in students:
@@ -468,7 +466,7 @@ def loop(
                 say_levels(validated[live[0].name] | levels)
             for s in live:
                 s.record({"step": step, **validated[s.name], **levels})
-                ce, of_guess = validated[s.name]["val_ce"], math.log(s.model.config.vocab_size)
+                ce, of_guess = validated[s.name]["val_ce"], levels["val_uniform_ce"]
                 if not ce < 2 * of_guess:
                     say(f"{s.name}, step {step}: held-out CE {ce:.2f} is over twice ln V = {of_guess:.2f}; it diverges: try a smaller lr")  # fmt: skip
         if save:

@@ -183,11 +183,16 @@ def lock_run_dir(cfg: Config) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if parallel.rank() else files.locked(out, busy)
 
 
-def run_facts(cfg: Config, rows: Rows) -> dict:
-    """The provenance of every result of the run."""
+def agreed_records(cfg: Config) -> dict[str, dict]:
+    """What makes each student (lib/identity.py), on every process the same."""
     records = {name: made_by(cfg, name) for name in cfg.methods}
     for name, record in records.items():
         parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})
+    return records
+
+
+def run_facts(cfg: Config, rows: Rows, records: dict[str, dict]) -> dict:
+    """The provenance of every result of the run."""
     return {
         "config": dataclasses.asdict(cfg),
         "argv": sys.argv[1:],

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lib.files import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary, student_config
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary
 from tests import world
 from tests.world import DEMO, ROOT, SHARED
 from tools import bench, sample
@@ -210,13 +210,6 @@ def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp
         assert pinned(name) == f"owner/name@c0ffee{34 * '0'}"
     assert pinned(str(folder)) == str(folder)
     assert Qwen2.from_pretrained("owner/name").config == SMALL
-
-
-def test_names_that_are_no_shape_and_no_folder():
-    with pytest.raises(UserError, match=r"or a folder; did you mean 'demo'\?"):
-        student_config("demmo")
-    with pytest.raises(UserError, match="no such folder; expected a local model folder or a hub id"):
-        find_folder("config/teachr")
 
 
 NASTY = """def f(x):\n\treturn x["k"]  # naïve\r\n\n\n    if x != 3.14159 and 2026 >= 1_000_000:\n        pass

@@ -90,10 +90,6 @@ def copy(old: str, new: str):
     return lambda w: (shutil.copytree if (w / old).is_dir() else shutil.copy)(w / old, w / new)
 
 
-def link(name: str, target: str):
-    return lambda w: (w / name).symlink_to(target)
-
-
 def tensors(name: str, change):
     def do(w: Path) -> None:
         content = safetensors.torch.load((w / name).read_bytes())
@@ -251,8 +247,8 @@ BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """Text, teacher, rows, a run that ended, one that was stopped half-way, and items."""
-    w = tmp_path_factory.mktemp("faults")
+    """Text, teacher, rows, a run that ended, one that was stopped half-way, and items; a copy for tests; its content."""
+    w = tmp_path_factory.mktemp("faults") / "kept"
     tokenizer = world.make_tokenizer()
     shape = Qwen2Config(8, 13, 1, 2, 1, vocab_size=259, rope_theta=1e4, max_position_embeddings=64)
     init_student(shape).save_pretrained(w / "student")
@@ -270,7 +266,7 @@ def pristine(tmp_path_factory):
         patch.setattr(prepare, "finish", stop)  # before the last commit
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare(configure.load(["cfg.py", "--data_dir=stopped"]))
-    return w
+    return shutil.copytree(w, w.parent / "w"), contents(w)
 
 
 def stop(*args, **kwargs):
@@ -278,14 +274,22 @@ def stop(*args, **kwargs):
 
 
 @pytest.fixture
-def folder(pristine, tmp_path, monkeypatch):
-    """A copy of the world that may be broken, and the working directory."""
-    shutil.copytree(pristine, tmp_path / "w", symlinks=True)
-    monkeypatch.chdir(tmp_path / "w")
-    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield tmp_path / "w"
+def folder(pristine, monkeypatch):
+    """The copy, which may be broken, as the working directory; afterwards what has changed in it is copied anew."""
+    (w, kept), before = (
+        pristine,
+        {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)},
+    )
+    monkeypatch.chdir(w)
+    yield w
     for sign, handler in before.items():
         signal.signal(sign, handler)
+    now = contents(w)
+    for name in {path.split("/")[0] for path in kept | now if kept.get(path, 0) != now.get(path, 0)}:
+        if name in now:
+            gone(name)(w)
+        if name in kept:
+            copy(f"../kept/{name}", name)(w)
 
 
 def run(command: str, monkeypatch) -> int:

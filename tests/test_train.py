@@ -467,6 +467,15 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(t
     assert f"step_{started:08d}" == path.name
 
 
+def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "clip_gradients", lambda parameters, most: torch.tensor(math.nan))
+    written = mock.Mock(wraps=run.write_checkpoint, side_effect=[mock.DEFAULT, UserError("no room")])
+    monkeypatch.setattr(run, "write_checkpoint", written)
+    assert train.distil(config(tiny, tmp_path, methods="pretrain", max_skipped_updates=0)) == 1
+    says = rf"stopped at step 1: 1 updates .* its last weights are lost: no room; to go on, --resume_from=\S*/{saved(tmp_path / 'pretrain')[0]} with"
+    assert re.search(says, capsys.readouterr().out) and len(saved(tmp_path / "pretrain")) == 1
+
+
 FULL = (OSError(errno.ENOSPC, "No space left on device"),
         safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))  # fmt: skip
 

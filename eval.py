@@ -45,7 +45,7 @@ from lib.files import UserError, locked, read_json, require, write_json, write_l
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.identity import content_hash
 from lib.rows import Rows, open_rows
-from lib.tables import FILE, RUN, read_if_there, scores_name, students_of, tabulate
+from lib.tables import FILE, RUN, read_if_there, run_facts, scores_name, students_of, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.teacher import Teacher, check_teacher, load_teacher
 from lib.tokens import leading_bos, token_bytes
@@ -79,37 +79,9 @@ class Scorer(TemplateLM):
         return self.eot_token_id if self.prefix is None else self.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        return self._encode([string], add_special_tokens is not False)[string]
-
-    def _encode(self, texts, special: bool = True, quiet: bool = True) -> dict[str, list[int]]:
-        """Encode each distinct text once -> its ids. `special` puts the BOS first, if there is one (Qwen has none)."""
-        texts, ids = list(dict.fromkeys(texts)), []
-        before = [self.bos] if special and self.bos is not None else []
-        for lo in tqdm(range(0, len(texts), 4096), "tokenizing", unit="batch", disable=quiet or None):
-            some = self.tokenizer.backend_tokenizer.encode_batch_fast(texts[lo : lo + 4096], add_special_tokens=False)
-            ids += [before + encoding.ids for encoding in some]
-        return dict(zip(texts, ids, strict=True))
-
-    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As `TemplateLM.loglikelihood` and `_encode_pair`, with every text encoded once and in batches."""
-        pairs = []
-        for context, continuation in (r.args for r in requests):
-            bare = context.rstrip()
-            require(bare or not context, f"only whitespace before {continuation!r:.60}: nothing to condition on")
-            pairs.append((bare, context[len(bare) :] + continuation))
-        ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm)
-        plain = self._encode((e for c, e in pairs if not c), special=False)
-        prefix, encoded = [self.prefix_token_id], []
-        for request, (context, end) in zip(requests, pairs, strict=True):
-            if context:
-                head = ids[context]
-                tail = ids[context + end][len(head) :]
-            elif plain[end][:1] == prefix:
-                head, tail = prefix, plain[end][1:]
-            else:
-                head, tail = prefix, plain[end]
-            encoded.append((request.args, head, tail))
-        return self._loglikelihood_tokens(encoded, disable_tqdm)
+        """With the BOS first, if there is one (Qwen has none)."""
+        ids = self.tokenizer.backend_tokenizer.encode(string, add_special_tokens=False).ids
+        return ids if self.bos is None or add_special_tokens is False else [self.bos, *ids]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs) -> list[tuple[float, bool]]:
         """[((context, continuation), context ids, continuation ids)] -> log-probability (nats), all greedy?
@@ -379,13 +351,12 @@ def locate(name: str, out: str | None) -> tuple[str, Path, dict | None]:
     """A student's folder, a checkpoint, a model folder or a hub id -> the model's folder, where results go, and facts of its run."""
     model = find_folder(name)
     require((model / "config.json").is_file(), f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    folder, elsewhere = model.parent, Path("out", "eval")
-    run = read_if_there(folder / "run.json", RUN) if model.name == "model" else {}
-    if run or not (folder / "state.json").is_file():
-        return str(model), Path(out or (folder if run else elsewhere / Path(name).resolve().name)), run or None
+    folder, elsewhere, run = model.parent, Path("out", "eval"), run_facts(model, RUN) or None
+    if not run or (folder / "run.json").is_file():
+        return str(model), Path(out or (folder if run else elsewhere / Path(name).resolve().name)), run
     say(f"{name}: scoring {folder}, of a training that goes on")
     own = elsewhere / "_".join(folder.resolve().parts[i] for i in (-4, -3, -1))  # a checkpoint may be removed
-    return str(model), Path(out or own), read_json(folder / "state.json", RUN)
+    return str(model), Path(out or own), run
 
 
 def has_model(folder: Path) -> bool:

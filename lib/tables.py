@@ -25,6 +25,8 @@ TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 RUN = ("method", "student", "seed", "overrides", "step", "config", "made_by")
 FILE = ("name", "run", "protocol", "weights_sha256")
 
+Figures = dict[str, dict[int | None, dict]]  # method -> seed -> the figures of a student over held-out rows, by name
+
 
 class Result(NamedTuple):
     """What is known of one checkpoint."""
@@ -67,7 +69,11 @@ def tabulate(
             rows = by_method([r for r in same_size if split in r.scores])
             for title, base, shown in layouts(split, rows, reference):
                 lines += accuracies(title, split, student, {m: rows[m] for m in shown}, base, metric)
-        lines += heldout_rows(by_method([r for r in same_size if r.figures]), reference)
+        rows = by_method([r for r in same_size if r.figures])
+        figures = {m: {seed: r.figures for seed, r in rows[m].items()} for m in in_order(rows)}
+        if rows:
+            facts = next(r.figures for r in same_size if r.figures)
+            lines += heldout("### Held-out rows", figures, reference, scored(facts), row_intervals(rows, reference))
     lines += [f"Left out, since not scored: {', '.join(missing)}.", ""] if missing else []
     return "\n".join(lines)
 
@@ -75,6 +81,12 @@ def tabulate(
 def read_if_there(file: Path, keys: Iterable[str] = ()) -> dict:
     """The object in a JSON file; {} without a file."""
     return read_json(file, keys) if file.is_file() else {}
+
+
+def run_facts(model: Path, keys: Iterable[str] = ()) -> dict:
+    """Facts of the training behind a model's folder: run.json of a finished student, state.json of a checkpoint; {} for others."""
+    files = [model.parent / name for name in ("run.json", "state.json")] if model.name == "model" else []
+    return next((read_json(file, keys) for file in files if file.is_file()), {})
 
 
 def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
@@ -175,7 +187,7 @@ def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[l
 
 
 def caption(rows: dict) -> str:
-    n = sorted({len(seeds) for seeds in rows.values()})
+    n = sorted({len(seeds) for seeds in rows.values()} - {0})
     seeds = "One seed each" if n == [1] else f"Mean and 95 % interval over {' or '.join(map(str, n))} seeds"
     return f"{seeds}; **best**, *second*."
 
@@ -241,45 +253,46 @@ def paper_row(student: str | None, split: str, method: str, base: str, columns: 
     return [*(known.get(t) for t in columns), avg, gain]
 
 
-def heldout_rows(rows: dict, base: str) -> list[str]:
-    """The figures over held-out rows, and their differences to `base` with 95 % intervals."""
-    if not rows:
-        return []
-    figures = {m: {seed: r.figures for seed, r in rows[m].items()} for m in in_order(rows)}
-    every = [one for seeds in figures.values() for one in seeds.values()]
-    keys = [key for key in FIGURES if any(key in one for one in every)]
-    cells = {m: [{seed: one[k] * FIGURES[k].factor for seed, one in seeds.items() if k in one} for k in keys]
+def heldout(title: str, figures: Figures, base: str, notes: Iterable[str], intervals: dict) -> list[str]:
+    """A table of the figures over held-out rows, and one of their differences to `base`, paired by seed, where that has any.
+
+    notes      lines below the first table
+    intervals  of the differences of methods that share one seed alone with `base`: (low, high) by method and figure
+    """
+    keys = [key for key in FIGURES if any(key in one for seeds in figures.values() for one in seeds.values())]
+    shown, senses, factors, digits = zip(*(FIGURES[key] for key in keys), strict=True)
+    cells = {m: [{seed: f * one[k] for seed, one in seeds.items() if k in one} for k, f in zip(keys, factors, strict=True)]
              for m, seeds in figures.items()}  # fmt: skip
-    marked = mark(list(cells.values()), [FIGURES[k].sense for k in keys], [FIGURES[k].digits for k in keys])
-    heads, facts, teacher = ["", *(FIGURES[k].heading for k in keys)], every[0], "no teacher"
+    body = [[m, *texts] for m, texts in zip(cells, mark([*cells.values()], senses, digits), strict=True)]
+    lines = [title, "", *grid(["", *shown], body), "", caption(figures), *notes, ""]
+    body = [[m] for m in cells if m != base]
+    if not body or not figures.get(base):
+        return lines
+    for i, key in enumerate(keys):
+        for line, e in zip(body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True):
+            line.append(e.text(digits[i], "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else ""))
+            if e.n == 1 and intervals:
+                low, high = (factors[i] * end for end in intervals[line[0]][key])
+                line[-1] += f" [{low:+.{digits[i]}f}, {high:+.{digits[i]}f}]"
+    single = intervals and all(len(seeds) == 1 for seeds in figures.values())
+    what = "bootstrap over rows, the same for both" if single else "over seeds, paired; p by Holm over the methods"
+    return [*lines, f"{title}: difference to {base}, with 95 % intervals ({what})", "", *grid(["", *shown], body), ""]
+
+
+def scored(facts: dict) -> list[str]:
+    """What figures were computed on, and what a CE is to be compared with."""
+    teacher = "no teacher"
     if "teacher" in facts:
         teacher = f"teacher: {facts['teacher']} (CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f})"
-    lines = ["### Held-out rows", "", *grid(heads, [[m, *texts] for m, texts in zip(cells, marked, strict=True)]), "",
-             caption(rows), f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows; {teacher}.", *([f"{levels(facts)}."] if "uniform_ce" in facts else []), ""]  # fmt: skip
-    if base not in rows or len(rows) == 1:
-        return lines
-    single = all(len(seeds) == 1 for seeds in rows.values())
-    what = "bootstrap over rows, the same for both" if single else "over seeds, paired; p by Holm over the methods"
-    title = f"### Held-out rows: difference to {base}, with 95 % intervals ({what})"
-    return [*lines, title, "", *grid(heads, gaps(cells, keys, rows, base)), ""]
+    lines = [f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows; {teacher}."]
+    return [*lines, f"{levels(facts)}."] if "uniform_ce" in facts else lines
 
 
-def gaps(cells: dict, keys: list[str], rows: dict, base: str) -> list[list[str]]:
-    """Each method's differences to `base` as text, with intervals over seeds, or over rows where they share one seed alone."""
-    body, intervals = [[m] for m in cells if m != base], {}
-    for (m,) in body:
-        shared = [seed for seed in rows[m] if seed in rows[base]]
-        if len(shared) == 1:
-            intervals[m] = bootstrap(read_sums(rows[m][shared[0]]), read_sums(rows[base][shared[0]]))
-    for i, key in enumerate(keys):
-        _, _, factor, digits = FIGURES[key]
-        for line, e in zip(body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True):
-            text = e.text(digits, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else "")
-            if e.n == 1:
-                low, high = (factor * end for end in intervals[line[0]][key])
-                text += f" [{low:+.{digits}f}, {high:+.{digits}f}]"
-            line.append(text)
-    return body
+def row_intervals(rows: dict, base: str) -> dict[str, dict]:
+    """By method that shares one seed alone with `base`: the intervals of its differences, by a bootstrap over rows."""
+    shared = {m: [seed for seed in seeds if seed in rows.get(base, ())] for m, seeds in rows.items() if m != base}
+    return {m: bootstrap(read_sums(rows[m][seeds[0]]), read_sums(rows[base][seeds[0]]))
+            for m, seeds in shared.items() if len(seeds) == 1}  # fmt: skip
 
 
 def read_sums(result: Result) -> dict[str, np.ndarray]:

@@ -126,21 +126,20 @@ def bench(lm, names, *argv):
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("bos", ["auto", None, 307])
-def test_encoding_in_batches_gives_what_lm_eval_gives_pair_by_pair(student, adds_bos, bos):
-    """A context begins as the tokenizer does by itself, or as training did."""
+def test_a_context_begins_as_the_tokenizer_does_by_itself_or_as_training_did(student, adds_bos, bos):
     tokenizer, seen = make_tokenizer(bos="<s>" if adds_bos else None), []
-    rng, joins = np.random.default_rng(2), ["", " ", "\n", "  \n"]
-    pairs = [(sentence(rng, 5, str(rng.choice(joins))), str(rng.choice(joins)) + sentence(rng, 3)) for _ in range(40)]
-    requests = ask(("the cat", " saw"), ("", " saw"), ("", "<eos> cat"), ("the ca", "t saw a dog under"), ("Answer:\n", " yes"),
-                   ("the cat", "saw"), *pairs)  # fmt: skip
     scorer = ev.Scorer(student, tokenizer, bos=bos)
-    scorer._loglikelihood_tokens = lambda requests, *rest, **keys: seen.append(requests)
-    scorer.loglikelihood(requests, disable_tqdm=True)
-    TemplateLM.loglikelihood(scorer, requests, disable_tqdm=True)
-    head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in ("the cat", " saw"))
+    scorer._loglikelihood_tokens = lambda requests, **keys: seen.extend(r[1:] for r in requests)
+    scorer.loglikelihood(
+        ask(("the cat", " saw"), ("", " saw"), ("", "<eos> cat"), ("the cat \n", "saw")), disable_tqdm=True
+    )
+    head, tail, cat, lines = (
+        tokenizer.encode(t, add_special_tokens=False) for t in ("the cat", " saw", " cat", " \nsaw")
+    )
     before = [307] if bos == 307 or (adds_bos and bos == "auto") else []
-    assert seen[0] == seen[1]
-    assert [r[1:] for r in seen[0][:2]] == [([*before, *head], tail), (before or [tokenizer.eos_token_id], tail)]
+    first, empty = [*before, *head], before or [tokenizer.eos_token_id]
+    ended = ([0], cat) if not before else (before, [0, *cat])
+    assert seen == [(first, tail), (empty, tail), ended, (first, lines)]
 
 
 @pytest.mark.parametrize(("facts", "wanted"), [(None, "auto"), ({"bos": None}, None), ({"bos": 307}, 307)])
@@ -216,9 +215,9 @@ def test_scores_are_fp32_whatever_the_backbone(tokenizer):
     assert got == pytest.approx(float(logp[[0, 1, 2], tail].sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("context, continuation", [("the cat", ""), (" \n", "cat"), ("", ""), ("the cat", " dog" * 13)])
+@pytest.mark.parametrize("context, continuation", [("the cat", ""), (" \n", "cat"), ("the cat", " dog" * 13)])
 def test_requests_without_an_answer_are_refused(student, tokenizer, context, continuation):
-    with pytest.raises(UserError, match=r"expected a context|nothing to condition on"):
+    with pytest.raises(UserError, match="expected a context"):
         ev.Scorer(student, tokenizer, max_length=7).loglikelihood(ask((context, continuation)), disable_tqdm=True)
 
 

@@ -10,10 +10,9 @@ import torch
 from PIL import Image
 
 import losses
-from lib import vocab
 from lib.hf import load_tokenizer
 from lib.paper import NAMES
-from lib.tasks import TASKS
+from lib.stats import Estimate
 from tests import world
 from tools import plot, sample
 
@@ -183,31 +182,6 @@ def test_anchoring_counts_by_hand(logged, drawn):
     assert ys == [pytest.approx(y) for y in expected]
 
 
-def test_pair_scores_by_hand_and_as_trained(tmp_path, drawn):
-    plot.run(["--pairs", f"--out={tmp_path}"])
-    assert len(drawn["pairs.png"].axes) == 2 * 4 + 2
-    assert plot.pair_score(0.5, 0.25, 5) == pytest.approx((math.exp(-1.25), 0.75 * math.exp(-1.25)))
-    p = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
-    z_t = torch.arange(5, 0, -1).double()[None]  # the same order
-    pair_kl = vocab.binary_kl(*(vocab.differences(z[:, :4]) for z in (z_t, p.log()[None])))[0]
-    aligned = losses.alra(p.log()[None], z_t, torch.tensor([0]), d_min=4, d_max=4, gamma=5.0, eps=1e-300).pair[0]
-    score = [[plot.pair_score(float(p[i]), float(p[j]), 5.0)[1] if i < j else 0.0 for j in range(4)] for i in range(4)]
-    score = torch.tensor(score, dtype=torch.float64)
-    torch.testing.assert_close(aligned, (score / score.sum() * pair_kl).sum(), rtol=1e-6, atol=1e-9)
-
-
-def test_sets_and_rows_by_hand(tmp_path, drawn):
-    manifest = {"split": "train", "rows": 8, "padding_share": 0.25, "length_histogram": [0, 0, 1, 0, 2, 5]}
-    (tmp_path / "train.json").write_text(json.dumps(manifest))
-    plot.run(["--sets", f"--rows={tmp_path}"])
-    (axis,) = drawn["sets.png"].axes
-    assert [t.get_text().replace("\n", "_") for t in axis.get_xticklabels()] == list(TASKS)
-    validation, heldout = ([bar.get_height() for bar in bars] for bars in axis.containers)
-    assert validation == [570, 39_905, 16_113] and len(heldout) == 9 and heldout[4] == 500
-    (axis,) = drawn["rows.png"].axes
-    assert [*axis.patches[0].get_data().values] == [0, 0, 12.5, 0, 25, 62.5]
-
-
 def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     tokenizer, teacher, folder = load_tokenizer(world.DEMO), world.make_model(), tmp_path / "run" / "alra@x"
     students = {step: world.make_model(world.STUDENT, seed=step) for step in (2, 9)}
@@ -240,21 +214,18 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
 
 
 def test_forest_keeps_the_tables_order_and_its_numbers(tmp_path, drawn):
-    rows = [{"name": "pretrain", "mean": 0.5, "low": 0.25, "high": 0.625}, {"name": "mine", "mean": 0.0, "low": None, "high": None},
-            {"name": "fixed_7", "mean": -0.125, "low": -0.25, "high": 0.125}]  # fmt: skip
-    plot.forest(rows, tmp_path / "new" / "f.png", "against vanilla_kd", "difference [nats per token]")
+    gaps = {"pretrain": Estimate(3, 0.5, 0.125), "mine": Estimate(1, 0.0), "fixed_7": Estimate(3, -0.125, 0.25)}
+    plot.forest(gaps, tmp_path / "new" / "f.png", "against vanilla_kd", "difference [nats per token]")
     (axis,) = drawn["f.png"].axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["pretrain", "mine", "fixed_7"]
-    assert [text.get_text() for text in axis.texts] == ["+0.5000  [+0.2500, +0.6250]", "+0.0000", "-0.1250  [-0.2500, +0.1250]"]  # fmt: skip
-    assert [[*line.get_xdata()] for line in axis.get_lines()][:3] == [[0.25, 0.625], [0.5], [0.0]]
+    assert [text.get_text() for text in axis.texts] == ["+0.5000 ± 0.1250", "+0.0000", "-0.1250 ± 0.2500"]
+    assert [line.get_segments()[0][:, 0].tolist() for line in axis.collections] == [[0.375, 0.625], [-0.375, 0.125]]
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
     write(tmp_path / "run.json", [{"config": {"hyper": {}}, "bos": None}])
     for argv, message in (([f"{tmp_path}/x"], f"{tmp_path}/x: no log.jsonl there or one folder below"),
-                          ([f"{tmp_path}/tad", "--sentence=x"], "expected a student of ALRA with checkpoints"),
-                          ([f"--rows={tmp_path}"], "train.json: not there; expected a folder that prepare.py has written"),
-                          ([], "nothing to draw: expected a run's folder, --pairs, --sets or --rows")):  # fmt: skip
+                          ([f"{tmp_path}/tad", "--sentence=x"], "expected a student of ALRA with checkpoints")):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             plot.run(argv)
     with pytest.raises(ValueError, match="alra: no term logged yet"):

@@ -1,6 +1,6 @@
 """The report of a comparison: README.md and figures, from the folder of results that tools/compare.py leaves.
 
-`students.csv` has a line for each planned student: its figures over held-out rows, or why there are none. `rates.jsonl`
+`students.jsonl` has a line for each planned student: its figures over held-out rows, or why there are none. `rates.jsonl`
 has the trials, `settings.json` the config, `logs_seed*/` the logs of a seed each.
 """
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from lib import tables
 from lib.files import read_json, read_lines, require
 from lib.paper import LAYOUT, PAPER
-from lib.stats import FIGURES, differences, p_text
+from lib.stats import FIGURES, p_text
 
 ORDERED = ("ce", "kl", "top1")  # of FIGURES: the order of methods by these is put beside the paper's
 PROVENANCE = ("hardware", "git_commit", "versions")
@@ -43,12 +42,10 @@ class Spec:
 
 def read(folder: Path) -> list[dict]:
     """What is known of each planned student. `UserError` where none has a result."""
-    file = folder / "students.csv"
+    file = folder / "students.jsonl"
     require(file.is_file(), f"{file}: not there; run the same command without --report first")
-    sheet = pd.read_csv(file, keep_default_na=False, na_values=[""]).to_dict("records")
-    students = [{key: value for key, value in line.items() if not pd.isna(value)} for line in sheet]
-    first = students[0]
-    says = f"{folder}: no student has a result; {first['method']}: {first.get('stopped')}"
+    students = read_lines(file, ("method", "seed"))
+    says = f"{folder}: no student has a result; {students[0]['method']}: {students[0].get('stopped')}"
     require(not all("stopped" in x for x in students), says)
     return students
 
@@ -59,21 +56,17 @@ def report(spec: Spec, results: Path) -> tuple[list[dict], str]:
     figures: tables.Figures = {x["method"]: {} for x in students}
     for x in students:
         figures[x["method"]] |= {} if "stopped" in x else {x["seed"]: x}
-    layout = [(title, {m: figures[m] for m in dict.fromkeys((*methods, ref)) if m in figures}, ref)
-              for title, methods, ref in spec.layout([*figures])]  # fmt: skip
-    drawn = draw_figures(layout, results)
-    for i, (title, shown, ref) in enumerate(layout, 1):
-        lines = tables.heldout(f"## {title}", shown, ref, (), {}) if any(shown.values()) else []
-        sections.append(lines + [f"![{title}](forest_{i}.png)", ""] * (f"forest_{i}" in drawn))
-    text = heading(spec, students, settings) + list(itertools.chain(*sections)) + costs(students, figures)
+    for title, methods, ref in spec.layout([*figures]):
+        shown = {m: figures[m] for m in dict.fromkeys((*methods, ref)) if m in figures}
+        sections.append(tables.heldout(f"## {title}", shown, ref) if any(shown.values()) else [])
     tried = trials(results, settings)
-    text += (beside_the_paper(figures) if spec.paper else []) + tried
-    if pictures := [f"![{name}]({name}.png)\n" for name in drawn if not name.startswith("forest")]:
+    text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
+    text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
+    if drawn := draw_figures(results):
         said = "Curves: means over all seeds, with 95 % intervals where there are several; the others: seed 1."
-        text += ["## Training", "", said, "", *pictures]
+        text += ["## Training", "", said, "", *(f"![{name}]({name}.png)\n" for name in drawn)]
     (results / "README.md").write_text("\n".join(text).rstrip() + "\n")
-    first = [line for line in sections[0] if not line.startswith("!")]
-    return students, "\n".join([*first, tried[-2], ""])
+    return students, "\n".join([*sections[0], tried[-2], ""])
 
 
 def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
@@ -102,18 +95,15 @@ def costs(students: list[dict], figures: tables.Figures) -> list[str]:
         given = {"lr": one["lr"], **json.loads(one["settings"])} if some else {}
         given = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in given.items()]
         flops = [f"{one[key]:.3g}" if key in one else "–" for key in ("student_flops", "teacher_flops")]
-        walls = [x["wall_sec"] / x["students_in_run"] for x in some if "wall_sec" in x]
-        seconds = f"{np.mean(walls):.0f}" if walls else "–"
-        body.append([method, ", ".join(given) or "–", made, *flops, seconds])
+        body.append([method, ", ".join(given) or "–", made, *flops])
     return ["## Settings and costs", "",
-            "FLOPs of a student: its own training, and the teacher's forward passes as if it shared them with no other. "
-            "s: wall time of the run over its students, which share a teacher and the machine: no measure of a method.", "",
-            *tables.grid(["", "settings", "n", "student FLOPs", "teacher FLOPs", "s"], body), ""]  # fmt: skip
+            "FLOPs of a student: its own training, and the teacher's forward passes as if it shared them with no other.", "",
+            *tables.grid(["", "settings", "n", "student FLOPs", "teacher FLOPs"], body), ""]  # fmt: skip
 
 
 def beside_the_paper(figures: tables.Figures) -> list[str]:
     """Our order of methods beside the order of the paper's averages over tasks: Kendall's tau-b, and ranks."""
-    from scipy.stats import kendalltau  # half a second, and only here
+    from scipy.stats import kendalltau, rankdata  # half a second, and only here
 
     taus, places, sizes = [], [], ("200m", "500m")
     heads = [*(f"paper {size}" for size in sizes), *(f"our {FIGURES[k].heading}" for k in ORDERED)]
@@ -121,14 +111,14 @@ def beside_the_paper(figures: tables.Figures) -> list[str]:
         methods = [m for m in methods if figures.get(m)]
         if len(methods) < 2:
             continue
-        ours = [[FIGURES[k].sense * np.mean([x[k] for x in figures[m].values()]) for k in ORDERED] for m in methods]
-        paper = [[PAPER[size, split, m]["avg"] for size in sizes] for m in methods]
-        scores = pd.DataFrame(np.hstack([paper, ours]), methods, heads)  # more is better
-        for theirs, mine in itertools.product(heads[:2], heads[2:]):
-            tau = kendalltau(scores[theirs], scores[mine])
+        scores = [[PAPER[size, split, m]["avg"] for m in methods] for size in sizes]  # more is better, in all columns
+        scores += [[FIGURES[k].sense * np.mean([x[k] for x in figures[m].values()]) for m in methods] for k in ORDERED]
+        columns = [*zip(heads, scores, strict=True)]
+        for (theirs, a), (mine, b) in itertools.product(columns[:2], columns[2:]):
+            tau = kendalltau(a, b)
             taus.append([title, theirs, mine, f"{tau.statistic:+.2f}", p_text(tau.pvalue)])
-        ranks = scores.rank(ascending=False, method="min").astype(int).astype(str)
-        places += [[title, m, *ranks.loc[m]] for m in methods]
+        ranks = [rankdata(np.negative(column), "min") for column in scores]
+        places += [[title, m, *(f"{rank[i]:.0f}" for rank in ranks)] for i, m in enumerate(methods)]
     if not taus:
         return []
     return ["## The paper's ordering and ours", "",
@@ -166,21 +156,13 @@ def trials(results: Path, settings: dict) -> list[str]:
             f"Best at the lowest or highest rate tried, so that one beyond might do better: {', '.join(at_end) or 'none'}.", ""]  # fmt: skip
 
 
-def draw_figures(layout: list[tuple], results: Path) -> list[str]:
-    """A forest plot of each table's differences in CE, and the figures that plot.py draws from logs -> their names."""
+def draw_figures(results: Path) -> list[str]:
+    """Draw what plot.py draws from logs, the curves over all seeds -> names of the figures."""
     from tools import plot  # matplotlib only where something is drawn
 
-    drawn = []
-    for i, (title, shown, ref) in enumerate(layout, 1):
-        ce = {m: {seed: x["ce"] for seed, x in by_seed.items()} for m, by_seed in shown.items()}
-        others = [m for m in ce if m != ref and ce[m].keys() & ce.get(ref, {}).keys()]
-        if others:
-            gaps = dict(zip(others, differences([(ce[m], ce[ref]) for m in others]), strict=True))
-            drawn.append(f"forest_{i}")
-            plot.forest(gaps, results / f"{drawn[-1]}.png", title, f"CE, nats/token, less that of {ref}; 95 % interval")
-    if logs := sorted(results.glob("logs_seed*")):
-        seeds = [plot.find_logs([folder]) for folder in logs]
-        seeds = [plot.read_curves({m: at for m, at in found.items() if m in layout[0][1]}) for found in seeds]
-        plot.curves(plot.over_seeds(seeds), results / "curves.png")
-        drawn += ["curves", *plot.draw_logs(("budget", "anchoring"), plot.find_logs(logs[:1]), results)]
-    return drawn
+    if not (logs := sorted(results.glob("logs_seed*"))):
+        return []
+    plot.curves(
+        plot.over_seeds([plot.read_curves(plot.find_logs([folder])) for folder in logs]), results / "curves.png"
+    )
+    return ["curves", *plot.draw_logs(("budget", "anchoring"), plot.find_logs(logs[:1]), results)]

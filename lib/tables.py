@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from lib.files import read_json, reading, require
+from lib.files import read_json, require
 from lib.identity import VARIES
 from lib.metrics import levels
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
-from lib.stats import FIGURES, bootstrap, differences, estimate, p_text
+from lib.stats import FIGURES, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
 
 # Students share a table where what made them is equal but for VARIES, and so are their updates and the protocol of scoring.
@@ -73,7 +71,7 @@ def tabulate(
         figures = {m: {seed: r.figures for seed, r in rows[m].items()} for m in in_order(rows)}
         if rows:
             facts = next(r.figures for r in same_size if r.figures)
-            lines += heldout("### Held-out rows", figures, reference, scored(facts), row_intervals(rows, reference))
+            lines += heldout("### Held-out rows", figures, reference, scored(facts))
     lines += [f"Left out, since not scored: {', '.join(missing)}.", ""] if missing else []
     return "\n".join(lines)
 
@@ -92,36 +90,32 @@ def run_facts(model: Path, keys: Iterable[str] = ()) -> dict:
 def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
     """The folders that a command's paths stand for, and those of students that are not `done`.
 
-    A run's folder stands for its students, any other folder for itself, a file for nothing.
+    A folder stands for those inside that are `done`, as a run's for its students, or else for itself; a file for nothing.
     """
     folders, missing = [], []
     for name in paths:
         path = Path(name)
         facts = read_if_there(path / "run.json")
-        if "config" not in facts or "method" in facts:  # no run
-            folders += [name] * (not path.is_file())  # unchanged: ./a/b is not a hub id
-            continue
-        methods = [path / method for method in facts["config"].get("methods", ())]
-        folders += [str(f) for f in dict.fromkeys([*methods, *sorted(path.glob("*/"))]) if done(f)]
+        of_run = "config" in facts and "method" not in facts
+        methods = [path / method for method in facts["config"].get("methods", ())] if of_run else []
+        inside = [str(f) for f in dict.fromkeys([*methods, *sorted(path.glob("*/"))]) if done(f)]
+        folders += inside or [name] * (not path.is_file() and not of_run)  # unchanged: ./a/b is not a hub id
         missing += [str(f) for f in methods if not done(f)]
     return list(dict.fromkeys(folders)), missing
 
 
-def load(paths: list[str], files: dict[str, str]) -> list[Result]:
-    """The results in these folders or one level below. `files` are the names of files of scores by split."""
-    results = {}
-    for path in map(Path, paths):
-        inside = {}
-        for folder in (path, *sorted(path.glob("*/"))):
-            rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
-            scores = {s: read_json(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
-            for part in (*scores.values(), *filter(None, [rows])):
-                figures = {**rows["figures"], "dtype": rows["protocol"]["dtype"]} if rows else {}
-                inside[folder] = Result(folder, part["name"], part["run"] or {}, scores, figures)
+def load(folders: list[str], files: dict[str, str]) -> list[Result]:
+    """The results in these folders. `files` are the names of files of scores by split."""
+    results = []
+    for folder in map(Path, folders):
+        rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
+        scores = {s: read_json(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
+        parts = [*scores.values(), *filter(None, [rows])]
         missing = " or ".join(("figures.json", *files.values()))
-        require(inside, f"{path}: no {missing} in it; first: python eval.py {path}")
-        results |= inside
-    return list(results.values())
+        require(parts, f"{folder}: no {missing} in it; first: python eval.py {folder}")
+        figures = {**rows["figures"], "dtype": rows["protocol"]["dtype"]} if rows else {}
+        results.append(Result(folder, parts[-1]["name"], parts[-1]["run"] or {}, scores, figures))
+    return results
 
 
 def method_of(result: Result) -> str:
@@ -253,30 +247,22 @@ def paper_row(student: str | None, split: str, method: str, base: str, columns: 
     return [*(known.get(t) for t in columns), avg, gain]
 
 
-def heldout(title: str, figures: Figures, base: str, notes: Iterable[str], intervals: dict) -> list[str]:
-    """A table of the figures over held-out rows, and one of their differences to `base`, paired by seed, where that has any.
-
-    notes      lines below the first table
-    intervals  of the differences of methods that share one seed alone with `base`: (low, high) by method and figure
-    """
+def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) -> list[str]:
+    """A table of the figures over held-out rows, `notes` below it, and one of their differences to `base`, paired by seed."""
     keys = [key for key in FIGURES if any(key in one for seeds in figures.values() for one in seeds.values())]
-    shown, senses, factors, digits = zip(*(FIGURES[key] for key in keys), strict=True)
+    heads, senses, factors, digits = zip(*(FIGURES[key] for key in keys), strict=True)
     cells = {m: [{seed: f * one[k] for seed, one in seeds.items() if k in one} for k, f in zip(keys, factors, strict=True)]
              for m, seeds in figures.items()}  # fmt: skip
     body = [[m, *texts] for m, texts in zip(cells, mark([*cells.values()], senses, digits), strict=True)]
-    lines = [title, "", *grid(["", *shown], body), "", caption(figures), *notes, ""]
+    lines = [title, "", *grid(["", *heads], body), "", caption(figures), *notes, ""]
     body = [[m] for m in cells if m != base]
     if not body or not figures.get(base):
         return lines
-    for i, key in enumerate(keys):
+    for i, d in enumerate(digits):
         for line, e in zip(body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True):
-            line.append(e.text(digits[i], "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else ""))
-            if e.n == 1 and intervals:
-                low, high = (factors[i] * end for end in intervals[line[0]][key])
-                line[-1] += f" [{low:+.{digits[i]}f}, {high:+.{digits[i]}f}]"
-    single = intervals and all(len(seeds) == 1 for seeds in figures.values())
-    what = "bootstrap over rows, the same for both" if single else "over seeds, paired; p by Holm over the methods"
-    return [*lines, f"{title}: difference to {base}, with 95 % intervals ({what})", "", *grid(["", *shown], body), ""]
+            line.append(e.text(d, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else ""))
+    said = f"{title}: difference to {base}, paired by seed; p by Holm over the methods"
+    return [*lines, said, "", *grid(["", *heads], body), ""]
 
 
 def scored(facts: dict) -> list[str]:
@@ -286,20 +272,3 @@ def scored(facts: dict) -> list[str]:
         teacher = f"teacher: {facts['teacher']} (CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f})"
     lines = [f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows; {teacher}."]
     return [*lines, f"{levels(facts)}."] if "uniform_ce" in facts else lines
-
-
-def row_intervals(rows: dict, base: str) -> dict[str, dict]:
-    """By method that shares one seed alone with `base`: the intervals of its differences, by a bootstrap over rows."""
-    shared = {m: [seed for seed in seeds if seed in rows.get(base, ())] for m, seeds in rows.items() if m != base}
-    return {m: bootstrap(read_sums(rows[m][seeds[0]]), read_sums(rows[base][seeds[0]]))
-            for m, seeds in shared.items() if len(seeds) == 1}  # fmt: skip
-
-
-def read_sums(result: Result) -> dict[str, np.ndarray]:
-    """The summands per row beside a student's figures."""
-    file = result.folder / "figures.npz"
-    with reading(file, "score it again"):
-        sums = dict(np.load(file))
-        own = np.isclose(sums["ce"].sum() / sums["n"].sum(), result.figures["ce"], rtol=1e-9)
-    require(own, f"{file}: not of the figures beside it; score it again")
-    return sums

@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 
 import configure
 import eval as ev
-from lib import metrics, tasks
+from lib import tasks
 from lib.files import UserError
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, Rows
@@ -329,18 +329,13 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
         assert wanted[name].sha256 == local[name].sha256 == hub[name].sha256
 
 
-@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
-def test_storycloze_from_a_file_of_its_own(suffix, data, tmp_path):
-    """With the headings and texts of its authors, or with lm-eval's fields."""
-    rows, file = world.read_jsonl(data / "storycloze_2016/test.jsonl"), tmp_path / f"cloze.{suffix}"
+def test_storycloze_from_a_file_of_its_own(data, tmp_path):
+    """With the headings and texts of its authors."""
+    rows, file = world.read_jsonl(data / "storycloze_2016/test.jsonl"), tmp_path / "cloze.csv"
     heads = ["InputStoryid", *(f"InputSentence{i}" for i in (1, 2, 3, 4)), "RandomFifthSentenceQuiz1", "RandomFifthSentenceQuiz2",
              "AnswerRightEnding"]  # fmt: skip
-    if suffix == "parquet":
-        datasets.Dataset.from_list(rows).to_parquet(file)
-    else:
-        with file.open("w", newline="", encoding="utf-8-sig") as out:
-            lines = [heads, *([i, *row.values()] for i, row in enumerate(rows))]
-            csv.writer(out, delimiter={"csv": ",", "tsv": "\t"}[suffix]).writerows(lines)
+    with file.open("w", newline="", encoding="utf-8-sig") as out:
+        csv.writer(out).writerows([heads, *([i, *row.values()] for i, row in enumerate(rows))])
     sources = ((str(data),), (None, str(file)))
     wanted, got = (tasks.read_items(["storycloze_2016"], "heldout", *how)["storycloze_2016"] for how in sources)
     assert got.rows == wanted.rows == rows and got.sha256 == wanted.sha256
@@ -368,7 +363,7 @@ def test_the_published_items_are_those_that_are_known(name, split):
     ("piqa", "piqa/validation.jsonl", b'{"goal": "a"}\n', "{}: cannot be used .KeyError: 'sol1'.*expected items of piqa, with goal, sol1"),
     ("storycloze_2016", "story.csv", b"InputSentence1\n\xe9\n", "{}: cannot be used"),
     ("storycloze_2016", "story.csv", b"InputSentence1,AnswerRightEnding\na,3\n", "{}: .*expected answer_right_ending to be 1 or 2"),
-    ("storycloze_2016", "story.xml", b"x", "{}: expected one of .jsonl, .csv, .tsv, .parquet"),
+    ("storycloze_2016", "story.xml", b"x", "{}: expected one of .jsonl, .csv"),
     ("storycloze_2016", "story.csv", None, "--storycloze {}: no such file"),
     ("storycloze_2016", None, None, "on request"),
 ])  # fmt: skip
@@ -434,8 +429,7 @@ def test_from_checkpoints_to_tables(out, data, capsys):
     ce = {method: read(out / method)["figures"]["ce"] for method in ("pretrain", "alra")}
     best, second = sorted(ce, key=ce.get)
     assert cells(text, best)[1] == f"**{ce[best]:.4f}**" and cells(text, second)[1] == f"*{ce[second]:.4f}*"
-    low, high = (float(v) for v in cells(text, "alra", 1)[1].split("[")[1].strip("]").split(","))
-    assert low < ce["alra"] - ce["pretrain"] < high
+    assert cells(text, "alra", 1)[1] == f"{ce['alra'] - ce['pretrain']:+.4f}"
     ev.run(["--table", str(out)])
     assert capsys.readouterr().out.split() == [*text.split(), *f"Left out, since not scored: {out / 'tad'}.".split()]
     argv = [str(out / "pretrain"), str(out / "alra/model"), f"--data_dir={data}", "--any_items", "--rows=none"]
@@ -466,8 +460,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, data, teacher, tokenizer, row
     for dtype in (torch.bfloat16, torch.float32):
         student = world.make_model(STUDENT, 5, 7.0).to(dtype)
         cast = ev.Teacher(world.make_model(teacher.config, 6, 7.0).to(dtype), torch.device("cpu"))
-        sums = ev.over_rows([student], cast, rows, np.arange(rows.n), ev.byte_lengths(tokenizer, 311), 4096)[0]
-        wanted = metrics.figures({key: value.sum(0) for key, value in sums.items()})
+        (wanted,) = ev.over_rows([student], cast, rows, np.arange(rows.n), ev.byte_lengths(tokenizer, 311), 4096)
         for key in ("ce", "kl", "teacher_ce"):
             assert (figures["figures"][key] == wanted[key]) == (dtype == torch.bfloat16), key
         samples = bench(ev.Scorer(student, tokenizer), ["piqa"], *argv[1:2], "--log_samples")["piqa"]["samples"]
@@ -478,7 +471,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, data, teacher, tokenizer, row
 @pytest.mark.parametrize(("argv", "said"), [
     ("tad", "tad: no model/ in it, and no checkpoint; has its training begun?"), ("alra tad", "tad: no model/ in it"), ("run.json", "no finished student: .*run.json"),
     ("gone", "gone: no such folder"), ("../gone", "gone: no such folder"), ("alra --limit=1", "--limit 1"), ("alra pretrain --out=z", "--out z"),
-    ("alra --tasks=winogrande --split=validation", "no task 'winogrande' in the validation set"), ("alra --device=gpu", "device=gpu"),
+    ("alra --tasks=winogrande --split=validation", "no .'winogrande'. in the validation set"), ("alra --device=gpu", "device=gpu"),
 ])  # fmt: skip
 def test_slips_on_the_command_line_are_told_before_the_hub_is_asked(argv, said, out, monkeypatch):
     asked = []
@@ -535,7 +528,7 @@ def test_results_are_not_lost_to_a_smaller_command(out, data):
     assert there == {"model", "run.json", "log.jsonl", "scores_heldout.json"}
 
 
-def test_checkpoints_that_do_not_fit_together_are_scored_one_after_another(out, data, monkeypatch, capsys):
+def test_checkpoints_may_be_scored_one_after_another(out, data, monkeypatch):
     """The same figures; at any time only those at work are in memory, and one tokenizer."""
     for name in ("a", "b"):
         shutil.copytree(out / "alra", out / name)
@@ -552,12 +545,11 @@ def test_checkpoints_that_do_not_fit_together_are_scored_one_after_another(out, 
 
     monkeypatch.setattr(ev.Qwen2, "from_pretrained", counted("model", ev.Qwen2.from_pretrained))
     monkeypatch.setattr(ev, "read_tokenizer", functools.lru_cache(maxsize=1)(counted("tokenizer", load_tokenizer)))
-    students, found = [str(out / name) for name in ("alra", "a", "b")], []
-    for free, at_a_time in ((10**9, 3), (0, 1)):
+    found = []
+    for at_a_time in (3, 1):
         most.clear()
-        monkeypatch.setattr(ev, "free_bytes", lambda device, free=free: free)
-        ev.run([*students, "--tasks=piqa", f"--data_dir={data}", "--any_items", "--limit=3"])
-        assert f"held-out rows: {at_a_time} of 3 checkpoints at a time" in capsys.readouterr().err
+        argv = [*(str(out / name) for name in ("alra", "a", "b")), f"--data_dir={data}", "--any_items", "--limit=3"]
+        ev.run([*argv, "--tasks=piqa", f"--per_pass={at_a_time}"])
         assert most == {
             "model": at_a_time + 1,
             "tokenizer": 2,

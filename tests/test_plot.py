@@ -12,7 +12,6 @@ from PIL import Image
 import losses
 from lib.hf import load_tokenizer
 from lib.paper import NAMES
-from lib.stats import Estimate
 from tests import world
 from tools import plot, sample
 
@@ -211,15 +210,6 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
             assert text.get_text() == ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
             assert (text.get_color() == "red") == (y > -2 and token not in z_s[u].topk(5).indices)
         assert len(cells) == len(z_s) * 7 and any(text.get_color() == "red" for text in cells.values())
-
-
-def test_forest_keeps_the_tables_order_and_its_numbers(tmp_path, drawn):
-    gaps = {"pretrain": Estimate(3, 0.5, 0.125), "mine": Estimate(1, 0.0), "fixed_7": Estimate(3, -0.125, 0.25)}
-    plot.forest(gaps, tmp_path / "new" / "f.png", "against vanilla_kd", "difference [nats per token]")
-    (axis,) = drawn["f.png"].axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["pretrain", "mine", "fixed_7"]
-    assert [text.get_text() for text in axis.texts] == ["+0.5000 ± 0.1250", "+0.0000", "-0.1250 ± 0.2500"]
-    assert [line.get_segments()[0][:, 0].tolist() for line in axis.collections] == [[0.375, 0.625], [-0.375, 0.125]]
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):

@@ -33,7 +33,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
 import torch
 import transformers
 
@@ -201,8 +200,7 @@ def launch(jobs: list[Job], args) -> dict[str, str]:
             if ending.is_set():  # since it was started
                 process.terminate()
             rc = process.wait()
-        wall, said = round(time.perf_counter() - begun, 1), (file.read_text().strip().splitlines() or [""])[-1]
-        files.append_line(args.out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
+        wall, said = time.perf_counter() - begun, (file.read_text().strip().splitlines() or [""])[-1]
         print(f"{job.name}: {wall:.0f} s, {f'exit code {rc}: {said}' if rc else 'ended'}", flush=True)
         return job.name, said
 
@@ -260,7 +258,7 @@ def is_scored(s: PlannedStudent, folder: Path, n_rows: int) -> bool:
 
 def compare(args, spec: Spec, cfg: Config) -> None:
     """Trials, seeds and scores; what the report needs is written into `args.results`."""
-    for flag, folder, mark in (("out", args.out, "logs/.compare"), ("results", args.results, "students.csv")):
+    for flag, folder, mark in (("out", args.out, "logs/.compare"), ("results", args.results, "students.jsonl")):
         foreign = [] if (folder / mark).exists() else [*folder.glob("*")]  # files are overwritten and removed there
         require(not foreign, f"--{flag}={folder}: contains {foreign[:1]}, not of compare.py; choose another folder")
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -309,12 +307,10 @@ def last_val_ce(folder: Path | None) -> float | None:
 
 
 def write_results(students: list[PlannedStudent], failed: dict[str, str], rates: list[dict], args) -> None:
-    """rates.jsonl; students.csv with a line for each planned student; their logs."""
-    folders, walls, lines = finished(args.out), {}, []
-    for line in read_lines(args.out / "runs.jsonl"):
-        walls[line["run"]] = walls.get(line["run"], 0.0) + line["wall_sec"]
+    """rates.jsonl; students.jsonl with a line for each planned student; their logs."""
+    folders, lines = finished(args.out), []
     args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "students.csv").touch()  # first: it tells whose the other files are
+    (args.results / "students.jsonl").touch()  # first: it tells whose the other files are
     for old in args.results.glob("logs*"):
         shutil.rmtree(old)
     for s in students:
@@ -324,18 +320,17 @@ def write_results(students: list[PlannedStudent], failed: dict[str, str], rates:
         if s.recipe in failed:
             line["stopped"] = failed[s.recipe]
         else:
-            line |= outcome(s, folders[s.recipe], walls)
+            line |= outcome(s, folders[s.recipe])
             copy_logs(s, folders[s.recipe], args.results / f"logs_seed{s.cfg.seed}")
         lines.append(line)
-    pd.DataFrame(lines).to_csv(args.results / "students.csv", index=False, lineterminator="\n")
+    files.write_lines(args.results / "students.jsonl", lines)
     files.write_lines(args.results / "rates.jsonl", rates)
 
 
-def outcome(s: PlannedStudent, folder: Path, walls: dict[str, float]) -> dict:
+def outcome(s: PlannedStudent, folder: Path) -> dict:
     """A student's figures, costs and provenance, or why it stopped."""
     run, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
     line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "settings": json.dumps(s.cfg.settings_of(s.name)),
-            "wall_sec": walls.get(folder.parent.name), "students_in_run": len(run["config"]["methods"]),
             "hardware": run["machine"], "git_commit": run["git_commit"],
             "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}  # fmt: skip
     if stopped.is_file():

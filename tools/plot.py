@@ -27,7 +27,7 @@ import configure
 from lib.files import UserError, read_json, read_lines, require
 from lib.hf import load_tokenizer
 from lib.paper import NAMES
-from lib.stats import Estimate, estimate
+from lib.stats import estimate
 from lib.teacher import load_teacher
 from losses import default_settings, resolve
 
@@ -218,19 +218,6 @@ def anchoring(logs: dict[str, Path], path: Path) -> None:
     agree.set(title="agreement", xlabel="step [updates]", ylabel="share of positions", ylim=(0, 1.02))
     for axis in (density, means, agree):
         axis.legend()
-    save(figure, path)
-
-
-def forest(gaps: dict[str, Estimate], path: Path, title: str, unit: str) -> None:
-    """Differences to a reference method by name; a line for the interval of more than one seed."""
-    (figure, ((axis,),)), styles = grid(1, 1, 7.2, 0.9 + 0.27 * len(gaps)), looks([*gaps])
-    for i, (name, e) in enumerate(gaps.items()):
-        axis.errorbar(e.mean, i, xerr=e.half, color=styles[name]["color"], marker=styles[name]["marker"], capsize=4)
-        axis.text(1.02, i, e.text(4, "+"), transform=axis.get_yaxis_transform(), va="center", fontsize=8)
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set(xlabel=unit, ylim=(len(gaps) - 0.4, -0.6))
-    axis.set_title(title, loc="left")
-    axis.set_yticks(range(len(gaps)), gaps)
     save(figure, path)
 
 

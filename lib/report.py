@@ -5,7 +5,6 @@ has the trials, `settings.json` the config, `logs_seed*/` the logs of a seed eac
 """
 
 import itertools
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from lib.paper import LAYOUT, PAPER
 from lib.stats import FIGURES, p_text
 
 ORDERED = ("ce", "kl", "top1")  # of FIGURES: the order of methods by these is put beside the paper's
-PROVENANCE = ("hardware", "git_commit", "versions")
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,14 @@ def report(spec: Spec, results: Path) -> tuple[list[dict], str]:
 def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
     """Who was compared on what, by which machine, and how to read the tables."""
     done, seeds = next(x for x in students if "stopped" not in x), sorted({x["seed"] for x in students})
-    used = [f"{key}: {', '.join(sorted({x[key] for x in students if key in x}))}" for key in PROVENANCE]
+    versions = {
+        ", ".join(f"{name} {version}" for name, version in x["versions"].items()) for x in students if "versions" in x
+    }
+    used = [sorted({x[key] for x in students if key in x}) for key in ("machine", "git_commit")] + [sorted(versions)]
     text = [f"# {spec.title}", "", "Written by `compare.py` from the files beside it; do not edit.", "",
             f"{len(students)} students `{settings['student']}`, seeds {', '.join(map(str, seeds))}: {settings['max_steps']:,} updates "
             f"of {settings['batch_rows']} rows of {settings['seq_len']} inputs. Scored on:", "", *tables.scored(done), "",
-            "; ".join(used), "",
+            "Machine, commit, versions: " + "; ".join(", ".join(values) for values in used) + ".", "",
             "± is half a 95 % t interval over seeds. Differences are paired by seed. p: paired t test, Holm-corrected over a "
             "table's rows, figure by figure. **Best**, *second* of a column.", ""]  # fmt: skip
     if settings["at"] == "flops":
@@ -92,7 +93,7 @@ def costs(students: list[dict], figures: tables.Figures) -> list[str]:
     for method, by_seed in figures.items():
         n, some = planned.count(method), list(by_seed.values())
         one, made = next(iter(some), {}), f"{n}" if len(some) == n else f"{len(some)} of {n}"
-        given = {"lr": one["lr"], **json.loads(one["settings"])} if some else {}
+        given = {"lr": one["lr"], **one["settings"]} if some else {}
         given = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in given.items()]
         flops = [f"{one[key]:.3g}" if key in one else "–" for key in ("student_flops", "teacher_flops")]
         body.append([method, ", ".join(given) or "–", made, *flops])

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import math
 import runpy
 import shlex
@@ -54,9 +53,8 @@ from losses import needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent.parent
-SCORED = ("n_rows", "skip_rows", "n_targets", "teacher", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce", "step",
-          "valid_tokens")  # fmt: skip
-HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
+RECORDED = (*FIGURES, "n_rows", "skip_rows", "n_targets", "teacher", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce",
+            "step", "valid_tokens", "init_sha256", "data_sha256", "val_sha256", "teacher_sha256", "rows_sha256")  # fmt: skip
 
 
 class PlannedStudent(NamedTuple):
@@ -330,15 +328,13 @@ def write_results(students: list[PlannedStudent], failed: dict[str, str], rates:
 def outcome(s: PlannedStudent, folder: Path) -> dict:
     """A student's figures, costs and provenance, or why it stopped."""
     run, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
-    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "settings": json.dumps(s.cfg.settings_of(s.name)),
-            "hardware": run["machine"], "git_commit": run["git_commit"],
-            "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}  # fmt: skip
+    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "settings": s.cfg.settings_of(s.name)}
+    line |= {key: run[key] for key in ("machine", "git_commit", "versions")}
     if stopped.is_file():
         return line | {"stopped": read_json(stopped)["why"]}
     facts = read_json(folder / "run.json")
     facts |= facts["made_by"] | read_if_there(folder / "figures.json").get("figures", {})
-    line |= {key: facts[key] for key in (*FIGURES, *SCORED) if facts.get(key) is not None}
-    line |= {key: facts[key][:12] for key in HASHES if facts.get(key)}
+    line |= {key: facts[key] for key in RECORDED if facts.get(key) is not None}
     costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]
     return line | dict(zip(("student_flops", "teacher_flops"), costs[: 1 + needs_teacher(s.name)], strict=False))
 

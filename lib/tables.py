@@ -261,8 +261,9 @@ def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) 
     for i, d in enumerate(digits):
         for line, e in zip(body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True):
             line.append(e.text(d, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else ""))
-    said = f"{title}: difference to {base}, paired by seed; p by Holm over the methods"
-    return [*lines, said, "", *grid(["", *heads], body), ""]
+    several = any(len(seeds) > 1 for seeds in figures.values())
+    how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)" if several else ""
+    return [*lines, f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
 
 
 def scored(facts: dict) -> list[str]:

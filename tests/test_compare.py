@@ -53,18 +53,8 @@ def test_estimates_against_closed_forms_and_differences_are_paired_by_seed_and_c
     assert holm([None, 0.4, 0.7]) == [None, 0.8, 0.8] and holm([0.9, 0.6]) == [1.0, 1.0] and holm([]) == []
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rows_of_mini(tmp_path_factory):
-    """Rows for config/mini.py: what makes a student has their content."""
-    global MINI
-    folder = tmp_path_factory.mktemp("mini")
-    for name in ("train", "val"):
-        world.write_rows(folder, name, 3)
-    MINI = dataclasses.replace(MINI, data_dir=str(folder))
-
-
 def study(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
-    _, spec, cfg = compare.arguments(["config/mini.py", f"--data_dir={MINI.data_dir}", *argv])
+    _, spec, cfg = compare.arguments(["config/mini.py", *argv])
     return spec, compare.plan(spec, cfg, {})
 
 
@@ -96,11 +86,10 @@ def test_a_study_has_methods_with_fewer_seeds_and_flags_beat_it():
     assert spec.layout(["pd", "tad"]) == [("Methods", ["pd", "tad"], "pd")]
 
 
-def test_students_that_differ_in_method_and_settings_alone_share_a_run(tmp_path):
-    students = [
-        *study("--seeds=2")[1],
-        *study("--seeds=2", "--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3")[1],
-    ]
+def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp_path):
+    argv = ["--seeds=2", f"--data_dir={tiny}/data"]
+    labelled = ["--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3"]
+    students = [*study(*argv)[1], *study(*argv, *labelled)[1]]
     jobs = compare.shared_runs(students, tmp_path, 99)
     assert [(job.students[0].cfg.seed, len(job.students)) for job in jobs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
     cfg = configure.load(jobs[0].argv[1:])
@@ -119,7 +108,7 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tmp_path)
 
 def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
-    _, spec, cfg = compare.arguments(["config/mini.py", "--alra.tau=2", f"--data_dir={MINI.data_dir}"])
+    _, spec, cfg = compare.arguments(["config/mini.py", "--alra.tau=2"])
     settings = {s.name: s.cfg.settings_of(s.name) for s in compare.plan(spec, cfg, chosen)}
     assert settings["pd"] == {"lr": 1e-3} and settings["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
     student, teacher = compare.flops(MINI)
@@ -273,8 +262,8 @@ def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_p
     with pytest.raises(UserError, match=r"val_max_rows=None: these rows choose, later ones are scored"):
         compare.run([*argv, "--val_max_rows=None"])
     args = argparse.Namespace(out=tmp_path, results=tmp_path / "report")
-    with pytest.raises(UserError, match="alra, seed 1: neither a result nor an error"):
-        compare.write_results(study("--methods=alra")[1], {}, [], args)
+    with pytest.raises(UserError, match="pretrain, seed 1: neither a result nor an error"):
+        compare.write_results(study(*argv)[1], {}, [], args)
 
 
 def test_print_gives_commands_that_a_shell_runs(argv, quiet, tmp_path, capsys):

@@ -315,7 +315,7 @@ def held_out_figures(
     if teacher_name:
         facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}
         dtype = getattr(torch, args.dtype)
-        teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: index})
+        teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
         if teacher is None:
             teacher = Teacher(load_teacher(teacher_name, torch.float32, device).model.to(dtype), device, n_vocab)
             of_teacher = 4 * sum(p.numel() for p in teacher.model.parameters())

@@ -24,7 +24,7 @@ from lib import parallel
 from lib.device import gib
 from lib.files import atomic_write, reading, require, writing
 from lib.identity import content_hash, record_hash
-from lib.rows import Rows
+from lib.rows import Rows, open_rows
 from lib.run import say
 from lib.teacher import Teacher, foreign_config
 
@@ -145,6 +145,6 @@ def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
 def fits_disk(data_dir: str, teacher: str) -> bool:
     """Whether the states of all rows, in fp32, would take less than half of the disk that is free without them."""
     folder, width = Path(data_dir), foreign_config(teacher).get_text_config().hidden_size
-    rows = sum((folder / f"{name}.bin").stat().st_size for name in ("train", "val"))  # four bytes for a token too
+    rows = sum(open_rows(data_dir, name)[0].nbytes for name in ("train", "val"))  # four bytes for a token too
     own = sum(file.stat().st_blocks * 512 for file in folder.glob("teacher_*"))
     return rows * width < (shutil.disk_usage(folder).free + own) / 2

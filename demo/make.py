@@ -53,7 +53,10 @@ def wanted(text: str) -> bool:
     """Neither very short nor very long, nor generated, nor a table of data."""
     n_digits, longest = sum(map(text.count, "0123456789")), max(map(len, text.split("\n")))
     return (
-        500 <= len(text) <= 200_000 and longest <= 1000 and n_digits < 0.12 * len(text) and not GENERATED.search(text[:2000])
+        500 <= len(text) <= 200_000
+        and longest <= 1000
+        and n_digits < 0.12 * len(text)
+        and not GENERATED.search(text[:2000])
     )
 
 
@@ -63,7 +66,9 @@ def documents() -> Iterator[dict]:
     for line in (ROOT / "requirements.lock").read_text().splitlines()[1:]:
         package = metadata.distribution(line.partition("==")[0])
         if terms := licence(package):
-            inside = (f for f in package.files or [] if f.suffix in (".py", ".rst", ".md") and not UNWANTED.search(str(f)))
+            inside = (
+                f for f in package.files or [] if f.suffix in (".py", ".rst", ".md") and not UNWANTED.search(str(f))
+            )
             files |= {str(f): (f, f"{line} ({terms})") for f in inside}
     seen = set()
     for name in tqdm(sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()), unit="file"):
@@ -94,8 +99,12 @@ def make_text() -> None:
     counts, texts = Counter(r["package"] for r in students), {}
     for package in sorted(counts, key=str.lower):
         files = metadata.distribution(package.partition("==")[0]).files
-        found = sorted((f for f in files if re.match(r"(?i)licen[cs]e|copying", f.name)), key=lambda f: (len(f.parts), str(f)))
-        terms = "\n".join(line.rstrip() for line in found[0].read_text("utf-8").splitlines()) if found else "no file of it"
+        found = sorted(
+            (f for f in files if re.match(r"(?i)licen[cs]e|copying", f.name)), key=lambda f: (len(f.parts), str(f))
+        )
+        terms = (
+            "\n".join(line.rstrip() for line in found[0].read_text("utf-8").splitlines()) if found else "no file of it"
+        )
         texts.setdefault(terms, []).append(f"{package}: {counts[package]} documents")
     sections = ("\n".join(["=" * 80, *names, "=" * 80, "", terms, ""]) for terms, names in texts.items())
     atomic_write(DEMO / "LICENSES.txt", "\n".join(sections).encode())

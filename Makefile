@@ -18,7 +18,7 @@ demo: .venv/ready
 	@echo "before you type commands yourself: source .venv/bin/activate"
 
 replicate: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/mini.py --jobs=2 $(if $(QUICK),$(QUICK_FLAGS),--compile=True)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/study.py --jobs=2 $(if $(QUICK),$(QUICK_FLAGS),--compile=True)
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal

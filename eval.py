@@ -40,12 +40,12 @@ from tqdm import tqdm
 import configure
 from lib import metrics
 from lib.cache import open_cached
-from lib.device import gib, give_back_memory, machine_facts, pick_device
+from lib.device import give_back_memory, machine_facts, pick_device
 from lib.files import UserError, locked, read_json, require, write_json, write_lines
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.identity import content_hash
 from lib.rows import Rows, open_rows
-from lib.tables import FILE, RUN, read_if_there, scores_name, students_of, tabulate
+from lib.tables import FILE, RUN, read_if_there, run_facts, scores_name, students_of, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.teacher import Teacher, check_teacher, load_teacher
 from lib.tokens import leading_bos, token_bytes
@@ -79,37 +79,9 @@ class Scorer(TemplateLM):
         return self.eot_token_id if self.prefix is None else self.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        return self._encode([string], add_special_tokens is not False)[string]
-
-    def _encode(self, texts, special: bool = True, quiet: bool = True) -> dict[str, list[int]]:
-        """Encode each distinct text once -> its ids. `special` puts the BOS first, if there is one (Qwen has none)."""
-        texts, ids = list(dict.fromkeys(texts)), []
-        before = [self.bos] if special and self.bos is not None else []
-        for lo in tqdm(range(0, len(texts), 4096), "tokenizing", unit="batch", disable=quiet or None):
-            some = self.tokenizer.backend_tokenizer.encode_batch_fast(texts[lo : lo + 4096], add_special_tokens=False)
-            ids += [before + encoding.ids for encoding in some]
-        return dict(zip(texts, ids, strict=True))
-
-    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As `TemplateLM.loglikelihood` and `_encode_pair`, with every text encoded once and in batches."""
-        pairs = []
-        for context, continuation in (r.args for r in requests):
-            bare = context.rstrip()
-            require(bare or not context, f"only whitespace before {continuation!r:.60}: nothing to condition on")
-            pairs.append((bare, context[len(bare) :] + continuation))
-        ids = self._encode((t for c, e in pairs if c for t in (c, c + e)), quiet=disable_tqdm)
-        plain = self._encode((e for c, e in pairs if not c), special=False)
-        prefix, encoded = [self.prefix_token_id], []
-        for request, (context, end) in zip(requests, pairs, strict=True):
-            if context:
-                head = ids[context]
-                tail = ids[context + end][len(head) :]
-            elif plain[end][:1] == prefix:
-                head, tail = prefix, plain[end][1:]
-            else:
-                head, tail = prefix, plain[end]
-            encoded.append((request.args, head, tail))
-        return self._loglikelihood_tokens(encoded, disable_tqdm)
+        """With the BOS first, if there is one (Qwen has none)."""
+        ids = self.tokenizer.backend_tokenizer.encode(string, add_special_tokens=False).ids
+        return ids if self.bos is None or add_special_tokens is False else [self.bos, *ids]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs) -> list[tuple[float, bool]]:
         """[((context, continuation), context ids, continuation ids)] -> log-probability (nats), all greedy?
@@ -254,16 +226,13 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
         prompts = hashlib.sha256()
         for instance in task.instances:
             prompts.update(json.dumps(instance.args).encode())
-        config = {k: v for k, v in task.dump_config().items() if k not in ("dataset_kwargs", "metadata")}
-        config = json.dumps(config, sort_keys=True, default=lambda f: f"{f.__module__}.{f.__qualname__}")
         n, chosen = len({i.doc_id for i in task.instances}), items[name]
         values = {key.removesuffix(",none"): v for key, v in out["results"][name].items() if key.endswith(",none")}
         values = {key: v for key, v in values.items() if v == v}  # of one item there is no standard error
         scores[name] = {
             **values, "n": n, "n_rows": len(chosen.rows), "n_paper": getattr(TASKS[name], args.split)[1],
             "source": chosen.source, "data_sha256": chosen.sha256, "prompts_sha256": prompts.hexdigest(),
-            "task_sha256": hashlib.sha256(config.encode()).hexdigest(), "version": out["versions"][name],
-            "task": json.loads(config), **({"samples": out["samples"][name]} if args.log_samples else {}),
+            "version": out["versions"][name], **({"samples": out["samples"][name]} if args.log_samples else {}),
         }  # fmt: skip
     return scores
 
@@ -271,8 +240,8 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]
 def over_rows(
     students: list[Qwen2], teacher: Teacher | None, rows: Rows, index: np.ndarray, n_bytes: np.ndarray,
     batch_tokens: int,
-) -> list[dict[str, np.ndarray]]:  # fmt: skip
-    """The summands of `metrics.figures`, per student and row.
+) -> list[dict[str, float]]:  # fmt: skip
+    """The figures of each student, with the number of targets, `n_targets`.
 
     index    of the rows to read
     n_bytes  [V] bytes of text that a token stands for. A BOS and an EOS are targets like any other, but have no text: bits
@@ -289,11 +258,12 @@ def over_rows(
 
     models = [(model.hidden, model.head) for model in students]
     head_t = teacher.head if teacher else None
-    sums = metrics.row_sums(models, head_t, batches(), len(index), torch.from_numpy(n_bytes).to(device))
-    sums = [{key: value.cpu().numpy() for key, value in of_student.items()} for of_student in sums]
-    finite = all(np.isfinite(of_student["ce"]).all() for of_student in sums)
+    found = metrics.row_sums(models, head_t, batches(), len(index), torch.from_numpy(n_bytes).to(device))
+    found = [{key: value.cpu().numpy().sum(0) for key, value in sums.items()} for sums in found]
+    finite = all(np.isfinite(sums["ce"]) for sums in found)
     require(finite, "the probability of a held-out token is 0 or not a number; the weights have diverged")
-    return sums
+    figures = [{key: float(value) for key, value in metrics.figures(sums).items()} for sums in found]
+    return [of_student | {"n_targets": int(sums["n"])} for of_student, sums in zip(figures, found, strict=True)]
 
 
 def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
@@ -304,12 +274,9 @@ def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
 
 def held_out_figures(
     checkpoints: list["Checkpoint"], rows: Rows, index: np.ndarray, teacher_name: str | None, args, device: torch.device
-) -> list[tuple[dict, dict]]:
-    """Per checkpoint: the figures over the rows of `index` with what they were made from, and the summands per row.
-
-    As many students as fit the free memory share a pass of the teacher.
-    """
-    n_vocab, free, of_teacher, teacher = rows.n_vocab, free_bytes(device), 0, None
+) -> list[dict]:
+    """Per checkpoint: the figures over the rows of `index` with what they were made from."""
+    n_vocab, teacher = rows.n_vocab, None
     scored = hashlib.sha256(rows.ids[index].tobytes()).hexdigest()
     facts = {"n_rows": len(index), "skip_rows": args.skip_rows, "rows_sha256": scored, **rows.levels}
     if teacher_name:
@@ -318,22 +285,14 @@ def held_out_figures(
         teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: index})
         if teacher is None:
             teacher = Teacher(load_teacher(teacher_name, torch.float32, device).model.to(dtype), device, n_vocab)
-            of_teacher = 4 * sum(p.numel() for p in teacher.model.parameters())
         n = len(teacher.head)
         require(n == n_vocab, f"{teacher_name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
-    n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
-    largest = max(c.n_bytes for c in checkpoints)
-    size = max(1, min(len(checkpoints), int(0.8 * free - of_teacher) // largest))
-    say(f"held-out rows: {size} of {len(checkpoints)} checkpoints at a time, {gib(largest)} each, and the teacher's "
-        f"{gib(of_teacher)}, of {gib(free)} that are free")  # fmt: skip
-    sums = []
-    for first in range(0, len(checkpoints), size):
-        models = [c.load(args.dtype, device) for c in checkpoints[first : first + size]]
-        sums += over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
+    n_bytes, figures = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab), []
+    for first in range(0, len(checkpoints), args.per_pass):
+        models = [c.load(args.dtype, device) for c in checkpoints[first : first + args.per_pass]]
+        figures += over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
         del models  # before the next ones are loaded
-    facts["n_targets"] = int(sums[0]["n"].sum())
-    totals = [metrics.figures({key: value.sum(0) for key, value in of_student.items()}) for of_student in sums]
-    return [({k: float(v) for k, v in total.items()} | facts, part) for total, part in zip(totals, sums, strict=True)]
+    return [of_student | facts for of_student in figures]
 
 
 def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], teacher: str | None, args) -> tuple[Rows, np.ndarray]:
@@ -365,7 +324,6 @@ class Checkpoint:
     folder: Path  # where its results go
     run: dict | None  # facts of the student's training; None for other models
     shape: Qwen2Config
-    n_bytes: int  # of the fp32 weights
     weights_sha256: str  # of the fp32 weights, whatever --dtype
     tokenizer_sha256: str
 
@@ -375,33 +333,28 @@ class Checkpoint:
         return Qwen2.from_pretrained(self.source, device=str(device)).to(getattr(torch, dtype))
 
 
-def locate(name: str, out: str | None) -> tuple[str, Path, dict | None]:
-    """A student's folder, a checkpoint, a model folder or a hub id -> the model's folder, where results go, and facts of its run."""
-    model = find_folder(name)
-    require((model / "config.json").is_file(), f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    folder, elsewhere = model.parent, Path("out", "eval")
-    run = read_if_there(folder / "run.json", RUN) if model.name == "model" else {}
-    if run or not (folder / "state.json").is_file():
-        return str(model), Path(out or (folder if run else elsewhere / Path(name).resolve().name)), run or None
-    say(f"{name}: scoring {folder}, of a training that goes on")
-    own = elsewhere / "_".join(folder.resolve().parts[i] for i in (-4, -3, -1))  # a checkpoint may be removed
-    return str(model), Path(out or own), read_json(folder / "state.json", RUN)
-
-
 def has_model(folder: Path) -> bool:
     """Whether a student has ended, or is at work and has a checkpoint."""
     works = not (folder / "stopped.json").is_file() and any(folder.glob("checkpoints/step_*/model/config.json"))
     return works or (folder / "model" / "config.json").is_file()
 
 
-def open_checkpoint(name: str, source: str, folder: Path, run: dict | None) -> Checkpoint:
-    """Hash what `locate` has found, and check it against its tokenizer."""
+def open_checkpoint(name: str, out: str | None) -> Checkpoint:
+    """A student's folder, a checkpoint, a model's folder or a hub id: hashed, and checked against its tokenizer."""
+    source = find_folder(name)
+    require((source / "config.json").is_file(), f"{name}: no model/ in it, and no checkpoint; has its training begun?")
+    run, parts = run_facts(source, RUN) or None, source.parent.resolve().parts
+    folder = source.parent if run else Path("out", "eval", Path(name).resolve().name)
+    if run and not (source.parent / "run.json").is_file():
+        say(f"{name}: scoring {source.parent}, of a training that goes on")
+        folder = Path("out", "eval", "_".join(parts[i] for i in (-4, -3, -1)))  # a checkpoint may be removed
     give_back_memory()
-    model, tokenizer = Qwen2.from_pretrained(source), read_tokenizer(source)
+    model, tokenizer = Qwen2.from_pretrained(str(source)), read_tokenizer(str(source))
     n_vocab, n_ids = len(model.head), max(tokenizer.get_vocab().values()) + 1
     require(n_ids <= n_vocab, f"{name}: vocabulary of {n_vocab:,}, but its tokenizer has ids up to {n_ids - 1:,}")
-    hashes = weights_hash(model), tokenizer_hash(tokenizer)
-    return Checkpoint(name, source, folder, run, model.config, 4 * model.n_params, *hashes)
+    return Checkpoint(
+        name, str(source), Path(out or folder), run, model.config, weights_hash(model), tokenizer_hash(tokenizer)
+    )
 
 
 def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
@@ -423,7 +376,7 @@ def check_results(c: Checkpoint, scores_file: str, protocol: dict, names: list[s
         if before["weights_sha256"] != c.weights_sha256:
             own = c.run and c.folder == Path(c.source).parent
             require(own, f"{file}: results of other weights than {c.name}; set another --out, or move it aside")
-            for suffix in (".json", ".jsonl", ".npz"):
+            for suffix in (".json", ".jsonl"):
                 file.with_suffix(suffix).unlink(missing_ok=True)
         elif (names and file.name == scores_file) or (figures and file.name == "figures.json"):
             lost = [f"{key}={value}" for key, value in before["protocol"].items() if protocol[key] != value]
@@ -442,13 +395,12 @@ def score(args) -> str:
     if unfinished:
         say(f"left out, as there is no model yet: {unfinished}")
     require(not args.out or len(paths) == 1, f"--out {args.out}: takes the results of one checkpoint, got {len(paths)}")
-    places = [locate(name, args.out) for name in paths]  # a missing folder must show before the hub is asked
     names = choose_tasks(args.tasks, args.split)
     if "storycloze_2016" in names and args.tasks == "all" and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
         say(STORYCLOZE)
+    checkpoints = [open_checkpoint(name, args.out) for name in paths]  # a missing one must show before the hub is asked
     items = read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
-    checkpoints = [open_checkpoint(name, *place) for name, place in zip(paths, places, strict=True)]
     data_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
     teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
     require(names or data_dir, "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR")
@@ -465,12 +417,8 @@ def score(args) -> str:
             stack.enter_context(locked(c.folder, f"{c.folder}: {busy}"))
             check_results(c, scores_file, protocol, names, rows is not None)
         if rows:
-            both = held_out_figures(checkpoints, *rows, teacher, args, device)
-            for c, (figures, sums) in zip(checkpoints, both, strict=True):
-                (c.folder / "figures.json").unlink(
-                    missing_ok=True
-                )  # a kill leaves none rather than those of other sums
-                np.savez_compressed(c.folder / "figures.npz", **sums)
+            found = held_out_figures(checkpoints, *rows, teacher, args, device)
+            for c, figures in zip(checkpoints, found, strict=True):
                 write(c.folder / "figures.json", c, device, {"dtype": args.dtype}, figures=figures)
         for c in checkpoints if names else ():
             model = c.load(args.dtype, device)
@@ -513,12 +461,18 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--tasks", default="all", help="all, none, or names with commas")
     add("--split", default="heldout", choices=("heldout", "validation"), help="which of the paper's two sets")
     add("--data_dir", help="local DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub itself")
-    add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv, .tsv, .jsonl, .parquet")
+    add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv or .jsonl")
     add("--any_items", action="store_true", help="score items that are not the published ones too")
     add("--limit", type=int, help="score only the first N items of each task; with --table: such scores")
     add("--rows", metavar="DIR", help="folder with val.bin for the figures over held-out rows, or none; else the run's")
     add("--max_rows", type=int, default=512, help="number of its rows to read")
     add("--skip_rows", type=int, default=0, help="number of its first rows to skip: those that have chosen settings")
+    add(
+        "--per_pass",
+        type=int,
+        default=10**6,
+        help="students that share a pass of the teacher at most, where memory is short",
+    )
     add("--teacher", metavar="NAME", help="whom to compare with on those rows, or none; else the run's")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the backbone; scores are float32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
@@ -530,7 +484,14 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--reference", default="pretrain", help="of tables: the method that gains are measured from")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="of tables; acc_norm where a task has it")
     args = p.parse_args(argv)
-    for key, least in (("limit", 2), ("max_rows", 1), ("skip_rows", 0), ("batch_tokens", 1), ("max_length", 1)):
+    for key, least in (
+        ("limit", 2),
+        ("max_rows", 1),
+        ("skip_rows", 0),
+        ("per_pass", 1),
+        ("batch_tokens", 1),
+        ("max_length", 1),
+    ):
         value = getattr(args, key)
         require(value is None or value >= least, f"--{key} {value}: expected at least {least}")
     return args
@@ -539,15 +500,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> None:
     args = arguments(argv)
     print(tabulate(args.paths, args.reference, args.metric, limit=args.limit) if args.table else score(args))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free now, of the card or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:

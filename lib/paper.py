@@ -36,19 +36,10 @@ _AVERAGES = (
      (("alra_n", 38.86, 40.07), ("alra_ng", 38.87, 40.74), ("alra", 39.89, 41.09), ("alra_g", 39.21, 40.52))),
 )  # fmt: skip
 # (student, split, method) -> {task or "avg": %}
-PAPER = {
-    **{
-        (size, split, method): {"avg": avg[i]}
-        for _, split, rows in _AVERAGES
-        for method, *avg in rows
-        for i, size in enumerate(_MAIN)
-    },
-    **{
-        (size, "heldout", method): dict(zip([*COLUMNS, "avg", "gain"], row, strict=True))
-        for size, rows in _MAIN.items()
-        for method, row in rows.items()
-    },
-}
+PAPER = {(size, split, method): {"avg": avg} for _, split, rows in _AVERAGES for method, *averages in rows
+         for size, avg in zip(_MAIN, averages, strict=True)}  # fmt: skip
+PAPER |= {(size, "heldout", method): dict(zip([*COLUMNS, "avg", "gain"], row, strict=True))
+          for size, rows in _MAIN.items() for method, row in rows.items()}  # fmt: skip
 # Tables in the order of the paper: title, set, methods; the first one is what gains are measured from.
 LAYOUT = (
     ("Main results", "heldout", tuple(_MAIN["200m"])),

@@ -1,14 +1,10 @@
-"""How figures are shown, and every interval and test beside them: over seeds, and over rows."""
+"""How figures are shown, and every interval and test over seeds."""
 
 import math
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
-
-from lib.metrics import figures
-
-DRAWS = 2_000  # of the paired bootstrap over rows
 
 
 class Figure(NamedTuple):
@@ -71,12 +67,3 @@ def holm(ps: list[float | None]) -> list[float | None]:
 
 def p_text(p: float | None) -> str:
     return "–" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.4f}"
-
-
-def bootstrap(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """95 % interval of each figure's difference a - b, by a paired bootstrap over rows with `DRAWS` draws."""
-    n = len(a["n"])
-    counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=DRAWS)  # [DRAWS, rows]
-    drawn = [figures({key: counts @ per_row for key, per_row in sums.items()}) for sums in (a, b)]
-    shared = [key for key in FIGURES if key in drawn[0] and key in drawn[1]]
-    return {key: tuple(np.quantile(drawn[0][key] - drawn[1][key], (0.025, 0.975)).tolist()) for key in shared}

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from lib.files import read_json, reading, require
+from lib.files import read_json, require
 from lib.identity import VARIES
 from lib.metrics import levels
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
-from lib.stats import FIGURES, bootstrap, differences, estimate, p_text
+from lib.stats import FIGURES, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
 
 # Students share a table where what made them is equal but for VARIES, and so are their updates and the protocol of scoring.
@@ -24,6 +22,8 @@ TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 # What is read of a student's run.json, and of the files of results.
 RUN = ("method", "student", "seed", "overrides", "step", "config", "made_by")
 FILE = ("name", "run", "protocol", "weights_sha256")
+
+Figures = dict[str, dict[int | None, dict]]  # method -> seed -> the figures of a student over held-out rows, by name
 
 
 class Result(NamedTuple):
@@ -67,7 +67,11 @@ def tabulate(
             rows = by_method([r for r in same_size if split in r.scores])
             for title, base, shown in layouts(split, rows, reference):
                 lines += accuracies(title, split, student, {m: rows[m] for m in shown}, base, metric)
-        lines += heldout_rows(by_method([r for r in same_size if r.figures]), reference)
+        rows = by_method([r for r in same_size if r.figures])
+        figures = {m: {seed: r.figures for seed, r in rows[m].items()} for m in in_order(rows)}
+        if rows:
+            facts = next(r.figures for r in same_size if r.figures)
+            lines += heldout("### Held-out rows", figures, reference, scored(facts))
     lines += [f"Left out, since not scored: {', '.join(missing)}.", ""] if missing else []
     return "\n".join(lines)
 
@@ -77,39 +81,41 @@ def read_if_there(file: Path, keys: Iterable[str] = ()) -> dict:
     return read_json(file, keys) if file.is_file() else {}
 
 
+def run_facts(model: Path, keys: Iterable[str] = ()) -> dict:
+    """Facts of the training behind a model's folder: run.json of a finished student, state.json of a checkpoint; {} for others."""
+    files = [model.parent / name for name in ("run.json", "state.json")] if model.name == "model" else []
+    return next((read_json(file, keys) for file in files if file.is_file()), {})
+
+
 def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
     """The folders that a command's paths stand for, and those of students that are not `done`.
 
-    A run's folder stands for its students, any other folder for itself, a file for nothing.
+    A folder stands for those inside that are `done`, as a run's for its students, or else for itself; a file for nothing.
     """
     folders, missing = [], []
     for name in paths:
         path = Path(name)
         facts = read_if_there(path / "run.json")
-        if "config" not in facts or "method" in facts:  # no run
-            folders += [name] * (not path.is_file())  # unchanged: ./a/b is not a hub id
-            continue
-        methods = [path / method for method in facts["config"].get("methods", ())]
-        folders += [str(f) for f in dict.fromkeys([*methods, *sorted(path.glob("*/"))]) if done(f)]
+        of_run = "config" in facts and "method" not in facts
+        methods = [path / method for method in facts["config"].get("methods", ())] if of_run else []
+        inside = [str(f) for f in dict.fromkeys([*methods, *sorted(path.glob("*/"))]) if done(f)]
+        folders += inside or [name] * (not path.is_file() and not of_run)  # unchanged: ./a/b is not a hub id
         missing += [str(f) for f in methods if not done(f)]
     return list(dict.fromkeys(folders)), missing
 
 
-def load(paths: list[str], files: dict[str, str]) -> list[Result]:
-    """The results in these folders or one level below. `files` are the names of files of scores by split."""
-    results = {}
-    for path in map(Path, paths):
-        inside = {}
-        for folder in (path, *sorted(path.glob("*/"))):
-            rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
-            scores = {s: read_json(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
-            for part in (*scores.values(), *filter(None, [rows])):
-                figures = {**rows["figures"], "dtype": rows["protocol"]["dtype"]} if rows else {}
-                inside[folder] = Result(folder, part["name"], part["run"] or {}, scores, figures)
+def load(folders: list[str], files: dict[str, str]) -> list[Result]:
+    """The results in these folders. `files` are the names of files of scores by split."""
+    results = []
+    for folder in map(Path, folders):
+        rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
+        scores = {s: read_json(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
+        parts = [*scores.values(), *filter(None, [rows])]
         missing = " or ".join(("figures.json", *files.values()))
-        require(inside, f"{path}: no {missing} in it; first: python eval.py {path}")
-        results |= inside
-    return list(results.values())
+        require(parts, f"{folder}: no {missing} in it; first: python eval.py {folder}")
+        figures = {**rows["figures"], "dtype": rows["protocol"]["dtype"]} if rows else {}
+        results.append(Result(folder, parts[-1]["name"], parts[-1]["run"] or {}, scores, figures))
+    return results
 
 
 def method_of(result: Result) -> str:
@@ -175,7 +181,7 @@ def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[l
 
 
 def caption(rows: dict) -> str:
-    n = sorted({len(seeds) for seeds in rows.values()})
+    n = sorted({len(seeds) for seeds in rows.values()} - {0})
     seeds = "One seed each" if n == [1] else f"Mean and 95 % interval over {' or '.join(map(str, n))} seeds"
     return f"{seeds}; **best**, *second*."
 
@@ -241,52 +247,29 @@ def paper_row(student: str | None, split: str, method: str, base: str, columns: 
     return [*(known.get(t) for t in columns), avg, gain]
 
 
-def heldout_rows(rows: dict, base: str) -> list[str]:
-    """The figures over held-out rows, and their differences to `base` with 95 % intervals."""
-    if not rows:
-        return []
-    figures = {m: {seed: r.figures for seed, r in rows[m].items()} for m in in_order(rows)}
-    every = [one for seeds in figures.values() for one in seeds.values()]
-    keys = [key for key in FIGURES if any(key in one for one in every)]
-    cells = {m: [{seed: one[k] * FIGURES[k].factor for seed, one in seeds.items() if k in one} for k in keys]
+def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) -> list[str]:
+    """A table of the figures over held-out rows, `notes` below it, and one of their differences to `base`, paired by seed."""
+    keys = [key for key in FIGURES if any(key in one for seeds in figures.values() for one in seeds.values())]
+    heads, senses, factors, digits = zip(*(FIGURES[key] for key in keys), strict=True)
+    cells = {m: [{seed: f * one[k] for seed, one in seeds.items() if k in one} for k, f in zip(keys, factors, strict=True)]
              for m, seeds in figures.items()}  # fmt: skip
-    marked = mark(list(cells.values()), [FIGURES[k].sense for k in keys], [FIGURES[k].digits for k in keys])
-    heads, facts, teacher = ["", *(FIGURES[k].heading for k in keys)], every[0], "no teacher"
+    body = [[m, *texts] for m, texts in zip(cells, mark([*cells.values()], senses, digits), strict=True)]
+    lines = [title, "", *grid(["", *heads], body), "", caption(figures), *notes, ""]
+    body = [[m] for m in cells if m != base]
+    if not body or not figures.get(base):
+        return lines
+    for i, d in enumerate(digits):
+        for line, e in zip(body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True):
+            line.append(e.text(d, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else ""))
+    several = any(len(seeds) > 1 for seeds in figures.values())
+    how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)" if several else ""
+    return [*lines, f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
+
+
+def scored(facts: dict) -> list[str]:
+    """What figures were computed on, and what a CE is to be compared with."""
+    teacher = "no teacher"
     if "teacher" in facts:
         teacher = f"teacher: {facts['teacher']} (CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f})"
-    lines = ["### Held-out rows", "", *grid(heads, [[m, *texts] for m, texts in zip(cells, marked, strict=True)]), "",
-             caption(rows), f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows; {teacher}.", *([f"{levels(facts)}."] if "uniform_ce" in facts else []), ""]  # fmt: skip
-    if base not in rows or len(rows) == 1:
-        return lines
-    single = all(len(seeds) == 1 for seeds in rows.values())
-    what = "bootstrap over rows, the same for both" if single else "over seeds, paired; p by Holm over the methods"
-    title = f"### Held-out rows: difference to {base}, with 95 % intervals ({what})"
-    return [*lines, title, "", *grid(heads, gaps(cells, keys, rows, base)), ""]
-
-
-def gaps(cells: dict, keys: list[str], rows: dict, base: str) -> list[list[str]]:
-    """Each method's differences to `base` as text, with intervals over seeds, or over rows where they share one seed alone."""
-    body, intervals = [[m] for m in cells if m != base], {}
-    for (m,) in body:
-        shared = [seed for seed in rows[m] if seed in rows[base]]
-        if len(shared) == 1:
-            intervals[m] = bootstrap(read_sums(rows[m][shared[0]]), read_sums(rows[base][shared[0]]))
-    for i, key in enumerate(keys):
-        _, _, factor, digits = FIGURES[key]
-        for line, e in zip(body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True):
-            text = e.text(digits, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else "")
-            if e.n == 1:
-                low, high = (factor * end for end in intervals[line[0]][key])
-                text += f" [{low:+.{digits}f}, {high:+.{digits}f}]"
-            line.append(text)
-    return body
-
-
-def read_sums(result: Result) -> dict[str, np.ndarray]:
-    """The summands per row beside a student's figures."""
-    file = result.folder / "figures.npz"
-    with reading(file, "score it again"):
-        sums = dict(np.load(file))
-        own = np.isclose(sums["ce"].sum() / sums["n"].sum(), result.figures["ce"], rtol=1e-9)
-    require(own, f"{file}: not of the figures beside it; score it again")
-    return sums
+    lines = [f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows; {teacher}."]
+    return [*lines, f"{levels(facts)}."] if "uniform_ce" in facts else lines

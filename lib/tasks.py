@@ -12,9 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet
-
-from lib.files import UserError, nearest, reading, require
+from lib.files import reading, require
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ PUBLISHED = {
 COLUMNS = {name: task.column for name, task in TASKS.items()}
 SUITES = {split: [name for name, task in TASKS.items() if getattr(task, split)] for split in ("heldout", "validation")}
 
-FILES = (".jsonl", ".csv", ".tsv", ".parquet")  # kinds of local files
+FILES = (".jsonl", ".csv")  # kinds of local files
 STORYCLOZE = (
     "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), no hub has them; put "
     "them at DATA_DIR/storycloze_2016/test.csv or name the file by --storycloze; without it averages are over 8 of 9 tasks"
@@ -140,15 +138,13 @@ def find_storycloze(data_dir: str | None, named: str | None) -> Path | None:
 
 
 def read_file(file: Path) -> list[dict]:
-    """The rows of a JSONL, CSV, TSV or parquet file."""
+    """The rows of a JSONL or CSV file."""
     require(file.suffix in FILES, f"{file}: expected one of {', '.join(FILES)}")
     with reading(file, "fetch it again"):
-        if file.suffix == ".parquet":
-            return pyarrow.parquet.read_table(file).to_pylist()
         text = file.read_bytes().decode("utf-8-sig")
         if file.suffix == ".jsonl":
             return [json.loads(line) for line in text.split("\n") if line]
-        return list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if file.suffix == ".tsv" else ","))
+        return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
 def task_file(name: str) -> Path:
@@ -161,9 +157,6 @@ def choose_tasks(asked: str, split: str) -> list[str]:
     """`all`, `none` or names with commas -> names, in the paper's order."""
     suite = SUITES[split]
     names = {"all": suite, "none": []}.get(asked, asked.split(","))
-    for name in names:
-        if name not in suite:
-            near = nearest(name, suite)
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(suite)}"
-            raise UserError(f"--tasks: no task {name!r} in the {split} set, {hint}")
+    unknown = [name for name in names if name not in suite]
+    require(not unknown, f"--tasks: no {unknown} in the {split} set, which has {', '.join(suite)}")
     return [name for name in suite if name in names]

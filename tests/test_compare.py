@@ -3,36 +3,30 @@
 import argparse
 import dataclasses
 import hashlib
-import json
+import itertools
 import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import threading
 import time
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 import configure
 import eval as ev
 import train
 from lib import report as reports
-from lib.files import UserError, append_line, read_json, read_lines, write_json, write_lines
-from lib.hf import load_tokenizer
+from lib.files import UserError, read_json, read_lines, write_json, write_lines
 from lib.report import Spec
 from lib.stats import Estimate, differences, estimate, holm
-from losses import METHODS
-from model import Qwen2
 from tests import world
-from tools import compare
+from tools import compare, plot
 
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t of two degrees of freedom, in closed form
-RESULTS = world.ROOT / "results" / "replication"
-MINI = configure.load([str(world.ROOT / "config" / "mini.py")])
+STUDY = configure.load([str(world.ROOT / "config" / "study.py")])
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +53,9 @@ def test_estimates_against_closed_forms_and_differences_are_paired_by_seed_and_c
     assert holm([None, 0.4, 0.7]) == [None, 0.8, 0.8] and holm([0.9, 0.6]) == [1.0, 1.0] and holm([]) == []
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rows_of_mini(tmp_path_factory):
-    """Rows for config/mini.py: what makes a student has their content."""
-    global MINI
-    folder = tmp_path_factory.mktemp("mini")
-    for name in ("train", "val"):
-        world.write_rows(folder, name, 3)
-    MINI = dataclasses.replace(MINI, data_dir=str(folder))
-
-
-def replication(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
-    args, spec, cfg = compare.arguments(["config/mini.py", f"--data_dir={MINI.data_dir}", *argv])
-    return spec, compare.plan(spec, cfg, args.flags, {})
+def study(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
+    _, spec, cfg = compare.arguments(["config/study.py", *argv])
+    return spec, compare.plan(spec, cfg, {})
 
 
 def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates(tmp_path):
@@ -90,84 +74,59 @@ def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates(tmp_
     assert compare.last_val_ce(tmp_path) is None
 
 
-def test_the_replication_has_the_students_of_its_committed_results_and_flags_beat_its_studies():
-    spec, students = replication()
-    committed = pd.read_csv(RESULTS / "students.csv")
-    kept = set(zip(committed.study, committed.method, committed.seed, strict=True))
-    assert {(s.study, s.name, s.cfg.seed) for s in students} == kept and len(students) == len(committed) == 5 * 35
-    wanted = {me for _, _, rows, _ in spec.tables for _, *both in rows for me in both}
-    assert {(s.study, s.name) for s in students} == wanted
-    assert {(s.study, s.cfg.seed) for s in students if s.cfg.histogram_every_steps} == {("main", 1)}
-    # a study that no longer differs joins the main one
-    _, students = replication("--max_steps=200", "--schedule_steps=200", "--warmup_steps=20", "--seeds=2")
-    assert {s.study for s in students} == {"main", "detach", "group4", "group16"}
-    assert {s.cfg.max_steps for s in students} == {200} and len(students) == 2 * 29
-    spec, students = replication("--methods=pd,tad", "--tune=none")  # a comparison of one's own
-    assert {(s.study, s.name) for s in students} == {("main", "pd"), ("main", "tad")}
-    assert (spec.tables, spec.tune, spec.seeds) == ((), (), 5)
+def test_a_study_has_methods_with_fewer_seeds_and_flags_beat_it():
+    spec, students = study()
+    seeds = {name: [s.cfg.seed for s in students if s.name == name] for name in STUDY.methods}
+    assert seeds == {m: [1, 2, 3] if m in spec.fewer_seeds else [1, 2, 3, 4, 5] for m in STUDY.methods}
+    assert len(students) == 9 * 5 + 4 * 3 and spec.paper and spec.layout(["pd"]) == list(spec.tables)
+    assert {s.cfg.seed for s in students if s.cfg.histogram_every_steps} == {1}
+    assert len(study("--seeds=2")[1]) == 13 * 2
+    spec, students = study("--methods=pd,tad", "--tune=none")  # a comparison of one's own
+    assert {s.name for s in students} == {"pd", "tad"} and (spec.tables, spec.tune, spec.seeds) == ((), (), 5)
+    assert spec.layout(["pd", "tad"]) == [("Methods", ["pd", "tad"], "pd")]
 
 
-def test_students_that_differ_in_method_and_settings_alone_share_a_run(tmp_path):
-    _, students = replication("--seeds=2")
+def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp_path):
+    argv = ["--seeds=2", f"--data_dir={tiny}/data"]
+    labelled = ["--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3"]
+    students = [*study(*argv)[1], *study(*argv, *labelled)[1]]
     jobs = compare.shared_runs(students, tmp_path, 99)
-    held = [(job.students[0].study, job.students[0].cfg.seed, len(job.students)) for job in jobs]
-    sizes = {"main": 20, "detach": 1, "group4": 4, "group16": 4, "long": 6}
-    assert sorted(held) == sorted((study, seed, n) for study, n in sizes.items() for seed in (1, 2))
+    assert [(job.students[0].cfg.seed, len(job.students)) for job in jobs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
     cfg = configure.load(jobs[0].argv[1:])
     assert cfg.methods == tuple(s.name for s in jobs[0].students) and cfg.out_dir == str(tmp_path / jobs[0].name)
-    detach = next(job for job in jobs if job.students[0].study == "detach")
-    assert configure.load(detach.argv[1:]).settings_of("alra") == {"detach_weights": False}
-    folder, (made,) = tmp_path / detach.name / "alra", detach.students
+    labelled = jobs[2]
+    assert configure.load(labelled.argv[1:]).settings_of("alra@x") == {"detach_weights": False, "tau": 3}
+    folder, (made,) = tmp_path / labelled.name / "alra@x", labelled.students
     folder.mkdir(parents=True)
     facts = {"made_by_sha256": made.recipe.split()[0], "config": {"max_steps": 150, "val_max_rows": 256}}
     write_json(folder / "run.json", facts)
-    trial = made._replace(study="tune")  # is known by the rows that judge it, too
+    trial = made._replace(stage="tune")  # is known by the rows that judge it, too
     assert compare.finished(tmp_path) == dict.fromkeys((made.recipe, trial.recipe), folder)  # the others have not ended
     assert trial._replace(cfg=dataclasses.replace(made.cfg, val_max_rows=9)).recipe not in compare.finished(tmp_path)
-    few = {job.name: len(job.students) for job in compare.shared_runs(students, tmp_path, 7)}
-    assert max(few.values()) == 7 and sum(few.values()) == 2 * 35
+    assert sorted(len(job.students) for job in compare.shared_runs(students, tmp_path, 7)) == [1, 1, 6, 6, 7, 7]
 
 
 def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
-    _, spec, cfg = compare.arguments(["config/mini.py", "--alra.tau=2", f"--data_dir={MINI.data_dir}"])
-    settings = {(s.study, s.name): s.cfg.settings_of(s.name) for s in compare.plan(spec, cfg, set(), chosen)}
-    assert settings["main", "pd"] == {"lr": 1e-3} and settings["main", "alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
-    assert settings["main", "fixed_3"] == {"lr": 1e-2, "gamma": 9} and settings["long", "alra"]["lr"] == 1e-2
-    assert settings["detach", "alra"]["detach_weights"] is False
-    student, teacher = compare.flops(MINI)
-    longer = compare.at_equal("flops", "pretrain", MINI)  # no teacher: more updates
+    _, spec, cfg = compare.arguments(["config/study.py", "--alra.tau=2"])
+    settings = {s.name: s.cfg.settings_of(s.name) for s in compare.plan(spec, cfg, chosen)}
+    assert settings["pd"] == {"lr": 1e-3} and settings["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
+    student, teacher = compare.flops(STUDY)
+    longer = compare.at_equal("flops", "pretrain", STUDY)  # no teacher: more updates
     assert longer.schedule_steps == longer.max_steps == pytest.approx(150 * (student + teacher) / student, rel=0.01)
-    assert compare.at_equal("flops", "alra", MINI) == MINI == compare.at_equal("updates", "pretrain", MINI)
+    assert compare.at_equal("flops", "alra", STUDY) == STUDY == compare.at_equal("updates", "pretrain", STUDY)
 
 
-def test_a_student_is_known_by_what_made_it(tiny, monkeypatch, tmp_path):
-    """Content, code and settings; a student made with other ones is not taken for it."""
-    shutil.copytree(tiny, tmp_path / "w")
-    cfg = world.config(tmp_path / "w", tmp_path, methods="alra,pd,tad")
+def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
+    """That content and code count is in test_train.py and test_identity.py."""
+    cfg = world.config(tiny, tmp_path, methods="alra,pd")
 
     def recipe(name: str, **changes) -> str:
         return compare.PlannedStudent("main", name, dataclasses.replace(cfg, **changes)).recipe
 
-    def changed(name: str = "alra") -> bool:
-        compare._record_hash.cache_clear()
-        return recipe(name) != before[name]
-
-    before = {m: recipe(m) for m in ("pd", "tad", "alra", "pretrain")}
     other = {"hyper": {"pd": {"tau": 2.0}, "alra": {"d_max": 7}}, "val_every_steps": 7, "out_dir": "elsewhere"}
-    assert recipe("alra", **other) == before["alra"] == recipe("alra@x") and recipe("pd", **other) != before["pd"]
-    assert recipe("alra", clip=1.0) != before["alra"] != recipe("alra", max_steps=5)
-    monkeypatch.setitem(METHODS, "pd", METHODS["pd"]._replace(w_ce=0.25))
-    monkeypatch.setitem(METHODS, "tad", METHODS["tad"]._replace(fn=METHODS["bild"].fn))
-    assert changed("pd") and changed("tad") and not changed()
-    model = Qwen2.from_pretrained(str(tmp_path / "w" / "teacher"))
-    for p in model.parameters():
-        p.mul_(0.5)
-    model.save_pretrained(tmp_path / "w" / "teacher", load_tokenizer(world.DEMO))
-    assert changed() and not changed("pretrain")  # which learns from none
-    before["alra"] = recipe("alra")
-    world.write_rows(tmp_path / "w" / "data", "train", seed=9)
-    assert changed() and changed("pretrain")
+    assert recipe("alra", **other) == recipe("alra") == recipe("alra@x") and recipe("pd", **other) != recipe("pd")
+    assert recipe("alra", clip=1.0) != recipe("alra") != recipe("alra", max_steps=5)
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -176,7 +135,7 @@ def test_a_student_is_known_by_what_made_it(tiny, monkeypatch, tmp_path):
     ("--tune=lr=1e-3,1e-2 --tune=alra.gama=1,2", "alra takes no gama"),
     ("--reference=tad", "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
     ("--tune=lr=1e-3,1e-3", "--tune=lr=1e-3,1e-3: a value twice"), ("--tad.beta=3", "settings of ['tad'], which is not compared"),
-    *((f"c.py {text}", says) for text, says in (("'like': 'tad'", "like='tad': expected one of pd"), ("'studies': {'../x': {}}", "studies ['../x']: expected names"))),
+    *((f"c.py {text}", says) for text, says in (("'fewer_seeds': {'tad': 1}", "_compare: ['tad'] in tables or fewer_seeds"), ("'tables': (('T', ('pd',), 'alra'),)", "_compare: ['alra'] in tables"))),
     ("--seed=3", "['--seed']: compare.py sets it itself"),
     ("--tunes=x", "--tunes=x: no such key 'tunes'"),
     *((f"--{key}=0", f"--{key}=0: expected at least 1") for key in ("seeds", "jobs", "rows", "per_run")),
@@ -194,7 +153,7 @@ def test_refusals(argv, message, tmp_path):
 def argv(tiny):
     """A tiny comparison on random rows, of which three choose and three are scored; the methods are to be named."""
     keys = {"max_steps": 3, "schedule_steps": 3, "warmup_steps": 1, "batch_rows": 2, "micro_batch": 1, "val_every_steps": 3,
-            "checkpoint_every_steps": 1, "val_max_rows": 3, "log_every_steps": 1}  # fmt: skip
+            "checkpoint_every_steps": 3, "val_max_rows": 3, "log_every_steps": 1}  # fmt: skip
     flags = [f for f in world.flags(tiny, tiny, methods="pd", **keys) if not f.startswith(("--out_dir", "--methods"))]
     return [*flags, "--seeds=2", "--rows=3"]
 
@@ -202,7 +161,7 @@ def argv(tiny):
 @pytest.fixture
 def quiet(monkeypatch):
     for name in ("tools.compare.prepare", "tools.compare.signal.signal", "lib.report.draw_figures"):
-        monkeypatch.setattr(name, lambda *a: None)
+        monkeypatch.setattr(name, lambda *a: [])
     monkeypatch.setattr(train, "catch_signals", lambda: None)
 
 
@@ -218,7 +177,6 @@ def launch(jobs, args) -> dict[str, str]:
             train.distil(configure.load(job.argv[1:])) if job.argv[0] == "train.py" else ev.run(job.argv[1:])
         except ValueError as error:
             said[job.name] = str(error)
-        append_line(args.out / "runs.jsonl", {"run": job.name, "wall_sec": 60.0})
     return said
 
 
@@ -234,26 +192,26 @@ def kinds(names: list[str]) -> list[str]:
 
 
 def lines_of(folder: Path) -> list[dict]:
-    return pd.read_csv(folder / "report" / "students.csv").to_dict("records")
+    return read_lines(folder / "report" / "students.jsonl")
 
 
 def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begun, tmp_path):
     argv = [*argv, "--methods=pretrain,alra", f"--out={tmp_path}", "--tune=lr=1e-2,1e-1", "--tune=alra.tau=1,4"]
     assert compare.run(argv) == 0 and kinds(begun) == ["tune", "main", "main", "eval"]
     lines, rates = lines_of(tmp_path), read_lines(tmp_path / "report" / "rates.jsonl")
-    assert [(x["method"], x["seed"], x["trials"], x["n_rows"]) for x in lines] == [(m, s, 4, 3) for m in ("pretrain", "alra") for s in (1, 2)]  # fmt: skip
+    assert [(x["method"], x["seed"], x["n_rows"]) for x in lines] == [(m, s, 3) for m in ("pretrain", "alra") for s in (1, 2)]  # fmt: skip
     best = min((x for x in rates if x["method"] == "alra"), key=lambda x: x["val_ce"])
     assert len(rates) == 8 and len({x["val_ce"] for x in rates}) == 8
     a, b, c, d = lines
-    assert c["chosen"] == d["chosen"] == c["settings"] == json.dumps(best["settings"]) and c["lr"] == best["lr"]
+    assert c["settings"] == d["settings"] == best["settings"] and c["lr"] == best["lr"]
     assert a["init_sha256"] == c["init_sha256"] != b["init_sha256"] == d["init_sha256"]
     cfg = compare.arguments(argv)[2]
     assert [c["student_flops"], c["teacher_flops"]] == [3 * 2 * cfg.seq_len * n for n in compare.flops(cfg)]
-    assert pd.isna(a["teacher_flops"]) and c["wall_sec"] == 60.0 and c["students_in_run"] == 2
+    assert "teacher_flops" not in a
     text = (tmp_path / "report" / "README.md").read_text()
     assert "Each method had 4 trials with seed 0." in text and "the first 3 held-out rows, which are not scored" in text
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
-    assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()[:12]
+    assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
     logs = tmp_path / "report" / "logs_seed2"  # of each student with the settings of its own run
     assert (logs / "alra" / "log.jsonl").is_file() and read_json(logs / "alra" / "run.json")["config"]["seed"] == 2
     begun.clear()
@@ -293,20 +251,19 @@ def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_p
     lines = {x["method"]: x for x in lines_of(tmp_path)}
     assert lines["alra"]["stopped"] == "the weights have diverged" and lines["pretrain"]["ce"] > 0
     text = (tmp_path / "report" / "README.md").read_text()
-    assert "| tad | – | 0 of 1 | – |" in text and "| tad | pretrain | – | – |" in text
+    assert "| tad | – | 0 of 1 | – |" in text and text.count("| tad | – | – |") == 2
     told = capsys.readouterr().err
-    assert "- tad (main, seed 1): tad: top_k=9999" in text and "tad (main, seed 1): no result: tad: top_k=9999" in told
+    assert "- tad (seed 1): tad: top_k=9999" in text and "tad (seed 1): no result: tad: top_k=9999" in told
     begun.clear()
     assert compare.run([*argv, "--tune=lr=1e-3,1e-2"]) == 1  # no trial of it has a result either: no seed is tried
     assert not [job for job in begun if job.startswith("main") and "tad" in (tmp_path / f"{job}.py").read_text()]
     tad = lines_of(tmp_path)[-1]
-    assert tad["method"] == "tad" and "top_k=9999" in tad["stopped"] and tad["trials"] == 2
+    assert tad["method"] == "tad" and "top_k=9999" in tad["stopped"]
     with pytest.raises(UserError, match=r"val_max_rows=None: these rows choose, later ones are scored"):
         compare.run([*argv, "--val_max_rows=None"])
-    words = ["config/mini.py", "--methods=alra", f"--out={tmp_path}", f"--data_dir={MINI.data_dir}"]
-    args, spec, cfg = compare.arguments(words)
-    with pytest.raises(UserError, match="alra, seed 1: neither a result nor an error"):
-        compare.write_results(compare.plan(spec, cfg, args.flags, {}), {}, {}, [], cfg, args)
+    args = argparse.Namespace(out=tmp_path, results=tmp_path / "report")
+    with pytest.raises(UserError, match="pretrain, seed 1: neither a result nor an error"):
+        compare.write_results(study(*argv)[1], {}, [], args)
 
 
 def test_print_gives_commands_that_a_shell_runs(argv, quiet, tmp_path, capsys):
@@ -324,7 +281,7 @@ def test_print_gives_commands_that_a_shell_runs(argv, quiet, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch):
+def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
     """The first job would take an hour; the second waits for its turn, and never begins."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "sleep.py").write_text("import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(3600)")
@@ -349,7 +306,7 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert not begun[1].exists()
-    assert [line["rc"] for line in read_lines(tmp_path / "runs.jsonl")] == [-signal.SIGTERM]  # ended, and waited for
+    assert f"exit code {-signal.SIGTERM}" in capsys.readouterr().out  # ended, and waited for
 
 
 def compare_here(argv: list[str]) -> None:
@@ -360,94 +317,100 @@ def compare_here(argv: list[str]) -> None:
 @pytest.mark.slow
 def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_path):
     """Killed in a run, as soon as that one has a checkpoint: scores are seconds away."""
-    argv = [*argv, "--methods=pretrain,tad", "--tune=lr=1e-3,1e-2", "--seeds=1"]
+    argv = [*argv, "--methods=pretrain,tad", "--seeds=1", "--checkpoint_every_steps=1"]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     world.kill_when(lambda: any(cut.glob("*/*/checkpoints/step_*[1-9]")), compare_here, [*argv, f"--out={cut}"])
-    assert not (cut / "report").exists() and len([*cut.glob("tune_*.py")]) == 1
+    assert not (cut / "report").exists()
     for out in (whole, cut):
         begun.clear()
         assert compare.run([*argv, f"--out={out}"]) == 0
-    assert kinds(begun)[-2:] == ["main", "eval"] and len([*cut.glob("tune_*.py")]) == 1  # the run that was cut went on
-    one, two = ((out / "report" / "tables.csv").read_bytes() for out in (whole, cut))
-    assert one == two and b"pretrain" in one
+        assert kinds(begun) == ["main", "eval"] and len([*out.glob("main_*.py")]) == 1  # the run that was cut went on
+    assert lines_of(cut) == lines_of(whole)
 
 
 def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **more) -> None:
     """Results of these methods, a CE per seed; KL is 1 less, agreement a tenth of it in reverse. `more` is of the first."""
-    same = {"study": "main", "lr": 0.003, "top5": 0.5, "ece": 0.1, "n_rows": 3, "n_targets": 77, "teacher_ce": 2.0, "step": 300,
-            "teacher_entropy": 1.5, "data_sha256": "d", "wall_sec": 60.0, "students_in_run": 3, "hardware": "a machine",
-            "git_commit": "abc", "versions": "python 3", "uniform_ce": 8.3, "unigram_ce": 6.1}  # fmt: skip
+    same = {"lr": 0.003, "settings": {}, "top5": 0.5, "ece": 0.1, "n_rows": 3, "n_targets": 77, "teacher_ce": 2.0, "step": 300,
+            "teacher": "demo/teacher", "teacher_entropy": 1.5, "data_sha256": "d",
+            "machine": "a machine", "git_commit": "abc", "versions": {"python": "3"}, "uniform_ce": 8.3, "unigram_ce": 6.1}  # fmt: skip
     lines = [{"method": method, "seed": n, "ce": v, "bits_per_byte": v / 3, "kl": v - 1, "top1": 1 - v / 10, "init_sha256": f"i{n}", **same}
              for method, values in ce.items() for n, v in enumerate(values, 1)]  # fmt: skip
     lines[0] |= more
-    pd.DataFrame(lines).to_csv(folder / "students.csv", index=False)
-    write_json(folder / "settings.json", {"main": dataclasses.asdict(MINI), "skip_rows": 256, "at": at})
+    write_lines(folder / "students.jsonl", lines)
+    write_json(folder / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at})
 
 
-def tables_of(folder: Path, spec: Spec | None = None) -> tuple[str, str]:
-    _, said = reports.report(spec or compare.arguments(["config/mini.py"])[1], folder, draw=False)
+def report_of(folder: Path, spec: Spec | None = None) -> str:
+    _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
     assert "one beyond might do better: " in said or "Nothing was tuned" in said  # on the screen too
-    return (folder / "README.md").read_text(), (folder / "tables.csv").read_text()
+    return (folder / "README.md").read_text()
 
 
-def test_the_report_says_what_the_results_say(tmp_path):
-    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5, 6.0], "alra": [4.0, 3.5, 5.0], "pd": [5.5, 5.5, 6.2], "alra_r": [4.5, 4.5, 4.8]})  # fmt: skip
+def test_the_report_says_what_the_results_say(tmp_path, quiet):
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5, 6.0], "alra": [4.0, 3.5, 5.0], "pd": [5.5, 5.5, 6.2], "alra_u": [4.5, 4.5]})  # fmt: skip
     tried = [("pd", 1e-3, 5.0, {}), ("pd", 3e-3, None, {}), ("pd", 3e-2, 4.0, {}), ("alra", 3e-3, 4.5, {"gamma": 1})]
     rates = [{"method": m, "lr": lr, "val_ce": ce, "settings": settings} for m, lr, ce, settings in tried]
     write_lines(tmp_path / "rates.jsonl", rates)
-    text, sheet = tables_of(tmp_path)
-    assert "held-out rows. CE to compare with: uniform over the vocabulary (ln V) 8.3000, unigram 6.1000, teac" in text
-    # alra less vanilla_kd: -1, -2, -1: mean -4/3, deviation 1/sqrt(3), t = -4, p = 1 - 4 / sqrt(18), the smaller of two
-    mean, p, half = -4 / 3, 1 - 4 / math.sqrt(18), T975 / 3
-    numbers = ",".join(f"{x:.6g}" for x in (mean, mean - half, mean + half, p, 2 * p))
-    assert f"main,alra,ce,3,,,vanilla_kd,{numbers}\n" in sheet
-    assert f"| alra | vanilla_kd | -1.3333 ± {half:.4f} | {2 * p:.4f} |" in text
-    assert "| alra_r | alra | +0.4333" in text  # 0.5, 1.0, -0.2: held against alra in its own table
-    assert "| pd | 0.003 | 3 | 5.7333 ± 1.0040 |" in text and text.count("**4.1667 ± 1.8973**") == 2
+    text = report_of(tmp_path)
+    assert (
+        "77 targets in 3 rows; teacher: demo/teacher (CE 2.0000, entropy 1.5000).\nCE to compare with: uniform over"
+        in text
+    )
+    # alra less vanilla_kd: -1, -2, -1: mean -4/3, deviation 1/sqrt(3), t = -4, p = 1 - 4 / sqrt(18), the smallest of three
+    p, half = 1 - 4 / math.sqrt(18), T975 / 3
+    assert f"| alra | -1.3333 ± {half:.4f}, p {3 * p:.4f} |" in text
+    assert "| alra_u | +0.7500 ± 3.1766, p 0.2048 |" in text  # 0.5 and 1.0: held against alra in its own table
+    assert "| pd | 5.7333 ± 1.0040 |" in text and "| pd | lr 0.003 | 3 | – | – |" in text
+    assert text.count("**4.1667 ± 1.8973**") == 2 and "over 2 or 3 seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text and "one beyond might do better: pd, alra." in text
-    assert "| alra gamma=1 | – | **4.5000** | – |" in text
+    assert "| alra gamma=1 | – | **4.5000** | – |" in text and "over the first 256 held-out rows" in text
     # the paper: vanilla_kd 35.13 < pd 35.60 < alra 36.62; ours: pd, vanilla_kd, alra
     assert "| Main results | paper 200m | our CE, nats/token | +0.33 | 1.0000 |" in text
     assert "| Main results | vanilla_kd | 3 | 3 | 2 | 2 | 2 |" in text
 
 
-def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path):
-    more = {"chosen": '{"lr": 0.003, "beta": 2.0}', "trials": 4, "student_flops": 3e9}
-    made_up(tmp_path, {"mine": [5.0, 5.5], "mine@x": [4.0, 4.0]}, **more)
-    text, _ = tables_of(tmp_path, Spec())
-    assert "| mine@x | mine | -1.2500 ± 3.1766 |" in text and "ordering" not in text and "Nothing was tuned" in text
-    assert re.search(r"\| mine \| 0.003, beta 2 \| 2 \| .* \| 20 \| 3e\+09 \| 4 \|", text)
-    assert "| mine | mine@x | +1.2500 ± 3.1766 |" in tables_of(tmp_path, Spec(reference="mine@x"))[0]
-    made_up(tmp_path, {"mine@x": [4.0, 4.0], "mine": [5.0, 5.5]}, settings='{"gamma": 3}')  # what a label is short for
-    assert "| mine@x | 0.003, gamma 3 |" in tables_of(tmp_path, Spec())[0]
+def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, quiet):
+    more = {"settings": {"beta": 2.0}, "student_flops": 3e9}
+    made_up(tmp_path, {"mine": [5.0, 5.5], "mine@x": [4.0, 4.0]}, at="flops", **more)
+    text = report_of(tmp_path, Spec())
+    assert "| mine@x | -1.2500 ± 3.1766, p 0.1257 |" in text and "ordering" not in text and "Nothing was tuned" in text
+    assert "| mine | lr 0.003, beta 2 | 2 | 3e+09 | – |" in text and "At equal FLOPs" in text
+    assert "| mine | +1.2500 ± 3.1766, p 0.1257 |" in report_of(tmp_path, Spec(reference="mine@x"))
 
 
-def test_stopped_students_are_listed_and_what_has_no_pair_is_not_compared(tmp_path):
-    with pytest.raises(UserError, match=r"students\.csv: not there; run the same command without --report first"):
-        tables_of(tmp_path)
+def test_stopped_students_are_listed_and_what_has_no_pair_is_not_compared(tmp_path, quiet):
+    with pytest.raises(UserError, match=r"students\.jsonl: not there; run the same command without --report first"):
+        report_of(tmp_path)
     why = "step 3: gradient norm inf"
     made_up(tmp_path, {"alra": [4.0]}, stopped=why)
     with pytest.raises(UserError, match="no student has a result; alra: step 3"):
-        tables_of(tmp_path)
+        report_of(tmp_path)
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5, 6.0], "alra": [4.0, 3.5, 5.0]}, stopped=why)
-    text, sheet = tables_of(tmp_path)
-    assert f"- vanilla_kd (main, seed 1): {why}" in text
-    assert "| vanilla_kd | 0.003 | 2 of 3 |" in text and "main,alra,ce,2,,,vanilla_kd,-1.5," in sheet
-    ce = {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]}
-    made_up(tmp_path, ce)
-    students = pd.read_csv(tmp_path / "students.csv")
-    students.loc[students.method == "alra", ["seed", "init_sha256"]] = [[3, "i3"], [4, "i4"]]
-    students.to_csv(tmp_path / "students.csv", index=False)
-    text, sheet = tables_of(tmp_path)
-    assert "| alra | 0.003 | 2 |" in text and "| alra | vanilla_kd | – | – |" in text
-    assert "main,alra,ce,2," in sheet and "main,alra,ce,0,,,vanilla_kd,,,,,\n" in sheet
-    made_up(tmp_path, ce, at="flops")
-    assert "At equal FLOPs" in tables_of(tmp_path)[0]
+    text = report_of(tmp_path)
+    assert f"- vanilla_kd (seed 1): {why}" in text and "| vanilla_kd | lr 0.003 | 2 of 3 |" in text
+    assert "| alra | -1.5000 ± " in text  # over seeds 2 and 3
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
+    students = read_lines(tmp_path / "students.jsonl")
+    write_lines(tmp_path / "students.jsonl", [x | {"seed": x["seed"] + 2 * (x["method"] == "alra")} for x in students])
+    assert "| alra | – | – | – | – | – | – |" in report_of(tmp_path)
 
 
-def test_the_committed_report_comes_out_of_the_committed_results(tmp_path):
-    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md", "tables.csv"))
-    tables_of(tmp_path)
-    assert all((tmp_path / name).read_bytes() == (RESULTS / name).read_bytes() for name in ("README.md", "tables.csv"))
-    pictures = re.findall(r"\]\((\w+\.png)\)", (RESULTS / "README.md").read_text())
-    assert len(pictures) == 10 and all((RESULTS / name).is_file() for name in pictures)
+def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monkeypatch):
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
+    for seed, method in itertools.product((1, 2), ("vanilla_kd", "alra")):
+        folder = tmp_path / f"logs_seed{seed}" / method
+        folder.mkdir(parents=True)
+        write_json(folder / "run.json", {"config": {"batch_rows": 4, "seq_len": 8}})
+        write_lines(folder / "log.jsonl", [{"step": 1, "ce": 5.0 + seed}, {"step": 2, "ce": 4.0, "val_ce": 4.5}])
+    monkeypatch.setattr(plot.plt, "close", lambda figure: None)
+    argv, before = ["config/study.py", "--report", f"--results={tmp_path}"], []
+    for _ in range(2):
+        assert compare.run(argv) == 0
+        before.append({file.name: file.read_bytes() for file in tmp_path.glob("*.*")})
+        for file in (*tmp_path.glob("*.png"), tmp_path / "README.md"):
+            file.unlink()
+    assert before[0] == before[1] and {"curves.png", "README.md"} <= before[0].keys()
+    assert re.findall(r"\]\((.*)\)", before[0]["README.md"].decode()) == ["curves.png"]
+    curves = plot.plt.gcf().axes[0]
+    assert list(zip(*curves.get_lines()[0].get_data(), strict=True)) == [(32, 6.5), (64, 4.0)]
+    plot.plt.close("all")

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import functools
 import json
 import shutil
 import weakref
@@ -17,7 +16,7 @@ from lm_eval.api.model import TemplateLM
 
 import configure
 import eval as ev
-from lib import metrics, tasks
+from lib import tasks
 from lib.files import UserError
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, Rows
@@ -126,21 +125,20 @@ def bench(lm, names, *argv):
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("bos", ["auto", None, 307])
-def test_encoding_in_batches_gives_what_lm_eval_gives_pair_by_pair(student, adds_bos, bos):
-    """A context begins as the tokenizer does by itself, or as training did."""
+def test_a_context_begins_as_the_tokenizer_does_by_itself_or_as_training_did(student, adds_bos, bos):
     tokenizer, seen = make_tokenizer(bos="<s>" if adds_bos else None), []
-    rng, joins = np.random.default_rng(2), ["", " ", "\n", "  \n"]
-    pairs = [(sentence(rng, 5, str(rng.choice(joins))), str(rng.choice(joins)) + sentence(rng, 3)) for _ in range(40)]
-    requests = ask(("the cat", " saw"), ("", " saw"), ("", "<eos> cat"), ("the ca", "t saw a dog under"), ("Answer:\n", " yes"),
-                   ("the cat", "saw"), *pairs)  # fmt: skip
     scorer = ev.Scorer(student, tokenizer, bos=bos)
-    scorer._loglikelihood_tokens = lambda requests, *rest, **keys: seen.append(requests)
-    scorer.loglikelihood(requests, disable_tqdm=True)
-    TemplateLM.loglikelihood(scorer, requests, disable_tqdm=True)
-    head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in ("the cat", " saw"))
+    scorer._loglikelihood_tokens = lambda requests, **keys: seen.extend(r[1:] for r in requests)
+    scorer.loglikelihood(
+        ask(("the cat", " saw"), ("", " saw"), ("", "<eos> cat"), ("the cat \n", "saw")), disable_tqdm=True
+    )
+    head, tail, cat, lines = (
+        tokenizer.encode(t, add_special_tokens=False) for t in ("the cat", " saw", " cat", " \nsaw")
+    )
     before = [307] if bos == 307 or (adds_bos and bos == "auto") else []
-    assert seen[0] == seen[1]
-    assert [r[1:] for r in seen[0][:2]] == [([*before, *head], tail), (before or [tokenizer.eos_token_id], tail)]
+    first, empty = [*before, *head], before or [tokenizer.eos_token_id]
+    ended = ([0], cat) if not before else (before, [0, *cat])
+    assert seen == [(first, tail), (empty, tail), ended, (first, lines)]
 
 
 @pytest.mark.parametrize(("facts", "wanted"), [(None, "auto"), ({"bos": None}, None), ({"bos": 307}, 307)])
@@ -216,9 +214,9 @@ def test_scores_are_fp32_whatever_the_backbone(tokenizer):
     assert got == pytest.approx(float(logp[[0, 1, 2], tail].sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("context, continuation", [("the cat", ""), (" \n", "cat"), ("", ""), ("the cat", " dog" * 13)])
+@pytest.mark.parametrize("context, continuation", [("the cat", ""), (" \n", "cat"), ("the cat", " dog" * 13)])
 def test_requests_without_an_answer_are_refused(student, tokenizer, context, continuation):
-    with pytest.raises(UserError, match=r"expected a context|nothing to condition on"):
+    with pytest.raises(UserError, match="expected a context"):
         ev.Scorer(student, tokenizer, max_length=7).loglikelihood(ask((context, continuation)), disable_tqdm=True)
 
 
@@ -330,18 +328,13 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
         assert wanted[name].sha256 == local[name].sha256 == hub[name].sha256
 
 
-@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
-def test_storycloze_from_a_file_of_its_own(suffix, data, tmp_path):
-    """With the headings and texts of its authors, or with lm-eval's fields."""
-    rows, file = world.read_jsonl(data / "storycloze_2016/test.jsonl"), tmp_path / f"cloze.{suffix}"
+def test_storycloze_from_a_file_of_its_own(data, tmp_path):
+    """With the headings and texts of its authors."""
+    rows, file = world.read_jsonl(data / "storycloze_2016/test.jsonl"), tmp_path / "cloze.csv"
     heads = ["InputStoryid", *(f"InputSentence{i}" for i in (1, 2, 3, 4)), "RandomFifthSentenceQuiz1", "RandomFifthSentenceQuiz2",
              "AnswerRightEnding"]  # fmt: skip
-    if suffix == "parquet":
-        datasets.Dataset.from_list(rows).to_parquet(file)
-    else:
-        with file.open("w", newline="", encoding="utf-8-sig") as out:
-            lines = [heads, *([i, *row.values()] for i, row in enumerate(rows))]
-            csv.writer(out, delimiter={"csv": ",", "tsv": "\t"}[suffix]).writerows(lines)
+    with file.open("w", newline="", encoding="utf-8-sig") as out:
+        csv.writer(out).writerows([heads, *([i, *row.values()] for i, row in enumerate(rows))])
     sources = ((str(data),), (None, str(file)))
     wanted, got = (tasks.read_items(["storycloze_2016"], "heldout", *how)["storycloze_2016"] for how in sources)
     assert got.rows == wanted.rows == rows and got.sha256 == wanted.sha256
@@ -369,7 +362,7 @@ def test_the_published_items_are_those_that_are_known(name, split):
     ("piqa", "piqa/validation.jsonl", b'{"goal": "a"}\n', "{}: cannot be used .KeyError: 'sol1'.*expected items of piqa, with goal, sol1"),
     ("storycloze_2016", "story.csv", b"InputSentence1\n\xe9\n", "{}: cannot be used"),
     ("storycloze_2016", "story.csv", b"InputSentence1,AnswerRightEnding\na,3\n", "{}: .*expected answer_right_ending to be 1 or 2"),
-    ("storycloze_2016", "story.xml", b"x", "{}: expected one of .jsonl, .csv, .tsv, .parquet"),
+    ("storycloze_2016", "story.xml", b"x", "{}: expected one of .jsonl, .csv"),
     ("storycloze_2016", "story.csv", None, "--storycloze {}: no such file"),
     ("storycloze_2016", None, None, "on request"),
 ])  # fmt: skip
@@ -435,8 +428,7 @@ def test_from_checkpoints_to_tables(out, data, capsys):
     ce = {method: read(out / method)["figures"]["ce"] for method in ("pretrain", "alra")}
     best, second = sorted(ce, key=ce.get)
     assert cells(text, best)[1] == f"**{ce[best]:.4f}**" and cells(text, second)[1] == f"*{ce[second]:.4f}*"
-    low, high = (float(v) for v in cells(text, "alra", 1)[1].split("[")[1].strip("]").split(","))
-    assert low < ce["alra"] - ce["pretrain"] < high
+    assert cells(text, "alra", 1)[1] == f"{ce['alra'] - ce['pretrain']:+.4f}"
     ev.run(["--table", str(out)])
     assert capsys.readouterr().out.split() == [*text.split(), *f"Left out, since not scored: {out / 'tad'}.".split()]
     argv = [str(out / "pretrain"), str(out / "alra/model"), f"--data_dir={data}", "--any_items", "--rows=none"]
@@ -446,9 +438,6 @@ def test_from_checkpoints_to_tables(out, data, capsys):
     assert scores["tasks"]["piqa"]["n"] == 3 and scores["tasks"]["piqa"]["n_rows"] == 7
     assert scores["run"]["method"] == "alra"
     assert len((out / "alra" / "scores_heldout_limit3.jsonl").read_text().splitlines()) == 6
-    norms = [100 * scores["tasks"][t]["acc_norm"] for t in ("arc_easy", "piqa")]
-    assert [float(c.strip("*")) for c in cells(text, "ALRA")[1:3]] == [pytest.approx(v, abs=0.005) for v in norms]
-    assert norms != [100 * scores["tasks"][t]["acc"] for t in ("arc_easy", "piqa")]
     assert "Avg. (2 of 9)" in text and "acc_norm for ARC-E, PIQA" in text and "bits/byte" in text  # figures stay
     facts = read(out / "alra", "run.json")
     (out / "alra" / "run.json").write_text(json.dumps(facts | {"made_by": {"data_sha256": "other"}}))
@@ -467,8 +456,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, data, teacher, tokenizer, row
     for dtype in (torch.bfloat16, torch.float32):
         student = world.make_model(STUDENT, 5, 7.0).to(dtype)
         cast = ev.Teacher(world.make_model(teacher.config, 6, 7.0).to(dtype), torch.device("cpu"))
-        sums = ev.over_rows([student], cast, rows, np.arange(rows.n), ev.byte_lengths(tokenizer, 311), 4096)[0]
-        wanted = metrics.figures({key: value.sum(0) for key, value in sums.items()})
+        (wanted,) = ev.over_rows([student], cast, rows, np.arange(rows.n), ev.byte_lengths(tokenizer, 311), 4096)
         for key in ("ce", "kl", "teacher_ce"):
             assert (figures["figures"][key] == wanted[key]) == (dtype == torch.bfloat16), key
         samples = bench(ev.Scorer(student, tokenizer), ["piqa"], *argv[1:2], "--log_samples")["piqa"]["samples"]
@@ -479,7 +467,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, data, teacher, tokenizer, row
 @pytest.mark.parametrize(("argv", "said"), [
     ("tad", "tad: no model/ in it, and no checkpoint; has its training begun?"), ("alra tad", "tad: no model/ in it"), ("run.json", "no finished student: .*run.json"),
     ("gone", "gone: no such folder"), ("../gone", "gone: no such folder"), ("alra --limit=1", "--limit 1"), ("alra pretrain --out=z", "--out z"),
-    ("alra --tasks=winogrande --split=validation", "no task 'winogrande' in the validation set"), ("alra --device=gpu", "device=gpu"),
+    ("alra --tasks=winogrande --split=validation", "no .'winogrande'. in the validation set"), ("alra --device=gpu", "device=gpu"),
 ])  # fmt: skip
 def test_slips_on_the_command_line_are_told_before_the_hub_is_asked(argv, said, out, monkeypatch):
     asked = []
@@ -536,33 +524,24 @@ def test_results_are_not_lost_to_a_smaller_command(out, data):
     assert there == {"model", "run.json", "log.jsonl", "scores_heldout.json"}
 
 
-def test_checkpoints_that_do_not_fit_together_are_scored_one_after_another(out, data, monkeypatch, capsys):
-    """The same figures; at any time only those at work are in memory, and one tokenizer."""
+def test_checkpoints_may_be_scored_one_after_another(out, data, monkeypatch):
+    """The same figures; at any time only those at work are in memory."""
     for name in ("a", "b"):
         shutil.copytree(out / "alra", out / name)
-    alive, most = {"model": [], "tokenizer": []}, {}
+    alive, most, load = [], [0], ev.Qwen2.from_pretrained
 
-    def counted(kind, load):
-        def do(*args, **keys):
-            loaded = load(*args, **keys)
-            alive[kind] = [ref for ref in alive[kind] if ref() is not None] + [weakref.ref(loaded)]
-            most[kind] = max(most.get(kind, 0), len(alive[kind]))
-            return loaded
+    def counted(*args, **keys):
+        alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(loaded := load(*args, **keys))]
+        most.append(len(alive))
+        return loaded
 
-        return do
-
-    monkeypatch.setattr(ev.Qwen2, "from_pretrained", counted("model", ev.Qwen2.from_pretrained))
-    monkeypatch.setattr(ev, "read_tokenizer", functools.lru_cache(maxsize=1)(counted("tokenizer", load_tokenizer)))
-    students, found = [str(out / name) for name in ("alra", "a", "b")], []
-    for free, at_a_time in ((10**9, 3), (0, 1)):
-        most.clear()
-        monkeypatch.setattr(ev, "free_bytes", lambda device, free=free: free)
-        ev.run([*students, "--tasks=piqa", f"--data_dir={data}", "--any_items", "--limit=3"])
-        assert f"held-out rows: {at_a_time} of 3 checkpoints at a time" in capsys.readouterr().err
-        assert most == {
-            "model": at_a_time + 1,
-            "tokenizer": 2,
-        }  # the teacher's too; the next is read before the last goes
+    monkeypatch.setattr(ev.Qwen2, "from_pretrained", counted)
+    found = []
+    for at_a_time in (3, 1):
+        most[:] = [0]
+        argv = [*(str(out / name) for name in ("alra", "a", "b")), f"--data_dir={data}", "--any_items", "--limit=3"]
+        ev.run([*argv, "--tasks=piqa", f"--per_pass={at_a_time}"])
+        assert max(most) == at_a_time + 1  # and the teacher
         found.append([read(out / name)["figures"] for name in ("alra", "a", "b")])
     assert found[0] == found[1] and found[0][0] == found[0][1]
 

@@ -218,7 +218,7 @@ CASES += [
     (EVAL, tensors("run/alra/model/model.safetensors", lambda t: t[NORM].fill_(float("nan"))), f"{NORM} .*finite"),
     (EVAL, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"),
     (EVAL, gone("data/val.bin"), "data: no val.bin"), (EVAL, rows("val", filled(1000)), "data/val.bin: .*id"), (f"{EVAL} --out cfg.py", None, "cfg.py"),
-    (f"{EVAL} --max_rows 0", None, "--max_rows 0: expected at least 1"), (EVAL.replace("none", "lambada"), None, "--tasks: no task 'lambada' .*did you mean 'lambada_openai'"),
+    (f"{EVAL} --max_rows 0", None, "--max_rows 0: expected at least 1"), (EVAL.replace("none", "lambada"), None, "--tasks: no .'lambada'. in the heldout set, which has .*lambada_openai"),
     *((SCORE, put(ITEMS, content), f"{ITEMS}|lambada_openai") for content in ("", "{", "[1]", "{}", '{"text": 3}')),
     ("eval.py --table nowhere", None, "nowhere"), ("tools/plot.py nowhere", None, "nowhere"),
     (SAMPLE, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"), (SAMPLE, cut("run/alra/model/model.safetensors"), "run/alra/model.*: cannot be used"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib import metrics, stats
+from lib import metrics
 from lib.rows import IGNORE
 from model import Qwen2Config
 from tests import world
@@ -86,17 +86,6 @@ def test_a_certain_student_falls_into_the_last_bin(batch):
     assert (z.softmax(-1).amax(-1) == 1).any()  # exactly, in fp32
     wrong = (z.argmax(-1) != batch[1][0]).sum()
     assert gap[0].sum() == pytest.approx(wrong, abs=0.5) and gap[0, -1] > 0.9 * wrong
-
-
-def test_paired_bootstrap():
-    rng = np.random.default_rng(6)
-    ones = np.full(97, 30.0)
-    base = {"n": ones, "ce": rng.normal(90, 20, 97), "gap": rng.normal(0, 1, (97, 15))}
-    better = {**base, "ce": base["ce"] - rng.normal(3, 1, 97)}
-    low, high = stats.bootstrap(better, base)["ce"]
-    assert -0.115 < low < -0.1 < high < -0.085  # the rows' own spread, 20 / 30, cancels
-    assert stats.bootstrap(base, base)["ce"] == (0, 0) and stats.bootstrap(better, base)["ce"] == (low, high)
-    assert stats.bootstrap(better, base)["ece"] == (0, 0) and "kl" not in stats.bootstrap(better, base)
 
 
 B, T, D, V = 3, 7, 5, 101

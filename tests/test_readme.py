@@ -226,13 +226,6 @@ def cells(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows[2:]]
 
 
-def test_the_replications_table_is_the_reports():
-    report = (ROOT / "results" / "replication" / "README.md").read_text().splitlines()
-    between = README[README.index("<!-- replication -->") : README.index("<!-- end of replication -->")]
-    rows = [line for line in between.splitlines() if line.startswith("|")]
-    assert len(rows) > 10 and set(rows) <= set(report)
-
-
 def test_the_files_that_are_named_are_there():
     named = set(re.findall(r"`((?:[\w.]+/)*[\w.]+(?:\.py|\.md|/))`", PAGES))
     made = re.compile(r"out/|data/|texts/|model/|config\.json")

@@ -4,7 +4,7 @@
     python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
     python tools/compare.py config/tiny.py --print     the commands of the next stage (trials, seeds, scores), to run elsewhere
     python tools/compare.py config/tiny.py --report    tables and figures anew, from the results that are there
-    python tools/compare.py config/mini.py --jobs=2    the replication, which that config describes: hours on two cores
+    python tools/compare.py config/study.py --jobs=2    a study that its config describes: seeds, trials and tables
 
 The trials of all methods share one run with seed 0, and so one pass of the teacher. The lowest CE over the first
 `val_max_rows` held-out rows chooses; the rows after them are scored. Then come seeds 1, 2, ..: a seed gives the student's
@@ -18,9 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import math
-import re
 import runpy
 import shlex
 import shutil
@@ -34,7 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
 import torch
 import transformers
 
@@ -46,7 +43,7 @@ from lib import files
 from lib.cache import fits_disk
 from lib.files import UserError, read_json, read_lines, require
 from lib.identity import content_hash, made_by, record_hash
-from lib.report import Spec, report
+from lib.report import Spec, best_trials, report
 from lib.rows import open_rows
 from lib.settings import literal
 from lib.stats import FIGURES
@@ -56,21 +53,19 @@ from losses import needs_teacher, resolve
 from model import flops_per_token, load_config, student_config
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURE_SEED = 1  # the only seed whose runs count d_u and the teacher's probabilities, for the figures
-SCORED = ("n_rows", "skip_rows", "n_targets", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce", "step",
-          "valid_tokens")  # fmt: skip
-HASHES = ("data_sha256", "val_sha256", "teacher_sha256", "init_sha256", "rows_sha256")
+RECORDED = (*FIGURES, "n_rows", "skip_rows", "n_targets", "teacher", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce",
+            "step", "valid_tokens", "init_sha256", "data_sha256", "val_sha256", "teacher_sha256", "rows_sha256")  # fmt: skip
 
 
 class PlannedStudent(NamedTuple):
-    study: str  # "tune", "main" or a study of the config
+    stage: str  # "tune" or "main"
     name: str  # METHOD or METHOD@LABEL
     cfg: Config  # of a run of it alone
 
     @property
     def recipe(self) -> str:
         """What makes it, and how far; of a trial also the rows that judge it."""
-        judged = f" judged by {self.cfg.val_max_rows} rows" if self.study == "tune" else ""
+        judged = f" judged by {self.cfg.val_max_rows} rows" if self.stage == "tune" else ""
         return f"{_record_hash(self.cfg, self.name)} {self.cfg.max_steps}{judged}"
 
 
@@ -85,11 +80,10 @@ class Job(NamedTuple):
     students: list[PlannedStudent]  # that it makes or scores
 
 
-def student(study: str, name: str, method: str, cfg: Config, seed: int, settings: dict) -> PlannedStudent:
-    """The student `name` with the settings that `cfg` has for `method`, and further ones."""
-    every = cfg.histogram_every_steps if study == "main" and seed == FIGURE_SEED else None
-    hyper = {name: cfg.settings_of(method) | settings}
-    return PlannedStudent(study, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=every))  # fmt: skip
+def student(stage: str, name: str, method: str, cfg: Config, seed: int, settings: dict) -> PlannedStudent:
+    """The student `name` with the settings that `cfg` has for `method`, and further ones; histograms are for one seed's figures."""
+    hyper, every = {name: cfg.settings_of(method) | settings}, cfg.histogram_every_steps if seed == 1 else None
+    return PlannedStudent(stage, name, dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed, histogram_every_steps=every))  # fmt: skip
 
 
 def trials(tune: tuple[str, ...], methods: tuple[str, ...]) -> dict[str, list[dict]]:
@@ -125,19 +119,10 @@ def more_rates(rates: list[float], n: int) -> list[float]:
     return rates
 
 
-def plan(spec: Spec, base: Config, flags: set[str], chosen: dict[str, dict]) -> list[PlannedStudent]:
-    """The students of all studies and seeds. Keys set by `flags` hold in every study; a study that repeats one joins it."""
-    students, first = {}, {}
-    for study, changes in {"main": {}, **(spec.studies or {})}.items():
-        more = changes.get("hyper", {})
-        hyper = {m: base.hyper.get(m, {}) | more.get(m, {}) for m in {**base.hyper, **more}}
-        changed = {key: value for key, value in changes.items() if key not in flags}
-        cfg = dataclasses.replace(base, **changed | {"hyper": hyper})
-        study = first.setdefault((PlannedStudent("", "pretrain", cfg).recipe, json.dumps(hyper)), study)
-        for name, seed in itertools.product(cfg.methods, range(1, spec.seeds + 1)):
-            settings, own = chosen.get(name, chosen.get(spec.like, {})), at_equal(spec.at, name, cfg)
-            students.setdefault((study, name, seed), student(study, name, name, own, seed, settings))
-    return [*students.values()]
+def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[PlannedStudent]:
+    """The students of all methods and seeds."""
+    return [student("main", name, name, at_equal(spec.at, name, cfg), seed, chosen.get(name, {})) for name in cfg.methods
+            for seed in range(1, min(spec.seeds, spec.fewer_seeds.get(name, spec.seeds)) + 1)]  # fmt: skip
 
 
 def at_equal(what: str, name: str, cfg: Config) -> Config:
@@ -163,19 +148,13 @@ def flops(cfg: Config) -> tuple[float, float]:
 
 def shared_runs(students: list[PlannedStudent], out: Path, at_most: int) -> list[Job]:
     """Runs of train.py: students that differ in method and settings alone share one, `at_most` of them."""
-    groups, distinct = {}, {}
-    for s in students:
-        distinct.setdefault(s.recipe, s)
-    for s in distinct.values():
+    groups: dict[tuple, list[PlannedStudent]] = {}
+    for s in {s.recipe: s for s in students}.values():
         shared = dataclasses.replace(s.cfg, methods=("any",), hyper={})
         shared = (shared, "@" in s.name)  # METHOD@LABEL would take over settings of a METHOD beside it
-        nth = next(i for i in itertools.count() if s.name not in groups.get((*shared, i), {}))  # a name has one folder
-        groups.setdefault((*shared, nth), {})[s.name] = s
-    jobs = []
-    for (shared, *_), by_name in groups.items():
-        some = list(by_name.values())
-        jobs += [training(some[at : at + at_most], shared, out) for at in range(0, len(some), at_most)]
-    return jobs
+        groups.setdefault(shared, []).append(s)
+    return [training(some[at : at + at_most], shared, out) for (shared, _), some in groups.items()
+            for at in range(0, len(some), at_most)]  # fmt: skip
 
 
 def training(students: list[PlannedStudent], shared: Config, out: Path) -> Job:
@@ -183,7 +162,7 @@ def training(students: list[PlannedStudent], shared: Config, out: Path) -> Job:
     names, hyper = tuple(s.name for s in students), {s.name: s.cfg.hyper[s.name] for s in students}
     cfg = dataclasses.replace(shared, methods=names, hyper=hyper, out_dir="")
     sha = hashlib.sha256(f"{config_text(cfg)}{[s.recipe for s in students]}".encode()).hexdigest()[:8]
-    folder = out / f"{students[0].study}_seed{cfg.seed}_{sha}"
+    folder = out / f"{students[0].stage}_seed{cfg.seed}_{sha}"
     files.atomic_write(folder.with_suffix(".py"), config_text(dataclasses.replace(cfg, out_dir=str(folder))))
     return Job(folder.name, ["train.py", f"{folder}.py"], students)
 
@@ -219,8 +198,7 @@ def launch(jobs: list[Job], args) -> dict[str, str]:
             if ending.is_set():  # since it was started
                 process.terminate()
             rc = process.wait()
-        wall, said = round(time.perf_counter() - begun, 1), (file.read_text().strip().splitlines() or [""])[-1]
-        files.append_line(args.out / "runs.jsonl", {"run": job.name, "rc": rc, "wall_sec": wall})
+        wall, said = time.perf_counter() - begun, (file.read_text().strip().splitlines() or [""])[-1]
         print(f"{job.name}: {wall:.0f} s, {f'exit code {rc}: {said}' if rc else 'ended'}", flush=True)
         return job.name, said
 
@@ -278,7 +256,7 @@ def is_scored(s: PlannedStudent, folder: Path, n_rows: int) -> bool:
 
 def compare(args, spec: Spec, cfg: Config) -> None:
     """Trials, seeds and scores; what the report needs is written into `args.results`."""
-    for flag, folder, mark in (("out", args.out, "logs/.compare"), ("results", args.results, "students.csv")):
+    for flag, folder, mark in (("out", args.out, "logs/.compare"), ("results", args.results, "students.jsonl")):
         foreign = [] if (folder / mark).exists() else [*folder.glob("*")]  # files are overwritten and removed there
         require(not foreign, f"--{flag}={folder}: contains {foreign[:1]}, not of compare.py; choose another folder")
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -292,18 +270,15 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         says = f"val_max_rows={first}: these rows choose, later ones are scored; {cfg.data_dir} has {n}, set fewer"
         require(first is not None and first < n, says)
         rates, broken = run_trials(spec, cfg, args)
-        chosen: dict[str, dict] = {}
-        for trial in sorted((x for x in rates if x["val_ce"] is not None), key=lambda x: x["val_ce"]):
-            chosen.setdefault(trial["method"], trial["settings"])
-        students = plan(spec, cfg, args.flags, chosen)
+        chosen = {m: trial["settings"] for m, trial in best_trials(rates).items()}
+        students = plan(spec, cfg, chosen)
         failed = {s.recipe: broken[s.name] for s in students if s.name in broken and s.name not in chosen}
         failed |= train([s for s in students if s.recipe not in failed], args)
         folders = finished(args.out)
         whole = [s for s in students if s.recipe in folders and not (folders[s.recipe] / "stopped.json").is_file()]
         failed |= score(whole, folders, min(spec.rows, n - first), args)
-    write_results(students, failed, chosen, rates, cfg, args)
-    settings = {"main": dataclasses.asdict(cfg), "skip_rows": first, "at": spec.at}
-    files.write_json(args.results / "settings.json", settings)
+    write_results(students, failed, rates, args)
+    files.write_json(args.results / "settings.json", dataclasses.asdict(cfg) | {"skip_rows": first, "at": spec.at})
 
 
 def prepare(cfg: Config, file: Path) -> None:
@@ -314,6 +289,8 @@ def prepare(cfg: Config, file: Path) -> None:
 
 def run_trials(spec: Spec, cfg: Config, args) -> tuple[list[dict], dict[str, str]]:
     """Make the trials, with seed 0 -> a record of each, and by method why its first one failed, if it did."""
+    n, scale = trial_steps(spec, cfg), trial_steps(spec, cfg) / cfg.max_steps
+    cfg = dataclasses.replace(cfg, max_steps=n, **{key: round(scale * getattr(cfg, key)) for key in ("schedule_steps", "warmup_steps")})  # fmt: skip
     tried = [(m, settings, student("tune", f"{m}{'-' if '@' in m else '@'}t{i}", m, at_equal(spec.at, m, cfg), 0, settings))
              for m, points in trials(spec.tune, cfg.methods).items() for i, settings in enumerate(points)]  # fmt: skip
     failed, folders = train([s for _, _, s in tried], args), finished(args.out)
@@ -329,52 +306,43 @@ def last_val_ce(folder: Path | None) -> float | None:
     return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
 
 
-def write_results(students: list[PlannedStudent], failed: dict, chosen: dict, rates: list[dict], cfg: Config, args):
-    """rates.jsonl; students.csv with a line for each planned student; the logs of the config's own methods."""
-    folders, walls, lines = finished(args.out), {}, []
-    for line in read_lines(args.out / "runs.jsonl"):
-        walls[line["run"]] = walls.get(line["run"], 0.0) + line["wall_sec"]
+def write_results(students: list[PlannedStudent], failed: dict[str, str], rates: list[dict], args) -> None:
+    """rates.jsonl; students.jsonl with a line for each planned student; their logs."""
+    folders, lines = finished(args.out), []
     args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "students.csv").touch()  # first: it tells whose the other files are
+    (args.results / "students.jsonl").touch()  # first: it tells whose the other files are
     for old in args.results.glob("logs*"):
         shutil.rmtree(old)
     for s in students:
-        line = {"study": s.study, "method": s.name, "seed": s.cfg.seed}
-        if n := sum(x["method"] == s.name for x in rates):
-            line |= {"trials": n, "chosen": json.dumps(chosen.get(s.name, {}))}
+        line = {"method": s.name, "seed": s.cfg.seed}
         made = s.recipe in failed or s.recipe in folders
         require(made, f"{s.name}, seed {s.cfg.seed}: neither a result nor an error; run the same command again")
         if s.recipe in failed:
             line["stopped"] = failed[s.recipe]
         else:
-            line |= outcome(s, folders[s.recipe], walls)
-            if s.study == "main" and s.name in cfg.methods:
-                copy_logs(s, folders[s.recipe], args.results)
+            line |= outcome(s, folders[s.recipe])
+            copy_logs(s, folders[s.recipe], args.results / f"logs_seed{s.cfg.seed}")
         lines.append(line)
-    pd.DataFrame(lines).to_csv(args.results / "students.csv", index=False, lineterminator="\n")
+    files.write_lines(args.results / "students.jsonl", lines)
     files.write_lines(args.results / "rates.jsonl", rates)
 
 
-def outcome(s: PlannedStudent, folder: Path, walls: dict[str, float]) -> dict:
+def outcome(s: PlannedStudent, folder: Path) -> dict:
     """A student's figures, costs and provenance, or why it stopped."""
     run, stopped = read_json(folder.parent / "run.json"), folder / "stopped.json"
-    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "settings": json.dumps(s.cfg.settings_of(s.name)),
-            "wall_sec": walls.get(folder.parent.name), "students_in_run": len(run["config"]["methods"]),
-            "hardware": run["machine"], "git_commit": run["git_commit"],
-            "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}  # fmt: skip
+    line = {"lr": s.cfg.lr * s.cfg.lr_factor(s.name), "settings": s.cfg.settings_of(s.name)}
+    line |= {key: run[key] for key in ("machine", "git_commit", "versions")}
     if stopped.is_file():
         return line | {"stopped": read_json(stopped)["why"]}
     facts = read_json(folder / "run.json")
     facts |= facts["made_by"] | read_if_there(folder / "figures.json").get("figures", {})
-    line |= {key: facts[key] for key in (*FIGURES, *SCORED) if facts.get(key) is not None}
-    line |= {key: facts[key][:12] for key in HASHES if facts.get(key)}
+    line |= {key: facts[key] for key in RECORDED if facts.get(key) is not None}
     costs = [each * facts["nominal_tokens"] for each in flops(s.cfg)]
     return line | dict(zip(("student_flops", "teacher_flops"), costs[: 1 + needs_teacher(s.name)], strict=False))
 
 
-def copy_logs(s: PlannedStudent, folder: Path, results: Path) -> None:
-    """Copy what is behind the curves, budgets and anchoring, in the layout of a run for each seed, and the run's settings."""
-    to = results / ("logs" if s.cfg.seed == FIGURE_SEED else f"logs_seed{s.cfg.seed}")
+def copy_logs(s: PlannedStudent, folder: Path, to: Path) -> None:
+    """Copy what is behind the curves, budgets and anchoring, in the layout of a run, and the run's settings."""
     (to / s.name).mkdir(parents=True)
     shutil.copy(folder.parent / "run.json", to / s.name)  # methods of one seed may be of several runs
     for file in ("teacher.jsonl", f"{s.name}/log.jsonl", f"{s.name}/histograms.jsonl"):
@@ -405,7 +373,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     for file in paths:
         given |= runpy.run_path(file).get("_compare", {})
     own = ("seeds", "tune", "reference", "rows", "at")
-    if "methods" in args.flags:  # a comparison of one's own, not the file's studies
+    if "methods" in args.flags:  # a comparison of one's own, not the file's
         given = {key: value for key, value in given.items() if key in own}
     given |= {key: getattr(args, key) for key in own if getattr(args, key) is not None}
     unknown = [key for key in given if key not in Spec.__dataclass_fields__]
@@ -420,13 +388,12 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     for name in cfg.methods:
         for settings in (cfg.overrides_of(name), *tried.get(name, ())):  # ValueError for one that does not exist
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
-    studied = {m for changes in (spec.studies or {}).values() for m in changes.get("methods", ())} | {*cfg.methods}
-    odd = [name for name in spec.studies or () if not re.fullmatch(r"\w+", name)]
-    unused = [name for name in cfg.hyper if name.partition("@")[0] not in {m.partition("@")[0] for m in studied}]
+    named = {m for _, names, ref in spec.tables for m in (*names, ref)} | {*spec.fewer_seeds}
+    odd = sorted(named - {*cfg.methods})
+    unused = [name for name in cfg.hyper if name.partition("@")[0] not in {m.partition("@")[0] for m in cfg.methods}]
     for ok, message in (
         (spec.reference in (None, *cfg.methods), f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}"),
-        (spec.like in (None, *cfg.methods), f"_compare: like={spec.like!r}: expected one of {', '.join(cfg.methods)}"),
-        (not odd, f"_compare: studies {odd}: expected names of letters, digits and _"),
+        (not odd, f"_compare: {odd} in tables or fewer_seeds: expected some of {', '.join(cfg.methods)}"),
         (not unused, f"settings of {unused}, which is not compared; add the method, or remove its settings"),
     ):  # fmt: skip
         require(ok, message)
@@ -442,10 +409,10 @@ def run(argv: list[str]) -> int:
         compare(args, spec, cfg)
     students, table = report(spec, args.results)
     print(f"\n{table}\n{args.results / 'README.md'}")
-    failed = students[students.stopped.notna()]
-    for x in failed.itertuples():
-        print(f"{x.method} ({x.study}, seed {x.seed}): no result: {x.stopped}", file=sys.stderr)
-    return 1 if len(failed) else 0
+    failed = [x for x in students if "stopped" in x]
+    for x in failed:
+        print(f"{x['method']} (seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def main() -> None:

@@ -2,12 +2,10 @@
 
     python tools/plot.py out/demo                         every term of every method; budget and anchoring where logged
     python tools/plot.py out/alra_200m/alra out/other --out=compare
-    python tools/plot.py --pairs --sets --out=figures     SWPRA's pair scores; sizes of the evaluation sets
-    python tools/plot.py --rows data/demo                 row lengths
     python tools/plot.py --sentence "import os" out/demo/alra       ALRA's choices at each token, early and late in training
 
-Pictures go into the first folder given, or `out`. Their numbers are in the logs (log.jsonl, histograms.jsonl,
-teacher.jsonl), in the manifests, and in the report's tables.csv. A method of the paper looks the same in every figure.
+Pictures go into the first folder given. Their numbers are in the logs: log.jsonl, histograms.jsonl, teacher.jsonl. A method
+of the paper looks the same in every figure.
 """
 
 import argparse
@@ -30,7 +28,6 @@ from lib.files import UserError, read_json, read_lines, require
 from lib.hf import load_tokenizer
 from lib.paper import NAMES
 from lib.stats import estimate
-from lib.tasks import TASKS
 from lib.teacher import load_teacher
 from losses import default_settings, resolve
 
@@ -224,71 +221,6 @@ def anchoring(logs: dict[str, Path], path: Path) -> None:
     save(figure, path)
 
 
-def pair_score(p_i, p_j, gamma: float):
-    """Eq. 19: the gap factor exp(-gamma |p_i - p_j|), and the score, its product with the pair's mass p_i + p_j."""
-    factor = np.exp(-gamma * np.abs(p_i - p_j))
-    return factor, (p_i + p_j) * factor
-
-
-def pairs(path: Path) -> None:
-    """SWPRA's weighting before it is normalised, over the student's probabilities of two tokens; gamma 5 is the paper's."""
-    gammas = (0.0, 1.0, 5.0, 20.0)
-    figure, axes = grid(2, len(gammas), 2.9, 2.7)
-    p_i, p_j = np.meshgrid(np.linspace(0, 1, 201), np.linspace(0, 1, 201))
-    for gamma, column in zip(gammas, axes.T, strict=True):
-        for axis, surface, title in zip(column, pair_score(p_i, p_j, gamma), ("gap factor", "pair score"), strict=True):
-            filled = axis.contourf(p_i, p_j, np.where(p_i + p_j <= 1, surface, np.nan), np.linspace(0, 1, 11))
-            axis.set(title=f"{title}, $\\gamma$ = {gamma:g}", aspect="equal", xlabel="$p_i$", ylabel="$p_j$")
-            axis.grid(False)
-    for row, label in zip(axes, (r"$\exp(-\gamma\,|p_i - p_j|)$", r"$s_{ij}$, before normalisation"), strict=True):
-        figure.colorbar(filled, ax=row, label=label, aspect=25)
-    save(figure, path)
-
-
-def sets(path: Path) -> None:
-    """The sizes of the validation and held-out sets of the nine tasks."""
-    figure, ((axis,),) = grid(1, 1, 9.0, 3.3)
-    for role, at in (("validation", -0.2), ("heldout", 0.2)):
-        sizes = {i: getattr(t, role)[1] for i, t in enumerate(TASKS.values()) if getattr(t, role)}
-        bars = axis.bar([i + at for i in sizes], sizes.values(), 0.38, label=role)
-        axis.bar_label(bars, [f"{n:,}" for n in sizes.values()], fontsize=8)
-    axis.set(yscale="log", ylabel="size of the set [examples]")
-    axis.set_xticks(range(len(TASKS)), [name.replace("_", "\n", 1) for name in TASKS])
-    axis.legend()
-    save(figure, path)
-
-
-def row_lengths(folder: Path, path: Path) -> None:
-    """Lengths of the rows by split, from the manifests of prepare.py."""
-    files = [folder / f"{split}.json" for split in ("train", "val") if (folder / f"{split}.json").is_file()]
-    require(files, f"{folder}/train.json: not there; expected a folder that prepare.py has written to its end")
-    figure, ((axis,),) = grid(1, 1, 6.0, 3.1)
-    for m in (read_json(file, {"rows": int, "padding_share": float, "length_histogram": list}) for file in files):
-        share = 100 * np.array(m["length_histogram"]) / m["rows"]
-        label = f"{m.get('split')}: {m['rows']:,} rows, padding {m['padding_share']:.1%}"
-        axis.stairs(share, np.arange(len(share) + 1) - 0.5, label=label)
-    axis.set(title="length of a row", xlabel="token ids in a row", ylabel="share of rows [%]", yscale="log")
-    axis.legend()
-    save(figure, path)
-
-
-def forest(rows: list[dict], path: Path, title: str, unit: str) -> None:
-    """Differences to a reference method: {"name", "mean", "low", "high"}; without an interval low and high are None."""
-    (figure, ((axis,),)), styles = grid(1, 1, 7.2, 0.9 + 0.27 * len(rows)), looks([r["name"] for r in rows])
-    for i, row in enumerate(rows):
-        style, low, high, text = styles[row["name"]], row["low"], row["high"], f"{row['mean']:+.4f}"
-        if low is not None:
-            axis.plot((low, high), (i, i), color=style["color"], marker="|", markersize=9)
-            text += f"  [{low:+.4f}, {high:+.4f}]"
-        axis.plot(row["mean"], i, color=style["color"], marker=style["marker"])
-        axis.text(1.02, i, text, transform=axis.get_yaxis_transform(), va="center", fontsize=8, family="monospace")
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set(xlabel=unit, ylim=(len(rows) - 0.4, -0.6))
-    axis.set_title(title, loc="left")
-    axis.set_yticks(range(len(rows)), [r["name"] for r in rows])
-    save(figure, path)
-
-
 @torch.no_grad()
 def sentence(text: str, folder: Path, path: Path) -> None:
     """What ALRA chooses at each token of a text, its forward batch, by a student's first and last kept checkpoint."""
@@ -346,23 +278,14 @@ def draw_logs(names: Iterable[str], logs: dict[str, Path], out: Path, quiet: boo
 def run(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("folders", nargs="*", type=Path, help="folders of runs or methods")
-    add("--pairs", action="store_true", help="SWPRA's pair scores")
-    add("--sets", action="store_true", help="sizes of the evaluation sets")
-    add("--rows", type=Path, metavar="DATA_DIR", help="lengths of prepared rows")
+    add("folders", nargs="+", type=Path, help="folders of runs or methods")
     add("--sentence", metavar="TEXT", help="ALRA's choices at each token of it")
-    add("--out", type=Path, help="folder for the pictures; default: the first one given, or out")
+    add("--out", type=Path, help="folder for the pictures; default: the first one given")
     args = parser.parse_args(argv)
-    wanted = args.folders or args.pairs or args.sets or args.rows
-    require(wanted, "nothing to draw: expected a run's folder, --pairs, --sets or --rows DATA_DIR")
-    out = args.out or [*args.folders, args.rows or Path("out")][0]
-    drawn = draw_logs(FIGURES, find_logs(args.folders), out, quiet=False) if args.folders and not args.sentence else []
-    more = {"pairs": pairs, "sets": sets, "rows": lambda path: row_lengths(args.rows, path),
-            "sentence": lambda path: sentence(args.sentence, args.folders[0], path)}  # fmt: skip
-    for name, draw in more.items():
-        if getattr(args, name):
-            draw(out / f"{name}.png")
-            drawn.append(name)
+    out = args.out or args.folders[0]
+    if args.sentence:
+        sentence(args.sentence, args.folders[0], out / "sentence.png")
+    drawn = ["sentence"] if args.sentence else draw_logs(FIGURES, find_logs(args.folders), out, quiet=False)
     print("\n".join(f"{out / name}.png" for name in drawn))
 
 

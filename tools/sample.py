@@ -14,8 +14,9 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-from lib.files import read_json, reading, require
+from lib.files import reading, require
 from lib.hf import find_folder, load_tokenizer
+from lib.tables import run_facts
 from lib.tokens import leading_bos
 
 
@@ -42,10 +43,8 @@ def run(argv: list[str]) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     v, n = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     require(n <= v, f"{folder}: vocabulary of {v:,}, but its tokenizer has {n:,} tokens; choose another checkpoint")
-    facts = [
-        f for f in (folder.parent / "run.json", folder.parent / "state.json") if folder.name == "model" and f.is_file()
-    ]
-    bos = read_json(facts[0])["bos"] if facts else leading_bos(tokenizer)  # the id that stood before its documents
+    facts = run_facts(folder, ["bos"])
+    bos = facts["bos"] if facts else leading_bos(tokenizer)  # the id that stood before its documents
     first = tokenizer.eos_token_id if bos is None else bos
     prompt = torch.tensor([[first, *tokenizer.encode(args.prompt, add_special_tokens=False)]])
     drawn = {"temperature": args.temperature, "top_k": args.top_k} if args.temperature else {}

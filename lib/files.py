@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import fcntl
 import json
-import math
 import os
 import platform
 import shutil
@@ -113,25 +112,14 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
         yield
 
 
-def dump(path: Path, value: dict, **how) -> str:
-    """A line of JSON for `path`. Raises `UserError` if a number in it is not finite."""
-    try:
-        return json.dumps(value, allow_nan=False, **how) + "\n"
-    except ValueError as error:
-        keys = [key for key, number in value.items() if isinstance(number, float) and not math.isfinite(number)]
-        what = f"step {value['step']}" if "step" in value else "its content"
-        raise UserError(
-            f"{path}: {what}: {', '.join(keys) or 'a number'} is not finite; nothing was written"
-        ) from error
-
-
 def write_json(path: Path, value: dict) -> None:
-    atomic_write(path, dump(path, value, indent=1))
+    """Raises `ValueError`, and writes nothing, if a number is not finite."""
+    atomic_write(path, json.dumps(value, allow_nan=False, indent=1) + "\n")
 
 
 def append_line(path: Path, record: dict) -> None:
     """Add a record to a file of JSON lines. A last line without its end is ended first, or removed if a kill cut it short."""
-    line = dump(path, record)
+    line = json.dumps(record, allow_nan=False) + "\n"
     with writing(path), path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
         if path.is_file() and file.read(1) not in b"\n":

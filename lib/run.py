@@ -11,6 +11,7 @@ Nothing here changes what is learnt. A checkpoint is complete under its name, or
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import platform
@@ -40,12 +41,8 @@ from lib.teacher import check_teacher, inherited
 from losses import check_settings, needs_teacher
 from model import Qwen2, student_config
 
-COUNTS = (
-    "valid_tokens",
-    "since_log_tokens",
-    "since_log_steps",
-    "since_log_sec",
-)  # of the run; since the log's last record
+# Of the run, and since the log's last record.
+COUNTS = ("valid_tokens", "since_log_tokens", "since_log_steps", "since_log_sec")
 
 
 @dataclass
@@ -266,7 +263,7 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
             s.folder.mkdir(parents=True, exist_ok=True)
             files.truncate_lines(s.folder / "log.jsonl", step)
             files.truncate_lines(s.folder / "histograms.jsonl", step - 1)  # of step n: the weights before update n
-            open_services(s, student_facts(s, step, counts, facts, cfg), cfg)
+            s.services = services(s, student_facts(s, step, counts, facts, cfg), cfg)
         files.truncate_lines(out / "teacher.jsonl", step - 1)
         starts = read_json(out / "run.json").get("starts", []) if (out / "run.json").is_file() else []
         now = {"step": step, "time": time.strftime("%FT%T%z"), "host": platform.node(), "processes": parallel.world()}
@@ -300,8 +297,8 @@ def drop_broken(
     if check_weights or any(s.stopped for s in live):
         broken = [not all(all_finite(parallel.local(p)) for p in s.parameters().values()) for s in live]
         for s, n in zip(live, parallel.all_reduce_sum(*broken), strict=True):  # all processes stop the same ones
-            if s.stopped and not n:
-                save_checkpoints([s], step, counts, facts, cfg)
+            if s.stopped and not n and (failed := save_checkpoints([s], step, counts, facts, cfg)):
+                s.stopped += f"; its last weights are lost: {failed}"
             s.stopped = s.stopped or ("its weights are not finite" if n else None)
     for s in live:
         if s.stopped:
@@ -394,32 +391,28 @@ def load_checkpoint(path: Path, s: Student) -> dict:
     return state
 
 
-def open_services(s: Student, facts: dict, cfg: Config) -> None:
-    """TensorBoard and Weights & Biases, if asked for: each takes the records of log.jsonl."""
+def services(s: Student, facts: dict, cfg: Config) -> dict[str, Callable]:
+    """TensorBoard and Weights & Biases, if asked for: each takes the records of log.jsonl, and opens with the first."""
 
-    def open_tensorboard() -> Callable[[dict], None]:
+    @functools.cache
+    def board():
         from torch.utils.tensorboard import SummaryWriter
 
-        board = SummaryWriter(s.folder / "tensorboard")
+        return SummaryWriter(s.folder / "tensorboard")
 
-        def send(record: dict) -> None:
-            for key in record.keys() - {"step"}:
-                if record[key] is not None:
-                    board.add_scalar(key, record[key], record["step"])
-            board.flush()
-
-        return send
-
-    def open_wandb() -> Callable[[dict], None]:
+    @functools.cache
+    def wandb_run():
         import wandb
 
         id = hashlib.sha256(f"{platform.node()} {s.folder.resolve()}".encode()).hexdigest()[:12]  # again after a resume
-        run = wandb.init(project=cfg.wandb_project, group=cfg.out_dir, name=s.name, id=id, dir=s.folder, config=facts,
-                         resume="allow", reinit="create_new")  # fmt: skip
-        return lambda record: run.log(record, step=record["step"])
+        return wandb.init(project=cfg.wandb_project, group=cfg.out_dir, name=s.name, id=id, dir=s.folder, config=facts,
+                          resume="allow", reinit="create_new")  # fmt: skip
 
-    for service, wanted, opens in (("TensorBoard", cfg.tensorboard, open_tensorboard), ("Weights & Biases", cfg.wandb_project, open_wandb)):  # fmt: skip
-        try:
-            s.services |= {service: opens()} if wanted else {}
-        except Exception as error:
-            say(f"{s.name}: left out {service}: {first_line(error)}")
+    def to_tensorboard(record: dict) -> None:
+        for key in record.keys() - {"step"}:
+            if record[key] is not None:
+                board().add_scalar(key, record[key], record["step"])
+        board().flush()
+
+    sends = {"TensorBoard": to_tensorboard} if cfg.tensorboard else {}
+    return sends | ({"Weights & Biases": lambda r: wandb_run().log(r, step=r["step"])} if cfg.wandb_project else {})

@@ -7,7 +7,9 @@ import pytest
 
 # One thread: sums are cut by threads, so that only runs of equal threads have equal bits; and workers share the cores.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers takes longer to start than it saves here
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network, whatever is in the user's caches
+os.fsync = lambda fd: None  # what is flushed is lost in a power cut alone
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lib.files import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary, student_config
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary
 from tests import world
 from tests.world import DEMO, ROOT, SHARED
 from tools import bench, sample
@@ -104,14 +104,6 @@ def test_positions_and_mask_pack_two_continuations_behind_one_context():
     h = model.hidden(packed, positions, mask[None, None])
     torch.testing.assert_close(h[0, :8], model.hidden(torch.cat((context, a))[None])[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(h[0, 8:], model.hidden(torch.cat((context, b))[None])[0, 5:], rtol=1e-4, atol=1e-4)
-
-
-def test_recomputing_activations_changes_no_gradient():
-    model, grads = random_model(SMALL), []
-    for recompute in (False, True):
-        h = model.hidden(ids(SMALL), recompute=recompute)
-        grads.append(torch.autograd.grad(h.square().mean(), [*model.parameters()]))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_presets_have_the_papers_parameter_counts():
@@ -210,13 +202,6 @@ def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp
         assert pinned(name) == f"owner/name@c0ffee{34 * '0'}"
     assert pinned(str(folder)) == str(folder)
     assert Qwen2.from_pretrained("owner/name").config == SMALL
-
-
-def test_names_that_are_no_shape_and_no_folder():
-    with pytest.raises(UserError, match=r"or a folder; did you mean 'demo'\?"):
-        student_config("demmo")
-    with pytest.raises(UserError, match="no such folder; expected a local model folder or a hub id"):
-        find_folder("config/teachr")
 
 
 NASTY = """def f(x):\n\treturn x["k"]  # naïve\r\n\n\n    if x != 3.14159 and 2026 >= 1_000_000:\n        pass

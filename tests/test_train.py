@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import errno
-import itertools
 import math
 import os
 import re
@@ -31,12 +30,11 @@ from lib.files import UserError, read_json
 from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from lib.teacher import Teacher, load_teacher
-from losses import IGNORE, METHODS, method_loss
+from losses import IGNORE, method_loss
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
 from tests import world
 from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, read_jsonl, records, saved, untimed, write_rows
 
-NINE = ",".join(tuple(METHODS)[:9])  # the main table
 UNUSED = Path("unused")
 
 
@@ -339,31 +337,22 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
         assert capsys.readouterr().out.count("warning") == n
 
 
-SAME_BITS = {
-    "recomputed activations": {"recompute": True}, "teacher on its own device": {"teacher_device": "cpu"}, "histograms": {"histogram_every_steps": 3},
-    "more lines and checkpoints": {"val_every_steps": 1, "log_every_steps": 1, "checkpoint_every_steps": 1, "keep_checkpoints": 1, "val_max_rows": 2},
-    "keys of prepare.py": {"source": "x", "n_documents": 5, "train_rows": 9, "val_rows": 0, "val_share": 0.1},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("keys", SAME_BITS.values(), ids=SAME_BITS)
-def test_these_keys_change_no_bit(keys, tiny, finished, tmp_path, monkeypatch):
-    """Nor does a cut between two lines of the log."""
+def test_keys_of_speed_log_and_data_change_no_bit(tiny, finished, tmp_path, monkeypatch):
+    """Recomputed activations, a teacher on its own device, more lines and checkpoints, keys of prepare.py; and a cut."""
     again, calls = torch.utils.checkpoint.checkpoint, []
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *a, **k: calls.append(1) or again(*a, **k))
-    assert train.distil(config(tiny, tmp_path, methods="alra", **keys, max_steps=3)) == 0
-    assert train.distil(config(tiny, tmp_path, methods="alra", **keys)) == 0
-    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
-    assert len(calls) == (6 * 2 if "recompute" in keys else 0)
-    if "log_every_steps" not in keys:
-        late = [[r for r in untimed(out, "alra") if r["step"] > 4] for out in (finished, tmp_path)]
-        assert late[0] == late[1] and late[0]
+    keys = {"recompute": True, "teacher_device": "cpu", "histogram_every_steps": 3, "val_every_steps": 1, "log_every_steps": 1,
+            "checkpoint_every_steps": 1, "keep_checkpoints": 1, "val_max_rows": 2, "source": "x", "train_rows": 9, "val_share": 0.1,
+            "val_rows": 0}  # fmt: skip
+    for n in (3, 6):
+        assert train.distil(config(tiny, tmp_path, methods="alra", **keys, max_steps=n)) == 0
+    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra") and len(calls) == 6 * 2
 
 
 def test_each_of_many_students_has_the_bits_of_its_solo_run(tiny, tmp_path):
-    """The main table's nine, and two with labels: `alra@slow` has its method's tau, and its own gamma and rate."""
+    """Two have labels: `alra@slow` has its method's tau, and its own gamma and rate."""
     settings = {"alra.tau": 2.0, "alra.d_max": 7}
-    many = {"methods": f"{NINE},alra@slow,alra@same", **settings, "alra@slow.gamma": 1.0, "alra@slow.lr": 5e-3}
+    many = {"methods": "pretrain,atkd,tad,alra,alra@slow,alra@same", **settings, "alra@slow.gamma": 1.0, "alra@slow.lr": 5e-3}  # fmt: skip
     assert train.distil(config(tiny, tmp_path / "many", max_steps=2, **many)) == 0
     for name in many["methods"].split(","):
         method = name.partition("@")[0]
@@ -378,17 +367,19 @@ def test_each_of_many_students_has_the_bits_of_its_solo_run(tiny, tmp_path):
 
 
 def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path):
-    train.distil(config(tiny, tmp_path, methods="alra", keep_checkpoints=1, max_steps=4))
+    """And, besides, to the multiples of keep_every_steps."""
+    cfg = config(tiny, tmp_path, methods="alra", keep_checkpoints=1, keep_every_steps=4)
+    train.distil(dataclasses.replace(cfg, max_steps=2))
     folder = tmp_path / "alra" / "checkpoints"
-    assert saved(tmp_path / "alra") == ["step_00000004"]
+    assert saved(tmp_path / "alra") == ["step_00000000", "step_00000002"]
     (folder / "step_00000005.tmp").mkdir()  # half-written
-    train.distil(config(tiny, tmp_path, methods="alra", keep_checkpoints=1))
-    assert {p.name for p in folder.iterdir()} == {"step_00000006", "step_00000005.tmp"}
-    cfg = config(tiny, tmp_path, methods="alra", keep_checkpoints=1)
+    train.distil(cfg)
+    kept = {"step_00000000", "step_00000004"}
+    assert {p.name for p in folder.iterdir()} == kept | {"step_00000006", "step_00000005.tmp"}
     (folder / "step_00000009").mkdir()  # later than what is saved: as another student's step is the common one
     facts = {"made_by": {"alra": {}}}
     run.save_checkpoints([train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), facts, cfg)
-    assert saved(tmp_path / "alra") == ["step_00000007", "step_00000009"]
+    assert {*saved(tmp_path / "alra")} == kept | {"step_00000007", "step_00000009"}
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -476,6 +467,15 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(t
     assert f"step_{started:08d}" == path.name
 
 
+def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "clip_gradients", lambda parameters, most: torch.tensor(math.nan))
+    written = mock.Mock(wraps=run.write_checkpoint, side_effect=[mock.DEFAULT, UserError("no room")])
+    monkeypatch.setattr(run, "write_checkpoint", written)
+    assert train.distil(config(tiny, tmp_path, methods="pretrain", max_skipped_updates=0)) == 1
+    says = rf"stopped at step 1: 1 updates .* its last weights are lost: no room; to go on, --resume_from=\S*/{saved(tmp_path / 'pretrain')[0]} with"
+    assert re.search(says, capsys.readouterr().out) and len(saved(tmp_path / "pretrain")) == 1
+
+
 FULL = (OSError(errno.ENOSPC, "No space left on device"),
         safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))  # fmt: skip
 
@@ -500,18 +500,6 @@ def test_a_full_disk_costs_no_checkpoint_that_it_has_room_for(tiny, finished, tm
     assert train.distil(config(tiny, tmp_path, methods="alra")) == 0
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
     assert (tmp_path / "alra/model/model.safetensors").is_file() and read_json(tmp_path / "alra/run.json")["step"] == 6
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_log_that_cannot_be_written_is_told_with_its_path(tmp_path):
-    with pytest.raises(
-        UserError, match=r"^/dev/full: cannot be written \(.*No space left on device\); free some space"
-    ):
-        files.append_line(Path("/dev/full"), {"step": 1})
-    (tmp_path / ".stopped.json.alra-new").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"stopped.json: cannot be written \(.*No space left on device\)"):
-        files.write_json(tmp_path / "stopped.json", {"step": 1})
-    assert not (tmp_path / "stopped.json").exists()
 
 
 def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(monkeypatch):
@@ -572,29 +560,23 @@ def test_tensorboard_wandb_and_the_terminal_get_the_records_of_the_log(tiny, tmp
     assert rows == [[f"{a:.4f}", f"{b:.4f}"] for a, b in both] and len(rows) == 3
 
 
-def test_records_wait_for_room_on_the_disk(tmp_path, monkeypatch, capsys):
-    full, append_line, file = True, files.append_line, tmp_path / "log.jsonl"
-
-    def write(path, record):
-        if full:
-            raise UserError(f"{path}: cannot be written")
-        append_line(path, record)
-
-    monkeypatch.setattr(files, "append_line", write)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_records_wait_for_room_on_the_disk(tmp_path, capsys):
+    file = tmp_path / "log.jsonl"
+    file.symlink_to("/dev/full")
     for step in range(4):
-        full = step < 2
+        if step == 2:
+            file.unlink()
         run.append(file, {"step": step})
-        assert file.exists() == (step >= 2)
-    assert [r["step"] for r in read_jsonl(file)] == [0, 1, 2, 3] and capsys.readouterr().out.count(
-        "cannot be written"
-    ) == 1
+    says = f"{file}: cannot be written ([Errno 28] No space left on device); free some space or check the permissions"
+    assert [r["step"] for r in read_jsonl(file)] == [0, 1, 2, 3] and capsys.readouterr().out.count(says) == 1
 
 
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
     tiny, tmp_path, monkeypatch, capsys
 ):
     ce = iter([5.0, 8.0, 9.0, 9.5, 6.0, 8.4])  # ln V is 8.32
-    accumulate, validate = train.accumulate, train.validate
+    accumulate = train.accumulate
 
     def diverging(students, teacher, stream, step, cfg):
         n = accumulate(students, teacher, stream, step, cfg)
@@ -602,13 +584,9 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
         return n
 
     monkeypatch.setattr(train, "accumulate", diverging)
-    monkeypatch.setattr(train, "validate", lambda *args: {"alra": validate(*args)["alra"] | {"val_ce": 17.0}})
     assert train.distil(config(tiny, tmp_path, methods="alra", log_every_steps=1, warmup_steps=1)) == 0
-    told = re.findall(
-        r"alra, step (\d): (CE \S+ was [\d.]+\d|held-out CE 17.00 is over twice ln V)", capsys.readouterr().out
-    )
-    assert told == [("3", "CE 9.00 was 5.00"), ("3", "held-out CE 17.00 is over twice ln V"), ("6", "CE 8.40 was 6.00"),
-                    ("6", "held-out CE 17.00 is over twice ln V")]  # fmt: skip
+    told = re.findall(r"alra, step (\d): (CE \S+ was [\d.]+\d)", capsys.readouterr().out)
+    assert told == [("3", "CE 9.00 was 5.00"), ("6", "CE 8.40 was 6.00")]
     assert {r["kd"] for r in records(tmp_path, "alra") if "kd" in r} == {None}
 
 
@@ -619,23 +597,11 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(tiny, finished, tm
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     assert train.distil(config(tiny, tmp_path, methods="alra", wandb_project="p")) == 0
     told = {
-        "open": "alra: left out Weights & Biases: 'key'",
+        "open": "alra: left out Weights & Biases from step 2 on: 'key'",
         "log": "alra: left out Weights & Biases from step 6 on: no network",
     }
     assert capsys.readouterr().out.count(told[fails]) == 1 and log.call_count == 4 * (fails == "log")
     assert untimed(tmp_path, "alra") == untimed(finished, "alra")
-
-
-def test_a_broken_newest_checkpoint_is_passed_over(tiny, finished, tmp_path, capsys):
-    keys = {"methods": "alra", "keep_checkpoints": 3, "keep_every_steps": 2}
-    assert train.distil(config(tiny, tmp_path, **keys, max_steps=5)) == 0
-    assert saved(tmp_path / "alra") == [f"step_0000000{n}" for n in (0, 2, 4, 5)]
-    path = tmp_path / "alra/checkpoints/step_00000005"
-    (path / "optimizer.safetensors").write_bytes(b"cut short")
-    assert train.distil(config(tiny, tmp_path, **keys)) == 0
-    assert f"passed over: {path}: ['optimizer.safetensors'] not as it was saved" in capsys.readouterr().out
-    assert read_json(tmp_path / "run.json")["starts"][-1]["step"] == 4
-    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tiny, tmp_path, monkeypatch):
@@ -654,17 +620,6 @@ def handlers():
         signal.signal(sign, handler)
 
 
-@pytest.mark.parametrize(("fails", "code", "says"), [
-    (lambda cfg: signal.raise_signal(signal.SIGINT), 130, r"\nstopped\n"),
-    (mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")), 1, r".*out of memory on cpu: set a micro_batch below 2, --recompute=True, or fewer.*\n"),
-])  # fmt: skip
-def test_a_run_that_ends_while_it_loads_is_one_line_and_leaves_nothing(fails, code, says, tiny, tmp_path, monkeypatch, capsys):  # fmt: skip
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(train, "open_teacher", fails)
-    assert configure.guard(lambda: train.distil(config(tiny, tmp_path / "out"))) == code
-    assert re.fullmatch(says, capsys.readouterr().err) and not (tmp_path / "out").exists()
-
-
 def test_a_signal_in_an_update_saves_after_it_and_exits_75(tiny, finished, tmp_path, monkeypatch, capsys):
     update, keys = train.update, {"methods": "alra"}
 
@@ -679,6 +634,7 @@ def test_a_signal_in_an_update_saves_after_it_and_exits_75(tiny, finished, tmp_p
     assert ": step 3 of 6; the same command resumes" in capsys.readouterr().out
     assert saved(tmp_path / "alra") == ["step_00000002", "step_00000003"]
     assert train.distil(config(tiny, tmp_path, **keys)) == 0
+    assert [start["step"] for start in read_json(tmp_path / "run.json")["starts"]] == [0, 3]
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
     assert untimed(tmp_path, "alra") == untimed(finished, "alra")  # the line of step 4 is of updates on both sides
 
@@ -689,6 +645,7 @@ def test_four_signals_stop_a_run_but_nohup_stays_nohup():
         signal.raise_signal(sign)
         return train.STOP.is_set()
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     assert all(map(stops, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert not stops(signal.SIGHUP)
@@ -778,8 +735,8 @@ CHANGES = {
 FREE = {"compile": True, "micro_batch": 4, "source": "other", "val_max_rows": 3, "keep_checkpoints": 5, "out_dir": "other"}  # fmt: skip
 
 
-def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished):
-    """Every key is compared or free, and all content is compared."""
+def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
+    """Every key is compared or free, and all content is compared, wherever it has moved."""
     learnt = {key for key, role in configure.ROLES.items() if role == "learnt"} - {"methods", "hyper", "max_steps"}
     assert {*CHANGES} == learnt | {"student", "student_weights", "alra.gamma", "alra.w_ce", "alra.lr"}
     before, first = config(tiny, finished), identity.made_by(config(tiny, finished), "alra")
@@ -792,26 +749,14 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished):
         ], key
     free = {key: value for key, value in FREE.items() if configure.ROLES[key] in ("speed", "log", "data")}
     assert identity.made_by(dataclasses.replace(before, **free), "alra") == first
-
-
-def test_a_run_goes_on_with_moved_files_and_tells_where_each_start_was(tiny, finished, tmp_path):
-    """With another micro_batch it ends within rounding of the run that was left alone."""
-    keys, moved = {"methods": "alra"}, tmp_path / "moved"
-    assert train.distil(config(tiny, tmp_path, **keys, max_steps=2)) == 0
-    for name in ("data", "teacher"):
-        shutil.copytree(tiny / name, moved / name)
-    keys |= {"data_dir": moved / "data", "teacher": moved / "teacher", "tokenizer": DEMO, "micro_batch": 4}
-    assert train.distil(config(tiny, tmp_path, **keys)) == 0
-    starts = read_json(tmp_path / "run.json")["starts"]
-    starts = [(s["step"], s["config"]["micro_batch"], s["config"]["data_dir"]) for s in starts]
-    assert starts == [(0, 2, str(tiny / "data")), (2, 4, str(moved / "data"))]
-    ours, alone = (Qwen2.from_pretrained(str(out / "alra")).state_dict() for out in (tmp_path, finished))
-    for name, p in alone.items():
-        torch.testing.assert_close(ours[name], p, rtol=1e-3, atol=2e-5)
+    moved = {
+        key: str(shutil.copytree(tiny / key.removesuffix("_dir"), tmp_path / key)) for key in ("data_dir", "teacher")
+    }
+    assert identity.made_by(dataclasses.replace(before, **moved, tokenizer=DEMO), "alra") == first
 
 
 def test_the_host_waits_once_in_an_update(monkeypatch):
-    """Three students on fake tensors that count what the host asks of them, on the path of a CUDA device."""
+    """Two students and two micro-batches, on fake tensors that count what the host asks of them, on the path of a CUDA device."""
     asked = collections.Counter()
 
     def count(name, value):
@@ -825,17 +770,15 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
     count("tolist", lambda t: [1.0] * t.numel())
     for name in ("item", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__"):
         count(name, lambda t: 1.0)
-    keys = {"student": "mini", "batch_rows": 4, "micro_batch": 2, "seq_len": 16, "dtype": "bfloat16"}
-    cfg = Config(methods=("alra", "vanilla_kd", "pretrain"), **keys)
+    keys = {"student": "mini", "batch_rows": 2, "micro_batch": 1, "seq_len": 16, "dtype": "bfloat16"}
+    cfg = Config(methods=("alra", "pretrain"), **keys)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        models = [Qwen2(STUDENT) for _ in range(4)]
+        models = [Qwen2(STUDENT) for _ in range(3)]
         students = [train.Student(name, model, torch.nn.ModuleDict(), torch.optim.AdamW(model.parameters(), fused=True), None, "")
                     for name, model in zip(cfg.methods, models, strict=False)]  # fmt: skip
-        for p in models[3].requires_grad_(False).parameters():
+        for p in models[2].requires_grad_(False).parameters():
             p.data = p.data.bfloat16()
-        teacher = Teacher(models[3], torch.device("cpu"))
-        x = torch.zeros(2, 16, dtype=torch.long)
-        stream = ((x, x.clone(), 30, teacher.hidden(x)) for _ in itertools.count())
-        for step in range(2):
-            train.update(students, teacher, stream, step, cfg)
-    assert asked == {"tolist": 2}
+        teacher = Teacher(models[2], torch.device("cpu"))
+        x = torch.zeros(1, 16, dtype=torch.long)
+        train.update(students, teacher, iter([(x, x.clone(), 15, teacher.hidden(x))] * 2), 0, cfg)
+    assert asked == {"tolist": 1}

@@ -98,7 +98,7 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp
     assert configure.load(labelled.argv[1:]).settings_of("alra@x") == {"detach_weights": False, "tau": 3}
     folder, (made,) = tmp_path / labelled.name / "alra@x", labelled.students
     folder.mkdir(parents=True)
-    facts = {"made_by_sha256": made.recipe.split()[0], "config": {"max_steps": 150, "val_max_rows": 256}}
+    facts = {"made_by_sha256": made.recipe.split()[0], "config": {"max_steps": 2100, "val_max_rows": 256}}
     write_json(folder / "run.json", facts)
     trial = made._replace(stage="tune")  # is known by the rows that judge it, too
     assert compare.finished(tmp_path) == dict.fromkeys((made.recipe, trial.recipe), folder)  # the others have not ended
@@ -113,7 +113,7 @@ def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates()
     assert settings["pd"] == {"lr": 1e-3} and settings["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
     student, teacher = compare.flops(STUDY)
     longer = compare.at_equal("flops", "pretrain", STUDY)  # no teacher: more updates
-    assert longer.schedule_steps == longer.max_steps == pytest.approx(150 * (student + teacher) / student, rel=0.01)
+    assert longer.schedule_steps == longer.max_steps == pytest.approx(2100 * (student + teacher) / student, rel=0.01)
     assert compare.at_equal("flops", "alra", STUDY) == STUDY == compare.at_equal("updates", "pretrain", STUDY)
 
 
@@ -337,7 +337,7 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
              for method, values in ce.items() for n, v in enumerate(values, 1)]  # fmt: skip
     lines[0] |= more
     write_lines(folder / "students.jsonl", lines)
-    write_json(folder / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at})
+    write_json(folder / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150})
 
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
@@ -363,7 +363,10 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert "| pd | 5.7333 ± 1.0040 |" in text and "| pd | lr 0.003 | 3 | – | – |" in text
     assert text.count("**4.1667 ± 1.8973**") == 2 and "over 2 or 3 seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text and "one beyond might do better: pd, alra." in text
-    assert "| alra gamma=1 | – | **4.5000** | – |" in text and "over the first 256 held-out rows" in text
+    assert (
+        "| alra gamma=1 | – | **4.5000** | – |" in text
+        and "150 updates with seed 0. CE in nats per token over the first 256 held-out rows" in text
+    )
     # the paper: vanilla_kd 35.13 < pd 35.60 < alra 36.62; ours: pd, vanilla_kd, alra
     assert "| Main results | paper 200m | our CE, nats/token | +0.33 | 1.0000 |" in text
     assert "| Main results | vanilla_kd | 3 | 3 | 2 | 2 | 2 |" in text

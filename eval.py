@@ -282,7 +282,7 @@ def held_out_figures(
     if teacher_name:
         facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}
         dtype = getattr(torch, args.dtype)
-        teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: index})
+        teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
         if teacher is None:
             teacher = Teacher(load_teacher(teacher_name, torch.float32, device).model.to(dtype), device, n_vocab)
         n = len(teacher.head)

@@ -74,31 +74,34 @@ def batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iter
         yield ahead
 
 
-def rows_of_run(cfg: Config) -> Wanted:
-    """The rows that a run reads, by file."""
-    rows, val = open_data(cfg, "train"), open_data(cfg, "val")
+def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> Wanted:
+    """The rows that a run reads, by file, a million at a time."""
     n = min(rows.n, max(cfg.max_steps, 2) * cfg.batch_rows)  # choose_micro_batch reads up to two updates
-    index = row_order(0, n, rows.n, cfg.seed if cfg.shuffle else None)
-    return {rows: np.sort(index), val: np.arange(val.n)[: cfg.val_max_rows]}
+    size, seed = min(n, 1 << 20), cfg.seed if cfg.shuffle and n < rows.n else None  # of all rows any order will do
+    blocks = (np.sort(row_order(at // size, size, rows.n, seed)[: n - at]) for at in range(0, n, size))
+    return {rows: blocks, val: [np.arange(val.n)[: cfg.val_max_rows]]}
 
 
-def open_teacher(cfg: Config) -> Teacher | CachedTeacher | None:
-    """The frozen teacher, or None if no method of the run reads its logits."""
+def open_teacher(cfg: Config, *data: Rows) -> Teacher | CachedTeacher | None:
+    """The frozen teacher, or None if no method of the run reads its logits. `teacher_cache` needs the rows and held-out rows."""
     if not any(map(needs_teacher, cfg.methods)):
         return None
     home, n_vocab = torch.device(cfg.device), student_shape(cfg).vocab_size
     device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
     dtype = run.compute_dtype(cfg)
     load = functools.partial(load_teacher, cfg.teacher, dtype, device, home, cfg.compile, n_vocab, cfg.shard)
-    return open_cached(cfg.teacher, dtype, home, n_vocab, rows_of_run(cfg), load) if cfg.teacher_cache else load()
+    if not cfg.teacher_cache:
+        return load()
+    return open_cached(cfg.teacher, dtype, home, n_vocab, rows_of_run(cfg, *data), load)
 
 
 def fill_teacher_cache(cfg: Config) -> None:
     """Compute and store ahead what runs of `cfg` and scores of their students read of the teacher."""
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)), val_max_rows=None)
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    if teacher := open_teacher(cfg):
-        fill(teacher, rows_of_run(cfg), cfg.micro_batch or min(cfg.batch_rows, 16))
+    data = open_data(cfg, "train"), open_data(cfg, "val")
+    if teacher := open_teacher(cfg, *data):
+        fill(teacher, rows_of_run(cfg, *data), cfg.micro_batch or min(cfg.batch_rows, 16))
     parallel.stop()
 
 
@@ -404,7 +407,7 @@ def distil(cfg: Config) -> int:
         if cfg.compile:
             say("compiling, once: the first update may take minutes")
             repair_compile_cache()
-        teacher = open_teacher(cfg)
+        teacher = open_teacher(cfg, rows, val)
         students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
         cfg = choose_micro_batch(students, teacher, rows, cfg)
         facts = run.run_facts(cfg, rows, records)
@@ -437,7 +440,9 @@ def loop(
     live, step, stop, failed, started = [s for s in students if not s.stopped], first, False, None, time.perf_counter()
     catch_signals()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
-    stream, due = read_ahead(batches(rows, teacher, step, cfg), teacher), started + pause
+    stream, due = batches(rows, teacher, step, cfg), started + pause
+    if isinstance(teacher, CachedTeacher) and not teacher.body:
+        stream = read_ahead(stream)  # nothing is computed in its thread
     if len(students) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
     bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=True if parallel.rank() else None)

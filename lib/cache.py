@@ -1,19 +1,16 @@
 """The teacher's last hidden states of the rows, stored beside them: one pass of the teacher for all runs, seeds and methods.
 
 DATA_DIR/teacher_KEY.safetensors   its head; KEY is of the teacher's content and the dtype of its activations
-DATA_DIR/teacher_KEY.NAME.bin      [rows, seq_len, D] of that dtype, for NAME.bin; KEY is of the rows' content too
-DATA_DIR/teacher_KEY.NAME.map      uint64 of each row: 2**32 + its checksum, or 0 while it is missing
+DATA_DIR/teacher_KEY.NAME.states   for NAME.bin, whose content is in KEY too: [rows, seq_len, D] of that dtype, uint64 [rows]
 
-Every objective stays exact over the whole vocabulary, as it would not from stored top-K logits. A checksum is of KEY, the
-row's number and its bytes: whatever a kill, a full disk or a copy left behind, no row is taken for another or for whole.
+Every objective stays exact over the whole vocabulary. A row's uint64 is 0 while it is missing, then 2**32 + a checksum of KEY,
+its number and its bytes: whatever a kill, a full disk or a copy left behind, no row is taken for another or for whole.
 """
 
-import hashlib
 import os
 import shutil
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,83 +20,68 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configure import Config
 from lib import parallel
 from lib.device import gib
-from lib.files import UserError, atomic_write, reading, require, writing
-from lib.identity import content_hash
+from lib.files import atomic_write, reading, require, writing
+from lib.identity import content_hash, record_hash
 from lib.rows import Rows, open_rows
 from lib.run import say
 from lib.teacher import Teacher, foreign_config
 
-Wanted = dict[Rows, np.ndarray]  # the numbers of the rows that are read, by file
+Wanted = dict[Rows, Iterable[np.ndarray]]  # the numbers of the rows that are read, in blocks
 
 
 class States:
-    """The stored hidden states of one rows file. B rows of a batch, T time, D width."""
+    """The stored hidden states of one rows file, as bytes. B rows of a batch, M bytes of a row."""
 
-    def __init__(self, rows: Rows, teacher: str, dtype: torch.dtype, width: int):
-        self.key, self.dtype = hash_of(teacher, dtype, rows.manifest["sha256"]), dtype
-        self.shape, self.row_bytes = (rows.ids.shape[1] - 1, width), (rows.ids.shape[1] - 1) * width * dtype.itemsize
-        self.file = Path(rows.file).with_name(f"teacher_{self.key}.{Path(rows.file).name}")
-        self.map = self.file.with_suffix(".map")
-        self.sizes = {self.file: rows.n * self.row_bytes, self.map: rows.n * 8}
-        whole = all(file.is_file() and file.stat().st_size == size for file, size in self.sizes.items())
-        self.sums = np.memmap(self.map, np.uint64, "r") if whole else np.zeros(rows.n, np.uint64)
+    def __init__(self, rows: Rows, facts: dict, position_bytes: int):
+        source, key = Path(rows.file), record_hash(facts | {"rows": rows.manifest["sha256"]})[:12]
+        self.file = source.with_name(f"teacher_{key}.{source.stem}.states")
+        n, row_bytes = rows.n, (rows.ids.shape[1] - 1) * position_bytes
+        if not self.file.is_file() or self.file.stat().st_size != n * (row_bytes + 8):
+            with writing(self.file), self.file.open("ab"):
+                os.truncate(self.file, n * (row_bytes + 8))  # sparse; a file that was cut has lost its checksums
+        self.values = np.memmap(self.file, np.uint8, "r", shape=(n, row_bytes))  # [n, M]
+        self.sums = np.memmap(self.file, np.uint64, "r", self.values.size)  # [n], also what other processes write
 
-    def checksums(self, index: np.ndarray, h: Tensor) -> np.ndarray:
-        own = (zlib.crc32(x, zlib.crc32(f"{self.key} {i}".encode())) for i, x in zip(index, as_bytes(h), strict=True))
-        return 2**32 + np.fromiter(own, np.uint64, len(index))
+    def checksums(self, index: np.ndarray, values: np.ndarray) -> np.ndarray:
+        seeds = (zlib.crc32(f"{self.file.name} {i}".encode()) for i in index)
+        return 2**32 + np.fromiter(map(zlib.crc32, values, seeds), np.uint64, len(index))
 
-    def read(self, index: np.ndarray, pin: bool) -> tuple[Tensor, np.ndarray]:
-        """-> [B, T, D] on the CPU; which of the rows [B] are as they were written"""
-        h = torch.empty((len(index), *self.shape), dtype=self.dtype, pin_memory=pin)
-        with reading(self.file), self.file.open("rb", buffering=0) as file:
-            for i, into in zip(index.tolist(), as_bytes(h), strict=True):
-                file.seek(i * self.row_bytes)
-                file.readinto(into)
-        return h, self.checksums(index, h) == self.sums[index]
+    def write(self, index: np.ndarray, values: np.ndarray) -> None:
+        """Store rows [B, M], then their checksums. Several processes may write at a time."""
+        self.put(0, index, values)
+        self.put(self.values.size, index, self.checksums(index, values))
 
-    def write(self, index: np.ndarray, h: Tensor) -> None:
-        """Store rows [B, T, D]. Several processes may write at a time."""
-        for file, size in self.sizes.items():
-            with writing(file), file.open("ab"):
-                os.truncate(file, size)
-        h = h.cpu().contiguous()
-        self.put(self.file, index, as_bytes(h))
-        self.put(self.map, index, self.checksums(index, h))  # after the bytes
-        self.sums = np.memmap(self.map, np.uint64, "r")  # shows what other processes write too
-
-    def put(self, path: Path, index: np.ndarray, values: np.ndarray) -> None:
-        with writing(path), path.open("r+b") as file:
-            for i, value in zip(index.tolist(), values, strict=True):
-                file.seek(i * value.nbytes)
-                file.write(value)
+    def put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
+        with writing(self.file), self.file.open("r+b") as file:  # a full disk is an error here, in a memmap a crash
+            for i, part in zip(index.tolist(), parts, strict=True):
+                file.seek(start + i * part.nbytes)
+                file.write(part)
 
 
 class CachedTeacher:
     """As `Teacher`, for rows whose hidden states are stored; `body` computes and stores those that are missing."""
 
-    def __init__(self, head: Tensor, states: dict[str, States], body: Teacher | None):
+    def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None):
         self.head, self.states, self.body = head, states, body
         # sharded layers compute on all processes or on none, whatever each of them could read
         self.always = body is not None and any(map(parallel.is_sharded, body.model.modules()))
 
     def hidden(self, x: Tensor, rows: Rows, index: np.ndarray) -> Tensor:
         """Inputs [B, T], which are the rows `index` -> last hidden states [B, T, D]. One that is missing: all are computed."""
-        states, pin = self.states[rows.file], self.head.is_cuda
-        stored = states.sums[index] > 0
-        if not self.always and (stored.all() or not self.body):
-            h, stored = states.read(index, pin)
-            if stored.all():
-                return h.to(self.head.device, non_blocking=True)
-        new = index[~stored]
-        if not self.body:
-            states.put(states.map, new, np.zeros(len(new), np.uint64))
-            raise UserError(f"{states.file}: row {new[0]} is not as it was written; the same command computes it anew")
-        h = self.body.hidden(x)
-        if len(new):
-            states.write(new, h[torch.from_numpy(~stored).to(h.device)])
+        states = self.states[rows]
+        if not self.body or (states.sums[index].all() and not self.always):
+            values = states.values[index]
+            damaged = index[states.checksums(index, values) != states.sums[index]]
+            if not len(damaged):
+                h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
+                return (h.pin_memory() if self.head.is_cuda else h).to(self.head.device, non_blocking=True)
+            states.put(states.values.size, damaged, np.zeros(len(damaged), np.uint64))
+            require(self.body, f"{states.file}: row {damaged[0]} is damaged; the same command computes it anew")
+        h, missing = self.body.hidden(x), states.sums[index] == 0
+        if missing.any():
+            states.write(index[missing], h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()[missing])
         return h
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -107,73 +89,62 @@ class CachedTeacher:
 
 
 def open_cached(
-    name: str, dtype: torch.dtype, home: torch.device, vocab_size: int, wanted: Wanted, load: Callable[[], Teacher] | None = None,
-) -> CachedTeacher | None:  # fmt: skip
-    """The teacher of these rows. If states are missing it has the body that `load` makes; without `load` it is None."""
-    sha, folder, head, body = content_hash(name), Path(next(iter(wanted)).file).parent, None, None
-    file, remedy = folder / f"teacher_{hash_of(sha, dtype)}.safetensors", "delete it, and it is written anew"
+    name: str, dtype: torch.dtype, home: torch.device, vocab_size: int, wanted: Wanted, load: Callable = lambda: None
+) -> CachedTeacher | None:
+    """The teacher of these rows. If states are missing it has the body that `load` makes; without one it is None."""
+    folder, facts = Path(next(iter(wanted)).file).parent, {"teacher": content_hash(name), "dtype": str(dtype)}
+    file, head, body = folder / f"teacher_{record_hash(facts)[:12]}.safetensors", None, None
     if file.is_file():
-        with reading(file, remedy):
+        with reading(file, remedy := "delete it, and it is written anew"):
             head, checksum = map(safetensors.torch.load_file(file).get, ("head", "checksum"))
-        require(zlib.crc32(as_bytes(head)) == checksum, f"{file}: not as it was written; {remedy}")
-
-    def missing_bytes(width: int) -> int:
-        states.update({rows.file: States(rows, sha, dtype, width) for rows in wanted})
-        return sum(int((states[r.file].sums[i] == 0).sum()) * states[r.file].row_bytes for r, i in wanted.items())
-
-    states: dict[str, States] = {}
-    if not any(parallel.all_gather(head is None or missing_bytes(head.shape[1]))):
+        require(zlib.crc32(head.view(torch.uint8).numpy()) == checksum, f"{file}: damaged; {remedy}")
+    if any(parallel.all_gather(head is None)) and not (body := load()):
+        return None
+    if head is None:
+        head = body.whole_head.cpu().contiguous()
+        saved = {"head": head, "checksum": torch.tensor(zlib.crc32(head.view(torch.uint8).numpy()))}
+        if parallel.rank() == 0:
+            atomic_write(file, safetensors.torch.save(saved))
+    states, needs = {rows: States(rows, facts, head.shape[1] * dtype.itemsize) for rows in wanted}, 0
+    for rows, blocks in wanted.items():
+        needs += states[rows].values.shape[1] * sum(int((states[rows].sums[i] == 0).sum()) for i in blocks)
+    if not body and not any(parallel.all_gather(needs)):
         say(f"teacher: its body is not loaded, as all hidden states are in {folder}")
         return CachedTeacher(head[:vocab_size].to(home, copy=True), states, None)
-    if load is None:
+    if not (body := body or load()):
         return None
-    body = load()
-    needs, free = missing_bytes(body.whole_head.shape[1]), shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free
     disk = f"hidden states take {gib(needs)} more of disk in {folder}, {gib(free)} are free"
     require(needs < free, f"teacher_cache=True: {disk}; leave it out, or choose another disk")
     say(f"teacher: {disk}")
-    if parallel.rank() == 0 and head is None:
-        head = body.whole_head.cpu().contiguous()
-        saved = {"head": head, "checksum": torch.tensor(zlib.crc32(as_bytes(head)))}
-        atomic_write(file, safetensors.torch.save(saved))
     return CachedTeacher(body.head, states, body)
 
 
 def fill(teacher: CachedTeacher, wanted: Wanted, size: int) -> None:
     """Compute and store what is missing, `size` rows at a time, divided among the processes."""
-    for rows, index in wanted.items():
-        mine = np.array_split(index, parallel.world())[parallel.rank()]
-        mine = mine[teacher.states[rows.file].sums[mine] == 0]
-        most = max(parallel.all_gather(len(mine)))  # sharded layers need all processes in every batch
-        for first in tqdm(range(0, most, size), f"teacher, {rows.file}", unit="batch", disable=parallel.rank() > 0):
-            part = mine[first : first + size] if first < len(mine) else index[:1]
-            teacher.hidden(rows.batch(part, teacher.head.device)[0], rows, part)
+    first, step = parallel.rank() * size, parallel.world() * size
+    for rows, blocks in wanted.items():
+        for nth, block in enumerate(blocks, 1):
+            # as process 0 sees it: all compute equally many batches, as sharded layers need, whoever writes meanwhile
+            missing = block[parallel.all_gather(teacher.states[rows].sums[block] == 0)[0]]
+            label = f"teacher, {rows.file}, block {nth}"
+            for at in tqdm(range(first, len(missing) + first, step), label, unit="batch", disable=first > 0):
+                index = missing[at : at + size] if at < len(missing) else missing[:1]
+                teacher.hidden(rows.batch(index, teacher.head.device)[0], rows, index)
 
 
-def read_ahead(stream: Iterator[tuple], teacher: CachedTeacher | Teacher | None) -> Iterator[tuple]:
-    """The batches of `stream`; if their hidden states are only read, two ahead by a thread."""
-    if not isinstance(teacher, CachedTeacher) or teacher.body:
-        yield from stream
-        return
+def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
+    """The batches of `stream`, each made by a thread while the one before is used."""
     with ThreadPoolExecutor(1) as pool:
-        batches = deque(pool.submit(next, stream, None) for _ in range(2))
-        while batch := batches.popleft().result():
-            batches.append(pool.submit(next, stream, None))
+        ahead = pool.submit(next, stream, None)
+        while batch := ahead.result():
+            ahead = pool.submit(next, stream, None)
             yield batch
 
 
-def fits_disk(cfg: Config) -> bool:
+def fits_disk(data_dir: str, teacher: str) -> bool:
     """Whether the states of all rows, in fp32, would take less than half of the disk that is free without them."""
-    width = foreign_config(cfg.teacher).get_text_config().hidden_size
-    n_rows = sum(len(open_rows(cfg.data_dir, name)[0]) for name in ("train", "val"))
-    own = sum(file.stat().st_blocks * 512 for file in Path(cfg.data_dir).glob("teacher_*"))
-    return n_rows * cfg.seq_len * width * 4 < (shutil.disk_usage(cfg.data_dir).free + own) / 2
-
-
-def hash_of(*parts: object) -> str:
-    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:12]
-
-
-def as_bytes(t: Tensor) -> np.ndarray:
-    """[B, ...] on the CPU -> [B, bytes], the same memory"""
-    return t.view(torch.uint8).flatten(1).numpy()
+    folder, width = Path(data_dir), foreign_config(teacher).get_text_config().hidden_size
+    rows = sum(open_rows(data_dir, name)[0].nbytes for name in ("train", "val"))  # four bytes for a token too
+    own = sum(file.stat().st_blocks * 512 for file in folder.glob("teacher_*"))
+    return rows * width < (shutil.disk_usage(folder).free + own) / 2

@@ -1,5 +1,6 @@
 """Stored hidden states of the teacher: the bits of a run without them, whatever was killed, cut, altered or exchanged."""
 
+import os
 import re
 import shutil
 import sys
@@ -13,11 +14,13 @@ import configure
 import eval as ev
 import prepare
 import train
-from lib import cache, teacher
+from lib import cache, parallel, teacher
 from lib.files import UserError
+from lib.rows import row_order
+from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.test_train import handlers  # noqa: F401
-from tests.world import SEQ, config, final_bits, flags, read_jsonl, untimed, write_text
+from tests.world import SEQ, config, final_bits, flags, read_jsonl, start, untimed, write_text
 
 KEYS = {"methods": "vanilla_kd,alra", "shuffle": True, "histogram_every_steps": 2}
 
@@ -60,41 +63,50 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(world, tmp_
 def states_of(cfg, load=True):
     """The hidden states of seven rows of each file, and the head; None where it has to compute and `load` is False."""
     name, cpu, index = cfg.teacher, torch.device("cpu"), np.arange(7)
-    wanted = {train.open_data(cfg, part): index for part in ("train", "val")}
-    load = (lambda: teacher.load_teacher(name, torch.float32, cpu)) if load else None
-    if cached := cache.open_cached(name, torch.float32, cpu, 99, wanted, load):
+    wanted = {train.open_data(cfg, part): [index] for part in ("train", "val")}
+    loads = [lambda: teacher.load_teacher(name, torch.float32, cpu)] if load else []
+    if cached := cache.open_cached(name, torch.float32, cpu, 99, wanted, *loads):
         return [cached.hidden(rows.batch(index, cpu)[0], rows, index) for rows in wanted], cached.head[:99]
 
 
 ROW = SEQ * 24 * 4  # bytes
-BOTH = ".train.bin", ".train.map"
-DAMAGES = {  # files; their bytes, bytes of a row in them, bytes of the same file of val -> what is there instead
-    "a flipped bit": (BOTH[:1], lambda b, n, val: bytes([b[0] ^ 1]) + b[1:]),
-    "rows exchanged": (BOTH, lambda b, n, val: b[n : 2 * n] + b[:n] + b[2 * n :]),
-    "rows of another file": (BOTH, lambda b, n, val: val + b[len(val) :]),
-    "a torn row": (BOTH[:1], lambda b, n, val: b[: 5 * n - 40] + bytes(40) + b[5 * n :]),
-    "cut": (BOTH[:1], lambda b, n, val: b[:-1]),
-    "gone": (BOTH[:1], lambda b, n, val: b""),
-    "marks cut": (BOTH[1:], lambda b, n, val: b[:-8]),
-    "another head": ([".safetensors"], lambda b, n, val: b[:-5] + bytes([b[-5] ^ 1]) + b[-4:]),
-    "half a head": ([".safetensors"], lambda b, n, val: b[:-5]),
+
+
+def exchanged(b: bytes, at: int, n: int) -> bytes:
+    return b[:at] + b[at + n : at + 2 * n] + b[at : at + n] + b[at + 2 * n :]
+
+
+def with_rows(b: bytes, other: bytes) -> bytes:
+    """The first seven rows and their checksums are those of a file of seven rows."""
+    return other[: 7 * ROW] + b[7 * ROW : 97 * ROW] + other[7 * ROW :] + b[97 * ROW + 56 :]
+
+
+HEAD, STATES = ".safetensors", ".train.states"
+DAMAGES = {  # a file; its bytes, those of the states of val -> what is there instead
+    "a flipped bit": (STATES, lambda b, val: bytes([b[0] ^ 1]) + b[1:]),
+    "rows exchanged": (STATES, lambda b, val: exchanged(exchanged(b, 0, ROW), 97 * ROW, 8)),
+    "rows of another file": (STATES, lambda b, val: with_rows(b, val)),
+    "a torn row": (STATES, lambda b, val: b[: 5 * ROW - 40] + bytes(40) + b[5 * ROW :]),
+    "cut": (STATES, lambda b, val: b[: 97 * ROW + 7]),
+    "longer": (STATES, lambda b, val: b[:99] + b),
+    "gone": (STATES, lambda b, val: b""),
+    "another head": (HEAD, lambda b, val: b[:-5] + bytes([b[-5] ^ 1]) + b[-4:]),
+    "half a head": (HEAD, lambda b, val: b[:-5]),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_was_damaged_is_refused_or_computed_again_and_never_used(name, world):
-    cfg, (ends, damage), data = config(world, "unused"), DAMAGES[name], world / "data"
+    cfg, (end, damage) = config(world, "unused"), DAMAGES[name]
     right = states_of(cfg)
     torch.testing.assert_close(states_of(cfg, load=False), right, rtol=0, atol=0)
-    for end in ends:
-        file, val = (next(data.glob(f"teacher_*{e}")) for e in (end, end.replace("train", "val")))
-        content = file.read_bytes()
-        file.write_bytes(damage(content, len(content) // 97, val.read_bytes()))
+    file, val = (next((world / "data").glob(f"teacher_*{e}")) for e in (end, ".val.states"))
+    file.write_bytes(damage(file.read_bytes(), val.read_bytes()))
     try:
         assert states_of(cfg, load=False) is None
     except UserError as error:
-        assert re.search("not as it was written; |cannot be used ", str(error))
-        if end == ".safetensors":
+        assert re.search("damaged|cannot be used ", str(error))
+        if end == HEAD:
             file.unlink()
         assert states_of(cfg, load=False) is None  # no longer taken for whole
     torch.testing.assert_close(states_of(cfg), right, rtol=0, atol=0)
@@ -112,10 +124,47 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
 
 
+def fill_as(rank: int, port: int, argvs: list[list[str]]) -> None:
+    """Process `rank` of two that fill, one after the other, what each of `argvs` reads."""
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    stop, parallel.stop = parallel.stop, lambda: None  # the port serves one start
+    for argv in argvs:
+        train.fill_teacher_cache(configure.load(argv))
+    stop()
+
+
+@pytest.mark.slow
+def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
+    keys = {"methods": "alra", "max_steps": 25, "schedule_steps": 25, "teacher_cache": True, "micro_batch": 1}
+    worlds, port = [shutil.copytree(world, tmp_path / f"shard={n}") for n in (1, 2)], free_port()
+    argvs = [flags(folder, "unused", shard=n, **keys) for n, folder in enumerate(worlds, 1)]
+    processes = [start(fill_as, rank, port, argvs, out=tmp_path / "said") for rank in range(2)]
+    train.fill_teacher_cache(config(world, "unused", **keys))
+    for process in processes:
+        process.join(120)
+        process.kill()  # or it would wait on
+        assert process.exitcode == 0, (tmp_path / "said").read_text()
+    alone = [*(world / "data").glob("teacher_*")]
+    for folder in worlds:
+        assert all((folder / "data" / file.name).read_bytes() == file.read_bytes() for file in alone)
+    assert len(alone) == 3 and all(np.memmap(f, np.uint64)[-7:].all() for f in alone if f.suffix == ".states")
+
+
+def test_the_rows_of_a_long_run_are_told_in_blocks(tiny):
+    class Some:  # stands for rows without their file
+        def __init__(self, n):
+            self.n = n
+
+    for steps, order in ((12_000, np.sort(row_order(0, 1_200_000, 1_300_000, 1234))), (40_000, np.arange(1_300_000))):
+        cfg = config(tiny, "unused", shuffle=True, batch_rows=100, micro_batch=1, max_steps=steps, schedule_steps=steps)
+        blocks = [*train.rows_of_run(cfg, rows := Some(1_300_000), Some(7))[rows]]
+        assert len(blocks) == 2 and np.array_equal(np.sort(np.concatenate(blocks)), order)
+
+
 def test_prepare_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_path, monkeypatch, forward):  # noqa: F811
     keys = {"source": write_text(tmp_path / "text.jsonl"), "val_share": 0, "val_rows": 5, "n_documents": "none", "train_rows": "none",
             "data_dir": tmp_path / "data", "student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}  # fmt: skip
-    for kind, n_files in ((FOREIGN["pythia"], 5), (NATIVE["smollm2"], 10)):
+    for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
         argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(kind), **keys)
         monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
         assert prepare.main() == 0
@@ -126,10 +175,11 @@ def test_prepare_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_
 
 def test_what_the_disk_has_no_room_for_is_refused_and_compare_leaves_it_out(world, monkeypatch):
     cfg = config(world, "unused", teacher_cache=True)
-    for free, fits in ((2 * 104 * ROW, False), (2 * 104 * ROW + 1, True), (31 * ROW, False)):
+    half = 104 * (SEQ + 1) * 24 * 4
+    for free, fits in ((2 * half, False), (2 * half + 1, True), (31 * ROW, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        assert cache.fits_disk(cfg) == fits
+        assert cache.fits_disk(cfg.data_dir, cfg.teacher) == fits
     with pytest.raises(
         UserError, match=r"teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
     ):
-        train.open_teacher(cfg)
+        train.open_teacher(cfg, train.open_data(cfg, "train"), train.open_data(cfg, "val"))

@@ -266,7 +266,7 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         if not args.print:
             prepare(cfg, args.out / "config.py")
         if cfg.teacher and "teacher_cache" not in args.flags:
-            cfg = dataclasses.replace(cfg, teacher_cache=fits_disk(cfg))
+            cfg = dataclasses.replace(cfg, teacher_cache=fits_disk(cfg.data_dir, cfg.teacher))
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
         says = f"val_max_rows={first}: these rows choose, later ones are scored; {cfg.data_dir} has {n}, set fewer"
         require(first is not None and first < n, says)

@@ -34,9 +34,9 @@ CONFIGS = sorted(ROOT.glob("config/*.py"))
 MORE = {
     "prepare.py --": "",
     "prepare.py": "--source=text.jsonl --tokenizer=demo/teacher --n_documents=none --train_rows=none --val_share=0 --val_rows=4 --seq_len=16 "
-    "--teacher=demo/teacher --student=16x1x2 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 --warmup_steps=1 --batch_rows=2 --micro_batch=2 --dtype=float32",
+    "--teacher=demo/teacher --student=16x1x2 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 --warmup_steps=1 --batch_rows=2 --micro_batch=2 --group=1 --dtype=float32",
     "train.py": "--teacher=demo/teacher --tokenizer=none --student=16x1x2 --seq_len=16 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 "
-    "--warmup_steps=1 --batch_rows=2 --micro_batch=2 --val_max_rows=2 --val_every_steps=2 --checkpoint_every_steps=2 --repeat_rows=true --dtype=float32 --shard=1 --timeout_minutes=1",
+    "--warmup_steps=1 --batch_rows=2 --micro_batch=2 --group=1 --val_max_rows=2 --val_every_steps=2 --checkpoint_every_steps=2 --repeat_rows=true --dtype=float32 --shard=1 --timeout_minutes=1",
     "eval.py --table": "",
     "eval.py": "--tasks none --max_rows 2 --device cpu",
     "tools/sample.py": "--tokens 3",

@@ -196,7 +196,14 @@ def lines_of(folder: Path) -> list[dict]:
 
 
 def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begun, tmp_path):
-    argv = [*argv, "--methods=pretrain,alra", f"--out={tmp_path}", "--tune=lr=1e-2,1e-1", "--tune=alra.tau=1,4"]
+    argv = [
+        *argv,
+        "--methods=pretrain,alra",
+        f"--out={tmp_path}",
+        "--tune=lr=1e-2,1e-1",
+        "--tune=alra.tau=1,4",
+        "--trial_steps=2",
+    ]
     assert compare.run(argv) == 0 and kinds(begun) == ["tune", "main", "main", "eval"]
     lines, rates = lines_of(tmp_path), read_lines(tmp_path / "report" / "rates.jsonl")
     assert [(x["method"], x["seed"], x["n_rows"]) for x in lines] == [(m, s, 3) for m in ("pretrain", "alra") for s in (1, 2)]  # fmt: skip
@@ -209,7 +216,10 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     assert [c["student_flops"], c["teacher_flops"]] == [3 * 2 * cfg.seq_len * n for n in compare.flops(cfg)]
     assert "teacher_flops" not in a
     text = (tmp_path / "report" / "README.md").read_text()
-    assert "Each method had 4 trials with seed 0." in text and "the first 3 held-out rows, which are not scored" in text
+    assert (
+        "Each method had 4 trials of 2 updates with seed 0." in text
+        and "the first 3 held-out rows, which are not scored" in text
+    )
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
     logs = tmp_path / "report" / "logs_seed2"  # of each student with the settings of its own run

@@ -358,6 +358,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     add = parser.add_argument
     add("--seeds", type=int, help="how many, from 1 on; default: the config's, or 3")
     add("--tune", action="append", help="lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; again for more; none: no trials")
+    add("--trial_steps", type=int, help="updates of a trial; default: as many as of a student")
     add("--reference", help="the method that differences are taken from; default: vanilla_kd, or else the first")
     add("--at", choices=("updates", "flops"), help="what is equal for all methods; flops: of student and teacher")
     add("--rows", type=int, help="held-out rows to score; default: 512")
@@ -373,7 +374,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     cfg, given = configure.load(rest), {}
     for file in paths:
         given |= runpy.run_path(file).get("_compare", {})
-    own = ("seeds", "tune", "reference", "rows", "at")
+    own = ("seeds", "tune", "reference", "rows", "at", "trial_steps")
     if "methods" in args.flags:  # a comparison of one's own, not the file's
         given = {key: value for key, value in given.items() if key in own}
         given["tune"] = [

@@ -1,14 +1,11 @@
 # make demo       set up, then distil three small students from the shipped teacher, score and plot them: minutes on two cores
-# make replicate  every method, variant and study over five seeds: hours; the same command goes on after a kill (README)
-# make replicate QUICK=1   the same path in minutes, into out/replicate_quick
+# make replicate  the study of config/study.py, methods and variants over five seeds: many hours; goes on after a kill
 # make test       set up, then run the tests in a process for each core, four at most
 # make check      style of the code
 # make lock       write requirements.lock from .venv
 
 PYTHON ?= python3
 BIN := .venv/bin
-QUICK_FLAGS := --tune=none --seeds=2 --max_steps=200 --schedule_steps=200 --warmup_steps=20 --seq_len=32 \
-               --data_dir=data/mini_quick --out=out/replicate_quick
 
 demo: .venv/ready
 	$(BIN)/python prepare.py config/demo.py
@@ -18,7 +15,7 @@ demo: .venv/ready
 	@echo "before you type commands yourself: source .venv/bin/activate"
 
 replicate: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/mini.py --jobs=2 $(if $(QUICK),$(QUICK_FLAGS),--compile=True)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/study.py --jobs=2
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal

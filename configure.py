@@ -62,7 +62,7 @@ class Config:
 
     # --- data (prepare.py writes it, train.py reads it)
     data_dir: str = place("data/pile")  # holds train.bin, train.json, val.bin, val.json
-    source: str = data(CORPUS)  # hub dataset; local file, folder or glob; "python": its own docs and library; "a:0.7,b:0.3": a mixture
+    source: str = data(CORPUS)  # hub dataset; local file, folder or glob; "a:0.7,b:0.3": a mixture
     source_config: str | None = data(None)  # hub only: a configuration of the dataset, like FineWeb-Edu's sample-10BT
     source_split: str = data("train")  # hub only
     source_text: str = data("text")  # the column or field that holds the text, in every source

@@ -85,7 +85,7 @@ PRESETS = {
     "1.8b": Qwen2Config(2048, 5504, 24, 16, 16, tie_word_embeddings=False),  # the teacher, 1.837B
     "mini": Qwen2Config(64, 172, 2, 2, 2, **_DEMO),  # 0.36M
     "demo": Qwen2Config(128, 344, 3, 4, 4, **_DEMO),  # 1.12M
-    "demo_teacher": Qwen2Config(256, 688, 6, 4, 4, **_DEMO),  # 5.8M
+    "demo_teacher": Qwen2Config(192, 512, 4, 3, 3, **_DEMO),  # 2.6M
 }
 
 

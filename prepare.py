@@ -49,7 +49,6 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 import threading
 import time
 from array import array
@@ -128,16 +127,14 @@ def open_source(cfg: Config):
 
 
 def open_part(name: str, cfg: Config):
-    """One source: "python" (its documentation and library), a local file, folder or glob, or a hub dataset at one commit.
+    """One source: a local file, folder or glob, or a hub dataset at one commit.
 
     -> a stream of documents, facts, and the files or the name
     """
     import datasets
 
     path, column, files = Path(name).expanduser(), cfg.source_text, [name]
-    if name == "python":
-        stream, content = datasets.IterableDataset.from_generator(python_documents), python_documents()
-    elif path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) or name.endswith(SUFFIXES):
+    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?", name) or name.endswith(SUFFIXES):
         files = list_files(name, path)
         root = os.path.commonpath([os.path.dirname(file) for file in files])
         content = [(os.path.relpath(file, root), quick_hash(Path(file))) for file in files]
@@ -150,7 +147,7 @@ def open_part(name: str, cfg: Config):
         try:
             commit = huggingface_hub.HfApi().dataset_info(name, revision=revision or None).sha
         except Exception as error:  # a network failure has a class of its own, which changes with the library
-            reason = f'not "python", no local path, and no such dataset on the hub ({first_line(error)})'
+            reason = f"no local path, and no such dataset on the hub ({first_line(error)})"
             raise UserError(f"source={name}: {reason}") from error
         stream = datasets.load_dataset(name, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit)
         stream = stream.select_columns([column]).map(lambda row: read_document(lambda: row[column]))
@@ -218,27 +215,6 @@ def hash_documents(documents: Iterable[dict], before: str = "") -> str:
     for document in documents:
         before = hashlib.sha256(f"{before} {document['name']} {document['text']}".encode()).hexdigest()
     return before
-
-
-def python_documents() -> list[dict]:
-    """The text that comes with every Python: its documentation topics and standard library.
-
-    Tests, their data, generated tables and files that are not UTF-8 are left out. Documents are ordered by the sha256 of
-    their names, which mixes the subjects and does not depend on the file system.
-    """
-    from pydoc_data import topics
-
-    unwanted = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__", "encodings",
-                "pydoc_data", "_bundled", "entities.py", "stringprep.py", "distutils", "__phello__"}  # fmt: skip
-    texts = {f"topics/{name}": text for name, text in topics.topics.items()}
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for file in library.rglob("*.py"):
-        inside = file.relative_to(library)
-        if unwanted.isdisjoint(inside.parts) and not inside.parts[0].startswith(("config-", "_sysconfigdata")):
-            with contextlib.suppress(UnicodeDecodeError):
-                texts[f"lib/{inside.as_posix()}"] = file.read_text("utf-8")
-    names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [{"name": name, "text": texts[name], "bad": ""} for name in names]
 
 
 class Table(NamedTuple):

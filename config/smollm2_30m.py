@@ -4,7 +4,7 @@
 #   python train.py config/smollm2_30m.py
 #   python eval.py out/smollm2_30m --tasks none
 #
-# Without --source the text is that which comes with Python. Some 36 minutes for 0.51M tokens, at the 240 tokens/s that a
+# Without --source the text is that of the demo, Python source. Some 36 minutes for 0.51M tokens, at the 240 tokens/s that a
 # run of 120 updates reached on two cores (results/LOG.md).
 
 methods = ("alra",)
@@ -13,7 +13,7 @@ teacher = "HuggingFaceTB/SmolLM2-135M"  # no commit: NAME@COMMIT pins it; run.js
 data_dir = "data/smollm2"
 out_dir = "out/smollm2_30m"
 
-source = "python"
+source = "demo/text.jsonl.zst"
 n_documents = train_rows = None
 val_rows, val_share = 0, 0.02
 seq_len = 256

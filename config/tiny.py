@@ -8,7 +8,7 @@ teacher = "demo/teacher"
 data_dir = "data/tiny"
 out_dir = "out/tiny"
 
-source = "python"  # all of the text that comes with Python; about every 20th document is held out
+source = "demo/text.jsonl.zst"  # Python source; about every 20th document is held out
 n_documents = train_rows = None
 val_rows, val_share = 0, 0.05
 seq_len = 64

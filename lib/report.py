@@ -28,6 +28,7 @@ class Spec:
     fewer_seeds: dict[str, int] = field(default_factory=dict)  # by method
     rows: int = 512  # held-out rows that are scored: those after the `val_max_rows` of the trials
     tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"
+    trial_steps: int | None = None  # updates of a trial, its schedule as much shorter; None: those of a student
     at: str = "updates"  # what is equal: "updates", or "flops" of student and teacher together
     tables: tuple[tuple[str, tuple[str, ...], str], ...] = ()  # title, methods, reference; none: one of all methods
     paper: bool = False  # put our order of methods beside the paper's
@@ -150,8 +151,8 @@ def trials(results: Path, settings: dict) -> list[str]:
     every = sorted({lr for lrs in tried.values() for lr in lrs})
     at_end = [m for m, lrs in tried.items() if m in best and best[m]["lr"] in (min(lrs), max(lrs))]
     return ["## Trials", "",
-            f"Each method had {' to '.join(map(str, sorted({*map(len, tried.values())})))} trials with seed 0. CE in nats per token "
-            f"over the first {settings['skip_rows']} held-out rows, which are not scored; the lowest chooses.", "",
+            f"Each method had {' to '.join(map(str, sorted({*map(len, tried.values())})))} trials of {settings['trial_steps']:,} updates with seed 0. CE in nats per "
+            f"token over the first {settings['skip_rows']} held-out rows, which are not scored; the lowest chooses.", "",
             *tables.grid(["", *(f"{lr:g}" for lr in every)],
                          [[name, *(cells.get(lr, "–") for lr in every)] for name, cells in rows.items()]), "",
             f"Best at the lowest or highest rate tried, so that one beyond might do better: {', '.join(at_end) or 'none'}.", ""]  # fmt: skip

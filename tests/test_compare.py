@@ -26,7 +26,7 @@ from tests import world
 from tools import compare, plot
 
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t of two degrees of freedom, in closed form
-MINI = configure.load([str(world.ROOT / "config" / "mini.py")])
+STUDY = configure.load([str(world.ROOT / "config" / "study.py")])
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_estimates_against_closed_forms_and_differences_are_paired_by_seed_and_c
 
 
 def study(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
-    _, spec, cfg = compare.arguments(["config/mini.py", *argv])
+    _, spec, cfg = compare.arguments(["config/study.py", *argv])
     return spec, compare.plan(spec, cfg, {})
 
 
@@ -76,8 +76,8 @@ def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates(tmp_
 
 def test_a_study_has_methods_with_fewer_seeds_and_flags_beat_it():
     spec, students = study()
-    seeds = {name: [s.cfg.seed for s in students if s.name == name] for name in MINI.methods}
-    assert seeds == {m: [1, 2, 3] if m in spec.fewer_seeds else [1, 2, 3, 4, 5] for m in MINI.methods}
+    seeds = {name: [s.cfg.seed for s in students if s.name == name] for name in STUDY.methods}
+    assert seeds == {m: [1, 2, 3] if m in spec.fewer_seeds else [1, 2, 3, 4, 5] for m in STUDY.methods}
     assert len(students) == 9 * 5 + 4 * 3 and spec.paper and spec.layout(["pd"]) == list(spec.tables)
     assert {s.cfg.seed for s in students if s.cfg.histogram_every_steps} == {1}
     assert len(study("--seeds=2")[1]) == 13 * 2
@@ -98,7 +98,7 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp
     assert configure.load(labelled.argv[1:]).settings_of("alra@x") == {"detach_weights": False, "tau": 3}
     folder, (made,) = tmp_path / labelled.name / "alra@x", labelled.students
     folder.mkdir(parents=True)
-    facts = {"made_by_sha256": made.recipe.split()[0], "config": {"max_steps": 150, "val_max_rows": 256}}
+    facts = {"made_by_sha256": made.recipe.split()[0], "config": {"max_steps": 2100, "val_max_rows": 256}}
     write_json(folder / "run.json", facts)
     trial = made._replace(stage="tune")  # is known by the rows that judge it, too
     assert compare.finished(tmp_path) == dict.fromkeys((made.recipe, trial.recipe), folder)  # the others have not ended
@@ -108,13 +108,13 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp
 
 def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
-    _, spec, cfg = compare.arguments(["config/mini.py", "--alra.tau=2"])
+    _, spec, cfg = compare.arguments(["config/study.py", "--alra.tau=2"])
     settings = {s.name: s.cfg.settings_of(s.name) for s in compare.plan(spec, cfg, chosen)}
     assert settings["pd"] == {"lr": 1e-3} and settings["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
-    student, teacher = compare.flops(MINI)
-    longer = compare.at_equal("flops", "pretrain", MINI)  # no teacher: more updates
-    assert longer.schedule_steps == longer.max_steps == pytest.approx(150 * (student + teacher) / student, rel=0.01)
-    assert compare.at_equal("flops", "alra", MINI) == MINI == compare.at_equal("updates", "pretrain", MINI)
+    student, teacher = compare.flops(STUDY)
+    longer = compare.at_equal("flops", "pretrain", STUDY)  # no teacher: more updates
+    assert longer.schedule_steps == longer.max_steps == pytest.approx(2100 * (student + teacher) / student, rel=0.01)
+    assert compare.at_equal("flops", "alra", STUDY) == STUDY == compare.at_equal("updates", "pretrain", STUDY)
 
 
 def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
@@ -196,7 +196,14 @@ def lines_of(folder: Path) -> list[dict]:
 
 
 def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begun, tmp_path):
-    argv = [*argv, "--methods=pretrain,alra", f"--out={tmp_path}", "--tune=lr=1e-2,1e-1", "--tune=alra.tau=1,4"]
+    argv = [
+        *argv,
+        "--methods=pretrain,alra",
+        f"--out={tmp_path}",
+        "--tune=lr=1e-2,1e-1",
+        "--tune=alra.tau=1,4",
+        "--trial_steps=2",
+    ]
     assert compare.run(argv) == 0 and kinds(begun) == ["tune", "main", "main", "eval"]
     lines, rates = lines_of(tmp_path), read_lines(tmp_path / "report" / "rates.jsonl")
     assert [(x["method"], x["seed"], x["n_rows"]) for x in lines] == [(m, s, 3) for m in ("pretrain", "alra") for s in (1, 2)]  # fmt: skip
@@ -209,7 +216,10 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     assert [c["student_flops"], c["teacher_flops"]] == [3 * 2 * cfg.seq_len * n for n in compare.flops(cfg)]
     assert "teacher_flops" not in a
     text = (tmp_path / "report" / "README.md").read_text()
-    assert "Each method had 4 trials with seed 0." in text and "the first 3 held-out rows, which are not scored" in text
+    assert (
+        "Each method had 4 trials of 2 updates with seed 0." in text
+        and "the first 3 held-out rows, which are not scored" in text
+    )
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
     logs = tmp_path / "report" / "logs_seed2"  # of each student with the settings of its own run
@@ -337,11 +347,11 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
              for method, values in ce.items() for n, v in enumerate(values, 1)]  # fmt: skip
     lines[0] |= more
     write_lines(folder / "students.jsonl", lines)
-    write_json(folder / "settings.json", dataclasses.asdict(MINI) | {"skip_rows": 256, "at": at})
+    write_json(folder / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150})
 
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
-    _, said = reports.report(spec or compare.arguments(["config/mini.py"])[1], folder)
+    _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
     assert "one beyond might do better: " in said or "Nothing was tuned" in said  # on the screen too
     return (folder / "README.md").read_text()
 
@@ -363,7 +373,10 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert "| pd | 5.7333 ± 1.0040 |" in text and "| pd | lr 0.003 | 3 | – | – |" in text
     assert text.count("**4.1667 ± 1.8973**") == 2 and "over 2 or 3 seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text and "one beyond might do better: pd, alra." in text
-    assert "| alra gamma=1 | – | **4.5000** | – |" in text and "over the first 256 held-out rows" in text
+    assert (
+        "| alra gamma=1 | – | **4.5000** | – |" in text
+        and "150 updates with seed 0. CE in nats per token over the first 256 held-out rows" in text
+    )
     # the paper: vanilla_kd 35.13 < pd 35.60 < alra 36.62; ours: pd, vanilla_kd, alra
     assert "| Main results | paper 200m | our CE, nats/token | +0.33 | 1.0000 |" in text
     assert "| Main results | vanilla_kd | 3 | 3 | 2 | 2 | 2 |" in text
@@ -403,7 +416,7 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
         write_json(folder / "run.json", {"config": {"batch_rows": 4, "seq_len": 8}})
         write_lines(folder / "log.jsonl", [{"step": 1, "ce": 5.0 + seed}, {"step": 2, "ce": 4.0, "val_ce": 4.5}])
     monkeypatch.setattr(plot.plt, "close", lambda figure: None)
-    argv, before = ["config/mini.py", "--report", f"--results={tmp_path}"], []
+    argv, before = ["config/study.py", "--report", f"--results={tmp_path}"], []
     for _ in range(2):
         assert compare.run(argv) == 0
         before.append({file.name: file.read_bytes() for file in tmp_path.glob("*.*")})

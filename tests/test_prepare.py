@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import gzip
+import hashlib
 import itertools
 import json
 import math
@@ -349,7 +350,7 @@ def test_a_hub_dataset_is_read_at_one_commit_and_a_path_is_not_looked_for_there(
     for name in ("./x", "/no/where", "~/x", "a/b/c", "x.jsonl", "a/x.parquet", "x*"):
         with pytest.raises(UserError, match="no such file"):
             documents(name)
-    with pytest.raises(UserError, match=r'not "python", no local path, and no such dataset .* \(404: Not Found\)'):
+    with pytest.raises(UserError, match=r"no local path, and no such dataset .* \(404: Not Found\)"):
         documents("pyhton")
     assert len(asked) == 2
 
@@ -370,18 +371,6 @@ def test_several_sources_are_mixed_by_their_shares(small, tmp_path):
 def test_an_eos_that_ends_a_turn_of_a_chat_is_warned_of():
     warned = [eos for eos in ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", EOS) if re.search(prepare.CHAT, eos)]
     assert warned == ["<|im_end|>", "<|eot_id|>", "<end_of_turn>"]
-
-
-def test_the_text_of_python_itself():
-    documents = prepare.python_documents()
-    names = [document["name"] for document in documents]
-    assert "lib/argparse.py" in names and "topics/assert" in names
-    assert not [n for n in names if "/test" in n or "site-packages" in n or "lib2to3" in n or "encodings" in n]
-    assert 4e6 < sum(len(document["text"]) for document in documents) < 4e7
-    assert names != sorted(names) and len(set(names)) == len(names)
-    held = [document["name"] for document in documents if prepare.held_out(document, 0.1)]
-    assert held == [name for name in names if prepare.held_out({"name": name, "text": "changed"}, 0.1)]
-    assert 0.05 < len(held) / len(names) < 0.15
 
 
 class Crash(BaseException):
@@ -565,8 +554,8 @@ def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tmp_path, monkeypatc
     (tmp_path / "t/link").symlink_to("../d")
     assert documents(tmp_path / "t")[0] == ["a", "d", "c"]
     assert re.search(r"skips 2 files with suffixes \['.csv', '.md'\], such as .*/t/x.md\n", capsys.readouterr().err)
-    for source in (f"{tmp_path}/t:1,{tmp_path}/d/d.txt:1", "python:1,python:1"):
-        with pytest.raises(UserError, match=r"reads \['.*(d/d.txt|python)'\] twice; name each file once, and no link"):
+    for source in (f"{tmp_path}/t:1,{tmp_path}/d/d.txt:1", f"{tmp_path}/d:1,{tmp_path}/d:1"):
+        with pytest.raises(UserError, match=r"reads \['.*d/d.txt'\] twice; name each file once, and no link"):
             documents(source)
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scandir(path if path[-3:] != "sub" else "/no permission"))
@@ -682,3 +671,16 @@ def test_a_full_disk_is_told_in_one_line(small, tmp_path, monkeypatch):
     says = r"prepare\.state: cannot be written .*No space left on device.*; free some space"
     with pytest.raises(UserError, match=says):
         prepare.prepare(config(small, tmp_path / "a"))
+
+
+def test_the_demos_text_is_the_one_that_was_measured():
+    """Its documents are none of the teacher's, and the licence of each is beside it."""
+    content = (ROOT / "demo/text.jsonl.zst").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == "fc363d571717340c9e7a310314287590c62ae2922c6b43f09b3a5a233c560a0b"
+    lines = pyarrow.input_stream(ROOT / "demo/text.jsonl.zst", compression="zstd").read().decode().splitlines()
+    own = [json.loads(line) for line in lines]
+    licences, others = (ROOT / "demo/LICENSES.txt").read_text(), (ROOT / "demo/teacher.sha256").read_text().splitlines()
+    assert {f"{d['package']}: " in licences for d in own} == {True} and "GPL" not in "".join(d["package"] for d in own)
+    hashes, names = zip(*(line.split("  ") for line in others), strict=True)
+    assert not {d["name"] for d in own} & {*names} and len(own) > 800 and len(others) > 6000
+    assert not {hashlib.sha256(d["text"].encode()).hexdigest() for d in own} & {*hashes}

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import zstandard
 
 import configure
 import eval as ev
 import losses
-import prepare
 import train
 from lib import tasks
 from tests.world import ROOT
@@ -34,9 +34,9 @@ CONFIGS = sorted(ROOT.glob("config/*.py"))
 MORE = {
     "prepare.py --": "",
     "prepare.py": "--source=text.jsonl --tokenizer=demo/teacher --n_documents=none --train_rows=none --val_share=0 --val_rows=4 --seq_len=16 "
-    "--teacher=demo/teacher --student=16x1x2 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 --warmup_steps=1 --batch_rows=2 --micro_batch=2 --dtype=float32",
+    "--teacher=demo/teacher --student=16x1x2 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 --warmup_steps=1 --batch_rows=2 --micro_batch=2 --group=1 --dtype=float32",
     "train.py": "--teacher=demo/teacher --tokenizer=none --student=16x1x2 --seq_len=16 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 "
-    "--warmup_steps=1 --batch_rows=2 --micro_batch=2 --val_max_rows=2 --val_every_steps=2 --checkpoint_every_steps=2 --repeat_rows=true --dtype=float32 --shard=1 --timeout_minutes=1",
+    "--warmup_steps=1 --batch_rows=2 --micro_batch=2 --group=1 --val_max_rows=2 --val_every_steps=2 --checkpoint_every_steps=2 --repeat_rows=true --dtype=float32 --shard=1 --timeout_minutes=1",
     "eval.py --table": "",
     "eval.py": "--tasks none --max_rows 2 --device cpu",
     "tools/sample.py": "--tokens 3",
@@ -55,14 +55,17 @@ def in_docstrings() -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """A folder with what the scripts read, and a little text in the layout of The Pile, which also stands in for Python's own."""
+    """A folder with what the scripts read, and a little text in the layout of The Pile, which also stands in for the demo's."""
     for name in ("config", "demo", "results"):
         shutil.copytree(ROOT / name, tmp_path / name)
     texts = [f"A line of text. Another one, number {i}, which says more!\n" * 40 for i in range(20)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts))
+    compressed = zstandard.compress((tmp_path / "text.jsonl").read_bytes())
+    (tmp_path / "demo/text.jsonl.zst").write_bytes(compressed)
+    lock = (ROOT / "requirements.lock").read_text().splitlines()  # a package or two for demo/make.py
+    few = [lock[0], *(line for line in lock if line.startswith(("click==", "packaging==")))]
+    (tmp_path / "requirements.lock").write_text("\n".join(few))
     monkeypatch.chdir(tmp_path)
-    documents = [{"name": str(i), "text": text} for i, text in enumerate(texts)]
-    monkeypatch.setattr(prepare, "python_documents", lambda: documents)
     return tmp_path
 
 
@@ -111,9 +114,9 @@ def run(copy, monkeypatch, capfd):
 
 
 def all_commands() -> list[str]:
-    order = ("prepare.py config", "train.py", "eval.py out")  # what others read comes first
+    order = ("make.py text", "prepare.py config", "train.py", "eval.py out")  # what others read comes first
     found = dict.fromkeys([*commands(re.sub("<!-- step 3.*?```.*?```", "", PAGES, flags=re.S)), *in_docstrings()])
-    return sorted(found, key=lambda c: next((i for i, start in enumerate(order) if f" {start}" in c), len(order)))
+    return sorted(found, key=lambda c: next((i for i, start in enumerate(order) if start in c), len(order)))
 
 
 @pytest.mark.slow

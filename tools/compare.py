@@ -4,7 +4,7 @@
     python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
     python tools/compare.py config/tiny.py --print     the commands of the next stage (trials, seeds, scores), to run elsewhere
     python tools/compare.py config/tiny.py --report    tables and figures anew, from the results that are there
-    python tools/compare.py config/mini.py --jobs=2    a study that its config describes: seeds, trials and tables
+    python tools/compare.py config/study.py --jobs=2    a study that its config describes: seeds, trials and tables
 
 The trials of all methods share one run with seed 0, and so one pass of the teacher. The lowest CE over the first
 `val_max_rows` held-out rows chooses; the rows after them are scored. Then come seeds 1, 2, ..: a seed gives the student's
@@ -55,6 +55,7 @@ from model import flops_per_token, load_config, student_config
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = (*FIGURES, "n_rows", "skip_rows", "n_targets", "teacher", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce",
             "step", "valid_tokens", "init_sha256", "data_sha256", "val_sha256", "teacher_sha256", "rows_sha256")  # fmt: skip
+STEPS = ("max_steps", "schedule_steps", "warmup_steps")  # fewer in a trial
 
 
 class PlannedStudent(NamedTuple):
@@ -278,7 +279,7 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         whole = [s for s in students if s.recipe in folders and not (folders[s.recipe] / "stopped.json").is_file()]
         failed |= score(whole, folders, min(spec.rows, n - first), args)
     write_results(students, failed, rates, args)
-    files.write_json(args.results / "settings.json", dataclasses.asdict(cfg) | {"skip_rows": first, "at": spec.at})
+    files.write_json(args.results / "settings.json", dataclasses.asdict(cfg) | {"skip_rows": first, "at": spec.at, "trial_steps": spec.trial_steps or cfg.max_steps})  # fmt: skip
 
 
 def prepare(cfg: Config, file: Path) -> None:
@@ -289,6 +290,8 @@ def prepare(cfg: Config, file: Path) -> None:
 
 def run_trials(spec: Spec, cfg: Config, args) -> tuple[list[dict], dict[str, str]]:
     """Make the trials, with seed 0 -> a record of each, and by method why its first one failed, if it did."""
+    share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
+    cfg = dataclasses.replace(cfg, **{key: round(share * getattr(cfg, key)) for key in STEPS})
     tried = [(m, settings, student("tune", f"{m}{'-' if '@' in m else '@'}t{i}", m, at_equal(spec.at, m, cfg), 0, settings))
              for m, points in trials(spec.tune, cfg.methods).items() for i, settings in enumerate(points)]  # fmt: skip
     failed, folders = train([s for _, _, s in tried], args), finished(args.out)
@@ -355,6 +358,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     add = parser.add_argument
     add("--seeds", type=int, help="how many, from 1 on; default: the config's, or 3")
     add("--tune", action="append", help="lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; again for more; none: no trials")
+    add("--trial_steps", type=int, help="updates of a trial; default: as many as of a student")
     add("--reference", help="the method that differences are taken from; default: vanilla_kd, or else the first")
     add("--at", choices=("updates", "flops"), help="what is equal for all methods; flops: of student and teacher")
     add("--rows", type=int, help="held-out rows to score; default: 512")
@@ -370,9 +374,12 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     cfg, given = configure.load(rest), {}
     for file in paths:
         given |= runpy.run_path(file).get("_compare", {})
-    own = ("seeds", "tune", "reference", "rows", "at")
+    own = ("seeds", "tune", "reference", "rows", "at", "trial_steps")
     if "methods" in args.flags:  # a comparison of one's own, not the file's
         given = {key: value for key, value in given.items() if key in own}
+        given["tune"] = [
+            x for x in given.get("tune", ()) if x.partition("=")[0].rpartition(".")[0] in ("", *cfg.methods)
+        ]
     given |= {key: getattr(args, key) for key in own if getattr(args, key) is not None}
     unknown = [key for key in given if key not in Spec.__dataclass_fields__]
     require(not unknown, f"_compare: no such key {unknown}; lib/report.py lists them (Spec)")

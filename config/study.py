@@ -1,0 +1,55 @@
+# The study that one machine can afford: the main table's nine methods and four variants, students of 1.1M parameters.
+#
+#   python tools/compare.py config/study.py --jobs=2    five seeds, three of the variants: many hours on two cores
+#
+# What differs from the paper's appendix E beside the sizes, and why:
+#   learning rate   and one setting of each method that has one: chosen by trials of a quarter of the updates
+#   warm-up         100 updates of 2,100; 512 of 126,400 would be nine
+#   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order and one seed
+
+methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
+student = "demo"
+teacher = "demo/teacher"
+data_dir = "data/demo"
+out_dir = "out/study"
+
+source = "demo/text.jsonl.zst"  # Python source; about every 20th document is held out
+n_documents = train_rows = None
+val_rows, val_share = 0, 0.05
+seq_len = 256
+
+shuffle = True
+max_steps = schedule_steps = 2100  # * 8 rows = 4.1M tokens, each document once
+batch_rows = micro_batch = 8
+lr, min_lr = 3e-3, 3e-4
+warmup_steps = 100
+val_every_steps = 300
+val_max_rows = 256
+checkpoint_every_steps = 300
+keep_checkpoints = 1
+histogram_every_steps = 75
+compile = True
+
+_variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
+_compare = {
+    "title": "The nine methods at a small scale",
+    "seeds": 5,
+    "fewer_seeds": dict.fromkeys(_variants, 3),
+    "trial_steps": 525,
+    "tune": (
+        "lr=1e-3,3e-3,1e-2",
+        "vanilla_kd.tau=0.5,1",
+        "pd.tau=0.5,1",
+        "rld.beta=1,4",
+        "ldrld.d=8,15",
+        "tad.beta=1,2",
+        "bild.tau=1,3",
+        "alra.gamma=1,5",
+    ),
+    "tables": (
+        ("Methods and variants", methods + _variants, "vanilla_kd"),
+        ("Variants of ALRA", _variants, "alra"),
+    ),
+    "paper": True,
+}
+methods += _variants

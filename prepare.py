@@ -564,24 +564,21 @@ def measure_unigram(folder: Path, recipe: dict) -> dict:
 
 
 def measure(file: Path, recipe: dict) -> dict:
-    """Counts, lengths and hashes of a rows file, in one pass."""
+    """Counts and hashes of a rows file, in one pass."""
     row_len, size = recipe["row_len"], file.stat().st_size
     fits = size > 0 and size % (row_len * 4) == 0
     require(fits, f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
-    digest, n_eos, lengths, n_rows = hashlib.sha256(), 0, np.zeros(row_len + 1, np.int64), size // (row_len * 4)
+    digest, n_eos, n_tokens, n_rows = hashlib.sha256(), 0, 0, size // (row_len * 4)
     for _, block in read_blocks(file, row_len):
-        length = (block != PAD).sum(1)
+        n_tokens += int((block != PAD).sum())
         n_eos += int((block == recipe["eos_id"]).sum())
-        lengths += np.bincount(length, minlength=row_len + 1)
         digest.update(block)
-    n_tokens = int(lengths @ np.arange(row_len + 1))
     return {
         "rows": n_rows,
         "tokens": n_tokens,
         "valid_targets": n_tokens - n_rows,
         "padding_share": 1 - n_tokens / (n_rows * row_len),
         "documents": n_eos,  # that end in these rows
-        "length_histogram": lengths.tolist(),  # [row_len + 1] rows of each length
         "sha256": digest.hexdigest(),
         "quick_sha256": quick_hash(file),
     }

@@ -390,9 +390,10 @@ def default_settings(fn: Callable) -> dict[str, object]:
 def resolve(name: str, **overrides) -> Method:
     """The row of `METHODS` of METHOD or METHOD@LABEL, with overrides, whose names and values are checked."""
     name = name.partition("@")[0]
-    near = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}.get(name) or nearest(name, METHODS)
-    hint = f", did you mean {near!r}?" if near else "."
-    require(name in METHODS, f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
+    if name not in METHODS:
+        near = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}.get(name) or nearest(name, METHODS)
+        hint = f", did you mean {near!r}?" if near else "."
+        raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
     method, known = METHODS[name], settings(name) if overrides else {}
     for key, value in overrides.items():
         require(key in known, f"{name} takes no {key}; it takes {', '.join(sorted(known))}")

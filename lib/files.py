@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -110,6 +111,11 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
         file.flush()
         stack.callback(lock_file.unlink, missing_ok=True)
         yield
+
+
+def for_json(values: dict) -> dict:
+    """`values`, with None for a number that is not finite: JSON has none."""
+    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -75,7 +75,7 @@ class Student:
 
     def record(self, values: dict) -> None:
         """Add one record to this student's log, None for a value that is not finite. A service that fails is left out."""
-        values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
+        values = files.for_json(values)
         if parallel.rank() == 0:
             append(self.folder / "log.jsonl", values)
             for service, send in [*self.services.items()]:
@@ -250,7 +250,7 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
         state = load_checkpoint(s.checkpoints()[step], s)
         share = 0.0 if parallel.rank() else 1.0  # the sums are over all processes: the first one takes them
         like = {"dtype": torch.float64, "device": s.model.head.device}
-        s.sums = {key: torch.tensor(value * share, **like) for key, value in state["sums"].items()}
+        s.sums = {key: torch.tensor(math.nan if x is None else x * share, **like) for key, x in state["sums"].items()}
         counts = {key: state[key] for key in COUNTS}
     for s in live if cfg.resume_from and not common else ():
         state = load_checkpoint(Path(cfg.resume_from), s)
@@ -333,7 +333,7 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
         kept = {f"{names[p]}/{key}": value for p, own in s.optimizer.state.items() for key, value in own.items()}
         groups = {"model": s.model.state_dict(), "extras": s.extras.state_dict(), "optimizer": kept} if step else {}
         groups = {name: parallel.to_first(dict(sorted(group.items()))) for name, group in groups.items() if group}
-        state = student_facts(s, step, counts, facts, cfg) | {"sums": s.totals()}
+        state = student_facts(s, step, counts, facts, cfg) | {"sums": files.for_json(s.totals())}
         try:
             if parallel.rank() == 0:
                 write_checkpoint(s.folder / "checkpoints" / f"step_{step:08d}", groups, state, s)

@@ -467,6 +467,31 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(t
     assert f"step_{started:08d}" == path.name
 
 
+def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(tiny, tmp_path, monkeypatch):
+    """The update is skipped; a checkpoint before the log's next line, here by a signal, keeps what that line will say."""
+    accumulate = train.accumulate
+
+    def breaking(students, teacher, stream, step, cfg):
+        n, s = accumulate(students, teacher, stream, step, cfg), students[0]
+        if step == 2:
+            s.sums["loss"] *= math.nan
+            s.model.head.grad[0, 0] = math.nan
+            if Path(cfg.out_dir).name == "cut":
+                train.STOP.set()
+        return n
+
+    monkeypatch.setattr(train, "accumulate", breaking)
+    for name, codes in (("whole", [0]), ("cut", [train.TRY_AGAIN, 0]), ("stopped", [1])):
+        keys = {"max_skipped_updates": 0} if name == "stopped" else {}
+        for code in codes:
+            cfg = config(tiny, tmp_path / name, methods="alra", checkpoint_every_steps=1, log_every_steps=4, **keys)
+            assert train.distil(cfg) == code
+    whole, cut = (untimed(tmp_path / name, "alra") for name in ("whole", "cut"))
+    assert whole == cut and next(r["loss"] for r in whole if r["step"] == 4 and "loss" in r) is None
+    assert final_bits(tmp_path / "whole", "alra") == final_bits(tmp_path / "cut", "alra")
+    assert saved(tmp_path / "stopped" / "alra")[-1] == "step_00000003"  # its last weights, too
+
+
 def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "clip_gradients", lambda parameters, most: torch.tensor(math.nan))
     written = mock.Mock(wraps=run.write_checkpoint, side_effect=[mock.DEFAULT, UserError("no room")])

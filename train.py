@@ -471,6 +471,9 @@ def loop(
                 say_levels(validated[live[0].name] | levels)
             for s in live:
                 s.record({"step": step, **validated[s.name], **levels})
+                ce, of_guess = validated[s.name]["val_ce"], levels["val_uniform_ce"]
+                if not ce < 2 * of_guess:
+                    say(f"{s.name}, step {step}: held-out CE {ce:.2f} is over twice ln V = {of_guess:.2f}; it diverges: try a smaller lr")  # fmt: skip
         if save:
             before, failed = failed, run.save_checkpoints(live, step, counts, facts, cfg)
             if failed and (stop or last):

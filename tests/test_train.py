@@ -601,7 +601,7 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
     tiny, tmp_path, monkeypatch, capsys
 ):
     ce = iter([5.0, 8.0, 9.0, 9.5, 6.0, 8.4])  # ln V is 8.32
-    accumulate = train.accumulate
+    accumulate, validate = train.accumulate, train.validate
 
     def diverging(students, teacher, stream, step, cfg):
         n = accumulate(students, teacher, stream, step, cfg)
@@ -609,9 +609,13 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
         return n
 
     monkeypatch.setattr(train, "accumulate", diverging)
+    monkeypatch.setattr(train, "validate", lambda *args: {"alra": validate(*args)["alra"] | {"val_ce": 17.0}})
     assert train.distil(config(tiny, tmp_path, methods="alra", log_every_steps=1, warmup_steps=1)) == 0
-    told = re.findall(r"alra, step (\d): (CE \S+ was [\d.]+\d)", capsys.readouterr().out)
-    assert told == [("3", "CE 9.00 was 5.00"), ("6", "CE 8.40 was 6.00")]
+    told = re.findall(
+        r"alra, step (\d): (CE \S+ was [\d.]+\d|held-out CE 17.00 is over twice ln V)", capsys.readouterr().out
+    )
+    assert told == [("3", "CE 9.00 was 5.00"), ("3", "held-out CE 17.00 is over twice ln V"), ("6", "CE 8.40 was 6.00"),
+                    ("6", "held-out CE 17.00 is over twice ln V")]  # fmt: skip
     assert {r["kd"] for r in records(tmp_path, "alra") if "kd" in r} == {None}
 
 

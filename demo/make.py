@@ -10,7 +10,6 @@ of the sha256 of their names. The first TEXT_CHARS characters are those of the s
 """
 
 import hashlib
-import io
 import json
 import re
 import sys
@@ -30,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from lib.files import atomic_write  # noqa: E402
 from model import Qwen2, load_tokenizer  # noqa: E402
+from prepare import read_files  # noqa: E402
 
 DEMO, TEACHER_TEXT = ROOT / "demo", ROOT / "data/demo_teacher/text.jsonl.zst"
 EOS, VOCAB, TEXT_CHARS = "<|endoftext|>", 4096, 15_500_000
@@ -112,14 +112,13 @@ def make_text() -> None:
 
 def make_tokenizer() -> None:
     """Byte-level BPE with digits apart, as the teacher of the paper has it, on the teacher's text."""
-    lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(TEACHER_TEXT.open("rb")), "utf-8")
     tokenizer = Tokenizer(models.BPE())
     digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        (json.loads(line)["text"] for line in lines),
+        (document["text"] for document in read_files([str(TEACHER_TEXT)], str(ROOT), "text")),
         trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[EOS], initial_alphabet=alphabet),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)

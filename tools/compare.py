@@ -402,8 +402,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
         (not unused, f"settings of {unused}, which is not compared; add the method, or remove its settings"),
     ):  # fmt: skip
         require(ok, message)
-    for key, value in {"seeds": spec.seeds, "jobs": args.jobs, "rows": spec.rows, "per_run": args.per_run}.items():
-        require(value >= 1, f"--{key}={value}: expected at least 1")
+    counts = {"seeds": spec.seeds, "rows": spec.rows, "trial_steps": spec.trial_steps, "jobs": args.jobs, "per_run": args.per_run}  # fmt: skip
+    for key, value in counts.items():
+        require(value is None or value >= 1, f"--{key}={value}: expected at least 1")
     return args, spec, cfg
 
 

@@ -1,4 +1,4 @@
-# The demo's teacher: 2.6M parameters, plain pre-training, each document of its text once.
+# The demo's teacher: 2.6M parameters, plain pre-training, each document of its text at most once.
 #
 #   python demo/make.py text && python demo/make.py tokenizer
 #   python prepare.py config/demo_teacher.py

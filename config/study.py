@@ -3,7 +3,7 @@
 #   python tools/compare.py config/study.py --jobs=2    five seeds, three of the variants: many hours on two cores
 #
 # What differs from the paper's appendix E beside the sizes, and why:
-#   learning rate   and one setting of each method that has one: chosen by trials of a quarter of the updates
+#   learning rate   and one setting of seven methods: chosen by trials of a quarter of the updates; the others try more rates
 #   warm-up         100 updates of 2,100; 512 of 126,400 would be nine
 #   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order and one seed
 

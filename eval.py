@@ -413,7 +413,6 @@ def score(args) -> str:
     scores_file, busy = scores_name(args.split, args.limit), "another eval.py is at work there; wait for its end"
     with contextlib.ExitStack() as stack:
         for c in checkpoints:
-            c.folder.mkdir(parents=True, exist_ok=True)  # an unwritable folder must show before anything is computed
             stack.enter_context(locked(c.folder, f"{c.folder}: {busy}"))
             check_results(c, scores_file, protocol, names, rows is not None)
         if rows:
@@ -497,14 +496,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def run(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
     args = arguments(argv)
     print(tabulate(args.paths, args.reference, args.metric, limit=args.limit) if args.table else score(args))
 
 
-def main() -> None:
-    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(configure.guard(lambda: main(sys.argv[1:])))

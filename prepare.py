@@ -66,7 +66,7 @@ from tqdm import tqdm
 
 from configure import Config, guard, load
 from lib.files import UserError, atomic_write, first_line, locked, read_json, require, write_json, writing
-from lib.rows import MANIFEST, PAD, quick_hash
+from lib.rows import PAD, open_rows, quick_hash
 from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos, token_bytes
 
 RULE_VERSION = 1
@@ -100,7 +100,6 @@ FRESH = 32  # starts with a whole character that is neither a stop nor a closer
 GAP = 64  # holds whitespace, beyond which no word reaches back
 STATE = ("recipe", "records", "streams", "read", "skipped")
 OWN, FINAL = ("train.bin.tmp", "val.bin.tmp"), ("train.bin", "train.json", "val.bin", "val.json")
-MANIFEST_KEYS = ("tokenizer", "vocab_size", "val_rows", "val_share", "tokens", "documents", "padding_share", "sources")
 
 
 def open_source(cfg: Config):
@@ -421,7 +420,6 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
     recipe |= {"rule_version": RULE_VERSION, "tokenizer": used, "tokenizer_sha256": tokenizer_hash(tokenizer)}
     recipe |= {"vocab_size": len(table.pieces), "bos": None if bos == eos else bos, "eos_id": eos}
     folder = Path(cfg.data_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "prepare.state"
     with locked(folder, f"{folder}: another prepare.py is at work there"):
         state = read_json(file, STATE, f"move {folder} aside and start again") if file.exists() else None
@@ -436,7 +434,7 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
         elif not state and (folder / "train.json").exists():
             for split in splits(recipe):
-                check_recipe(folder, read_manifest(folder, split), recipe)
+                check_recipe(folder, open_rows(folder, split)[1], recipe)
             print(f"{folder}: already prepared with the same settings; --verify checks it")
             return
         else:
@@ -565,10 +563,8 @@ def measure_unigram(folder: Path, recipe: dict) -> dict:
 
 def measure(file: Path, recipe: dict) -> dict:
     """Counts and hashes of a rows file, in one pass."""
-    row_len, size = recipe["row_len"], file.stat().st_size
-    fits = size > 0 and size % (row_len * 4) == 0
-    require(fits, f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
-    digest, n_eos, n_tokens, n_rows = hashlib.sha256(), 0, 0, size // (row_len * 4)
+    row_len = recipe["row_len"]
+    digest, n_eos, n_tokens, n_rows = hashlib.sha256(), 0, 0, file.stat().st_size // (row_len * 4)
     for _, block in read_blocks(file, row_len):
         n_tokens += int((block != PAD).sum())
         n_eos += int((block == recipe["eos_id"]).sum())
@@ -588,8 +584,8 @@ def verify(folder: Path) -> None:
     """Hash and count everything again. `UserError` names the first difference from the manifest."""
     complete = not (folder / "prepare.state").exists()
     require(complete, f"{folder}: not finished; the command that began it resumes it")
-    for name in splits(read_manifest(folder, "train")):
-        manifest = read_manifest(folder, name)
+    for name in splits(open_rows(folder, "train")[1]):
+        manifest = open_rows(folder, name)[1]
         for key, value in measure(folder / f"{name}.bin", manifest).items():
             told = manifest.get(key)
             require(value == told, f"{folder / name}.bin: {key} is {value}, expected {told}; prepare it again")
@@ -601,8 +597,7 @@ def show(folder: Path, first: int, n_rows: int = 5) -> None:
     from lib.hf import load_tokenizer
 
     folder, name = (folder.parent, folder.stem) if folder.suffix == ".bin" else (folder, "train")
-    manifest = read_manifest(folder, name)
-    rows = np.memmap(folder / f"{name}.bin", np.uint32, "r").reshape(-1, manifest["row_len"])
+    rows, manifest = open_rows(folder, name)
     require(first < len(rows), f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
     for i in range(first, min(first + n_rows, len(rows))):
@@ -612,12 +607,6 @@ def show(folder: Path, first: int, n_rows: int = 5) -> None:
 
 def splits(recipe: dict) -> tuple[str, ...]:
     return ("train", "val") if recipe["val_rows"] or recipe["val_share"] else ("train",)
-
-
-def read_manifest(folder: Path, name: str) -> dict:
-    for file in (folder / f"{name}.json", folder / f"{name}.bin"):
-        require(file.is_file(), f"{file}: not there; expected a folder that prepare.py has completed")
-    return read_json(folder / f"{name}.json", MANIFEST + MANIFEST_KEYS, f"move {folder} aside and prepare it again")
 
 
 def check_recipe(folder: Path, old: dict, new: dict) -> None:
@@ -640,15 +629,15 @@ def summary(folder: Path, manifest: dict) -> str:
             f"{manifest['documents']:,} {ends}, padding {manifest['padding_share']:.1%}{words.format(**manifest)}")  # fmt: skip
 
 
-def main() -> int:
-    match sys.argv[1:]:
+def main(argv: list[str]) -> int:
+    match argv:
         case ["--verify", folder]:
             verify(Path(folder))
         case ["--show", row, folder] if row.isdigit():
             show(Path(folder), int(row))
-        case ["--verify" | "--show", *_] as argv:
+        case ["--verify" | "--show", *_]:
             raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
-        case argv:
+        case _:
             cfg = load(argv)
             if os.environ.get("RANK", "0") == "0":
                 prepare(cfg)
@@ -660,4 +649,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(guard(lambda: main(sys.argv[1:])))

@@ -35,7 +35,7 @@ from lib import metrics, parallel, run
 from lib.cache import CachedTeacher, Wanted, fill, open_cached, read_ahead
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
-from lib.files import UserError, read_json, require
+from lib.files import UserError, locked, read_json, require
 from lib.fused import head_losses
 from lib.hf import weights_hash
 from lib.identity import student_shape
@@ -411,7 +411,10 @@ def distil(cfg: Config) -> int:
         students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
         cfg = choose_micro_batch(students, teacher, rows, cfg)
         facts = run.run_facts(cfg, rows, records)
-        with run.lock_run_dir(cfg):
+        busy = (
+            f"out_dir={cfg.out_dir}: another train.py is running there; wait until it ends, or choose another out_dir"
+        )
+        with contextlib.nullcontext() if parallel.rank() else locked(Path(cfg.out_dir), busy):
             step, counts = loop(cfg, rows, val, teacher, students, facts)
             for s in students:
                 if not s.stopped and step == cfg.max_steps:
@@ -486,9 +489,9 @@ def loop(
     return step, counts
 
 
-def main() -> None:
-    sys.exit(configure.guard(lambda: distil(configure.load(sys.argv[1:], method_lines))))
+def main(argv: list[str]) -> int:
+    return distil(configure.load(argv, method_lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(configure.guard(lambda: main(sys.argv[1:])))

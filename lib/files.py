@@ -91,11 +91,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: str) -> Iterator[None]:
-    """Lock a folder for this process; `busy` is the error if another process holds it. A killed process loses its lock.
+    """Lock a folder, made if need be, for this process; `busy` is the error if another holds it. A killed one loses its lock.
 
     The lock is on a file, not on the folder, as NFS shows locks of files to all hosts; the file says who holds it.
     """
     lock_file, mine = folder / ".alra-lock", False
+    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         while not mine:
             file = stack.enter_context(open(lock_file, "a+"))

@@ -84,11 +84,6 @@ def all_reduce_sum(*numbers: Tensor | float) -> list[float]:
     return sums.tolist()
 
 
-def barrier(device: torch.device) -> None:
-    """Wait until every process is here."""
-    sum_in_place([torch.zeros(1, device=device)])
-
-
 def all_gather(value) -> list:
     """The value of each process, by rank."""
     values = [value] * world()

@@ -22,13 +22,13 @@ MANIFEST = ("rows", "row_len", "eos_id", "bos", "sha256", "quick_sha256", "token
 def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
     """The ids [n_rows, row_len] uint32, memory-mapped, and the manifest. Raises `UserError` if they do not match."""
     file, manifest = Path(folder) / f"{name}.bin", Path(folder) / f"{name}.json"
-    exist = manifest.is_file() and file.is_file()
+    exist, remedy = manifest.is_file() and file.is_file(), f"move {folder} aside and prepare it again"
     require(exist, f"{folder}: no {name}.bin with {name}.json; run prepare.py with the same config")
-    facts = read_json(manifest, MANIFEST, "prepare it again")
+    facts = read_json(manifest, MANIFEST, remedy)
     n, width, size = facts["rows"], facts["row_len"], file.stat().st_size
-    require(size == n * width * 4 > 0, f"{file}: {size:,} bytes, expected {n * width * 4:,}; prepare it again")
+    require(size == n * width * 4 > 0, f"{file}: {size:,} bytes, expected {n * width * 4:,}; {remedy}")
     described = quick_hash(file) == facts["quick_sha256"]
-    require(described, f"{file}: not the bytes that {manifest.name} describes; prepare it again")
+    require(described, f"{file}: not the bytes that {manifest.name} describes; {remedy}")
     return np.memmap(file, np.uint32, "r", shape=(n, width)), facts
 
 

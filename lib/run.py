@@ -9,7 +9,6 @@ OUT/METHOD/stopped.json         instead, if it broke: at which step, and why
 Nothing here changes what is learnt. A checkpoint is complete under its name, or it does not exist.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -172,14 +171,6 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def lock_run_dir(cfg: Config) -> contextlib.AbstractContextManager:
-    """The run's folder, created if necessary and locked for this run."""
-    out = Path(cfg.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    busy = f"out_dir={out}: another train.py is running there; wait until it ends, or choose another out_dir"
-    return contextlib.nullcontext() if parallel.rank() else files.locked(out, busy)
-
-
 def agreed_records(cfg: Config) -> dict[str, dict]:
     """What makes each student (lib/identity.py), on every process the same."""
     records = {name: made_by(cfg, name) for name in cfg.methods}
@@ -257,7 +248,7 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
         step, counts["valid_tokens"] = state["step"], state["valid_tokens"]
     require(step <= cfg.max_steps, f"max_steps={cfg.max_steps}: {out} is at step {step}; set at least that")
     say(summary(students, step, facts, cfg))
-    parallel.barrier(torch.device(cfg.device))  # all processes have read the folder before the first one writes
+    parallel.all_gather(None)  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,9 @@ def load_teacher(
     require(not more, f"{name}: config.json has no place for tensor {min(more, default='')} ({len(more)} in all)")
     model.requires_grad_(False).eval()
     if shard > 1:
-        parallel.shard(model.base_model, decoder_layers(model), shard, device, layers_only=True)
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        layers = max(lists, key=lambda some: sum(p.numel() for p in some.parameters()))  # the most parameters
+        parallel.shard(model.base_model, layers, shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
     return Teacher(model, home, vocab_size)
@@ -150,9 +152,3 @@ def inherited(name: str | None) -> dict | None:
     rope = getattr(config, "rope_parameters", None) or {}
     values = {key: rope.get(key) if "rope" in key else getattr(config, key, None) for key in INHERITED}
     return {key: value for key, value in values.items() if value is not None}
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The layers of any decoder: the list of modules with the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))

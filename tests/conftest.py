@@ -1,6 +1,7 @@
 """What every test runs with, in this process and in those that it starts. Set before torch is imported."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,15 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers takes longer to start than it saves here
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network, whatever is in the user's caches
 os.fsync = lambda fd: None  # what is flushed is lost in a power cut alone
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """A run in this process leaves its signal handlers behind."""
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    yield
+    for sign, handler in before.items():
+        signal.signal(sign, handler)
 
 
 @pytest.fixture(scope="session")

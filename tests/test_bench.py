@@ -75,7 +75,7 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch):
     monkeypatch.setitem(bench.SECTIONS, "tests", lambda args, device: ["| tests |"])
     monkeypatch.setattr(bench.gc, "collect", lambda *_: 0)  # most of the time of a tiny case
     with torch._dynamo.config.patch(recompile_limit=256):  # losses sets it for good
-        bench.run(["gpu", "--tiny", "--device=cpu", f"--out={tmp_path / 'small'}"])
+        bench.main(["gpu", "--tiny", "--device=cpu", f"--out={tmp_path / 'small'}"])
     assert len(compiled) == 2  # one for each method: `compile` reaches the objectives
     lines = [line.split(" | ") for line in (tmp_path / "small.md").read_text().splitlines() if line.startswith("| ")]
     sections = ["| tests |", *["| fused"] * 5, *["| step"] * 2, *["| steps"] * 5, "| profile"]
@@ -88,4 +88,4 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch):
 def test_a_missing_card_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="gpu: expected a CUDA device; run it on such a machine, or add --tiny"):
-        bench.run(["gpu"])
+        bench.main(["gpu"])

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +18,6 @@ from lib.files import UserError
 from lib.rows import row_order
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
-from tests.test_train import handlers  # noqa: F401
 from tests.world import SEQ, config, final_bits, flags, read_jsonl, start, untimed, write_text
 
 KEYS = {"methods": "vanilla_kd,alra", "shuffle": True, "histogram_every_steps": 2}
@@ -48,7 +46,7 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(world, tmp_
     def outcome(name, **more):
         forward.rows.clear()
         assert train.distil(config(world, tmp_path / name, **KEYS, **more)) == 0
-        ev.run([str(tmp_path / name), "--tasks=none"])
+        ev.main([str(tmp_path / name), "--tasks=none"])
         held_out = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", capsys.readouterr().out)
         of_students = [(final_bits(tmp_path / name, m), untimed(tmp_path / name, m)) for m in ("vanilla_kd", "alra")]
         return of_students, read_jsonl(tmp_path / name / "teacher.jsonl"), held_out
@@ -166,8 +164,7 @@ def test_prepare_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_
             "data_dir": tmp_path / "data", "student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}  # fmt: skip
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
         argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(kind), **keys)
-        monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
-        assert prepare.main() == 0
+        assert prepare.main(argv) == 0
         assert sum(forward.rows) == 8 + 5 and len([*(tmp_path / "data").glob("teacher_*")]) == n_files
         forward.rows.clear()
         assert train.distil(configure.load(argv)) == 0 and not forward.rows

@@ -174,7 +174,7 @@ def launch(jobs, args) -> dict[str, str]:
     for job in jobs:
         BEGUN.append(job.name)
         try:
-            train.distil(configure.load(job.argv[1:])) if job.argv[0] == "train.py" else ev.run(job.argv[1:])
+            train.distil(configure.load(job.argv[1:])) if job.argv[0] == "train.py" else ev.main(job.argv[1:])
         except ValueError as error:
             said[job.name] = str(error)
     return said
@@ -204,7 +204,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
         "--tune=alra.tau=1,4",
         "--trial_steps=2",
     ]
-    assert compare.run(argv) == 0 and kinds(begun) == ["tune", "main", "main", "eval"]
+    assert compare.main(argv) == 0 and kinds(begun) == ["tune", "main", "main", "eval"]
     lines, rates = lines_of(tmp_path), read_lines(tmp_path / "report" / "rates.jsonl")
     assert [(x["method"], x["seed"], x["n_rows"]) for x in lines] == [(m, s, 3) for m in ("pretrain", "alra") for s in (1, 2)]  # fmt: skip
     best = min((x for x in rates if x["method"] == "alra"), key=lambda x: x["val_ce"])
@@ -225,15 +225,15 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     logs = tmp_path / "report" / "logs_seed2"  # of each student with the settings of its own run
     assert (logs / "alra" / "log.jsonl").is_file() and read_json(logs / "alra" / "run.json")["config"]["seed"] == 2
     begun.clear()
-    assert compare.run(argv) == 0 and begun == []  # the same command makes nothing again
+    assert compare.main(argv) == 0 and begun == []  # the same command makes nothing again
     assert (tmp_path / "report" / "README.md").read_text() == text
     more = [word.replace("pretrain,alra", "pretrain,alra,tad") for word in argv]
     # a method more: its own trials and seeds alone
-    assert compare.run(more) == 0 and kinds(begun) == ["tune", "main", "main", "eval"]
+    assert compare.main(more) == 0 and kinds(begun) == ["tune", "main", "main", "eval"]
     made = [read_json(tmp_path / name / "run.json")["config"]["methods"] for name in begun[:3]]
     assert made == [[f"tad@t{i}" for i in range(4)], ["tad"], ["tad"]]
     begun.clear()
-    assert compare.run([*more, "--rows=4"]) == 0 and kinds(begun) == ["eval"]  # only scored anew
+    assert compare.main([*more, "--rows=4"]) == 0 and kinds(begun) == ["eval"]  # only scored anew
     assert {x["n_rows"] for x in lines_of(tmp_path)} == {4}
 
 
@@ -243,7 +243,7 @@ def test_folders_of_something_else_are_left_alone(flag, argv, begun, tmp_path):
     (tmp_path / "mine" / "README.md").write_text("mine")
     folders = {"out": tmp_path / "out", "results": tmp_path / "results"} | {flag: tmp_path / "mine"}
     with pytest.raises(UserError, match=rf"--{flag}=.*mine: contains .*README.md.*, not of compare.py; choose another"):
-        compare.run([*argv, "--methods=pretrain", *(f"--{key}={folder}" for key, folder in folders.items())])
+        compare.main([*argv, "--methods=pretrain", *(f"--{key}={folder}" for key, folder in folders.items())])
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["README.md"] and not begun
 
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_p
 
     monkeypatch.setattr(ev, "held_out_figures", broken)
     argv = [*argv, "--methods=pretrain,alra,tad", "--tad.top_k=9999", "--seeds=1", f"--out={tmp_path}"]
-    assert compare.run(argv) == 1 and kinds(begun) == ["main"] * 4 + ["eval"] * 3  # together, then each alone
+    assert compare.main(argv) == 1 and kinds(begun) == ["main"] * 4 + ["eval"] * 3  # together, then each alone
     lines = {x["method"]: x for x in lines_of(tmp_path)}
     assert lines["alra"]["stopped"] == "the weights have diverged" and lines["pretrain"]["ce"] > 0
     text = (tmp_path / "report" / "README.md").read_text()
@@ -265,12 +265,12 @@ def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_p
     told = capsys.readouterr().err
     assert "- tad (seed 1): tad: top_k=9999" in text and "tad (seed 1): no result: tad: top_k=9999" in told
     begun.clear()
-    assert compare.run([*argv, "--tune=lr=1e-3,1e-2"]) == 1  # no trial of it has a result either: no seed is tried
+    assert compare.main([*argv, "--tune=lr=1e-3,1e-2"]) == 1  # no trial of it has a result either: no seed is tried
     assert not [job for job in begun if job.startswith("main") and "tad" in (tmp_path / f"{job}.py").read_text()]
     tad = lines_of(tmp_path)[-1]
     assert tad["method"] == "tad" and "top_k=9999" in tad["stopped"]
     with pytest.raises(UserError, match=r"val_max_rows=None: these rows choose, later ones are scored"):
-        compare.run([*argv, "--val_max_rows=None"])
+        compare.main([*argv, "--val_max_rows=None"])
     args = argparse.Namespace(out=tmp_path, results=tmp_path / "report")
     with pytest.raises(UserError, match="pretrain, seed 1: neither a result nor an error"):
         compare.write_results(study(*argv)[1], {}, [], args)
@@ -281,13 +281,13 @@ def test_print_gives_commands_that_a_shell_runs(argv, quiet, tmp_path, capsys):
     argv = [*argv, "--methods=pretrain,tad", "--seeds=1", f"--out={tmp_path / 'a b'}", "--print"]
     for wanted in ("train.py", "eval.py"):
         with pytest.raises(SystemExit) as ending:
-            compare.run(argv)
+            compare.main(argv)
         (line,) = capsys.readouterr().out.splitlines()
         _, script, *words = shlex.split(line)
         assert script == wanted and ending.value.code == 0 and str(tmp_path / "a b") in line
-        train.distil(configure.load(words)) if script == "train.py" else ev.run(words)
+        train.distil(configure.load(words)) if script == "train.py" else ev.main(words)
         capsys.readouterr()
-    assert compare.run(argv) == 0 and {x["method"] for x in lines_of(tmp_path / "a b")} == {"pretrain", "tad"}
+    assert compare.main(argv) == 0 and {x["method"] for x in lines_of(tmp_path / "a b")} == {"pretrain", "tad"}
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
@@ -306,22 +306,17 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
             time.sleep(0.02)
         os.kill(os.getpid(), sign)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
-    try:
-        with pytest.raises(SystemExit if sign == signal.SIGTERM else KeyboardInterrupt):
-            compare.run([])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with pytest.raises(SystemExit if sign == signal.SIGTERM else KeyboardInterrupt):
+        compare.main([])
     assert not begun[1].exists()
     assert f"exit code {-signal.SIGTERM}" in capsys.readouterr().out  # ended, and waited for
 
 
 def compare_here(argv: list[str]) -> None:
     compare.prepare, compare.launch = (lambda *a: None), launch
-    compare.run(argv)
+    compare.main(argv)
 
 
 @pytest.mark.slow
@@ -333,7 +328,7 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
     assert not (cut / "report").exists()
     for out in (whole, cut):
         begun.clear()
-        assert compare.run([*argv, f"--out={out}"]) == 0
+        assert compare.main([*argv, f"--out={out}"]) == 0
         assert kinds(begun) == ["main", "eval"] and len([*out.glob("main_*.py")]) == 1  # the run that was cut went on
     assert lines_of(cut) == lines_of(whole)
 
@@ -418,7 +413,7 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
     monkeypatch.setattr(plot.plt, "close", lambda figure: None)
     argv, before = ["config/study.py", "--report", f"--results={tmp_path}"], []
     for _ in range(2):
-        assert compare.run(argv) == 0
+        assert compare.main(argv) == 0
         before.append({file.name: file.read_bytes() for file in tmp_path.glob("*.*")})
         for file in (*tmp_path.glob("*.png"), tmp_path / "README.md"):
             file.unlink()

@@ -156,10 +156,10 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, wanted, rows, data,
         argv = [str(out / "alra"), "--tasks=piqa", f"--data_dir={data}", "--any_items", "--limit=2", f"--rows={tmp_path}", "--teacher=none",
                 f"--out={tmp_path / str(bos)}"]  # fmt: skip
         if wanted in (bos, "auto"):
-            ev.run(argv)
+            ev.main(argv)
         else:
             with pytest.raises(UserError, match=f"rows with bos={bos}, but .* was trained on rows with bos={wanted}"):
-                ev.run(argv)
+                ev.main(argv)
     assert set(seen) == {wanted} and tokenizer.bos_token_id == 307
 
 
@@ -420,7 +420,7 @@ def read(folder, name="figures.json"):
 def test_from_checkpoints_to_tables(out, data, capsys):
     """A run's folder stands for its students; those that are not finished are named."""
     (out / "tad" / "stopped.json").write_text('{"step": 3, "why": "step 3: gradient norm nan"}')
-    ev.run([str(out), "--tasks=none"])
+    ev.main([str(out), "--tasks=none"])
     said = capsys.readouterr()
     assert f"there is no model yet: {out / 'tad'} (stopped at step 3: gradient norm nan)\n" in said.err
     text = said.out[said.out.index("## tiny") :]
@@ -429,10 +429,10 @@ def test_from_checkpoints_to_tables(out, data, capsys):
     best, second = sorted(ce, key=ce.get)
     assert cells(text, best)[1] == f"**{ce[best]:.4f}**" and cells(text, second)[1] == f"*{ce[second]:.4f}*"
     assert cells(text, "alra", 1)[1] == f"{ce['alra'] - ce['pretrain']:+.4f}"
-    ev.run(["--table", str(out)])
+    ev.main(["--table", str(out)])
     assert capsys.readouterr().out.split() == [*text.split(), *f"Left out, since not scored: {out / 'tad'}.".split()]
     argv = [str(out / "pretrain"), str(out / "alra/model"), f"--data_dir={data}", "--any_items", "--rows=none"]
-    ev.run([*argv, "--tasks=arc_easy,piqa", "--limit=3", "--log_samples", "--metric=acc_norm"])
+    ev.main([*argv, "--tasks=arc_easy,piqa", "--limit=3", "--log_samples", "--metric=acc_norm"])
     text, scores = capsys.readouterr().out, read(out / "alra", "scores_heldout_limit3.json")
     assert list(scores["tasks"]) == ["arc_easy", "piqa"] and scores["protocol"]["limit"] == 3
     assert scores["tasks"]["piqa"]["n"] == 3 and scores["tasks"]["piqa"]["n_rows"] == 7
@@ -441,7 +441,7 @@ def test_from_checkpoints_to_tables(out, data, capsys):
     assert "Avg. (2 of 9)" in text and "acc_norm for ARC-E, PIQA" in text and "bits/byte" in text  # figures stay
     facts = read(out / "alra", "run.json")
     (out / "alra" / "run.json").write_text(json.dumps(facts | {"made_by": {"data_sha256": "other"}}))
-    ev.run([str(out), "--tasks=none"])  # students that cannot be compared
+    ev.main([str(out), "--tasks=none"])  # students that cannot be compared
     said = capsys.readouterr().out
     assert said.count("### Held-out rows") == 2 and "differ in data_sha256: d and other" in said
 
@@ -449,7 +449,7 @@ def test_from_checkpoints_to_tables(out, data, capsys):
 def test_a_dtype_is_that_of_the_whole_command(out, data, teacher, tokenizer, rows):
     """Of student and teacher, for figures and scores: equal to the last bit in that dtype, and unequal in another."""
     argv = ["--tasks=piqa", f"--data_dir={data}", "--any_items", "--log_samples"]
-    ev.run([str(out / "pretrain"), *argv, "--dtype=bfloat16"])
+    ev.main([str(out / "pretrain"), *argv, "--dtype=bfloat16"])
     figures, scores = read(out / "pretrain"), read(out / "pretrain", "scores_heldout.json")
     lines = world.read_jsonl(out / "pretrain" / "scores_heldout.jsonl")
     assert figures["protocol"]["dtype"] == scores["protocol"]["dtype"] == "bfloat16"
@@ -474,7 +474,7 @@ def test_slips_on_the_command_line_are_told_before_the_hub_is_asked(argv, said, 
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **keys: asked.append(args) or str(out))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **keys: asked.append(args) or [])
     with pytest.raises(UserError, match=said):
-        ev.run([arg if arg.startswith("--") else str(out / arg) for arg in argv.split()])
+        ev.main([arg if arg.startswith("--") else str(out / arg) for arg in argv.split()])
     assert not asked
 
 
@@ -482,20 +482,20 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch):
     """Its results have a place of their own, which another model of that name does not get."""
     monkeypatch.chdir(tmp_path)
     argv = ["--tasks=none", f"--rows={Path(rows.file).parent}", "--teacher=none"]
-    ev.run([str(trained / "teacher"), *argv])
+    ev.main([str(trained / "teacher"), *argv])
     assert [str(file) for file in Path().glob("out/**/*.json")] == ["out/eval/teacher/figures.json"]
     figures = read(Path("out/eval/teacher"))
     assert figures["run"] is None and "kl" not in figures["figures"]
     world.make_model(STUDENT, 3).save_pretrained(tmp_path / "teacher", load_tokenizer(str(trained / "teacher")))
     with pytest.raises(UserError, match=r"out/eval/teacher/figures.json: results of other weights than teacher"):
-        ev.run(["teacher", *argv])
+        ev.main(["teacher", *argv])
     with pytest.raises(UserError, match="results of both would go to out/eval/teacher"):
-        ev.run(["teacher", str(trained / "teacher"), *argv])
+        ev.main(["teacher", str(trained / "teacher"), *argv])
 
 
 def test_all_tasks_are_eight_without_a_file_of_storycloze(out, data, tmp_path, capsys):
     copy = shutil.copytree(data, tmp_path / "eval", ignore=lambda _, names: [n for n in names if "storycloze" in n])
-    ev.run([str(out / "alra"), f"--data_dir={copy}", "--any_items", "--rows=none", "--limit=2"])
+    ev.main([str(out / "alra"), f"--data_dir={copy}", "--any_items", "--rows=none", "--limit=2"])
     said = capsys.readouterr()
     assert "on request" in said.err and "Avg. (8 of 9)" in said.out
 
@@ -504,22 +504,22 @@ def test_results_are_not_lost_to_a_smaller_command(out, data):
     """What a command would make again it may replace; more weights make all results of a student old."""
     scores = [str(out / "alra"), "--rows=none", f"--data_dir={data}", "--any_items"]
     figures, file = [str(out / "alra"), "--tasks=none"], out / "alra" / "scores_heldout.json"
-    ev.run([*scores, "--tasks=piqa,arc_easy"])
-    ev.run(figures)
+    ev.main([*scores, "--tasks=piqa,arc_easy"])
+    ev.main(figures)
     before = file.read_bytes()
     for argv, said in (([*scores, "--tasks=piqa"], "scores_heldout.json: holds results with arc_easy, which this command would lose"),
                        ([*scores, "--tasks=piqa,arc_easy", "--max_length=99"], "holds results with max_length=512"),
                        ([*scores, "--tasks=piqa,arc_easy", "--dtype=bfloat16"], "holds results with dtype=float32"),
                        ([*figures, "--dtype=bfloat16"], "figures.json: holds results with dtype=float32")):  # fmt: skip
         with pytest.raises(UserError, match=said):
-            ev.run(argv)
-    ev.run([*figures, "--max_rows=3"])
+            ev.main(argv)
+    ev.main([*figures, "--max_rows=3"])
     assert file.read_bytes() == before and read(out / "alra")["figures"]["n_rows"] == 3
-    ev.run([*scores, "--tasks=piqa,arc_easy,winogrande"])
-    ev.run([*scores, "--tasks=piqa", "--limit=3", "--log_samples"])
+    ev.main([*scores, "--tasks=piqa,arc_easy,winogrande"])
+    ev.main([*scores, "--tasks=piqa", "--limit=3", "--log_samples"])
     assert len(read(out / "alra", "scores_heldout.json")["tasks"]) == 3
     shutil.copytree(out / "pretrain" / "model", out / "alra" / "model", dirs_exist_ok=True)
-    ev.run([*scores, "--tasks=arc_easy"])
+    ev.main([*scores, "--tasks=arc_easy"])
     there = {f.name for f in (out / "alra").iterdir()} - {".alra-lock"}
     assert there == {"model", "run.json", "log.jsonl", "scores_heldout.json"}
 
@@ -540,7 +540,7 @@ def test_checkpoints_may_be_scored_one_after_another(out, data, monkeypatch):
     for at_a_time in (3, 1):
         most[:] = [0]
         argv = [*(str(out / name) for name in ("alra", "a", "b")), f"--data_dir={data}", "--any_items", "--limit=3"]
-        ev.run([*argv, "--tasks=piqa", f"--per_pass={at_a_time}"])
+        ev.main([*argv, "--tasks=piqa", f"--per_pass={at_a_time}"])
         assert max(most) == at_a_time + 1  # and the teacher
         found.append([read(out / name)["figures"] for name in ("alra", "a", "b")])
     assert found[0] == found[1] and found[0][0] == found[0][1]
@@ -549,7 +549,7 @@ def test_checkpoints_may_be_scored_one_after_another(out, data, monkeypatch):
 def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data, tokenizer, tmp_path):
     def said(*argv):
         with pytest.raises(UserError) as error:
-            ev.run([*map(str, argv), "--tasks=none"])
+            ev.main([*map(str, argv), "--tasks=none"])
         return str(error.value)
 
     data_dir, alra = Path(rows.file).parent, out / "alra"
@@ -567,6 +567,6 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     facts = read(alra, "run.json")
     (alra / "run.json").write_text(json.dumps(facts | {"config": facts["config"] | {"data_dir": "elsewhere"}}))
     assert f"data_dir: {data_dir} in one run, elsewhere in another; score them apart, or set --rows" in said(out)
-    ev.run([str(alra), f"--rows={data_dir}", "--tasks=none", "--max_length=601"])  # which matters to tasks alone
+    ev.main([str(alra), f"--rows={data_dir}", "--tasks=none", "--max_length=601"])  # which matters to tasks alone
     with pytest.raises(UserError, match=r"--max_length 601: .*alra takes 600 at most"):
-        ev.run([str(alra), "--tasks=piqa", f"--data_dir={data}", "--any_items", "--max_length=601"])
+        ev.main([str(alra), "--tasks=piqa", f"--data_dir={data}", "--any_items", "--max_length=601"])

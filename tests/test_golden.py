@@ -29,17 +29,6 @@ def test_the_recorded_losses_and_gradients_of_the_larger_set():
     assert len(found) > 180 and not {case: error for case, error in found.items() if error}
 
 
-@needs_larger
-def test_the_numbers_here_are_those_of_the_larger_set_to_the_last_bit():
-    for name in names():
-        theirs = dict(golden_table.cases(LARGER, name))
-        for label, arrays in golden_table.cases(FOLDER, name):
-            assert arrays.keys() == theirs[label].keys(), (name, label)
-            for key, value in arrays.items():
-                assert value.dtype == theirs[label][key].dtype, (name, label, key)
-                np.testing.assert_array_equal(value, theirs[label][key], err_msg=f"{name} {label} {key}")
-
-
 def test_every_file_is_read_and_every_first_tier_objective_has_vectors():
     assert set(names()) == set(KEYWORDS)
     assert {v.case.split(": ")[0] for v in VECTORS} == set(KEYWORDS)

@@ -93,19 +93,6 @@ def test_real_weights_give_transformers_logits_and_sensible_text():
     assert 1.0 < ce < 2.0, ce  # about 1.27 nats per token over many stories; 6.2 for a guess
 
 
-def test_positions_and_mask_pack_two_continuations_behind_one_context():
-    model = random_model(KINDS["grouped_heads"])
-    x = ids(model.config, b=1, t=11)[0]
-    context, a, b = x[:5], x[5:8], x[8:]
-    packed = torch.cat((context, a, b))[None]
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7]])
-    mask = torch.ones(11, 11, dtype=torch.bool).tril()
-    mask[8:, 5:8] = False
-    h = model.hidden(packed, positions, mask[None, None])
-    torch.testing.assert_close(h[0, :8], model.hidden(torch.cat((context, a))[None])[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(h[0, 8:], model.hidden(torch.cat((context, b))[None])[0, 5:], rtol=1e-4, atol=1e-4)
-
-
 def test_presets_have_the_papers_parameter_counts():
     with torch.device("meta"):
         counts = [Qwen2(PRESETS[name]).n_params for name in ("200m", "500m", "1.8b")]
@@ -281,11 +268,11 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(run, first, tmp_pa
     generate = lambda self, prompt, **keys: prompts.append(prompt[0].tolist()) or prompt  # noqa: E731
     monkeypatch.setattr(transformers.GenerationMixin, "generate", generate)
     for name in ("alra", "alra/model", ""):  # the last is the run's folder, with one student
-        sample.run([str(tmp_path / name), "--prompt", "if x"])
+        sample.main([str(tmp_path / name), "--prompt", "if x"])
     assert prompts == [[ids[first], *tokenizer.encode("if x", add_special_tokens=False)]] * 3
     shutil.copytree(tmp_path / "alra", tmp_path / "pd")
     with pytest.raises(UserError, match=rf"has several students; choose one: {tmp_path / 'alra'}, {tmp_path / 'pd'}$"):
-        sample.run([str(tmp_path)])
+        sample.main([str(tmp_path)])
     assert capsys.readouterr().out == "if x\n" * 3 and leading_bos(tokenizer) == ids["bos"]
 
 

@@ -4,7 +4,6 @@ What holds for every objective is in test_losses.py, the recorded numbers are in
 """
 
 import functools
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -20,22 +19,11 @@ from tests.golden_table import KEYWORDS
 from tests.test_golden import cases
 from tests.test_losses import case, kd, kl, value_and_gradient
 
-FROZEN = ["akl", "todi", "taid"]  # a part is a constant: their gradient is not that of the value
-NEW = ["skew_fkl", "skew_rkl", "abkd", "topk_tail", "logit_std", *FROZEN]
-
-
-def same(a, b, **settings):
-    """Two objectives are equal, in value and gradient; each is a function of z_s, z_t, y."""
-    inputs = case(**{"ignored": (2,), **settings})
-    for x, y in zip(value_and_gradient(a, *inputs), value_and_gradient(b, *inputs), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+NEW = ["skew_fkl", "skew_rkl", "abkd", "topk_tail", "logit_std", "akl", "todi", "taid"]
 
 
 def of(name, **settings):
     return lambda *inputs: getattr(losses, name)(*inputs, **settings)
-
-
-FORWARD, REVERSE = of("jsd", beta=0.0), of("jsd", beta=1.0)
 
 
 @pytest.mark.parametrize("name", ["skew_fkl", "taid", "todi", "ref_topk_tail"])
@@ -54,37 +42,6 @@ def test_the_recorded_head_of_akl():
         torch.testing.assert_close(found, h * forward + (1 - h) * reverse, rtol=1e-9, atol=0, msg=label)
         share = losses._head_share(z_s, z_t, settings["mu"])
         torch.testing.assert_close(share, h[:, None], rtol=1e-9, atol=0, msg=label)
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (of("skew_fkl", lam=0.0), FORWARD),
-        (of("skew_rkl", lam=0.0), REVERSE),
-        (of("abkd", alpha=1.0, beta=0.0), FORWARD),
-        (of("abkd", alpha=0.0, beta=1.0), REVERSE),
-        (of("taid", t=1.0), FORWARD),
-        (of("taid", t=torch.tensor(0.4).double()), of("taid", t=float(torch.tensor(0.4)))),
-        (lambda *z: (of("skew_fkl", lam=0.5)(*z) + of("skew_rkl", lam=0.5)(*z)) / 2, of("jsd", beta=0.5)),
-        (lambda *z: kd("topk_tail", *z), of("tad", beta=0.0, norm="unit")),
-        (of("tad", beta=0.0, top_k=60), FORWARD),
-    ],
-    ids=["sfkl0", "srkl0", "ab10", "ab01", "taid1", "tensor", "skew-jsd", "topk", "topk-all"],
-)
-@pytest.mark.parametrize("teacher", [3.0, 9.0])
-def test_two_objectives_are_one(a, b, teacher):
-    same(a, b, teacher=teacher)
-
-
-def test_roles_swap():
-    z_s, z_t, y = case(ignored=())
-    for lam in (0.1, 0.7):
-        swapped = losses.skew_fkl(z_t, z_s, y, lam=lam)
-        torch.testing.assert_close(losses.skew_rkl(z_s, z_t, y, lam=lam), swapped)
-    for a, b in ((0.2, 0.7), (0.5, 0.0), (0.5, -0.5), (1.5, 0.3)):
-        swapped = losses.abkd(z_t, z_s, y, alpha=b, beta=a)
-        torch.testing.assert_close(losses.abkd(z_s, z_t, y, alpha=a, beta=b), swapped)
-    torch.testing.assert_close(losses.todi(z_s, z_t, y), losses.todi(z_t, z_s, y))
 
 
 def test_the_skew_divergences_are_bounded():
@@ -121,60 +78,6 @@ def test_the_alpha_beta_divergence():
             assert (exact - close).norm() <= 3e-5 * exact.norm(), (a, b)
 
 
-@pytest.mark.parametrize(("a", "b"), [(0.2, 0.7), (0.5, 0.0), (0.0, 0.5), (0.5, -0.5), (-0.3, 0.9), (0.0, 0.0)])
-def test_one_gradient_of_all_alpha_beta_divergences(a, b):
-    z_s, z_t, y = case(ignored=())
-    z_s.requires_grad_()
-    (gradient,) = torch.autograd.grad(losses.abkd(z_s, z_t, y, alpha=a, beta=b).sum(), z_s)
-    p, q = z_t.softmax(-1), z_s.detach().softmax(-1)
-    slope = q**b * ((q**a - p**a) / a if a else (q / p).log())
-    torch.testing.assert_close(gradient, slope - q * slope.sum(-1, keepdim=True))
-
-
-def test_the_gradients_with_a_frozen_part():
-    z_s, z_t, y = case(ignored=())
-    p, q = z_t.softmax(-1), z_s.softmax(-1)
-    d = q.log() - p.log()
-    forward, reverse = (-p * d).sum(-1), (q * d).sum(-1)
-    h = (losses.akl(z_s, z_t, y) - reverse) / (forward - reverse)
-    assert ((h > 0) & (h < 1)).all()  # so the loss lies between the two
-    w = p / (p + q)
-    r = (0.6 * z_s + 0.4 * z_t).softmax(-1)
-    expected = {
-        "akl": h[:, None] * (q - p) + (1 - h)[:, None] * q * (d - reverse[:, None]),
-        "todi": (a := -w * p + (1 - w) * q * (1 + d)) - q * a.sum(-1, keepdim=True),
-        "taid": q - r,
-    }
-    for name, gradient in expected.items():
-        found = value_and_gradient(lambda *x: kd(name, *x), z_s, z_t, y)[1]  # noqa: B023
-        torch.testing.assert_close(found, gradient * torch.arange(1, len(y) + 1)[:, None])
-    torch.testing.assert_close(losses.todi(z_s, z_t, y), forward + reverse)  # its value alone says nothing of w
-
-
-@pytest.mark.parametrize("name", NEW)
-def test_the_gradient_is_that_of_the_value_or_has_a_frozen_part(name):
-    z_s, z_t, y = case(n=3, v=23, ignored=(), student=1.0)
-    settings = {"top_k": 5} if name == "topk_tail" else {}
-    gradient = value_and_gradient(lambda *x: kd(name, *x, **settings), z_s, z_t, y)[1]
-    assert gradient.sum(-1).abs().max() < 1e-12
-    moved = torch.randn(z_s.shape, generator=torch.Generator().manual_seed(1), dtype=z_s.dtype)
-    up, down = (kd(name, z_s + step * moved, z_t, y, **settings) for step in (1e-6, -1e-6))
-    slope = ((up - down) / 2e-6 * torch.arange(1, 4)).sum()
-    off = ((gradient * moved).sum() - slope).abs()
-    assert off > 1e-3 if name in FROZEN else off < 1e-7
-
-
-def test_akls_head():
-    """Probabilities 0.4, 0.3, 0.2, 0.1: at 0.5 the head is the first; its error is the second's."""
-    z_t = torch.tensor([[0.2, 0.4, 0.1, 0.3]], dtype=torch.float64).log()
-    z_s, y = torch.zeros(1, 4, dtype=torch.float64), torch.tensor([0])
-    error = (z_t.exp() - 0.25).abs()[0]
-    for mu, head in ((0.1, [1]), (0.5, [1]), (0.72, [1, 3]), (0.95, [1, 3, 0])):
-        h = error[head].sum() / error.sum()
-        expected = h * kl(z_s, z_t) + (1 - h) * kl(z_t, z_s)
-        torch.testing.assert_close(losses.akl(z_s, z_t, y, mu=mu), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_akls_head_is_found_to_the_last_token(dtype):
     z_s, z_t, _ = case(seed=3, n=17, v=997, teacher=2.0, dtype=dtype)
@@ -191,15 +94,6 @@ def test_akl_at_equality_is_zero():
     _, z_t, y = case(dtype=torch.float32)
     loss, gradient = value_and_gradient(losses.akl, z_t, z_t, y)  # its weight is 0 / 0
     assert not loss.any() and gradient.abs().max() < 1e-6
-
-
-def test_topk_tail_grows_with_k_towards_the_kl():
-    z_s, z_t, y = case(ignored=())
-    found = [losses.tad(z_s, z_t, y, top_k=k, beta=0.0) for k in (1, 5, 10, 60)]
-    assert all((less < more).all() for less, more in itertools.pairwise(found))
-    first = z_t.argmax(-1, keepdim=True)
-    p, q = (z.softmax(-1).gather(1, first)[:, 0] for z in (z_t, z_s))
-    torch.testing.assert_close(found[0], p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
 
 
 def test_standardized_logits():
@@ -223,7 +117,8 @@ def test_taids_t_moves_over_the_run():
     z_s, z_t, y = case()
     last, kl = losses.make_loss_fn("taid"), losses.make_loss_fn("vanilla_kd", tau=1.0, w_kd=1.0, w_ce=0.0)
     moved = {"t": torch.tensor(at("taid", 1000)["t"], dtype=torch.float64)}
-    torch.testing.assert_close(last(None, z_s, z_t, y, moved)[0], kl(None, z_s, z_t, y)[0])
+    for a, b in zip(last(z_s.dtype, z_s.clone(), z_t, y, moved), kl(z_s.dtype, z_s, z_t, y), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(monkeypatch):

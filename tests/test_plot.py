@@ -86,7 +86,7 @@ def logged(run):
 
 
 def test_curves_have_the_numbers_of_the_logs(run, drawn, capsys):
-    plot.run([str(run)])
+    plot.main([str(run)])
     said = capsys.readouterr()
     assert said.out.split() == [str(run / "curves.png")]
     for figure in ("budget", "anchoring"):  # what could not be drawn is said
@@ -182,7 +182,7 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
         model.save_pretrained(path, tokenizer)
     config = {"teacher": str(tmp_path / "t"), "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
     (tmp_path / "run" / "run.json").write_text(json.dumps({"config": config, "bos": None}))
-    plot.run(["--sentence=import $x$ os", str(folder)])
+    plot.main(["--sentence=import $x$ os", str(folder)])
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer.encode("import $x$ os", add_special_tokens=False)])
     for axis, (step, model) in zip(drawn["sentence.png"].axes, students.items(), strict=True):
         z_s, z_t = (m.hidden(ids[None, :-1])[0] @ m.head.T for m in (model, teacher))
@@ -210,7 +210,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     for argv, message in (([f"{tmp_path}/x"], f"{tmp_path}/x: no log.jsonl there or one folder below"),
                           ([f"{tmp_path}/tad", "--sentence=x"], "expected a student of ALRA with checkpoints")):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
-            plot.run(argv)
+            plot.main(argv)
     with pytest.raises(ValueError, match="alra: no term logged yet"):
         plot.curves({"alra": {"lr": [(0, 1.0)]}}, tmp_path / "c.png")
 
@@ -220,7 +220,7 @@ def test_samples_are_a_function_of_the_seed_and_temperature_0_takes_the_most_lik
     world.write_run(tmp_path, {"mine": model}, tokenizer, tmp_path, tmp_path)
 
     def text(*flags: str) -> str:
-        sample.run([str(tmp_path / "mine"), "--prompt=def ", "--tokens=9", *flags])
+        sample.main([str(tmp_path / "mine"), "--prompt=def ", "--tokens=9", *flags])
         return capsys.readouterr().out.removesuffix("\n")
 
     assert text("--seed=1") == text("--seed=1") != text("--seed=2")
@@ -229,4 +229,4 @@ def test_samples_are_a_function_of_the_seed_and_temperature_0_takes_the_most_lik
         ids.append(int((model.hidden(torch.tensor([ids]))[0, -1] @ model.head.T).argmax()))
     assert text("--temperature=0") == text("--top_k=1") == tokenizer.decode(ids[1:])
     with pytest.raises(ValueError, match="expected a --temperature of 0, or"):
-        sample.run(["x", "--temperature=-1"])
+        sample.main(["x", "--temperature=-1"])

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -163,27 +162,6 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
     assert len({weights_hash(m) for m in seen[:3]}) == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama 3"])
-def test_a_student_goes_on_from_the_weights_of_any_native_family(kind, make, tiny, tmp_path):
-    folder = make(NATIVE[kind])
-    knobs = {"methods": "alra", "student": folder, "student_weights": folder, "max_steps": 2}
-    assert train.distil(config(tiny, tmp_path / "out", **knobs)) == 0
-    before, after = Qwen2.from_pretrained(folder), Qwen2.from_pretrained(str(tmp_path / "out/alra"))
-    assert before.config == after.config and not torch.equal(before.head, after.head)
-    torch.testing.assert_close(after(ids()), theirs(str(tmp_path / "out/alra/model")), rtol=1e-5, atol=1e-5)
-    edit_tokenizer(Path(folder))
-    with pytest.raises(UserError, match=r"student_weights=\S+: its tokenizer has other ids"):
-        train.distil(config(tiny, tmp_path / "no", **knobs))
-
-
-def edit_tokenizer(folder: Path) -> None:
-    """Exchange two ids of its vocabulary."""
-    facts = json.loads((folder / "tokenizer.json").read_text())
-    vocab = facts["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (folder / "tokenizer.json").write_text(json.dumps(facts))
-
-
 REFUSED = {
     "a head with a bias": (transformers.PhiConfig, {}, "its head has a bias"),
     "Gemma 2": (transformers.Gemma2Config, {"head_dim": 8}, "final_logit_softcapping=30.0"),
@@ -216,17 +194,10 @@ def test_encoder_decoders_models_that_look_ahead_and_models_without_a_head_are_r
     for keys, says in (
         ({"num_hidden_layers": 1}, r"config.json has no place for tensor model.layers.1\..* \(11 in all\)"),
         ({"num_hidden_layers": 10**6}, "config.json: num_hidden_layers=1000000, but its safetensors have 25 tensors"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "config.json has a quantization_config; expected weights"),
-        ({"rope_parameters": 3}, "config.json: cannot be used"), (torch.int32, "norm.weight is I32; expected weights that"),
-        (torch.float8_e4m3fn, "norm.weight is F8_E4M3; expected weights that are not quantized"),
-    ):  # fmt: skip
+        ({"rope_parameters": 3}, "config.json: cannot be used"),
+    ):
         folder = make(FOREIGN["olmo 2"])
-        if isinstance(keys, dict):
-            edit_config(folder, **keys)
-        else:
-            weights = safetensors.torch.load_file(f"{folder}/model.safetensors")
-            weights["model.norm.weight"] = weights["model.norm.weight"].to(keys)
-            safetensors.torch.save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+        edit_config(folder, **keys)
         with pytest.raises(UserError, match=says):
             load_teacher(folder, torch.float32, CPU)
     folder = make(FOREIGN["gpt 2"])

@@ -640,15 +640,6 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tiny, tmp
     assert train.distil(config(tiny, tmp_path, methods="pretrain", keep_checkpoints=1, max_steps=1)) == 0
 
 
-@pytest.fixture(autouse=True)
-def handlers():
-    """A run in this process leaves its signal handlers behind."""
-    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
-    yield
-    for sign, handler in before.items():
-        signal.signal(sign, handler)
-
-
 def test_a_signal_in_an_update_saves_after_it_and_exits_75(tiny, finished, tmp_path, monkeypatch, capsys):
     update, keys = train.update, {"methods": "alra"}
 

@@ -172,8 +172,7 @@ def _begin(function: Callable, args: tuple, out: Path | str) -> None:
 
 
 def run_main(script: str, *argv: str) -> None:
-    sys.argv = [script, *argv]
-    sys.exit(configure.guard(importlib.import_module(script.removesuffix(".py")).main))
+    sys.exit(configure.guard(lambda: importlib.import_module(script.removesuffix(".py")).main(argv)))
 
 
 def kill_when(ready: Callable[[], bool], function: Callable, *args) -> None:

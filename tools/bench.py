@@ -317,7 +317,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def run(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
     args = arguments(argv)
     device, out = pick_device(args.device), Path(args.out).with_suffix(".md")
     facts = machine_facts(device)
@@ -336,4 +336,4 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
+    sys.exit(configure.guard(lambda: main(sys.argv[1:])))

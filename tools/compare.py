@@ -408,7 +408,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     return args, spec, cfg
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     args, spec, cfg = arguments(argv)
     if not args.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
@@ -421,9 +421,5 @@ def run(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def main() -> None:
-    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(configure.guard(lambda: main(sys.argv[1:])))

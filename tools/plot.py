@@ -275,7 +275,7 @@ def draw_logs(names: Iterable[str], logs: dict[str, Path], out: Path, quiet: boo
     return drawn
 
 
-def run(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("folders", nargs="+", type=Path, help="folders of runs or methods")
@@ -289,9 +289,5 @@ def run(argv: list[str]) -> None:
     print("\n".join(f"{out / name}.png" for name in drawn))
 
 
-def main() -> None:
-    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(configure.guard(lambda: main(sys.argv[1:])))

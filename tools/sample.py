@@ -20,7 +20,7 @@ from lib.tables import run_facts
 from lib.tokens import leading_bos
 
 
-def run(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("checkpoint", help="a method's folder of a run, any Hugging Face folder, or a hub id")
@@ -54,9 +54,5 @@ def run(argv: list[str]) -> None:
     print(tokenizer.decode(ids[0, 1:], skip_special_tokens=False))
 
 
-def main() -> None:
-    sys.exit(configure.guard(lambda: run(sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(configure.guard(lambda: main(sys.argv[1:])))

@@ -563,8 +563,10 @@ def measure_unigram(folder: Path, recipe: dict) -> dict:
 
 def measure(file: Path, recipe: dict) -> dict:
     """Counts and hashes of a rows file, in one pass."""
-    row_len = recipe["row_len"]
-    digest, n_eos, n_tokens, n_rows = hashlib.sha256(), 0, 0, file.stat().st_size // (row_len * 4)
+    row_len, size = recipe["row_len"], file.stat().st_size
+    fits = size > 0 and size % (row_len * 4) == 0
+    require(fits, f"{file}: {size:,} bytes, expected a multiple of a row of {row_len} ids; prepare it again")
+    digest, n_eos, n_tokens, n_rows = hashlib.sha256(), 0, 0, size // (row_len * 4)
     for _, block in read_blocks(file, row_len):
         n_tokens += int((block != PAD).sum())
         n_eos += int((block == recipe["eos_id"]).sum())

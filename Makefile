@@ -15,7 +15,7 @@ demo: .venv/ready
 	@echo "before you type commands yourself: source .venv/bin/activate"
 
 replicate: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/study.py --jobs=2
+	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/study.py --jobs=2 --per_run=5
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal

@@ -1,6 +1,6 @@
 # The study that one machine can afford: the main table's nine methods and four variants, students of 1.1M parameters.
 #
-#   python tools/compare.py config/study.py --jobs=2    five seeds, three of the variants: many hours on two cores
+#   python tools/compare.py config/study.py --jobs=2 --per_run=5    five seeds, three of the variants: many hours on two cores
 #
 # What differs from the paper's appendix E beside the sizes, and why:
 #   learning rate   and one setting of seven methods: chosen by trials of a quarter of the updates; the others try more rates

@@ -19,7 +19,8 @@ from lib import fused, parallel, vocab
 from lib.rows import IGNORE
 
 BINS = 15  # of the calibration error
-N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: on the CPU they stay in the cache; on a GPU about as many as a training step has
+N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: in a CPU's cache; as in a training step
+LEAST = 128  # positions at a time, whatever the vocabulary: each product reads a whole head
 LEVELS = {"uniform_ce": "uniform over the vocabulary (ln V)", "unigram_ce": "unigram", "teacher_ce": "teacher"}
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
 
@@ -70,7 +71,7 @@ def row_sums(
     keys = ["n", "ce", *of_text, *of_teacher]
     sums = [{key: torch.zeros(n_rows, dtype=torch.float64, device=device) for key in keys} for _ in students]
     gaps = [torch.zeros(n_rows * BINS, dtype=torch.float64, device=device) for _ in students]
-    step = max(128, N_LOGITS[device.type] // n_vocab)
+    step = max(LEAST, N_LOGITS[device.type] // n_vocab)
     operand = functools.cache(fused.operand)  # a head that must be cast is cast once
     for first, x, y, h_t in batches:
         at = (y != IGNORE).flatten().nonzero()[:, 0]  # [N]; a GPU is waited for here

@@ -13,7 +13,7 @@ import numpy as np
 from lib import tables
 from lib.files import read_json, read_lines, require
 from lib.paper import LAYOUT, PAPER
-from lib.stats import FIGURES, p_text
+from lib.stats import FIGURES, differences, p_text
 
 ORDERED = ("ce", "kl", "top1")  # of FIGURES: the order of methods by these is put beside the paper's
 
@@ -58,6 +58,7 @@ def report(spec: Spec, results: Path) -> tuple[list[dict], str]:
     for title, methods, ref in spec.layout([*figures]):
         shown = {m: figures[m] for m in dict.fromkeys((*methods, ref)) if m in figures}
         sections.append(tables.heldout(f"## {title}", shown, ref) if any(shown.values()) else [])
+        sections.append(leads(results, title, [m for m in shown if m != ref], ref))
     tried = trials(results, settings)
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
     text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
@@ -86,6 +87,28 @@ def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
                  "the same. Left out: validation, the optimizer, the objectives, and that students share a pass of the teacher.", ""]  # fmt: skip
     failed = [f"- {x['method']} (seed {x['seed']}): {x['stopped']}" for x in students if "stopped" in x]
     return text + (["Without a result:", "", *failed, ""] if failed else [])
+
+
+def leads(results: Path, title: str, methods: list[str], ref: str) -> list[str]:
+    """The CE of training's validations less that of `ref`, at the quarters of training: whether a lead grows or shrinks."""
+    ces: dict[str, dict[int, dict[str, float]]] = {}  # method -> updates -> seed's folder -> CE
+    for file in sorted(results.glob("logs_seed*/*/log.jsonl")):
+        for record in read_lines(file, ["step"]):
+            if record.get("val_ce") is not None:
+                ces.setdefault(file.parent.name, {}).setdefault(record["step"], {})[file.parts[-3]] = record["val_ce"]
+    steps = sorted(ces.get(ref, {}))
+    steps = sorted({steps[len(steps) * i // 4 - 1] for i in range(1, 5) if len(steps) * i // 4})
+    body = [
+        [m, *(differences([(ces[m].get(n, {}), ces[ref][n])])[0].text(4, "+") for n in steps)]
+        for m in methods
+        if m in ces
+    ]
+    head = ["validation CE after updates", *(f"{n:,}" for n in steps)]
+    return (
+        [f"{title}: difference to {ref} in the course of training", "", *tables.grid(head, body), ""]
+        if steps and body
+        else []
+    )
 
 
 def costs(students: list[dict], figures: tables.Figures) -> list[str]:

@@ -409,7 +409,8 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
         folder = tmp_path / f"logs_seed{seed}" / method
         folder.mkdir(parents=True)
         write_json(folder / "run.json", {"config": {"batch_rows": 4, "seq_len": 8}})
-        write_lines(folder / "log.jsonl", [{"step": 1, "ce": 5.0 + seed}, {"step": 2, "ce": 4.0, "val_ce": 4.5}])
+        last = 4.5 - (method == "alra" and seed == 2)
+        write_lines(folder / "log.jsonl", [{"step": 1, "ce": 5.0 + seed, "val_ce": 6.0}, {"step": 2, "ce": 4.0, "val_ce": last}])  # fmt: skip
     monkeypatch.setattr(plot.plt, "close", lambda figure: None)
     argv, before = ["config/study.py", "--report", f"--results={tmp_path}"], []
     for _ in range(2):
@@ -419,6 +420,7 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
             file.unlink()
     assert before[0] == before[1] and {"curves.png", "README.md"} <= before[0].keys()
     assert re.findall(r"\]\((.*)\)", before[0]["README.md"].decode()) == ["curves.png"]
+    assert "| alra | +0.0000 ± 0.0000 | -0.5000 ± 6.3531 |" in before[0]["README.md"].decode()  # 0 and 0, then 0 and -1
     curves = plot.plt.gcf().axes[0]
     assert list(zip(*curves.get_lines()[0].get_data(), strict=True)) == [(32, 6.5), (64, 4.0)]
     plot.plt.close("all")

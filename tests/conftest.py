@@ -27,7 +27,15 @@ def tiny(tmp_path_factory):
     """data/, teacher/ and student/, as tests/world.py makes them; a test that changes them takes a copy."""
     from tests import world
 
-    return world.make_world(tmp_path_factory.mktemp("tiny"))
+    root = world.make_world(tmp_path_factory.mktemp("tiny"))
+    before = sorted(root.rglob("*"))
+    yield root
+    assert sorted(root.rglob("*")) == before
+
+
+def pytest_collection_modifyitems(items):
+    """Slow tests first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -150,8 +151,11 @@ def test_refusals(argv, message, tmp_path):
 
 
 @pytest.fixture
-def argv(tiny):
+def argv(tiny, tmp_path_factory):
     """A tiny comparison on random rows, of which three choose and three are scored; the methods are to be named."""
+    tiny = shutil.copytree(
+        tiny, tmp_path_factory.mktemp("compare") / "world"
+    )  # it stores hidden states beside the rows
     keys = {"max_steps": 3, "schedule_steps": 3, "warmup_steps": 1, "batch_rows": 2, "micro_batch": 1, "val_every_steps": 3,
             "checkpoint_every_steps": 3, "val_max_rows": 3, "log_every_steps": 1}  # fmt: skip
     flags = [f for f in world.flags(tiny, tiny, methods="pd", **keys) if not f.startswith(("--out_dir", "--methods"))]

@@ -3,7 +3,7 @@
 #   python tools/compare.py config/study.py --jobs=2 --per_run=5    five seeds, three of the variants: many hours on two cores
 #
 # What differs from the paper's appendix E beside the sizes, and why:
-#   learning rate   and one setting of seven methods: chosen by trials of a quarter of the updates; the others try more rates
+#   learning rate   and one setting of eight methods: chosen by trials of a quarter of the updates; the others try more rates
 #   warm-up         100 updates of 2,100; 512 of 126,400 would be nine
 #   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order and one seed
 
@@ -31,6 +31,7 @@ histogram_every_steps = 75
 compile = True
 
 _variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
+hyper = {"vanilla_kd@kl": {"w_kd": 1.0, "w_ce": 0.0, "tau": 1.0}}  # KL alone, as ALRA has no cross-entropy either
 _compare = {
     "title": "The nine methods at a small scale",
     "seeds": 5,
@@ -45,11 +46,12 @@ _compare = {
         "tad.beta=1,2",
         "bild.tau=1,3",
         "alra.gamma=1,5",
+        "alra_n.gamma=1,5",
     ),
     "tables": (
-        ("Methods and variants", methods + _variants, "vanilla_kd"),
+        ("Methods and variants", (*methods, *_variants, "vanilla_kd@kl"), "vanilla_kd"),
         ("Variants of ALRA", _variants, "alra"),
     ),
     "paper": True,
 }
-methods += _variants
+methods += (*_variants, "vanilla_kd@kl")

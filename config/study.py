@@ -31,7 +31,6 @@ histogram_every_steps = 75
 compile = True
 
 _variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
-hyper = {"vanilla_kd@kl": {"w_kd": 1.0, "w_ce": 0.0, "tau": 1.0}}  # KL alone, as ALRA has no cross-entropy either
 _compare = {
     "title": "The nine methods at a small scale",
     "seeds": 5,
@@ -47,6 +46,11 @@ _compare = {
         "bild.tau=1,3",
         "alra.gamma=1,5",
         "alra_n.gamma=1,5",
+        *(
+            "vanilla_kd@kl.w_kd=1",
+            "vanilla_kd@kl.w_ce=0",
+            "vanilla_kd@kl.tau=1",
+        ),  # KL alone: ALRA has no cross-entropy either
     ),
     "tables": (
         ("Methods and variants", (*methods, *_variants, "vanilla_kd@kl"), "vanilla_kd"),

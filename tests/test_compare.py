@@ -135,11 +135,11 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     ("--tune=alra.gamma=1,5", "--tune=('alra.gamma=1,5',): add --tune=lr=RATE,RATE"),
     ("--tune=lr=1e-3,1e-2 --tune=alra.gama=1,2", "alra takes no gama"),
     ("--reference=tad", "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
-    ("--tune=lr=1e-3,1e-3", "--tune=lr=1e-3,1e-3: a value twice"), ("--tad.beta=3", "settings of ['tad'], which is not compared"),
+    ("--tune=lr=1e-3,1e-3", "--tune=lr=1e-3,1e-3: a value twice"), *((f"{own}--tad.beta=3", "settings of ['tad'], which is not compared") for own in ("", "--methods=pd ")),
     *((f"c.py {text}", says) for text, says in (("'fewer_seeds': {'tad': 1}", "_compare: ['tad'] in tables or fewer_seeds"), ("'tables': (('T', ('pd',), 'alra'),)", "_compare: ['alra'] in tables"))),
     ("--seed=3", "['--seed']: compare.py sets it itself"),
     ("--tunes=x", "--tunes=x: no such key 'tunes'"),
-    *((f"--{key}=0", f"--{key}=0: expected at least 1") for key in ("seeds", "jobs", "rows", "per_run")),
+    *((f"--{key}=0", f"--{key}=0: expected at least 1") for key in ("seeds", "jobs", "rows", "per_run", "trial_steps")),
     ("c.py", "_compare: no such key ['seed']"),
 ])  # fmt: skip
 def test_refusals(argv, message, tmp_path):

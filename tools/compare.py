@@ -4,7 +4,7 @@
     python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
     python tools/compare.py config/tiny.py --print     the commands of the next stage (trials, seeds, scores), to run elsewhere
     python tools/compare.py config/tiny.py --report    tables and figures anew, from the results that are there
-    python tools/compare.py config/study.py --jobs=2    a study that its config describes: seeds, trials and tables
+    python tools/compare.py config/study.py --jobs=2 --per_run=5    a study that its config describes: seeds, trials and tables
 
 The trials of all methods share one run with seed 0, and so one pass of the teacher. The lowest CE over the first
 `val_max_rows` held-out rows chooses; the rows after them are scored. Then come seeds 1, 2, ..: a seed gives the student's
@@ -395,7 +395,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
     named = {m for _, names, ref in spec.tables for m in (*names, ref)} | {*spec.fewer_seeds}
     odd = sorted(named - {*cfg.methods})
-    unused = [name for name in cfg.hyper if name.partition("@")[0] not in {m.partition("@")[0] for m in cfg.methods}]
+    given = {flag.rpartition(".")[0] for flag in args.flags if "." in flag} if "methods" in args.flags else cfg.hyper
+    unused = [
+        name for name in sorted(given) if name.partition("@")[0] not in {m.partition("@")[0] for m in cfg.methods}
+    ]
     for ok, message in (
         (spec.reference in (None, *cfg.methods), f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}"),
         (not odd, f"_compare: {odd} in tables or fewer_seeds: expected some of {', '.join(cfg.methods)}"),

@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from lib.files import UserError, first_line, nearest, require
+from lib.errors import UserError, first_line, nearest, require
 from lib.settings import (
     Below1,
     NonNegative,

@@ -41,7 +41,8 @@ import configure
 from lib import metrics
 from lib.cache import open_cached
 from lib.device import give_back_memory, machine_facts, pick_device
-from lib.files import UserError, locked, read_json, require, write_json, write_lines
+from lib.errors import UserError, require
+from lib.files import locked, read_json, write_json, write_lines
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
 from lib.identity import content_hash
 from lib.rows import Rows, open_rows

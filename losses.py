@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from lib import vocab
 from lib.checks import IGNORE, enter, leave, valid_mean
-from lib.files import UserError, first_line, nearest, require
+from lib.errors import UserError, first_line, nearest, require
 from lib.settings import Below1, NonNegative, Positive, PositiveFraction, UnitInterval, checked
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from lib import parallel
-from lib.files import UserError, nearest, read_json, reading, require
+from lib.errors import UserError, nearest, require
+from lib.files import read_json, reading
 from lib.hf import INIT_STD, check_weights, find_folder, load_tokenizer, read_weights, save_folder  # noqa: F401  load_tokenizer: for users
 from lib.settings import NonNegativeInt, Positive, PositiveInt, checked
 

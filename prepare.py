@@ -65,7 +65,8 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.files import UserError, atomic_write, first_line, locked, read_json, require, write_json, writing
+from lib.errors import UserError, first_line, require
+from lib.files import atomic_write, locked, read_json, write_json, writing
 from lib.rows import PAD, open_rows, quick_hash
 from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos, token_bytes
 

@@ -35,7 +35,8 @@ from lib import metrics, parallel, run
 from lib.cache import CachedTeacher, Wanted, fill, open_cached, read_ahead
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
-from lib.files import UserError, locked, read_json, require
+from lib.errors import UserError, require
+from lib.files import locked, read_json
 from lib.fused import head_losses
 from lib.hf import weights_hash
 from lib.identity import student_shape

@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from lib import parallel
 from lib.device import gib
-from lib.files import atomic_write, reading, require, writing
+from lib.errors import require
+from lib.files import atomic_write, reading, writing
 from lib.identity import content_hash, record_hash
 from lib.rows import Rows, open_rows
 from lib.run import say

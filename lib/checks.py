@@ -7,7 +7,7 @@ of range raises torch's own error.
 import torch
 from torch import Tensor
 
-from lib.files import require
+from lib.errors import require
 
 IGNORE = -100  # label of a position outside T_B; torch's own `ignore_index`
 

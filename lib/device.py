@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 
-from lib.files import UserError
+from lib.errors import UserError
 
 # Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}

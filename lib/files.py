@@ -1,7 +1,6 @@
-"""Files that are complete or do not exist, the JSON that runs leave behind, and the nearest of several names."""
+"""Files that are complete or do not exist, and the JSON that runs leave behind."""
 
 import contextlib
-import difflib
 import fcntl
 import json
 import math
@@ -14,16 +13,9 @@ from pathlib import Path
 
 import safetensors
 
+from lib.errors import UserError, first_line, require
+
 REMEDY = "move it aside, and the command that wrote it makes it again"
-
-
-class UserError(ValueError):
-    """An error that the user can correct: what, got, expected, what to do. The scripts print it as one line."""
-
-
-def require(ok: object, message: str) -> None:
-    if not ok:
-        raise UserError(message)
 
 
 @contextlib.contextmanager
@@ -182,13 +174,3 @@ def check_keys(value: object, keys: Iterable[str], where: Path | str, remedy: st
     missing = [key for key in keys if key not in value]
     require(not missing, f"{where}: no {missing[:1]} in it; {remedy}")
     return value
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` may have been meant to be; None where all are far from it."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
-    return near[0] if near else None

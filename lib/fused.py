@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
-from lib.files import require
+from lib.errors import require
 
 Terms = dict[str, Tensor]
 Evaluate = Callable[[torch.dtype | None, Tensor, Tensor | None, Tensor], tuple[Tensor, Terms, Tensor | None]]

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
 from lib.checks import all_finite
-from lib.files import UserError, atomic_folder, first_line, read_json, reading, require
+from lib.errors import UserError, first_line, require
+from lib.files import atomic_folder, read_json, reading
 
 INIT_STD = 0.02  # of a student's first weights
 once = functools.cache(lambda function, *args, **keys: function(*args, **keys))  # a process keeps to one commit

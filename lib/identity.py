@@ -19,7 +19,8 @@ from pathlib import Path
 from torch import Tensor
 
 from configure import ROLES, Config
-from lib.files import read_json, require
+from lib.errors import require
+from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
 from lib.teacher import inherited
 from losses import default_settings, resolve, settings

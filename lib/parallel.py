@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.files import UserError
+from lib.errors import UserError
 
 
 def start(device: torch.device, timeout_minutes: float = 30.0) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from lib import tables
-from lib.files import read_json, read_lines, require
+from lib.errors import require
+from lib.files import read_json, read_lines
 from lib.paper import LAYOUT, PAPER
 from lib.stats import FIGURES, differences, p_text
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
-from lib.files import read_json, require
+from lib.errors import require
+from lib.files import read_json
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 BLOCK = 1 << 20  # bytes read at a time

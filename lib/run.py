@@ -32,7 +32,8 @@ from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, machine_facts
-from lib.files import UserError, first_line, read_json, reading, require
+from lib.errors import UserError, first_line, require
+from lib.files import read_json, reading
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.identity import differences, file_hash, made_by, record_hash, student_shape
 from lib.rows import Rows

@@ -6,7 +6,7 @@ import types
 import typing
 from typing import Annotated, Literal
 
-from lib.files import require
+from lib.errors import require
 
 PositiveInt = Annotated[int, "1 or more", lambda x: 1 <= x < 2**53]
 NonNegativeInt = Annotated[int, "0 or more", lambda x: 0 <= x < 2**53]

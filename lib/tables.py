@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.files import read_json, require
+from lib.errors import require
+from lib.files import read_json
 from lib.identity import VARIES
 from lib.metrics import levels
 from lib.paper import LAYOUT, NAMES, PAPER, UPDATES

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.files import reading, require
+from lib.errors import require
+from lib.files import reading
 
 
 @dataclass(frozen=True)

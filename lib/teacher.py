@@ -9,7 +9,8 @@ import transformers
 from torch import Tensor, nn
 
 from lib import parallel
-from lib.files import read_json, reading, require
+from lib.errors import require
+from lib.files import read_json, reading
 from lib.hf import check_weights, find_folder, load_tokenizer
 from model import Qwen2, flops_per_token, load_config, unsupported
 

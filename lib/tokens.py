@@ -7,7 +7,7 @@ from collections import Counter
 
 import tokenizers
 
-from lib.files import UserError, require
+from lib.errors import UserError, require
 
 SAMPLE = "  The naïve café, Straße:\n\n\tif x  != 3:\r\n    你好。世界 नमस्ते 🙂 ½ \n"
 

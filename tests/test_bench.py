@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import losses
-from lib.files import UserError
+from lib.errors import UserError
 from model import Qwen2
 from tests.test_losses import case
 from tools import bench

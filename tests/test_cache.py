@@ -14,7 +14,7 @@ import eval as ev
 import prepare
 import train
 from lib import cache, parallel, teacher
-from lib.files import UserError
+from lib.errors import UserError
 from lib.rows import row_order
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401

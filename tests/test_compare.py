@@ -20,7 +20,8 @@ import configure
 import eval as ev
 import train
 from lib import report as reports
-from lib.files import UserError, read_json, read_lines, write_json, write_lines
+from lib.errors import UserError
+from lib.files import read_json, read_lines, write_json, write_lines
 from lib.report import Spec
 from lib.stats import Estimate, differences, estimate, holm
 from tests import world

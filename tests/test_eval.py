@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 import configure
 import eval as ev
 from lib import tasks
-from lib.files import UserError
+from lib.errors import UserError
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, Rows
 from model import Qwen2, Qwen2Config

@@ -12,7 +12,7 @@ import torch
 import losses
 import train
 from lib import device, identity
-from lib.files import UserError
+from lib.errors import UserError
 from losses import Method
 from tests.world import config, final_bits, records
 

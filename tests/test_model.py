@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lib.files import UserError
+from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary

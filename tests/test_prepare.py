@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 import prepare
 from configure import Config
 from lib import rows
-from lib.files import UserError
+from lib.errors import UserError
 from lib.hf import load_tokenizer
 from lib.rows import PAD
 from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos

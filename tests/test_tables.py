@@ -8,7 +8,7 @@ import pytest
 
 import configure
 from lib import tables, tasks
-from lib.files import UserError
+from lib.errors import UserError
 
 CONFIG = dataclasses.asdict(configure.Config())
 

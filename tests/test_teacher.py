@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import configure
 import prepare
 import train
-from lib.files import UserError
+from lib.errors import UserError
 from lib.hf import load_tokenizer, weights_hash
 from lib.teacher import INHERITED, check_logits, inherited, load_teacher
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config

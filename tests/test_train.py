@@ -26,7 +26,8 @@ import train
 from configure import Config
 from lib import files, identity, parallel, run
 from lib.device import mfu
-from lib.files import UserError, read_json
+from lib.errors import UserError
+from lib.files import read_json
 from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from lib.teacher import Teacher, load_teacher

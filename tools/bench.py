@@ -39,7 +39,7 @@ import configure
 import losses
 import train
 from lib.device import give_back_memory, machine_facts, mfu, pick_device
-from lib.files import UserError, require
+from lib.errors import UserError, require
 from lib.fused import head_losses
 from lib.teacher import Teacher
 from losses import METHODS

@@ -41,7 +41,8 @@ import configure
 from configure import Config
 from lib import files
 from lib.cache import fits_disk
-from lib.files import UserError, read_json, read_lines, require
+from lib.errors import UserError, require
+from lib.files import read_json, read_lines
 from lib.identity import content_hash, made_by, record_hash
 from lib.report import Spec, best_trials, report
 from lib.rows import open_rows

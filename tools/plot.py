@@ -24,7 +24,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-from lib.files import UserError, read_json, read_lines, require
+from lib.errors import UserError, require
+from lib.files import read_json, read_lines
 from lib.hf import load_tokenizer
 from lib.paper import NAMES
 from lib.stats import estimate

@@ -14,7 +14,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-from lib.files import reading, require
+from lib.errors import require
+from lib.files import reading
 from lib.hf import find_folder, load_tokenizer
 from lib.tables import run_facts
 from lib.tokens import leading_bos

@@ -357,7 +357,7 @@ def log_terms(
         s.sums = {}
     used = f"  mfu {shared['mfu']:.0%}" if shared["mfu"] else ""
     eta = tqdm.format_interval(left_sec)
-    label = f"step {step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec / 1e3:6.1f}k tok/s{used}  eta {eta:>8}"
+    label = f"step {step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s{used}  eta {eta:>8}"
     say_values(label, logged, ("ce",), cfg)
 
 

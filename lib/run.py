@@ -164,7 +164,7 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
         (n <= s, f"student={cfg.student}: vocabulary of {s:,}, but the tokenizer has {n:,} tokens; choose a larger one"),
     ):  # fmt: skip
         require(ok, message)
-    say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {needed / rows.n:,.1f} passes over {rows.n:,} rows")  # fmt: skip
+    say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {needed / rows.n:,.2f} passes over {rows.n:,} rows")  # fmt: skip
     if half and (half := half * math.sqrt(val.n / n_val)) > 0.1:
         say(f"{n_val:,} held-out rows give a CE to about ± {half:.2f} nats (95 %): too few to tell close methods apart")
     if t != s:

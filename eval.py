@@ -288,11 +288,9 @@ def held_out_figures(
             teacher = Teacher(load_teacher(teacher_name, torch.float32, device).model.to(dtype), device, n_vocab)
         n = len(teacher.head)
         require(n == n_vocab, f"{teacher_name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
-    n_bytes, figures = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab), []
-    for first in range(0, len(checkpoints), args.per_pass):
-        models = [c.load(args.dtype, device) for c in checkpoints[first : first + args.per_pass]]
-        figures += over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
-        del models  # before the next ones are loaded
+    n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
+    models = [c.load(args.dtype, device) for c in checkpoints]  # one pass of the teacher for all
+    figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     return [of_student | facts for of_student in figures]
 
 
@@ -329,8 +327,7 @@ class Checkpoint:
     tokenizer_sha256: str
 
     def load(self, dtype: str, device: torch.device) -> Qwen2:
-        """The model; of many checkpoints only those at work are in memory."""
-        give_back_memory()  # of those before
+        give_back_memory()  # of models before
         return Qwen2.from_pretrained(self.source, device=str(device)).to(getattr(torch, dtype))
 
 
@@ -467,12 +464,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--rows", metavar="DIR", help="folder with val.bin for the figures over held-out rows, or none; else the run's")
     add("--max_rows", type=int, default=512, help="number of its rows to read")
     add("--skip_rows", type=int, default=0, help="number of its first rows to skip: those that have chosen settings")
-    add(
-        "--per_pass",
-        type=int,
-        default=10**6,
-        help="students that share a pass of the teacher at most, where memory is short",
-    )
     add("--teacher", metavar="NAME", help="whom to compare with on those rows, or none; else the run's")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the backbone; scores are float32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
@@ -484,14 +475,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--reference", default="pretrain", help="of tables: the method that gains are measured from")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="of tables; acc_norm where a task has it")
     args = p.parse_args(argv)
-    for key, least in (
-        ("limit", 2),
-        ("max_rows", 1),
-        ("skip_rows", 0),
-        ("per_pass", 1),
-        ("batch_tokens", 1),
-        ("max_length", 1),
-    ):
+    for key, least in {"limit": 2, "max_rows": 1, "skip_rows": 0, "batch_tokens": 1, "max_length": 1}.items():
         value = getattr(args, key)
         require(value is None or value >= least, f"--{key} {value}: expected at least {least}")
     return args

@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import json
 import shutil
-import weakref
 from pathlib import Path
 
 import datasets
@@ -522,28 +521,6 @@ def test_results_are_not_lost_to_a_smaller_command(out, data):
     ev.main([*scores, "--tasks=arc_easy"])
     there = {f.name for f in (out / "alra").iterdir()} - {".alra-lock"}
     assert there == {"model", "run.json", "log.jsonl", "scores_heldout.json"}
-
-
-def test_checkpoints_may_be_scored_one_after_another(out, data, monkeypatch):
-    """The same figures; at any time only those at work are in memory."""
-    for name in ("a", "b"):
-        shutil.copytree(out / "alra", out / name)
-    alive, most, load = [], [0], ev.Qwen2.from_pretrained
-
-    def counted(*args, **keys):
-        alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(loaded := load(*args, **keys))]
-        most.append(len(alive))
-        return loaded
-
-    monkeypatch.setattr(ev.Qwen2, "from_pretrained", counted)
-    found = []
-    for at_a_time in (3, 1):
-        most[:] = [0]
-        argv = [*(str(out / name) for name in ("alra", "a", "b")), f"--data_dir={data}", "--any_items", "--limit=3"]
-        ev.main([*argv, "--tasks=piqa", f"--per_pass={at_a_time}"])
-        assert max(most) == at_a_time + 1  # and the teacher
-        found.append([read(out / name)["figures"] for name in ("alra", "a", "b")])
-    assert found[0] == found[1] and found[0][0] == found[0][1]
 
 
 def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data, tokenizer, tmp_path):

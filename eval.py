@@ -52,8 +52,6 @@ from lib.teacher import Teacher, check_teacher, load_teacher
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 
-N_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # logits that exist at a time: 8 MiB, which a cache holds, and 512 MiB
-
 
 class Scorer(TemplateLM):
     """lm-eval's view of a `Qwen2`: log-likelihoods of continuations, by the rules of its own Hugging Face backend.
@@ -128,7 +126,7 @@ class Scorer(TemplateLM):
         for lo in range(0, len(scored), 1024):
             inside = (place >= lo) & (place < lo + 1024)
             row, y = self._put(place[inside] - lo), self._put(what[inside])
-            logp, greedy = token_logprobs(h[lo : lo + 1024], self.head, row, y, N_LOGITS[self._device.type])
+            logp, greedy = token_logprobs(h[lo : lo + 1024], self.head, row, y, metrics.N_LOGITS[self._device.type])
             np.add.at(scores, whose[inside], logp.cpu().numpy())
             np.add.at(missed, whose[inside], ~greedy.cpu().numpy())
 

@@ -37,7 +37,7 @@ _compare = {
     "fewer_seeds": dict.fromkeys(_variants, 3),
     "trial_steps": 525,
     "tune": (
-        "lr=1e-3,3e-3,1e-2",
+        "lr=1e-3,1.73e-3,3e-3",
         "vanilla_kd.tau=0.5,1",
         "pd.tau=0.5,1",
         "rld.beta=1,4",

@@ -155,8 +155,8 @@ def test_budget_counts_by_hand(logged, drawn):
     below, shares = drawn["budget.png"].axes  # of alra alone: a fixed budget has no distribution
     curves = {label: [y for _, y in points] for label, points in lines(below).items()}
     early = [0, 0, 0, 4 / 13, 2 / 13, 3 / 13, 4 / 13]
-    assert curves == {"early, steps 10 to 15": pytest.approx(early), "late, steps 110 to 110": [0, 0, 0, 0.5, 0.3, 0.2, 0],
-                      "teacher, steps 0 to 10": [0, 0, 0, 0.625, 0, 0.25, 0.125]}  # fmt: skip
+    assert curves == {"early, step 10 to 15": pytest.approx(early), "late, step 110": [0, 0, 0, 0.5, 0.3, 0.2, 0],
+                      "teacher, step 0 to 10": [0, 0, 0, 0.625, 0, 0.25, 0.125]}  # fmt: skip
     assert plot.stages([{"step": 0}]) == {"early": [{"step": 0}], "late": [{"step": 0}]}
     heights = [[bar.get_height() for bar in bars] for bars in shares.containers]
     assert heights == [pytest.approx(x) for x in ([50, 50], [1000 / 17, 700 / 17], [40, 60])]

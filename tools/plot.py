@@ -181,14 +181,15 @@ def budget(logs: dict[str, Path], path: Path) -> None:
             d_max, n_below = len(counts) - 1, counts[:-1].sum()
             color = "black" if stage == "teacher" else styles[name]["color"]
             line, alpha = (("--", 0.4), ("-", 1), (":", 0.7))[i]
-            label = f"{stage}, steps {some[0]['step']:,} to {some[-1]['step']:,}"
+            steps = " to ".join(f"{n:,}" for n in dict.fromkeys((some[0]["step"], some[-1]["step"])))
+            label = f"{stage}, step {steps}"
             below.plot(range(d_max), counts[:-1] / max(n_below, 1), label=label, color=color, linestyle=line)
             height = 100 * np.array([n_below, counts[-1]]) / counts.sum()
             bars = shares.bar(np.arange(2) + 0.27 * (i - 1), height, 0.25, label=stage, color=color, alpha=alpha)
             shares.bar_label(bars, fmt="%.1f", fontsize=8)
         below.set(title=f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}", xlabel="local budget $d_u$ [tokens]",
                   ylabel="share of these positions")  # fmt: skip
-        shares.set(title=f"{name}: all positions", ylabel="share of positions [%]", ylim=(0, 140))
+        shares.set(title=f"{name}: all positions", ylabel="share of positions [%]", ylim=(0, 140), yticks=range(0, 101, 20))
         shares.set_xticks((0, 1), (f"$d_u$ < {d_max}", f"$d_u$ = {d_max}"))
         below.legend(loc="upper left")
         shares.legend(ncols=3)

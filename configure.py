@@ -91,7 +91,7 @@ class Config:
     beta2: Below1 = learnt(0.98)  # AdamW
     adam_eps: Positive = learnt(1e-6)  # AdamW
     weight_decay: NonNegative = learnt(1e-2)  # AdamW, decoupled
-    decay_1d: bool = learnt(True)  # decay biases and norms too, as the pipeline of the paper does
+    decay_1d: bool = learnt(True)  # decay biases and norms too; the paper does not say
     clip: Positive = learnt(0.5)  # largest gradient norm
     max_skipped_updates: NonNegativeInt = log(10)  # in a row, without a finite gradient, before a student stops
     lr_schedule: Literal["cosine", "wsd", "constant"] = learnt("cosine")  # to min_lr; "wsd" (warm-up, stable, decay): lr stays until the last `decay_share` of the schedule, then falls linearly to min_lr; "constant": no min_lr

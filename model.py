@@ -77,8 +77,8 @@ class Qwen2Config:
         require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs")
 
 
-# The paper's table of architectures, then the demo's own. The paper does not give vocabulary, rope, norm epsilon and context:
-# `student_config` takes them from the teacher. Those here are Qwen1.5's and the demo's.
+# The paper's table of architectures, then the demo's own. The paper does not print rope base, norm epsilon and context:
+# `student_config` takes them, and the vocabulary, from the teacher. Those here are Qwen1.5's and the demo's.
 _DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
     "200m": Qwen2Config(768, 2112, 12, 12, 12),  # 203.4M parameters

@@ -1,4 +1,4 @@
-"""Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix C).
+"""Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix C; what ends a sentence is ours).
 
     python prepare.py config/alra_200m.py [--key=value ...]    write the rows; after a kill the same command resumes
     python prepare.py config/demo.py --teacher_cache=True      and the hidden states of its teacher (lib/cache.py)

@@ -14,4 +14,4 @@ student = "200m"
 out_dir = "out/alra_200m"
 device = "cuda"
 compile = True
-histogram_every_steps = 250  # for the paper's Figures 3 and 4: 506 times 16 rows, as many as its 8,000 sequences
+histogram_every_steps = 250  # for the paper's Figures 3 and 4: 506 times 16 rows, about the 8,000 sequences of Figure 4

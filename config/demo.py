@@ -2,8 +2,8 @@
 #
 #   make demo
 #
-# A few minutes on two cores. Paper settings but for the scale: shorter rows, few steps, a higher learning rate; and rows in
-# an order drawn from the seed.
+# A few minutes on two cores. Paper settings but for the scale: shorter rows, two of them an update, few updates, a higher rate
+# that ends lower, a longer warm-up; and rows in an order drawn from the seed.
 
 methods = ("pretrain", "vanilla_kd", "alra")
 student = "demo"

@@ -40,7 +40,7 @@ PAPER = {(size, split, method): {"avg": avg} for _, split, rows in _AVERAGES for
          for size, avg in zip(_MAIN, averages, strict=True)}  # fmt: skip
 PAPER |= {(size, "heldout", method): dict(zip([*COLUMNS, "avg", "gain"], row, strict=True))
           for size, rows in _MAIN.items() for method, row in rows.items()}  # fmt: skip
-# Tables in the order of the paper: title, set, methods; the first one is what gains are measured from.
+# The paper's tables, those of the held-out set first: title, set, methods; the first one is what gains are measured from.
 LAYOUT = (
     ("Main results", "heldout", tuple(_MAIN["200m"])),
     *((t, split, tuple(r[0] for r in rows)) for t, split, rows in _AVERAGES),

@@ -233,7 +233,7 @@ def accuracies(title: str, split: str, student: str | None, rows: dict, base: st
     if metric != "acc":
         having = [COLUMNS[t] for t in columns if any(metric in tasks.get(t, {}) for tasks in scored.values())]
         named = ", ".join(having) or "no task"
-        notes.append(f"{metric} for {named}, acc for the others; the paper says that its numbers are acc.")
+        notes.append(f"{metric} for {named}, acc for the others; the paper says accuracy, of neither kind.")
     what = "accuracy in %" if metric == "acc" else f"accuracy in %, {metric} where a task has it"
     return [f"### {title}: {what}, {split}", "", *grid(heads, body), "", caption(rows), *notes, ""]
 

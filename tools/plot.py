@@ -1,4 +1,4 @@
-"""The paper's figures from a run's logs, as PNG.
+"""Curves, and the paper's Figures 3 and 4 (budget, anchoring), from a run's logs, as PNG.
 
     python tools/plot.py out/demo                         every term of every method; budget and anchoring where logged
     python tools/plot.py out/alra_200m/alra out/other --out=compare
@@ -189,7 +189,9 @@ def budget(logs: dict[str, Path], path: Path) -> None:
             shares.bar_label(bars, fmt="%.1f", fontsize=8)
         below.set(title=f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}", xlabel="local budget $d_u$ [tokens]",
                   ylabel="share of these positions")  # fmt: skip
-        shares.set(title=f"{name}: all positions", ylabel="share of positions [%]", ylim=(0, 140), yticks=range(0, 101, 20))
+        shares.set(
+            title=f"{name}: all positions", ylabel="share of positions [%]", ylim=(0, 140), yticks=range(0, 101, 20)
+        )
         shares.set_xticks((0, 1), (f"$d_u$ < {d_max}", f"$d_u$ = {d_max}"))
         below.legend(loc="upper left")
         shares.legend(ncols=3)

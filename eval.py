@@ -282,8 +282,7 @@ def held_out_figures(
         facts |= {"teacher": teacher_name, "teacher_sha256": content_hash(teacher_name)}
         dtype = getattr(torch, args.dtype)
         teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
-        if teacher is None:
-            teacher = Teacher(load_teacher(teacher_name, torch.float32, device).model.to(dtype), device, n_vocab)
+        teacher = teacher or load_teacher(teacher_name, dtype, device, vocab_size=n_vocab)
         n = len(teacher.head)
         require(n == n_vocab, f"{teacher_name}: vocabulary of {n:,}, {checkpoints[0].name} has {n_vocab:,}")
     n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
@@ -362,7 +361,7 @@ def shared_setting(flag: str, given: str | None, key: str, checkpoints: list[Che
 
 
 def check_results(c: Checkpoint, scores_file: str, protocol: dict, names: list[str], figures: bool) -> None:
-    """Refuse to lose results that this command would not reproduce. Those of a student's older weights are removed.
+    """Refuse to lose scores, or figures of another dtype. Results of a student's older weights are removed.
 
     protocol, names  of the scores that will be written, if there are names
     figures          whether figures will be written

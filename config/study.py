@@ -28,7 +28,7 @@ val_max_rows = 256
 checkpoint_every_steps = 300
 keep_checkpoints = 1
 histogram_every_steps = 75
-compile = True
+compile = teacher_cache = True
 
 _variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
 _compare = {

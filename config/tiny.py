@@ -23,5 +23,6 @@ val_max_rows = 128
 checkpoint_every_steps = 25
 keep_checkpoints = 1
 histogram_every_steps = 25
+teacher_cache = True
 
 _compare = {"tune": ("lr=3e-3,1e-2,3e-2",)}  # what compare.py tries unless it is told otherwise

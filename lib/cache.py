@@ -25,9 +25,9 @@ from lib.device import gib
 from lib.errors import require
 from lib.files import atomic_write, reading, writing
 from lib.identity import content_hash, record_hash
-from lib.rows import Rows, open_rows
+from lib.rows import Rows
 from lib.run import say
-from lib.teacher import Teacher, foreign_config
+from lib.teacher import Teacher
 
 Wanted = dict[Rows, Iterable[np.ndarray]]  # the numbers of the rows that are read, in blocks
 
@@ -130,8 +130,9 @@ def fill(teacher: CachedTeacher, wanted: Wanted, size: int) -> None:
             missing = block[parallel.all_gather(teacher.states[rows].sums[block] == 0)[0]]
             label = f"teacher, {rows.file}, block {nth}"
             for at in tqdm(range(first, len(missing) + first, step), label, unit="batch", disable=first > 0):
-                index = missing[at : at + size] if at < len(missing) else missing[:1]
-                teacher.hidden(rows.batch(index, teacher.head.device)[0], rows, index)
+                if at < len(missing) or teacher.always:
+                    index = missing[at : at + size] if at < len(missing) else missing[:1]
+                    teacher.hidden(rows.batch(index, teacher.head.device)[0], rows, index)
 
 
 def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
@@ -141,11 +142,3 @@ def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
         while batch := ahead.result():
             ahead = pool.submit(next, stream, None)
             yield batch
-
-
-def fits_disk(data_dir: str, teacher: str) -> bool:
-    """Whether the states of all rows, in fp32, would take less than half of the disk that is free without them."""
-    folder, width = Path(data_dir), foreign_config(teacher).get_text_config().hidden_size
-    rows = sum(open_rows(data_dir, name)[0].nbytes for name in ("train", "val"))  # four bytes for a token too
-    own = sum(file.stat().st_blocks * 512 for file in folder.glob("teacher_*"))
-    return rows * width < (shutil.disk_usage(folder).free + own) / 2

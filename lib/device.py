@@ -19,7 +19,15 @@ import transformers
 from lib.errors import UserError
 
 # Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 
 
 def pick_device(name: str) -> torch.device:
@@ -71,7 +79,7 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory that this process has held, of the card or of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def gib(n: int) -> str:

@@ -25,7 +25,7 @@ INIT_STD = 0.02  # of a student's first weights
 once = functools.cache(lambda function, *args, **keys: function(*args, **keys))  # a process keeps to one commit
 
 
-def find_folder(name: str, download: bool = True) -> Path:
+def find_folder(name: str) -> Path:
     """A local folder, or the local copy of a hub repository `owner/name@revision`, downloaded if necessary.
 
     A revision is a branch, tag or commit; without one it is the default branch. A student's folder, as train.py writes
@@ -43,7 +43,7 @@ def find_folder(name: str, download: bool = True) -> Path:
 
     wanted = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt")
     try:
-        return Path(once(snapshot_download, repository, revision=revision or None, allow_patterns=wanted, local_files_only=not download))  # fmt: skip
+        return Path(once(snapshot_download, repository, revision=revision or None, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(f"{name}: no such local folder, and the hub refused it ({first_line(error)})") from error
 

@@ -76,7 +76,7 @@ def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
     versions = {
         ", ".join(f"{name} {version}" for name, version in x["versions"].items()) for x in students if "versions" in x
     }
-    used = [sorted({x[key] for x in students if key in x}) for key in ("machine", "git_commit")] + [sorted(versions)]
+    used = [sorted({x[key] for x in students if x.get(key)}) for key in ("machine", "git_commit")] + [sorted(versions)]
     text = [f"# {spec.title}", "", "Written by `compare.py` from the files beside it; do not edit.", "",
             f"{len(students)} students `{settings['student']}`, seeds {', '.join(map(str, seeds))}: {settings['max_steps']:,} updates "
             f"of {settings['batch_rows']} rows of {settings['seq_len']} inputs. Scored on:", "", *tables.scored(done), "",

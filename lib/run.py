@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import platform
 import re
 import shutil
@@ -59,7 +60,6 @@ class Student:
     lr_factor: float = 1.0  # of the schedule's rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term: this process's, since the last record
     gnorm: float = 0.0
-    best_ce: float = math.inf  # lowest that was logged; inf again while it is past ln V
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why it could not continue
     services: dict[str, Callable] = field(default_factory=dict)  # beside log.jsonl: TensorBoard, Weights & Biases
@@ -94,8 +94,11 @@ class Student:
 def say(text: str) -> None:
     """Print on the first process, above the progress bar."""
     if parallel.rank() == 0:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:  # Ctrl-C has ended `| tee` too: the checkpoint is still to come
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 UNWRITTEN: dict[Path, list[dict]] = {}
@@ -145,7 +148,8 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     tokenizer, s = load_tokenizer(name), student_config(cfg.student, given).vocab_size
     t, ids, needed = s, tokenizer.get_vocab(), cfg.max_steps * cfg.batch_rows
     if given and any(map(needs_teacher, cfg.methods)):
-        t = check_teacher(cfg.teacher, tokenizer, cfg.seq_len)["vocab_size"]
+        check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
+        t = given["vocab_size"]
     n, before = max(ids.values()) + 1, {}
     if cfg.student_weights and (find_folder(cfg.student_weights) / "tokenizer.json").is_file():
         before = load_tokenizer(cfg.student_weights).get_vocab()
@@ -222,10 +226,11 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
     parallel.check_agreement(**{"first weights and checkpoints": there})
     for s in students:
         if (s.folder / "stopped.json").is_file():
-            s.stopped = read_json(s.folder / "stopped.json", ["why"])["why"]
+            then = read_json(s.folder / "stopped.json", ["why", "step"])
+            s.stopped = then["why"]
             say(f"{s.name} stopped at {s.stopped}")
     live = [s for s in students if not s.stopped]
-    common = set.intersection(*({*s.checkpoints()} for s in live)) if live else {cfg.max_steps}
+    common = set.intersection(*({*s.checkpoints()} for s in live)) if live else {then["step"]}
     started = any((s.folder / name).exists() for s in live for name in ("log.jsonl", "model"))
     message = f"{out}: its students have no checkpoint in common; restore one, or choose another out_dir"
     require(common or not started, message)
@@ -245,7 +250,10 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
         s.sums = {key: torch.tensor(math.nan if x is None else x * share, **like) for key, x in state["sums"].items()}
         counts = {key: state[key] for key in COUNTS}
     for s in live if cfg.resume_from and not common else ():
-        state = load_checkpoint(Path(cfg.resume_from), s)
+        checkpoint = find_folder(cfg.resume_from).parent
+        complete = (checkpoint / "state.json").is_file()
+        require(complete, f"resume_from={cfg.resume_from}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_..")
+        state = load_checkpoint(checkpoint, s)
         step, counts["valid_tokens"] = state["step"], state["valid_tokens"]
     require(step <= cfg.max_steps, f"max_steps={cfg.max_steps}: {out} is at step {step}; set at least that")
     say(summary(students, step, facts, cfg))
@@ -333,6 +341,7 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
             failed = error
     for s in live if parallel.rank() == 0 and not failed else ():
         older = [path for at, path in s.checkpoints().items() if at <= step][: -cfg.keep_checkpoints]
+        older = [] if s.stopped else older  # until its stopped.json is there, a kill leaves it with the others
         for old in (path for path in older if not cfg.keep_every_steps or int(path.name[5:]) % cfg.keep_every_steps):
             files.discard(old)
     return failed

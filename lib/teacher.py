@@ -108,8 +108,8 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
     return config
 
 
-def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, seq_len: int) -> dict:
-    """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer's ids -> what `inherited` says."""
+def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, seq_len: int) -> None:
+    """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer's ids."""
     given, ids, own = inherited(name), tokenizer.get_vocab(), find_folder(name) / "tokenizer.json"
     context, v, n = given.get("max_position_embeddings") or seq_len, given["vocab_size"], max(ids.values()) + 1
     theirs = load_tokenizer(name).get_vocab() if own.is_file() and str(own.parent) != tokenizer.name_or_path else ids
@@ -120,7 +120,6 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
         (not other, f"teacher={name}: its tokenizer gives {other!r} id {theirs.get(other)}, that of the rows {ids.get(other)}"),
     ):  # fmt: skip
         require(ok, message)
-    return given
 
 
 @torch.no_grad()

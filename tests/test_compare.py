@@ -105,6 +105,14 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp
     trial = made._replace(stage="tune")  # is known by the rows that judge it, too
     assert compare.finished(tmp_path) == dict.fromkeys((made.recipe, trial.recipe), folder)  # the others have not ended
     assert trial._replace(cfg=dataclasses.replace(made.cfg, val_max_rows=9)).recipe not in compare.finished(tmp_path)
+    write_json(folder.parent / "run.json", {"config": {"methods": ["alra@x", "pd"]}})
+    assert compare.finished(tmp_path) == {}  # its run goes on, as a whole
+    (folder.parent / "pd").mkdir()
+    write_json(folder.parent / "pd" / "stopped.json", facts | {"made_by_sha256": "another"})
+    assert compare.finished(tmp_path)[made.recipe] == folder
+    write_lines(folder / "log.jsonl", [{"step": 1}])
+    compare.copy_logs(made._replace(name="mine"), folder, tmp_path / "logs")  # whatever it was called
+    assert {file.name for file in (tmp_path / "logs" / "mine").iterdir()} == {"run.json", "log.jsonl"}
     assert sorted(len(job.students) for job in compare.shared_runs(students, tmp_path, 7)) == [1, 1, 6, 6, 7, 7]
 
 
@@ -137,7 +145,7 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     ("--tune=lr=1e-3,1e-2 --tune=alra.gama=1,2", "alra takes no gama"),
     ("--reference=tad", "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
     ("--tune=lr=1e-3,1e-3", "--tune=lr=1e-3,1e-3: a value twice"), *((f"{own}--tad.beta=3", "settings of ['tad'], which is not compared") for own in ("", "--methods=pd ")),
-    *((f"c.py {text}", says) for text, says in (("'fewer_seeds': {'tad': 1}", "_compare: ['tad'] in tables or fewer_seeds"), ("'tables': (('T', ('pd',), 'alra'),)", "_compare: ['alra'] in tables"))),
+    *((f"c.py {text}", says) for text, says in (("'fewer_seeds': {'tad': 1}", "_compare: ['tad'] in tables or fewer_seeds"), ("'at': 'flop'", "_compare: at='flop': expected 'updates' or 'flops'"), ("'tables': (('T', ('pd',), 'alra'),)", "_compare: ['alra'] in tables"))),
     ("--seed=3", "['--seed']: compare.py sets it itself"),
     ("--tunes=x", "--tunes=x: no such key 'tunes'"),
     *((f"--{key}=0", f"--{key}=0: expected at least 1") for key in ("seeds", "jobs", "rows", "per_run", "trial_steps")),
@@ -345,7 +353,7 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
             "machine": "a machine", "git_commit": "abc", "versions": {"python": "3"}, "uniform_ce": 8.3, "unigram_ce": 6.1}  # fmt: skip
     lines = [{"method": method, "seed": n, "ce": v, "bits_per_byte": v / 3, "kl": v - 1, "top1": 1 - v / 10, "init_sha256": f"i{n}", **same}
              for method, values in ce.items() for n, v in enumerate(values, 1)]  # fmt: skip
-    lines[0] |= more
+    lines[0] |= more | {"git_commit": None}  # as without git
     write_lines(folder / "students.jsonl", lines)
     write_json(folder / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150})
 

@@ -144,6 +144,8 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     assert [train.learning_rate(step, cfg) for step in (3, 4)] == [1e-2, pytest.approx(6e-5 + (1e-2 - 6e-5) / 2)]
     with pytest.raises(UserError, match=r"max_steps=3: .*late is at step 4; set at least that"):
         train.distil(config(tiny, tmp_path / "late", **branch, max_steps=3))
+    with pytest.raises(UserError, match=r"resume_from=.*vanilla_kd: no checkpoint; expected out/NAME/METHOD/checkp"):
+        train.distil(config(tiny, tmp_path / "wrong", **branch | {"resume_from": tmp_path / "base/vanilla_kd"}))
     with pytest.raises(UserError, match="a student of another shape"):
         train.distil(config(tiny, tmp_path / "other", **branch, student="32x1x2"))
 

@@ -171,9 +171,9 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_and_its_refusal_is_one_line(
     assert Qwen2.from_pretrained("owner/name").config == SMALL
     find_folder("EleutherAI/pythia-410m@step1000")
     find_folder("owner/name")
-    find_folder("owner/name@refs/pr/1", download=False)
-    assert asked[0] == ("owner/name", None, False) and asked.count(asked[0]) == 1  # so one commit for a whole run
-    assert asked[-2:] == [("EleutherAI/pythia-410m", "step1000", False), ("owner/name", "refs/pr/1", True)]
+    find_folder("owner/name@refs/pr/1")
+    assert asked[0] == ("owner/name", None) and asked.count(asked[0]) == 1  # so one commit for a whole run
+    assert asked[-2:] == [("EleutherAI/pythia-410m", "step1000"), ("owner/name", "refs/pr/1")]
     with pytest.raises(UserError, match=r"owner/gone: no such local folder, and the hub refused it \(offline\)"):
         find_folder("owner/gone")
 

@@ -151,6 +151,11 @@ def test_no_two_methods_look_alike():
 
 
 def test_budget_counts_by_hand(logged, drawn):
+    more = [record | {"d_u_hist": [*record["d_u_hist"], 0]} for record in TEACHER]  # ALRA's own d_max is another one
+    write(logged / "teacher.jsonl", more)
+    plot.budget(plot.find_logs([logged]), logged / "budget.png")
+    assert "d_{max}$ = 7" in drawn["budget.png"].axes[0].get_title()
+    write(logged / "teacher.jsonl", TEACHER)
     plot.budget(plot.find_logs([logged]), logged / "budget.png")
     below, shares = drawn["budget.png"].axes  # of alra alone: a fixed budget has no distribution
     curves = {label: [y for _, y in points] for label, points in lines(below).items()}

@@ -40,18 +40,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configure
 from configure import Config
 from lib import files
-from lib.cache import fits_disk
 from lib.errors import UserError, require
 from lib.files import read_json, read_lines
-from lib.identity import content_hash, made_by, record_hash
+from lib.identity import content_hash, made_by, record_hash, student_shape
 from lib.report import Spec, best_trials, report
 from lib.rows import open_rows
 from lib.settings import literal
 from lib.stats import FIGURES
 from lib.tables import read_if_there
-from lib.teacher import Teacher, foreign_config, inherited, is_native
+from lib.teacher import Teacher, foreign_config, is_native
 from losses import needs_teacher, resolve
-from model import flops_per_token, load_config, student_config
+from model import flops_per_token, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = (*FIGURES, "n_rows", "skip_rows", "n_targets", "teacher", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce",
@@ -138,7 +137,7 @@ def at_equal(what: str, name: str, cfg: Config) -> Config:
 
 def flops(cfg: Config) -> tuple[float, float]:
     """FLOPs of one token: of a student that is trained, and of the teacher's forward pass."""
-    of_student = flops_per_token(student_config(cfg.student, inherited(cfg.teacher)), cfg.seq_len, trained=True)
+    of_student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
     if cfg.teacher is None:
         return of_student, 0.0
     if is_native(cfg.teacher):
@@ -176,12 +175,15 @@ def config_text(cfg: Config) -> str:
 
 
 def finished(out: Path) -> dict[str, Path]:
-    """The finished students of all runs in a folder, also of runs that were started by hand: recipe -> folder."""
+    """The students of all runs in a folder that have ended, also of runs that were started by hand: recipe -> folder."""
     folders = {}
     for file in (*sorted(out.glob("*/*/stopped.json")), *sorted(out.glob("*/*/run.json"))):
+        run = file.parents[1]  # which resumes as a whole: its students count when all have ended
+        names = read_if_there(run / "run.json").get("config", {}).get("methods", ())
         facts = read_json(file, ("made_by_sha256", "config"))
         recipe = f"{facts['made_by_sha256']} {facts['config']['max_steps']}"
-        folders[recipe] = folders[f"{recipe} judged by {facts['config']['val_max_rows']} rows"] = file.parent
+        if all((run / name / "run.json").is_file() or (run / name / "stopped.json").is_file() for name in names):
+            folders[recipe] = folders[f"{recipe} judged by {facts['config']['val_max_rows']} rows"] = file.parent
     return folders
 
 
@@ -266,8 +268,6 @@ def compare(args, spec: Spec, cfg: Config) -> None:
     with files.locked(args.out, f"{args.out}: another compare.py is at work there"):
         if not args.print:
             prepare(cfg, args.out / "config.py")
-        if cfg.teacher and "teacher_cache" not in args.flags:
-            cfg = dataclasses.replace(cfg, teacher_cache=fits_disk(cfg.data_dir, cfg.teacher))
         n, first = len(open_rows(cfg.data_dir, "val")[0]), cfg.val_max_rows
         says = f"val_max_rows={first}: these rows choose, later ones are scored; {cfg.data_dir} has {n}, set fewer"
         require(first is not None and first < n, says)
@@ -347,9 +347,9 @@ def copy_logs(s: PlannedStudent, folder: Path, to: Path) -> None:
     """Copy what is behind the curves, budgets and anchoring, in the layout of a run, and the run's settings."""
     (to / s.name).mkdir(parents=True)
     shutil.copy(folder.parent / "run.json", to / s.name)  # methods of one seed may be of several runs
-    for file in ("teacher.jsonl", f"{s.name}/log.jsonl", f"{s.name}/histograms.jsonl"):
-        if (folder.parent / file).is_file():
-            shutil.copy(folder.parent / file, to / file)
+    for file, copy in (("../teacher.jsonl", to), ("log.jsonl", to / s.name), ("histograms.jsonl", to / s.name)):
+        if (folder / file).is_file():
+            shutil.copy(folder / file, copy)
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
@@ -402,6 +402,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     ]
     for ok, message in (
         (spec.reference in (None, *cfg.methods), f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}"),
+        (spec.at in ("updates", "flops"), f"_compare: at={spec.at!r}: expected 'updates' or 'flops'"),
         (not odd, f"_compare: {odd} in tables or fewer_seeds: expected some of {', '.join(cfg.methods)}"),
         (not unused, f"settings of {unused}, which is not compared; add the method, or remove its settings"),
     ):  # fmt: skip

@@ -169,21 +169,21 @@ def stages(records: list[dict]) -> dict[str, list[dict]]:
 def budget(logs: dict[str, Path], path: Path) -> None:
     """The distribution of d_u below d_max, and the shares below and at it, early and late, with the teacher's own."""
     how = "run train.py with --histogram_every_steps=N and an ALRA method whose budget adapts"
-    counted = {name: read_lines(folder / "histograms.jsonl", {"d_u_hist": list}) for name, folder in logs.items()}
+    counted = {name: read_lines(folder / "histograms.jsonl", ["d_u_hist"]) for name, folder in logs.items()}
     counted = {name: records for name, records in counted.items() if any(sum(r["d_u_hist"][:-1]) for r in records)}
     require(counted, f"{', '.join(map(str, logs.values()))}: no histograms.jsonl with a d_u below d_max; {how}")
     (figure, axes), styles = grid(len(counted), 2, 4.6, 3.0), looks([*counted])
     for (name, records), (below, shares) in zip(counted.items(), axes, strict=True):
-        teacher = read_lines(logs[name].parent / "teacher.jsonl", {"d_u_hist": list})
-        parts = {**stages(records), **({"teacher": teacher} if teacher else {})}
+        teacher = read_lines(logs[name].parent / "teacher.jsonl", ["d_u_hist"])
+        parts, d_max = {**stages(records), **({"teacher": teacher} if teacher else {})}, len(records[0]["d_u_hist"]) - 1
         for i, (stage, some) in enumerate(parts.items()):
             counts = np.sum([r["d_u_hist"] for r in some], 0)  # [d_max + 1]
-            d_max, n_below = len(counts) - 1, counts[:-1].sum()
+            n_below = counts[:-1].sum()
             color = "black" if stage == "teacher" else styles[name]["color"]
             line, alpha = (("--", 0.4), ("-", 1), (":", 0.7))[i]
             steps = " to ".join(f"{n:,}" for n in dict.fromkeys((some[0]["step"], some[-1]["step"])))
             label = f"{stage}, step {steps}"
-            below.plot(range(d_max), counts[:-1] / max(n_below, 1), label=label, color=color, linestyle=line)
+            below.plot(range(len(counts) - 1), counts[:-1] / max(n_below, 1), label=label, color=color, linestyle=line)
             height = 100 * np.array([n_below, counts[-1]]) / counts.sum()
             bars = shares.bar(np.arange(2) + 0.27 * (i - 1), height, 0.25, label=stage, color=color, alpha=alpha)
             shares.bar_label(bars, fmt="%.1f", fontsize=8)
@@ -201,8 +201,7 @@ def budget(logs: dict[str, Path], path: Path) -> None:
 def anchoring(logs: dict[str, Path], path: Path) -> None:
     """The teacher's probability of the label and of its own top-1: density, mean of each step, and how often they agree."""
     file = next(iter(logs.values())).parent / "teacher.jsonl"
-    keys = {"n": int, "p_label": float, "p_top1": float, "agree": float, "p_label_hist": list, "p_top1_hist": list}
-    records = read_lines(file, keys)
+    records = read_lines(file, ("n", "p_label", "p_top1", "agree", "p_label_hist", "p_top1_hist"))
     require(records, f"{file}: no record; run train.py with --histogram_every_steps=N and a teacher")
     steps, n = (np.array([r[key] for r in records]) for key in ("step", "n"))
     figure, ((density, means, agree),) = grid(1, 3, 4.1, 3.1)

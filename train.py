@@ -12,6 +12,7 @@ Dimension key: B rows, T time, D width, V vocabulary, N positions.
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -315,9 +316,10 @@ def log_histograms(live: list[Student], teacher: Teacher, rows: Rows, step: int,
     budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
     with parallel.gathered_roots(s.model for s in live):
         students = {}
-        for s in filter(lambda s: needs_teacher(s.name), live):
+        for s in live:
             method = resolve(s.name, **cfg.overrides_of(s.name))
-            students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
+            if "d_u" in getattr(inspect.signature(method.fn).return_annotation, "_fields", ()):
+                students[s.name] = as_model(s, cfg), functools.partial(method.fn, **method.hyper)
         record, counts = metrics.histograms(teacher.head, budget, students, of_update, cfg.group)
     if parallel.rank() == 0:
         run.append(Path(cfg.out_dir) / "teacher.jsonl", {"step": step, **record})

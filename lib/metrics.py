@@ -29,7 +29,7 @@ LEVELS = {
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
 
 Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]
-Objective = Callable[[Tensor, Tensor, Tensor], object]  # of z_s, z_t [N, V] and y [N]; its result may have a `d_u` [N]
+Objective = Callable[[Tensor, Tensor, Tensor], object]  # of z_s, z_t [N, V] and y [N]
 
 
 def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -130,14 +130,14 @@ def histograms(
 
     head_t    [V, D] the teacher's
     budget    ALRA's terms; called with the teacher as its own student
-    students  by name ((hidden, head), objective)
+    students  by name ((hidden, head), objective), whose result has a `d_u` [N] and `tokens` [N, d_max]
     batches   this process's inputs x [B, T], labels y [B, T] with IGNORE where there is none, their number, and the
               teacher's hidden states [B, T, D]
     group     rows of a forward batch
 
     -> the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as candidates), means `p_label`, `p_top1`,
        `agree`, `ce`, `entropy`, and `p_label_hist`, `p_top1_hist` (50 equal bins of [0, 1]);
-       by name, how many positions have each local budget, for objectives that have one
+       by name, how many positions have each local budget
     """
     sums, counts = {}, {}
     groups = (zip(x.split(group), y.split(group), h_t.split(group), strict=True) for x, y, _, h_t in batches)
@@ -150,10 +150,9 @@ def histograms(
         terms = {"": budget(z_t, z_t, labels)}
         terms |= {name: fn(_logits(hidden(x), head), z_t, labels) for name, ((hidden, head), fn) in students.items()}
         for name, of_student in terms.items():
-            if hasattr(of_student, "d_u"):
-                n_bins = of_student.tokens.shape[1] + 1
-                budgets = torch.bincount(of_student.d_u[labels != IGNORE], minlength=n_bins)
-                counts[name] = counts.get(name, 0) + budgets
+            n_bins = of_student.tokens.shape[1] + 1
+            budgets = torch.bincount(of_student.d_u[labels != IGNORE], minlength=n_bins)
+            counts[name] = counts.get(name, 0) + budgets
     parallel.sum_in_place([*sums.values(), *counts.values()])
     n = int(sums.pop("n"))
     counts = {name: count.tolist() for name, count in counts.items()}

@@ -19,15 +19,8 @@ import transformers
 from lib.errors import UserError
 
 # Dense bf16 products with fp32 accumulation, FLOP/s, as the makers' data sheets give them.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12,
+              "RTX 3090": 71e12}  # fmt: skip
 
 
 def pick_device(name: str) -> torch.device:

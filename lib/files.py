@@ -48,9 +48,7 @@ def discard(path: Path) -> None:
     """Remove a folder that this program wrote, and what a kill left unfinished beside it. Renamed first: whole or gone."""
     for unfinished in path.parent.glob(working_name(Path("*"), "*").name):
         shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(
-        path.rename(working_name(path, "old")), ignore_errors=True
-    )  # what is open on NFS goes with the next one
+    shutil.rmtree(path.rename(working_name(path, "old")), ignore_errors=True)  # open on NFS: it goes with the next
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

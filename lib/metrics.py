@@ -21,11 +21,8 @@ from lib.rows import IGNORE
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: in a CPU's cache; as in a training step
 LEAST = 128  # positions at a time, whatever the vocabulary: each product reads a whole head
-LEVELS = {
-    "uniform_ce": "uniform over the vocabulary (ln V)",
-    "unigram_ce": "unigram over all held-out rows",
-    "teacher_ce": "teacher",
-}
+LEVELS = {"uniform_ce": "uniform over the vocabulary (ln V)", "unigram_ce": "unigram over all held-out rows",
+          "teacher_ce": "teacher"}  # fmt: skip
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # figures that need a teacher
 
 Model = tuple[Callable[[Tensor], Tensor], Tensor]  # last hidden states of inputs [B, T] -> [B, T, D]; head [V, D]

@@ -397,9 +397,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     named = {m for _, names, ref in spec.tables for m in (*names, ref)} | {*spec.fewer_seeds}
     odd = sorted(named - {*cfg.methods})
     given = {flag.rpartition(".")[0] for flag in args.flags if "." in flag} if "methods" in args.flags else cfg.hyper
-    unused = [
-        name for name in sorted(given) if name.partition("@")[0] not in {m.partition("@")[0] for m in cfg.methods}
-    ]
+    compared = {m.partition("@")[0] for m in cfg.methods}
+    unused = sorted(name for name in given if name.partition("@")[0] not in compared)
     for ok, message in (
         (spec.reference in (None, *cfg.methods), f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}"),
         (spec.at in ("updates", "flops"), f"_compare: at={spec.at!r}: expected 'updates' or 'flops'"),

@@ -93,13 +93,13 @@ def open_teacher(cfg: Config, *data: Rows) -> Teacher | CachedTeacher | None:
 
 def fill_teacher_cache(cfg: Config) -> None:
     """Compute and store ahead what runs of `cfg` and scores of their students read of the teacher."""
+    if not any(map(needs_teacher, cfg.methods)):
+        return
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)), val_max_rows=None)
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     data = open_data(cfg, "train"), open_data(cfg, "val")
-    if any(map(needs_teacher, cfg.methods)):
-        check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
-    if teacher := open_teacher(cfg, *data):
-        fill(teacher, rows_of_run(cfg, *data), cfg.micro_batch or min(cfg.batch_rows, 16))
+    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
+    fill(open_teacher(cfg, *data), rows_of_run(cfg, *data), cfg.micro_batch or min(cfg.batch_rows, 16))
     parallel.stop()
 
 
@@ -290,7 +290,8 @@ def validate(live: list[Student], teacher: Teacher | None, rows: Rows, cfg: Conf
 
     def batches() -> Iterator[tuple]:
         # sharded weights need all processes in every batch: the last ones may have no label
-        for first in range(parallel.rank() * size, n_rows + parallel.rank() * size, parallel.world() * size):
+        begin = parallel.rank() * size
+        for first in range(begin, n_rows + (begin if cfg.shard > 1 else 0), parallel.world() * size):
             index = np.arange(n_rows)[first : first + size] if first < n_rows else np.array([0])
             x, y, _ = rows.batch(index, torch.device(cfg.device))
             h_t = teacher.hidden(x, rows, index) if teacher else None

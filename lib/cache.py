@@ -129,10 +129,10 @@ def fill(teacher: CachedTeacher, wanted: Wanted, size: int) -> None:
             # as process 0 sees it: all compute equally many batches, as sharded layers need, whoever writes meanwhile
             missing = block[parallel.all_gather(teacher.states[rows].sums[block] == 0)[0]]
             label = f"teacher, {rows.file}, block {nth}"
-            for at in tqdm(range(first, len(missing) + first, step), label, unit="batch", disable=first > 0):
-                if at < len(missing) or teacher.always:
-                    index = missing[at : at + size] if at < len(missing) else missing[:1]
-                    teacher.hidden(rows.batch(index, teacher.head.device)[0], rows, index)
+            end = len(missing) + (first if teacher.always else 0)
+            for at in tqdm(range(first, end, step), label, unit="batch", disable=first > 0):
+                index = missing[at : at + size] if at < len(missing) else missing[:1]
+                teacher.hidden(rows.batch(index, teacher.head.device)[0], rows, index)
 
 
 def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:

@@ -224,13 +224,13 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
     out = Path(cfg.out_dir)
     there = [[s.init_sha256, *s.checkpoints()] for s in students]
     parallel.check_agreement(**{"first weights and checkpoints": there})
-    for s in students:
-        if (s.folder / "stopped.json").is_file():
-            then = read_json(s.folder / "stopped.json", ["why", "step"])
-            s.stopped = then["why"]
-            say(f"{s.name} stopped at {s.stopped}")
+    stops = [(s, s.folder / "stopped.json") for s in students]
+    stops = [(s, read_json(file, ["why", "step"])) for s, file in stops if file.is_file()]
+    for s, stop in stops:
+        s.stopped = stop["why"]
+        say(f"{s.name} stopped at {s.stopped}")
     live = [s for s in students if not s.stopped]
-    common = set.intersection(*({*s.checkpoints()} for s in live)) if live else {then["step"]}
+    common = set.intersection(*({*s.checkpoints()} for s in live)) if live else {max(stop["step"] for _, stop in stops)}
     started = any((s.folder / name).exists() for s in live for name in ("log.jsonl", "model"))
     message = f"{out}: its students have no checkpoint in common; restore one, or choose another out_dir"
     require(common or not started, message)
@@ -340,8 +340,8 @@ def save_checkpoints(live: list[Student], step: int, counts: dict, facts: dict, 
         except UserError as error:
             failed = error
     for s in live if parallel.rank() == 0 and not failed else ():
-        older = [path for at, path in s.checkpoints().items() if at <= step][: -cfg.keep_checkpoints]
-        older = [] if s.stopped else older  # until its stopped.json is there, a kill leaves it with the others
+        # all of one that stops: until its stopped.json is there, a kill must leave what it has in common with the others
+        older = [path for at, path in s.checkpoints().items() if at <= step and not s.stopped][: -cfg.keep_checkpoints]
         for old in (path for path in older if not cfg.keep_every_steps or int(path.name[5:]) % cfg.keep_every_steps):
             files.discard(old)
     return failed

@@ -345,11 +345,12 @@ def outcome(s: PlannedStudent, folder: Path) -> dict:
 
 def copy_logs(s: PlannedStudent, folder: Path, to: Path) -> None:
     """Copy what is behind the curves, budgets and anchoring, in the layout of a run, and the run's settings."""
-    (to / s.name).mkdir(parents=True)
-    shutil.copy(folder.parent / "run.json", to / s.name)  # methods of one seed may be of several runs
-    for file, copy in (("../teacher.jsonl", to), ("log.jsonl", to / s.name), ("histograms.jsonl", to / s.name)):
-        if (folder / file).is_file():
-            shutil.copy(folder / file, copy)
+    own = to / s.name
+    own.mkdir(parents=True)
+    shutil.copy(folder.parent / "run.json", own)  # methods of one seed may be of several runs
+    for file in (folder.parent / "teacher.jsonl", folder / "log.jsonl", folder / "histograms.jsonl"):
+        if file.is_file():
+            shutil.copy(file, to if file.name == "teacher.jsonl" else own)
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
@@ -396,9 +397,11 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
     named = {m for _, names, ref in spec.tables for m in (*names, ref)} | {*spec.fewer_seeds}
     odd = sorted(named - {*cfg.methods})
-    given = {flag.rpartition(".")[0] for flag in args.flags if "." in flag} if "methods" in args.flags else cfg.hyper
+    configured = (
+        {flag.rpartition(".")[0] for flag in args.flags if "." in flag} if "methods" in args.flags else cfg.hyper
+    )
     compared = {m.partition("@")[0] for m in cfg.methods}
-    unused = sorted(name for name in given if name.partition("@")[0] not in compared)
+    unused = sorted(name for name in configured if name.partition("@")[0] not in compared)
     for ok, message in (
         (spec.reference in (None, *cfg.methods), f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}"),
         (spec.at in ("updates", "flops"), f"_compare: at={spec.at!r}: expected 'updates' or 'flops'"),

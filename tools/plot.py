@@ -175,7 +175,8 @@ def budget(logs: dict[str, Path], path: Path) -> None:
     (figure, axes), styles = grid(len(counted), 2, 4.6, 3.0), looks([*counted])
     for (name, records), (below, shares) in zip(counted.items(), axes, strict=True):
         teacher = read_lines(logs[name].parent / "teacher.jsonl", ["d_u_hist"])
-        parts, d_max = {**stages(records), **({"teacher": teacher} if teacher else {})}, len(records[0]["d_u_hist"]) - 1
+        parts = {**stages(records), **({"teacher": teacher} if teacher else {})}
+        d_max = len(records[0]["d_u_hist"]) - 1
         for i, (stage, some) in enumerate(parts.items()):
             counts = np.sum([r["d_u_hist"] for r in some], 0)  # [d_max + 1]
             n_below = counts[:-1].sum()

@@ -1,7 +1,7 @@
-"""The report of a comparison: README.md and figures, from the folder of results that tools/compare.py leaves.
+"""The report of a comparison, README.md and figures in OUT/report, from what tools/compare.py leaves there and from the logs.
 
-`students.jsonl` has a line for each planned student: its figures over held-out rows, or why there are none. `rates.jsonl`
-has the trials, `settings.json` the config, `logs_seed*/` the logs of a seed each.
+`students.jsonl` has a line for each planned student: its figures over held-out rows and the folder of its logs, or why there
+are none. `rates.jsonl` has the trials, `settings.json` the config.
 """
 
 import itertools
@@ -50,20 +50,25 @@ def read(folder: Path) -> list[dict]:
     return students
 
 
-def report(spec: Spec, results: Path) -> tuple[list[dict], str]:
-    """Write README.md and the figures into `results` -> its students; the first table, and where rates ended."""
-    students, settings, sections = read(results), read_json(results / "settings.json"), []
+def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
+    """Write README.md and the figures into OUT/report -> its students; the first table, and where rates ended."""
+    results, sections = out / "report", []
+    students, settings = read(results), read_json(results / "settings.json")
+    logs: dict[int, dict[str, Path]] = {}  # seed -> method -> folder
+    for x in students:
+        if "folder" in x:
+            logs.setdefault(x["seed"], {})[x["method"]] = out / x["folder"]
     figures: tables.Figures = {x["method"]: {} for x in students}
     for x in students:
         figures[x["method"]] |= {} if "stopped" in x else {x["seed"]: x}
     for title, methods, ref in spec.layout([*figures]):
         shown = {m: figures[m] for m in dict.fromkeys((*methods, ref)) if m in figures}
         sections.append(tables.heldout(f"## {title}", shown, ref) if any(shown.values()) else [])
-        sections.append(leads(results, title, [m for m in shown if m != ref], ref))
+        sections.append(leads(logs, title, [m for m in shown if m != ref], ref))
     tried = trials(results, settings)
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
     text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
-    if drawn := draw_figures(results):
+    if drawn := draw_figures(logs, results):
         said = "Curves: means over all seeds, with 95 % intervals where there are several; the others: seed 1."
         text += ["## Training", "", said, "", *(f"![{name}]({name}.png)\n" for name in drawn)]
     (results / "README.md").write_text("\n".join(text).rstrip() + "\n")
@@ -90,13 +95,13 @@ def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
     return text + (["Without a result:", "", *failed, ""] if failed else [])
 
 
-def leads(results: Path, title: str, methods: list[str], ref: str) -> list[str]:
+def leads(logs: dict[int, dict[str, Path]], title: str, methods: list[str], ref: str) -> list[str]:
     """The CE of training's validations less that of `ref`, at the quarters of training: whether a lead grows or shrinks."""
-    ces: dict[str, dict[int, dict[str, float]]] = {}  # method -> updates -> seed's folder -> CE
-    for file in sorted(results.glob("logs_seed*/*/log.jsonl")):
-        for record in read_lines(file, ["step"]):
+    ces: dict[str, dict[int, dict[int, float]]] = {}  # method -> updates -> seed -> CE
+    for seed, method, folder in ((seed, *of_one) for seed, of_seed in logs.items() for of_one in of_seed.items()):
+        for record in read_lines(folder / "log.jsonl", ["step"]):
             if record.get("val_ce") is not None:
-                ces.setdefault(file.parent.name, {}).setdefault(record["step"], {})[file.parts[-3]] = record["val_ce"]
+                ces.setdefault(method, {}).setdefault(record["step"], {})[seed] = record["val_ce"]
     steps = sorted(ces.get(ref, {}))
     steps = sorted({steps[len(steps) * i // 4 - 1] for i in range(1, 5) if len(steps) * i // 4})
     body = [
@@ -165,7 +170,7 @@ def trials(results: Path, settings: dict) -> list[str]:
     """The table of trials: a line for each method and setting beside the rate, a column for each rate; the best is bold."""
     rates, rows, tried = read_lines(results / "rates.jsonl"), {}, {}
     if not rates:
-        return ["Nothing was tuned: each method has the config's rate and its own settings.", ""]
+        return ["No trials: rates and settings are those of the table of costs.", ""]
     best = best_trials(rates)
     for x in rates:
         tried.setdefault(x["method"], []).append(x["lr"])
@@ -182,13 +187,11 @@ def trials(results: Path, settings: dict) -> list[str]:
             f"Best at the lowest or highest rate tried, so that one beyond might do better: {', '.join(at_end) or 'none'}.", ""]  # fmt: skip
 
 
-def draw_figures(results: Path) -> list[str]:
+def draw_figures(logs: dict[int, dict[str, Path]], results: Path) -> list[str]:
     """Draw what plot.py draws from logs, the curves over all seeds -> names of the figures."""
     from tools import plot  # matplotlib only where something is drawn
 
-    if not (logs := sorted(results.glob("logs_seed*"))):
+    if not logs:
         return []
-    plot.curves(
-        plot.over_seeds([plot.read_curves(plot.find_logs([folder])) for folder in logs]), results / "curves.png"
-    )
-    return ["curves", *plot.draw_logs(("budget", "anchoring"), plot.find_logs(logs[:1]), results)]
+    plot.curves(plot.over_seeds([plot.read_curves(of_seed) for of_seed in logs.values()]), results / "curves.png")
+    return ["curves", *plot.draw_logs(("budget", "anchoring"), logs[min(logs)], results)]

@@ -110,9 +110,6 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp
     (folder.parent / "pd").mkdir()
     write_json(folder.parent / "pd" / "stopped.json", facts | {"made_by_sha256": "another"})
     assert compare.finished(tmp_path)[made.recipe] == folder
-    write_lines(folder / "log.jsonl", [{"step": 1}])
-    compare.copy_logs(made._replace(name="mine"), folder, tmp_path / "logs")  # whatever it was called
-    assert {file.name for file in (tmp_path / "logs" / "mine").iterdir()} == {"run.json", "log.jsonl"}
     assert sorted(len(job.students) for job in compare.shared_runs(students, tmp_path, 7)) == [1, 1, 6, 6, 7, 7]
 
 
@@ -235,8 +232,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     )
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
-    logs = tmp_path / "report" / "logs_seed2"  # of each student with the settings of its own run
-    assert (logs / "alra" / "log.jsonl").is_file() and read_json(logs / "alra" / "run.json")["config"]["seed"] == 2
+    assert (tmp_path / d["folder"] / "log.jsonl").is_file() and read_json(tmp_path / d["folder"] / "run.json")["seed"] == 2
     begun.clear()
     assert compare.main(argv) == 0 and begun == []  # the same command makes nothing again
     assert (tmp_path / "report" / "README.md").read_text() == text
@@ -250,14 +246,11 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     assert {x["n_rows"] for x in lines_of(tmp_path)} == {4}
 
 
-@pytest.mark.parametrize("flag", ["out", "results"])
-def test_folders_of_something_else_are_left_alone(flag, argv, begun, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "README.md").write_text("mine")
-    folders = {"out": tmp_path / "out", "results": tmp_path / "results"} | {flag: tmp_path / "mine"}
-    with pytest.raises(UserError, match=rf"--{flag}=.*mine: contains .*README.md.*, not of compare.py; choose another"):
-        compare.main([*argv, "--methods=pretrain", *(f"--{key}={folder}" for key, folder in folders.items())])
-    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["README.md"] and not begun
+def test_a_folder_of_something_else_is_left_alone(argv, begun, tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(UserError, match=r"--out=.*: contains .*README.md.*, not of compare.py; choose another"):
+        compare.main([*argv, "--methods=pretrain", f"--out={tmp_path}"])
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"] and not begun
 
 
 def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_path, monkeypatch, capsys):
@@ -284,9 +277,8 @@ def test_what_cannot_be_made_or_scored_is_alone_in_the_report(argv, begun, tmp_p
     assert tad["method"] == "tad" and "top_k=9999" in tad["stopped"]
     with pytest.raises(UserError, match=r"val_max_rows=None: these rows choose, later ones are scored"):
         compare.main([*argv, "--val_max_rows=None"])
-    args = argparse.Namespace(out=tmp_path, results=tmp_path / "report")
     with pytest.raises(UserError, match="pretrain, seed 1: neither a result nor an error"):
-        compare.write_results(study(*argv)[1], {}, [], args)
+        compare.write_results(study(*argv)[1], {}, [], tmp_path)
 
 
 def test_print_gives_commands_that_a_shell_runs(argv, quiet, tmp_path, capsys):
@@ -354,21 +346,22 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
     lines = [{"method": method, "seed": n, "ce": v, "bits_per_byte": v / 3, "kl": v - 1, "top1": 1 - v / 10, "init_sha256": f"i{n}", **same}
              for method, values in ce.items() for n, v in enumerate(values, 1)]  # fmt: skip
     lines[0] |= more | {"git_commit": None}  # as without git
-    write_lines(folder / "students.jsonl", lines)
-    write_json(folder / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150})
+    (folder / "report").mkdir(exist_ok=True)
+    write_lines(folder / "report" / "students.jsonl", lines)
+    write_json(folder / "report" / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150})
 
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
     _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
-    assert "one beyond might do better: " in said or "Nothing was tuned" in said  # on the screen too
-    return (folder / "README.md").read_text()
+    assert "one beyond might do better: " in said or "No trials: rates and settings are those" in said  # on the screen too
+    return (folder / "report" / "README.md").read_text()
 
 
 def test_the_report_says_what_the_results_say(tmp_path, quiet):
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5, 6.0], "alra": [4.0, 3.5, 5.0], "pd": [5.5, 5.5, 6.2], "alra_u": [4.5, 4.5]})  # fmt: skip
     tried = [("pd", 1e-3, 5.0, {}), ("pd", 3e-3, None, {}), ("pd", 3e-2, 4.0, {}), ("alra", 3e-3, 4.5, {"gamma": 1})]
     rates = [{"method": m, "lr": lr, "val_ce": ce, "settings": settings} for m, lr, ce, settings in tried]
-    write_lines(tmp_path / "rates.jsonl", rates)
+    write_lines(tmp_path / "report" / "rates.jsonl", rates)
     text = report_of(tmp_path)
     assert (
         "77 targets in 3 rows; teacher: demo/teacher (CE 2.0000, entropy 1.5000).\nCE to compare with: uniform over"
@@ -394,7 +387,7 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
     more = {"settings": {"beta": 2.0}, "student_flops": 3e9}
     made_up(tmp_path, {"mine": [5.0, 5.5], "mine@x": [4.0, 4.0]}, at="flops", **more)
     text = report_of(tmp_path, Spec())
-    assert "| mine@x | -1.2500 ± 3.1766, p 0.1257 |" in text and "ordering" not in text and "Nothing was tuned" in text
+    assert "| mine@x | -1.2500 ± 3.1766, p 0.1257 |" in text and "ordering" not in text and "No trials: " in text
     assert "| mine | lr 0.003, beta 2 | 2 | 3e+09 | – |" in text and "At equal FLOPs" in text
     assert "| mine | +1.2500 ± 3.1766, p 0.1257 |" in report_of(tmp_path, Spec(reference="mine@x"))
 
@@ -411,26 +404,28 @@ def test_stopped_students_are_listed_and_what_has_no_pair_is_not_compared(tmp_pa
     assert f"- vanilla_kd (seed 1): {why}" in text and "| vanilla_kd | lr 0.003 | 2 of 3 |" in text
     assert "| alra | -1.5000 ± " in text  # over seeds 2 and 3
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
-    students = read_lines(tmp_path / "students.jsonl")
-    write_lines(tmp_path / "students.jsonl", [x | {"seed": x["seed"] + 2 * (x["method"] == "alra")} for x in students])
+    students = read_lines(file := tmp_path / "report" / "students.jsonl")
+    write_lines(file, [x | {"seed": x["seed"] + 2 * (x["method"] == "alra")} for x in students])
     assert "| alra | – | – | – | – | – | – |" in report_of(tmp_path)
 
 
 def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monkeypatch):
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
+    students = read_lines(file := tmp_path / "report" / "students.jsonl")
+    write_lines(file, [x | {"folder": f"a/{x['method']}@t{x['seed']}"} for x in students])  # a trial made it
     for seed, method in itertools.product((1, 2), ("vanilla_kd", "alra")):
-        folder = tmp_path / f"logs_seed{seed}" / method
+        folder = tmp_path / "a" / f"{method}@t{seed}"
         folder.mkdir(parents=True)
         write_json(folder / "run.json", {"config": {"batch_rows": 4, "seq_len": 8}})
         last = 4.5 - (method == "alra" and seed == 2)
         write_lines(folder / "log.jsonl", [{"step": 1, "ce": 5.0 + seed, "val_ce": 6.0}, {"step": 2, "ce": 4.0, "val_ce": last}])  # fmt: skip
     monkeypatch.setattr(plot.plt, "close", lambda figure: None)
-    argv, before = ["config/study.py", "--report", f"--results={tmp_path}"], []
+    argv, before = ["config/study.py", "--report", f"--out={tmp_path}"], []
     for _ in range(2):
         assert compare.main(argv) == 0
-        before.append({file.name: file.read_bytes() for file in tmp_path.glob("*.*")})
-        for file in (*tmp_path.glob("*.png"), tmp_path / "README.md"):
-            file.unlink()
+        before.append({file.name: file.read_bytes() for file in file.parent.iterdir()})
+        for name in ("curves.png", "README.md"):
+            file.with_name(name).unlink()
     assert before[0] == before[1] and {"curves.png", "README.md"} <= before[0].keys()
     assert re.findall(r"\]\((.*)\)", before[0]["README.md"].decode()) == ["curves.png"]
     assert "| alra | +0.0000 ± 0.0000 | -0.5000 ± 6.3531 |" in before[0]["README.md"].decode()  # 0 and 0, then 0 and -1

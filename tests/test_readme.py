@@ -78,7 +78,7 @@ def run(copy, monkeypatch, capfd):
         words = shlex.split(re.sub(r"^(python|torchrun( --\S+)*) ", "", command))
         script, *argv = [name for word in words for name in (sorted(glob.glob(word)) or [word])]
         module = script.removesuffix(".py").replace("/", ".")
-        if script == "tools/bench.py" or (script == "tools/compare.py" and "--results" not in command):
+        if script == "tools/bench.py" or (script == "tools/compare.py" and "results/" not in command):
             argv += ["--tiny"] if "gpu" in argv else []
             return str(importlib.import_module(module).arguments(argv))  # test_bench.py and test_compare.py run them
         if script == "train.py" and argv != ["--help"]:

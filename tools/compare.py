@@ -21,7 +21,6 @@ import itertools
 import math
 import runpy
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -259,10 +258,9 @@ def is_scored(s: PlannedStudent, folder: Path, n_rows: int) -> bool:
 
 
 def compare(args, spec: Spec, cfg: Config) -> None:
-    """Trials, seeds and scores; what the report needs is written into `args.results`."""
-    for flag, folder, mark in (("out", args.out, "logs/.compare"), ("results", args.results, "students.jsonl")):
-        foreign = [] if (folder / mark).exists() else [*folder.glob("*")]  # files are overwritten and removed there
-        require(not foreign, f"--{flag}={folder}: contains {foreign[:1]}, not of compare.py; choose another folder")
+    """Trials, seeds and scores; what the report needs is written into OUT/report."""
+    foreign = [] if (args.out / "logs" / ".compare").exists() else [*args.out.glob("*")]  # files are overwritten there
+    require(not foreign, f"--out={args.out}: contains {foreign[:1]}, not of compare.py; choose another folder")
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     (args.out / "logs" / ".compare").touch()
     with files.locked(args.out, f"{args.out}: another compare.py is at work there"):
@@ -279,8 +277,8 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         folders = finished(args.out)
         whole = [s for s in students if s.recipe in folders and not (folders[s.recipe] / "stopped.json").is_file()]
         failed |= score(whole, folders, min(spec.rows, n - first), args)
-    write_results(students, failed, rates, args)
-    files.write_json(args.results / "settings.json", dataclasses.asdict(cfg) | {"skip_rows": first, "at": spec.at, "trial_steps": spec.trial_steps or cfg.max_steps})  # fmt: skip
+    write_results(students, failed, rates, args.out)
+    files.write_json(args.out / "report" / "settings.json", dataclasses.asdict(cfg) | {"skip_rows": first, "at": spec.at, "trial_steps": spec.trial_steps or cfg.max_steps})  # fmt: skip
 
 
 def prepare(cfg: Config, file: Path) -> None:
@@ -308,13 +306,9 @@ def last_val_ce(folder: Path | None) -> float | None:
     return [record["val_ce"] for record in read_lines(folder / "log.jsonl") if "val_ce" in record][-1]
 
 
-def write_results(students: list[PlannedStudent], failed: dict[str, str], rates: list[dict], args) -> None:
-    """rates.jsonl; students.jsonl with a line for each planned student; their logs."""
-    folders, lines = finished(args.out), []
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "students.jsonl").touch()  # first: it tells whose the other files are
-    for old in args.results.glob("logs*"):
-        shutil.rmtree(old)
+def write_results(students: list[PlannedStudent], failed: dict[str, str], rates: list[dict], out: Path) -> None:
+    """rates.jsonl; students.jsonl with a line for each planned student, which names the folder of its logs."""
+    folders, lines = finished(out), []
     for s in students:
         line = {"method": s.name, "seed": s.cfg.seed}
         made = s.recipe in failed or s.recipe in folders
@@ -322,11 +316,11 @@ def write_results(students: list[PlannedStudent], failed: dict[str, str], rates:
         if s.recipe in failed:
             line["stopped"] = failed[s.recipe]
         else:
-            line |= outcome(s, folders[s.recipe])
-            copy_logs(s, folders[s.recipe], args.results / f"logs_seed{s.cfg.seed}")
+            line |= outcome(s, folders[s.recipe]) | {"folder": str(folders[s.recipe].relative_to(out))}
         lines.append(line)
-    files.write_lines(args.results / "students.jsonl", lines)
-    files.write_lines(args.results / "rates.jsonl", rates)
+    (out / "report").mkdir(exist_ok=True)
+    files.write_lines(out / "report" / "students.jsonl", lines)
+    files.write_lines(out / "report" / "rates.jsonl", rates)
 
 
 def outcome(s: PlannedStudent, folder: Path) -> dict:
@@ -343,16 +337,6 @@ def outcome(s: PlannedStudent, folder: Path) -> dict:
     return line | dict(zip(("student_flops", "teacher_flops"), costs[: 1 + needs_teacher(s.name)], strict=False))
 
 
-def copy_logs(s: PlannedStudent, folder: Path, to: Path) -> None:
-    """Copy what is behind the curves, budgets and anchoring, in the layout of a run, and the run's settings."""
-    own = to / s.name
-    own.mkdir(parents=True)
-    shutil.copy(folder.parent / "run.json", own)  # methods of one seed may be of several runs
-    for file in (folder.parent / "teacher.jsonl", folder / "log.jsonl", folder / "histograms.jsonl"):
-        if file.is_file():
-            shutil.copy(file, to if file.name == "teacher.jsonl" else own)
-
-
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     """-> compare.py's own flags, what is compared, and the config of every run."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
@@ -366,10 +350,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     add("--rows", type=int, help="held-out rows to score; default: 512")
     add("--jobs", type=int, default=1, help="runs at a time")
     add("--per_run", type=int, default=10**6, help="students that share a run at most, where memory is short")
-    add("--out", type=Path, help="folder of the runs; default: out/compare_CONFIG")
-    add("--results", type=Path, help="folder of the report; default: OUT/report")
+    add("--out", type=Path, help="folder of the runs, and of the report in OUT/report; default: out/compare_CONFIG")
     add("--print", action="store_true", help="print the commands of the next stage instead of running them")
-    add("--report", action="store_true", help="only write tables and figures anew, from --results")
+    add("--report", action="store_true", help="only write tables and figures anew, from OUT")
     args, rest = parser.parse_known_args(argv)
     paths = [word for word in rest if not word.startswith("--")]
     args.flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
@@ -388,7 +371,6 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     tune = tuple(given.get("tune", ()))
     spec = Spec(**given | {"tune": () if tune == ("none",) else tune})
     args.out = args.out or Path("out", f"compare_{Path(paths[0]).stem if paths else 'flags'}")
-    args.results = args.results or args.out / "report"
     own = [f"--{key}" for key in ("seed", "out_dir") if key in args.flags]
     require(not own, f"{own}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
     tried = trials(spec.tune, cfg.methods)
@@ -420,8 +402,8 @@ def main(argv: list[str]) -> int:
     if not args.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
         compare(args, spec, cfg)
-    students, table = report(spec, args.results)
-    print(f"\n{table}\n{args.results / 'README.md'}")
+    students, table = report(spec, args.out)
+    print(f"\n{table}\n{args.out / 'report' / 'README.md'}")
     failed = [x for x in students if "stopped" in x]
     for x in failed:
         print(f"{x['method']} (seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)

@@ -201,7 +201,8 @@ def budget(logs: dict[str, Path], path: Path) -> None:
 
 def anchoring(logs: dict[str, Path], path: Path) -> None:
     """The teacher's probability of the label and of its own top-1: density, mean of each step, and how often they agree."""
-    file = next(iter(logs.values())).parent / "teacher.jsonl"
+    of_runs = [folder.parent / "teacher.jsonl" for folder in logs.values()]
+    file = next(filter(Path.is_file, of_runs), of_runs[0])
     records = read_lines(file, ("n", "p_label", "p_top1", "agree", "p_label_hist", "p_top1_hist"))
     require(records, f"{file}: no record; run train.py with --histogram_every_steps=N and a teacher")
     steps, n = (np.array([r[key] for r in records]) for key in ("step", "n"))

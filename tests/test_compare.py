@@ -232,7 +232,9 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     )
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
-    assert (tmp_path / d["folder"] / "log.jsonl").is_file() and read_json(tmp_path / d["folder"] / "run.json")["seed"] == 2
+    assert (tmp_path / d["folder"] / "log.jsonl").is_file() and read_json(tmp_path / d["folder"] / "run.json")[
+        "seed"
+    ] == 2
     begun.clear()
     assert compare.main(argv) == 0 and begun == []  # the same command makes nothing again
     assert (tmp_path / "report" / "README.md").read_text() == text
@@ -348,12 +350,17 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
     lines[0] |= more | {"git_commit": None}  # as without git
     (folder / "report").mkdir(exist_ok=True)
     write_lines(folder / "report" / "students.jsonl", lines)
-    write_json(folder / "report" / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150})
+    write_json(
+        folder / "report" / "settings.json",
+        dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150},
+    )
 
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
     _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
-    assert "one beyond might do better: " in said or "No trials: rates and settings are those" in said  # on the screen too
+    assert (
+        "one beyond might do better: " in said or "No trials: rates and settings are those" in said
+    )  # on the screen too
     return (folder / "report" / "README.md").read_text()
 
 

@@ -232,9 +232,8 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     )
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
-    assert (tmp_path / d["folder"] / "log.jsonl").is_file() and read_json(tmp_path / d["folder"] / "run.json")[
-        "seed"
-    ] == 2
+    folder = tmp_path / d["folder"]
+    assert (folder / "log.jsonl").is_file() and read_json(folder / "run.json")["seed"] == 2
     begun.clear()
     assert compare.main(argv) == 0 and begun == []  # the same command makes nothing again
     assert (tmp_path / "report" / "README.md").read_text() == text
@@ -348,19 +347,15 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
     lines = [{"method": method, "seed": n, "ce": v, "bits_per_byte": v / 3, "kl": v - 1, "top1": 1 - v / 10, "init_sha256": f"i{n}", **same}
              for method, values in ce.items() for n, v in enumerate(values, 1)]  # fmt: skip
     lines[0] |= more | {"git_commit": None}  # as without git
-    (folder / "report").mkdir(exist_ok=True)
-    write_lines(folder / "report" / "students.jsonl", lines)
-    write_json(
-        folder / "report" / "settings.json",
-        dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150},
-    )
+    results = folder / "report"
+    results.mkdir(exist_ok=True)
+    write_lines(results / "students.jsonl", lines)
+    write_json(results / "settings.json", dataclasses.asdict(STUDY) | {"skip_rows": 256, "at": at, "trial_steps": 150})
 
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
     _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
-    assert (
-        "one beyond might do better: " in said or "No trials: rates and settings are those" in said
-    )  # on the screen too
+    assert "one beyond might do better: " in said or "No trials: rates and settings" in said  # on the screen too
     return (folder / "report" / "README.md").read_text()
 
 

@@ -63,8 +63,9 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
         figures[x["method"]] |= {} if "stopped" in x else {x["seed"]: x}
     for title, methods, ref in spec.layout([*figures]):
         shown = {m: figures[m] for m in dict.fromkeys((*methods, ref)) if m in figures}
-        sections.append(tables.heldout(f"## {title}", shown, ref) if any(shown.values()) else [])
-        sections.append(leads(logs, title, [m for m in shown if m != ref], ref))
+        others = [m for m in shown if m != ref]
+        if any(shown.values()) and (others or not sections):
+            sections += [tables.heldout(f"## {title}", shown, ref), leads(logs, title, others, ref)]
     tried = trials(results, settings)
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
     text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
@@ -170,7 +171,7 @@ def trials(results: Path, settings: dict) -> list[str]:
     """The table of trials: a line for each method and setting beside the rate, a column for each rate; the best is bold."""
     rates, rows, tried = read_lines(results / "rates.jsonl"), {}, {}
     if not rates:
-        return ["No trials: rates and settings are those of the table of costs.", ""]
+        return ["No trials are recorded here: rates and settings are those of the table of costs.", ""]
     best = best_trials(rates)
     for x in rates:
         tried.setdefault(x["method"], []).append(x["lr"])

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 import configure
@@ -355,7 +356,7 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
     _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
-    assert "one beyond might do better: " in said or "No trials: rates and settings" in said  # on the screen too
+    assert "one beyond might do better: " in said or "No trials are recorded here: " in said  # on the screen too
     return (folder / "report" / "README.md").read_text()
 
 
@@ -389,7 +390,7 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
     more = {"settings": {"beta": 2.0}, "student_flops": 3e9}
     made_up(tmp_path, {"mine": [5.0, 5.5], "mine@x": [4.0, 4.0]}, at="flops", **more)
     text = report_of(tmp_path, Spec())
-    assert "| mine@x | -1.2500 ± 3.1766, p 0.1257 |" in text and "ordering" not in text and "No trials: " in text
+    assert "| mine@x | -1.2500 ± 3.1766, p 0.1257 |" in text and "ordering" not in text and "No trials" in text
     assert "| mine | lr 0.003, beta 2 | 2 | 3e+09 | – |" in text and "At equal FLOPs" in text
     assert "| mine | +1.2500 ± 3.1766, p 0.1257 |" in report_of(tmp_path, Spec(reference="mine@x"))
 
@@ -434,3 +435,18 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
     curves = plot.plt.gcf().axes[0]
     assert list(zip(*curves.get_lines()[0].get_data(), strict=True)) == [(32, 6.5), (64, 4.0)]
     plot.plt.close("all")
+
+
+def test_the_committed_study_is_written_anew_byte_for_byte_and_readme_quotes_it(tmp_path):
+    out = shutil.copytree(world.ROOT / "results" / "study", tmp_path / "study")
+    before = {file: file.read_bytes() for file in (out / "report").iterdir()}
+    for file in before:
+        if file.suffix in (".md", ".png"):
+            file.unlink()
+    assert compare.main(["config/study.py", "--report", f"--out={out}"]) == 0
+    locked = f"matplotlib=={matplotlib.__version__}\n" in (world.ROOT / "requirements.lock").read_text()
+    kinds = (".md", ".jsonl", ".json", *((".png",) if locked else ()))  # another matplotlib draws other pixels
+    assert {f: f.read_bytes() for f in before if f.suffix in kinds} == {f: b for f, b in before.items() if f.suffix in kinds}  # fmt: skip
+    quoted = re.findall(r"^ *(\|.*±.*\|)$", (world.ROOT / "README.md").read_text(), re.M)
+    report = (out / "report" / "README.md").read_text()
+    assert len(quoted) > 8 and all(line in report for line in quoted)

@@ -139,7 +139,8 @@ def curves(points: Points, path: Path) -> None:
                 x, y, *half = np.array(terms[key]).T
                 axis.plot(x, y, label=name, markevery=max(1, len(x) // 6), **styles[name])
                 if half:
-                    axis.errorbar(x, y, half[0], fmt="none", ecolor=styles[name]["color"], elinewidth=0.9, capsize=2.5)
+                    axis.errorbar(x, y, half[0], fmt="none", ecolor=styles[name]["color"], elinewidth=0.9, capsize=2.5,
+                                  errorevery=max(1, len(x) // 6))  # fmt: skip
         for level, (label, line) in LEVELS.items() if key == "val_ce" else ():
             for y in sorted({round(terms[level][-1][1], 4) for terms in points.values() if level in terms}):
                 axis.axhline(y, color="black", linestyle=line, label=label)
@@ -194,7 +195,7 @@ def budget(logs: dict[str, Path], path: Path) -> None:
             title=f"{name}: all positions", ylabel="share of positions [%]", ylim=(0, 140), yticks=range(0, 101, 20)
         )
         shares.set_xticks((0, 1), (f"$d_u$ < {d_max}", f"$d_u$ = {d_max}"))
-        below.legend(loc="upper left")
+        below.legend()
         shares.legend(ncols=3)
     save(figure, path)
 

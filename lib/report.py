@@ -34,6 +34,9 @@ class Spec:
     tables: tuple[tuple[str, tuple[str, ...], str], ...] = ()  # title, methods, reference; none: one of all methods
     paper: bool = False  # put our order of methods beside the paper's
 
+    def seeds_of(self, name: str) -> int:
+        return min(self.seeds, self.fewer_seeds.get(name, self.seeds))
+
     def layout(self, methods: list[str]) -> list[tuple]:
         """`tables`, or one table of all methods against the reference."""
         reference = self.reference or ("vanilla_kd" if "vanilla_kd" in methods else methods[0])
@@ -70,7 +73,8 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
     text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
     if drawn := draw_figures(logs, results):
-        said = "Curves: means over all seeds, with 95 % intervals where there are several; the others: seed 1."
+        said = "Curves: means over all seeds, with 95 % intervals where there are several. Budget (of ALRA) and anchoring (of the "
+        said += f"teacher, whatever the method), the paper's Figures 3 and 4: seed {min(logs)}. docs/running.md explains them."
         text += ["## Training", "", said, "", *(f"![{name}]({name}.png)\n" for name in drawn)]
     (results / "README.md").write_text("\n".join(text).rstrip() + "\n")
     return students, "\n".join([*sections[0], tried[-2], ""])
@@ -83,12 +87,14 @@ def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
         ", ".join(f"{name} {version}" for name, version in x["versions"].items()) for x in students if "versions" in x
     }
     used = [sorted({x[key] for x in students if x.get(key)}) for key in ("machine", "git_commit")] + [sorted(versions)]
-    text = [f"# {spec.title}", "", "Written by `compare.py` from the files beside it; do not edit.", "",
+    left = sum(map(spec.seeds_of, {m for _, methods, _ in spec.tables for m in methods})) - len(students)
+    text = [f"# {spec.title}", "", "Written by `compare.py` from the files beside it and the logs; do not edit.", "",
             f"{len(students)} students `{settings['student']}`, seeds {', '.join(map(str, seeds))}: {settings['max_steps']:,} updates "
             f"of {settings['batch_rows']} rows of {settings['seq_len']} inputs. Scored on:", "", *tables.scored(done), "",
             "Machine, commit, versions: " + "; ".join(", ".join(values) for values in used) + ".", "",
-            "± is half a 95 % t interval over seeds. Differences are paired by seed. p: paired t test, Holm-corrected over a "
-            "table's rows, figure by figure. **Best**, *second* of a column.", ""]  # fmt: skip
+            *([f"**Not complete**: {left} students that are planned have not been made yet.", ""] if left > 0 else []),
+            "± is half the width of a 95 % t interval over seeds; that of two is wide. Differences are paired by seed. p: paired t "
+            "test, Holm-corrected over a table's rows, figure by figure; intervals are not. **Best**, *second* of a column.", ""]  # fmt: skip
     if settings["at"] == "flops":
         text += ["At equal FLOPs: a method without a teacher makes more updates, until student and teacher have cost "
                  "the same. Left out: validation, the optimizer, the objectives, and that students share a pass of the teacher.", ""]  # fmt: skip
@@ -111,11 +117,8 @@ def leads(logs: dict[int, dict[str, Path]], title: str, methods: list[str], ref:
         if m in ces
     ]
     head = ["validation CE after updates", *(f"{n:,}" for n in steps)]
-    return (
-        [f"{title}: difference to {ref} in the course of training", "", *tables.grid(head, body), ""]
-        if steps and body
-        else []
-    )
+    said = f"{title}: difference to {ref} in the course of training, over the rows of the validations"
+    return [said, "", *tables.grid(head, body), ""] if steps and body else []
 
 
 def costs(students: list[dict], figures: tables.Figures) -> list[str]:
@@ -154,7 +157,7 @@ def beside_the_paper(figures: tables.Figures) -> list[str]:
     if not taus:
         return []
     return ["## The paper's ordering and ours", "",
-            "Kendall's tau-b between the order of the paper's averages over tasks and the order by our figure:", "",
+            "Kendall's tau-b between the order of the paper's averages over tasks and the order by our figure (p: of each alone):", "",
             *tables.grid(["", "theirs", "ours", "tau", "p"], taus), "",
             "Ranks, 1 is best:", "", *tables.grid(["", "method", *heads], places), ""]  # fmt: skip
 

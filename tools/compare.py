@@ -122,7 +122,7 @@ def more_rates(rates: list[float], n: int) -> list[float]:
 def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[PlannedStudent]:
     """The students of all methods and seeds."""
     return [student("main", name, name, at_equal(spec.at, name, cfg), seed, chosen.get(name, {})) for name in cfg.methods
-            for seed in range(1, min(spec.seeds, spec.fewer_seeds.get(name, spec.seeds)) + 1)]  # fmt: skip
+            for seed in range(1, spec.seeds_of(name) + 1)]  # fmt: skip
 
 
 def at_equal(what: str, name: str, cfg: Config) -> Config:

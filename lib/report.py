@@ -58,12 +58,11 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
     results, sections = out / "report", []
     students, settings = read(results), read_json(results / "settings.json")
     logs: dict[int, dict[str, Path]] = {}  # seed -> method -> folder
-    for x in students:
-        if "folder" in x:
-            logs.setdefault(x["seed"], {})[x["method"]] = out / x["folder"]
     figures: tables.Figures = {x["method"]: {} for x in students}
     for x in students:
         figures[x["method"]] |= {} if "stopped" in x else {x["seed"]: x}
+        if "folder" in x:
+            logs.setdefault(x["seed"], {})[x["method"]] = out / x["folder"]
     for title, methods, ref in spec.layout([*figures]):
         shown = {m: figures[m] for m in dict.fromkeys((*methods, ref)) if m in figures}
         others = [m for m in shown if m != ref]

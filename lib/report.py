@@ -143,10 +143,12 @@ def beside_the_paper(figures: tables.Figures) -> list[str]:
     heads = [*(f"paper {size}" for size in sizes), *(f"our {FIGURES[k].heading}" for k in ORDERED)]
     for title, split, methods in LAYOUT:
         methods = [m for m in methods if figures.get(m)]
-        if len(methods) < 2:
+        common = {seed for m in methods for seed in figures[m]}.intersection(*(figures[m] for m in methods))
+        if len(methods) < 3 or not common:
             continue
         scores = [[PAPER[size, split, m]["avg"] for m in methods] for size in sizes]  # more is better, in all columns
-        scores += [[FIGURES[k].sense * np.mean([x[k] for x in figures[m].values()]) for m in methods] for k in ORDERED]
+        means = {k: [np.mean([figures[m][seed][k] for seed in common]) for m in methods] for k in ORDERED}
+        scores += [[FIGURES[k].sense * mean for mean in means[k]] for k in ORDERED]
         columns = [*zip(heads, scores, strict=True)]
         for (theirs, a), (mine, b) in itertools.product(columns[:2], columns[2:]):
             tau = kendalltau(a, b)
@@ -156,7 +158,8 @@ def beside_the_paper(figures: tables.Figures) -> list[str]:
     if not taus:
         return []
     return ["## The paper's ordering and ours", "",
-            "Kendall's tau-b between the order of the paper's averages over tasks and the order by our figure (p: of each alone):", "",
+            "Kendall's tau-b between the order of the paper's averages over tasks and the order by our figure (p: of each alone), over "
+            "the seeds that all methods of the paper's table have here:", "",
             *tables.grid(["", "theirs", "ours", "tau", "p"], taus), "",
             "Ranks, 1 is best:", "", *tables.grid(["", "method", *heads], places), ""]  # fmt: skip
 
@@ -196,5 +199,7 @@ def draw_figures(logs: dict[int, dict[str, Path]], results: Path) -> list[str]:
 
     if not logs:
         return []
-    plot.curves(plot.over_seeds([plot.read_curves(of_seed) for of_seed in logs.values()]), results / "curves.png")
+    seeds = map(plot.read_curves, logs.values())  # their settings are in the table of costs
+    seeds = [{name.partition(" (")[0]: terms for name, terms in of_seed.items()} for of_seed in seeds]
+    plot.curves(plot.over_seeds(seeds), results / "curves.png")
     return ["curves", *plot.draw_logs(("budget", "anchoring"), logs[min(logs)], results)]

@@ -155,7 +155,8 @@ def curves(points: Points, path: Path) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(len(handles), 2 * cols))
+    widest = 0.6 + 0.075 * max(map(len, handles))  # inches, about
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=max(1, int(3.9 * cols / widest)))
     save(figure, path)
 
 

@@ -143,12 +143,12 @@ def beside_the_paper(figures: tables.Figures) -> list[str]:
     heads = [*(f"paper {size}" for size in sizes), *(f"our {FIGURES[k].heading}" for k in ORDERED)]
     for title, split, methods in LAYOUT:
         methods = [m for m in methods if figures.get(m)]
-        common = {seed for m in methods for seed in figures[m]}.intersection(*(figures[m] for m in methods))
-        if len(methods) < 3 or not common:
+        common = set.intersection(*(set(figures[m]) for m in methods)) if len(methods) > 2 else ()
+        if not common:
             continue
         scores = [[PAPER[size, split, m]["avg"] for m in methods] for size in sizes]  # more is better, in all columns
-        means = {k: [np.mean([figures[m][seed][k] for seed in common]) for m in methods] for k in ORDERED}
-        scores += [[FIGURES[k].sense * mean for mean in means[k]] for k in ORDERED]
+        for k in ORDERED:
+            scores.append([FIGURES[k].sense * np.mean([figures[m][seed][k] for seed in common]) for m in methods])
         columns = [*zip(heads, scores, strict=True)]
         for (theirs, a), (mine, b) in itertools.product(columns[:2], columns[2:]):
             tau = kendalltau(a, b)
@@ -199,7 +199,6 @@ def draw_figures(logs: dict[int, dict[str, Path]], results: Path) -> list[str]:
 
     if not logs:
         return []
-    seeds = map(plot.read_curves, logs.values())  # their settings are in the table of costs
-    seeds = [{name.partition(" (")[0]: terms for name, terms in of_seed.items()} for of_seed in seeds]
+    seeds = [plot.read_curves(of_seed, settings=False) for of_seed in logs.values()]  # the table of costs has them
     plot.curves(plot.over_seeds(seeds), results / "curves.png")
     return ["curves", *plot.draw_logs(("budget", "anchoring"), logs[min(logs)], results)]

@@ -67,15 +67,15 @@ def find_logs(folders: list[Path]) -> dict[str, Path]:
     return {f.name if methods.count(f.name) == 1 else f"{f.name} ({f.parent})": f for f in logs}
 
 
-def read_curves(logs: dict[str, Path]) -> Points:
-    """The logs by curve, whose name tells the settings given to its student."""
+def read_curves(logs: dict[str, Path], settings: bool = True) -> Points:
+    """The logs by curve, whose name tells the settings given to its student if `settings`."""
     points: Points = {}
     for name, folder in logs.items():
         own = folder / "run.json"  # of the student, once it has ended
         run = read_json(own if own.is_file() else folder.parent / "run.json", ["config"])["config"]
         given = configure.Config(hyper=run.get("hyper", {})).settings_of(folder.name)
         given = ", ".join(f"{key}={value}" for key, value in given.items())
-        points[name := f"{name} ({given})" if given else name] = {}
+        points[name := f"{name} ({given})" if given and settings else name] = {}
         for record in read_lines(folder / "log.jsonl", ["step"]):
             tokens = record["step"] * run["batch_rows"] * run["seq_len"]
             for key, value in record.items():
@@ -137,10 +137,11 @@ def curves(points: Points, path: Path) -> None:
         for name, terms in points.items():
             if key in terms:
                 x, y, *half = np.array(terms[key]).T
-                axis.plot(x, y, label=name, markevery=max(1, len(x) // 6), **styles[name])
+                every = max(1, len(x) // 6)
+                axis.plot(x, y, label=name, markevery=every, **styles[name])
                 if half:
                     axis.errorbar(x, y, half[0], fmt="none", ecolor=styles[name]["color"], elinewidth=0.9, capsize=2.5,
-                                  errorevery=max(1, len(x) // 6))  # fmt: skip
+                                  errorevery=every)  # fmt: skip
         for level, (label, line) in LEVELS.items() if key == "val_ce" else ():
             for y in sorted({round(terms[level][-1][1], 4) for terms in points.values() if level in terms}):
                 axis.axhline(y, color="black", linestyle=line, label=label)
@@ -155,8 +156,8 @@ def curves(points: Points, path: Path) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    widest = 0.6 + 0.075 * max(map(len, handles))  # inches, about
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=max(1, int(3.9 * cols / widest)))
+    columns = int(figure.get_figwidth() / (0.6 + 0.075 * max(map(len, handles))))  # a label's inches, about
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=max(1, columns))
     save(figure, path)
 
 

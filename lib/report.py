@@ -88,11 +88,11 @@ def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
     used = [sorted({x[key] for x in students if x.get(key)}) for key in ("machine", "git_commit")] + [sorted(versions)]
     left = sum(map(spec.seeds_of, {m for _, methods, _ in spec.tables for m in methods})) - len(students)
     text = [f"# {spec.title}", "", "Written by `compare.py` from the files beside it and the logs; do not edit.", "",
-            f"{len(students)} students `{settings['student']}`, seeds {', '.join(map(str, seeds))}: {settings['max_steps']:,} updates "
+            f"{len(students)} students of shape `{settings['student']}`, seeds {', '.join(map(str, seeds))}: {settings['max_steps']:,} updates "
             f"of {settings['batch_rows']} rows of {settings['seq_len']} inputs. Scored on:", "", *tables.scored(done), "",
             "Machine, commit, versions: " + "; ".join(", ".join(values) for values in used) + ".", "",
             *([f"**Not complete**: {left} students that are planned have not been made yet.", ""] if left > 0 else []),
-            "± is half the width of a 95 % t interval over seeds; that of two is wide. Differences are paired by seed. p: paired t "
+            "± is half the width of a 95 % t interval over seeds, not over texts: all are scored on the same rows. That of two is wide. Differences are paired by seed. p: paired t "
             "test, Holm-corrected over a table's rows, figure by figure; intervals are not. **Best**, *second* of a column.", ""]  # fmt: skip
     if settings["at"] == "flops":
         text += ["At equal FLOPs: a method without a teacher makes more updates, until student and teacher have cost "
@@ -131,7 +131,7 @@ def costs(students: list[dict], figures: tables.Figures) -> list[str]:
         flops = [f"{one[key]:.3g}" if key in one else "–" for key in ("student_flops", "teacher_flops")]
         body.append([method, ", ".join(given) or "–", made, *flops])
     return ["## Settings and costs", "",
-            "FLOPs of a student: its own training, and the teacher's forward passes as if it shared them with no other.", "",
+            "FLOPs of a student: its own training, without the objective, and the teacher's forward passes as if it shared them with no other.", "",
             *tables.grid(["", "settings", "n", "student FLOPs", "teacher FLOPs"], body), ""]  # fmt: skip
 
 
@@ -151,16 +151,24 @@ def beside_the_paper(figures: tables.Figures) -> list[str]:
             scores.append([FIGURES[k].sense * np.mean([figures[m][seed][k] for seed in common]) for m in methods])
         columns = [*zip(heads, scores, strict=True)]
         for (theirs, a), (mine, b) in itertools.product(columns[:2], columns[2:]):
-            tau = kendalltau(a, b)
-            taus.append([title, theirs, mine, f"{tau.statistic:+.2f}", p_text(tau.pvalue)])
+            inner = [i for i, score in enumerate(a) if min(a) < score < max(a)]
+            all_and_inner = kendalltau(a, b), kendalltau(np.take(a, inner), np.take(b, inner)) if inner[1:] else None
+            taus.append(
+                [
+                    title,
+                    theirs,
+                    mine,
+                    *(f"{t.statistic:+.2f}, p {p_text(t.pvalue)}" if t else "–" for t in all_and_inner),
+                ]
+            )
         ranks = [rankdata(np.negative(column), "min") for column in scores]
         places += [[title, m, *(f"{rank[i]:.0f}" for rank in ranks)] for i, m in enumerate(methods)]
     if not taus:
         return []
     return ["## The paper's ordering and ours", "",
-            "Kendall's tau-b between the order of the paper's averages over tasks and the order by our figure (p: of each alone), over "
-            "the seeds that all methods of the paper's table have here:", "",
-            *tables.grid(["", "theirs", "ours", "tau", "p"], taus), "",
+            "Kendall's tau-b between the order of the paper's averages over tasks and the order by our figure, over "
+            "the seeds that all methods of the paper's table have here. p is of each alone, and takes all averages as exact.", "",
+            *tables.grid(["", "theirs", "ours", "tau", "without their best and worst"], taus), "",
             "Ranks, 1 is best:", "", *tables.grid(["", "method", *heads], places), ""]  # fmt: skip
 
 
@@ -176,7 +184,10 @@ def trials(results: Path, settings: dict) -> list[str]:
     """The table of trials: a line for each method and setting beside the rate, a column for each rate; the best is bold."""
     rates, rows, tried = read_lines(results / "rates.jsonl"), {}, {}
     if not rates:
-        return ["No trials are recorded here: rates and settings are those of the table of costs.", ""]
+        return [
+            "No table of trials, as none or not all of them are recorded here: rates and settings are those of the table of costs.",
+            "",
+        ]
     best = best_trials(rates)
     for x in rates:
         tried.setdefault(x["method"], []).append(x["lr"])

@@ -167,23 +167,25 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
 def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[list[str]]:
     """Cells (seed -> value) as text. The best of a column is bold, the second italic; values that print alike tie.
 
+    One seed alone is not ranked beside means over several.
     better  +1 where more is better, -1 where less is, 0 for a signed difference
     """
     out = [["–"] * len(better) for _ in rows]
     for c, (sign, d) in enumerate(zip(better, digits, strict=True)):
         column = [estimate(row[c]) for row in rows]
         shown = {r: round(e.mean, d) for r, e in enumerate(column) if e.n}
-        ranks = sorted(set(shown.values()), reverse=sign > 0)
+        several = max(e.n for e in column) > 1
+        ranks = sorted({v for r, v in shown.items() if column[r].n > several}, reverse=sign > 0)
         for r, value in shown.items():
             text = column[r].text(d, "" if sign else "+")
-            place = ranks.index(value) if sign and len(ranks) > 1 else None
+            place = ranks.index(value) if sign and len(ranks) > 1 and column[r].n > several else None
             out[r][c] = {0: f"**{text}**", 1: f"*{text}*"}.get(place, text)
     return out
 
 
 def caption(rows: dict) -> str:
     n = sorted({len(seeds) for seeds in rows.values()} - {0})
-    seeds = "One seed each" if n == [1] else f"Mean and 95 % interval over {' or '.join(map(str, n))} seeds"
+    seeds = "One seed each" if n == [1] else f"Mean and 95 % interval over {n[0] if len(n) == 1 else 'n'} seeds"
     return f"{seeds}; **best**, *second*."
 
 
@@ -255,7 +257,10 @@ def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) 
     cells = {m: [{seed: f * one[k] for seed, one in seeds.items() if k in one} for k, f in zip(keys, factors, strict=True)]
              for m, seeds in figures.items()}  # fmt: skip
     body = [[m, *texts] for m, texts in zip(cells, mark([*cells.values()], senses, digits), strict=True)]
-    lines = [title, "", *grid(["", *heads], body), "", caption(figures), *notes, ""]
+    differ = len({len(seeds) for seeds in figures.values()} - {0}) > 1
+    for row in body if differ else ():
+        row.insert(1, f"{len(figures[row[0]])}")
+    lines = [title, "", *grid(["", *(["n"] if differ else []), *heads], body), "", caption(figures), *notes, ""]
     body = [[m] for m in cells if m != base]
     if not body or not figures.get(base):
         return lines

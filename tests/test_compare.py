@@ -356,7 +356,7 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
     _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
-    assert "one beyond might do better: " in said or "No trials are recorded here: " in said  # on the screen too
+    assert "one beyond might do better: " in said or "No table of trials" in said  # on the screen too
     return (folder / "report" / "README.md").read_text()
 
 
@@ -374,15 +374,15 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     p, half = 1 - 4 / math.sqrt(18), T975 / 3
     assert f"| alra | -1.3333 ± {half:.4f}, p {3 * p:.4f} |" in text
     assert "| alra_u | +0.7500 ± 3.1766, p 0.2048 |" in text  # 0.5 and 1.0: held against alra in its own table
-    assert "| pd | 5.7333 ± 1.0040 |" in text and "| pd | lr 0.003 | 3 | – | – |" in text
-    assert text.count("**4.1667 ± 1.8973**") == 2 and "over 2 or 3 or 4 seeds; **best**, *second*." in text
+    assert "| pd | 3 | 5.7333 ± 1.0040 |" in text and "| pd | lr 0.003 | 3 | – | – |" in text
+    assert text.count("**4.1667 ± 1.8973**") == 2 and "over n seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text and "one beyond might do better: pd, alra." in text
     assert (
         "| alra gamma=1 | – | **4.5000** | – |" in text
         and "150 updates with seed 0. CE in nats per token over the first 256 held-out rows" in text
     )
     # the paper: vanilla_kd 35.13 < pd 35.60 < alra 36.62; ours, over the seeds of all three: pd, vanilla_kd, alra
-    assert "| Main results | paper 200m | our CE, nats/token | +0.33 | 1.0000 |" in text
+    assert "| Main results | paper 200m | our CE, nats/token | +0.33, p 1.0000 | – |" in text
     assert "| Main results | vanilla_kd | 3 | 3 | 2 | 2 | 2 |" in text
 
 
@@ -390,7 +390,7 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
     more = {"settings": {"beta": 2.0}, "student_flops": 3e9}
     made_up(tmp_path, {"mine": [5.0, 5.5], "mine@x": [4.0, 4.0]}, at="flops", **more)
     text = report_of(tmp_path, Spec())
-    assert "| mine@x | -1.2500 ± 3.1766, p 0.1257 |" in text and "ordering" not in text and "No trials" in text
+    assert "| mine@x | -1.2500 ± 3.1766, p 0.1257 |" in text and "ordering" not in text and "No table of trials" in text
     assert "| mine | lr 0.003, beta 2 | 2 | 3e+09 | – |" in text and "At equal FLOPs" in text
     assert "| mine | +1.2500 ± 3.1766, p 0.1257 |" in report_of(tmp_path, Spec(reference="mine@x"))
 
@@ -410,6 +410,10 @@ def test_stopped_students_are_listed_and_what_has_no_pair_is_not_compared(tmp_pa
     students = read_lines(file := tmp_path / "report" / "students.jsonl")
     write_lines(file, [x | {"seed": x["seed"] + 2 * (x["method"] == "alra")} for x in students])
     assert "| alra | – | – | – | – | – | – |" in report_of(tmp_path)
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [5.0, 5.1], "pd": [4.0]})
+    assert (
+        "| pd | 1 | 4.0000 | " in (text := report_of(tmp_path)) and "| alra | 2 | **5.0500 ± " in text
+    )  # one is not ranked
 
 
 def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monkeypatch):

@@ -163,9 +163,11 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch, capsys):
 
 
 def test_a_commit_with_edits_is_marked(monkeypatch):
+    seen = []
     for edits, mark in (("", ""), ("-a\n+b\n", "+"), ("-a\n+c\n", "+")):
         said = {"rev-parse": "abc\n", "diff": edits}
-        run = lambda line, **_: types.SimpleNamespace(stdout=said[line[3]])  # noqa: B023, E731
+        run = lambda line, **_: types.SimpleNamespace(stdout=said[line[3]], seen=seen.append(line))  # noqa: B023, E731
         monkeypatch.setattr(device.subprocess, "run", run)
         commits = device.machine_facts(torch.device("cpu"))["git_commit"]
         assert commits.startswith(f"abc{mark}") and len(commits) == (16 if mark else 3)
+    assert seen[-1][-1] == ":(top,exclude)results"  # a report that is written anew is no edit

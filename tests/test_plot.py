@@ -113,6 +113,15 @@ def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path, drawn):
     assert bar.y0 < 0 and all(axis.get_ylim()[0] >= 0 for axis in drawn["c.png"].axes)
 
 
+def test_a_student_far_above_the_others_does_not_flatten_their_curves(tmp_path, drawn):
+    points = {
+        name: {"val_ce": [(40, y + 1), (80, y)], "val_agree": [(80, 0.1)]}
+        for name, y in {"a": 3.0, "b": 3.3, "far": 6.0}.items()
+    }
+    plot.curves(points, tmp_path / "c.png")
+    assert drawn["c.png"].axes[0].get_ylim()[1] == pytest.approx(1.03 * 4.3)
+
+
 def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     assert {"loss", "kd", "ce"} <= set(plot.PANELS)

@@ -670,7 +670,9 @@ def sekd(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 2.0, keep: Posi
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     n_valid = valid.sum()
     n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
-    kept = valid & (vocab.rising_rank(-vocab.entropy(z_s), valid) < n_kept)
+    uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
+    certainty = vocab.forward_kl(uniform, z_s.detach(), 1.0, valid)  # ln V less the entropy
+    kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
     return leave(loss, kept)
 

@@ -192,22 +192,6 @@ def log_p(z, tokens, tau, valid) -> Tensor:
 
 
 @torch.no_grad()
-def entropy(z) -> Tensor:
-    """Entropy of softmax(z)  # [N, V] -> [N] fp64"""
-
-    def sums(x):
-        top = x.amax(-1)
-        ln = x - top[:, :, None]
-        return top, ln.exp().sum(-1), (ln.exp() * ln).sum(-1)
-
-    largest, total, cross = by_block(sums, z)
-    shift = largest - largest.amax(-1, keepdim=True)
-    total, cross = shift.exp() * total, shift.exp() * (cross + total * shift)
-    total = total.sum(-1, dtype=torch.float64)
-    return total.log() - cross.sum(-1, dtype=torch.float64) / total
-
-
-@torch.no_grad()
 def top(z, k) -> Tensor:
     """The k tokens of the largest logits, largest first, equal ones by lowest index  # [N, V] -> [N, k]
 

@@ -72,7 +72,7 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
     text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
     if drawn := draw_figures(logs, results):
-        said = "Curves: means over all seeds, with 95 % intervals where there are several. Budget (of ALRA) and anchoring (of the "
+        said = "Curves: means over all seeds, with 95 % intervals where there are several. Budget (of adaptive ones) and anchoring (of the "
         said += f"teacher, whatever the method), the paper's Figures 3 and 4: seed {min(logs)}. docs/running.md explains them."
         text += ["## Training", "", said, "", *(f"![{name}]({name}.png)\n" for name in drawn)]
     (results / "README.md").write_text("\n".join(text).rstrip() + "\n")

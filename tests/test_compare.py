@@ -80,12 +80,12 @@ def test_every_method_has_as_many_trials_and_fewer_settings_mean_more_rates(tmp_
 def test_a_study_has_methods_with_fewer_seeds_and_flags_beat_it():
     spec, students = study()
     seeds = {name: [s.cfg.seed for s in students if s.name == name] for name in STUDY.methods}
-    assert seeds == {m: [1, 2, 3] if m in spec.fewer_seeds else [1, 2, 3, 4, 5] for m in STUDY.methods}
-    assert len(students) == 10 * 5 + 4 * 3 and spec.paper and spec.layout(["pd"]) == list(spec.tables)
+    assert seeds == {m: [*range(1, spec.fewer_seeds.get(m, 8) + 1)] for m in STUDY.methods}
+    assert len(students) == 2 * 8 + 8 * 5 + 4 * 3 and spec.paper and spec.layout(["pd"]) == list(spec.tables)
     assert {s.cfg.seed for s in students if s.cfg.histogram_every_steps} == {1}
     assert len(study("--seeds=2")[1]) == 14 * 2
     spec, students = study("--methods=pd,tad", "--tune=none")  # a comparison of one's own
-    assert {s.name for s in students} == {"pd", "tad"} and (spec.tables, spec.tune, spec.seeds) == ((), (), 5)
+    assert {s.name for s in students} == {"pd", "tad"} and (spec.tables, spec.tune, spec.seeds) == ((), (), 8)
     assert spec.layout(["pd", "tad"]) == [("Methods", ["pd", "tad"], "pd")]
 
 

@@ -152,15 +152,9 @@ def beside_the_paper(figures: tables.Figures) -> list[str]:
         columns = [*zip(heads, scores, strict=True)]
         for (theirs, a), (mine, b) in itertools.product(columns[:2], columns[2:]):
             inner = [i for i, score in enumerate(a) if min(a) < score < max(a)]
-            all_and_inner = kendalltau(a, b), kendalltau(np.take(a, inner), np.take(b, inner)) if inner[1:] else None
-            taus.append(
-                [
-                    title,
-                    theirs,
-                    mine,
-                    *(f"{t.statistic:+.2f}, p {p_text(t.pvalue)}" if t else "–" for t in all_and_inner),
-                ]
-            )
+            both = [kendalltau(np.take(a, some), np.take(b, some)) for some in (range(len(a)), inner) if some[1:]]
+            texts = [f"{tau.statistic:+.2f}, p {p_text(tau.pvalue)}" for tau in both]
+            taus.append([title, theirs, mine, *texts, *(["–"] if len(both) < 2 else [])])
         ranks = [rankdata(np.negative(column), "min") for column in scores]
         places += [[title, m, *(f"{rank[i]:.0f}" for rank in ranks)] for i, m in enumerate(methods)]
     if not taus:
@@ -185,7 +179,7 @@ def trials(results: Path, settings: dict) -> list[str]:
     rates, rows, tried = read_lines(results / "rates.jsonl"), {}, {}
     if not rates:
         return [
-            "No table of trials, as none or not all of them are recorded here: rates and settings are those of the table of costs.",
+            "No table of trials, as not all are recorded here: rates and settings are those of the table of costs.",
             "",
         ]
     best = best_trials(rates)

@@ -411,9 +411,12 @@ def test_stopped_students_are_listed_and_what_has_no_pair_is_not_compared(tmp_pa
     write_lines(file, [x | {"seed": x["seed"] + 2 * (x["method"] == "alra")} for x in students])
     assert "| alra | – | – | – | – | – | – |" in report_of(tmp_path)
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [5.0, 5.1], "pd": [4.0]})
-    assert (
-        "| pd | 1 | 4.0000 | " in (text := report_of(tmp_path)) and "| alra | 2 | **5.0500 ± " in text
-    )  # one is not ranked
+    text = report_of(tmp_path)
+    assert "| pd | 1 | 4.0000 | " in text and "| alra | 2 | **5.0500 ± " in text  # one seed is not ranked
+    made_up(
+        tmp_path, {"vanilla_kd": [5.0], "alra": [4.0], "pd": [6.0], "pretrain": [9.0]}
+    )  # theirs: pd before vanilla_kd
+    assert "our CE, nats/token | +0.67, p 0.3333 | -1.00, p 1.0000 |" in report_of(tmp_path)
 
 
 def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monkeypatch):

@@ -178,10 +178,7 @@ def trials(results: Path, settings: dict) -> list[str]:
     """The table of trials: a line for each method and setting beside the rate, a column for each rate; the best is bold."""
     rates, rows, tried = read_lines(results / "rates.jsonl"), {}, {}
     if not rates:
-        return [
-            "No table of trials, as not all are recorded here: rates and settings are those of the table of costs.",
-            "",
-        ]
+        return ["No table of trials, as not all are recorded here; the table of costs has rates and settings.", ""]
     best = best_trials(rates)
     for x in rates:
         tried.setdefault(x["method"], []).append(x["lr"])

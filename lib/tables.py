@@ -174,11 +174,11 @@ def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[l
     for c, (sign, d) in enumerate(zip(better, digits, strict=True)):
         column = [estimate(row[c]) for row in rows]
         shown = {r: round(e.mean, d) for r, e in enumerate(column) if e.n}
-        several = max(e.n for e in column) > 1
-        ranks = sorted({v for r, v in shown.items() if column[r].n > several}, reverse=sign > 0)
+        fewest = min(2, max(e.n for e in column))
+        ranks = sorted({v for r, v in shown.items() if column[r].n >= fewest}, reverse=sign > 0)
         for r, value in shown.items():
             text = column[r].text(d, "" if sign else "+")
-            place = ranks.index(value) if sign and len(ranks) > 1 and column[r].n > several else None
+            place = ranks.index(value) if sign and len(ranks) > 1 and column[r].n >= fewest else None
             out[r][c] = {0: f"**{text}**", 1: f"*{text}*"}.get(place, text)
     return out
 

@@ -149,14 +149,14 @@ def curves(points: Points, path: Path) -> None:
         axis.set(title=title, ylabel=f"{key} [{unit}]" if unit else key, xlabel="nominal tokens seen")
         axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
         values = [y for terms in points.values() for _, y, *_ in terms.get(key, ())]
+        if min(values) > 0 and max(values) > 20 * min(values):
+            axis.set_yscale("log")
+        elif min(values) >= 0:  # an error bar or a margin may reach below
+            axis.set_ylim(bottom=max(axis.get_ylim()[0], 0))
         if key in ("val_ce", "val_kl"):  # a student that stays far above the others leaves through the top, as may ln V
             ends = {name: terms[key][-1][1] for name, terms in points.items() if key in terms}
             near = [name for name, y in ends.items() if y <= 1.5 * np.median([*ends.values()])]
             axis.set_ylim(top=1.03 * max(y for name in near for _, y, *_ in points[name][key]))
-        elif min(values) > 0 and max(values) > 20 * min(values):
-            axis.set_yscale("log")
-        elif min(values) >= 0:  # an error bar or a margin may reach below
-            axis.set_ylim(bottom=max(axis.get_ylim()[0], 0))
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}

@@ -1,0 +1,31 @@
+# The study's main comparison from a real teacher: SmolLM2-135M, its 49,152 tokens, English text; students of 6.9M parameters.
+#
+#   python tools/compare.py config/study_smollm2.py --jobs=2 --per_run=2 --teacher=FOLDER --source=FILE
+#
+# results/LOG.md says what the folder and the file were. Without trials: the settings are those that the study's trials chose.
+
+methods = ("vanilla_kd", "alra", "fixed_9", "pretrain")
+student = "128x3x4"
+teacher = "HuggingFaceTB/SmolLM2-135M"
+data_dir = "data/smollm2"
+out_dir = "out/study_smollm2"
+
+source = "demo/text.jsonl.zst"
+n_documents, train_rows = None, 8000
+val_rows, val_share = 0, 0.1
+seq_len = 256
+
+shuffle = True
+max_steps = schedule_steps = 1000  # * 8 rows = 2.05M tokens (1.98M without padding), each document once
+batch_rows = micro_batch = 8
+lr, min_lr = 1.73e-3, 1.73e-4
+warmup_steps = 50
+val_every_steps = 200
+val_max_rows = 64
+checkpoint_every_steps = 200
+keep_checkpoints = 1
+compile = teacher_cache = True
+dtype = "bfloat16"  # the teacher's pass takes half as long; heads and losses are in fp32
+
+hyper = {"vanilla_kd": {"tau": 1}, "alra": {"gamma": 1}, "fixed_9": {"lr": 2.28e-3}}
+_compare = {"title": "A real teacher: SmolLM2-135M", "seeds": 3}

@@ -174,12 +174,6 @@ def learning_rate(step: int, cfg: Config) -> float:
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
 
 
-def schedule(step: int, name: str, cfg: Config) -> tuple:
-    """All that an update takes from the schedule: the rate, and the settings that move."""
-    method = resolve(name, **cfg.overrides_of(name))
-    return learning_rate(step, cfg), scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
-
-
 def choose_micro_batch(students: list[Student], teacher: Teacher | None, rows: Rows, cfg: Config) -> Config:
     """The config with the `micro_batch` that is used: a divisor of each process's share of an update's rows.
 
@@ -435,7 +429,7 @@ def loop(
     cfg: Config, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student], facts: dict
 ) -> tuple[int, dict]:
     """From the newest checkpoint to the last update, a signal, or no student left -> the step that was reached, and the counts."""
-    first, counts = run.resume(students, schedule, facts, cfg)
+    first, counts = run.resume(students, facts, cfg)
     live, step, stop, failed, started = [s for s in students if not s.stopped], first, False, None, time.perf_counter()
     catch_signals()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints

@@ -204,22 +204,14 @@ def student_facts(s: Student, step: int, counts: dict, facts: dict, cfg: Config)
     return {**own, **counts, **facts, "made_by": record, "made_by_sha256": record_hash(record)}
 
 
-def check_same_run(name: str, before: dict, where: Path, schedule: Callable, facts: dict) -> None:
-    """Raise `UserError` unless the student of a checkpoint's state is the one that this run makes.
-
-    A longer schedule may follow if the rates of the updates that were made stay: schedule(step, name, config) tells them.
-    """
-    with reading(where):
-        old, new, record = Config(**before["config"]), Config(**facts["config"]), before["made_by"]
-    longer = old.schedule_steps != new.schedule_steps
-    if longer and all(schedule(at, name, old) == schedule(at, name, new) for at in range(before["step"])):
-        record = record | {"schedule_steps": new.schedule_steps}
-    differ = "; ".join(differences(record, facts["made_by"][name])[:3])
-    require(not differ, f"{where}: contains a different run ({name}: {differ}); choose another out_dir, "
-            "and to start from its weights set --student_weights to a checkpoint")  # fmt: skip
+def check_same_run(name: str, before: dict, where: Path, facts: dict) -> None:
+    """Raise `UserError` unless the student of a checkpoint's state is the one that this run makes."""
+    differ = "; ".join(differences(before["made_by"], facts["made_by"][name])[:3])
+    require(not differ, f"{where}: contains a different run ({name}: {differ}); choose another out_dir; there "
+            "--resume_from=CHECKPOINT continues it, and --student_weights starts anew from its weights")  # fmt: skip
 
 
-def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config) -> tuple[int, dict]:
+def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict]:
     """Restore all students from their newest common checkpoint, or begin -> the step and the counts."""
     out = Path(cfg.out_dir)
     there = [[s.init_sha256, *s.checkpoints()] for s in students]
@@ -238,7 +230,7 @@ def resume(students: list[Student], schedule: Callable, facts: dict, cfg: Config
     for step in sorted(common, reverse=True) if live else ():  # a broken newest one is passed over
         try:
             for s in live:
-                check_same_run(s.name, read_state(s.checkpoints()[step]), s.checkpoints()[step], schedule, facts)
+                check_same_run(s.name, read_state(s.checkpoints()[step]), s.checkpoints()[step], facts)
             break
         except BrokenError as error:
             require(step > min(common), str(error))

@@ -49,6 +49,7 @@ _compare = {
     ),
     "tables": (
         ("Methods and variants", (*methods, *_variants, "vanilla_kd@kl"), "vanilla_kd"),
+        ("ALRA and the other methods", tuple(m for m in methods if m != "alra"), "alra"),
         ("Variants of ALRA", _variants, "alra"),
     ),
     "paper": True,

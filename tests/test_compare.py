@@ -374,8 +374,9 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     p, half = 1 - 4 / math.sqrt(18), T975 / 3
     assert f"| alra | -1.3333 ± {half:.4f}, p {3 * p:.4f} |" in text
     assert "| alra_u | +0.7500 ± 3.1766, p 0.2048 |" in text  # 0.5 and 1.0: held against alra in its own table
+    assert f"| vanilla_kd | +1.3333 ± {half:.4f}, p " in text  # and the other methods in another
     assert "| pd | 3 | 5.7333 ± 1.0040 |" in text and "| pd | lr 0.003 | 3 | – | – |" in text
-    assert text.count("**4.1667 ± 1.8973**") == 2 and "over n seeds; **best**, *second*." in text
+    assert text.count("**4.1667 ± 1.8973**") == 3 and "over n seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text and "one beyond might do better: pd, alra." in text
     assert (
         "| alra gamma=1 | – | **4.5000** | – |" in text

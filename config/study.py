@@ -29,12 +29,14 @@ checkpoint_every_steps = 300
 keep_checkpoints = 1
 histogram_every_steps = 75
 compile = teacher_cache = True
+repeat_rows = True  # for pretrain@flops alone: 3,685 updates, what 2,100 of student and teacher cost
 
 _variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
 _compare = {
     "title": "The nine methods at a small scale",
     "seeds": 8,  # of vanilla KD and ALRA, for an interval below 0.1 nats
-    "fewer_seeds": dict.fromkeys({*methods, "vanilla_kd@kl"} - {"vanilla_kd", "alra"}, 5) | dict.fromkeys(_variants, 3),
+    "fewer_seeds": dict.fromkeys({*methods, "vanilla_kd@kl", "pretrain@flops"} - {"vanilla_kd", "alra"}, 5)
+    | dict.fromkeys(_variants, 3),
     "trial_steps": 525,
     "tune": (
         "lr=1e-3,1.73e-3,3e-3",
@@ -51,8 +53,9 @@ _compare = {
         ("Methods and variants", (*methods, *_variants, "vanilla_kd@kl"), "vanilla_kd"),
         ("ALRA and the other methods", tuple(m for m in methods if m != "alra"), "alra"),
         ("Variants of ALRA", _variants, "alra"),
+        ("Pre-training at equal FLOPs", ("pretrain", "vanilla_kd", "vanilla_kd@kl", "alra"), "pretrain@flops"),
     ),
     "paper": True,
 }
-methods += (*_variants, "vanilla_kd@kl")
+methods += (*_variants, "vanilla_kd@kl", "pretrain@flops")
 hyper = {"vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1}}  # KL alone: ALRA has no cross-entropy either

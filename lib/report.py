@@ -66,7 +66,7 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
     for title, methods, ref in spec.layout([*figures]):
         shown = {m: figures[m] for m in dict.fromkeys((*methods, ref)) if m in figures}
         others = [m for m in shown if m != ref]
-        if any(shown.values()) and (others or not sections):
+        if any(shown.values()) and ((others and ref in shown) or not sections):
             sections += [tables.heldout(f"## {title}", shown, ref), leads(logs, title, others, ref)]
     tried = trials(results, settings)
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
@@ -86,7 +86,7 @@ def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
         ", ".join(f"{name} {version}" for name, version in x["versions"].items()) for x in students if "versions" in x
     }
     used = [sorted({x[key] for x in students if x.get(key)}) for key in ("machine", "git_commit")] + [sorted(versions)]
-    left = sum(map(spec.seeds_of, {m for _, methods, _ in spec.tables for m in methods})) - len(students)
+    left = sum(map(spec.seeds_of, {m for _, methods, ref in spec.tables for m in (*methods, ref)})) - len(students)
     text = [f"# {spec.title}", "", "Written by `compare.py` from the files beside it and the logs; do not edit.", "",
             f"{len(students)} students of shape `{settings['student']}`, seeds {', '.join(map(str, seeds))}: {settings['max_steps']:,} updates "
             f"of {settings['batch_rows']} rows of {settings['seq_len']} inputs. Scored on:", "", *tables.scored(done), "",
@@ -94,8 +94,8 @@ def heading(spec: Spec, students: list[dict], settings: dict) -> list[str]:
             *([f"**Not complete**: {left} students that are planned have not been made yet.", ""] if left > 0 else []),
             "± is half the width of a 95 % t interval over seeds, not over texts: all are scored on the same rows. That of two is wide. Differences are paired by seed. p: paired t "
             "test, Holm-corrected over a table's rows, figure by figure; intervals are not. **Best**, *second* of a column.", ""]  # fmt: skip
-    if settings["at"] == "flops":
-        text += ["At equal FLOPs: a method without a teacher makes more updates, until student and teacher have cost "
+    if settings["at"] == "flops" or any(x["method"].endswith("@flops") for x in students):
+        text += ["At equal FLOPs (@flops): a method without a teacher makes more updates, until student and teacher have cost "
                  "the same. Left out: validation, the optimizer, the objectives, and that students share a pass of the teacher.", ""]  # fmt: skip
     failed = [f"- {x['method']} (seed {x['seed']}): {x['stopped']}" for x in students if "stopped" in x]
     return text + (["Without a result:", "", *failed, ""] if failed else [])
@@ -113,11 +113,11 @@ def leads(logs: dict[int, dict[str, Path]], title: str, methods: list[str], ref:
     body = [
         [m, *(differences([(ces[m].get(n, {}), ces[ref][n])])[0].text(4, "+") for n in steps)]
         for m in methods
-        if m in ces
+        if steps and m in ces and max(ces[m]) == steps[-1]  # as long as the reference
     ]
     head = ["validation CE after updates", *(f"{n:,}" for n in steps)]
     said = f"{title}: difference to {ref} in the course of training, over the rows of the validations"
-    return [said, "", *tables.grid(head, body), ""] if steps and body else []
+    return [said, "", *tables.grid(head, body), ""] if body else []
 
 
 def costs(students: list[dict], figures: tables.Figures) -> list[str]:

@@ -81,16 +81,16 @@ def test_a_study_has_methods_with_fewer_seeds_and_flags_beat_it():
     spec, students = study()
     seeds = {name: [s.cfg.seed for s in students if s.name == name] for name in STUDY.methods}
     assert seeds == {m: [*range(1, spec.fewer_seeds.get(m, 8) + 1)] for m in STUDY.methods}
-    assert len(students) == 2 * 8 + 8 * 5 + 4 * 3 and spec.paper and spec.layout(["pd"]) == list(spec.tables)
+    assert len(students) == 2 * 8 + 9 * 5 + 4 * 3 and spec.paper and spec.layout(["pd"]) == list(spec.tables)
     assert {s.cfg.seed for s in students if s.cfg.histogram_every_steps} == {1}
-    assert len(study("--seeds=2")[1]) == 14 * 2
+    assert len(study("--seeds=2")[1]) == 15 * 2
     spec, students = study("--methods=pd,tad", "--tune=none")  # a comparison of one's own
     assert {s.name for s in students} == {"pd", "tad"} and (spec.tables, spec.tune, spec.seeds) == ((), (), 8)
     assert spec.layout(["pd", "tad"]) == [("Methods", ["pd", "tad"], "pd")]
 
 
 def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp_path):
-    argv = ["--seeds=2", f"--data_dir={tiny}/data", f"--methods={','.join(STUDY.methods[:-1])}"]
+    argv = ["--seeds=2", f"--data_dir={tiny}/data", f"--methods={','.join(STUDY.methods[:-2])}"]
     labelled = ["--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3"]
     students = [*study(*argv)[1], *study(*argv, *labelled)[1]]
     jobs = compare.shared_runs(students, tmp_path, 99)
@@ -123,6 +123,7 @@ def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates()
     longer = compare.at_equal("flops", "pretrain", STUDY)  # no teacher: more updates
     assert longer.schedule_steps == longer.max_steps == pytest.approx(2100 * (student + teacher) / student, rel=0.01)
     assert compare.at_equal("flops", "alra", STUDY) == STUDY == compare.at_equal("updates", "pretrain", STUDY)
+    assert compare.at_equal("updates", "pretrain@flops", STUDY) == longer and settings["pretrain@flops"] == {}
 
 
 def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):

@@ -126,8 +126,8 @@ def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[PlannedStuden
 
 
 def at_equal(what: str, name: str, cfg: Config) -> Config:
-    """The config of a method: at equal FLOPs a method without a teacher makes more updates."""
-    if what == "updates" or needs_teacher(name) or cfg.teacher is None:
+    """The config of a method: at equal FLOPs, always so for METHOD@flops, one without a teacher makes more updates."""
+    if (what == "updates" and not name.endswith("@flops")) or needs_teacher(name) or cfg.teacher is None:
         return cfg
     of_student, of_teacher = flops(cfg)
     longer = {key: round(getattr(cfg, key) * (1 + of_teacher / of_student)) for key in ("max_steps", "schedule_steps")}

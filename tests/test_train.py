@@ -5,7 +5,9 @@ import dataclasses
 import errno
 import math
 import os
+import platform
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -25,7 +27,7 @@ import configure
 import train
 from configure import Config
 from lib import files, identity, parallel, run
-from lib.device import mfu
+from lib.device import mfu, pick_device
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, weights_hash
@@ -79,6 +81,15 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny, monkey
     for place in ("none", "cuda:7"):
         train.open_teacher(config(tiny, UNUSED, teacher_device=place))
     assert places == [cpu, torch.device("cuda:7")]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_memory_that_is_freed_on_the_cpu_is_kept_for_the_next_tensor():
+    pick_device("cpu")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    n_bytes = sum(torch.ones(12 << 20).nbytes for _ in range(10))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert (after - before) * resource.getpagesize() < n_bytes / 2  # of the first ones alone
 
 
 def test_padding_never_reaches_a_loss(tiny):

@@ -42,7 +42,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def keep_memory() -> None:
-    """Have the C library (glibc) keep freed blocks of any size: page faults of tensors that come again take a fifth of a step."""
+    """Have the C library (glibc) keep freed blocks of any size: to fault their pages in again took up to a fifth of a step."""
     with contextlib.suppress(AttributeError, TypeError):
         for option, value in {-4: 0, -1: 2**31 - 1, -2: 2**26}.items():  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)

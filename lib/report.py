@@ -72,8 +72,8 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
     text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
     if drawn := draw_figures(logs, results):
-        said = "Curves: means over all seeds, with 95 % intervals where there are several. Budget (of adaptive ones) and anchoring (of the "
-        said += f"teacher, whatever the method), the paper's Figures 3 and 4: seed {min(logs)}. docs/running.md explains them."
+        said = "Curves: means over all seeds, with 95 % intervals where there are several. Budget (of adaptive ones) and anchoring (of the teacher, "
+        said += f"whatever the method), where histograms were logged, the paper's Figures 3 and 4: seed {min(logs)}. docs/running.md explains them."
         text += ["## Training", "", said, "", *(f"![{name}]({name}.png)\n" for name in drawn)]
     (results / "README.md").write_text("\n".join(text).rstrip() + "\n")
     return students, "\n".join([*sections[0], tried[-2], ""])
@@ -178,7 +178,7 @@ def trials(results: Path, settings: dict) -> list[str]:
     """The table of trials: a line for each method and setting beside the rate, a column for each rate; the best is bold."""
     rates, rows, tried = read_lines(results / "rates.jsonl"), {}, {}
     if not rates:
-        return ["No table of trials, as not all are recorded here; the table of costs has rates and settings.", ""]
+        return ["No table of trials, as none or not all are on record; the table of costs has rates and settings.", ""]
     best = best_trials(rates)
     for x in rates:
         tried.setdefault(x["method"], []).append(x["lr"])

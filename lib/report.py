@@ -187,10 +187,11 @@ def trials(results: Path, settings: dict, chosen: dict[str, dict]) -> list[str]:
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
         rows.setdefault(name, {})[x["lr"]] = f"**{text}**" if x is best.get(x["method"]) else text
     every = sorted({lr for lrs in tried.values() for lr in lrs})
+    longer = " (more at equal FLOPs)" if any(m.endswith("@flops") for m in tried) else ""
     but = f", save for {', '.join(chosen)}: the config gives their settings (`chosen`)" if chosen else ""
     at_end = [m for m, lrs in tried.items() if m in best and best[m]["lr"] in (min(lrs), max(lrs))]
     return ["## Trials", "",
-            f"Each method had {' to '.join(map(str, sorted({*map(len, tried.values())})))} trials of {settings['trial_steps']:,} updates with seed 0. CE in nats per "
+            f"Each method had {' to '.join(map(str, sorted({*map(len, tried.values())})))} trials of {settings['trial_steps']:,} updates{longer} with seed 0. CE in nats per "
             f"token over the first {settings['skip_rows']} held-out rows, which are not scored; the lowest chooses{but}.", "",
             *tables.grid(["", *(f"{lr:g}" for lr in every)],
                          [[name, *(cells.get(lr, "–") for lr in every)] for name, cells in rows.items()]), "",

@@ -440,6 +440,22 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
     plot.plt.close("all")
 
 
+@pytest.mark.parametrize("study", ["study", "smollm2"])
+def test_the_figures_of_a_committed_study_are_those_of_its_logs(study):
+    out = world.ROOT / "results" / study
+    for x in lines_of(out):
+        cfg = configure.Config(**read_json(out / x["folder"] / "run.json")["config"])
+        found = compare.outcome(compare.PlannedStudent("main", x["method"], cfg), out / x["folder"])
+        assert {"method": x["method"], "seed": cfg.seed, "folder": x["folder"], **found} == x
+    made = [read_json(file) | {"ce": compare.last_val_ce(file.parent)} for file in out.glob("tune_*/*/run.json")]
+    rates = read_lines(out / "report" / "rates.jsonl")
+    assert len(made) == len(rates)
+    for x in rates:
+        of_method = [run for run in made if re.sub("[@-]t[0-9]$", "", run["method"]) == x["method"]]
+        (ce,) = (run["ce"] for run in of_method if x["settings"].items() <= run["overrides"].items())
+        assert ce == x["val_ce"]
+
+
 @pytest.mark.parametrize(("config", "study"), [("study", "study"), ("study_smollm2", "smollm2")])
 def test_a_committed_study_is_written_anew_byte_for_byte_and_readme_quotes_it(config, study, tmp_path):
     out = shutil.copytree(world.ROOT / "results" / study, tmp_path / study)

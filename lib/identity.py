@@ -23,7 +23,7 @@ from lib.errors import require
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
 from lib.teacher import inherited
-from losses import default_settings, resolve, settings
+from lib.methods import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 
 PLAIN = int | float | complex | str | bytes | None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import losses
+from lib import methods
 from lib.errors import UserError
 from model import Qwen2
 from tests.test_losses import case
@@ -19,7 +19,7 @@ needs_peak = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 def test_the_obvious_implementation_is_the_same_loss():
     z_s, z_t, y = case(n=29, v=211, ignored=())
     gradients = []
-    for loss in (bench.eager_alra, lambda *z: losses.method_loss("alra", *z)[0]):
+    for loss in (bench.eager_alra, lambda *z: methods.method_loss("alra", *z)[0]):
         z = z_s.clone().requires_grad_()
         value = loss(z, z_t, y)
         gradients.append((value.detach(), *torch.autograd.grad(value, z)))
@@ -71,7 +71,7 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch):
     compiled, before = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
     monkeypatch.setattr(Qwen2, "compile_layers", lambda model: None)
-    monkeypatch.setattr(losses, "_compiled", functools.lru_cache(losses._compiled.__wrapped__))  # forgotten afterwards
+    monkeypatch.setattr(methods, "_compiled", functools.lru_cache(methods._compiled.__wrapped__))  # forgotten afterwards
     monkeypatch.setitem(bench.SECTIONS, "tests", lambda args, device: ["| tests |"])
     monkeypatch.setattr(bench.gc, "collect", lambda *_: 0)  # most of the time of a tiny case
     with torch._dynamo.config.patch(recompile_limit=256):  # losses sets it for good

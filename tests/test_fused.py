@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import losses
-from lib import fused
+from lib import fused, methods
 from losses import IGNORE, METHODS
 
 B, T, D_S, D_T, V = 4, 7, 5, 11, 61
@@ -17,7 +16,7 @@ FIRST_TIER = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bi
 
 def fused_head_losses(students, h_t, w_t, y, group=1, compile=False):
     """`head_losses` of (h_s, w_s, method, settings) each."""
-    heads = [(h, w, losses.make_loss_fn(name, group, compile, **settings)) for h, w, name, settings in students]
+    heads = [(h, w, methods.make_loss_fn(name, group, compile, **settings)) for h, w, name, settings in students]
     return fused.head_losses(heads, h_t, w_t, y, group)
 
 
@@ -42,7 +41,7 @@ def plain(h_s, w_s, h_t, w_t, y, method, group=1, **overrides):
     each, n_valid = [], []
     for rows in torch.arange(len(y)).split(group):
         z_s, z_t = (h_s[rows] @ w_s.T).flatten(0, 1), (h_t[rows] @ w_t.T).flatten(0, 1)
-        each.append(losses.method_loss(method, z_s, z_t, y[rows].flatten(), group, **overrides))
+        each.append(methods.method_loss(method, z_s, z_t, y[rows].flatten(), group, **overrides))
         n_valid.append(int((y[rows] != IGNORE).sum()))
     loss = sum(loss for loss, _ in each) / len(each)
     terms = {key: sum(t[key] * n for (_, t), n in zip(each, n_valid, strict=True)) / sum(n_valid) for key in each[0][1]}
@@ -231,17 +230,17 @@ def test_compiled_it_is_the_same():
 def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
     counter, compile = torch._dynamo.testing.CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, options, **keys: compile(function, backend=counter, **keys))
-    losses._compiled.cache_clear()
+    methods._compiled.cache_clear()
     h_s, w_s, h_t, w_t, y = case()
     for w_kd in (0.0, 0.3, 1.0):
         tensor = {"w_kd": torch.tensor(w_kd, dtype=torch.float64)}
         expected, terms = plain(h_s, w_s, h_t, w_t, y, name, w_kd=w_kd, w_ce=1 - w_kd)
         wanted = torch.autograd.grad(expected, (h_s, w_s))
         for compiled in (True, False):
-            evaluate = functools.partial(losses.make_loss_fn(name, compile=compiled), scheduled=tensor or None)
+            evaluate = functools.partial(methods.make_loss_fn(name, compile=compiled), scheduled=tensor or None)
             loss, found = fused.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)[0]
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(torch.autograd.grad(loss, (h_s, w_s)), wanted, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(found["kd"].float(), terms["kd"], rtol=1e-5, atol=1e-6)
-    losses._compiled.cache_clear()
+    methods._compiled.cache_clear()
     assert counter.frame_count == 1

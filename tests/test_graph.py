@@ -11,7 +11,9 @@ from torch._inductor.inductor_prims import force_stride_order
 
 import losses
 from lib.graph import Rewrite
-from losses import IGNORE, METHODS, method_loss
+from lib import methods
+from lib.methods import method_loss
+from losses import IGNORE, METHODS
 from tests import world
 from tests.test_losses import ROWS
 
@@ -69,7 +71,7 @@ def dense(graph):
 @pytest.mark.parametrize(("name", "dtype"), REWRITTEN)
 def test_value_and_gradient_are_one_graph_of_two_passes(name, dtype):
     z_s, z_t, y = case()
-    graphs, compiled = traced(lambda *z: losses._evaluate(METHODS[name], dtype, *z))
+    graphs, compiled = traced(lambda *z: methods.evaluate(METHODS[name], dtype, *z))
     z = z_s.clone()
     with torch.no_grad():
         loss, _, dz = compiled(z, z_t, y)
@@ -143,7 +145,7 @@ with FakeTensorMode(), Watch():
     for name in ROWS:
         h_s = torch.empty(B, T, 16, **like, requires_grad=True)
         w_s = torch.empty(V, 16, device="standin", requires_grad=True)
-        ((loss, terms),) = head_losses([(h_s, w_s, losses.make_loss_fn(name))], h_t, w_t, y)
+        ((loss, terms),) = head_losses([(h_s, w_s, methods.make_loss_fn(name))], h_t, w_t, y)
         loss.backward()
         assert loss.dtype == w_s.grad.dtype == torch.float32 and h_s.grad.dtype == torch.bfloat16
         print(name)

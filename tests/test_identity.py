@@ -11,7 +11,7 @@ import torch
 
 import losses
 import train
-from lib import device, identity
+from lib import device, identity, methods
 from lib.errors import UserError
 from losses import Method
 from tests.world import config, final_bits, records
@@ -143,11 +143,11 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch, capsys):
     """Its arguments are defaults, shown by --help, and count like a setting."""
     row = Method(functools.partial(losses.vanilla_kd, tau=2.0), {}, 1.0, 0.0)
     monkeypatch.setitem(losses.METHODS, "soft", row)
-    assert "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False" in losses.method_lines()
-    losses.check_settings("soft", 64, t2_scaling=True)
+    assert "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False" in methods.method_lines()
+    methods.check_settings("soft", 64, t2_scaling=True)
     z, y = torch.randn(2, 5, 9), torch.arange(5)
-    ours, theirs = (losses.method_loss(*named)[0] for named in (("soft", *z, y), ("vanilla_kd", *z, y)))
-    assert torch.equal(ours, losses.method_loss("vanilla_kd", *z, y, tau=2.0, w_kd=1.0, w_ce=0.0)[0]) and ours != theirs
+    ours, theirs = (methods.method_loss(*named)[0] for named in (("soft", *z, y), ("vanilla_kd", *z, y)))
+    assert torch.equal(ours, methods.method_loss("vanilla_kd", *z, y, tau=2.0, w_kd=1.0, w_ce=0.0)[0]) and ours != theirs
     assert identity.code_hash(row.fn) != identity.code_hash(functools.partial(losses.vanilla_kd, tau=3.0))
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import losses
-from lib import vocab
-from losses import IGNORE, METHODS, method_loss
+from lib import methods, vocab
+from lib.methods import method_loss
+from losses import IGNORE, METHODS
 from tests import naive
 from tools import bench
 
@@ -427,7 +428,7 @@ WEIGHTS = {"dkd": (1.0, 1.0), "sekd": (0.9, 0.1), "todi": (0.5, 0.5), "logit_std
 
 
 def settings_of(name):
-    row = losses.resolve(name)
+    row = methods.resolve(name)
     defaults = {key: value for key, value in (row.fn.__kwdefaults__ or {}).items() if key != "n_sequences"}
     return {**defaults, **row.hyper}
 
@@ -454,7 +455,7 @@ def test_a_methods_loss_is_its_weighted_terms():
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(terms["loss"], loss)
         torch.testing.assert_close(terms["ce"], ce)
-        assert ("kd" in terms) == losses.needs_teacher(name)
+        assert ("kd" in terms) == methods.needs_teacher(name)
         assert list(terms)[:3] == ["loss", "kd", "ce"] or list(terms) == ["loss", "ce"]
         assert ({"mass", "local", "rest", "pair", "d_u"} <= set(terms)) == (row.fn is losses.alra)
         assert not any(t.requires_grad for t in terms.values())
@@ -471,9 +472,9 @@ def test_overrides_reach_the_objective():
     (without,) = torch.autograd.grad(loss, z_s)
     (with_ce,) = torch.autograd.grad(method_loss("tad", z_s, z_t, y, w_kd=0.25, w_ce=1.0, top_k=5)[0], z_s)
     assert not torch.allclose(without, with_ce)
-    assert losses.settings("bild").keys() == {"w_kd", "w_ce", "tau", "top_k"}
-    assert losses.settings("pretrain").keys() == {"w_kd", "w_ce"}
-    assert "d_max" in losses.settings("fixed_7") and losses.METHODS["tad"].hyper == {}
+    assert methods.settings("bild").keys() == {"w_kd", "w_ce", "tau", "top_k"}
+    assert methods.settings("pretrain").keys() == {"w_kd", "w_ce"}
+    assert "d_max" in methods.settings("fixed_7") and losses.METHODS["tad"].hyper == {}
 
 
 # Bad input.
@@ -527,8 +528,8 @@ def test_bad_settings_are_refused_by_name_value_and_bound(name, settings, messag
 def test_every_setting_has_a_kind():
     """Its bounds are then checked; the kinds are tested in test_configure.py."""
     for name in METHODS:
-        assert all(kind in (int, bool, float) or typing.get_args(kind) for kind in losses.settings(name).values()), name
-    bounded = {key for name in METHODS for key, kind in losses.settings(name).items() if kind is float}
+        assert all(kind in (int, bool, float) or typing.get_args(kind) for kind in methods.settings(name).values()), name
+    bounded = {key for name in METHODS for key, kind in methods.settings(name).items() if kind is float}
     assert bounded == {"alpha", "beta"}  # those of ABKD may be any number
 
 
@@ -569,7 +570,7 @@ def test_compiled_the_gradient_replaces_the_logits():
     n, v = 61, 151_936  # 37 MB a tensor: large enough for malloc to return each when it is freed
     z_s, z_t, y = case(n=n, v=v, dtype=torch.float32)
     (expected,) = torch.autograd.grad(method_loss("tad", z := z_s.clone().requires_grad_(), z_t, y)[0], z)
-    evaluate, z = torch.no_grad()(losses.make_loss_fn("tad", compile=True)), z_s.clone()
+    evaluate, z = torch.no_grad()(methods.make_loss_fn("tad", compile=True)), z_s.clone()
     assert evaluate(torch.float32, z, z_t, y)[2] is z and (z - expected).norm() <= 1e-5 * expected.norm()
     del z, expected
     before = bench.start_memory(torch.device("cpu"))
@@ -627,14 +628,14 @@ def _by_hand(z_s, z_t, y):
 def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
     monkeypatch.setitem(losses.METHODS, "mine", fn if isinstance(fn, tuple) else losses.Method(fn, {}, 1.0, 0.0))
     with pytest.raises(ValueError, match=f"^mine: .*{message}") if message else contextlib.nullcontext():
-        losses.check_settings("mine", 23, "wsd")
+        methods.check_settings("mine", 23, "wsd")
     torch.set_default_dtype(torch.float32)
 
 
 def test_every_objective_passes_its_trial():
     for name in METHODS:
         for V in (53, 4096):
-            losses.check_settings(name, V, compile=True)
+            methods.check_settings(name, V, compile=True)
 
 
 def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
@@ -655,10 +656,10 @@ def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
     expected = -(z_t.softmax(-1) * z_t.log_softmax(-1)).sum(-1)[valid].mean()
     torch.testing.assert_close(terms["entropy"], expected)
     torch.testing.assert_close(loss, 1.5 * losses.reverse_kl(z_s, z_t, y).sum() / valid.sum())
-    assert losses.settings("mine").keys() == {"w_kd", "w_ce", "scale"}
-    assert type(losses.resolve("mine", scale=2).hyper["scale"]) is float  # as `--mine.scale=2` gives it
+    assert methods.settings("mine").keys() == {"w_kd", "w_ce", "scale"}
+    assert type(methods.resolve("mine", scale=2).hyper["scale"]) is float  # as `--mine.scale=2` gives it
     with pytest.raises(ValueError, match=r"mine\.scale='big': expected float"):
-        losses.resolve("mine", scale="big")
+        methods.resolve("mine", scale="big")
 
 
 def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
@@ -673,4 +674,4 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     losses.tad(z_s, z_t, y, top_k=5, n_sequences=2).sum().backward()
     assert z_s.grad.isfinite().all() and not z_s.grad[6:].any()
     refused("n_sequences=5: expected a divisor of N=12", lambda: losses.tad(z_s, z_t, y, n_sequences=5))
-    assert "n_sequences" not in losses.settings("tad")
+    assert "n_sequences" not in methods.settings("tad")

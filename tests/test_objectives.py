@@ -13,8 +13,9 @@ import torch
 import losses
 import train
 from configure import Config
-from lib import metrics
-from losses import METHODS, method_loss
+from lib import methods, metrics
+from lib.methods import method_loss
+from losses import METHODS
 from tests.golden_table import KEYWORDS
 from tests.test_golden import cases
 from tests.test_losses import case, kd, kl, value_and_gradient
@@ -110,12 +111,12 @@ def test_standardized_logits():
 
 
 def test_taids_t_moves_over_the_run():
-    at = lambda name, step, **of: losses.scheduled_settings(losses.resolve(name, **of), step, 1000)  # noqa: E731
+    at = lambda name, step, **of: methods.scheduled_settings(methods.resolve(name, **of), step, 1000)  # noqa: E731
     assert [at("taid", step)["t"] for step in (0, 500, 1000)] == pytest.approx([0.4, 0.7, 1.0])
     assert at("taid", 500, t=0.2, t_end=0.4, w_ce=1.0) == {"t": pytest.approx(0.3)} and at("alra", 500, gamma=3.0) == {}
-    assert losses.scheduled_settings(METHODS["taid"]._replace(moving=()), 500, 1000) == {}  # a name alone moves nothing
+    assert methods.scheduled_settings(METHODS["taid"]._replace(moving=()), 500, 1000) == {}  # a name alone moves nothing
     z_s, z_t, y = case()
-    last, kl = losses.make_loss_fn("taid"), losses.make_loss_fn("vanilla_kd", tau=1.0, w_kd=1.0, w_ce=0.0)
+    last, kl = methods.make_loss_fn("taid"), methods.make_loss_fn("vanilla_kd", tau=1.0, w_kd=1.0, w_ce=0.0)
     moved = {"t": torch.tensor(at("taid", 1000)["t"], dtype=torch.float64)}
     for a, b in zip(last(z_s.dtype, z_s.clone(), z_t, y, moved), kl(z_s.dtype, z_s, z_t, y), strict=True):
         torch.testing.assert_close(a, b)
@@ -139,9 +140,9 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
     monkeypatch.setitem(METHODS, "mine", losses.Method(mine, {}, 1.0, 0.0))
     assert drawn() == drawn(world=2) == drawn(world=4) and drawn()[0] == 6394423578351708644  # in every Python
     assert len({*drawn(), *drawn("mine@b"), *drawn(step=4), *drawn(seed=5)}) == 16
-    assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
+    assert methods.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
     with pytest.raises(ValueError, match="mine: it draws from a `generator`, so set --compile=False"):
-        losses.check_settings("mine", 53, compile=True)
+        methods.check_settings("mine", 53, compile=True)
 
 
 def test_the_largest_five_of_a_vocabulary_of_four_are_four():
@@ -155,7 +156,7 @@ def test_the_largest_five_of_a_vocabulary_of_four_are_four():
 def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
-    one = functools.partial(losses._evaluate, METHODS[name], torch.float32)
+    one = functools.partial(methods.evaluate, METHODS[name], torch.float32)
     whole = torch.compile(one, backend="eager", fullgraph=True)
     loss, _, dz = whole(z := z_s.clone(), z_t, y)
     assert dz is z  # the gradient overwrites the logits

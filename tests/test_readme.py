@@ -21,7 +21,7 @@ import configure
 import eval as ev
 import losses
 import train
-from lib import tasks
+from lib import methods, tasks
 from tests.world import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -150,7 +150,7 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(run, copy, monk
     names = dict(train.__dict__)
     places = {"hidden states": "        for s, (loss, terms) in zip(students", "extras": "    if cfg.compile:\n"}
     for name, place in places.items():
-        function = inspect.getsource(getattr(train, "accumulate" if name == "hidden states" else "make_student"))
+        function = inspect.getsource(getattr(train, "update" if name == "hidden states" else "make_student"))
         assert function.count(place) == 1
         exec(function.replace(place, steps[name] + place), names)
 
@@ -165,7 +165,7 @@ def test_an_objective_is_added_in_three_steps_as_the_readme_says(run, copy, monk
     runs = {name: copy / "out" / name / "vanilla_kd" for name in ("plain", "whole", "cut")}
     for name, n in (("plain", 1), ("whole", 3), ("cut", 1), ("cut", 3)):  # one that is cut goes on with the same bits
         if name == "whole":
-            monkeypatch.setattr(train, "accumulate", names["accumulate"])
+            monkeypatch.setattr(train, "update", names["update"])
             monkeypatch.setattr(train, "make_student", frozen)
         keys = f"--methods=vanilla_kd --log_every_steps=1 --schedule_steps=3 --max_steps={n} --out_dir=out/{name}"
         assert train.distil(configure.load(["config/demo.py", *shlex.split(f"{MORE['train.py']} {keys}")])) == 0
@@ -235,7 +235,7 @@ def test_the_choices_name_real_keys():
     named = re.findall(r"`(\w+)`", " ".join(row[-1] for row in choices))
     assert len(choices) > 20 and len(named) > 5 and set(named) - {"eval.py"} <= configure.KINDS.keys()
     hyper = re.findall(r"`(?!config|eval)(\w+)\.(\w+)`", " ".join(row[-1] for row in choices))
-    assert len(hyper) > 8 and all(key in losses.settings(method) for method, key in hyper), hyper
+    assert len(hyper) > 8 and all(key in methods.settings(method) for method, key in hyper), hyper
     flags = set(re.findall(r"`--(\w+)`", " ".join(row[-1] for row in choices)))
     assert flags and flags <= vars(ev.arguments(["x"])).keys()
 

@@ -26,14 +26,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import configure
 import train
 from configure import Config
-from lib import files, identity, parallel, run
+from lib import files, identity, parallel, preflight, run
 from lib.device import mfu, pick_device
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from lib.teacher import Teacher, load_teacher
-from losses import IGNORE, method_loss
+from lib.methods import method_loss
+from losses import IGNORE
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
 from tests import world
 from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, read_jsonl, records, saved, untimed, write_rows
@@ -132,7 +133,7 @@ def gradients(tiny: Path, **changes) -> dict[str, list[torch.Tensor]]:
     students = [train.make_student(name, cfg) for name in cfg.methods]
     for s in students:
         s.optimizer.step = s.optimizer.zero_grad = lambda **_: None
-    train.update(students, teacher, train.batches(rows, teacher, 0, cfg), 0, cfg)
+    train.update(students, teacher, train.micro_batches(rows, teacher, 0, cfg), 0, cfg)
     return {s.name: [p.grad for p in s.model.parameters()] for s in students}
 
 
@@ -154,7 +155,7 @@ def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
     with torch.no_grad():
         z_s, z_t = student.model(x).flatten(0, 1), teacher.model(x).flatten(0, 1)
     four, one = (method_loss("tad", z_s, z_t, y.flatten(), n_sequences=n)[0].item() for n in (4, 1))
-    train.update([student], teacher, train.batches(rows, teacher, 0, cfg), 0, cfg)
+    train.update([student], teacher, train.micro_batches(rows, teacher, 0, cfg), 0, cfg)
     assert student.sums["loss"].item() / n == pytest.approx(four, rel=1e-5) != pytest.approx(one, rel=1e-5)
 
 
@@ -179,7 +180,7 @@ def trained(tiny: Path, n: int, prepare=lambda student: None, **changes) -> tupl
     student, grads = train.make_student("pretrain", cfg), []
     prepare(student)
     weights = [[p.detach().double() for p in student.model.parameters()]]
-    stream = train.batches(rows, None, 0, cfg)
+    stream = train.micro_batches(rows, None, 0, cfg)
     for step in range(n):
         with mock.patch.object(train, "clip_gradients", wraps=train.clip_gradients) as clip:
             clip.side_effect = lambda ps, most: grads.append([p.grad.double() for p in ps]) or mock.DEFAULT
@@ -345,7 +346,7 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
     known = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
     assert known.items() <= records(tmp_path / "run", "alra")[-1].items()
     for ce, n in ((5.2, 0), (5.3, 1), (8.0, 1)):
-        train.say_levels(known | {"val_teacher_ce": ce})
+        run.say_levels(known | {"val_teacher_ce": ce})
         assert capsys.readouterr().out.count("warning") == n
 
 
@@ -441,20 +442,26 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(tiny, tmp_pa
 @pytest.mark.parametrize(("most", "broken"), [(2, "gradient"), (1, "gradient"), (9, "weights")])
 def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(tiny, finished, tmp_path, monkeypatch, capsys, most, broken):  # fmt: skip
     """Two bad gradients in a row: one more than may be, or not; weights that are not finite. It goes on at a lower rate."""
-    accumulate, out, lower, weights = train.accumulate, tmp_path / "out", tmp_path / "lower", {}
+    update, clip, out, lower, weights = train.update, train.clip_gradients, tmp_path / "out", tmp_path / "lower", {}
+    at = []  # the step, and the head whose gradient or weight breaks
 
-    def breaking(students, teacher, stream, step, cfg):
-        n = accumulate(students, teacher, stream, step, cfg)
-        if step in (2, 3) and students[0].name == "vanilla_kd":
-            p = students[0].model.head
-            (p.data if broken == "weights" else p.grad)[0, 0] = math.nan
-            weights[step] = p.data.clone()
-        return n
+    def following(students, teacher, stream, step, cfg):
+        at[:] = [step, students[0].model.head if students[0].name == "vanilla_kd" else None]
+        return update(students, teacher, stream, step, cfg)
+
+    def breaking(parameters, max_norm):
+        parameters = list(parameters)
+        step, head = at
+        if step in (2, 3) and any(p is head for p in parameters):
+            (head.data if broken == "weights" else head.grad)[0, 0] = math.nan
+            weights[step] = head.data.clone()
+        return clip(parameters, max_norm)
 
     keys = {"methods": "vanilla_kd,alra", "vanilla_kd.lr": 5e-3, "max_skipped_updates": most}
     folder = out / "vanilla_kd"
     with monkeypatch.context() as patch:
-        patch.setattr(train, "accumulate", breaking)
+        patch.setattr(train, "update", following)
+        patch.setattr(train, "clip_gradients", breaking)
         assert train.distil(config(tiny, out, **keys)) == (most < 2 or broken == "weights")
     told, path = capsys.readouterr().out, folder / "checkpoints" / "step_00000004"
     assert final_bits(out, "alra") == final_bits(finished, "alra")
@@ -481,18 +488,23 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(t
 
 def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(tiny, tmp_path, monkeypatch):
     """The update is skipped; a checkpoint before the log's next line, here by a signal, keeps what that line will say."""
-    accumulate = train.accumulate
+    update, clip, at = train.update, train.clip_gradients, []
 
-    def breaking(students, teacher, stream, step, cfg):
-        n, s = accumulate(students, teacher, stream, step, cfg), students[0]
+    def following(students, teacher, stream, step, cfg):
+        at[:] = [students[0], step, Path(cfg.out_dir).name]
+        return update(students, teacher, stream, step, cfg)
+
+    def breaking(parameters, max_norm):
+        s, step, name = at
         if step == 2:
             s.sums["loss"] *= math.nan
             s.model.head.grad[0, 0] = math.nan
-            if Path(cfg.out_dir).name == "cut":
+            if name == "cut":
                 train.STOP.set()
-        return n
+        return clip(parameters, max_norm)
 
-    monkeypatch.setattr(train, "accumulate", breaking)
+    monkeypatch.setattr(train, "update", following)
+    monkeypatch.setattr(train, "clip_gradients", breaking)
     for name, codes in (("whole", [0]), ("cut", [train.TRY_AGAIN, 0]), ("stopped", [1])):
         keys = {"max_skipped_updates": 0, "keep_checkpoints": 1} if name == "stopped" else {}
         for code in codes:
@@ -616,14 +628,14 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
     tiny, tmp_path, monkeypatch, capsys
 ):
     ce = iter([8.3, 8.4, math.nan])  # ln V is 8.32
-    accumulate, validate = train.accumulate, train.validate
+    update, validate = train.update, train.validate
 
     def diverging(students, teacher, stream, step, cfg):
-        n = accumulate(students, teacher, stream, step, cfg)
+        n = update(students, teacher, stream, step, cfg)
         students[0].sums |= {"kd": torch.tensor(math.inf)}
         return n
 
-    monkeypatch.setattr(train, "accumulate", diverging)
+    monkeypatch.setattr(train, "update", diverging)
     monkeypatch.setattr(train, "validate", lambda *args: {"alra": validate(*args)["alra"] | {"val_ce": next(ce)}})
     assert train.distil(config(tiny, tmp_path, methods="alra", log_every_steps=1, val_every_steps=2)) == 0
     told = re.findall(r"alra, step (\d): held-out CE (\S+) is past ln V = 8.32", capsys.readouterr().out)
@@ -733,29 +745,18 @@ def test_micro_batch_is_lowered_to_what_fits_the_processes(tiny, monkeypatch, pr
     monkeypatch.setattr(parallel, "world", lambda: processes)
     monkeypatch.setattr(parallel, "check_agreement", lambda **facts: None)
     if fits:
-        run.check_config(cfg)
-        assert train.choose_micro_batch([], None, None, cfg).micro_batch == fits
+        preflight.check_config(cfg)
+        assert train.fit_micro_batch(cfg).micro_batch == fits
     else:
         with pytest.raises(UserError, match=rf"{processes} processes with group=4: expected their product to divide"):
-            run.check_config(cfg)
+            preflight.check_config(cfg)
 
 
-def test_a_card_gets_the_largest_micro_batch_that_fits_and_a_run_keeps_it(tiny, finished, tmp_path, monkeypatch):
-    tried = []
-
-    def accumulate(students, teacher, stream, step, cfg):
-        tried.append(cfg.micro_batch)
-        if cfg.micro_batch > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(train, "accumulate", accumulate)
-    monkeypatch.setattr(train, "batches", lambda *args: iter(()))
-    cfg = config(tiny, tmp_path, batch_rows=48, micro_batch="none", group=2, methods="alra")
-    students = [train.make_student("alra", cfg)]
-    on_card = dataclasses.replace(cfg, device="cuda:0")
-    resumed = dataclasses.replace(on_card, out_dir=str(finished), group=1)
-    chosen = [train.choose_micro_batch(students, None, None, c).micro_batch for c in (on_card, cfg, resumed)]
-    assert chosen == [4, 2, 2] and tried == [48, 24, 16, 12, 8, 6, 4]  # on the CPU: one forward batch
+def test_without_a_micro_batch_a_process_computes_all_its_rows_at_once(tiny, monkeypatch):
+    cfg = config(tiny, UNUSED, batch_rows=48, micro_batch="none", group=2)
+    assert train.fit_micro_batch(cfg).micro_batch == 48
+    monkeypatch.setattr(parallel, "world", lambda: 4)
+    assert train.fit_micro_batch(cfg).micro_batch == 12
 
 
 CHANGES = {

@@ -36,11 +36,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
-import losses
 import train
 from lib.device import give_back_memory, machine_facts, mfu, pick_device
 from lib.errors import UserError, require
 from lib.fused import head_losses
+from lib.methods import make_loss_fn, method_loss, needs_teacher
 from lib.teacher import Teacher
 from losses import METHODS
 from model import PRESETS, flops_per_token, init_student
@@ -169,9 +169,9 @@ def bench_fused(args, device: torch.device) -> list[str]:
     def logits() -> tuple[Tensor, Tensor, Tensor]:
         return (h_s[0] @ w_s.to(dtype).T).float(), (h_t[0] @ w_t.T).float(), y[0]
 
-    evaluate = {name: losses.make_loss_fn(name, compile=True) for name in args.methods}
+    evaluate = {name: make_loss_fn(name, compile=True) for name in args.methods}
     loss_of = {name: lambda f=f: head_losses([(h_s, w_s, f)], h_t, w_t, y)[0][0] for name, f in evaluate.items()}
-    loss_of["plain alra"] = lambda: losses.method_loss("alra", *logits())[0]
+    loss_of["plain alra"] = lambda: method_loss("alra", *logits())[0]
     loss_of["eager alra"] = lambda: eager_alra(*logits())
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
@@ -203,7 +203,7 @@ def our_step(methods, micro_batch: int, compile: bool, teacher: Teacher | None, 
     )  # fmt: skip
     students = [train.make_student(name, cfg) for name in methods]
     x, y = torch.randint(0, PRESETS[args.student].vocab_size, (2, rows, args.n)).to(device)
-    teacher = teacher if any(map(losses.needs_teacher, methods)) else None
+    teacher = teacher if any(map(needs_teacher, methods)) else None
 
     def case():
         micro_batches = zip(x.split(micro_batch), y.split(micro_batch), strict=True)
@@ -253,7 +253,7 @@ def bench_steps(args, device: torch.device) -> list[str]:
     for name, (methods, _, _) in cases.items():
         if name in results:
             flops = len(methods) * flops_per_token(PRESETS[args.student], args.n, trained=True)
-            if any(map(losses.needs_teacher, methods)):  # once for all students
+            if any(map(needs_teacher, methods)):  # once for all students
                 flops += flops_per_token(PRESETS[args.teacher], args.n, trained=False)
             rate = args.rows * args.n / statistics.median(results[name]["sec"])
             used = mfu(rate * flops, device, 1)

@@ -48,7 +48,7 @@ from lib.settings import literal
 from lib.stats import FIGURES
 from lib.tables import read_if_there
 from lib.teacher import Teacher, foreign_config, is_native
-from losses import needs_teacher, resolve
+from lib.methods import needs_teacher, resolve
 from model import flops_per_token, load_config
 
 ROOT = Path(__file__).resolve().parent.parent

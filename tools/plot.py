@@ -30,7 +30,7 @@ from lib.hf import load_tokenizer
 from lib.paper import NAMES
 from lib.stats import estimate
 from lib.teacher import load_teacher
-from losses import default_settings, resolve
+from lib.methods import default_settings, resolve
 
 NATS = "nats per token"
 # What a record of log.jsonl has beside an objective's terms. Those of validation begin with val_.

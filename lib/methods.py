@@ -1,0 +1,365 @@
+"""How training calls the objectives of losses.py.
+
+A method is a row of `METHODS`: an objective, its settings, and the weights of distillation and of
+causal language modelling. This file resolves settings, adds up the weighted terms of one forward
+batch, compiles them, and tries a method on three positions before a run.
+
+Dimensions: N positions, V vocabulary.
+"""
+
+import functools
+import inspect
+import itertools
+import random
+import traceback
+import typing
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from configure import Config
+from lib import parallel
+from lib.checks import IGNORE, leave
+from lib.errors import UserError, first_line, nearest, require
+from lib.settings import NonNegative, checked
+from losses import METHODS, Method, cross_entropy
+
+SHORT_NAMES = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
+
+# ----------------------------------------------------------------------------------------------
+# names and settings
+
+
+def resolve(name: str, **overrides) -> Method:
+    """Return the row of `METHODS` for METHOD or METHOD@LABEL, with overrides of its settings.
+
+    Raises `UserError` for an unknown method, setting or value.
+    """
+    name = name.partition("@")[0]
+    if name not in METHODS:
+        near = SHORT_NAMES.get(name) or nearest(name, METHODS)
+        hint = f", did you mean {near!r}?" if near else "."
+        raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
+    method = METHODS[name]
+    if not overrides:
+        return method
+    kinds = settings(name)
+    hyper = dict(method.hyper)
+    weights = {}
+    for key, value in overrides.items():
+        if key not in kinds:
+            raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}")
+        value = checked(f"{name}.{key}", value, kinds[key])
+        if key in ("w_kd", "w_ce"):
+            weights[key] = value
+        else:
+            hyper[key] = value
+    return method._replace(hyper=hyper, **weights)
+
+
+def needs_teacher(name: str) -> bool:
+    """Whether the method reads teacher logits."""
+    return resolve(name).has_teacher
+
+
+def settings(name: str) -> dict[str, object]:
+    """Return the settings that `resolve(name)` may override, with their kinds."""
+    fn = resolve(name).fn
+    hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
+    kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
+    for key in default_settings(fn):
+        if key not in ("n_sequences", "generator"):  # the caller sets these two
+            kinds[key] = hints[key]
+    return kinds
+
+
+def default_settings(fn: Callable) -> dict[str, object]:
+    """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
+    parameters = inspect.signature(fn).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def scheduled_settings(
+    method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant"
+) -> dict[str, float]:
+    """Return the settings that change during a run, as they are in update `step` of `n_steps`.
+
+    A setting x that the method's row calls moving goes to x_end in a straight line. With PD's
+    schedule the distillation weight rises over the first 10 % of the steps and falls in the last
+    1 %.
+    """
+    values = default_settings(method.fn) | method.hyper
+    scheduled = {}
+    for key in method.moving:
+        scheduled[key] = values[key] + (values[f"{key}_end"] - values[key]) * step / n_steps
+    if w_kd_schedule == "wsd" and method.has_teacher:
+        rise = step / (0.1 * n_steps)
+        fall = (n_steps - step) / (0.01 * n_steps)
+        scheduled["w_kd"] = method.w_kd * min(1.0, rise, fall)
+    return scheduled
+
+
+def method_lines() -> list[str]:
+    """Return the lines of `--help`: each objective with its settings, and its methods."""
+    lines = ["methods; --METHOD.SETTING=VALUE sets a setting of its objective, or w_kd, w_ce, lr"]
+    for fn in dict.fromkeys(method.fn for method in METHODS.values()):
+        defaults = [f"{key}={value}" for key, value in default_settings(fn).items()]
+        lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(defaults)}")
+        for name, row in METHODS.items():
+            if row.fn is fn:
+                weights = f"w_kd={row.w_kd}, w_ce={row.w_ce}"
+                lines.append(f"        {name}: {weights} {row.hyper or ''}")
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------
+# the loss of one forward batch
+
+
+def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
+
+    z_s, z_t, y  as of an objective: the positions of one forward batch
+    ->           mean loss []; `loss`, `kd` (with a teacher), `ce`, the objective's parts, `n_valid`
+
+    A term of weight 0 costs no gradient.
+    """
+    with_gradient = torch.is_grad_enabled()
+    valid = y != IGNORE
+    uses_ce = _is_positive(method.w_ce)
+    with torch.set_grad_enabled(with_gradient and uses_ce):
+        ce = cross_entropy(z_s, None, y)  # [N]
+    loss = method.w_ce * ce if uses_ce else torch.zeros_like(ce)
+    parts = {}
+    if method.has_teacher:
+        uses_kd = _is_positive(method.w_kd)
+        if z_t is None:
+            fn = getattr(method.fn, "func", method.fn)
+            raise UserError(f"z_t: {fn.__name__} needs teacher logits, got None")
+        with torch.set_grad_enabled(with_gradient and uses_kd):
+            parts = _parts(method.fn(z_s, z_t, y, **method.hyper))
+        kd = parts.pop("loss")  # [N]
+        if uses_kd:
+            loss = loss + method.w_kd * kd
+        terms = {"loss": loss, "kd": kd, "ce": ce}
+    else:
+        terms = {"loss": loss, "ce": ce}
+    for key, value in parts.items():
+        if value.shape == y.shape:  # others are not logged
+            terms[key] = value
+    sums = {key: leave(value.detach(), valid).sum() for key, value in terms.items()}
+    sums["n_valid"] = valid.sum()
+    return loss.sum() / valid.sum().clamp(min=1), sums
+
+
+def _is_positive(weight: float | Tensor) -> bool:
+    return isinstance(weight, Tensor) or weight > 0  # a tensor is a weight that changes
+
+
+def _parts(result) -> dict[str, Tensor]:
+    """Return what an objective returned as a dictionary, `loss` first."""
+    return result._asdict() if isinstance(result, tuple) else {"loss": result}
+
+
+def method_loss(
+    name: str, z_s, z_t, y, n_sequences: int = 1, **settings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Call a method in a training loop of your own.
+
+    n_sequences  sequences of equal length in the batch, one after another; read by TAD
+    settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`
+    ->           mean loss, differentiable in z_s; detached means of its terms
+    """
+    method = _with_sequences(resolve(name, **settings), n_sequences)
+    loss, sums = mean_loss(method, z_s, z_t, y)
+    n_valid = sums.pop("n_valid").clamp(min=1)
+    return loss, {key: value / n_valid for key, value in sums.items()}
+
+
+def _with_sequences(method: Method, n_sequences: int) -> Method:
+    if "n_sequences" not in default_settings(method.fn):
+        return method
+    return method._replace(hyper=method.hyper | {"n_sequences": n_sequences})
+
+
+# ----------------------------------------------------------------------------------------------
+# what a training step calls
+
+
+def objective_at(student, step: int, cfg: Config) -> Callable:
+    """Return a student's objective in update `step`, as `head_losses` calls it.
+
+    A random objective is seeded for each forward batch by its number in the update, however the
+    update is divided into micro-batches and processes.
+    """
+    name = student.name
+    device = student.model.head.device
+    method = resolve(name, **cfg.overrides_of(name))
+    scheduled = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
+    for key, value in scheduled.items():
+        # A tensor, so that one compiled graph serves every value. It is filled on the device: the
+        # host would wait for a copy.
+        scheduled[key] = torch.full((), value, dtype=torch.float64, device=device)
+    evaluate = loss_fn(method, cfg.group, cfg.compile)
+    if "generator" not in default_settings(method.fn):
+        return functools.partial(evaluate, scheduled=scheduled)
+
+    numbers = itertools.count(parallel.rank() * cfg.batch_rows // parallel.world() // cfg.group)
+
+    def evaluate_with_generator(*inputs):
+        seed = random.Random(f"{cfg.seed} {step} {name} {next(numbers)}").getrandbits(63)
+        generator = torch.Generator(device).manual_seed(seed)
+        return evaluate(*inputs, scheduled | {"generator": generator})
+
+    return evaluate_with_generator
+
+
+def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
+    """As `loss_fn`, of a method's name and settings."""
+    return loss_fn(resolve(name, **settings), n_sequences, compile)
+
+
+def loss_fn(method: Method, n_sequences: int, compile: bool) -> Callable:
+    """Return what `head_losses` calls: f(dtype, z_s, z_t, y, scheduled=None), see `evaluate`.
+
+    compile  run it under torch.compile, once per method, settings and shape. If the dtypes match,
+             the gradient overwrites z_s
+    """
+    method = _with_sequences(method, n_sequences)
+    if compile:
+        return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
+    return functools.partial(evaluate, method)
+
+
+@functools.cache
+def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
+    from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
+
+    limit = torch._dynamo.config.recompile_limit  # per code object, which all methods share
+    torch._dynamo.config.recompile_limit = max(limit, 256)
+    method = Method(fn, dict(hyper), w_kd, w_ce)
+
+    def evaluate_one(*inputs, scheduled=None):
+        return evaluate(method, *inputs, scheduled)
+
+    passes = {"post_grad_custom_pre_pass": Rewrite()}
+    return torch.compile(evaluate_one, dynamic=False, fullgraph=True, options=passes)
+
+
+def evaluate(
+    method: Method, dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """Return what `mean_loss` returns, and the gradient of the loss in z_s.
+
+    dtype      of the gradient; None: no gradient
+    scheduled  settings that replace the method's, as tensors [], or a generator; with w_kd, w_ce
+               becomes 1 - w_kd
+    """
+    if scheduled:
+        hyper = method.hyper | scheduled
+        w_kd = hyper.pop("w_kd", None)
+        method = method._replace(hyper=hyper)
+        if w_kd is not None:
+            method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
+    if not dtype:
+        with torch.no_grad():
+            loss, sums = mean_loss(method, z_s, z_t, y)
+        return loss, sums, None
+    if torch.compiler.is_compiling():
+        # one graph for both directions: nothing of [N, V] is kept between them
+        both = torch.func.grad_and_value(lambda z: mean_loss(method, z, z_t, y), has_aux=True)
+        dz, (loss, sums) = both(z_s)
+        return loss, sums, z_s.copy_(dz) if dtype == z_s.dtype else dz.to(dtype)
+    with torch.enable_grad():
+        loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y)
+    if loss.requires_grad:
+        (dz,) = torch.autograd.grad(loss, z_s)
+    else:
+        dz = torch.zeros_like(z_s)
+    return loss.detach(), sums, dz.to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------
+# the trial before a run
+
+
+def check_settings(
+    name: str, V: int, w_kd_schedule: str = "constant", compile: bool = False, **overrides
+) -> None:
+    """Try the method on three positions at a vocabulary of V.
+
+    Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
+    """
+    method = resolve(name, **overrides)
+    try:
+        _try_method(method, V, w_kd_schedule, compile)
+    except Exception as error:
+        where = ""
+        if not isinstance(error, UserError):
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
+        raise UserError(f"{name}: {first_line(error)}{where}") from error
+
+
+def _try_method(method: Method, V: int, w_kd_schedule: str, compile: bool) -> None:
+    w_kd, w_ce = method.w_kd, method.w_ce
+    is_random = "generator" in default_settings(method.fn)
+    learns = w_ce or (w_kd and method.has_teacher)
+    require(learns, f"w_kd={w_kd}, w_ce={w_ce}: nothing is learnt; set one of them")
+    fits = w_kd <= 1 or w_kd_schedule != "wsd"
+    require(fits, f"w_kd={w_kd}: w_kd_schedule='wsd' takes <= 1: w_ce=1-w_kd")
+    if compile and is_random:
+        raise UserError("it draws from a `generator`, so set --compile=False")
+    if method.has_teacher:
+        hyper = {**method.hyper, **scheduled_settings(method, 0, 1)}
+        _check_contract(functools.partial(method.fn, **hyper), is_random, V)
+
+
+def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
+    """Check an objective at a first and a last label, with an ignored position between them."""
+    z = torch.randn(2, 3, V, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, IGNORE, V - 1])
+    z_wild = z * torch.tensor([1.0, 1e3, 1.0])[:, None]
+    random_state = torch.get_rng_state()
+    first = _loss_and_gradient(fn, is_random, z, y)
+    wild = _loss_and_gradient(fn, is_random, z_wild, y)
+    again = first
+    if not torch.equal(first, wild):
+        again = _loss_and_gradient(fn, is_random, z, y)
+    if not first.isfinite().all():
+        raise UserError("its loss or gradient is not finite at ordinary logits")
+    drew = not torch.equal(torch.get_rng_state(), random_state)
+    if drew or not torch.equal(first, again):
+        remedy = "draw from a keyword `generator: torch.Generator | None = None`"
+        raise UserError(f"equal calls differ; keep no state, {remedy}")
+    if not torch.equal(first, wild):
+        remedy = "leave them out of means (`valid_mean`)"
+        raise UserError(f"ignored logits change other positions; {remedy}")
+
+
+def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> Tensor:
+    """Return the loss and its gradient, side by side  # [2, N, V] -> [N, 1 + V]"""
+    z_s, z_t = z.clone()
+    labels = y.clone()
+    keywords = {"generator": torch.Generator()} if is_random else {}
+    parts = _parts(fn(z_s.requires_grad_(), z_t, labels, **keywords))
+    loss = parts["loss"]
+    if getattr(loss, "shape", None) != y.shape or loss[1] != 0:
+        remedy = "end with `return leave(.., valid)`"
+        raise UserError(f"expected one number per position, 0 where ignored: {remedy}")
+    for name, part in parts.items():
+        got = tuple(part.shape) if isinstance(part, Tensor) else [part]
+        if got[:1] != y.shape:
+            expected = "a tensor [N], or [N, ..] that is not logged"
+            raise UserError(f"part {name}: expected {expected}; got {got}")
+    for name, after, before in (("z_s", z_s, z[0]), ("z_t", z_t, z[1]), ("y", labels, y)):
+        if not torch.equal(after, before):
+            problem = f"{name} is changed in place"
+            raise UserError(f"{problem}; other students read it too: make a copy")
+    (gradient,) = torch.autograd.grad(loss.sum(), z_s)
+    if gradient[1].any():
+        raise UserError("ignored positions have a gradient; use `valid_mean`, and `guard=True`")
+    if torch.get_default_dtype() != z.dtype:
+        raise UserError("torch's default dtype is changed; name a dtype instead")
+    return torch.cat([loss[:, None], gradient], 1).detach()

@@ -1,0 +1,156 @@
+"""What is checked before the first update, and the facts of a run that every result carries."""
+
+import dataclasses
+import math
+import sys
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from configure import Config
+from lib import parallel
+from lib.device import machine_facts
+from lib.errors import UserError
+from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
+from lib.identity import made_by, student_shape
+from lib.methods import check_settings, needs_teacher
+from lib.rows import Rows
+from lib.run import say
+from lib.teacher import check_teacher, inherited
+from model import student_config
+
+
+def check_config(cfg: Config) -> None:
+    """Check the config, before any data is read. Raises `UserError`."""
+    parallel.check_agreement(methods=cfg.methods, seq_len=cfg.seq_len)
+    shape = student_shape(cfg)
+    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
+        overrides = cfg.overrides_of(name)
+        check_settings(name, shape.vocab_size, cfg.w_kd_schedule, cfg.compile, **overrides)
+    world = parallel.world()
+    if cfg.batch_rows % (world * cfg.group):
+        expected = f"expected their product to divide batch_rows={cfg.batch_rows}"
+        raise UserError(f"{world} processes with group={cfg.group}: {expected}")
+    if world % cfg.shard:
+        expected = f"expected a divisor of the {world} processes"
+        raise UserError(f"shard={cfg.shard}: {expected}; start more of them, or set it")
+    for name in cfg.methods:
+        if needs_teacher(name) and not cfg.teacher:
+            raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
+    methods = {name.partition("@")[0] for name in cfg.methods}
+    unused = [*(cfg.hyper.keys() - methods - {*cfg.methods})]
+    if unused:
+        remedy = "add the method, or remove its settings"
+        raise UserError(f"settings of {unused}, not among methods={cfg.methods}; {remedy}")
+    n_positions = shape.max_position_embeddings
+    if cfg.seq_len > n_positions:
+        raise UserError(
+            f"seq_len={cfg.seq_len}: the student supports {n_positions} positions; set less"
+        )
+
+
+def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
+    """Check that rows, tokenizer and vocabularies fit each other. Returns the tokenizer."""
+    name = cfg.tokenizer or cfg.teacher
+    if not name:
+        remedy = "set the tokenizer of the rows; it is saved with the model"
+        raise UserError(f"tokenizer=None with teacher=None: {remedy}")
+    tokenizer = load_tokenizer(name)
+    teacher_shape = inherited(cfg.teacher)
+    student_vocab = student_config(cfg.student, teacher_shape).vocab_size
+    teacher_vocab = student_vocab
+    if teacher_shape and any(map(needs_teacher, cfg.methods)):
+        check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
+        teacher_vocab = teacher_shape["vocab_size"]
+    check_rows(cfg.data_dir, rows, val, name, tokenizer)
+    ids = tokenizer.get_vocab()
+    check_initial_ids(cfg.student_weights, ids)
+    check_number_of_rows(cfg, rows)
+    n_tokens = max(ids.values()) + 1
+    if n_tokens > student_vocab:
+        problem = f"vocabulary of {student_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
+        raise UserError(f"student={cfg.student}: {problem}; choose a larger one")
+    say_precision(cfg, val)
+    if teacher_vocab != student_vocab:
+        sizes = f"{teacher_vocab:,} of the teacher, {student_vocab:,} of the student"
+        smaller = min(teacher_vocab, student_vocab)
+        say(f"vocabulary: {sizes}: cut to {smaller:,}; the tokenizer has {n_tokens:,}")
+    return tokenizer
+
+
+def check_rows(
+    folder: str, rows: Rows, val: Rows, name: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Check that both rows files were prepared together, and with this tokenizer."""
+    for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
+        if rows.manifest.get(key) != val.manifest.get(key):
+            problem = f"{key} differs in train.json and val.json"
+            raise UserError(f"{folder}: {problem}; prepare them together")
+    if rows.manifest["sha256"] == val.manifest["sha256"]:
+        raise UserError(f"{folder}: val.bin has the rows of train.bin; prepare it again")
+    eos = rows.manifest["eos_id"]
+    if eos != tokenizer.eos_token_id:
+        problem = f"eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}"
+        raise UserError(f"{folder}: {problem}; prepare it again")
+    if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
+        problem = f"not the one that {folder} was prepared with"
+        raise UserError(f"tokenizer {name}: {problem}; prepare again")
+
+
+def check_initial_ids(student_weights: str | None, ids: dict[str, int]) -> None:
+    """Check that the tokenizer beside the initial weights, if any, has the same ids."""
+    if not student_weights or not (find_folder(student_weights) / "tokenizer.json").is_file():
+        return
+    for token, index in load_tokenizer(student_weights).get_vocab().items():
+        if ids.get(token, index) != index:
+            raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
+
+
+def check_number_of_rows(cfg: Config, rows: Rows) -> None:
+    needed = cfg.max_steps * cfg.batch_rows
+    if needed > rows.n and not cfg.repeat_rows:
+        remedy = "set --repeat_rows=True, or prepare more rows"
+        n_steps = rows.n // cfg.batch_rows
+        if n_steps:
+            shorter = f"set --max_steps={n_steps} --schedule_steps={n_steps}"
+            if cfg.warmup_steps >= n_steps:
+                shorter += f" --warmup_steps={n_steps // 10}"
+            remedy = f"{shorter}, or {remedy}"
+        problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
+        raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
+    updates = f"{cfg.max_steps:,} updates of {cfg.batch_rows} rows"
+    passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
+    say(f"{cfg.data_dir}: {updates} are {passes}")
+
+
+def say_precision(cfg: Config, val: Rows) -> None:
+    """Warn if there are too few held-out rows to tell close methods apart."""
+    n_rows = min(val.n, cfg.val_max_rows or val.n)
+    half = val.manifest.get("unigram_half")  # half of a 95 % interval over all held-out rows
+    if not half:
+        return
+    half *= math.sqrt(val.n / n_rows)
+    if half > 0.1:
+        precision = f"a CE to about ± {half:.2f} nats (95 %)"
+        say(f"{n_rows:,} held-out rows give {precision}: too few to tell close methods apart")
+
+
+def agreed_records(cfg: Config) -> dict[str, dict]:
+    """Return each student's record (lib/identity.py). Raises `UserError` if processes differ."""
+    records = {name: made_by(cfg, name) for name in cfg.methods}
+    for name, record in records.items():
+        parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})
+    return records
+
+
+def run_facts(cfg: Config, rows: Rows, records: dict[str, dict]) -> dict:
+    """Return the provenance of every result of the run."""
+    uses_teacher = any(map(needs_teacher, cfg.methods))
+    return {
+        "config": dataclasses.asdict(cfg),
+        "argv": sys.argv[1:],
+        "made_by": records,
+        "bos": rows.manifest["bos"],  # the id before each document, if any
+        "teacher_used": pinned(cfg.teacher) if uses_teacher else None,
+        **machine_facts(torch.device(cfg.device)),
+    }

@@ -38,7 +38,7 @@ from lib.files import locked
 from lib.fused import head_losses
 from lib.hf import load_tokenizer, weights_hash
 from lib.identity import student_shape
-from lib.methods import method_lines, needs_teacher, objective_at
+from lib.methods import make_objective, method_lines, needs_teacher
 from lib.rows import Rows, row_order
 from lib.run import Student, say
 from lib.teacher import Teacher, check_teacher, load_teacher
@@ -60,23 +60,20 @@ def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
     return np.array_split(order, parallel.world())[parallel.rank()]
 
 
-def batches_of_update(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iterator:
-    """Yield this process's micro-batches of one update.
+def micro_batches(
+    rows: Rows, teacher: Teacher | None, steps: Iterable[int], cfg: Config
+) -> Iterator[tuple]:
+    """Yield this process's micro-batches of the updates `steps`.
 
     Each is inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of labels, and the
     teacher's last hidden states [B, T, D_t] (None without a teacher).
     """
-    indices = rows_of_update(rows, step, cfg)
-    for index in np.split(indices, len(indices) // cfg.micro_batch):
-        x, y, n_valid = rows.batch(index, torch.device(cfg.device))
-        h_t = teacher.hidden(x, rows, index) if teacher else None
-        yield x, y, n_valid, h_t
-
-
-def micro_batches(rows: Rows, teacher: Teacher | None, step: int, cfg: Config) -> Iterator:
-    """Yield this process's micro-batches from update `step` to the end of the run."""
-    for at in range(step, cfg.max_steps):
-        yield from batches_of_update(rows, teacher, at, cfg)
+    for step in steps:
+        indices = rows_of_update(rows, step, cfg)
+        for index in np.split(indices, len(indices) // cfg.micro_batch):
+            x, y, n_valid = rows.batch(index, torch.device(cfg.device))
+            h_t = teacher.hidden(x, rows, index) if teacher else None
+            yield x, y, n_valid, h_t
 
 
 # ----------------------------------------------------------------------------------------------
@@ -169,9 +166,17 @@ def make_student(
     betas = (cfg.beta1, cfg.beta2)
     optimizer = torch.optim.AdamW(groups, cfg.lr, betas, cfg.adam_eps, fused=True)
 
-    folder = Path(cfg.out_dir) / name
-    lr_factor = cfg.lr_factor(name)
-    return Student(name, model, extras, optimizer, folder, init_sha256, tokenizer, lr_factor)
+    return Student(
+        name=name,
+        model=model,
+        extras=extras,
+        optimizer=optimizer,
+        folder=Path(cfg.out_dir) / name,
+        init_sha256=init_sha256,
+        tokenizer=tokenizer,
+        lr_factor=cfg.lr_factor(name),
+        objective_at=make_objective(name, cfg),
+    )
 
 
 def first_weights(cfg: Config) -> Qwen2:
@@ -206,7 +211,7 @@ def update(
     """
     dtype = run.compute_dtype(cfg)
     head_t = teacher.head if teacher else None
-    objectives = [objective_at(s, step, cfg) for s in students]
+    objectives = [s.objective_at(step) for s in students]
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
     n_local = n_micro // parallel.world()
     n_valid = 0
@@ -233,7 +238,9 @@ def update(
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
-            set_learning_rate(s, learning_rate(step, cfg))
+            rate = learning_rate(step, cfg) * s.lr_factor
+            for group in s.optimizer.param_groups:
+                group["lr"] = rate * group.get("lr_factor", 1.0)
             s.optimizer.step()
             s.skipped = 0
         else:
@@ -256,7 +263,7 @@ def loop(
     """
     step, counts = run.resume(students, facts, cfg)
     live = [s for s in students if not s.stopped]
-    stream = micro_batches(rows, teacher, step, cfg)
+    stream = micro_batches(rows, teacher, range(step, cfg.max_steps), cfg)
     if isinstance(teacher, CachedTeacher) and not teacher.body:
         stream = read_ahead(stream)  # its thread reads, and computes nothing
     catch_signals()
@@ -271,7 +278,7 @@ def loop(
 
     while step < cfg.max_steps and live:
         if teacher and cfg.histogram_every_steps and step % cfg.histogram_every_steps == 0:
-            batches = batches_of_update(rows, teacher, step, cfg)
+            batches = micro_batches(rows, teacher, [step], cfg)
             run.log_histograms(live, teacher, batches, step, cfg)
 
         t0 = time.perf_counter()
@@ -339,11 +346,6 @@ def learning_rate(step: int, cfg: Config) -> float:
         return cfg.min_lr + (cfg.lr - cfg.min_lr) * min(left, 1.0)
     part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
-
-
-def set_learning_rate(s: Student, rate: float) -> None:
-    for group in s.optimizer.param_groups:
-        group["lr"] = rate * s.lr_factor * group.get("lr_factor", 1.0)
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -187,46 +187,45 @@ def _with_sequences(method: Method, n_sequences: int) -> Method:
 # what a training step calls
 
 
-def objective_at(student, step: int, cfg: Config) -> Callable:
-    """Return a student's objective in update `step`, as `head_losses` calls it.
+def make_objective(name: str, cfg: Config) -> Callable[[int], Callable]:
+    """Return `objective_at`: update -> a student's objective, as `head_losses` calls it.
 
     A random objective is seeded for each forward batch by its number in the update, however the
     update is divided into micro-batches and processes.
     """
-    name = student.name
-    device = student.model.head.device
-    method = resolve(name, **cfg.overrides_of(name))
-    scheduled = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
-    for key, value in scheduled.items():
-        # A tensor, so that one compiled graph serves every value. It is filled on the device: the
-        # host would wait for a copy.
-        scheduled[key] = torch.full((), value, dtype=torch.float64, device=device)
-    evaluate = loss_fn(method, cfg.group, cfg.compile)
-    if "generator" not in default_settings(method.fn):
-        return functools.partial(evaluate, scheduled=scheduled)
+    overrides = cfg.overrides_of(name)
+    method = resolve(name, **overrides)
+    loss_fn = make_loss_fn(name, cfg.group, cfg.compile, **overrides)
+    is_random = "generator" in default_settings(method.fn)
 
-    numbers = itertools.count(parallel.rank() * cfg.batch_rows // parallel.world() // cfg.group)
+    def objective_at(step: int) -> Callable:
+        scheduled = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
+        for key, value in scheduled.items():
+            # A tensor, so that one compiled graph serves every value. It is filled on the device:
+            # the host would wait for a copy.
+            scheduled[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
+        if not is_random:
+            return functools.partial(loss_fn, scheduled=scheduled)
+        first = parallel.rank() * cfg.batch_rows // parallel.world() // cfg.group
+        numbers = itertools.count(first)
 
-    def evaluate_with_generator(*inputs):
-        seed = random.Random(f"{cfg.seed} {step} {name} {next(numbers)}").getrandbits(63)
-        generator = torch.Generator(device).manual_seed(seed)
-        return evaluate(*inputs, scheduled | {"generator": generator})
+        def with_generator(*inputs):
+            seed = random.Random(f"{cfg.seed} {step} {name} {next(numbers)}").getrandbits(63)
+            generator = torch.Generator(cfg.device).manual_seed(seed)
+            return loss_fn(*inputs, scheduled | {"generator": generator})
 
-    return evaluate_with_generator
+        return with_generator
+
+    return objective_at
 
 
 def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
-    """As `loss_fn`, of a method's name and settings."""
-    return loss_fn(resolve(name, **settings), n_sequences, compile)
-
-
-def loss_fn(method: Method, n_sequences: int, compile: bool) -> Callable:
     """Return what `head_losses` calls: f(dtype, z_s, z_t, y, scheduled=None), see `evaluate`.
 
     compile  run it under torch.compile, once per method, settings and shape. If the dtypes match,
              the gradient overwrites z_s
     """
-    method = _with_sequences(method, n_sequences)
+    method = _with_sequences(resolve(name, **settings), n_sequences)
     if compile:
         return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
     return functools.partial(evaluate, method)

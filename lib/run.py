@@ -68,6 +68,7 @@ class Student:
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
+    objective_at: Callable | None = None  # update -> objective (lib/methods.py)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the model and of the extras by name."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import losses
-import train
 from configure import Config
 from lib import methods, metrics
 from lib.methods import method_loss
@@ -128,10 +127,10 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
         return losses.reverse_kl(z_s, z_t, y)
 
     def drawn(name="mine@a", step=3, world=1, seed=1):
-        student = SimpleNamespace(name=name, model=SimpleNamespace(head=torch.ones(1)))
         for rank in range(world):
-            monkeypatch.setattr(train, "parallel", SimpleNamespace(rank=lambda rank=rank: rank, world=lambda: world))
-            objective = train.objective_at(student, step, Config(batch_rows=8, group=2, seed=seed))
+            monkeypatch.setattr(methods, "parallel", SimpleNamespace(rank=lambda rank=rank: rank, world=lambda: world))
+            cfg = Config(batch_rows=8, group=2, seed=seed, device="cpu")
+            objective = methods.make_objective(name, cfg)(step)
             for _ in range(4 // world):
                 objective(torch.float64, *case())
         return [seeds.pop(0) for _ in range(4)]

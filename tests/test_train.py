@@ -33,7 +33,7 @@ from lib.files import read_json
 from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from lib.teacher import Teacher, load_teacher
-from lib.methods import method_loss
+from lib.methods import make_objective, method_loss
 from losses import IGNORE
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
 from tests import world
@@ -112,9 +112,9 @@ def test_padding_never_reaches_a_loss(tiny):
 def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
     cfg = config(tiny, UNUSED, w_kd_schedule="wsd", methods="pretrain,pd", schedule_steps=1000, **{"pd.w_kd": 0.9})
     pretrain, pd = (train.make_student(name, cfg) for name in cfg.methods)
-    weights = [train.objective_at(pd, step, cfg).keywords["scheduled"]["w_kd"] for step in (0, 50, 100, 989, 995, 999)]
+    weights = [pd.objective_at(step).keywords["scheduled"]["w_kd"] for step in (0, 50, 100, 989, 995, 999)]
     assert [float(w) for w in weights] == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
-    assert not train.objective_at(pretrain, 50, cfg).keywords["scheduled"]  # has no teacher whose weight could change
+    assert not pretrain.objective_at(50).keywords["scheduled"]  # has no teacher whose weight could change
 
 
 def mean_ce(model, rows, n: int) -> tuple[float, int]:
@@ -133,7 +133,7 @@ def gradients(tiny: Path, **changes) -> dict[str, list[torch.Tensor]]:
     students = [train.make_student(name, cfg) for name in cfg.methods]
     for s in students:
         s.optimizer.step = s.optimizer.zero_grad = lambda **_: None
-    train.update(students, teacher, train.micro_batches(rows, teacher, 0, cfg), 0, cfg)
+    train.update(students, teacher, train.micro_batches(rows, teacher, [0], cfg), 0, cfg)
     return {s.name: [p.grad for p in s.model.parameters()] for s in students}
 
 
@@ -155,7 +155,7 @@ def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
     with torch.no_grad():
         z_s, z_t = student.model(x).flatten(0, 1), teacher.model(x).flatten(0, 1)
     four, one = (method_loss("tad", z_s, z_t, y.flatten(), n_sequences=n)[0].item() for n in (4, 1))
-    train.update([student], teacher, train.micro_batches(rows, teacher, 0, cfg), 0, cfg)
+    train.update([student], teacher, train.micro_batches(rows, teacher, [0], cfg), 0, cfg)
     assert student.sums["loss"].item() / n == pytest.approx(four, rel=1e-5) != pytest.approx(one, rel=1e-5)
 
 
@@ -180,7 +180,7 @@ def trained(tiny: Path, n: int, prepare=lambda student: None, **changes) -> tupl
     student, grads = train.make_student("pretrain", cfg), []
     prepare(student)
     weights = [[p.detach().double() for p in student.model.parameters()]]
-    stream = train.micro_batches(rows, None, 0, cfg)
+    stream = train.micro_batches(rows, None, range(n), cfg)
     for step in range(n):
         with mock.patch.object(train, "clip_gradients", wraps=train.clip_gradients) as clip:
             clip.side_effect = lambda ps, most: grads.append([p.grad.double() for p in ps]) or mock.DEFAULT
@@ -807,7 +807,8 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
     cfg = Config(methods=("alra", "pretrain"), **keys)
     with FakeTensorMode(allow_non_fake_inputs=True):
         models = [Qwen2(STUDENT) for _ in range(3)]
-        students = [train.Student(name, model, torch.nn.ModuleDict(), torch.optim.AdamW(model.parameters(), fused=True), None, "")
+        students = [train.Student(name, model, torch.nn.ModuleDict(), torch.optim.AdamW(model.parameters(), fused=True), None, "",
+                                  objective_at=make_objective(name, cfg))
                     for name, model in zip(cfg.methods, models, strict=False)]  # fmt: skip
         for p in models[2].requires_grad_(False).parameters():
             p.data = p.data.bfloat16()

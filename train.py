@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import configure
 from configure import Config
-from lib import metrics, parallel, preflight, run
+from lib import metrics, parallel, preflight
 from lib.cache import CachedTeacher, Wanted, fill, open_cached, read_ahead
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
@@ -40,7 +40,22 @@ from lib.hf import load_tokenizer, weights_hash
 from lib.identity import student_shape
 from lib.methods import make_objective, method_lines, needs_teacher
 from lib.rows import Rows, row_order
-from lib.run import Student, say
+from lib.run import (
+    COUNTS,
+    Run,
+    Student,
+    compute_dtype,
+    drop_broken,
+    hidden_and_head,
+    log_histograms,
+    log_validation,
+    resume,
+    save_checkpoints,
+    save_model,
+    say,
+    say_names,
+    say_values,
+)
 from lib.teacher import Teacher, check_teacher, load_teacher
 from model import Qwen2, flops_per_token, init_student
 
@@ -104,7 +119,7 @@ def open_teacher(cfg: Config, *data: Rows) -> Teacher | CachedTeacher | None:
         return None
     home = torch.device(cfg.device)
     device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
-    dtype = run.compute_dtype(cfg)
+    dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
     def load() -> Teacher:
@@ -149,7 +164,7 @@ def make_student(
             raise UserError(f"shard={cfg.shard}: not supported with extras")
         layers = model.model.layers
         device = torch.device(cfg.device)
-        parallel.shard(model, layers, cfg.shard, device, False, run.compute_dtype(cfg))
+        parallel.shard(model, layers, cfg.shard, device, False, compute_dtype(cfg))
     model.to(cfg.device)
     extras.to(cfg.device)
 
@@ -209,7 +224,7 @@ def update(
     The loss of an update is the mean over its forward batches (`group` rows each) of the mean over
     the labels of each. How rows are divided into micro-batches and processes does not change it.
     """
-    dtype = run.compute_dtype(cfg)
+    dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
     objectives = [s.objective_at(step) for s in students]
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
@@ -249,79 +264,66 @@ def update(
     return n_valid
 
 
-def loop(
-    cfg: Config,
-    rows: Rows,
-    val: Rows,
-    teacher: Teacher | None,
-    students: list[Student],
-    facts: dict,
-) -> tuple[int, dict]:
-    """Train from the newest checkpoint to the last update, a signal, or until no student is left.
-
-    Returns the step that was reached and the counts.
-    """
-    step, counts = run.resume(students, facts, cfg)
+def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student]) -> None:
+    """Train from the newest checkpoint to the last update, a signal, or the last student."""
+    cfg = run.cfg
+    resume(students, run)
     live = [s for s in students if not s.stopped]
-    stream = micro_batches(rows, teacher, range(step, cfg.max_steps), cfg)
+    stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if isinstance(teacher, CachedTeacher) and not teacher.body:
         stream = read_ahead(stream)  # its thread reads, and computes nothing
     catch_signals()
-    run.say_names(students, cfg)
+    say_names(students, cfg)
     hidden_bar = True if parallel.rank() else None  # None: hidden unless this is a terminal
-    bar = tqdm(total=cfg.max_steps, initial=step, unit="step", disable=hidden_bar)
-    first_step = step
+    bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=hidden_bar)
+    first_step = run.step
     first_update = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     next_save = first_update + pause
     disk_error = None
 
-    while step < cfg.max_steps and live:
-        if teacher and cfg.histogram_every_steps and step % cfg.histogram_every_steps == 0:
-            batches = micro_batches(rows, teacher, [step], cfg)
-            run.log_histograms(live, teacher, batches, step, cfg)
+    while run.step < cfg.max_steps and live:
+        if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
+            log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
         t0 = time.perf_counter()
-        n_valid = update(live, teacher, stream, step, cfg)
+        n_valid = update(live, teacher, stream, run.step, cfg)
         t1 = time.perf_counter()
-        step += 1
+        run.step += 1
         save = parallel.rank() == 0 and t1 > next_save
         n_valid, stop, save = parallel.all_reduce_sum(n_valid, STOP.is_set(), save)
-        save = save or stop or is_due(cfg.checkpoint_every_steps, step, cfg)
-        counts["valid_tokens"] += n_valid
-        counts["since_log_tokens"] += n_valid
-        counts["since_log_steps"] += 1
-        counts["since_log_sec"] += t1 - t0
-        if step == first_step + 1:
+        save = save or stop or is_due(cfg.checkpoint_every_steps, run)
+        run.counts["valid_tokens"] += n_valid
+        run.counts["since_log_tokens"] += n_valid
+        run.counts["since_log_steps"] += 1
+        run.counts["since_log_sec"] += t1 - t0
+        if run.step == first_step + 1:
             memory = gib(peak_bytes(torch.device(cfg.device)))
             say(f"peak memory after the first update: {memory}")
-        check_weights = save or is_due(cfg.val_every_steps, step, cfg)
-        live = run.drop_broken(live, step, counts, facts, cfg, check_weights)
+        live = drop_broken(live, save or is_due(cfg.val_every_steps, run), run)
         if not live:
             break
 
-        if is_due(cfg.log_every_steps, step, cfg):
-            sec_per_step = (t1 - first_update) / (step - first_step)
-            log_terms(live, teacher, step, sec_per_step * (cfg.max_steps - step), counts, cfg)
-            counts |= dict.fromkeys(run.COUNTS[1:], 0)
-        if is_due(cfg.val_every_steps, step, cfg):
+        if is_due(cfg.log_every_steps, run):
+            sec_per_step = (t1 - first_update) / (run.step - first_step)
+            log_terms(live, teacher, sec_per_step * (cfg.max_steps - run.step), run)
+        if is_due(cfg.val_every_steps, run):
             validated = validate(live, teacher, val, cfg)
-            is_first = step <= first_step + cfg.val_every_steps
-            run.log_validation(live, validated, val.levels, step, is_first, cfg)
+            is_first = run.step <= first_step + cfg.val_every_steps
+            log_validation(live, validated, val.levels, is_first, run)
         if save:
-            is_final = stop or step == cfg.max_steps
-            disk_error = save_or_say(live, step, counts, facts, cfg, disk_error, is_final)
+            is_final = stop or run.step == cfg.max_steps
+            disk_error = save_or_say(live, disk_error, is_final, run)
             next_save = time.perf_counter() + (0 if disk_error else pause)
         bar.update()
         if stop:
             break
     bar.close()
-    return step, counts
 
 
-def is_due(every: int | None, step: int, cfg: Config) -> bool:
-    """Whether `step` is a multiple of `every`, or the last update of the run."""
-    return step == cfg.max_steps or (every is not None and step % every == 0)
+def is_due(every: int | None, run: Run) -> bool:
+    """Whether the step is a multiple of `every`, or the last one of the run."""
+    return run.step == run.cfg.max_steps or (every is not None and run.step % every == 0)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -403,7 +405,7 @@ def validate(
     n_rows = min(val.n, cfg.val_max_rows or val.n)
     head_t = teacher.head if teacher else None
     with parallel.gathered_roots(s.model for s in live):
-        models = [run.hidden_and_head(s, cfg) for s in live]
+        models = [hidden_and_head(s, cfg) for s in live]
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.row_sums(models, head_t, batches, n_rows)
     validated = {}
@@ -437,15 +439,10 @@ def validation_batches(
         yield first, x, y, h_t
 
 
-def log_terms(
-    live: list[Student],
-    teacher: Teacher | None,
-    step: int,
-    sec_left: float,
-    counts: dict,
-    cfg: Config,
-) -> None:
+def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run: Run) -> None:
     """Write a record of each student, with means over all tokens since the last one."""
+    cfg = run.cfg
+    counts = run.counts
     device = torch.device(cfg.device)
     tok_per_sec = counts["since_log_steps"] * cfg.batch_rows * cfg.seq_len / counts["since_log_sec"]
     flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)
@@ -459,14 +456,14 @@ def log_terms(
         "eta_sec": sec_left,
         "time": round(time.time()),  # seconds since 1970
     }
-    rate = learning_rate(step - 1, cfg)
+    rate = learning_rate(run.step - 1, cfg)
     n_tokens = max(counts["since_log_tokens"], 1)
     means = {}
     for s in live:
         means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
         record = {
-            "step": step,
-            "nominal_tokens": step * cfg.batch_rows * cfg.seq_len,
+            "step": run.step,
+            "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": counts["valid_tokens"],
             **means[s.name],
             "lr": rate * s.lr_factor,
@@ -475,31 +472,26 @@ def log_terms(
         }
         s.record(record)
         s.sums = {}
-    label = f"step {step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
+    label = f"step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
     if utilisation:
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
-    run.say_values(label, means, ["ce"], cfg)
+    say_values(label, means, ["ce"], cfg)
+    counts |= dict.fromkeys(COUNTS[1:], 0)
 
 
 def save_or_say(
-    live: list[Student],
-    step: int,
-    counts: dict,
-    facts: dict,
-    cfg: Config,
-    earlier_error: UserError | None,
-    is_final: bool,
+    live: list[Student], earlier_error: UserError | None, is_final: bool, run: Run
 ) -> UserError | None:
     """Save a checkpoint of every student. Returns the error if one cannot be written.
 
     A full disk does not end a run: it tries again after each update. At the end it raises.
     """
-    error = run.save_checkpoints(live, step, counts, facts, cfg)
+    error = save_checkpoints(live, run)
     if error and is_final:
         raise error
     if error and not earlier_error:
-        say(f"step {step}: no checkpoint; trying after each update from now on: {error}")
+        say(f"step {run.step}: no checkpoint; trying after each update from now on: {error}")
     return error
 
 
@@ -530,8 +522,7 @@ def distil(cfg: Config) -> int:
     try:
         preflight.check_config(cfg)
         cfg = fit_micro_batch(cfg)
-        step, students = train_students(cfg)
-        return exit_code(step, students, cfg)
+        return train_students(cfg)
     except torch.OutOfMemoryError as error:
         remedy = "--shard=N"
         if cfg.micro_batch > cfg.group:
@@ -557,8 +548,8 @@ def fit_micro_batch(cfg: Config) -> Config:
     return dataclasses.replace(cfg, micro_batch=fitting)
 
 
-def train_students(cfg: Config) -> tuple[int, list[Student]]:
-    """Check the inputs, train, and save the models. Returns the step that was reached."""
+def train_students(cfg: Config) -> int:
+    """Check the inputs, train, and save the models. Returns the exit code."""
     rows = open_data(cfg, "train")
     val = open_data(cfg, "val")
     tokenizer = preflight.check_data(cfg, rows, val)
@@ -573,26 +564,27 @@ def train_students(cfg: Config) -> tuple[int, list[Student]]:
         repair_compile_cache()
     teacher = open_teacher(cfg, rows, val)
     students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
-    facts = preflight.run_facts(cfg, rows, records)
+    run = Run(cfg, preflight.run_facts(cfg, rows, records))
 
     lock = contextlib.nullcontext()
     if parallel.rank() == 0:
         busy = f"out_dir={cfg.out_dir}: another train.py is running there"
         lock = locked(Path(cfg.out_dir), f"{busy}; wait until it ends, or choose another out_dir")
     with lock:
-        step, counts = loop(cfg, rows, val, teacher, students, facts)
+        loop(run, rows, val, teacher, students)
         for s in students:
-            if not s.stopped and step == cfg.max_steps:
-                run.save_model(s, step, counts, facts, cfg)
-    return step, students
+            if not s.stopped and run.step == cfg.max_steps:
+                save_model(s, run)
+    return exit_code(students, run)
 
 
-def exit_code(step: int, students: list[Student], cfg: Config) -> int:
+def exit_code(students: list[Student], run: Run) -> int:
     """Return the exit code of a run that has ended, and print how far it came."""
     stopped = [s for s in students if s.stopped]
     all_stopped = len(stopped) == len(students)
-    reached = f"{cfg.out_dir}: step {step} of {cfg.max_steps}"
-    if step < cfg.max_steps and not all_stopped:
+    cfg = run.cfg
+    reached = f"{cfg.out_dir}: step {run.step} of {cfg.max_steps}"
+    if run.step < cfg.max_steps and not all_stopped:
         say(f"{reached}; the same command resumes")
         return TRY_AGAIN
     say(reached)

@@ -103,7 +103,10 @@ def head_losses(
 
 
 class _Attach(torch.autograd.Function):
-    """Attach gradients that are already computed to a loss. They are given away: backward runs once."""
+    """Attach gradients that are already computed to a loss.
+
+    They are given away: backward runs once.
+    """
 
     @staticmethod
     def forward(ctx, h_s, w_s, loss, dh, dw):

@@ -104,6 +104,16 @@ class Student:
         return dict(sorted(complete.items()))
 
 
+@dataclass
+class Run:
+    """Where a run stands, and what its files say of it."""
+
+    cfg: Config
+    facts: dict  # the provenance of every result (lib/preflight.py)
+    step: int = 0  # updates that are made
+    counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+
+
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
@@ -171,9 +181,8 @@ def log_validation(
     live: list[Student],
     validated: dict[str, dict],
     rows_levels: dict[str, float],
-    step: int,
     is_first: bool,
-    cfg: Config,
+    run: Run,
 ) -> None:
     """Print and record the results of a validation.
 
@@ -182,16 +191,16 @@ def log_validation(
     """
     levels = {f"val_{key}": ce for key, ce in rows_levels.items()}
     keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in validated[live[0].name]]
-    say_values(f"step {step}", validated, keys, cfg)
+    say_values(f"step {run.step}", validated, keys, run.cfg)
     if is_first:
         say_levels(validated[live[0].name] | levels)
     for s in live:
-        s.record({"step": step, **validated[s.name], **levels})
+        s.record({"step": run.step, **validated[s.name], **levels})
         ce = validated[s.name]["val_ce"]
         uniform = levels["val_uniform_ce"]
         if not ce < uniform:
             past = f"held-out CE {ce:.2f} is past ln V = {uniform:.2f}, a uniform guess's"
-            say(f"{s.name}, step {step}: {past}; if it was lower before, try a smaller lr")
+            say(f"{s.name}, step {run.step}: {past}; if it was lower before, try a smaller lr")
 
 
 def say_levels(values: dict[str, float]) -> None:
@@ -209,14 +218,13 @@ def say_levels(values: dict[str, float]) -> None:
         say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}: {what}; {remedy}")
 
 
-def log_histograms(
-    live: list[Student], teacher, batches: Iterable[tuple], step: int, cfg: Config
-) -> None:
+def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:
     """Record the paper's Figures 3 and 4 over one update's batches, with no effect on the run.
 
     `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of a
     student whose objective has some.
     """
+    cfg = run.cfg
     budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
     with parallel.gathered_roots(s.model for s in live):
         students = {}
@@ -230,9 +238,9 @@ def log_histograms(
     if parallel.rank() != 0:
         return
     out = Path(cfg.out_dir)
-    append(out / "teacher.jsonl", {"step": step, **record})
+    append(out / "teacher.jsonl", {"step": run.step, **record})
     for name, count in counts.items():
-        line = {"step": step, "n": record["n"], "d_u_hist": count}
+        line = {"step": run.step, "n": record["n"], "d_u_hist": count}
         append(out / name / "histograms.jsonl", line)
 
 
@@ -255,16 +263,16 @@ def append(path: Path, record: dict) -> None:
             say(str(error))
 
 
-def services(s: Student, facts: dict, cfg: Config) -> dict[str, Callable]:
+def services(s: Student, run: Run) -> dict[str, Callable]:
     """Return the services that the config asks for, by name.
 
     Each is a function of a record of log.jsonl, and opens with the first one.
     """
     chosen = {}
-    if cfg.tensorboard:
+    if run.cfg.tensorboard:
         chosen["TensorBoard"] = tensorboard(s.folder / "tensorboard")
-    if cfg.wandb_project:
-        chosen["Weights & Biases"] = wandb_logger(s, facts, cfg)
+    if run.cfg.wandb_project:
+        chosen["Weights & Biases"] = wandb_logger(s, run)
     return chosen
 
 
@@ -284,64 +292,64 @@ def tensorboard(folder: Path) -> Callable:
     return send
 
 
-def wandb_logger(s: Student, facts: dict, cfg: Config) -> Callable:
+def wandb_logger(s: Student, run: Run) -> Callable:
+    cfg = run.cfg
+    facts = student_facts(s, run)
     place = f"{platform.node()} {s.folder.resolve()}"
     keys = {"project": cfg.wandb_project, "group": cfg.out_dir, "name": s.name, "dir": s.folder}
     keys["id"] = hashlib.sha256(place.encode()).hexdigest()[:12]  # the same after a resume
 
     @functools.cache
-    def run():
+    def opened():
         import wandb
 
         return wandb.init(**keys, config=facts, resume="allow", reinit="create_new")
 
-    return lambda record: run().log(record, step=record["step"])
+    return lambda record: opened().log(record, step=record["step"])
 
 
 # ----------------------------------------------------------------------------------------------
 # resuming
 
 
-def resume(students: list[Student], facts: dict, cfg: Config) -> tuple[int, dict]:
-    """Restore all students from their newest common checkpoint. Returns the step and the counts.
+def resume(students: list[Student], run: Run) -> None:
+    """Restore all students, and `run`, from their newest common checkpoint.
 
     A new run begins at step 0, or with the checkpoint that `resume_from` names.
     """
+    cfg = run.cfg
     out = Path(cfg.out_dir)
     read = [[s.init_sha256, *s.checkpoints()] for s in students]
     parallel.check_agreement(**{"first weights and checkpoints": read})
     stop_steps = read_stops(students)
     live = [s for s in students if not s.stopped]
-    counts = dict.fromkeys(COUNTS, 0)
-    step = 0
     common = common_steps(live)
     if not live:
-        step = max(stop_steps)
+        run.step = max(stop_steps)
     elif common:
-        step = newest_complete(live, common, facts)
-        counts = restore(live, step)
+        run.step = newest_complete(live, common, run.facts)
+        run.counts = restore(live, run.step)
     elif any((s.folder / name).exists() for s in live for name in ("log.jsonl", "model")):
         problem = "its students have no checkpoint in common"
         raise UserError(f"{out}: {problem}; restore one, or choose another out_dir")
     elif cfg.resume_from:
-        step, counts["valid_tokens"] = start_from(cfg.resume_from, live)
-    if step > cfg.max_steps:
-        problem = f"{out} is at step {step}"
+        run.step, run.counts["valid_tokens"] = start_from(cfg.resume_from, live)
+    if run.step > cfg.max_steps:
+        problem = f"{out} is at step {run.step}"
         raise UserError(f"max_steps={cfg.max_steps}: {problem}; set at least that")
-    say_summary(students, step, facts, cfg)
+    say_summary(students, run)
     parallel.all_gather(None)  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
-            files.truncate_lines(s.folder / "log.jsonl", step)
+            files.truncate_lines(s.folder / "log.jsonl", run.step)
             # a histogram of step n is of the weights before update n
-            files.truncate_lines(s.folder / "histograms.jsonl", step - 1)
-            s.services = services(s, student_facts(s, step, counts, facts, cfg), cfg)
-        files.truncate_lines(out / "teacher.jsonl", step - 1)
-        record_start(out / "run.json", step, facts)
+            files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
+            s.services = services(s, run)
+        files.truncate_lines(out / "teacher.jsonl", run.step - 1)
+        record_start(out / "run.json", run)
     if live and not common:  # from now on there is always a checkpoint that explains the logs
-        save_checkpoints(live, step, counts, facts, cfg)
-    return step, counts
+        save_checkpoints(live, run)
 
 
 def read_stops(students: list[Student]) -> list[int]:
@@ -413,18 +421,18 @@ def start_from(name: str, live: list[Student]) -> tuple[int, int]:
     return state["step"], state["valid_tokens"]
 
 
-def record_start(file: Path, step: int, facts: dict) -> None:
+def record_start(file: Path, run: Run) -> None:
     """Write run.json with one more entry in `starts`."""
     starts = []
     if file.is_file():
         starts = read_json(file).get("starts", [])
     start = {
-        "step": step,
+        "step": run.step,
         "time": time.strftime("%FT%T%z"),
         "host": platform.node(),
         "processes": parallel.world(),
     }
-    files.write_json(file, facts | {"starts": [*starts, start | facts]})
+    files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
 
 
 def check_disk(students: list[Student], cfg: Config) -> str:
@@ -445,16 +453,17 @@ def check_disk(students: list[Student], cfg: Config) -> str:
     return use
 
 
-def say_summary(students: list[Student], step: int, facts: dict, cfg: Config) -> None:
+def say_summary(students: list[Student], run: Run) -> None:
     """Print the machine, who learns from whom, the students' size, and where the run stands."""
+    cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
-    teacher = facts["teacher_used"] or "no teacher"
+    teacher = run.facts["teacher_used"] or "no teacher"
     dtype = str(compute_dtype(cfg)).removeprefix("torch.")
     mode = "compiled" if cfg.compile else "eager"
-    machine = f"{facts['machine']}, processes: {parallel.world()}"
+    machine = f"{run.facts['machine']}, processes: {parallel.world()}"
     size = f"{students[0].model.n_params:,} parameters"
     weights = students[0].init_sha256[:12]
-    progress = f"step {step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each"
+    progress = f"step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each"
     say(f"{machine}, {dtype}, {mode}, micro_batch {cfg.micro_batch}")
     say(f"{teacher} -> {', '.join(names)}")
     say(f"{cfg.student}: {size}, initial weights {weights}")
@@ -465,36 +474,35 @@ def say_summary(students: list[Student], step: int, facts: dict, cfg: Config) ->
 # saving
 
 
-def student_facts(s: Student, step: int, counts: dict, facts: dict, cfg: Config) -> dict:
+def student_facts(s: Student, run: Run) -> dict:
     """Return the provenance of one student's weights and scores."""
-    record = facts["made_by"][s.name]
+    cfg = run.cfg
+    record = run.facts["made_by"][s.name]
     return {
         "method": s.name,
         "overrides": cfg.settings_of(s.name),
         "student": cfg.student,
         "seed": cfg.seed,
         "init_sha256": s.init_sha256,
-        "step": step,
-        "nominal_tokens": step * cfg.batch_rows * cfg.seq_len,
-        **counts,
-        **facts,
+        "step": run.step,
+        "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
+        **run.counts,
+        **run.facts,
         "made_by": record,
         "made_by_sha256": record_hash(record),
     }
 
 
-def save_model(s: Student, step: int, counts: dict, facts: dict, cfg: Config) -> None:
+def save_model(s: Student, run: Run) -> None:
     """Write the model for transformers, then its provenance beside it."""
     weights = parallel.to_first(s.model.state_dict())
     if parallel.rank() == 0:
         s.model.save_pretrained(s.folder / "model", s.tokenizer, weights)
-        files.write_json(s.folder / "run.json", student_facts(s, step, counts, facts, cfg))
+        files.write_json(s.folder / "run.json", student_facts(s, run))
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-def save_checkpoints(
-    live: list[Student], step: int, counts: dict, facts: dict, cfg: Config
-) -> UserError | None:
+def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
     """Write a checkpoint of every student, then delete older ones.
 
     Returns the error if one could not be written: then nothing is deleted.
@@ -502,18 +510,19 @@ def save_checkpoints(
     failed = None
     for s in live:
         groups = {}
-        if step:  # a checkpoint of step 0 has no tensors
+        if run.step:  # a checkpoint of step 0 has no tensors
             groups = tensors_of(s)
-        state = student_facts(s, step, counts, facts, cfg)
+        state = student_facts(s, run)
         state["sums"] = files.for_json(s.totals())
         try:
             if parallel.rank() == 0:
-                write_checkpoint(s.folder / "checkpoints" / f"step_{step:08d}", groups, state, s)
+                name = f"step_{run.step:08d}"
+                write_checkpoint(s.folder / "checkpoints" / name, groups, state, s)
         except UserError as error:
             failed = error
     if parallel.rank() == 0 and not failed:
         for s in live:
-            delete_older(s, step, cfg)
+            delete_older(s, run)
     return failed
 
 
@@ -547,19 +556,19 @@ def write_checkpoint(path: Path, groups: dict[str, dict], state: dict, s: Studen
         files.write_json(new / "state.json", state)
 
 
-def delete_older(s: Student, step: int, cfg: Config) -> None:
-    """Delete all checkpoints up to `step` but the last `keep_checkpoints`.
+def delete_older(s: Student, run: Run) -> None:
+    """Delete all checkpoints up to this step but the last `keep_checkpoints`.
 
     A stopping student keeps all until stopped.json is written: after a kill the students need a
     common step.
     """
     if s.stopped:
         return
-    older = [path for at, path in s.checkpoints().items() if at <= step]
+    cfg = run.cfg
+    older = [path for step, path in s.checkpoints().items() if step <= run.step]
     for path in older[: -cfg.keep_checkpoints]:
-        if cfg.keep_every_steps and step_of(path) % cfg.keep_every_steps == 0:
-            continue
-        files.discard(path)
+        if not cfg.keep_every_steps or step_of(path) % cfg.keep_every_steps:
+            files.discard(path)
 
 
 class BrokenError(UserError):
@@ -618,9 +627,7 @@ def copy_tensors(saved: dict[str, Tensor], module: nn.Module) -> None:
 # stopping
 
 
-def drop_broken(
-    live: list[Student], step: int, counts: dict, facts: dict, cfg: Config, check_weights: bool
-) -> list[Student]:
+def drop_broken(live: list[Student], check_weights: bool, run: Run) -> list[Student]:
     """Stop the students that cannot continue. Returns the others.
 
     A student whose weights are still finite gets a last checkpoint before its stopped.json.
@@ -632,12 +639,12 @@ def drop_broken(
             if is_broken:
                 s.stopped = s.stopped or "its weights are not finite"
             elif s.stopped:
-                failed = save_checkpoints([s], step, counts, facts, cfg)
+                failed = save_checkpoints([s], run)
                 if failed:
                     s.stopped += f"; its last weights are lost: {failed}"
     for s in live:
         if s.stopped:
-            stop(s, step, counts, facts, cfg)
+            stop(s, run)
     return [s for s in live if not s.stopped]
 
 
@@ -645,15 +652,15 @@ def has_finite_weights(s: Student) -> bool:
     return all(all_finite(parallel.local(p)) for p in s.parameters().values())
 
 
-def stop(s: Student, step: int, counts: dict, facts: dict, cfg: Config) -> None:
+def stop(s: Student, run: Run) -> None:
     """Write stopped.json, and print how the student can go on."""
     remedy = "try"
     checkpoints = list(s.checkpoints().values())
     if checkpoints:
         remedy = f"to go on, --resume_from={checkpoints[-1]} with another out_dir and"
-    rate = cfg.lr * s.lr_factor
-    s.stopped = f"step {step}: {s.stopped}; {remedy} a smaller lr than {rate:g}"
+    rate = run.cfg.lr * s.lr_factor
+    s.stopped = f"step {run.step}: {s.stopped}; {remedy} a smaller lr than {rate:g}"
     say(f"{s.name} stopped at {s.stopped}")
     if parallel.rank() == 0:
-        record = student_facts(s, step, counts, facts, cfg) | {"why": s.stopped}
+        record = student_facts(s, run) | {"why": s.stopped}
         files.write_json(s.folder / "stopped.json", record)

@@ -391,7 +391,7 @@ def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path):
     assert {p.name for p in folder.iterdir()} == kept | {"step_00000006", "step_00000005.tmp"}
     (folder / "step_00000009").mkdir()  # later than what is saved: as another student's step is the common one
     facts = {"made_by": {"alra": {}}}
-    run.save_checkpoints([train.make_student("alra", cfg)], 7, dict.fromkeys(run.COUNTS, 0), facts, cfg)
+    run.save_checkpoints([train.make_student("alra", cfg)], run.Run(cfg, facts, 7))
     assert {*saved(tmp_path / "alra")} == kept | {"step_00000007", "step_00000009"}
 
 

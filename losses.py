@@ -53,9 +53,9 @@ class AlraTerms(NamedTuple):
 
 
 def alra(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     d_min: int = 3,
     d_max: int = 25,
@@ -104,17 +104,16 @@ def alra(
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
         relative = support / (valid_mean(support, valid) + eps)  # Eq. 7 in the denominator
-        d_u = (d_min + (d_max - d_min) * relative).round().clamp(d_min, d_max).long()  # Eq. 8
+        d_u = (d_min + (d_max - d_min) * relative).round()  # Eq. 8
+        d_u = d_u.clamp(d_min, d_max).long()
     else:
         d_u = tokens.new_full((N,), d_max)
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
-    # [N, d_max + 1] tempered logits: the candidates, and all other tokens as one category, whose
-    # logit is their logsumexp (`split` has divided it by tau). R is that category and the
-    # candidates outside I.
+    # Tempered logits of the candidates, and of all other tokens as one category, [N, d_max + 1].
+    # R is that category and the candidates outside I.
     split = vocab.split(z_s, z_t, tokens, tau, valid)
-    x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)
-    x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
+    x_s, x_t = _categories(split, tau)
     in_local = F.pad(inside, (0, 1))
     odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
     odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
@@ -124,9 +123,11 @@ def alra(
     # over the members of R, and within the category: Eq. 13
     rest = kl(x_t, x_s, ~in_local) + share * split.rest_kl
 
-    # [N, d_max, d_max], Eq. 15
-    pairs = inside[:, :, None] & inside[:, None, :] & upper(d_max, inside.device)
-    pair_kl = binary_kl(differences(split.in_t / tau_p), differences(split.in_s / tau_p))  # Eq. 16
+    both_inside = inside[:, :, None] & inside[:, None, :]
+    pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
+    gap_s = differences(split.in_s / tau_p)
+    gap_t = differences(split.in_t / tau_p)
+    pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
         p_s = x_s.log_softmax(-1)[:, :-1].exp()  # [N, d_max] full-vocabulary probabilities at tau
         if detach_weights:
@@ -145,6 +146,16 @@ def alra(
     return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
 
 
+def _categories(split, tau) -> tuple[Tensor, Tensor]:
+    """Return both models' tempered logits of the selected tokens, and of all others as one.
+
+    The logit of those is their logsumexp, which `split` has divided by tau  # [N, k + 1] each
+    """
+    x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)
+    x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
+    return x_s, x_t
+
+
 @torch.no_grad()
 def _anchored(tokens, z_t, y, anchor) -> Tensor:
     """Put each missing anchor in the place of the lowest-ranked proposal that is not an anchor.
@@ -157,7 +168,8 @@ def _anchored(tokens, z_t, y, anchor) -> Tensor:
     rank = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     for a in anchors:
         missing = (tokens != a[:, None]).all(-1, keepdim=True)
-        free = torch.stack([tokens != other[:, None] for other in anchors]).all(0)
+        no_anchors = [tokens != other[:, None] for other in anchors]
+        free = torch.stack(no_anchors).all(0)
         lowest = (free * rank).argmax(-1, keepdim=True) + 1
         tokens = torch.where(missing & (rank == lowest), a[:, None], tokens)
     return tokens
@@ -171,26 +183,28 @@ def _effective_support(in_t, tau) -> Tensor:
     of the logits.
     """
     log_rho = (in_t.double() / tau).log_softmax(-1)
-    return (-(log_rho.exp() * log_rho).sum(-1)).exp()
+    entropy = -(log_rho.exp() * log_rho).sum(-1)
+    return entropy.exp()
 
 
 # ----------------------------------------------------------------------------------------------
 # the paper's other methods, in the order of its table
 
 
-def cross_entropy(z_s: Tensor, z_t: Tensor | None, y: Tensor) -> Tensor:
+def cross_entropy(z_s, z_t, y) -> Tensor:
     """Causal language modelling (second term of Eq. 23): -ln q_s[y], q_s = softmax(z_s).
 
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    return leave(-vocab.log_p(z_s, y[:, None], 1.0, valid)[:, 0], valid)
+    logp = vocab.log_p(z_s, y[:, None], 1.0, valid)  # [N, 1]
+    return leave(-logp[:, 0], valid)
 
 
 def vanilla_kd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 0.5,
     t2_scaling: bool = False,
@@ -211,21 +225,25 @@ def vanilla_kd(
     if standardize:
         z_s = _standardized(z_s)
         z_t = _standardized(z_t)
-    scale = tau**2 if t2_scaling else 1.0
-    return leave(vocab.forward_kl(z_s, z_t, tau, valid) * scale, valid)
+    loss = vocab.forward_kl(z_s, z_t, tau, valid)
+    if t2_scaling:
+        loss = loss * tau**2
+    return leave(loss, valid)
 
 
 def _standardized(z) -> Tensor:
     """Give each row mean 0 and standard deviation 1; a constant row becomes 0  # [N, V]"""
     z = z - z.mean(-1, keepdim=True)
-    variance = z.square().sum(-1, keepdim=True) / (z.shape[1] - 1)
-    return z / (torch.where(variance > 0, variance, 1.0).sqrt() + 1e-7)
+    squares = z.square().sum(-1, keepdim=True)
+    variance = squares / (z.shape[1] - 1)
+    deviation = torch.where(variance > 0, variance, 1.0).sqrt()
+    return z / (deviation + 1e-7)
 
 
 def pd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 0.5,
     top_p: PositiveFraction = 0.95,
@@ -257,17 +275,21 @@ def pd(
         kept = p_t.cumsum(-1) - p_t < top_p
     else:
         kept = torch.ones_like(tokens, dtype=torch.bool)
-    x_t = (z_t.gather(1, tokens) / tau).masked_fill(~kept, -math.inf)
+    x_t = z_t.gather(1, tokens) / tau
+    x_t = x_t.masked_fill(~kept, -math.inf)
     f = x_t.softmax(-1)  # [N, top_k], 0 where not kept
-    ln_f = torch.where(kept, x_t - x_t.logsumexp(-1, keepdim=True), 0.0)
-    logp_s = vocab.log_p(z_s, tokens, tau if temper_student else 1.0, valid)
-    return leave((f * (ln_f - logp_s)).sum(-1), valid)
+    total = x_t.logsumexp(-1, keepdim=True)
+    ln_f = torch.where(kept, x_t - total, 0.0)
+    tau_s = tau if temper_student else 1.0
+    logp_s = vocab.log_p(z_s, tokens, tau_s, valid)
+    loss = (f * (ln_f - logp_s)).sum(-1)
+    return leave(loss, valid)
 
 
 def atkd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 1.0,
     easy_weight: UnitInterval = 0.5,
@@ -292,7 +314,8 @@ def atkd(
     n = _count(valid, z_s)
     loss_easy = easy_weight * n / _count(easy, z_s) * dkd_u
     loss_hard = (1 - easy_weight) * n / _count(hard, z_s) * (tkd_u + dkd_u)
-    return leave(torch.where(easy, loss_easy, loss_hard), valid)
+    loss = torch.where(easy, loss_easy, loss_hard)
+    return leave(loss, valid)
 
 
 def _count(mask, z) -> Tensor:
@@ -312,9 +335,9 @@ def _target_split(z_s, z_t, y, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rld(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 1.0,
     tau_conf: Positive = 1.0,
@@ -337,14 +360,16 @@ def rld(
     _, odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf, valid)
     odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
     scd_u = binary_kl(odds_m, odds_s)
-    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_t.gather(1, y[:, None]))
-    return leave(alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u, valid)
+    z_label = z_t.gather(1, y[:, None])
+    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_label)
+    loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
+    return leave(loss, valid)
 
 
 def ldrld(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 1.0,
     d: int = 15,
@@ -374,20 +399,23 @@ def ldrld(
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
     r = rank[:, None]
     q = rank[None, :]
-    adw = 2 / (1.5 + q - r).abs() * (-0.05 * (r + q)).exp()
-    adw = torch.where(upper(d, z_s.device), adw, 0.0)
-    pairs_u = (adw * binary_kl(differences(x_t), differences(x_s))).sum((1, 2))
+    distance = (1.5 + q - r).abs()
+    decay = (-0.05 * (r + q)).exp()
+    adw = torch.where(upper(d, z_s.device), 2 / distance * decay, 0.0)
+    pair_kl = binary_kl(differences(x_t), differences(x_s))
+    pairs_u = (adw * pair_kl).sum((1, 2))
     llki_u = kl(x_t, x_s)
     if d == 2:  # the authors' code treats a set of two as a pair
         llki_u = llki_u * adw[0, 1]
     n = d * (d - 1) // 2 + 1 if pair_reduction == "mean" else 1
-    return leave(tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.rest_kl), valid)
+    loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.rest_kl)
+    return leave(loss, valid)
 
 
 def tad(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 1.0,
     top_k: int = 10,
@@ -418,19 +446,20 @@ def tad(
     divides = n_sequences >= 1 and N % n_sequences == 0
     require(divides, f"n_sequences={n_sequences}: expected a divisor of N={N}")
     split = vocab.split(z_s, z_t, vocab.top(z_t, top_k), tau, valid)
-    x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)  # [N, K + 1]
-    x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
+    x_s, x_t = _categories(split, tau)  # [N, K + 1]
     ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     if norm == "sequence":
         ln_each = ln_w.view(n_sequences, -1)  # [sequences, positions]
         valid_each = valid.view(n_sequences, -1)
         n_each = valid_each.sum(-1, keepdim=True).to(ln_w.dtype)
-        ln_w = (ln_each - lse(ln_each, valid_each)[:, None] + n_each.log()).flatten()
+        ln_sum = lse(ln_each, valid_each)[:, None]
+        ln_w = (ln_each - ln_sum + n_each.log()).flatten()
     w = 1.0 if norm == "unit" else ln_w.exp()
-    return leave(kl(x_t, x_s) + beta * w * split.rest_kl, valid)
+    loss = kl(x_t, x_s) + beta * w * split.rest_kl
+    return leave(loss, valid)
 
 
-def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
+def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     """BiLD (Li et al. 2025): t-LD + s-LD, on the teacher's and on the student's top k tokens.
 
         D_ab = (z_a - z_b) / tau for a < b in the leader's order
@@ -446,8 +475,10 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 3.0, top_k: int
     loss = 0.0
     for leader in (z_t, z_s):  # t-LD, s-LD
         tokens = vocab.top(leader, top_k)
-        d_t = differences(z_t.gather(1, tokens) / tau).flatten(1)  # [N, k * k]
-        d_s = differences(z_s.gather(1, tokens) / tau).flatten(1)
+        in_t = z_t.gather(1, tokens) / tau
+        in_s = z_s.gather(1, tokens) / tau
+        d_t = differences(in_t).flatten(1)  # [N, k * k]
+        d_s = differences(in_s).flatten(1)
         loss = loss + kl(d_t, d_s, once)
     return leave(loss, valid)
 
@@ -458,7 +489,7 @@ def bild(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 3.0, top_k: int
 # `terms` gives each token's summand, and its derivative by ln q as far as that has an effect.
 
 
-def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0) -> Tensor:
+def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2.
 
     Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1,
@@ -473,9 +504,9 @@ def reverse_kl(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0) -> T
 
 
 def jsd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     beta: UnitInterval = 0.5,
     tau: Positive = 1.0,
@@ -503,7 +534,7 @@ def jsd(
     return _sum_over_vocab(terms, z_s, z_t, y, tau)
 
 
-def tvd(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
+def tvd(z_s, z_t, y) -> Tensor:
     """Total variation distance, 0.5 sum_i |p_s - p_t|, in 0 .. 1 (f-DISTILL, Wen et al. 2023).
 
     It is summed over the tokens where the teacher has more. The value is the same, and the gradient
@@ -513,15 +544,17 @@ def tvd(z_s: Tensor, z_t: Tensor, y: Tensor) -> Tensor:
     def terms(ln_q, ln_p):
         p = ln_p.exp()
         q = ln_q.exp()
-        return (p - q).relu(), torch.where(p > q, -q, 0.0)
+        value = (p - q).relu()
+        slope = torch.where(p > q, -q, 0.0)
+        return value, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y)
 
 
 def dkd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 4.0,
     alpha: NonNegative = 1.0,
@@ -538,7 +571,7 @@ def dkd(
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
 
-def mse_logits(z_s: Tensor, z_t: Tensor, y: Tensor, *, center: bool = False) -> Tensor:
+def mse_logits(z_s, z_t, y, *, center: bool = False) -> Tensor:
     """Mean over V of (z_s - z_t)^2 (Kim et al. 2021), in squared logits, not nats.
 
     center  subtract each row's mean first. Otherwise the loss depends on the logits' common shift,
@@ -552,9 +585,9 @@ def mse_logits(z_s: Tensor, z_t: Tensor, y: Tensor, *, center: bool = False) -> 
 
 
 def adakd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     keep: PositiveFraction = 0.5,
     c: NonNegative = 0.5,
@@ -586,11 +619,13 @@ def adakd(
     else:
         s = (logp_s.exp() * (logp_s - logp_t)).sum(-1)
     n_hardest = (keep * valid.sum().double()).floor().clamp(min=1)
-    hardest = valid & (vocab.rising_rank(-s.detach(), valid) < n_hardest)
+    rank = vocab.rising_rank(-s.detach(), valid)
+    hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
     # Masked twice: other positions must reach neither the value nor the gradient of the median.
-    ratio = torch.where(hardest, torch.where(hardest, s, 1.0) / median, 1.0)
+    s = torch.where(hardest, s, 1.0)
+    ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor: at 1e-8 tanh is -1 in fp64
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
@@ -600,14 +635,15 @@ def adakd(
     b = _log_softmax(logp_t / T)
     if base == "forward":
         a, b = b, a
-    loss = T[:, 0] ** 2 * (a.exp() * (a - b)).sum(-1)
+    kl_u = (a.exp() * (a - b)).sum(-1)
+    loss = T[:, 0] ** 2 * kl_u
     return leave(loss * valid.sum() / n_hardest.to(loss.dtype), hardest)
 
 
 def sekd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     tau: Positive = 2.0,
     keep: PositiveFraction = 0.2,
@@ -620,16 +656,17 @@ def sekd(
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     n_valid = valid.sum()
-    n_kept = (keep * n_valid.double()).ceil() * ((n_valid >= 3) | (keep == 1))
+    has_enough = (n_valid >= 3) | (keep == 1)
+    n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
     certainty = vocab.forward_kl(uniform, z_s.detach(), 1.0, valid)  # ln V less the entropy
     kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
-    factor = (n_valid / n_kept.clamp(min=1)).to(z_s.dtype)
-    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * factor
+    factor = n_valid / n_kept.clamp(min=1)
+    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * factor.to(z_s.dtype)
     return leave(loss, kept)
 
 
-def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: UnitInterval = 0.9) -> Tensor:
+def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
     """DA-KD's bidirectional discrepancy (He et al. 2025, Eq. 4): KL between two mixtures.
 
         loss[u] = KL((1 - lam) p_t + lam p_s || lam p_t + (1 - lam) p_s)
@@ -654,12 +691,13 @@ def bdl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: UnitInterval = 0.9) -> Tens
         rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
         x = side * rise + (1 + side) * bias  # bias - ln(a / b)
         value = bias * p - ((1 - lam) * p + lam * q) * x
-        return value, -lam * q * (x + torch.expm1(-x))
+        slope = -lam * q * (x + torch.expm1(-x))
+        return value, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y)
 
 
-def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Below1 = 0.1) -> Tensor:
+def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """Skew forward KL (DistiLLM, Ko et al. 2024): KL(P_t || lam P_t + (1 - lam) P_s).
 
     It is at most -ln lam. lam = 0 is KL(P_t || P_s). The gradient runs through the mixture. The
@@ -672,12 +710,14 @@ def skew_fkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Below1 = 0.1) -> Tenso
     def terms(ln_q, ln_p):
         x = ln_q - ln_p + ln_odds
         p = ln_p.exp()
-        return -p * F.softplus(x), -p * x.sigmoid()
+        value = -p * F.softplus(x)
+        slope = -p * x.sigmoid()
+        return value, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
 
 
-def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Below1 = 0.1) -> Tensor:
+def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """Skew reverse KL (DistiLLM, Ko et al. 2024): KL(P_s || lam P_s + (1 - lam) P_t).
 
     It is at most -ln lam. lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too;
@@ -690,15 +730,17 @@ def skew_rkl(z_s: Tensor, z_t: Tensor, y: Tensor, *, lam: Below1 = 0.1) -> Tenso
     def terms(ln_q, ln_p):
         x = ln_p - ln_q + ln_odds
         q = ln_q.exp()
-        return -q * F.softplus(x), q * (x.sigmoid() - F.softplus(x))
+        value = -q * F.softplus(x)
+        slope = q * (x.sigmoid() - F.softplus(x))
+        return value, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
 
 
 def abkd(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     alpha: float = 0.2,
     beta: float = 0.7,
@@ -720,12 +762,13 @@ def abkd(
         d = ln_q - ln_p
         p_s = (s * ln_p).exp()  # p^s
         q_s = (s * ln_q).exp()
-        value = p_s * _chord(s, beta, d.clamp(max=0)) + q_s * _chord(s, alpha, -d.clamp(min=0))
+        where_p_is_larger = p_s * _chord(s, beta, d.clamp(max=0))
+        where_q_is_larger = q_s * _chord(s, alpha, -d.clamp(min=0))
         if alpha:
             slope = (q_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
         else:
             slope = q_s * d
-        return value, slope
+        return where_p_is_larger + where_q_is_larger, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y)
 
@@ -741,7 +784,7 @@ def _chord(a, b, d) -> Tensor:
     return (e_a - e_b) / (a - b)
 
 
-def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: PositiveFraction = 0.5) -> Tensor:
+def akl(z_s, z_t, y, *, mu: PositiveFraction = 0.5) -> Tensor:
     """AKL (Wu et al. 2024): forward and reverse KL, weighted by where the student's error stands.
 
         head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu
@@ -757,7 +800,9 @@ def akl(z_s: Tensor, z_t: Tensor, y: Tensor, *, mu: PositiveFraction = 0.5) -> T
         q = ln_q.exp()
         p = ln_p.exp()
         d = ln_q - ln_p
-        return ((1 - h) * q - h * p) * d, (1 - h) * q * (1 + d) - h * p
+        value = ((1 - h) * q - h * p) * d
+        slope = (1 - h) * q * (1 + d) - h * p
+        return value, slope
 
     h = _head_share(z_s, z_t, mu)
     return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, h), valid)
@@ -777,17 +822,19 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     border = torch.zeros_like(low)
     for _ in range(n_halvings):
         middle = (low + border) / 2
-        over = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True) > mu
+        mass = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True)
+        over = mass > mu
         low = torch.where(over, middle, low)
         border = torch.where(over, border, middle)
-    in_head = (ln_p >= border) | (z_t == z_t.amax(-1, keepdim=True))
+    is_top = z_t == z_t.amax(-1, keepdim=True)
+    in_head = (ln_p >= border) | is_top
     error = (p - _log_softmax(z_s).exp()).abs()
     head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
     total = error.sum(-1, keepdim=True)
     return torch.where(total > 0, head / total, 0.5)
 
 
-def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0) -> Tensor:
+def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     """ToDi (Jung et al. 2025): forward or reverse KL token by token, by the larger probability.
 
         w_i     = p_i / (p_i + q_i), a constant
@@ -801,15 +848,17 @@ def todi(z_s: Tensor, z_t: Tensor, y: Tensor, *, tau: Positive = 1.0) -> Tensor:
         d = ln_q - ln_p
         forward = (-d).sigmoid() * ln_p.exp()  # w p
         reverse = d.sigmoid() * ln_q.exp()  # (1 - w) q
-        return (reverse - forward) * d, reverse * (1 + d) - forward
+        value = (reverse - forward) * d
+        slope = reverse * (1 + d) - forward
+        return value, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y, tau)
 
 
 def taid(
-    z_s: Tensor,
-    z_t: Tensor,
-    y: Tensor,
+    z_s,
+    z_t,
+    y,
     *,
     t: UnitInterval = 0.4,
     t_end: UnitInterval = 1.0,
@@ -848,9 +897,9 @@ def _log_softmax(x) -> Tensor:
 
 class Method(NamedTuple):
     fn: Callable  # the objective
-    hyper: dict  # its settings, where they differ from its defaults
-    w_kd: float  # weight of the objective
-    w_ce: float  # weight of the causal language-modelling term
+    hyper: dict = {}  # its settings, where they differ from its defaults
+    w_kd: float = 1.0  # weight of the objective
+    w_ce: float = 0.0  # weight of the causal language-modelling term
     moving: tuple[str, ...] = ()  # settings x that go to x_end over the run, in a straight line
 
     @property
@@ -860,27 +909,27 @@ class Method(NamedTuple):
 
 def _fixed(d: int) -> Method:
     """ALD + PRA-U on the student's top d."""
-    return Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"}, 1.0, 0.0)
+    return Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"})
 
 
 METHODS: dict[str, Method] = {
     # the main comparison: the paper's table of baseline configurations
-    "pretrain": Method(cross_entropy, {}, 0.0, 1.0),
-    "vanilla_kd": Method(vanilla_kd, {}, 0.5, 0.5),
-    "pd": Method(pd, {}, 1.0, 0.0),
-    "atkd": Method(atkd, {}, 1.0, 0.0),
-    "rld": Method(rld, {}, 1.0, 0.0),
-    "ldrld": Method(ldrld, {}, 1.0, 0.5),
-    "tad": Method(tad, {}, 0.5, 0.5),
-    "bild": Method(bild, {}, 1.0, 0.0),
-    "alra": Method(alra, {}, 1.0, 0.0),
+    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
+    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
+    "pd": Method(pd),
+    "atkd": Method(atkd),
+    "rld": Method(rld),
+    "ldrld": Method(ldrld, w_ce=0.5),
+    "tad": Method(tad, w_kd=0.5, w_ce=0.5),
+    "bild": Method(bild),
+    "alra": Method(alra),
     # pair weighting
-    "alra_r": Method(alra, {"pair": "pra"}, 1.0, 0.0),
-    "alra_u": Method(alra, {"pair": "pra_u"}, 1.0, 0.0),
+    "alra_r": Method(alra, {"pair": "pra"}),
+    "alra_u": Method(alra, {"pair": "pra_u"}),
     # anchoring
-    "alra_n": Method(alra, {"anchor": "none"}, 1.0, 0.0),
-    "alra_ng": Method(alra, {"anchor": "label"}, 1.0, 0.0),
-    "alra_g": Method(alra, {"anchor": "both"}, 1.0, 0.0),
+    "alra_n": Method(alra, {"anchor": "none"}),
+    "alra_ng": Method(alra, {"anchor": "label"}),
+    "alra_g": Method(alra, {"anchor": "both"}),
     # fixed budgets
     "fixed_3": _fixed(3),
     "fixed_7": _fixed(7),
@@ -889,22 +938,25 @@ METHODS: dict[str, Method] = {
     "fixed_19": _fixed(19),
     "fixed_25": _fixed(25),
     # further objectives
-    "reverse_kl": Method(reverse_kl, {}, 1.0, 0.0),
-    "jsd": Method(jsd, {}, 1.0, 0.0),
-    "tvd": Method(tvd, {}, 1.0, 0.0),
-    "dkd": Method(dkd, {}, 1.0, 1.0),
-    "mse_logits": Method(mse_logits, {}, 1.0, 0.0),
-    "adakd": Method(adakd, {}, 1.0, 0.0),
-    "sekd": Method(sekd, {}, 0.9, 0.1),
-    "bdl": Method(bdl, {}, 1.0, 0.0),
-    "skew_fkl": Method(skew_fkl, {}, 1.0, 0.0),
-    "skew_rkl": Method(skew_rkl, {}, 1.0, 0.0),
-    "abkd": Method(abkd, {}, 1.0, 0.0),
-    "akl": Method(akl, {}, 1.0, 0.0),
-    "todi": Method(todi, {}, 0.5, 0.5),
-    "taid": Method(taid, {}, 1.0, 0.0, moving=("t",)),
-    "topk_tail": Method(tad, {"beta": 0.0}, 1.0, 0.0),  # KL over the top K and one bucket
+    "reverse_kl": Method(reverse_kl),
+    "jsd": Method(jsd),
+    "tvd": Method(tvd),
+    "dkd": Method(dkd, w_ce=1.0),
+    "mse_logits": Method(mse_logits),
+    "adakd": Method(adakd),
+    "sekd": Method(sekd, w_kd=0.9, w_ce=0.1),
+    "bdl": Method(bdl),
+    "skew_fkl": Method(skew_fkl),
+    "skew_rkl": Method(skew_rkl),
+    "abkd": Method(abkd),
+    "akl": Method(akl),
+    "todi": Method(todi, w_kd=0.5, w_ce=0.5),
+    "taid": Method(taid, moving=("t",)),
+    "topk_tail": Method(tad, {"beta": 0.0}),  # KL over the teacher's top K and one bucket
     "logit_std": Method(
-        vanilla_kd, {"tau": 2.0, "t2_scaling": True, "standardize": True}, 9.0, 0.1
+        vanilla_kd,
+        {"tau": 2.0, "t2_scaling": True, "standardize": True},
+        w_kd=9.0,
+        w_ce=0.1,
     ),
 }

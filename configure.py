@@ -82,7 +82,7 @@ class Config:
     max_steps: PositiveInt = learnt(126_400)  # updates of this run; may end before schedule_steps
     schedule_steps: PositiveInt = learnt(126_400)  # updates of the whole schedule, at whose end the rate is min_lr
     batch_rows: PositiveInt = learnt(16)  # rows per update
-    micro_batch: PositiveInt | None = speed(None)  # rows per model forward: speed and memory only, never the result; None: the largest that fits the GPU; `group` on the CPU and with `shard`
+    micro_batch: PositiveInt | None = speed(None)  # rows per forward pass; affects speed and memory, never the result; None: all rows of a process
     group: PositiveInt = learnt(1)  # rows per forward batch T_B of the paper: the range of batch statistics
     lr: Positive = learnt(6e-4)  # peak learning rate
     min_lr: Positive = learnt(6e-5)  # at schedule_steps

@@ -92,7 +92,9 @@ def scheduled_settings(
     values = default_settings(method.fn) | method.hyper
     scheduled = {}
     for key in method.moving:
-        scheduled[key] = values[key] + (values[f"{key}_end"] - values[key]) * step / n_steps
+        start = values[key]
+        end = values[f"{key}_end"]
+        scheduled[key] = start + (end - start) * step / n_steps
     if w_kd_schedule == "wsd" and method.has_teacher:
         rise = step / (0.1 * n_steps)
         fall = (n_steps - step) / (0.01 * n_steps)
@@ -148,7 +150,9 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     for key, value in parts.items():
         if value.shape == y.shape:  # others are not logged
             terms[key] = value
-    sums = {key: leave(value.detach(), valid).sum() for key, value in terms.items()}
+    sums = {}
+    for key, value in terms.items():
+        sums[key] = leave(value.detach(), valid).sum()
     sums["n_valid"] = valid.sum()
     return loss.sum() / valid.sum().clamp(min=1), sums
 
@@ -267,9 +271,13 @@ def evaluate(
         return loss, sums, None
     if torch.compiler.is_compiling():
         # one graph for both directions: nothing of [N, V] is kept between them
-        both = torch.func.grad_and_value(lambda z: mean_loss(method, z, z_t, y), has_aux=True)
-        dz, (loss, sums) = both(z_s)
-        return loss, sums, z_s.copy_(dz) if dtype == z_s.dtype else dz.to(dtype)
+        def of_logits(z):
+            return mean_loss(method, z, z_t, y)
+
+        dz, (loss, sums) = torch.func.grad_and_value(of_logits, has_aux=True)(z_s)
+        if dtype == z_s.dtype:
+            dz = z_s.copy_(dz)
+        return loss, sums, dz.to(dtype)
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y)
     if loss.requires_grad:
@@ -317,7 +325,8 @@ def _try_method(method: Method, V: int, w_kd_schedule: str, compile: bool) -> No
 
 def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
     """Check an objective at a first and a last label, with an ignored position between them."""
-    z = torch.randn(2, 3, V, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 3, V, generator=generator)  # student's and teacher's logits
     y = torch.tensor([0, IGNORE, V - 1])
     z_wild = z * torch.tensor([1.0, 1e3, 1.0])[:, None]
     random_state = torch.get_rng_state()
@@ -337,6 +346,12 @@ def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
         raise UserError(f"ignored logits change other positions; {remedy}")
 
 
+def _require_equal(name: str, after: Tensor, before: Tensor) -> None:
+    if not torch.equal(after, before):
+        problem = f"{name} is changed in place"
+        raise UserError(f"{problem}; other students read it too: make a copy")
+
+
 def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> Tensor:
     """Return the loss and its gradient, side by side  # [2, N, V] -> [N, 1 + V]"""
     z_s, z_t = z.clone()
@@ -352,10 +367,9 @@ def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> T
         if got[:1] != y.shape:
             expected = "a tensor [N], or [N, ..] that is not logged"
             raise UserError(f"part {name}: expected {expected}; got {got}")
-    for name, after, before in (("z_s", z_s, z[0]), ("z_t", z_t, z[1]), ("y", labels, y)):
-        if not torch.equal(after, before):
-            problem = f"{name} is changed in place"
-            raise UserError(f"{problem}; other students read it too: make a copy")
+    _require_equal("z_s", z_s, z[0])
+    _require_equal("z_t", z_t, z[1])
+    _require_equal("y", labels, y)
     (gradient,) = torch.autograd.grad(loss.sum(), z_s)
     if gradient[1].any():
         raise UserError("ignored positions have a gradient; use `valid_mean`, and `guard=True`")

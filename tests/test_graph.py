@@ -9,8 +9,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.inductor_prims import force_stride_order
 
-from lib.graph import Rewrite
 from lib import methods
+from lib.graph import Rewrite
 from lib.methods import method_loss
 from losses import IGNORE, METHODS
 from tests import world

@@ -31,9 +31,9 @@ from lib.device import mfu, pick_device
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, weights_hash
+from lib.methods import make_objective, method_loss
 from lib.rows import PAD, row_order
 from lib.teacher import Teacher, load_teacher
-from lib.methods import make_objective, method_loss
 from losses import IGNORE
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
 from tests import world

@@ -42,13 +42,13 @@ from lib import files
 from lib.errors import UserError, require
 from lib.files import read_json, read_lines
 from lib.identity import content_hash, made_by, record_hash, student_shape
+from lib.methods import needs_teacher, resolve
 from lib.report import Spec, best_trials, report
 from lib.rows import open_rows
 from lib.settings import literal
 from lib.stats import FIGURES
 from lib.tables import read_if_there
 from lib.teacher import Teacher, foreign_config, is_native
-from lib.methods import needs_teacher, resolve
 from model import flops_per_token, load_config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -897,7 +897,7 @@ def _log_softmax(x) -> Tensor:
 
 class Method(NamedTuple):
     fn: Callable  # the objective
-    hyper: dict = {}  # its settings, where they differ from its defaults
+    hyper: dict = {}  # noqa: RUF012  its settings, where they differ from its defaults
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
     moving: tuple[str, ...] = ()  # settings x that go to x_end over the run, in a straight line

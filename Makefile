@@ -1,5 +1,5 @@
 # make demo       set up, then distil three small students from the shipped teacher, score and plot them: minutes on two cores
-# make replicate  the study of config/study.py, nine methods and four variants over seeds: many hours; goes on after a kill
+# make replicate  the study of study/small.py, nine methods and four variants over seeds: many hours; goes on after a kill
 # make test       set up, then run the tests in a process for each core, four at most
 # make check      style of the code
 # make lock       write requirements.lock from .venv
@@ -21,7 +21,7 @@ demo: .venv/ready
 	@echo "before you type commands yourself: source .venv/bin/activate"
 
 replicate: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python tools/compare.py config/study.py --jobs=2 --per_run=5
+	OMP_NUM_THREADS=1 $(BIN)/python study/compare.py study/small.py --jobs=2 --per_run=5
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal

@@ -40,7 +40,7 @@ def _role(role: str) -> Callable:
     return lambda default=MISSING, **how: field(default=default, metadata={"role": role}, **how)
 
 
-# What a key decides. lib/identity.py says which of them a student is known by.
+# What a key decides. run/identity.py says which of them a student is known by.
 learnt = _role("learnt")  # what a student learns
 place = _role("place")  # where something is found: its content counts, not its name
 data = _role("data")  # what prepare.py writes: known by its content

@@ -39,18 +39,18 @@ from tqdm import tqdm
 
 import configure
 from lib import metrics
-from lib.cache import open_cached
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError, require
 from lib.files import locked, read_json, write_json, write_lines
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
-from lib.identity import content_hash
 from lib.rows import Rows, open_rows
-from lib.tables import FILE, RUN, read_if_there, run_facts, scores_name, students_of, tabulate
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
-from lib.teacher import Teacher, check_teacher, load_teacher
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
+from run.cache import open_cached
+from run.identity import content_hash
+from run.tables import FILE, RUN, read_if_there, run_facts, scores_name, students_of, tabulate
+from run.teacher import Teacher, check_teacher, load_teacher
 
 
 class Scorer(TemplateLM):

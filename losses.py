@@ -18,10 +18,12 @@ An objective is `name(z_s, z_t, y, *, settings) -> [N]`:
 
 lib/vocab.py has the sums over the vocabulary that make these functions fast. To add an objective,
 append a function and a row of `METHODS` to this file. To call one in a training loop of your own,
-see `method_loss` in lib/methods.py. Dimensions: N positions, V vocabulary, k tokens of a local set.
+see `method_loss`. Dimensions: N positions, V vocabulary, k tokens of a local set.
 """
 
+import inspect
 import math
+import typing
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -30,9 +32,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lib import vocab
-from lib.checks import IGNORE, enter, leave, valid_mean  # noqa: F401  IGNORE: for users
-from lib.errors import require
-from lib.settings import Below1, NonNegative, Positive, PositiveFraction, UnitInterval
+from lib.checks import IGNORE, enter, leave, valid_mean
+from lib.errors import UserError, nearest, require
+from lib.settings import (
+    Below1,
+    NonNegative,
+    Positive,
+    PositiveFraction,
+    UnitInterval,
+    checked,
+)
 from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 
 # ----------------------------------------------------------------------------------------------
@@ -960,3 +969,121 @@ METHODS: dict[str, Method] = {
         w_ce=0.1,
     ),
 }
+
+
+# ----------------------------------------------------------------------------------------------
+# a method in a training loop of your own
+
+SHORT_NAMES = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
+
+
+def method_loss(
+    name: str, z_s, z_t, y, n_sequences: int = 1, **settings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Call a method in a training loop of your own.
+
+    n_sequences  sequences of equal length in the batch, one after another; read by TAD
+    settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`
+    ->           mean loss, differentiable in z_s; detached means of its terms
+    """
+    method = with_sequences(resolve(name, **settings), n_sequences)
+    loss, sums = mean_loss(method, z_s, z_t, y)
+    n_valid = sums.pop("n_valid").clamp(min=1)
+    return loss, {key: value / n_valid for key, value in sums.items()}
+
+
+def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
+
+    z_s, z_t, y  as of an objective: the positions of one forward batch
+    ->           mean loss []; `loss`, `kd` (with a teacher), `ce`, the objective's parts, `n_valid`
+
+    A term of weight 0 costs no gradient.
+    """
+    with_gradient = torch.is_grad_enabled()
+    valid = y != IGNORE
+    uses_ce = _is_positive(method.w_ce)
+    with torch.set_grad_enabled(with_gradient and uses_ce):
+        ce = cross_entropy(z_s, None, y)  # [N]
+    loss = method.w_ce * ce if uses_ce else torch.zeros_like(ce)
+    parts = {}
+    if method.has_teacher:
+        uses_kd = _is_positive(method.w_kd)
+        if z_t is None:
+            fn = getattr(method.fn, "func", method.fn)
+            raise UserError(f"z_t: {fn.__name__} needs teacher logits, got None")
+        with torch.set_grad_enabled(with_gradient and uses_kd):
+            parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
+        kd = parts.pop("loss")  # [N]
+        if uses_kd:
+            loss = loss + method.w_kd * kd
+        terms = {"loss": loss, "kd": kd, "ce": ce}
+    else:
+        terms = {"loss": loss, "ce": ce}
+    for key, value in parts.items():
+        if value.shape == y.shape:  # others are not logged
+            terms[key] = value
+    sums = {}
+    for key, value in terms.items():
+        sums[key] = leave(value.detach(), valid).sum()
+    sums["n_valid"] = valid.sum()
+    return loss.sum() / valid.sum().clamp(min=1), sums
+
+
+def _is_positive(weight: float | Tensor) -> bool:
+    return isinstance(weight, Tensor) or weight > 0  # a tensor is a weight that changes
+
+
+def parts_of(result) -> dict[str, Tensor]:
+    """Return what an objective returned as a dictionary, `loss` first."""
+    return result._asdict() if isinstance(result, tuple) else {"loss": result}
+
+
+def with_sequences(method: Method, n_sequences: int) -> Method:
+    if "n_sequences" not in default_settings(method.fn):
+        return method
+    return method._replace(hyper=method.hyper | {"n_sequences": n_sequences})
+
+
+def resolve(name: str, **overrides) -> Method:
+    """Return the row of `METHODS` for METHOD or METHOD@LABEL, with overrides of its settings.
+
+    Raises `UserError` for an unknown method, setting or value.
+    """
+    name = name.partition("@")[0]
+    if name not in METHODS:
+        near = SHORT_NAMES.get(name) or nearest(name, METHODS)
+        hint = f", did you mean {near!r}?" if near else "."
+        raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
+    method = METHODS[name]
+    if not overrides:
+        return method
+    kinds = settings(name)
+    hyper = dict(method.hyper)
+    weights = {}
+    for key, value in overrides.items():
+        if key not in kinds:
+            raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}")
+        value = checked(f"{name}.{key}", value, kinds[key])
+        if key in ("w_kd", "w_ce"):
+            weights[key] = value
+        else:
+            hyper[key] = value
+    return method._replace(hyper=hyper, **weights)
+
+
+def settings(name: str) -> dict[str, object]:
+    """Return the settings that `resolve(name)` may override, with their kinds."""
+    fn = resolve(name).fn
+    hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
+    kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
+    for key in default_settings(fn):
+        if key not in ("n_sequences", "generator"):  # the caller sets these two
+            kinds[key] = hints[key]
+    return kinds
+
+
+def default_settings(fn: Callable) -> dict[str, object]:
+    """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
+    parameters = inspect.signature(fn).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

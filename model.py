@@ -327,7 +327,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     """A student's shape: a preset's name, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes.
 
     teacher  the fields of `Qwen2Config` that presets and shapes without them take from the teacher: vocabulary, rope
-             base and scaling, norm epsilon, context (`lib.teacher.inherited`). None: the preset's own
+             base and scaling, norm epsilon, context (`run.teacher.inherited`). None: the preset's own
     """
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **(teacher or {}))

@@ -1,7 +1,6 @@
 """Tokenize text into fixed-length rows, cut at sentence and line boundaries (paper, appendix C; what ends a sentence is ours).
 
     python prepare.py config/alra_200m.py [--key=value ...]    write the rows; after a kill the same command resumes
-    python prepare.py config/demo.py --teacher_cache=True      and the hidden states of its teacher (lib/cache.py)
     python prepare.py --verify data/pile                       hash and count everything again
     python prepare.py --show 1000 data/pile                    print five rows from row 1000 on as text
 
@@ -403,7 +402,12 @@ def prepare(cfg: Config, commit_sec: float = COMMIT_SEC) -> None:
 
     Raises `UserError` where the folder holds data of another recipe, complete or not: nothing is overwritten.
     """
-    from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash  # here, as workers need no transformers
+    from lib.hf import (  # here, as workers need no transformers
+        find_folder,
+        load_tokenizer,
+        pinned,
+        tokenizer_hash,
+    )
 
     name = cfg.tokenizer or cfg.teacher
     require(name, "tokenizer=None, teacher=None: expected a tokenizer's folder or hub id in one of them")
@@ -642,12 +646,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"{' '.join(argv)}: expected --verify DIR, or --show N DIR with the number of a row")
         case _:
             cfg = load(argv)
-            if os.environ.get("RANK", "0") == "0":
-                prepare(cfg)
-            if cfg.teacher_cache:
-                from train import fill_teacher_cache  # here, as workers need no torch
-
-                fill_teacher_cache(cfg)
+            prepare(cfg)
     return 0
 
 

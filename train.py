@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
 The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM, SIGHUP and SIGUSR1 end
-the run after the current update: it saves a checkpoint and exits with code 75. lib/run.py describes
-the run's folder.
+the run after the current update: it saves a checkpoint and exits with code 75. run/checkpoints.py
+describes the folder of a run.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
@@ -29,43 +29,26 @@ from transformers import PreTrainedTokenizerFast
 
 import configure
 from configure import Config
-from lib import metrics, parallel, preflight
-from lib.cache import CachedTeacher, Wanted, fill, open_cached, read_ahead
+from lib import metrics, parallel
 from lib.checks import IGNORE
 from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
 from lib.errors import UserError
 from lib.files import locked
-from lib.fused import head_losses
-from lib.hf import load_tokenizer, weights_hash
-from lib.identity import student_shape
-from lib.methods import make_objective, method_lines, needs_teacher
+from lib.head import head_losses
+from lib.hf import weights_hash
 from lib.rows import Rows, row_order
-from lib.run import (
-    COUNTS,
-    Run,
-    Student,
-    compute_dtype,
-    drop_broken,
-    hidden_and_head,
-    log_histograms,
-    log_validation,
-    resume,
-    save_checkpoints,
-    save_model,
-    say,
-    say_names,
-    say_values,
-)
-from lib.teacher import Teacher, check_teacher, load_teacher
 from model import Qwen2, flops_per_token, init_student
+from run import preflight
+from run.cache import CachedTeacher, open_teacher, read_ahead
+from run.checkpoints import drop_broken, resume, save_checkpoints, save_model
+from run.identity import student_shape
+from run.log import log_histograms, log_validation, record, say, say_names, say_values
+from run.methods import make_objective, method_lines
+from run.students import COUNTS, Run, Student, compute_dtype, hidden_and_head
+from run.teacher import Teacher
 
 # ----------------------------------------------------------------------------------------------
 # rows
-
-
-def open_data(cfg: Config, name: str) -> Rows:
-    vocab_size = student_shape(cfg).vocab_size
-    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
 
 
 def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
@@ -92,56 +75,7 @@ def micro_batches(
 
 
 # ----------------------------------------------------------------------------------------------
-# teacher and students
-
-
-def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> Wanted:
-    """Return the indices of all rows that a run reads, by file, in blocks of up to a million."""
-    return {rows: training_blocks(cfg, rows), val: [np.arange(val.n)[: cfg.val_max_rows]]}
-
-
-def training_blocks(cfg: Config, rows: Rows) -> Iterator[np.ndarray]:
-    n = min(rows.n, cfg.max_steps * cfg.batch_rows)
-    size = min(n, 1 << 20)
-    # if the run reads every row, the order does not matter
-    shuffle_seed = cfg.seed if cfg.shuffle and n < rows.n else None
-    for first in range(0, n, size):
-        block = row_order(first // size, size, rows.n, shuffle_seed)
-        yield np.sort(block[: n - first])
-
-
-def open_teacher(cfg: Config, *data: Rows) -> Teacher | CachedTeacher | None:
-    """Load the frozen teacher. Returns None if no method of the run reads its logits.
-
-    data  training rows and held-out rows, which `teacher_cache` needs
-    """
-    if not any(map(needs_teacher, cfg.methods)):
-        return None
-    home = torch.device(cfg.device)
-    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
-    dtype = compute_dtype(cfg)
-    vocab_size = student_shape(cfg).vocab_size
-
-    def load() -> Teacher:
-        return load_teacher(cfg.teacher, dtype, device, home, cfg.compile, vocab_size, cfg.shard)
-
-    if not cfg.teacher_cache:
-        return load()
-    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, *data), load)
-
-
-def fill_teacher_cache(cfg: Config) -> None:
-    """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
-    if not any(map(needs_teacher, cfg.methods)):
-        return
-    cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)), val_max_rows=None)
-    parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    rows = open_data(cfg, "train")
-    val = open_data(cfg, "val")
-    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
-    size = cfg.micro_batch or min(cfg.batch_rows, 16)
-    fill(open_teacher(cfg, rows, val), rows_of_run(cfg, rows, val), size)
-    parallel.stop()
+# students
 
 
 def make_student(
@@ -461,7 +395,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
     means = {}
     for s in live:
         means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
-        record = {
+        values = {
             "step": run.step,
             "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": counts["valid_tokens"],
@@ -470,7 +404,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
             "gnorm": s.gnorm,
             **machine,
         }
-        s.record(record)
+        record(s, values)
         s.sums = {}
     label = f"step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
     if utilisation:
@@ -550,8 +484,8 @@ def fit_micro_batch(cfg: Config) -> Config:
 
 def train_students(cfg: Config) -> int:
     """Check the inputs, train, and save the models. Returns the exit code."""
-    rows = open_data(cfg, "train")
-    val = open_data(cfg, "val")
+    rows = preflight.open_data(cfg, "train")
+    val = preflight.open_data(cfg, "val")
     tokenizer = preflight.check_data(cfg, rows, val)
     records = preflight.agreed_records(cfg)
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":

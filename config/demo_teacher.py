@@ -4,7 +4,7 @@
 #   python prepare.py config/demo_teacher.py
 #   python train.py config/demo_teacher.py
 #
-# results/LOG.md says what came of it; demo/make.py puts its weights into demo/teacher.
+# study/LOG.md says what came of it; demo/make.py puts its weights into demo/teacher.
 
 methods = ("pretrain",)
 student = "demo_teacher"

@@ -5,7 +5,7 @@
 #   python eval.py out/smollm2_30m --tasks none
 #
 # Without --source the text is that of the demo, Python source. Some 36 minutes for 0.51M tokens, at the 240 tokens/s that a
-# run of 120 updates reached on two cores (results/LOG.md).
+# run of 120 updates reached on two cores (study/LOG.md).
 
 methods = ("alra",)
 student = "384x6x6"  # vocabulary (49,152), rope base, norm epsilon and context are the teacher's

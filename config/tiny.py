@@ -1,6 +1,6 @@
 # The smallest comparison, which shows the path and not which method is better: students of 0.36M parameters, 100 updates of 512 inputs, the demo's teacher.
 #
-#   python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --seeds=3    minutes on two cores
+#   python study/compare.py config/tiny.py --methods=vanilla_kd,alra --seeds=3    minutes on two cores
 
 methods = ("vanilla_kd", "alra")
 student = "mini"

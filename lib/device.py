@@ -96,7 +96,9 @@ def repair_compile_cache() -> None:
 
     Not those that another process may be linking now: they are younger than 5 seconds.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second, and only compiled runs need it
+    from torch._inductor.runtime.cache_dir_utils import (
+        cache_dir,  # a second, and only compiled runs need it
+    )
 
     for file in Path(cache_dir()).rglob("*.so"):
         with contextlib.suppress(FileNotFoundError):  # another process was first

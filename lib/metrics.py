@@ -1,7 +1,7 @@
 """Metrics over held-out rows: how good a student's distribution is, how far it is from its teacher's; and histograms.
 
 train.py reports some of these figures during a run, eval.py all of them, row by row. Temperature 1, fp32 logits from the
-products that training makes (lib/fused.py). Nothing here knows of runs.
+products that training makes (lib/head.py). Nothing here knows of runs.
 
 Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 """
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lib import fused, parallel, vocab
+from lib import parallel, vocab
+from lib.head import mm, operand
 from lib.rows import IGNORE
 
 BINS = 15  # of the calibration error
@@ -73,21 +74,21 @@ def row_sums(
     sums = [{key: torch.zeros(n_rows, dtype=torch.float64, device=device) for key in keys} for _ in students]
     gaps = [torch.zeros(n_rows * BINS, dtype=torch.float64, device=device) for _ in students]
     step = max(LEAST, N_LOGITS[device.type] // n_vocab)
-    operand = functools.cache(fused.operand)  # a head that must be cast is cast once
+    cast = functools.cache(operand)  # a head that must be cast is cast once
     for first, x, y, h_t in batches:
         at = (y != IGNORE).flatten().nonzero()[:, 0]  # [N]; a GPU is waited for here
         row, label = first + at // y.shape[1], y.flatten()[at]  # [N]
         states = [(hidden(x), head) for hidden, head in students] + ([] if head_t is None else [(h_t, head_t)])
         # h [N, D] and head [V, D] of each student, and of the teacher
-        models = [(fused.operand(h.flatten(0, 1)[at], h.dtype), operand(head, h.dtype)) for h, head in states]
+        models = [(operand(h.flatten(0, 1)[at], h.dtype), cast(head, h.dtype)) for h, head in states]
         teacher = None if head_t is None else models.pop()
         for part in (slice(lo, lo + step) for lo in range(0, len(row), step)):
             of_teacher = None
             if teacher:
-                z_t = fused.mm(teacher[0][part], teacher[1].t())
+                z_t = mm(teacher[0][part], teacher[1].t())
                 of_teacher = (*_confidence(z_t, label[part]), vocab.top(z_t, min(5, n_vocab)))
             for (h, head), into, gap in zip(models, sums, gaps, strict=True):
-                values, p_top, right = _compare(fused.mm(h[part], head.t()), label[part], of_teacher, n_bytes)
+                values, p_top, right = _compare(mm(h[part], head.t()), label[part], of_teacher, n_bytes)
                 for key in keys:
                     into[key].index_add_(0, row[part], values[key].double())
                 bin_of = torch.where(p_top.isfinite(), (p_top * BINS).ceil() - 1, 0.0).long()
@@ -160,7 +161,7 @@ def histograms(
 def _logits(h: Tensor, head: Tensor) -> Tensor:
     """[B, T, D], [V, D] -> [B * T, V] in fp32, by the training path's product"""
     h = h.flatten(0, 1)
-    return fused.mm(fused.operand(h, h.dtype), fused.operand(head, h.dtype).t())
+    return mm(operand(h, h.dtype), operand(head, h.dtype).t())
 
 
 def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:

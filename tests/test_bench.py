@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib import methods
+import losses
 from lib.errors import UserError
 from model import Qwen2
+from run import methods
 from tests.test_losses import case
 from tools import bench
 
@@ -19,7 +20,7 @@ needs_peak = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 def test_the_obvious_implementation_is_the_same_loss():
     z_s, z_t, y = case(n=29, v=211, ignored=())
     gradients = []
-    for loss in (bench.eager_alra, lambda *z: methods.method_loss("alra", *z)[0]):
+    for loss in (bench.eager_alra, lambda *z: losses.method_loss("alra", *z)[0]):
         z = z_s.clone().requires_grad_()
         value = loss(z, z_t, y)
         gradients.append((value.detach(), *torch.autograd.grad(value, z)))

@@ -13,9 +13,10 @@ import configure
 import eval as ev
 import prepare
 import train
-from lib import cache, parallel, teacher
+from lib import parallel
 from lib.errors import UserError
 from lib.rows import row_order
+from run import cache, teacher
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.world import SEQ, config, final_bits, flags, read_jsonl, start, untimed, write_text
@@ -115,15 +116,15 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     cfg = config(world, "unused", teacher_cache=True, **KEYS)  # 24 rows, and 7 held-out ones
     forward.most = 5
     with pytest.raises(AssertionError):
-        train.fill_teacher_cache(cfg)
+        cache.fill_cache(cfg)
     forward.most = 99
     for _ in range(2):
-        train.fill_teacher_cache(cfg)
+        cache.fill_cache(cfg)
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
     short = shutil.copytree(world / "teacher", world / "short") / "config.json"
     short.write_text(re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text()))
     with pytest.raises(UserError, match="short supports 4 positions; set less"):  # before hours of it, as train.py does
-        train.fill_teacher_cache(config(world, "unused", teacher_cache=True, **KEYS, teacher=short.parent))
+        cache.fill_cache(config(world, "unused", teacher_cache=True, **KEYS, teacher=short.parent))
 
 
 def fill_as(rank: int, port: int, argvs: list[list[str]]) -> None:
@@ -131,7 +132,7 @@ def fill_as(rank: int, port: int, argvs: list[list[str]]) -> None:
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     stop, parallel.stop = parallel.stop, lambda: None  # the port serves one start
     for argv in argvs:
-        train.fill_teacher_cache(configure.load(argv))
+        cache.fill_cache(configure.load(argv))
     stop()
 
 
@@ -141,7 +142,7 @@ def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
     worlds, port = [shutil.copytree(world, tmp_path / f"shard={n}") for n in (1, 2)], free_port()
     argvs = [flags(folder, "unused", shard=n, **keys) for n, folder in enumerate(worlds, 1)]
     processes = [start(fill_as, rank, port, argvs, out=tmp_path / "said") for rank in range(2)]
-    train.fill_teacher_cache(config(world, "unused", **keys))
+    cache.fill_cache(config(world, "unused", **keys))
     for process in processes:
         process.join(120)
         process.kill()  # or it would wait on

@@ -20,11 +20,11 @@ import pytest
 import configure
 import eval as ev
 import train
-from lib import report as reports
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_json, write_lines
-from lib.report import Spec
 from lib.stats import Estimate, differences, estimate, holm
+from study import report as reports
+from study.report import Spec
 from tests import world
 from tools import compare, plot
 
@@ -57,7 +57,7 @@ def test_estimates_against_closed_forms_and_differences_are_paired_by_seed_and_c
 
 
 def study(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
-    _, spec, cfg = compare.arguments(["config/study.py", *argv])
+    _, spec, cfg = compare.arguments(["study/small.py", *argv])
     return spec, compare.plan(spec, cfg, {})
 
 
@@ -116,7 +116,7 @@ def test_students_that_differ_in_method_and_settings_alone_share_a_run(tiny, tmp
 
 def test_settings_are_those_that_were_chosen_and_equal_flops_mean_more_updates():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
-    _, spec, cfg = compare.arguments(["config/study.py", "--alra.tau=2"])
+    _, spec, cfg = compare.arguments(["study/small.py", "--alra.tau=2"])
     settings = {s.name: s.cfg.settings_of(s.name) for s in compare.plan(spec, cfg, chosen)}
     assert settings["pd"] == {"lr": 1e-3} and settings["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
     student, teacher = compare.flops(STUDY)
@@ -172,7 +172,7 @@ def argv(tiny, tmp_path_factory):
 
 @pytest.fixture
 def quiet(monkeypatch):
-    for name in ("tools.compare.prepare", "tools.compare.signal.signal", "lib.report.draw_figures"):
+    for name in ("study.compare.prepare", "study.compare.signal.signal", "study.report.draw_figures"):
         monkeypatch.setattr(name, lambda *a: [])
     monkeypatch.setattr(train, "catch_signals", lambda: None)
 
@@ -350,7 +350,7 @@ def made_up(folder: Path, ce: dict[str, list[float]], at: str = "updates", **mor
 
 
 def report_of(folder: Path, spec: Spec | None = None) -> str:
-    _, said = reports.report(spec or compare.arguments(["config/study.py"])[1], folder)
+    _, said = reports.report(spec or compare.arguments(["study/small.py"])[1], folder)
     assert "one beyond might do better: " in said or "No table of trials" in said  # on the screen too
     return (folder / "report" / "README.md").read_text()
 
@@ -426,7 +426,7 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
         last = 4.5 - (method == "alra" and seed == 2)
         write_lines(folder / "log.jsonl", [{"step": 1, "ce": 5.0 + seed, "val_ce": 6.0}, {"step": 2, "ce": 4.0, "val_ce": last}])  # fmt: skip
     monkeypatch.setattr(plot.plt, "close", lambda figure: None)
-    argv, before = ["config/study.py", "--report", f"--out={tmp_path}"], []
+    argv, before = ["study/small.py", "--report", f"--out={tmp_path}"], []
     for _ in range(2):
         assert compare.main(argv) == 0
         before.append({file.name: file.read_bytes() for file in file.parent.iterdir()})
@@ -470,7 +470,7 @@ def test_a_committed_study_is_written_anew_byte_for_byte_and_readme_quotes_it(co
     kinds = (".md", ".jsonl", ".json", *((".png",) if locked else ()))  # another matplotlib draws other pixels
     assert {f: f.read_bytes() for f in before if f.suffix in kinds} == {f: b for f, b in before.items() if f.suffix in kinds}  # fmt: skip
     said, report = (world.ROOT / "README.md").read_text(), (out / "report" / "README.md").read_text()
-    assert f"](results/{study}/report/README.md)" in said
+    assert f"](study/results/{study}/report/README.md)" in said
     if study == "study":
         quoted = re.findall(r"^ *(\|.*±.*\|)$", said, re.M)
         assert len(quoted) > 8 and all(line in report for line in quoted)

@@ -1,4 +1,4 @@
-"""eval.py, lib/tasks.py and lib/tables.py: requests scored as by lm-eval's own backend, items checked, figures and tables as defined."""
+"""eval.py, lib/tasks.py and run/tables.py: requests scored as by lm-eval's own backend, items checked, figures and tables as defined."""
 
 import csv
 import dataclasses

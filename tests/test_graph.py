@@ -9,10 +9,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.inductor_prims import force_stride_order
 
-from lib import methods
 from lib.graph import Rewrite
-from lib.methods import method_loss
-from losses import IGNORE, METHODS
+from losses import IGNORE, METHODS, method_loss
+from run import methods
 from tests import world
 from tests.test_losses import ROWS
 
@@ -120,8 +119,8 @@ module.get_amp_supported_dtype = lambda: [torch.bfloat16]
 backend_registration._setup_privateuseone_for_python_backend("standin", module)
 FakeTensor.is_cuda = property(lambda self: self.device.type == "standin")
 
-from lib import methods
-from lib.fused import head_losses
+from run import methods
+from lib.head import head_losses
 
 B, T, V = 2, 64, 151_936
 

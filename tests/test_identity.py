@@ -1,4 +1,4 @@
-"""What made a student, told by lib/identity.py: edits that count, edits that do not, and what may follow on a run."""
+"""What made a student, told by run/identity.py: edits that count, edits that do not, and what may follow on a run."""
 
 import functools
 import importlib.util
@@ -11,9 +11,10 @@ import torch
 
 import losses
 import train
-from lib import device, identity, methods
+from lib import device
 from lib.errors import UserError
 from losses import Method
+from run import identity, methods
 from tests.world import config, final_bits, records
 
 FILE = '''
@@ -146,8 +147,8 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch, capsys):
     assert "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False" in methods.method_lines()
     methods.check_settings("soft", 64, t2_scaling=True)
     z, y = torch.randn(2, 5, 9), torch.arange(5)
-    ours, theirs = (methods.method_loss(*named)[0] for named in (("soft", *z, y), ("vanilla_kd", *z, y)))
-    assert torch.equal(ours, methods.method_loss("vanilla_kd", *z, y, tau=2.0, w_kd=1.0, w_ce=0.0)[0]) and ours != theirs
+    ours, theirs = (losses.method_loss(*named)[0] for named in (("soft", *z, y), ("vanilla_kd", *z, y)))
+    assert torch.equal(ours, losses.method_loss("vanilla_kd", *z, y, tau=2.0, w_kd=1.0, w_ce=0.0)[0]) and ours != theirs
     assert identity.code_hash(row.fn) != identity.code_hash(functools.partial(losses.vanilla_kd, tau=3.0))
 
 

@@ -10,7 +10,7 @@ import transformers
 import configure
 import eval as ev
 import losses
-from lib import methods
+from run import methods
 from tests.test_readme import commands
 from tests.world import ROOT
 
@@ -31,7 +31,7 @@ def test_the_losses_on_the_board_are_those_of_losses_py(n, v, ties):
         assert 3 < len(BLOCKS[name].splitlines()) <= n_lines
         exec(BLOCKS[name], names)
         board, own = z_s.clone().requires_grad_(), z_s.clone().requires_grad_()
-        loss, expected = names[name](board, z_t, y), methods.method_loss(name, own, z_t, y, w_kd=1.0, w_ce=0.0)[0]
+        loss, expected = names[name](board, z_t, y), losses.method_loss(name, own, z_t, y, w_kd=1.0, w_ce=0.0)[0]
         torch.testing.assert_close(loss, expected, rtol=0, atol=1e-9)
         pairs = zip(*(torch.autograd.grad(x, z) for x, z in ((loss, board), (expected, own))), strict=True)
         assert all((a - b).abs().max() < 1e-9 for a, b in pairs)
@@ -45,7 +45,7 @@ def test_a_trainer_steps_along_the_gradient_of_alra(tmp_path):
     ids = torch.randint(61, (9,)).tolist()
     rows = [{"input_ids": ids, "labels": [-100, *ids[1:]]}] * 8
     z_s, z_t = (model(torch.tensor([ids] * 2)).logits[:, :-1].flatten(0, 1) for model in (student, teacher))
-    loss = methods.method_loss("alra", z_s, z_t.detach(), torch.tensor(ids[1:] * 2))[0]
+    loss = losses.method_loss("alra", z_s, z_t.detach(), torch.tensor(ids[1:] * 2))[0]
     norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, list(student.parameters()))]).norm()
     args = transformers.TrainingArguments(
         tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, use_cpu=True,

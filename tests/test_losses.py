@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import losses
-from lib import methods, vocab
-from lib.methods import method_loss
-from losses import IGNORE, METHODS
+from lib import vocab
+from losses import IGNORE, METHODS, method_loss
+from run import methods
 from tests import naive
 from tools import bench
 
@@ -428,7 +428,7 @@ WEIGHTS = {"dkd": (1.0, 1.0), "sekd": (0.9, 0.1), "todi": (0.5, 0.5), "logit_std
 
 
 def settings_of(name):
-    row = methods.resolve(name)
+    row = losses.resolve(name)
     defaults = {key: value for key, value in (row.fn.__kwdefaults__ or {}).items() if key != "n_sequences"}
     return {**defaults, **row.hyper}
 
@@ -472,9 +472,9 @@ def test_overrides_reach_the_objective():
     (without,) = torch.autograd.grad(loss, z_s)
     (with_ce,) = torch.autograd.grad(method_loss("tad", z_s, z_t, y, w_kd=0.25, w_ce=1.0, top_k=5)[0], z_s)
     assert not torch.allclose(without, with_ce)
-    assert methods.settings("bild").keys() == {"w_kd", "w_ce", "tau", "top_k"}
-    assert methods.settings("pretrain").keys() == {"w_kd", "w_ce"}
-    assert "d_max" in methods.settings("fixed_7") and losses.METHODS["tad"].hyper == {}
+    assert losses.settings("bild").keys() == {"w_kd", "w_ce", "tau", "top_k"}
+    assert losses.settings("pretrain").keys() == {"w_kd", "w_ce"}
+    assert "d_max" in losses.settings("fixed_7") and losses.METHODS["tad"].hyper == {}
 
 
 # Bad input.
@@ -528,8 +528,8 @@ def test_bad_settings_are_refused_by_name_value_and_bound(name, settings, messag
 def test_every_setting_has_a_kind():
     """Its bounds are then checked; the kinds are tested in test_configure.py."""
     for name in METHODS:
-        assert all(kind in (int, bool, float) or typing.get_args(kind) for kind in methods.settings(name).values()), name
-    bounded = {key for name in METHODS for key, kind in methods.settings(name).items() if kind is float}
+        assert all(kind in (int, bool, float) or typing.get_args(kind) for kind in losses.settings(name).values()), name
+    bounded = {key for name in METHODS for key, kind in losses.settings(name).items() if kind is float}
     assert bounded == {"alpha", "beta"}  # those of ABKD may be any number
 
 
@@ -656,10 +656,10 @@ def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
     expected = -(z_t.softmax(-1) * z_t.log_softmax(-1)).sum(-1)[valid].mean()
     torch.testing.assert_close(terms["entropy"], expected)
     torch.testing.assert_close(loss, 1.5 * losses.reverse_kl(z_s, z_t, y).sum() / valid.sum())
-    assert methods.settings("mine").keys() == {"w_kd", "w_ce", "scale"}
-    assert type(methods.resolve("mine", scale=2).hyper["scale"]) is float  # as `--mine.scale=2` gives it
+    assert losses.settings("mine").keys() == {"w_kd", "w_ce", "scale"}
+    assert type(losses.resolve("mine", scale=2).hyper["scale"]) is float  # as `--mine.scale=2` gives it
     with pytest.raises(ValueError, match=r"mine\.scale='big': expected float"):
-        methods.resolve("mine", scale="big")
+        losses.resolve("mine", scale="big")
 
 
 def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
@@ -674,4 +674,4 @@ def test_tads_mean_tail_mass_is_over_the_sequence_however_many_are_in_a_batch():
     losses.tad(z_s, z_t, y, top_k=5, n_sequences=2).sum().backward()
     assert z_s.grad.isfinite().all() and not z_s.grad[6:].any()
     refused("n_sequences=5: expected a divisor of N=12", lambda: losses.tad(z_s, z_t, y, n_sequences=5))
-    assert "n_sequences" not in methods.settings("tad")
+    assert "n_sequences" not in losses.settings("tad")

@@ -12,9 +12,9 @@ import torch
 
 import losses
 from configure import Config
-from lib import methods, metrics
-from lib.methods import method_loss
-from losses import METHODS
+from lib import metrics
+from losses import METHODS, method_loss
+from run import methods
 from tests.golden_table import KEYWORDS
 from tests.test_golden import cases
 from tests.test_losses import case, kd, kl, value_and_gradient
@@ -110,7 +110,7 @@ def test_standardized_logits():
 
 
 def test_taids_t_moves_over_the_run():
-    at = lambda name, step, **of: methods.scheduled_settings(methods.resolve(name, **of), step, 1000)  # noqa: E731
+    at = lambda name, step, **of: methods.scheduled_settings(losses.resolve(name, **of), step, 1000)  # noqa: E731
     assert [at("taid", step)["t"] for step in (0, 500, 1000)] == pytest.approx([0.4, 0.7, 1.0])
     assert at("taid", 500, t=0.2, t_end=0.4, w_ce=1.0) == {"t": pytest.approx(0.3)} and at("alra", 500, gamma=3.0) == {}
     assert methods.scheduled_settings(METHODS["taid"]._replace(moving=()), 500, 1000) == {}  # a name alone moves nothing
@@ -139,7 +139,7 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
     monkeypatch.setitem(METHODS, "mine", losses.Method(mine, {}, 1.0, 0.0))
     assert drawn() == drawn(world=2) == drawn(world=4) and drawn()[0] == 6394423578351708644  # in every Python
     assert len({*drawn(), *drawn("mine@b"), *drawn(step=4), *drawn(seed=5)}) == 16
-    assert methods.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
+    assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
     with pytest.raises(ValueError, match="mine: it draws from a `generator`, so set --compile=False"):
         methods.check_settings("mine", 53, compile=True)
 

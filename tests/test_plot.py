@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import losses
-from lib import methods
 from lib.hf import load_tokenizer
-from lib.paper import NAMES
+from run.paper import NAMES
 from tests import world
 from tools import plot, sample
 
@@ -126,7 +125,7 @@ def test_a_student_far_above_the_others_does_not_flatten_their_curves(tmp_path, 
 def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     assert {"loss", "kd", "ce"} <= set(plot.PANELS)
-    assert set(methods.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]) <= set(plot.PANELS)
+    assert set(losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]) <= set(plot.PANELS)
     from train import VALIDATED
 
     assert {f"val_{key}" for key in VALIDATED} <= set(plot.PANELS) | set(plot.LEVELS)

@@ -21,7 +21,7 @@ import configure
 import eval as ev
 import losses
 import train
-from lib import methods, tasks
+from lib import tasks
 from tests.world import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -78,7 +78,7 @@ def run(copy, monkeypatch, capfd):
         words = shlex.split(re.sub(r"^(python|torchrun( --\S+)*) ", "", command))
         script, *argv = [name for word in words for name in (sorted(glob.glob(word)) or [word])]
         module = script.removesuffix(".py").replace("/", ".")
-        if script == "tools/bench.py" or (script == "tools/compare.py" and "results/" not in command):
+        if script == "tools/bench.py" or (script == "study/compare.py" and "study/results/" not in command):
             argv += ["--tiny"] if "gpu" in argv else []
             return str(importlib.import_module(module).arguments(argv))  # test_bench.py and test_compare.py run them
         if script == "train.py" and argv != ["--help"]:
@@ -123,7 +123,7 @@ def all_commands() -> list[str]:
 
 @pytest.mark.slow
 def test_every_command_runs(run, monkeypatch):
-    for slow in ("matplotlib.figure.Figure.set_layout_engine", "lib.report.draw_figures"):  # tested elsewhere
+    for slow in ("matplotlib.figure.Figure.set_layout_engine", "study.report.draw_figures"):  # tested elsewhere
         monkeypatch.setattr(slow, lambda *_, **__: None)
     made = all_commands()
     scripts = ("prepare.py --verify", "torchrun", "tools/plot.py", "make demo")
@@ -217,7 +217,7 @@ def test_the_files_that_are_named_are_there():
     ), named
     links = {file.parent / name for file in (ROOT / "README.md", *DOCS) for name in re.findall(r"\]\(([\w./]+)[)#]", file.read_text())}  # fmt: skip
     assert all(path.exists() for path in links), links
-    folders = {"config/", "lib/", "tools/", "demo/", "tests/", "results/", "docs/"}
+    folders = {"config/", "lib/", "tools/", "demo/", "tests/", "study/", "docs/"}
     assert {path.name for path in ROOT.glob("*.py")} | folders <= named
 
 
@@ -235,14 +235,14 @@ def test_the_choices_name_real_keys():
     named = re.findall(r"`(\w+)`", " ".join(row[-1] for row in choices))
     assert len(choices) > 20 and len(named) > 5 and set(named) - {"eval.py"} <= configure.KINDS.keys()
     hyper = re.findall(r"`(?!config|eval)(\w+)\.(\w+)`", " ".join(row[-1] for row in choices))
-    assert len(hyper) > 8 and all(key in methods.settings(method) for method, key in hyper), hyper
+    assert len(hyper) > 8 and all(key in losses.settings(method) for method, key in hyper), hyper
     flags = set(re.findall(r"`--(\w+)`", " ".join(row[-1] for row in choices)))
     assert flags and flags <= vars(ev.arguments(["x"])).keys()
 
 
 def test_every_ratio_of_speed_is_in_the_file_that_is_named():
     speed = section("Memory and speed")
-    files = "".join((ROOT / name).read_text() for name in re.findall(r"(results/bench/\w+\.md)", speed))
+    files = "".join((ROOT / name).read_text() for name in re.findall(r"(study/results/bench/\w+\.md)", speed))
     assert files and all(ratio in files for ratio in re.findall(r"\b\d\.\d\d\b(?!\.)", speed))
 
 

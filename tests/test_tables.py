@@ -1,4 +1,4 @@
-"""lib/tables.py and lib/paper.py: results in the paper's rows, and which of them share a table."""
+"""run/tables.py and run/paper.py: results in the paper's rows, and which of them share a table."""
 
 import dataclasses
 import json
@@ -7,8 +7,9 @@ import math
 import pytest
 
 import configure
-from lib import tables, tasks
+from lib import tasks
 from lib.errors import UserError
+from run import tables
 
 CONFIG = dataclasses.asdict(configure.Config())
 

@@ -26,18 +26,31 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import configure
 import train
 from configure import Config
-from lib import files, identity, parallel, preflight, run
+from lib import files, parallel
 from lib.device import mfu, pick_device
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, weights_hash
-from lib.methods import make_objective, method_loss
 from lib.rows import PAD, row_order
-from lib.teacher import Teacher, load_teacher
-from losses import IGNORE
+from losses import IGNORE, method_loss
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
+from run import checkpoints, identity, log, preflight, students
+from run.methods import make_objective
+from run.teacher import Teacher, load_teacher
 from tests import world
-from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, read_jsonl, records, saved, untimed, write_rows
+from tests.world import (
+    DEMO,
+    SEQ,
+    STUDENT,
+    V,
+    config,
+    final_bits,
+    read_jsonl,
+    records,
+    saved,
+    untimed,
+    write_rows,
+)
 
 UNUSED = Path("unused")
 
@@ -71,7 +84,7 @@ def test_row_order_is_a_function_of_step_and_seed_alone(tiny):
 def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny, monkeypatch):
     """The meta device stands in for a second card."""
     for dtype, wanted in (("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        assert run.compute_dtype(config(tiny, UNUSED, dtype=dtype)) == wanted
+        assert students.compute_dtype(config(tiny, UNUSED, dtype=dtype)) == wanted
     student = train.make_student("alra", config(tiny, UNUSED, seed=5))
     assert student.init_sha256 == weights_hash(init_student(STUDENT, 5))
     cpu, home, places, read = torch.device("cpu"), torch.device("meta"), [], Qwen2.from_pretrained
@@ -346,7 +359,7 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
     known = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
     assert known.items() <= records(tmp_path / "run", "alra")[-1].items()
     for ce, n in ((5.2, 0), (5.3, 1), (8.0, 1)):
-        run.say_levels(known | {"val_teacher_ce": ce})
+        log.say_levels(known | {"val_teacher_ce": ce})
         assert capsys.readouterr().out.count("warning") == n
 
 
@@ -391,7 +404,7 @@ def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path):
     assert {p.name for p in folder.iterdir()} == kept | {"step_00000006", "step_00000005.tmp"}
     (folder / "step_00000009").mkdir()  # later than what is saved: as another student's step is the common one
     facts = {"made_by": {"alra": {}}}
-    run.save_checkpoints([train.make_student("alra", cfg)], run.Run(cfg, facts, 7))
+    checkpoints.save_checkpoints([train.make_student("alra", cfg)], students.Run(cfg, facts, 7))
     assert {*saved(tmp_path / "alra")} == kept | {"step_00000007", "step_00000009"}
 
 
@@ -519,8 +532,8 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(t
 
 def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "clip_gradients", lambda parameters, most: torch.tensor(math.nan))
-    written = mock.Mock(wraps=run.write_checkpoint, side_effect=[mock.DEFAULT, UserError("no room")])
-    monkeypatch.setattr(run, "write_checkpoint", written)
+    written = mock.Mock(wraps=checkpoints.write_checkpoint, side_effect=[mock.DEFAULT, UserError("no room")])
+    monkeypatch.setattr(checkpoints, "write_checkpoint", written)
     assert train.distil(config(tiny, tmp_path, methods="pretrain", max_skipped_updates=0)) == 1
     says = rf"stopped at step 1: 1 updates .* its last weights are lost: no room; to go on, --resume_from=\S*/{saved(tmp_path / 'pretrain')[0]} with"
     assert re.search(says, capsys.readouterr().out) and len(saved(tmp_path / "pretrain")) == 1
@@ -619,7 +632,7 @@ def test_records_wait_for_room_on_the_disk(tmp_path, capsys):
     for step in range(4):
         if step == 2:
             file.unlink()
-        run.append(file, {"step": step})
+        log.append(file, {"step": step})
     says = f"{file}: cannot be written ([Errno 28] No space left on device); free some space or check the permissions"
     assert [r["step"] for r in read_jsonl(file)] == [0, 1, 2, 3] and capsys.readouterr().out.count(says) == 1
 
@@ -658,7 +671,7 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(tiny, finished, tm
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=67_488 * (3 * 12 + 4) - 1))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=67_488 * (3 * 12 + 4) - 1))
     with pytest.raises(UserError, match=r"take up to 2.6 MiB of disk, 2.6 MiB are free; choose another disk"):
         train.distil(config(tiny, tmp_path, methods="pretrain"))
     assert train.distil(config(tiny, tmp_path, methods="pretrain", keep_checkpoints=1, max_steps=1)) == 0

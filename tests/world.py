@@ -153,7 +153,7 @@ def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
 PROCESSES = multiprocessing.get_context(
     "forkserver"
 )  # each is a fork of one that has imported all this, and did nothing
-PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "tools.compare"])
+PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "study.compare"])
 
 
 def start(function: Callable, *args, out: Path | str = os.devnull) -> multiprocessing.Process:

@@ -39,11 +39,11 @@ import configure
 import train
 from lib.device import give_back_memory, machine_facts, mfu, pick_device
 from lib.errors import UserError, require
-from lib.fused import head_losses
-from lib.methods import make_loss_fn, method_loss, needs_teacher
-from lib.teacher import Teacher
-from losses import METHODS
+from lib.head import head_losses
+from losses import METHODS, method_loss
 from model import PRESETS, flops_per_token, init_student
+from run.methods import make_loss_fn, needs_teacher
+from run.teacher import Teacher
 
 say = functools.partial(print, file=sys.stderr, flush=True)
 

@@ -27,10 +27,10 @@ import configure
 from lib.errors import UserError, require
 from lib.files import read_json, read_lines
 from lib.hf import load_tokenizer
-from lib.methods import default_settings, resolve
-from lib.paper import NAMES
 from lib.stats import estimate
-from lib.teacher import load_teacher
+from losses import default_settings, resolve
+from run.paper import NAMES
+from run.teacher import load_teacher
 
 NATS = "nats per token"
 # What a record of log.jsonl has beside an objective's terms. Those of validation begin with val_.

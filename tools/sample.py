@@ -17,8 +17,8 @@ import configure
 from lib.errors import require
 from lib.files import reading
 from lib.hf import find_folder, load_tokenizer
-from lib.tables import run_facts
 from lib.tokens import leading_bos
+from run.tables import run_facts
 
 
 def main(argv: list[str]) -> None:

@@ -12,12 +12,17 @@ from lib import parallel
 from lib.device import machine_facts
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
-from lib.identity import made_by, student_shape
-from lib.methods import check_settings, needs_teacher
 from lib.rows import Rows
-from lib.run import say
-from lib.teacher import check_teacher, inherited
 from model import student_config
+from run.identity import made_by, student_shape
+from run.log import say
+from run.methods import check_settings, needs_teacher
+from run.teacher import check_teacher, inherited
+
+
+def open_data(cfg: Config, name: str) -> Rows:
+    vocab_size = student_shape(cfg).vocab_size
+    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
 
 
 def check_config(cfg: Config) -> None:
@@ -136,7 +141,7 @@ def say_precision(cfg: Config, val: Rows) -> None:
 
 
 def agreed_records(cfg: Config) -> dict[str, dict]:
-    """Return each student's record (lib/identity.py). Raises `UserError` if processes differ."""
+    """Return each student's record (run/identity.py). Raises `UserError` if processes differ."""
     records = {name: made_by(cfg, name) for name in cfg.methods}
     for name, record in records.items():
         parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})

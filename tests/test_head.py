@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from lib import fused, methods
+import losses
+from lib import head
 from losses import IGNORE, METHODS
+from run import methods
 
 B, T, D_S, D_T, V = 4, 7, 5, 11, 61
 FIRST_TIER = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"]
@@ -17,7 +19,7 @@ FIRST_TIER = ["pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bi
 def fused_head_losses(students, h_t, w_t, y, group=1, compile=False):
     """`head_losses` of (h_s, w_s, method, settings) each."""
     heads = [(h, w, methods.make_loss_fn(name, group, compile, **settings)) for h, w, name, settings in students]
-    return fused.head_losses(heads, h_t, w_t, y, group)
+    return head.head_losses(heads, h_t, w_t, y, group)
 
 
 def fused_head_loss(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, **settings):
@@ -41,7 +43,7 @@ def plain(h_s, w_s, h_t, w_t, y, method, group=1, **overrides):
     each, n_valid = [], []
     for rows in torch.arange(len(y)).split(group):
         z_s, z_t = (h_s[rows] @ w_s.T).flatten(0, 1), (h_t[rows] @ w_t.T).flatten(0, 1)
-        each.append(methods.method_loss(method, z_s, z_t, y[rows].flatten(), group, **overrides))
+        each.append(losses.method_loss(method, z_s, z_t, y[rows].flatten(), group, **overrides))
         n_valid.append(int((y[rows] != IGNORE).sum()))
     loss = sum(loss for loss, _ in each) / len(each)
     terms = {key: sum(t[key] * n for (_, t), n in zip(each, n_valid, strict=True)) / sum(n_valid) for key in each[0][1]}
@@ -181,8 +183,8 @@ def test_a_method_without_teacher_takes_none():
 
 def test_one_groups_logits_are_the_most_that_exist(monkeypatch):
     sizes = []
-    real = fused.mm
-    monkeypatch.setattr(fused, "mm", lambda *a, **k: sizes.append((out := real(*a, **k)).shape) or out)
+    real = head.mm
+    monkeypatch.setattr(head, "mm", lambda *a, **k: sizes.append((out := real(*a, **k)).shape) or out)
     fused_head_loss(*case(), "alra")
     assert max(n for n, v in sizes if v == V) == T
 
@@ -202,14 +204,14 @@ def test_the_heads_gradient_is_added_in_place_where_the_device_can(kernel, monke
     monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", add)
     plain_mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: plain_mm(a.to(out_dtype), b.to(out_dtype)))
-    fused._adds_in_place.cache_clear()
+    head._adds_in_place.cache_clear()
     g = torch.Generator().manual_seed(0)
     a, b, onto = (torch.randn(*shape, generator=g) for shape in ((11, 7), (7, 5), (11, 5)))
     for _ in range(3):
         total = onto.clone()
-        assert fused.mm(a.bfloat16(), b.bfloat16(), onto=total, alpha=0.25) is total
+        assert head.mm(a.bfloat16(), b.bfloat16(), onto=total, alpha=0.25) is total
         torch.testing.assert_close(total, onto + 0.25 * plain_mm(a.bfloat16().float(), b.bfloat16().float()))
-    fused._adds_in_place.cache_clear()
+    head._adds_in_place.cache_clear()
     assert len(used) == {"exact": 4, "narrow": 1, "missing": 0}[kernel]  # tried once
 
 
@@ -238,7 +240,7 @@ def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
         wanted = torch.autograd.grad(expected, (h_s, w_s))
         for compiled in (True, False):
             evaluate = functools.partial(methods.make_loss_fn(name, compile=compiled), scheduled=tensor or None)
-            loss, found = fused.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)[0]
+            loss, found = head.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)[0]
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(torch.autograd.grad(loss, (h_s, w_s)), wanted, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(found["kd"].float(), terms["kd"], rtol=1e-5, atol=1e-6)

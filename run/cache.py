@@ -4,13 +4,17 @@ DATA_DIR/teacher_KEY.safetensors   its head; KEY is of the teacher's content and
 DATA_DIR/teacher_KEY.NAME.states   for NAME.bin, whose content is in KEY too: hidden states [rows,
                                    seq_len, D] of that dtype, then a uint64 for each row
 
+    python -m run.cache config/demo.py        fills it ahead of the runs that set teacher_cache=True
+
 Every objective stays exact over the whole vocabulary. A row's uint64 is 0 while the row is missing,
 then 2**32 + a checksum of KEY, the row's number and its bytes. Whatever a kill, a full disk or a
 copy leaves behind, no row is taken for another row or for complete.
 """
 
+import dataclasses
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +26,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import configure
+from configure import Config
 from lib import parallel
-from lib.device import gib
+from lib.device import gib, pick_device
 from lib.errors import UserError
 from lib.files import atomic_write, reading, writing
-from lib.identity import content_hash, record_hash
-from lib.rows import Rows
-from lib.run import say
-from lib.teacher import Teacher
+from lib.hf import load_tokenizer
+from lib.rows import Rows, row_order
+from run.identity import content_hash, record_hash, student_shape
+from run.log import say
+from run.methods import needs_teacher
+from run.preflight import open_data
+from run.students import compute_dtype
+from run.teacher import Teacher, check_teacher, load_teacher
 
-Wanted = dict[Rows, Iterable[np.ndarray]]  # the indices of the rows that are read, in blocks
+RowBlocks = dict[Rows, Iterable[np.ndarray]]  # the indices of the rows that are read, in blocks
 
 
 class States:
@@ -125,12 +135,47 @@ class CachedTeacher:
         return self.body.flops_per_token(seq_len) if self.body else 0.0
 
 
+def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowBlocks:
+    """Return the indices of all rows that a run reads, by file, in blocks of up to a million."""
+    return {rows: training_blocks(cfg, rows), val: [np.arange(val.n)[: cfg.val_max_rows]]}
+
+
+def training_blocks(cfg: Config, rows: Rows) -> Iterator[np.ndarray]:
+    n = min(rows.n, cfg.max_steps * cfg.batch_rows)
+    size = min(n, 1 << 20)
+    # if the run reads every row, the order does not matter
+    shuffle_seed = cfg.seed if cfg.shuffle and n < rows.n else None
+    for first in range(0, n, size):
+        block = row_order(first // size, size, rows.n, shuffle_seed)
+        yield np.sort(block[: n - first])
+
+
+def open_teacher(cfg: Config, *data: Rows) -> Teacher | CachedTeacher | None:
+    """Load the frozen teacher. Returns None if no method of the run reads its logits.
+
+    data  training rows and held-out rows, which `teacher_cache` needs
+    """
+    if not any(map(needs_teacher, cfg.methods)):
+        return None
+    home = torch.device(cfg.device)
+    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
+    dtype = compute_dtype(cfg)
+    vocab_size = student_shape(cfg).vocab_size
+
+    def load() -> Teacher:
+        return load_teacher(cfg.teacher, dtype, device, home, cfg.compile, vocab_size, cfg.shard)
+
+    if not cfg.teacher_cache:
+        return load()
+    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, *data), load)
+
+
 def open_cached(
     name: str,
     dtype: torch.dtype,
     home: torch.device,
     vocab_size: int,
-    wanted: Wanted,
+    wanted: RowBlocks,
     load: Callable = lambda: None,
 ) -> CachedTeacher | None:
     """Return the teacher of these rows.
@@ -186,7 +231,21 @@ def checksum_of(head: Tensor) -> int:
     return zlib.crc32(head.view(torch.uint8).numpy())
 
 
-def fill(teacher: CachedTeacher, wanted: Wanted, size: int) -> None:
+def fill_cache(cfg: Config) -> None:
+    """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
+    if not any(map(needs_teacher, cfg.methods)):
+        return
+    cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)), val_max_rows=None)
+    parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
+    rows = open_data(cfg, "train")
+    val = open_data(cfg, "val")
+    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
+    size = cfg.micro_batch or min(cfg.batch_rows, 16)
+    fill(open_teacher(cfg, rows, val), rows_of_run(cfg, rows, val), size)
+    parallel.stop()
+
+
+def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
     """Compute and store what is missing, `size` rows at a time, divided among the processes."""
     rank = parallel.rank()
     for rows, blocks in wanted.items():
@@ -215,3 +274,12 @@ def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
         while batch := ahead.result():
             ahead = pool.submit(next, stream, None)
             yield batch
+
+
+def main(argv: list[str]) -> int:
+    fill_cache(configure.load(argv))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(configure.guard(lambda: main(sys.argv[1:])))

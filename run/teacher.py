@@ -48,7 +48,7 @@ class Teacher:
     def hidden(self, idx: Tensor, *rows: object) -> Tensor:
         """Return the last hidden states [B, T, D] of token ids [B, T], which are on any device.
 
-        rows  where the ids are from, which only a teacher of lib/cache.py reads
+        rows  where the ids are from, which only a teacher of run/cache.py reads
         """
         idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
         if self.native:

@@ -1,15 +1,15 @@
 """A fair comparison on any config: as many trials for each method, several seeds, differences paired by seed.
 
-    python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
-    python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
-    python tools/compare.py config/tiny.py --print     the commands of the next stage (trials, seeds, scores), to run elsewhere
-    python tools/compare.py config/tiny.py --report    tables and figures anew, from the results that are there
-    python tools/compare.py config/study.py --jobs=2 --per_run=5    a study that its config describes: seeds, trials and tables
+    python study/compare.py config/tiny.py --methods=vanilla_kd,alra --seeds=3 --tune=lr=1e-3,3e-3,1e-2
+    python study/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
+    python study/compare.py config/tiny.py --print     the commands of the next stage (trials, seeds, scores), to run elsewhere
+    python study/compare.py config/tiny.py --report    tables and figures anew, from the results that are there
+    python study/compare.py study/small.py --jobs=2 --per_run=5    a study that its config describes: seeds, trials and tables
 
 The trials of all methods share one run with seed 0, and so one pass of the teacher. The lowest CE over the first
 `val_max_rows` held-out rows chooses; the rows after them are scored. Then come seeds 1, 2, ..: a seed gives the student's
 initial weights and the order of rows, the same for all methods. A finished student is recognised by what made it
-(lib/identity.py) and not made again, so after a kill the same command goes on. What breaks in a shared run is
+(run/identity.py) and not made again, so after a kill the same command goes on. What breaks in a shared run is
 tried alone; a student that fails there too is reported with its error, and the exit code is 1.
 """
 
@@ -41,15 +41,16 @@ from configure import Config
 from lib import files
 from lib.errors import UserError, require
 from lib.files import read_json, read_lines
-from lib.identity import content_hash, made_by, record_hash, student_shape
-from lib.methods import needs_teacher, resolve
-from lib.report import Spec, best_trials, report
 from lib.rows import open_rows
 from lib.settings import literal
 from lib.stats import FIGURES
-from lib.tables import read_if_there
-from lib.teacher import Teacher, foreign_config, is_native
+from losses import resolve
 from model import flops_per_token, load_config
+from run.identity import content_hash, made_by, record_hash, student_shape
+from run.methods import needs_teacher
+from run.tables import read_if_there
+from run.teacher import Teacher, foreign_config, is_native
+from study.report import Spec, best_trials, report
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = (*FIGURES, "n_rows", "skip_rows", "n_targets", "teacher", "teacher_ce", "teacher_entropy", "uniform_ce", "unigram_ce",
@@ -367,7 +368,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
         ]
     given |= {key: getattr(args, key) for key in own if getattr(args, key) is not None}
     unknown = [key for key in given if key not in Spec.__dataclass_fields__]
-    require(not unknown, f"_compare: no such key {unknown}; lib/report.py lists them (Spec)")
+    require(not unknown, f"_compare: no such key {unknown}; study/report.py lists them (Spec)")
     tune = tuple(given.get("tune", ()))
     spec = Spec(**given | {"tune": () if tune == ("none",) else tune})
     args.out = args.out or Path("out", f"compare_{Path(paths[0]).stem if paths else 'flags'}")

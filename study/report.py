@@ -1,4 +1,4 @@
-"""The report of a comparison, README.md and figures in OUT/report, from what tools/compare.py leaves there and from the logs.
+"""The report of a comparison, README.md and figures in OUT/report, from what study/compare.py leaves there and from the logs.
 
 `students.jsonl` has a line for each planned student: its figures over held-out rows and the folder of its logs, or why there
 are none. `rates.jsonl` has the trials, `settings.json` the config.
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lib import tables
 from lib.errors import require
 from lib.files import read_json, read_lines
-from lib.paper import LAYOUT, PAPER
 from lib.stats import FIGURES, differences, p_text
+from run import tables
+from run.paper import LAYOUT, PAPER
 
 ORDERED = ("ce", "kl", "top1")  # of FIGURES: the order of methods by these is put beside the paper's
 

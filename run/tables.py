@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from lib.errors import require
 from lib.files import read_json
-from lib.identity import VARIES
 from lib.metrics import levels
-from lib.paper import LAYOUT, NAMES, PAPER, UPDATES
 from lib.stats import FIGURES, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
+from run.identity import VARIES
+from run.paper import LAYOUT, NAMES, PAPER, UPDATES
 
 # Students share a table where what made them is equal but for VARIES, and so are their updates and the protocol of scoring.
 TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
@@ -24,7 +24,9 @@ TASK_FACTS = ("data_sha256", "prompts_sha256", "version", "n")
 RUN = ("method", "student", "seed", "overrides", "step", "config", "made_by")
 FILE = ("name", "run", "protocol", "weights_sha256")
 
-Figures = dict[str, dict[int | None, dict]]  # method -> seed -> the figures of a student over held-out rows, by name
+Figures = dict[
+    str, dict[int | None, dict]
+]  # method -> seed -> the figures of a student over held-out rows, by name
 
 
 class Result(NamedTuple):
@@ -55,11 +57,15 @@ def tabulate(
     """
     files = {split: scores_name(split, limit) for split in splits}
     names = ("figures.json", *files.values())
-    folders, missing = students_of(paths, lambda folder: any((folder / name).is_file() for name in names))
+    folders, missing = students_of(
+        paths, lambda folder: any((folder / name).is_file() for name in names)
+    )
     results, lines = load(folders or paths, files), []
     methods = in_order({method_of(r) for r in results})
     known = reference in ("pretrain", *methods)
-    require(known, f"--reference {reference}: not among the results, which are of {', '.join(methods)}")
+    require(
+        known, f"--reference {reference}: not among the results, which are of {', '.join(methods)}"
+    )
     for student in dict.fromkeys(r.run.get("student") for r in results):
         same_size = [r for r in results if r.run.get("student") == student]
         check_comparable(same_size)
@@ -67,7 +73,9 @@ def tabulate(
         for split in files:
             rows = by_method([r for r in same_size if split in r.scores])
             for title, base, shown in layouts(split, rows, reference):
-                lines += accuracies(title, split, student, {m: rows[m] for m in shown}, base, metric)
+                lines += accuracies(
+                    title, split, student, {m: rows[m] for m in shown}, base, metric
+                )
         rows = by_method([r for r in same_size if r.figures])
         figures = {m: {seed: r.figures for seed, r in rows[m].items()} for m in in_order(rows)}
         if rows:
@@ -84,7 +92,11 @@ def read_if_there(file: Path, keys: Iterable[str] = ()) -> dict:
 
 def run_facts(model: Path, keys: Iterable[str] = ()) -> dict:
     """Facts of the training behind a model's folder: run.json of a finished student, state.json of a checkpoint; {} for others."""
-    files = [model.parent / name for name in ("run.json", "state.json")] if model.name == "model" else []
+    files = (
+        [model.parent / name for name in ("run.json", "state.json")]
+        if model.name == "model"
+        else []
+    )
     return next((read_json(file, keys) for file in files if file.is_file()), {})
 
 
@@ -100,7 +112,9 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
         of_run = "config" in facts and "method" not in facts
         methods = [path / method for method in facts["config"].get("methods", ())] if of_run else []
         inside = [str(f) for f in dict.fromkeys([*methods, *sorted(path.glob("*/"))]) if done(f)]
-        folders += inside or [name] * (not path.is_file() and not of_run)  # unchanged: ./a/b is not a hub id
+        folders += inside or [name] * (
+            not path.is_file() and not of_run
+        )  # unchanged: ./a/b is not a hub id
         missing += [str(f) for f in methods if not done(f)]
     return list(dict.fromkeys(folders)), missing
 
@@ -110,7 +124,11 @@ def load(folders: list[str], files: dict[str, str]) -> list[Result]:
     results = []
     for folder in map(Path, folders):
         rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
-        scores = {s: read_json(folder / f, (*FILE, "tasks")) for s, f in files.items() if (folder / f).is_file()}
+        scores = {
+            s: read_json(folder / f, (*FILE, "tasks"))
+            for s, f in files.items()
+            if (folder / f).is_file()
+        }
         parts = [*scores.values(), *filter(None, [rows])]
         missing = " or ".join(("figures.json", *files.values()))
         require(parts, f"{folder}: no {missing} in it; first: python eval.py {folder}")
@@ -123,7 +141,9 @@ def method_of(result: Result) -> str:
     """The method with its overrides; a model that is not a student of a run goes by its name."""
     if not result.run:
         return result.name
-    return " ".join([result.run["method"], *(f"{k}={v}" for k, v in result.run["overrides"].items())])
+    return " ".join(
+        [result.run["method"], *(f"{k}={v}" for k, v in result.run["overrides"].items())]
+    )
 
 
 def by_method(results: list[Result]) -> dict[str, dict[int | None, Result]]:
@@ -132,7 +152,10 @@ def by_method(results: list[Result]) -> dict[str, dict[int | None, Result]]:
     for r in results:
         method, seed = method_of(r), r.run.get("seed")
         other = rows.setdefault(method, {}).setdefault(seed, r)
-        require(other is r, f"{other.folder} and {r.folder} both hold {method} with seed {seed}; leave one out")
+        require(
+            other is r,
+            f"{other.folder} and {r.folder} both hold {method} with seed {seed}; leave one out",
+        )
     return rows
 
 
@@ -148,14 +171,30 @@ def check_comparable(results: list[Result]) -> None:
     for r in results:
         facts = {key: value for key, value in r.run.get("made_by", {}).items() if key not in VARIES}
         facts |= {key: r.run.get(key) for key in ("step", "nominal_tokens")}
-        facts |= {f"{key} of seed {r.run.get('seed')}": r.run.get(key) for key in ("init_sha256", "valid_tokens")}
-        facts |= {f"{key} of figures": r.figures.get(key) for key in ("rows_sha256", "teacher_sha256", "dtype")}
+        facts |= {
+            f"{key} of seed {r.run.get('seed')}": r.run.get(key)
+            for key in ("init_sha256", "valid_tokens")
+        }
+        facts |= {
+            f"{key} of figures": r.figures.get(key)
+            for key in ("rows_sha256", "teacher_sha256", "dtype")
+        }
         for split, scores in r.scores.items():
-            facts |= {f"{key} of {split} scores": value for key, value in scores["protocol"].items()}
-            facts |= {f"{key} of {t}, {split}": v.get(key) for t, v in scores["tasks"].items() for key in TASK_FACTS}
+            facts |= {
+                f"{key} of {split} scores": value for key, value in scores["protocol"].items()
+            }
+            facts |= {
+                f"{key} of {t}, {split}": v.get(key)
+                for t, v in scores["tasks"].items()
+                for key in TASK_FACTS
+            }
         for key, value in facts.items():
-            first, folder = seen.setdefault(key, (value, r.folder)) if value is not None else (None, None)
-            differ = f"{folder} and {r.folder} differ in {key}: {str(first)[:12]} and {str(value)[:12]}"
+            first, folder = (
+                seen.setdefault(key, (value, r.folder)) if value is not None else (None, None)
+            )
+            differ = (
+                f"{folder} and {r.folder} differ in {key}: {str(first)[:12]} and {str(value)[:12]}"
+            )
             require(first == value, f"{differ}; tabulate them apart")
 
 
@@ -178,32 +217,50 @@ def mark(rows: list[list[dict]], better: list[int], digits: list[int]) -> list[l
         ranks = sorted({v for r, v in shown.items() if column[r].n >= fewest}, reverse=sign > 0)
         for r, value in shown.items():
             text = column[r].text(d, "" if sign else "+")
-            place = ranks.index(value) if sign and len(ranks) > 1 and column[r].n >= fewest else None
+            place = (
+                ranks.index(value) if sign and len(ranks) > 1 and column[r].n >= fewest else None
+            )
             out[r][c] = {0: f"**{text}**", 1: f"*{text}*"}.get(place, text)
     return out
 
 
 def caption(rows: dict) -> str:
     n = sorted({len(seeds) for seeds in rows.values()} - {0})
-    seeds = "One seed each" if n == [1] else f"Mean and 95 % interval over {n[0] if len(n) == 1 else 'n'} seeds"
+    seeds = (
+        "One seed each"
+        if n == [1]
+        else f"Mean and 95 % interval over {n[0] if len(n) == 1 else 'n'} seeds"
+    )
     return f"{seeds}; **best**, *second*."
 
 
 def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list[str]]]:
     """Title, reference and methods of the paper's tables that have results; other methods go into the first table."""
-    tables = [(t, names[0], [m for m in names if m in rows]) for t, where, names in LAYOUT if where == split]
+    tables = [
+        (t, names[0], [m for m in names if m in rows])
+        for t, where, names in LAYOUT
+        if where == split
+    ]
     rest = [m for m in in_order(rows) if not any(m in names for _, _, names in tables)]
     if split == "heldout":
         tables[0] = ("Main results", reference, tables[0][2] + rest)
     else:
-        tables.append(("Other objectives", reference, [*rest, *(["alra"] if "alra" in rows else [])]))
+        tables.append(
+            ("Other objectives", reference, [*rest, *(["alra"] if "alra" in rows else [])])
+        )
     shown = [table for table in tables if set(table[2]) - {"alra"}]
     return shown or tables[: bool(rows)]
 
 
-def accuracies(title: str, split: str, student: str | None, rows: dict, base: str, metric: str) -> list[str]:
+def accuracies(
+    title: str, split: str, student: str | None, rows: dict, base: str, metric: str
+) -> list[str]:
     """A column per task, the average over common tasks, and the gain over `base`; the paper's row below ours."""
-    scored = {(m, seed): r.scores[split]["tasks"] for m, seeds in rows.items() for seed, r in seeds.items()}
+    scored = {
+        (m, seed): r.scores[split]["tasks"]
+        for m, seeds in rows.items()
+        for seed, r in seeds.items()
+    }
     every = SUITES[split]
     columns = [t for t in every if any(t in tasks for tasks in scored.values())]
     common = [t for t in every if all(t in tasks for tasks in scored.values())]
@@ -215,60 +272,106 @@ def accuracies(title: str, split: str, student: str | None, rows: dict, base: st
             ours[m][t][seed] = acc
     for cells in ours.values():
         reference = ours[base]["avg"] if base in ours else {}
-        cells["gain"] = {seed: acc - reference[seed] for seed, acc in cells["avg"].items() if seed in reference}
+        cells["gain"] = {
+            seed: acc - reference[seed] for seed, acc in cells["avg"].items() if seed in reference
+        }
     average = "Avg." if common == every else f"Avg. ({len(common)} of {len(every)})"
     heads = ["", *(COLUMNS[t] for t in columns), average, f"Δ {base}"]
     better, n = [+1] * (len(columns) + 1) + [0], len(columns) + 2
-    marked, body, papers = mark([list(cells.values()) for cells in ours.values()], better, [2] * n), [], False
+    marked, body, papers = (
+        mark([list(cells.values()) for cells in ours.values()], better, [2] * n),
+        [],
+        False,
+    )
     for m, texts in zip(rows, marked, strict=True):
         body.append([NAMES.get(m, m), *texts[:-1], "Ref." if m == base else texts[-1]])
         *accs, gain = paper_row(student, split, m, base, columns, common)
         if any(v is not None for v in (*accs, gain)):
             accs, papers = ["–" if v is None else f"{v:.2f}" for v in accs], True
-            body.append(["*paper*", *accs, "Ref." if m == base else "–" if gain is None else f"{gain:+.2f}"])
-    items = sorted({(t, v["n"], v["n_paper"]) for tasks in scored.values() for t, v in tasks.items()})
-    notes = [f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}." for t, n, n_paper in items if n != n_paper]
+            body.append(
+                ["*paper*", *accs, "Ref." if m == base else "–" if gain is None else f"{gain:+.2f}"]
+            )
+    items = sorted(
+        {(t, v["n"], v["n_paper"]) for tasks in scored.values() for t, v in tasks.items()}
+    )
+    notes = [
+        f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}."
+        for t, n, n_paper in items
+        if n != n_paper
+    ]
     steps = sorted({r.run.get("step") for seeds in rows.values() for r in seeds.values()} - {None})
     if steps and papers:
         updates = " or ".join(f"{step:,}" for step in steps)
         notes.append(f"Ours after {updates} updates, the paper's after {UPDATES[split]:,}.")
     if metric != "acc":
-        having = [COLUMNS[t] for t in columns if any(metric in tasks.get(t, {}) for tasks in scored.values())]
+        having = [
+            COLUMNS[t]
+            for t in columns
+            if any(metric in tasks.get(t, {}) for tasks in scored.values())
+        ]
         named = ", ".join(having) or "no task"
-        notes.append(f"{metric} for {named}, acc for the others; the paper says accuracy, of neither kind.")
+        notes.append(
+            f"{metric} for {named}, acc for the others; the paper says accuracy, of neither kind."
+        )
     what = "accuracy in %" if metric == "acc" else f"accuracy in %, {metric} where a task has it"
     return [f"### {title}: {what}, {split}", "", *grid(heads, body), "", caption(rows), *notes, ""]
 
 
-def paper_row(student: str | None, split: str, method: str, base: str, columns: list[str], common: list[str]) -> list:
+def paper_row(
+    student: str | None, split: str, method: str, base: str, columns: list[str], common: list[str]
+) -> list:
     """The paper's numbers for the columns, then its average and its gain over `base`; over the common tasks where some lack."""
     known, first = (PAPER.get((student, split, m), {}) for m in (method, base))
     whole = common == SUITES[split]
     avg, ref = (k.get("avg") if whole else sum(map(k.get, common)) / len(common) if common and common[0] in k else None
                 for k in (known, first))  # fmt: skip
-    gain = known.get("gain") if whole and base == "pretrain" else None if avg is None or ref is None else avg - ref
+    gain = (
+        known.get("gain")
+        if whole and base == "pretrain"
+        else None
+        if avg is None or ref is None
+        else avg - ref
+    )
     return [*(known.get(t) for t in columns), avg, gain]
 
 
 def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) -> list[str]:
     """A table of the figures over held-out rows, `notes` below it, and one of their differences to `base`, paired by seed."""
-    keys = [key for key in FIGURES if any(key in one for seeds in figures.values() for one in seeds.values())]
+    keys = [
+        key
+        for key in FIGURES
+        if any(key in one for seeds in figures.values() for one in seeds.values())
+    ]
     heads, senses, factors, digits = zip(*(FIGURES[key] for key in keys), strict=True)
     cells = {m: [{seed: f * one[k] for seed, one in seeds.items() if k in one} for k, f in zip(keys, factors, strict=True)]
              for m, seeds in figures.items()}  # fmt: skip
-    body = [[m, *texts] for m, texts in zip(cells, mark([*cells.values()], senses, digits), strict=True)]
+    body = [
+        [m, *texts] for m, texts in zip(cells, mark([*cells.values()], senses, digits), strict=True)
+    ]
     differ = len({len(seeds) for seeds in figures.values()} - {0}) > 1
     for row in body if differ else ():
         row.insert(1, f"{len(figures[row[0]])}")
-    lines = [title, "", *grid(["", *(["n"] if differ else []), *heads], body), "", caption(figures), *notes, ""]
+    lines = [
+        title,
+        "",
+        *grid(["", *(["n"] if differ else []), *heads], body),
+        "",
+        caption(figures),
+        *notes,
+        "",
+    ]
     body = [[m] for m in cells if m != base]
     if not body or not figures.get(base):
         return lines
     for i, d in enumerate(digits):
-        for line, e in zip(body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True):
+        for line, e in zip(
+            body, differences([(cells[m][i], cells[base][i]) for m, *_ in body]), strict=True
+        ):
             line.append(e.text(d, "+") + (f", p {p_text(e.p_holm)}" if e.p is not None else ""))
     several = any(len(seeds) > 1 for seeds in figures.values())
-    how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)" if several else ""
+    how = (
+        ", with 95 % intervals (over seeds, paired; p by Holm over the methods)" if several else ""
+    )
     return [*lines, f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
 
 

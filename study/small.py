@@ -1,6 +1,6 @@
 # The study that one machine can afford: the main table's nine methods and four variants, students of 1.1M parameters.
 #
-#   python tools/compare.py config/study.py --jobs=2 --per_run=5    eight seeds of ALRA and vanilla KD, three or five of the others: many hours
+#   python study/compare.py study/small.py --jobs=2 --per_run=5    eight seeds of ALRA and vanilla KD, three or five of the others: many hours
 #
 # What differs from the paper's appendix E beside the sizes, and why:
 #   learning rate   and one setting of eight methods: chosen by trials of a quarter of the updates; the others try more rates
@@ -49,7 +49,7 @@ _compare = {
         "alra.gamma=1,5",
         "alra_n.gamma=1,5",
     ),
-    # what the first trials chose; made again, others won by 0.010, 0.045 and 0.036 (results/LOG.md)
+    # what the first trials chose; made again, others won by 0.010, 0.045 and 0.036 (study/LOG.md)
     "chosen": {"alra": {"lr": 1.73e-3, "gamma": 1}, "bild": {"lr": 1e-3, "tau": 3}, "alra_u": {"lr": 1.73e-3}},
     "tables": (
         ("Methods and variants", (*methods, *_variants, "vanilla_kd@kl"), "vanilla_kd"),

@@ -15,298 +15,26 @@ exist.
 """
 
 import dataclasses
-import functools
-import hashlib
-import inspect
 import math
-import os
 import platform
-import re
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from configure import Config
-from lib import files, metrics, parallel
+from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib
-from lib.errors import UserError, first_line
+from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import find_folder
-from lib.identity import differences, file_hash, record_hash
-from lib.methods import resolve
-from losses import alra
-from model import Qwen2
-
-# Counts of the whole run, and since the log's last record.
-COUNTS = ("valid_tokens", "since_log_tokens", "since_log_steps", "since_log_sec")
-
-
-@dataclass
-class Student:
-    """One method's weights and optimizer, and what the log says of them."""
-
-    name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
-    model: Qwen2
-    extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
-    optimizer: torch.optim.Optimizer
-    folder: Path
-    init_sha256: str
-    tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
-    lr_factor: float = 1.0  # multiplies the schedule's learning rate
-    sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
-    gnorm: float = 0.0
-    skipped: int = 0  # updates in a row without a finite gradient
-    stopped: str | None = None  # why the student cannot continue
-    services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
-    objective_at: Callable | None = None  # update -> objective (lib/methods.py)
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters of the model and of the extras by name."""
-        extras = {f"extras.{name}": p for name, p in self.extras.named_parameters()}
-        return dict(self.model.named_parameters()) | extras
-
-    def totals(self) -> dict[str, float]:
-        """Return `sums`, added up over all processes."""
-        if not self.sums:
-            return {}
-        return dict(zip(self.sums, parallel.all_reduce_sum(*self.sums.values()), strict=True))
-
-    def record(self, values: dict) -> None:
-        """Add a record to the student's log, with None for a value that is not finite."""
-        if parallel.rank() != 0:
-            return
-        values = files.for_json(values)
-        append(self.folder / "log.jsonl", values)
-        for service, send in list(self.services.items()):
-            try:
-                send(values)
-            except Exception as error:  # whatever it is, log.jsonl has the record
-                why = first_line(error)
-                say(f"{self.name}: left out {service} from step {values['step']} on: {why}")
-                del self.services[service]
-
-    def checkpoints(self) -> dict[int, Path]:
-        """Return the complete checkpoints by step, oldest first."""
-        complete = {}
-        for path in self.folder.glob("checkpoints/step_*"):
-            if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir():
-                complete[step_of(path)] = path
-        return dict(sorted(complete.items()))
-
-
-@dataclass
-class Run:
-    """Where a run stands, and what its files say of it."""
-
-    cfg: Config
-    facts: dict  # the provenance of every result (lib/preflight.py)
-    step: int = 0  # updates that are made
-    counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def compute_dtype(cfg: Config) -> torch.dtype:
-    """Return the dtype of activations and products."""
-    on_cuda = cfg.device.startswith("cuda")
-    if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_cuda):
-        return torch.bfloat16
-    return torch.float32
-
-
-def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:
-    """Return a student as lib/metrics.py takes it.
-
-    Call it inside `gathered_roots`: outside, a sharded head is not whole.
-    """
-    return functools.partial(s.model.hidden, dtype=compute_dtype(cfg)), s.model.head
-
-
-# ----------------------------------------------------------------------------------------------
-# the terminal and the logs
-
-
-def say(text: str) -> None:
-    """Print on the first process, above the progress bar."""
-    if parallel.rank() != 0:
-        return
-    try:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
-    except OSError:  # Ctrl-C has ended `| tee` too: the checkpoint is still to come
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def say_names(students: list[Student], cfg: Config) -> None:
-    """Print the heads of the columns that `say_values` fills, if there are several students."""
-    if len(students) > 1:
-        say_row("", {name: name for name in cfg.methods}, cfg)
-
-
-def say_values(
-    label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config
-) -> None:
-    """Print all values of a lone student; of several, a row for each of `keys`."""
-    if len(cfg.methods) == 1:
-        for terms in values.values():
-            cells = "  ".join(f"{key} {x:.4f}" for key, x in terms.items())
-            say(f"{label}  |  {cells}")
-        return
-    for key in keys:
-        cells = {name: f"{terms[key]:.4f}" for name, terms in values.items()}
-        say_row(f"{label}  {key}", cells, cfg)
-
-
-def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
-    line = f"{label:<64} |"
-    for name in cfg.methods:
-        width = max(len(name), 6) + 2
-        line += f"{cells.get(name, ''):>{width}}"
-    say(line)
-
-
-def log_validation(
-    live: list[Student],
-    validated: dict[str, dict],
-    rows_levels: dict[str, float],
-    is_first: bool,
-    run: Run,
-) -> None:
-    """Print and record the results of a validation.
-
-    rows_levels  CEs of a uniform guess and of token frequencies (`Rows.levels`)
-    is_first     also print the CEs that the first results are read against
-    """
-    levels = {f"val_{key}": ce for key, ce in rows_levels.items()}
-    keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in validated[live[0].name]]
-    say_values(f"step {run.step}", validated, keys, run.cfg)
-    if is_first:
-        say_levels(validated[live[0].name] | levels)
-    for s in live:
-        s.record({"step": run.step, **validated[s.name], **levels})
-        ce = validated[s.name]["val_ce"]
-        uniform = levels["val_uniform_ce"]
-        if not ce < uniform:
-            past = f"held-out CE {ce:.2f} is past ln V = {uniform:.2f}, a uniform guess's"
-            say(f"{s.name}, step {run.step}: {past}; if it was lower before, try a smaller lr")
-
-
-def say_levels(values: dict[str, float]) -> None:
-    """Print what the first held-out CEs are read against.
-
-    Warns if the teacher does worse than token frequencies.
-    """
-    levels = {key.removeprefix("val_"): value for key, value in values.items()}
-    say(f"held-out {metrics.levels(levels)}")
-    bound = min(levels.get("unigram_ce", math.inf), 0.95 * levels["uniform_ce"])
-    teacher_ce = levels.get("teacher_ce", 0)
-    if teacher_ce > bound:
-        what = "it knows less of this text than token frequencies, and a low KL to it is no success"
-        remedy = "choose another teacher"
-        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}: {what}; {remedy}")
-
-
-def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:
-    """Record the paper's Figures 3 and 4 over one update's batches, with no effect on the run.
-
-    `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of a
-    student whose objective has some.
-    """
-    cfg = run.cfg
-    budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
-    with parallel.gathered_roots(s.model for s in live):
-        students = {}
-        for s in live:
-            method = resolve(s.name, **cfg.overrides_of(s.name))
-            returned = inspect.signature(method.fn).return_annotation
-            if "d_u" in getattr(returned, "_fields", ()):
-                objective = functools.partial(method.fn, **method.hyper)
-                students[s.name] = (hidden_and_head(s, cfg), objective)
-        record, counts = metrics.histograms(teacher.head, budget, students, batches, cfg.group)
-    if parallel.rank() != 0:
-        return
-    out = Path(cfg.out_dir)
-    append(out / "teacher.jsonl", {"step": run.step, **record})
-    for name, count in counts.items():
-        line = {"step": run.step, "n": record["n"], "d_u_hist": count}
-        append(out / name / "histograms.jsonl", line)
-
-
-UNWRITTEN: dict[Path, list[dict]] = {}
-
-
-def append(path: Path, record: dict) -> None:
-    """Add a record to a file of JSON lines.
-
-    While the file cannot be written, as on a full disk, records wait for the next call.
-    """
-    waiting = UNWRITTEN.setdefault(path, [])
-    waiting.append(record)
-    try:
-        while waiting:
-            files.append_line(path, waiting[0])
-            waiting.pop(0)
-    except UserError as error:
-        if len(waiting) == 1:
-            say(str(error))
-
-
-def services(s: Student, run: Run) -> dict[str, Callable]:
-    """Return the services that the config asks for, by name.
-
-    Each is a function of a record of log.jsonl, and opens with the first one.
-    """
-    chosen = {}
-    if run.cfg.tensorboard:
-        chosen["TensorBoard"] = tensorboard(s.folder / "tensorboard")
-    if run.cfg.wandb_project:
-        chosen["Weights & Biases"] = wandb_logger(s, run)
-    return chosen
-
-
-def tensorboard(folder: Path) -> Callable:
-    @functools.cache
-    def writer():
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(folder)
-
-    def send(record: dict) -> None:
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                writer().add_scalar(key, value, record["step"])
-        writer().flush()
-
-    return send
-
-
-def wandb_logger(s: Student, run: Run) -> Callable:
-    cfg = run.cfg
-    facts = student_facts(s, run)
-    place = f"{platform.node()} {s.folder.resolve()}"
-    keys = {"project": cfg.wandb_project, "group": cfg.out_dir, "name": s.name, "dir": s.folder}
-    keys["id"] = hashlib.sha256(place.encode()).hexdigest()[:12]  # the same after a resume
-
-    @functools.cache
-    def opened():
-        import wandb
-
-        return wandb.init(**keys, config=facts, resume="allow", reinit="create_new")
-
-    return lambda record: opened().log(record, step=record["step"])
-
+from run.identity import differences, file_hash
+from run.log import say, services
+from run.students import COUNTS, Run, Student, compute_dtype, step_of, student_facts
 
 # ----------------------------------------------------------------------------------------------
 # resuming
@@ -472,25 +200,6 @@ def say_summary(students: list[Student], run: Run) -> None:
 
 # ----------------------------------------------------------------------------------------------
 # saving
-
-
-def student_facts(s: Student, run: Run) -> dict:
-    """Return the provenance of one student's weights and scores."""
-    cfg = run.cfg
-    record = run.facts["made_by"][s.name]
-    return {
-        "method": s.name,
-        "overrides": cfg.settings_of(s.name),
-        "student": cfg.student,
-        "seed": cfg.seed,
-        "init_sha256": s.init_sha256,
-        "step": run.step,
-        "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
-        **run.counts,
-        **run.facts,
-        "made_by": record,
-        "made_by_sha256": record_hash(record),
-    }
 
 
 def save_model(s: Student, run: Run) -> None:

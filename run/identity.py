@@ -1,6 +1,6 @@
 """One record for each student, by which the project tells whether two students are the same.
 
-train.py compares records before it resumes a run, tools/compare.py finds finished students by them,
+train.py compares records before it resumes a run, study/compare.py finds finished students by them,
 and tables compare their rows. A record is `made_by` in run.json, in checkpoints and in results. It
 holds the keys of a config that decide what is learnt, none of places, speed or log. Of teacher,
 rows and first weights it holds hashes of their content.
@@ -23,9 +23,9 @@ from configure import ROLES, Config
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
-from lib.methods import default_settings, resolve, settings
-from lib.teacher import inherited
+from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
+from run.teacher import inherited
 
 PLAIN = int | float | complex | str | bytes | None
 VARIES = ("methods", "hyper", "objective", "shape", "seed")  # may differ between rows of one table

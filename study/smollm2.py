@@ -1,9 +1,9 @@
 # The study's main comparison from another teacher: SmolLM2-135M, its 49,152 tokens, English text; students of 6.9M parameters.
 #
-#   python tools/compare.py config/study_smollm2.py --jobs=2 --per_run=2 --teacher=FOLDER --source=FILE
+#   python study/compare.py study/smollm2.py --jobs=2 --per_run=2 --teacher=FOLDER --source=FILE
 #
-# results/LOG.md says what the folder (the Instruct weights in 4 bits) and the file were; neither is in the repository. Without trials: the settings
-# are those that the trials of config/study.py chose.
+# study/LOG.md says what the folder (the Instruct weights in 4 bits) and the file were; neither is in the repository. Without trials: the settings
+# are those that the trials of study/small.py chose.
 
 methods = ("vanilla_kd", "alra", "fixed_9", "pretrain", "vanilla_kd@kl", "alra@ce")
 student = "128x3x4"

@@ -1,0 +1,204 @@
+"""What a run prints, and the records that it keeps: log.jsonl, histograms.jsonl, teacher.jsonl."""
+
+import functools
+import hashlib
+import inspect
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from configure import Config
+from lib import files, metrics, parallel
+from lib.errors import UserError, first_line
+from losses import alra, resolve
+from run.students import Run, Student, hidden_and_head, student_facts
+
+
+def say(text: str) -> None:
+    """Print on the first process, above the progress bar."""
+    if parallel.rank() != 0:
+        return
+    try:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+    except OSError:  # Ctrl-C has ended `| tee` too: the checkpoint is still to come
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say_names(students: list[Student], cfg: Config) -> None:
+    """Print the heads of the columns that `say_values` fills, if there are several students."""
+    if len(students) > 1:
+        say_row("", {name: name for name in cfg.methods}, cfg)
+
+
+def say_values(
+    label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config
+) -> None:
+    """Print all values of a lone student; of several, a row for each of `keys`."""
+    if len(cfg.methods) == 1:
+        for terms in values.values():
+            cells = "  ".join(f"{key} {x:.4f}" for key, x in terms.items())
+            say(f"{label}  |  {cells}")
+        return
+    for key in keys:
+        cells = {name: f"{terms[key]:.4f}" for name, terms in values.items()}
+        say_row(f"{label}  {key}", cells, cfg)
+
+
+def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
+    line = f"{label:<64} |"
+    for name in cfg.methods:
+        width = max(len(name), 6) + 2
+        line += f"{cells.get(name, ''):>{width}}"
+    say(line)
+
+
+def log_validation(
+    live: list[Student],
+    validated: dict[str, dict],
+    rows_levels: dict[str, float],
+    is_first: bool,
+    run: Run,
+) -> None:
+    """Print and record the results of a validation.
+
+    rows_levels  CEs of a uniform guess and of token frequencies (`Rows.levels`)
+    is_first     also print the CEs that the first results are read against
+    """
+    levels = {f"val_{key}": ce for key, ce in rows_levels.items()}
+    keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in validated[live[0].name]]
+    say_values(f"step {run.step}", validated, keys, run.cfg)
+    if is_first:
+        say_levels(validated[live[0].name] | levels)
+    for s in live:
+        record(s, {"step": run.step, **validated[s.name], **levels})
+        ce = validated[s.name]["val_ce"]
+        uniform = levels["val_uniform_ce"]
+        if not ce < uniform:
+            past = f"held-out CE {ce:.2f} is past ln V = {uniform:.2f}, a uniform guess's"
+            say(f"{s.name}, step {run.step}: {past}; if it was lower before, try a smaller lr")
+
+
+def say_levels(values: dict[str, float]) -> None:
+    """Print what the first held-out CEs are read against.
+
+    Warns if the teacher does worse than token frequencies.
+    """
+    levels = {key.removeprefix("val_"): value for key, value in values.items()}
+    say(f"held-out {metrics.levels(levels)}")
+    bound = min(levels.get("unigram_ce", math.inf), 0.95 * levels["uniform_ce"])
+    teacher_ce = levels.get("teacher_ce", 0)
+    if teacher_ce > bound:
+        what = "it knows less of this text than token frequencies, and a low KL to it is no success"
+        remedy = "choose another teacher"
+        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}: {what}; {remedy}")
+
+
+def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:
+    """Record the paper's Figures 3 and 4 over one update's batches, with no effect on the run.
+
+    `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of a
+    student whose objective has some.
+    """
+    cfg = run.cfg
+    budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
+    with parallel.gathered_roots(s.model for s in live):
+        students = {}
+        for s in live:
+            method = resolve(s.name, **cfg.overrides_of(s.name))
+            returned = inspect.signature(method.fn).return_annotation
+            if "d_u" in getattr(returned, "_fields", ()):
+                objective = functools.partial(method.fn, **method.hyper)
+                students[s.name] = (hidden_and_head(s, cfg), objective)
+        record, counts = metrics.histograms(teacher.head, budget, students, batches, cfg.group)
+    if parallel.rank() != 0:
+        return
+    out = Path(cfg.out_dir)
+    append(out / "teacher.jsonl", {"step": run.step, **record})
+    for name, count in counts.items():
+        line = {"step": run.step, "n": record["n"], "d_u_hist": count}
+        append(out / name / "histograms.jsonl", line)
+
+
+def record(s: Student, values: dict) -> None:
+    """Add a record to a student's log, with None for a value that is not finite."""
+    if parallel.rank() != 0:
+        return
+    values = files.for_json(values)
+    append(s.folder / "log.jsonl", values)
+    for service, send in list(s.services.items()):
+        try:
+            send(values)
+        except Exception as error:  # whatever it is, log.jsonl has the record
+            why = first_line(error)
+            say(f"{s.name}: left out {service} from step {values['step']} on: {why}")
+            del s.services[service]
+
+
+UNWRITTEN: dict[Path, list[dict]] = {}
+
+
+def append(path: Path, record: dict) -> None:
+    """Add a record to a file of JSON lines.
+
+    While the file cannot be written, as on a full disk, records wait for the next call.
+    """
+    waiting = UNWRITTEN.setdefault(path, [])
+    waiting.append(record)
+    try:
+        while waiting:
+            files.append_line(path, waiting[0])
+            waiting.pop(0)
+    except UserError as error:
+        if len(waiting) == 1:
+            say(str(error))
+
+
+def services(s: Student, run: Run) -> dict[str, Callable]:
+    """Return the services that the config asks for, by name.
+
+    Each is a function of a record of log.jsonl, and opens with the first one.
+    """
+    chosen = {}
+    if run.cfg.tensorboard:
+        chosen["TensorBoard"] = tensorboard(s.folder / "tensorboard")
+    if run.cfg.wandb_project:
+        chosen["Weights & Biases"] = wandb_logger(s, run)
+    return chosen
+
+
+def tensorboard(folder: Path) -> Callable:
+    @functools.cache
+    def writer():
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(folder)
+
+    def send(record: dict) -> None:
+        for key, value in record.items():
+            if key != "step" and value is not None:
+                writer().add_scalar(key, value, record["step"])
+        writer().flush()
+
+    return send
+
+
+def wandb_logger(s: Student, run: Run) -> Callable:
+    cfg = run.cfg
+    facts = student_facts(s, run)
+    place = f"{platform.node()} {s.folder.resolve()}"
+    keys = {"project": cfg.wandb_project, "group": cfg.out_dir, "name": s.name, "dir": s.folder}
+    keys["id"] = hashlib.sha256(place.encode()).hexdigest()[:12]  # the same after a resume
+
+    @functools.cache
+    def opened():
+        import wandb
+
+        return wandb.init(**keys, config=facts, resume="allow", reinit="create_new")
+
+    return lambda record: opened().log(record, step=record["step"])

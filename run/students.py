@@ -1,0 +1,107 @@
+"""A student while it is trained, and where its run stands."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from configure import Config
+from lib import metrics, parallel
+from model import Qwen2
+from run.identity import record_hash
+
+# Counts of the whole run, and since the log's last record.
+COUNTS = ("valid_tokens", "since_log_tokens", "since_log_steps", "since_log_sec")
+
+
+@dataclass
+class Student:
+    """One method's weights and optimizer, and what the log says of them."""
+
+    name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
+    model: Qwen2
+    extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
+    optimizer: torch.optim.Optimizer
+    folder: Path
+    init_sha256: str
+    tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
+    lr_factor: float = 1.0  # multiplies the schedule's learning rate
+    sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
+    gnorm: float = 0.0
+    skipped: int = 0  # updates in a row without a finite gradient
+    stopped: str | None = None  # why the student cannot continue
+    services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
+    objective_at: Callable | None = None  # update -> objective (run/methods.py)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of the model and of the extras by name."""
+        extras = {f"extras.{name}": p for name, p in self.extras.named_parameters()}
+        return dict(self.model.named_parameters()) | extras
+
+    def totals(self) -> dict[str, float]:
+        """Return `sums`, added up over all processes."""
+        if not self.sums:
+            return {}
+        return dict(zip(self.sums, parallel.all_reduce_sum(*self.sums.values()), strict=True))
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return the complete checkpoints by step, oldest first."""
+        complete = {}
+        for path in self.folder.glob("checkpoints/step_*"):
+            if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir():
+                complete[step_of(path)] = path
+        return dict(sorted(complete.items()))
+
+
+@dataclass
+class Run:
+    """Where a run stands, and what its files say of it."""
+
+    cfg: Config
+    facts: dict  # the provenance of every result (run/preflight.py)
+    step: int = 0  # updates that are made
+    counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def compute_dtype(cfg: Config) -> torch.dtype:
+    """Return the dtype of activations and products."""
+    on_cuda = cfg.device.startswith("cuda")
+    if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_cuda):
+        return torch.bfloat16
+    return torch.float32
+
+
+def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:
+    """Return a student as lib/metrics.py takes it.
+
+    Call it inside `gathered_roots`: outside, a sharded head is not whole.
+    """
+    return functools.partial(s.model.hidden, dtype=compute_dtype(cfg)), s.model.head
+
+
+def student_facts(s: Student, run: Run) -> dict:
+    """Return the provenance of one student's weights and scores."""
+    cfg = run.cfg
+    record = run.facts["made_by"][s.name]
+    return {
+        "method": s.name,
+        "overrides": cfg.settings_of(s.name),
+        "student": cfg.student,
+        "seed": cfg.seed,
+        "init_sha256": s.init_sha256,
+        "step": run.step,
+        "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
+        **run.counts,
+        **run.facts,
+        "made_by": record,
+        "made_by_sha256": record_hash(record),
+    }

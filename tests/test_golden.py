@@ -4,18 +4,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import losses
 from tests import golden_table
-from tests.golden_table import BARS, FOLDER, KEYWORDS, below, logits, names
+from tests.golden_table import BARS, call, cases, names
 
-LARGER = Path(__file__).resolve().parents[2] / "shared" / "golden"  # what FOLDER was thinned from
-needs_larger = pytest.mark.skipif(not LARGER.is_dir(), reason=f"no larger set of golden vectors at {LARGER}")
+# what FOLDER was thinned from
+LARGER = Path(__file__).resolve().parents[2] / "shared" / "golden"
 VECTORS = golden_table.read()
 
 
 def outside(v):
-    return {column: error for column, error in golden_table.errors(v).items() if not error <= BARS[column]}
+    errors = golden_table.errors(v)
+    return {column: error for column, error in errors.items() if not error <= BARS[column]}
 
 
 @pytest.mark.parametrize("v", VECTORS, ids=lambda v: v.case)
@@ -23,59 +25,80 @@ def test_the_recorded_loss_and_gradient(v):
     assert not outside(v)
 
 
-@needs_larger
+@pytest.mark.skipif(not LARGER.is_dir(), reason=f"no larger set of golden vectors at {LARGER}")
 def test_the_recorded_losses_and_gradients_of_the_larger_set():
-    found = {v.case: outside(v) for v in golden_table.read(LARGER)}
-    assert len(found) > 180 and not {case: error for case, error in found.items() if error}
+    vectors = golden_table.read(LARGER)
+    assert len(vectors) > 180
+    assert not [v.case for v in vectors if outside(v)]
 
 
 def test_every_file_is_read_and_every_first_tier_objective_has_vectors():
-    assert set(names()) == set(KEYWORDS)
-    assert {v.case.split(": ")[0] for v in VECTORS} == set(KEYWORDS)
-    assert {v.case.split(": ")[1].split("|")[0] for v in VECTORS} == {"small", "peaked_teacher"}
-    assert {v.objective for v in VECTORS} >= {"vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"}
+    labels = [v.case.split(": ") for v in VECTORS]
+    assert {file for file, _ in labels} == set(names()) and len(names()) == 26
+    assert {label.split("|")[0] for _, label in labels} == {"small", "peaked_teacher"}
+    first_tier = {"vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"}
+    assert {v.objective for v in VECTORS} >= first_tier
     assert len(VECTORS) > 100
 
 
-def cases(name):
-    """Label, (z_s, z_t, y), settings and parts of each case."""
-    for label, arrays in golden_table.cases(FOLDER, name):
-        settings = {key: value.item() for key, value in below(arrays, "hp").items()}
-        yield label, logits(arrays), settings, below(arrays, "part")
+def evaluated(name, **settings):
+    """Each case of a file, with its parts, and its objective's result."""
+    for case in cases(name):
+        z_s, z_t, y = case.logits
+        objective, keywords = call(name, case.settings, z_s.shape[1])
+        result = getattr(losses, objective)(z_s, z_t, y, **keywords | settings)
+        yield case, case.below("part"), result
 
 
-def test_the_pieces_of_alra():
-    for label, (z_s, z_t, y), settings, part in cases("ref_alra"):
-        _, keywords = KEYWORDS["ref_alra"](settings, z_s.shape[1])
-        for pair in ("swpra", "pra", "pra_u"):
-            terms = losses.alra(z_s, z_t, y, pair=pair, **keywords)
-            np.testing.assert_allclose(terms.pair, part[pair], rtol=1e-9, err_msg=label)
-        for key in ("mass", "local", "rest"):
-            np.testing.assert_allclose(getattr(terms, key), part[key], rtol=1e-9, err_msg=label)
-        np.testing.assert_allclose(terms.support, part["E_loc"], rtol=1e-9, err_msg=label)
-        np.testing.assert_array_equal(terms.d_u, part["d_u"], err_msg=label)
-        for u, (tokens, d_u) in enumerate(zip(terms.tokens.tolist(), terms.d_u.tolist(), strict=True)):
-            assert sorted(tokens[:d_u]) == np.flatnonzero(part["local_set"][u]).tolist(), label
+@pytest.mark.parametrize("pair", ["swpra", "pra", "pra_u"])
+def test_the_pieces_of_alra(pair):
+    for case, part, terms in evaluated("ref_alra", pair=pair):
+        expected = {"pair": part[pair], "support": part["E_loc"], "d_u": part["d_u"]}
+        expected |= {key: part[key] for key in ("mass", "local", "rest")}
+        for key, value in expected.items():
+            np.testing.assert_allclose(getattr(terms, key), value, rtol=1e-9, err_msg=case.label)
+        for u, d_u in enumerate(terms.d_u):
+            local = terms.tokens[u, :d_u].tolist()
+            assert sorted(local) == np.flatnonzero(part["local_set"][u]).tolist(), case.label
 
 
-def test_the_halves_of_atkd_and_the_positions_of_sekd_and_adakd():
-    for label, (z_s, z_t, y), settings, part in cases("atkd"):
-        hard_only = losses.atkd(z_s, z_t, y, tau=settings["T"], easy_weight=0.0)
-        np.testing.assert_array_equal(hard_only != 0, part["hard"].flatten(), err_msg=label)
-    for label, (z_s, z_t, y), settings, part in cases("sekd"):
-        kept = losses.sekd(z_s, z_t, y, keep=settings["k_percent"] / 100) != 0
-        np.testing.assert_array_equal(kept, part["selected"].flatten(), err_msg=label)
-    for label, (z_s, z_t, y), settings, part in cases("adakd"):
-        _, keywords = KEYWORDS["adakd"](settings, z_s.shape[1])
-        np.testing.assert_array_equal(
-            losses.adakd(z_s, z_t, y, **keywords).nonzero()[:, 0], sorted(part["sel"]), err_msg=label
-        )
+@pytest.mark.parametrize(
+    ("name", "key", "settings"),
+    [("atkd", "hard", {"easy_weight": 0.0}), ("sekd", "selected", {})],
+)
+def test_the_recorded_positions(name, key, settings):
+    for case, part, loss in evaluated(name, **settings):
+        np.testing.assert_array_equal(loss != 0, part[key].flatten(), err_msg=case.label)
+
+
+def test_the_hardest_positions_of_adakd():
+    for case, part, loss in evaluated("adakd"):
+        hardest = loss.nonzero()[:, 0]
+        np.testing.assert_array_equal(hardest, sorted(part["sel"]), err_msg=case.label)
 
 
 def test_the_pieces_of_tad():
-    for label, (z_s, z_t, y), settings, part in cases("ref_tad"):
-        d1, d1_d2 = (
-            losses.tad(z_s, z_t, y, tau=settings["T"], top_k=settings["K"], beta=b, norm="unit") for b in (0.0, 1.0)
-        )
-        np.testing.assert_allclose(d1, part["dkl1_tok"].flatten(), rtol=1e-9, err_msg=label)
-        np.testing.assert_allclose(d1_d2 - d1, part["dkl2_tok"].flatten(), rtol=1e-9, err_msg=label)
+    head_only = evaluated("ref_tad", beta=0.0, norm="unit")
+    both = evaluated("ref_tad", beta=1.0, norm="unit")
+    for (case, part, d1), (_, _, d1_d2) in zip(head_only, both, strict=True):
+        for value, key in ((d1, "dkl1_tok"), (d1_d2 - d1, "dkl2_tok")):
+            expected = part[key].flatten()
+            np.testing.assert_allclose(value, expected, rtol=1e-9, err_msg=case.label)
+
+
+@pytest.mark.parametrize("name", ["skew_fkl", "taid", "todi", "ref_topk_tail"])
+def test_the_recorded_number_of_each_position(name):
+    for case, part, loss in evaluated(name):
+        expected = torch.from_numpy(part["tok"]).flatten()
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12, msg=case.label)
+
+
+def test_the_recorded_head_of_akl():
+    for case, part, loss in evaluated("akl"):
+        z_s, z_t, _ = case.logits
+        keys = ("h_ratio", "fkl", "rkl")
+        h, forward, reverse = (torch.from_numpy(part[key]).flatten(0, 1) for key in keys)
+        expected = h * forward + (1 - h) * reverse
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0, msg=case.label)
+        share = losses._head_share(z_s, z_t, case.settings["mu"])
+        torch.testing.assert_close(share, h[:, None], rtol=1e-9, atol=0, msg=case.label)

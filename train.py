@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +40,11 @@ from lib.hf import weights_hash
 from lib.rows import Rows, row_order
 from model import Qwen2, flops_per_token, init_student
 from run import preflight
-from run.cache import CachedTeacher, open_teacher, read_ahead
 from run.checkpoints import drop_broken, resume, save_checkpoints, save_model
 from run.identity import student_shape
 from run.log import log_histograms, log_validation, record, say, say_names, say_values
 from run.methods import make_objective, method_lines
+from run.preflight import open_teacher
 from run.students import COUNTS, Run, Student, compute_dtype, hidden_and_head
 from run.teacher import Teacher
 
@@ -72,6 +73,15 @@ def micro_batches(
             x, y, n_valid = rows.batch(index, torch.device(cfg.device))
             h_t = teacher.hidden(x, rows, index) if teacher else None
             yield x, y, n_valid, h_t
+
+
+def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
+    """Yield the batches of `stream`. A thread reads the next one while the caller uses this one."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(next, stream, None)
+        while batch := ahead.result():
+            ahead = pool.submit(next, stream, None)
+            yield batch
 
 
 # ----------------------------------------------------------------------------------------------
@@ -204,8 +214,8 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     resume(students, run)
     live = [s for s in students if not s.stopped]
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if isinstance(teacher, CachedTeacher) and not teacher.body:
-        stream = read_ahead(stream)  # its thread reads, and computes nothing
+    if teacher and teacher.is_stored:  # nothing is computed in the other thread
+        stream = read_ahead(stream)
     catch_signals()
     say_names(students, cfg)
     hidden_bar = True if parallel.rank() else None  # None: hidden unless this is a terminal

@@ -17,7 +17,6 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +33,11 @@ from lib.errors import UserError
 from lib.files import atomic_write, reading, writing
 from lib.hf import load_tokenizer
 from lib.rows import Rows, row_order
-from run.identity import content_hash, record_hash, student_shape
+from run.identity import content_hash, record_hash
 from run.log import say
 from run.methods import needs_teacher
-from run.preflight import open_data
-from run.students import compute_dtype
-from run.teacher import Teacher, check_teacher, load_teacher
+from run.preflight import open_data, open_teacher
+from run.teacher import Teacher, check_teacher
 
 RowBlocks = dict[Rows, Iterable[np.ndarray]]  # the indices of the rows that are read, in blocks
 
@@ -93,6 +91,7 @@ class CachedTeacher:
         self.head = head
         self.states = states
         self.body = body
+        self.is_stored = body is None
         # sharded layers compute on all processes or on none, whatever each of them could read
         self.always_computes = False
         if body is not None:
@@ -148,26 +147,6 @@ def training_blocks(cfg: Config, rows: Rows) -> Iterator[np.ndarray]:
     for first in range(0, n, size):
         block = row_order(first // size, size, rows.n, shuffle_seed)
         yield np.sort(block[: n - first])
-
-
-def open_teacher(cfg: Config, *data: Rows) -> Teacher | CachedTeacher | None:
-    """Load the frozen teacher. Returns None if no method of the run reads its logits.
-
-    data  training rows and held-out rows, which `teacher_cache` needs
-    """
-    if not any(map(needs_teacher, cfg.methods)):
-        return None
-    home = torch.device(cfg.device)
-    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
-    dtype = compute_dtype(cfg)
-    vocab_size = student_shape(cfg).vocab_size
-
-    def load() -> Teacher:
-        return load_teacher(cfg.teacher, dtype, device, home, cfg.compile, vocab_size, cfg.shard)
-
-    if not cfg.teacher_cache:
-        return load()
-    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, *data), load)
 
 
 def open_cached(
@@ -235,7 +214,8 @@ def fill_cache(cfg: Config) -> None:
     """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
     if not any(map(needs_teacher, cfg.methods)):
         return
-    cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)), val_max_rows=None)
+    device = str(pick_device(cfg.device))
+    cfg = dataclasses.replace(cfg, device=device, teacher_cache=True, val_max_rows=None)
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     rows = open_data(cfg, "train")
     val = open_data(cfg, "val")
@@ -265,15 +245,6 @@ def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
                     index = missing[:1]
                 x, _, _ = rows.batch(index, teacher.head.device)
                 teacher.hidden(x, rows, index)
-
-
-def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield the batches of `stream`, each made by a thread while the one before is used."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(next, stream, None)
-        while batch := ahead.result():
-            ahead = pool.submit(next, stream, None)
-            yield batch
 
 
 def main(argv: list[str]) -> int:

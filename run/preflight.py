@@ -1,4 +1,4 @@
-"""What is checked before the first update, and the facts of a run that every result carries."""
+"""What a run opens and checks before its first update, and the facts that its results carry."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configure import Config
 from lib import parallel
-from lib.device import machine_facts
+from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
@@ -17,12 +17,35 @@ from model import student_config
 from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, needs_teacher
-from run.teacher import check_teacher, inherited
+from run.students import compute_dtype
+from run.teacher import Teacher, check_teacher, inherited, load_teacher
 
 
 def open_data(cfg: Config, name: str) -> Rows:
     vocab_size = student_shape(cfg).vocab_size
     return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
+
+
+def open_teacher(cfg: Config, rows: Rows, val: Rows) -> Teacher | None:
+    """Load the frozen teacher, or open its cache. Returns None if no method of the run needs one."""
+    if not any(map(needs_teacher, cfg.methods)):
+        return None
+    home = torch.device(cfg.device)
+    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
+    dtype = compute_dtype(cfg)
+    vocab_size = student_shape(cfg).vocab_size
+
+    def load() -> Teacher:
+        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, cfg.shard)
+        if cfg.compile and teacher.native:
+            teacher.model.compile_layers()
+        return teacher
+
+    if not cfg.teacher_cache:
+        return load()
+    from run.cache import open_cached, rows_of_run  # few runs need it
+
+    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, rows, val), load)
 
 
 def check_config(cfg: Config) -> None:

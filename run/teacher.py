@@ -33,6 +33,8 @@ INHERITED = (
 class Teacher:
     """A frozen model. What it returns is on the students' device, `home`."""
 
+    is_stored = False  # True if all hidden states are read from a file (run/cache.py)
+
     def __init__(self, model: nn.Module, home: torch.device, vocab_size: int | None = None):
         self.model = model
         self.home = home
@@ -84,7 +86,6 @@ def load_teacher(
     dtype: torch.dtype,
     device: torch.device,
     home: torch.device | None = None,
-    compile: bool = False,
     vocab_size: int | None = None,
     shard: int = 1,
 ) -> Teacher:
@@ -92,7 +93,6 @@ def load_teacher(
 
     dtype       of its weights and activations
     device      where it computes; `home` is the students' device (None: the same)
-    compile     run the layers of a native one under torch.compile
     vocab_size  rows of the head to keep (None: all); the others are padding
     shard       processes over which its layers are sharded; embedding and head stay whole
 
@@ -102,8 +102,6 @@ def load_teacher(
     home = home or device
     if is_native(name):
         model = Qwen2.from_pretrained(name, dtype, device, shard)
-        if compile:
-            model.compile_layers()
         return Teacher(model, home, vocab_size)
     model = load_foreign(name, dtype)
     if shard > 1:

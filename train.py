@@ -53,6 +53,7 @@ from lib.run import (
     save_checkpoints,
     save_model,
     say,
+    say_if_slower,
     say_names,
     say_values,
 )
@@ -477,6 +478,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means, ["ce"], cfg)
+    say_if_slower(tok_per_sec, run)
     counts |= dict.fromkeys(COUNTS[1:], 0)
 
 

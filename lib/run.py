@@ -112,6 +112,8 @@ class Run:
     facts: dict  # the provenance of every result (lib/preflight.py)
     step: int = 0  # updates that are made
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    best_tok_per_sec: float = 0.0  # since the start
+    slowdown_said: bool = False
 
 
 def step_of(checkpoint: Path) -> int:
@@ -175,6 +177,21 @@ def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
         width = max(len(name), 6) + 2
         line += f"{cells.get(name, ''):>{width}}"
     say(line)
+
+
+def say_if_slower(tok_per_sec: float, run: Run) -> None:
+    """Say once what to do if a run on the CPU falls below a third of its best speed.
+
+    Threads wait for each other after every operation, so one that shares its core delays all.
+    """
+    slow = tok_per_sec < run.best_tok_per_sec / 3
+    run.best_tok_per_sec = max(run.best_tok_per_sec, tok_per_sec)
+    several = run.cfg.device == "cpu" and torch.get_num_threads() > 1
+    if slow and several and not run.slowdown_said:
+        run.slowdown_said = True
+        speeds = f"{tok_per_sec:,.0f} tok/s after {run.best_tok_per_sec:,.0f}"
+        remedy = "if other programs use these cores, Ctrl-C and resume with OMP_NUM_THREADS=1"
+        say(f"step {run.step}: {speeds}; {remedy}, which changes last digits")
 
 
 def log_validation(

@@ -42,7 +42,15 @@ from model import Qwen2, flops_per_token, init_student
 from run import preflight
 from run.checkpoints import drop_broken, resume, save_checkpoints, save_model
 from run.identity import student_shape
-from run.log import log_histograms, log_validation, record, say, say_names, say_values
+from run.log import (
+    log_histograms,
+    log_validation,
+    record,
+    say,
+    say_if_slower,
+    say_names,
+    say_values,
+)
 from run.methods import make_objective, method_lines
 from run.preflight import open_teacher
 from run.students import COUNTS, Run, Student, compute_dtype, hidden_and_head
@@ -421,6 +429,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means, ["ce"], cfg)
+    say_if_slower(tok_per_sec, run)
     counts |= dict.fromkeys(COUNTS[1:], 0)
 
 

@@ -172,7 +172,7 @@ def _describe_definition(x: types.FunctionType | type, seen: dict) -> list[str]:
     if isinstance(x, types.FunctionType):
         closure = (inspect.getclosurevars(x).nonlocals, x.__defaults__, x.__kwdefaults__)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(x)))
+        tree = ast.parse(_source(x))
     except (OSError, SyntaxError):  # without a file, or a part of a line
         return _describe((x.__code__, closure), seen)
     names = set()
@@ -188,6 +188,16 @@ def _describe_definition(x: types.FunctionType | type, seen: dict) -> list[str]:
         if _is_part(module[name], x.__module__):
             parts[name] = module[name]
     return [ast.unparse(tree), *_describe((parts, closure), seen)]
+
+
+def _source(x: types.FunctionType | type) -> str:
+    """Return the source of a function or class. Raises `OSError` for code that `exec` has made.
+
+    Since Python 3.13 `inspect` takes such code for a part of what `python -c` runs, if anything.
+    """
+    if inspect.getfile(x) == "<string>":
+        raise OSError("made by exec")
+    return textwrap.dedent(inspect.getsource(x))
 
 
 def _is_part(x: object, module: str) -> bool:

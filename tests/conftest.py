@@ -12,6 +12,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers takes l
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network, whatever is in the user's caches
 os.fsync = lambda fd: None  # what is flushed is lost in a power cut alone
 
+import lib  # noqa: E402, F401  (before any test computes: lib/__init__.py)
+
 
 @pytest.fixture(autouse=True)
 def handlers():

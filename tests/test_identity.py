@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import itertools
+import linecache
 import sys
 import types
 
@@ -79,7 +80,9 @@ def test_an_edit_that_can_change_a_result_changes_the_hash(module, old, new, cou
     assert (before != after) is counts
 
 
-def test_code_without_a_file_has_a_hash_too():
+def test_code_without_a_file_has_a_hash_too(monkeypatch):
+    """Also where `<string>` has a source, that of `python -c`, as since Python 3.13."""
+    monkeypatch.setitem(linecache.cache, "<string>", (9, None, ["x = 1\n"] * 9, "<string>"))
     made = {}
     exec("def f(x, y=(1, 2)):\n    return [x + 1 for _ in y]\ndef g(x, y=(1, 2)):\n    return [x + 2 for _ in y]", made)
     powers = [lambda x, power=power: x**power for power in (1, 2)]

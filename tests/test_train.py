@@ -363,6 +363,18 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
         assert capsys.readouterr().out.count("warning") == n
 
 
+def test_a_run_that_falls_below_a_third_of_its_best_speed_says_once_what_to_do(monkeypatch, capsys):
+    speeds = (300, 900, 301, 299, 200, 1200, 90)
+    for threads, device, steps in ((2, "cpu", [3]), (1, "cpu", []), (2, "cuda", [])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        slowed = students.Run(types.SimpleNamespace(device=device), {})
+        for slowed.step, speed in enumerate(speeds):
+            log.say_if_slower(speed, slowed)
+        said = capsys.readouterr().out
+        assert [int(step) for step in re.findall(r"step (\d+): ", said)] == steps
+        assert not said or ("299 tok/s after 900; " in said and "OMP_NUM_THREADS=1" in said)
+
+
 def test_keys_of_speed_log_and_data_change_no_bit(tiny, finished, tmp_path, monkeypatch):
     """Recomputed activations, a teacher on its own device, more lines and checkpoints, keys of prepare.py; and a cut."""
     again, calls = torch.utils.checkpoint.checkpoint, []

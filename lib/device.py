@@ -65,7 +65,7 @@ def machine_facts(device: torch.device) -> dict:
         line = ["git", "-C", str(Path(__file__).parent), *command]
         return subprocess.run(line, capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
 
-    commit, edits = git("rev-parse", "HEAD").strip(), git("diff", "HEAD", "--", ":/", ":(top,exclude)results")
+    commit, edits = git("rev-parse", "HEAD").strip(), git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
     commit += f"+{hashlib.sha256(edits.encode()).hexdigest()[:12]}" if edits else ""  # edited since
     versions = {"python": platform.python_version(), **{m.__name__: m.__version__ for m in (torch, transformers, np)}}
     return {"git_commit": commit or None, "versions": versions, "machine": device_name(device)}

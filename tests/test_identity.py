@@ -163,4 +163,4 @@ def test_a_commit_with_edits_is_marked(monkeypatch):
         monkeypatch.setattr(device.subprocess, "run", run)
         commits = device.machine_facts(torch.device("cpu"))["git_commit"]
         assert commits.startswith(f"abc{mark}") and len(commits) == (16 if mark else 3)
-    assert seen[-1][-1] == ":(top,exclude)results"  # a report that is written anew is no edit
+    assert seen[-1][-1] == ":(top,exclude)study/results"  # a report that is written anew is no edit

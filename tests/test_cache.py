@@ -16,7 +16,7 @@ import train
 from lib import parallel
 from lib.errors import UserError
 from lib.rows import row_order
-from run import cache, teacher
+from run import cache, preflight, teacher
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.world import SEQ, config, final_bits, flags, read_jsonl, start, untimed, write_text
@@ -54,15 +54,15 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(world, tmp_
 
     plain, stored = outcome("plain"), outcome("stores", teacher_cache=True)
     assert plain == stored and sum(forward.rows) == 24 + 7 and len(plain[-1]) == 2  # each row once, and eval.py none
-    monkeypatch.setattr(train, "load_teacher", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr(ev, "load_teacher", train.load_teacher)
+    monkeypatch.setattr(cache, "load_teacher", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(ev, "load_teacher", cache.load_teacher)
     assert outcome("reads", teacher_cache=True) == plain and not forward.rows
 
 
 def states_of(cfg, load=True):
     """The hidden states of seven rows of each file, and the head; None where it has to compute and `load` is False."""
     name, cpu, index = cfg.teacher, torch.device("cpu"), np.arange(7)
-    wanted = {train.open_data(cfg, part): [index] for part in ("train", "val")}
+    wanted = {preflight.open_data(cfg, part): [index] for part in ("train", "val")}
     loads = [lambda: teacher.load_teacher(name, torch.float32, cpu)] if load else []
     if cached := cache.open_cached(name, torch.float32, cpu, 99, wanted, *loads):
         return [cached.hidden(rows.batch(index, cpu)[0], rows, index) for rows in wanted], cached.head[:99]
@@ -160,16 +160,16 @@ def test_the_rows_of_a_long_run_are_told_in_blocks(tiny):
 
     for steps, order in ((12_000, np.sort(row_order(0, 1_200_000, 1_300_000, 1234))), (40_000, np.arange(1_300_000))):
         cfg = config(tiny, "unused", shuffle=True, batch_rows=100, micro_batch=1, max_steps=steps, schedule_steps=steps)
-        blocks = [*train.rows_of_run(cfg, rows := Some(1_300_000), Some(7))[rows]]
+        blocks = [*cache.rows_of_run(cfg, rows := Some(1_300_000), Some(7))[rows]]
         assert len(blocks) == 2 and np.array_equal(np.sort(np.concatenate(blocks)), order)
 
 
-def test_prepare_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_path, monkeypatch, forward):  # noqa: F811
+def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_path, monkeypatch, forward):  # noqa: F811
     keys = {"source": write_text(tmp_path / "text.jsonl"), "val_share": 0, "val_rows": 5, "n_documents": "none", "train_rows": "none",
             "data_dir": tmp_path / "data", "student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}  # fmt: skip
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
         argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(kind), **keys)
-        assert prepare.main(argv) == 0
+        assert prepare.main(argv) == 0 and cache.main(argv) == 0
         assert sum(forward.rows) == 8 + 5 and len([*(tmp_path / "data").glob("teacher_*")]) == n_files
         forward.rows.clear()
         assert train.distil(configure.load(argv)) == 0 and not forward.rows
@@ -181,4 +181,4 @@ def test_what_the_disk_has_no_room_for_is_refused(world, monkeypatch):
     with pytest.raises(
         UserError, match=r"teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
     ):
-        train.open_teacher(cfg, train.open_data(cfg, "train"), train.open_data(cfg, "val"))
+        cache.open_teacher(cfg, preflight.open_data(cfg, "train"), preflight.open_data(cfg, "val"))

@@ -87,7 +87,7 @@ def test_train_says_its_methods_and_their_settings(capsys):
 
 
 def test_every_field_is_read_somewhere():
-    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "lib/run.py", "run/preflight.py", "run/methods.py", "eval.py"))
+    code = "".join((ROOT / name).read_text() for name in ("prepare.py", "train.py", "run/cache.py", "run/preflight.py", "run/students.py", "run/log.py", "run/methods.py", "run/checkpoints.py"))
     unread = [f for f in configure.KINDS if not re.search(rf"\bcfg\.{f}\b", code)]
     assert not unread, unread
     assert "cfg.hyper" in code

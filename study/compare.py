@@ -271,7 +271,7 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         says = f"val_max_rows={first}: these rows choose, later ones are scored; {cfg.data_dir} has {n}, set fewer"
         require(first is not None and first < n, says)
         rates, broken = run_trials(spec, cfg, args)
-        chosen = {m: trial["settings"] for m, trial in best_trials(rates).items()} | spec.chosen
+        chosen = {m: trial["settings"] for m, trial in best_trials(rates).items()}
         students = plan(spec, cfg, chosen)
         failed = {s.recipe: broken[s.name] for s in students if s.name in broken and s.name not in chosen}
         failed |= train([s for s in students if s.recipe not in failed], args)
@@ -375,10 +375,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     own = [f"--{key}" for key in ("seed", "out_dir") if key in args.flags]
     require(not own, f"{own}: compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags")
     tried = trials(spec.tune, cfg.methods)
-    for name in cfg.methods:  # ValueError for a setting that does not exist
-        for settings in (cfg.overrides_of(name), spec.chosen.get(name, {}), *tried.get(name, ())):
+    for name in cfg.methods:
+        for settings in (cfg.overrides_of(name), *tried.get(name, ())):  # ValueError for one that does not exist
             resolve(name, **{key: value for key, value in settings.items() if key != "lr"})
-    named = {m for _, names, ref in spec.tables for m in (*names, ref)} | {*spec.fewer_seeds, *spec.chosen}
+    named = {m for _, names, ref in spec.tables for m in (*names, ref)} | {*spec.fewer_seeds}
     odd = sorted(named - {*cfg.methods})
     configured = (
         {flag.rpartition(".")[0] for flag in args.flags if "." in flag} if "methods" in args.flags else cfg.hyper
@@ -388,7 +388,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     for ok, message in (
         (spec.reference in (None, *cfg.methods), f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}"),
         (spec.at in ("updates", "flops"), f"_compare: at={spec.at!r}: expected 'updates' or 'flops'"),
-        (not odd, f"_compare: {odd} in tables, fewer_seeds or chosen: expected some of {', '.join(cfg.methods)}"),
+        (not odd, f"_compare: {odd} in tables or fewer_seeds: expected some of {', '.join(cfg.methods)}"),
         (not unused, f"settings of {unused}, which is not compared; add the method, or remove its settings"),
     ):  # fmt: skip
         require(ok, message)

@@ -30,7 +30,6 @@ class Spec:
     rows: int = 512  # held-out rows that are scored: those after the `val_max_rows` of the trials
     tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"
     trial_steps: int | None = None  # updates of a trial, its schedule as much shorter; None: those of a student
-    chosen: dict[str, dict] = field(default_factory=dict)  # settings by method, in place of its best trial's
     at: str = "updates"  # what is equal: "updates", or "flops" of student and teacher together
     tables: tuple[tuple[str, tuple[str, ...], str], ...] = ()  # title, methods, reference; none: one of all methods
     paper: bool = False  # put our order of methods beside the paper's
@@ -69,7 +68,7 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
         others = [m for m in shown if m != ref]
         if any(shown.values()) and ((others and ref in shown) or not sections):
             sections += [tables.heldout(f"## {title}", shown, ref), leads(logs, title, others, ref)]
-    tried = trials(results, settings, spec.chosen)
+    tried = trials(results, settings)
     text = [*heading(spec, students, settings), *itertools.chain(*sections), *costs(students, figures)]
     text += [*(beside_the_paper(figures) if spec.paper else []), *tried]
     if drawn := draw_figures(logs, results):
@@ -175,7 +174,7 @@ def best_trials(rates: list[dict]) -> dict[str, dict]:
     return best
 
 
-def trials(results: Path, settings: dict, chosen: dict[str, dict]) -> list[str]:
+def trials(results: Path, settings: dict) -> list[str]:
     """The table of trials: a line for each method and setting beside the rate, a column for each rate; the best is bold."""
     rates, rows, tried = read_lines(results / "rates.jsonl"), {}, {}
     if not rates:
@@ -188,11 +187,10 @@ def trials(results: Path, settings: dict, chosen: dict[str, dict]) -> list[str]:
         rows.setdefault(name, {})[x["lr"]] = f"**{text}**" if x is best.get(x["method"]) else text
     every = sorted({lr for lrs in tried.values() for lr in lrs})
     longer = " (more at equal FLOPs)" if any(m.endswith("@flops") for m in tried) else ""
-    but = f", save for {', '.join(chosen)}: the config gives their settings (`chosen`)" if chosen else ""
     at_end = [m for m, lrs in tried.items() if m in best and best[m]["lr"] in (min(lrs), max(lrs))]
     return ["## Trials", "",
             f"Each method had {' to '.join(map(str, sorted({*map(len, tried.values())})))} trials of {settings['trial_steps']:,} updates{longer} with seed 0. CE in nats per "
-            f"token over the first {settings['skip_rows']} held-out rows, which are not scored; the lowest chooses{but}.", "",
+            f"token over the first {settings['skip_rows']} held-out rows, which are not scored; the lowest chooses.", "",
             *tables.grid(["", *(f"{lr:g}" for lr in every)],
                          [[name, *(cells.get(lr, "–") for lr in every)] for name, cells in rows.items()]), "",
             f"Best at the lowest or highest rate tried, so that one beyond might do better: {', '.join(at_end) or 'none'}.", ""]  # fmt: skip

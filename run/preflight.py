@@ -26,8 +26,11 @@ def open_data(cfg: Config, name: str) -> Rows:
     return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
 
 
-def open_teacher(cfg: Config, rows: Rows, val: Rows) -> Teacher | None:
-    """Load the frozen teacher, or open its cache. Returns None if no method of the run needs one."""
+def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None) -> Teacher | None:
+    """Load the frozen teacher. Returns None if no method of the run needs one.
+
+    rows, val  training and held-out rows, whose hidden states `teacher_cache` stores
+    """
     if not any(map(needs_teacher, cfg.methods)):
         return None
     home = torch.device(cfg.device)

@@ -441,7 +441,7 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
 @pytest.mark.parametrize("study", ["study", "smollm2"])
 def test_the_figures_of_a_committed_study_are_those_of_its_logs(study, monkeypatch):
     monkeypatch.setattr(compare, "flops", lambda cfg: ())  # they need the teacher, which may not be here
-    out = world.ROOT / "results" / study
+    out = world.ROOT / "study" / "results" / study
     for x in lines_of(out):
         cfg = configure.Config(**read_json(out / x["folder"] / "run.json")["config"])
         found = compare.outcome(compare.PlannedStudent("main", x["method"], cfg), out / x["folder"])
@@ -458,7 +458,7 @@ def test_the_figures_of_a_committed_study_are_those_of_its_logs(study, monkeypat
 
 @pytest.mark.parametrize(("config", "study"), [("study", "study"), ("study_smollm2", "smollm2")])
 def test_a_committed_study_is_written_anew_byte_for_byte_and_readme_quotes_it(config, study, tmp_path):
-    out = shutil.copytree(world.ROOT / "results" / study, tmp_path / study)
+    out = shutil.copytree(world.ROOT / "study" / "results" / study, tmp_path / study)
     before = {file: file.read_bytes() for file in (out / "report").iterdir()}
     for file in before:
         if file.suffix in (".md", ".png"):

@@ -1,4 +1,4 @@
-"""What a run prints, and the records that it keeps: log.jsonl, histograms.jsonl, teacher.jsonl."""
+"""What a run prints, and what it writes into log.jsonl, histograms.jsonl and teacher.jsonl."""
 
 import functools
 import hashlib
@@ -27,12 +27,14 @@ def say(text: str) -> None:
     try:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
-    except OSError:  # Ctrl-C has ended `| tee` too: the checkpoint is still to come
+    except OSError:
+        # Nobody reads the pipe any more: Ctrl-C ends `| tee` too. Go on without output, so that the
+        # checkpoint is written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say_names(students: list[Student], cfg: Config) -> None:
-    """Print the heads of the columns that `say_values` fills, if there are several students."""
+    """Print the column heads of `say_values` if there are several students."""
     if len(students) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
 
@@ -40,7 +42,7 @@ def say_names(students: list[Student], cfg: Config) -> None:
 def say_values(
     label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config
 ) -> None:
-    """Print all values of a lone student; of several, a row for each of `keys`."""
+    """Print every value of a single student, or one row per key with a column per student."""
     if len(cfg.methods) == 1:
         for terms in values.values():
             cells = "  ".join(f"{key} {x:.4f}" for key, x in terms.items())
@@ -83,8 +85,8 @@ def log_validation(
 ) -> None:
     """Print and record the results of a validation.
 
-    rows_levels  CEs of a uniform guess and of token frequencies (`Rows.levels`)
-    is_first     also print the CEs that the first results are read against
+    rows_levels  reference CEs of a uniform guess and of a unigram model (`Rows.levels`)
+    is_first     also print the reference CEs
     """
     levels = {f"val_{key}": ce for key, ce in rows_levels.items()}
     keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in validated[live[0].name]]
@@ -96,30 +98,28 @@ def log_validation(
         ce = validated[s.name]["val_ce"]
         uniform = levels["val_uniform_ce"]
         if not ce < uniform:
-            past = f"held-out CE {ce:.2f} is past ln V = {uniform:.2f}, a uniform guess's"
-            say(f"{s.name}, step {run.step}: {past}; if it was lower before, try a smaller lr")
+            problem = f"held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, that of a uniform guess"
+            say(f"{s.name}, step {run.step}: {problem}; if it was lower before, try a smaller lr")
 
 
 def say_levels(values: dict[str, float]) -> None:
-    """Print what the first held-out CEs are read against.
-
-    Warns if the teacher does worse than token frequencies.
-    """
+    """Print the reference CEs. Warns if the teacher is worse than a unigram model."""
     levels = {key.removeprefix("val_"): value for key, value in values.items()}
     say(f"held-out {metrics.levels(levels)}")
+    # rows files of older versions lack unigram_ce: then 5 % better than a uniform guess
     bound = min(levels.get("unigram_ce", math.inf), 0.95 * levels["uniform_ce"])
     teacher_ce = levels.get("teacher_ce", 0)
     if teacher_ce > bound:
-        what = "it knows less of this text than token frequencies, and a low KL to it is no success"
+        problem = "worse than a unigram model, so a low KL to it means little"
         remedy = "choose another teacher"
-        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}: {what}; {remedy}")
+        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}, {problem}; {remedy}")
 
 
 def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:
-    """Record the paper's Figures 3 and 4 over one update's batches, with no effect on the run.
+    """Write the data of the paper's Figures 3 and 4 over the batches of one update.
 
-    `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of a
-    student whose objective has some.
+    `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
+    student whose objective has a budget. Training is not affected.
     """
     cfg = run.cfg
     budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
@@ -127,17 +127,18 @@ def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: 
         students = {}
         for s in live:
             method = resolve(s.name, **cfg.overrides_of(s.name))
-            returned = inspect.signature(method.fn).return_annotation
-            if "d_u" in getattr(returned, "_fields", ()):
+            result_type = inspect.signature(method.fn).return_annotation
+            if "d_u" in getattr(result_type, "_fields", ()):  # it returns budgets, as AlraTerms
                 objective = functools.partial(method.fn, **method.hyper)
                 students[s.name] = (hidden_and_head(s, cfg), objective)
-        record, counts = metrics.histograms(teacher.head, budget, students, batches, cfg.group)
+        histograms = metrics.histograms(teacher.head, budget, students, batches, cfg.group)
     if parallel.rank() != 0:
         return
+    of_teacher, budgets = histograms
     out = Path(cfg.out_dir)
-    append(out / "teacher.jsonl", {"step": run.step, **record})
-    for name, count in counts.items():
-        line = {"step": run.step, "n": record["n"], "d_u_hist": count}
+    append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
+    for name, counts in budgets.items():
+        line = {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts}
         append(out / name / "histograms.jsonl", line)
 
 
@@ -156,29 +157,29 @@ def record(s: Student, values: dict) -> None:
             del s.services[service]
 
 
-UNWRITTEN: dict[Path, list[dict]] = {}
+UNWRITTEN: dict[Path, list[dict]] = {}  # lines that a full disk keeps out of their files
 
 
-def append(path: Path, record: dict) -> None:
-    """Add a record to a file of JSON lines.
+def append(path: Path, line: dict) -> None:
+    """Add a line to a JSON lines file.
 
-    While the file cannot be written, as on a full disk, records wait for the next call.
+    If the file cannot be written, as on a full disk, the line waits for the next call.
     """
     waiting = UNWRITTEN.setdefault(path, [])
-    waiting.append(record)
+    waiting.append(line)
     try:
         while waiting:
             files.append_line(path, waiting[0])
             waiting.pop(0)
     except UserError as error:
-        if len(waiting) == 1:
+        if len(waiting) == 1:  # say it once
             say(str(error))
 
 
 def services(s: Student, run: Run) -> dict[str, Callable]:
-    """Return the services that the config asks for, by name.
+    """Return the logging services that the config asks for: name -> function that sends a record.
 
-    Each is a function of a record of log.jsonl, and opens with the first one.
+    A service connects when it gets its first record.
     """
     chosen = {}
     if run.cfg.tensorboard:

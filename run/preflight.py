@@ -52,7 +52,7 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
 
 
 def check_config(cfg: Config) -> None:
-    """Check the config, before any data is read. Raises `UserError`."""
+    """Check the config before any data is read. Raises `UserError`."""
     parallel.check_agreement(methods=cfg.methods, seq_len=cfg.seq_len)
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
@@ -64,20 +64,19 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"{world} processes with group={cfg.group}: {expected}")
     if world % cfg.shard:
         expected = f"expected a divisor of the {world} processes"
-        raise UserError(f"shard={cfg.shard}: {expected}; start more of them, or set it")
+        raise UserError(f"shard={cfg.shard}: {expected}; start more of them, or change shard")
     for name in cfg.methods:
         if needs_teacher(name) and not cfg.teacher:
             raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
-    methods = {name.partition("@")[0] for name in cfg.methods}
-    unused = [*(cfg.hyper.keys() - methods - {*cfg.methods})]
+    known = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
+    unused = [name for name in cfg.hyper if name not in known]
     if unused:
         remedy = "add the method, or remove its settings"
         raise UserError(f"settings of {unused}, not among methods={cfg.methods}; {remedy}")
     n_positions = shape.max_position_embeddings
     if cfg.seq_len > n_positions:
-        raise UserError(
-            f"seq_len={cfg.seq_len}: the student supports {n_positions} positions; set less"
-        )
+        problem = f"the student supports {n_positions} positions"
+        raise UserError(f"seq_len={cfg.seq_len}: {problem}; set a smaller one")
 
 
 def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""The frozen teacher: a run needs its last hidden states and its head, nothing else of it.
+"""The frozen teacher, of which a run uses only the last hidden states and the head.
 
 The decoder in model.py computes the families of `model.NATIVE`, transformers every other one.
 Hidden states travel between devices, not logits: V / D times fewer bytes.
@@ -50,7 +50,7 @@ class Teacher:
     def hidden(self, idx: Tensor, *rows: object) -> Tensor:
         """Return the last hidden states [B, T, D] of token ids [B, T], which are on any device.
 
-        rows  where the ids are from, which only a teacher of run/cache.py reads
+        rows  further arguments are for the teacher of run/cache.py, which looks the rows up
         """
         idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
         if self.native:
@@ -106,7 +106,7 @@ def load_teacher(
     model = load_foreign(name, dtype)
     if shard > 1:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        layers = max(lists, key=count_parameters)
+        layers = max(lists, key=count_parameters)  # the decoder layers are the heaviest list
         parallel.shard(model.base_model, layers, shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
@@ -173,7 +173,7 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
     n_positions = shape.get("max_position_embeddings") or seq_len
     if seq_len > n_positions:
         problem = f"teacher={name} supports {n_positions} positions"
-        raise UserError(f"seq_len={seq_len}: {problem}; set less")
+        raise UserError(f"seq_len={seq_len}: {problem}; set a smaller one")
     ids = tokenizer.get_vocab()
     vocab_size = shape["vocab_size"]
     n_tokens = max(ids.values()) + 1
@@ -181,6 +181,7 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
         problem = f"vocabulary of {vocab_size:,}, but the tokenizer has {n_tokens:,} tokens"
         raise UserError(f"teacher={name}: {problem}; logits are matched token by token")
     file = find_folder(name) / "tokenizer.json"
+    # the tokenizer of the rows itself needs no check
     if file.is_file() and str(file.parent) != tokenizer.name_or_path:
         check_ids(name, load_tokenizer(name).get_vocab(), ids)
 
@@ -196,7 +197,7 @@ def check_ids(name: str, teacher_ids: dict[str, int], ids: dict[str, int]) -> No
 
 @torch.no_grad()
 def check_logits(name: str, model: nn.Module) -> None:
-    """Check on a few tokens that logits are last hidden states times head, and that it is causal.
+    """Check on a few tokens that logits are last hidden states times head, and the model causal.
 
     Raises `UserError`.
     """
@@ -231,13 +232,16 @@ def inherited(name: str | None) -> dict | None:
     if name is None:
         return None
     if is_native(name):
-        shape = load_config(str(find_folder(name) / "config.json"))  # never a preset's name
+        shape = load_config(str(find_folder(name) / "config.json"))  # a name could be a preset
         return {key: getattr(shape, key) for key in INHERITED}
     config = foreign_config(name).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     values = {}
     for key in INHERITED:
-        value = rope.get(key) if "rope" in key else getattr(config, key, None)
+        if "rope" in key:
+            value = rope.get(key)
+        else:
+            value = getattr(config, key, None)
         if value is not None:
             values[key] = value
     return values

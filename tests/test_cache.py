@@ -123,7 +123,7 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
     short = shutil.copytree(world / "teacher", world / "short") / "config.json"
     short.write_text(re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text()))
-    with pytest.raises(UserError, match="short supports 4 positions; set less"):  # before hours of it, as train.py does
+    with pytest.raises(UserError, match="short supports 4 positions; set a smaller one"):  # before hours of it, as train.py does
         cache.fill_cache(config(world, "unused", teacher_cache=True, **KEYS, teacher=short.parent))
 
 

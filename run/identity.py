@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from configure import ROLES, Config
+from configure import AFFECTS, Config
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
@@ -36,7 +36,7 @@ def made_by(cfg: Config, name: str) -> dict:
     method = resolve(name, **cfg.overrides_of(name))
     train = read_manifest(cfg, "train")
     val = read_manifest(cfg, "val")
-    record = {key: getattr(cfg, key) for key, role in ROLES.items() if role == "learnt"}
+    record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record["methods"] = name.partition("@")[0]
     record["hyper"] = all_settings(cfg, name)

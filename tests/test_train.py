@@ -795,7 +795,7 @@ FREE = {"compile": True, "micro_batch": 4, "source": "other", "val_max_rows": 3,
 
 def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
     """Every key is compared or free, and all content is compared, wherever it has moved."""
-    learnt = {key for key, role in configure.ROLES.items() if role == "learnt"} - {"methods", "hyper", "max_steps"}
+    learnt = {key for key, role in configure.AFFECTS.items() if role == "weights"} - {"methods", "hyper", "max_steps"}
     assert {*CHANGES} == learnt | {"student", "student_weights", "alra.gamma", "alra.w_ce", "alra.lr"}
     before, first = config(tiny, finished), identity.made_by(config(tiny, finished), "alra")
     assert first == read_json(finished / "alra" / "run.json")["made_by"]
@@ -805,7 +805,7 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
         assert record != first and [text.split()[0] for text in identity.differences(first, record)][:1] == [
             {"student": "shape"}.get(key, "hyper" if "." in key else key)
         ], key
-    free = {key: value for key, value in FREE.items() if configure.ROLES[key] in ("speed", "log", "data")}
+    free = {key: value for key, value in FREE.items() if configure.AFFECTS[key] in ("speed", "log", "data")}
     assert identity.made_by(dataclasses.replace(before, **free), "alra") == first
     moved = {
         key: str(shutil.copytree(tiny / key.removesuffix("_dir"), tmp_path / key)) for key in ("data_dir", "teacher")

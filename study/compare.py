@@ -49,7 +49,8 @@ from model import flops_per_token, load_config
 from run.identity import content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
 from run.tables import read_if_there
-from run.teacher import Teacher, foreign_config, is_native
+from run.foreign import foreign_config
+from run.teacher import Teacher, is_native
 from study.report import Spec, best_trials, report
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,8 @@ import train
 from lib.errors import UserError
 from lib.hf import load_tokenizer, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
-from run.teacher import INHERITED, check_logits, inherited, load_teacher
+from run.foreign import check_logits
+from run.teacher import INHERITED, inherited, load_teacher
 from tests.world import DEMO, V, config
 
 CPU = torch.device("cpu")
@@ -177,7 +178,7 @@ def test_logits_that_are_more_than_hidden_states_times_head_are_refused_by_name(
     with pytest.raises(UserError, match=re.escape(message)):
         load_teacher(folder, torch.float32, CPU)
     if "bias" not in kind:  # a family that nobody has named is found out by its numbers
-        monkeypatch.setattr("run.teacher.LOGIT_SCALES", {})
+        monkeypatch.setattr("run.foreign.LOGIT_SCALES", {})
         with pytest.raises(UserError, match="its logits are not hidden states times head; choose another teacher"):
             load_teacher(folder, torch.float32, CPU)
 

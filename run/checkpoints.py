@@ -33,7 +33,7 @@ from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import find_folder
 from run.identity import differences, file_hash
-from run.log import say, services
+from run.log import say
 from run.students import COUNTS, Run, Student, compute_dtype, step_of, student_facts
 
 # ----------------------------------------------------------------------------------------------
@@ -73,7 +73,10 @@ def resume(students: list[Student], run: Run) -> None:
             files.truncate_lines(s.folder / "log.jsonl", run.step)
             # a histogram of step n is of the weights before update n
             files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
-            s.services = services(s, run)
+            if cfg.tensorboard or cfg.wandb_project:
+                from run.services import services
+
+                s.services = services(s, run)
         files.truncate_lines(out / "teacher.jsonl", run.step - 1)
         record_start(out / "run.json", run)
     if live and not common:  # so that logs never exist without a checkpoint to resume from

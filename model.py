@@ -29,7 +29,6 @@ import json
 import math
 import re
 import typing
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,8 +126,8 @@ class Linear(nn.Linear):
         return F.linear(x, weight, self.bias.to(x.dtype))
 
 
-def linears(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
-    """Return each layer's product with x.
+def linears(x: Tensor, *layers: Linear):
+    """Return each layer's product with x, in a list or a tuple.
 
     A compiled layer that casts its weights computes them as one product: fewer launches.
     """
@@ -157,8 +156,8 @@ class RMSNorm(nn.Module):
 def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, those of the two halves of a head side by side.
 
-    positions  [T] or [B, T] int64
-    ->         [.., T, K] fp32 each
+    positions  [T] int64
+    ->         [T, K] fp32 each
     """
     k = config.head_dim
     exponent = torch.arange(0, k, 2, device=positions.device, dtype=torch.float32) / k
@@ -170,7 +169,7 @@ def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
         turns = frequency * scaling["original_max_position_embeddings"] / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / scaling["factor"])
-    angle = positions[..., None].float() * frequency  # [.., T, K / 2]
+    angle = positions[:, None].float() * frequency  # [T, K / 2]
     angle = torch.cat((angle, angle), -1)
     return angle.cos(), angle.sin()
 
@@ -179,7 +178,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + K / 2]) by its position's angle.
 
     x         [B, H, T, K]
-    cos, sin  [T, K] or [B, 1, T, K]
+    cos, sin  [T, K]
     """
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat((-b, a), -1) * sin
@@ -203,7 +202,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(k, config.rms_norm_eps)
             self.k_norm = RMSNorm(k, config.rms_norm_eps)
 
-    def forward(self, x, cos, sin, mask) -> Tensor:
+    def forward(self, x, cos, sin) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
         q = q.view(heads).transpose(1, 2)  # [B, H, T, K]
@@ -214,10 +213,8 @@ class Attention(nn.Module):
             k = self.k_norm(k)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
-        )
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -238,6 +235,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention, then MLP, each added onto the residual stream  # [B, T, D] -> [B, T, D]"""
+
     def __init__(self, config: Qwen2Config):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -245,8 +244,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(self, x, cos, sin) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -275,19 +274,11 @@ class Qwen2(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def hidden(
-        self,
-        idx: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        recompute: bool = False,
-        dtype: torch.dtype | None = None,
+        self, idx: Tensor, recompute: bool = False, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return the last hidden states, after the final norm.
 
         idx        [B, T] int64 token ids
-        positions  [T] or [B, T] int64 rotary positions; None: 0, 1, .. T - 1
-        mask       [B, 1, T, T] bool, True where a query (row) may attend to a key (column); None:
-                   causal
         recompute  keep only each layer's input for the backward pass: less memory, a third more
                    arithmetic
         dtype      of activations and products; None: the weights'
@@ -296,16 +287,15 @@ class Qwen2(nn.Module):
         x = self.model.embed_tokens(idx)  # [B, T, D]
         if dtype is not None:
             x = x.to(dtype)
-        if positions is None:
-            positions = torch.arange(idx.shape[1], device=idx.device)
+        positions = torch.arange(idx.shape[1], device=idx.device)
         cos, sin = rotary(positions, self.config)
-        cos = cos.to(x.dtype).unsqueeze(-3)  # [1, T, K] or [B, 1, T, K]
-        sin = sin.to(x.dtype).unsqueeze(-3)
+        cos = cos.to(x.dtype)  # [T, K]
+        sin = sin.to(x.dtype)
         for layer in self.model.layers:
             if recompute:
-                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, mask)
+                x = layer(x, cos, sin)
         return self.model.norm(x)
 
     @property
@@ -452,10 +442,8 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
         if not teacher and "vocab_size" not in fields:
             raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
         mlp = -(-8 * fields["hidden_size"] // 192) * 64  # 8 / 3 of the width, in steps of 64
-        defaults = {
-            "intermediate_size": mlp,
-            "num_key_value_heads": fields["num_attention_heads"],
-        }
+        heads = fields["num_attention_heads"]
+        defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
         return Qwen2Config(**defaults | teacher | fields)
 
 

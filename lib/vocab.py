@@ -168,9 +168,10 @@ def _rest_of_mixed(z_s, z_t, tokens):
     size = block_size(V)
     block = tokens // size
     first = (block[..., None] == block[:, None, :]).long().argmax(-1)  # of each block [N, k]
-    repeated = first != torch.arange(k, device=first.device)
     member = _members(block, size)
-    out = (member >= V) | repeated.repeat_interleave(size, 1)
+    out = member >= V
+    repeated = first != torch.arange(k, device=first.device)
+    out = out | repeated.repeat_interleave(size, 1)
     out = out.scatter(1, first * size + tokens % size, True)
     member = member.clamp(max=V - 1)
     more_t = z_t.gather(1, member)
@@ -457,8 +458,7 @@ def upper(k, device) -> Tensor:
 def rising_rank(x, keep) -> Tensor:
     """Count the entries to keep that are smaller, or equal and earlier  # [N] -> [N]"""
     place = torch.arange(len(x), device=x.device)
-    mine = x[:, None]
-    before = (x < mine) | ((x == mine) & (place < place[:, None]))
+    before = (x < x[:, None]) | ((x == x[:, None]) & (place < place[:, None]))
     return (before & keep).sum(-1)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lib import parallel, vocab
+from lib import vocab
 from lib.head import mm, operand
 from lib.rows import IGNORE
 
@@ -32,7 +32,6 @@ TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # these 
 
 # last hidden states of inputs [B, T] -> [B, T, D], and the head [V, D]
 Model = tuple[Callable[[Tensor], Tensor], Tensor]
-Objective = Callable[[Tensor, Tensor, Tensor], object]  # of z_s, z_t [N, V] and y [N]
 
 
 def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -107,17 +106,17 @@ def row_sums(
             label = y.flatten()[part]  # [N]
             teacher = None
             if head_t is not None:
-                z_t = _logits(h_t.flatten(0, 1)[part], head_t, cast)
+                z_t = logits_of(h_t.flatten(0, 1)[part], head_t, cast)
                 teacher = _predict(z_t, label)
             for (h, head), into in zip(states, sums, strict=True):
-                z_s = _logits(h[part], head, cast)
+                z_s = logits_of(h[part], head, cast)
                 _add_figures(into, row, z_s, label, teacher, n_bytes)
     for into in sums:
         into["gap"] = into["gap"].view(-1, BINS)
     return sums
 
 
-def _logits(h: Tensor, head: Tensor, cast: Callable = operand) -> Tensor:
+def logits_of(h: Tensor, head: Tensor, cast: Callable = operand) -> Tensor:
     """Return the logits [N, V] in fp32 of h [N, D] and head [V, D], by the product of training."""
     w = cast(head, h.dtype)
     return mm(operand(h, h.dtype), w.t())
@@ -136,10 +135,10 @@ def _predict(z: Tensor, y: Tensor) -> _Prediction:
     logp = z.log_softmax(-1)
     p = logp.exp()
     entropy = -(p * logp).sum(-1)
-    return _Prediction(logp, p, -_pick(logp, y), entropy, _top(z))
+    return _Prediction(logp, p, -pick(logp, y), entropy, _top(z))
 
 
-def _pick(logp: Tensor, y: Tensor) -> Tensor:
+def pick(logp: Tensor, y: Tensor) -> Tensor:
     """Return logp[n, y[n]] for each position n."""
     return logp.gather(1, y[:, None])[:, 0]
 
@@ -159,7 +158,7 @@ def _add_figures(
 ) -> None:
     """Add a student's figures at N positions to the sums of their rows [N]."""
     logp = z.log_softmax(-1)
-    ce = -_pick(logp, y)
+    ce = -pick(logp, y)
     top = _top(z)
     best = top[:, 0]
     values = {"n": torch.ones_like(ce), "ce": ce}
@@ -177,84 +176,9 @@ def _add_figures(
         values["teacher_entropy"] = teacher.entropy
     for key, value in values.items():
         sums[key].index_add_(0, row, value.double())
-    p_best = _pick(logp, best).exp()
+    p_best = pick(logp, best).exp()
     gap = p_best - (best == y).float()
     # Bin i holds p in (i / BINS, (i + 1) / BINS]. A NaN, which is no index, goes into the first.
     bin_of = (p_best * BINS).ceil() - 1
     bin_of = torch.where(p_best.isfinite(), bin_of, 0.0).long()
     sums["gap"].index_add_(0, row * BINS + bin_of, gap.double())
-
-
-@torch.no_grad()
-def histograms(
-    head_t: Tensor,
-    budget: Objective,
-    students: dict[str, tuple[Model, Objective]],
-    batches: Iterable,
-    group: int,
-) -> tuple[dict, dict[str, list[int]]]:
-    """Return how sure the teacher is, and the local budgets, over one update and all processes.
-
-    head_t    [V, D] the teacher's head
-    budget    ALRA's terms; called with the teacher as its own student
-    students  by name ((hidden, head), objective), whose result has a `d_u` [N] and `tokens`
-              [N, d_max]
-    batches   of this process: inputs x [B, T], labels y [B, T] with IGNORE where there is none,
-              their number, and the teacher's hidden states [B, T, D]
-    group     rows of a forward batch
-
-    -> the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as candidates),
-       means `p_label`, `p_top1`, `agree`, `ce`, `entropy`, and `p_label_hist`, `p_top1_hist` (50
-       equal bins of [0, 1]); by name, how many positions have each local budget
-    """
-    n = 0
-    sums = {}
-    counts = {}
-    for x, y, h_t in _forward_batches(batches, group):
-        labels = y.flatten()
-        valid = labels != IGNORE
-        n = n + valid.sum()
-        z_t = _logits(h_t.flatten(0, 1), head_t)  # [N, V]
-        for key, value in _teacher_sums(z_t[valid], labels[valid]).items():
-            sums[key] = sums.get(key, 0) + value
-        terms = {"": budget(z_t, z_t, labels)}
-        for name, ((hidden, head), objective) in students.items():
-            z_s = _logits(hidden(x).flatten(0, 1), head)
-            terms[name] = objective(z_s, z_t, labels)
-        for name, result in terms.items():
-            n_bins = result.tokens.shape[1] + 1
-            budgets = torch.bincount(result.d_u[valid], minlength=n_bins)
-            counts[name] = counts.get(name, 0) + budgets
-    parallel.sum_in_place([n, *sums.values(), *counts.values()])
-    counts = {name: count.tolist() for name, count in counts.items()}
-    record = {"n": int(n), "d_u_hist": counts.pop("")}
-    for key, value in sums.items():
-        record[key] = value.tolist() if value.ndim else float(value) / int(n)
-    return record, counts
-
-
-def _forward_batches(batches: Iterable, group: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-    """Yield x, y and the teacher's hidden states of `group` rows at a time."""
-    for x, y, _, h_t in batches:
-        parts = (x.split(group), y.split(group), h_t.split(group))
-        yield from zip(*parts, strict=True)
-
-
-def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Return sums over valid positions [], and counts of positions in 50 bins by probability."""
-    logp = z.log_softmax(-1)
-    top = logp.max(-1)
-    values = {
-        "p_label": _pick(logp, y).exp(),
-        "p_top1": top.values.exp(),
-        "agree": (top.indices == y).float(),
-        "ce": -_pick(logp, y),
-        "entropy": -(logp.exp() * logp).sum(-1),
-    }
-    sums = {}
-    for key, value in values.items():
-        sums[key] = value.double().sum()
-    for key in ("p_label", "p_top1"):
-        counts = torch.histc(values[key].float(), 50, 0, 1)
-        sums[f"{key}_hist"] = counts.long()
-    return sums

@@ -1,7 +1,5 @@
 """What a run prints, and what it writes into log.jsonl, histograms.jsonl and teacher.jsonl."""
 
-import functools
-import inspect
 import math
 import os
 import sys
@@ -14,8 +12,7 @@ from tqdm import tqdm
 from configure import Config
 from lib import files, metrics, parallel
 from lib.errors import UserError, first_line
-from losses import alra, resolve
-from run.students import Run, Student, hidden_and_head
+from run.students import Run, Student
 
 
 def say(text: str) -> None:
@@ -119,21 +116,12 @@ def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: 
     `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
     student whose objective has a budget. Training is not affected.
     """
-    cfg = run.cfg
-    budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
-    with parallel.gathered_roots(s.model for s in live):
-        students = {}
-        for s in live:
-            method = resolve(s.name, **cfg.overrides_of(s.name))
-            result_type = inspect.signature(method.fn).return_annotation
-            if "d_u" in getattr(result_type, "_fields", ()):  # it returns budgets, as AlraTerms
-                objective = functools.partial(method.fn, **method.hyper)
-                students[s.name] = (hidden_and_head(s, cfg), objective)
-        histograms = metrics.histograms(teacher.head, budget, students, batches, cfg.group)
+    from run.histograms import histograms  # few runs need it
+
+    of_teacher, budgets = histograms(live, teacher, batches, run.cfg)
     if parallel.rank() != 0:
         return
-    of_teacher, budgets = histograms
-    out = Path(cfg.out_dir)
+    out = Path(run.cfg.out_dir)
     append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
     for name, counts in budgets.items():
         line = {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts}

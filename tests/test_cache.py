@@ -54,7 +54,7 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(world, tmp_
 
     plain, stored = outcome("plain"), outcome("stores", teacher_cache=True)
     assert plain == stored and sum(forward.rows) == 24 + 7 and len(plain[-1]) == 2  # each row once, and eval.py none
-    monkeypatch.setattr(cache, "load_teacher", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(preflight, "load_teacher", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(ev, "load_teacher", cache.load_teacher)
     assert outcome("reads", teacher_cache=True) == plain and not forward.rows
 

@@ -72,7 +72,6 @@ class Config:
     val_share: Below1 = data(0.0)  # share of documents held out by hash, instead of val_rows
     max_bad_records: NonNegativeInt = data(0)  # records that may be skipped because they cannot be read; 0: stop at the first
     bos: Literal["auto", "none"] = data("auto")  # "auto": before each document the BOS that the tokenizer itself adds, if any
-    prepare_workers: PositiveInt = data(1)  # tokenizer processes; any number gives the same bytes
     seq_len: PositiveInt = learnt(512)  # model inputs per row; a stored row has up to seq_len + 1 ids
     shuffle: bool = learnt(False)  # visit the rows in an order drawn from `seed`, another one for each pass
     repeat_rows: bool = data(False)  # go through the rows again when the steps ask for more than there are
@@ -102,7 +101,7 @@ class Config:
     device: str = speed("auto")  # "cpu", "cuda", "cuda:1"; "auto": cuda where there is one, else cpu
     teacher_device: str | None = speed(None)  # None: the student's
     dtype: Literal["auto", "float32", "bfloat16"] = learnt("auto")  # of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
-    teacher_cache: bool = speed(False)  # keep the teacher's hidden states of the rows beside them: computed once, then read; prepare.py computes them ahead
+    teacher_cache: bool = speed(False)  # keep the teacher's hidden states of the rows beside them: computed once, then read; `python -m run.cache CONFIG` computes them ahead
     recompute: bool = speed(False)  # drop the students' activations and compute them again: less memory, more time
     compile: bool = speed(False)  # torch.compile the objectives and the decoder layers (needs a C or C++ compiler)
     shard: PositiveInt = speed(1)  # processes over which the weights of students and teacher are sharded; 1: each holds all of them

@@ -3,7 +3,7 @@
 #   python prepare.py config/large.py     5.2B tokens; the first time, the tokenizer's folder comes with the teacher's weights
 #   torchrun --nproc_per_node=8 --max_restarts=3 train.py config/large.py
 #
-# --teacher_cache=True keeps the teacher's hidden states: 10 KB a token, 54 TB for all rows. Filled ahead by prepare.py under the
+# --teacher_cache=True keeps the teacher's hidden states: 10 KB a token, 54 TB for all rows. Filled ahead by `-m run.cache` under the
 # same torchrun, the runs load none of its 65e9 bytes; 100,000 tokens/s then read 1,000 MB/s (of Qwen1.5-1.8B, at 4 KB a token: 400 MB/s).
 #
 # Not run here.
@@ -14,7 +14,6 @@ teacher = "Qwen/Qwen2.5-32B"  # no commit: NAME@COMMIT pins it; run.json records
 data_dir = "data/pile_large"
 n_documents = None
 train_rows = 10_240_000
-prepare_workers = 16
 out_dir = "out/large"
 
 batch_rows = 512  # 64 for each card

@@ -97,8 +97,6 @@ class Config:
     max_bad_records: NonNegativeInt = key(0, affects="data")
     # "auto": each document begins with the BOS that the tokenizer itself adds, if any; or "none"
     bos: Literal["auto", "none"] = key("auto", affects="data")
-    # tokenizer processes; any number gives the same bytes
-    prepare_workers: PositiveInt = key(1, affects="data")
     # model inputs per row; a stored row has up to seq_len + 1 ids
     seq_len: PositiveInt = 512
     # visit rows in a random order drawn from `seed`, a new one for each pass

@@ -1,6 +1,6 @@
 """The teacher's last hidden states, computed once and stored beside the rows for all runs.
 
-    python -m run.cache config/demo.py     fills the cache before the runs that set teacher_cache=True
+    python -m run.cache config/demo.py     fill the cache ahead of runs with teacher_cache=True
 
 DATA_DIR/teacher_KEY.safetensors   the head; KEY is a hash of the teacher's content and the dtype
 DATA_DIR/teacher_KEY.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype, then

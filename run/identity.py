@@ -56,7 +56,7 @@ def read_manifest(cfg: Config, part: str) -> dict:
 
 
 def all_settings(cfg: Config, name: str) -> dict:
-    """Return all settings of a student: the objective's, its weights, and `lr` if it has its own."""
+    """Return all settings of a student: its objective's, its weights, and `lr` if it was set."""
     chosen = cfg.settings_of(name)
     method = resolve(name, **cfg.overrides_of(name))  # with the chosen settings, except lr
     values = chosen | default_settings(method.fn) | method.hyper

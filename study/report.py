@@ -204,6 +204,6 @@ def draw_figures(logs: dict[int, dict[str, Path]], results: Path) -> list[str]:
 
     if not logs:
         return []
-    seeds = [plot.read_curves(of_seed, settings=False) for of_seed in logs.values()]  # the table of costs has them
+    seeds = [plot.read_curves(of_seed) for of_seed in logs.values()]  # the table of costs has them
     plot.curves(plot.over_seeds(seeds), results / "curves.png")
     return ["curves", *plot.draw_logs(("budget", "anchoring"), logs[min(logs)], results)]

@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+TOO_OLD := Python %d.%d is too old: expected 3.11 or newer; set it, as in make demo PYTHON=python3.12
 
 # AVX-512 adds in another order, which 480 updates carry to 0.06 nats: with AVX2 the digits are README's.
 ifeq ($(shell uname -m),x86_64)
@@ -32,10 +33,11 @@ check: .venv/ready
 
 # requirements.lock holds every package as it was tested, for the Python of its first line; another takes the pinned ones alone.
 .venv/ready: requirements.txt requirements-test.txt requirements.lock
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(TOO_OLD)" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	locked=$$(head -1 requirements.lock | grep -q "$$($(PYTHON) -c 'import sys; print("Python %d.%d" % sys.version_info[:2])')" \
 	  && echo "-c requirements.lock"); \
-	  $(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-test.txt $$locked
+	  $(BIN)/python -m pip install --quiet --no-compile -r requirements.txt -r requirements-test.txt $$locked
 	touch $@
 	@echo "set up in .venv; before you type commands yourself: source .venv/bin/activate"
 

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from lib import vocab
 from lib.checks import IGNORE, enter, leave, valid_mean
-from lib.errors import UserError, nearest, require
+from lib.errors import UserError, nearest
 from lib.settings import (
     Below1,
     NonNegative,
@@ -88,8 +88,8 @@ def alra(
     it replaces the last of them (Eq. 4, 5). Divergences run from teacher to student.
 
     d_min, d_max     smallest and largest local budget, tokens; 2 <= d_min <= d_max < V
-    tau, tau_p       temperature of the distributions, also in SWPRA's weights (Eq. 2), and of the
-                     pairs (Eq. 16)
+    tau              temperature of the distributions, also in SWPRA's weights (Eq. 2)
+    tau_p            temperature of the pairs (Eq. 16)
     gamma            how fast SWPRA's weight falls with the student's probability gap (Eq. 19)
     eps              added to the denominators of Eq. 8 and Eq. 20
     anchor           what the candidate set must hold: "teacher" top-1 (ALRA), "none" (-N),
@@ -102,9 +102,10 @@ def alra(
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     N, V = z_s.shape
-    require(2 <= d_max < V, f"d_max={d_max}: expected 2 <= d_max < V={V}")
-    if budget == "adaptive":
-        require(2 <= d_min <= d_max, f"d_min={d_min}: expected 2 <= d_min <= d_max={d_max}")
+    if not 2 <= d_max < V:
+        raise UserError(f"d_max={d_max}: expected 2 <= d_max < V={V}")
+    if budget == "adaptive" and not 2 <= d_min <= d_max:
+        raise UserError(f"d_min={d_min}: expected 2 <= d_min <= d_max={d_max}")
 
     tokens = vocab.top(z_s, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
@@ -156,9 +157,9 @@ def alra(
 
 
 def _categories(split, tau) -> tuple[Tensor, Tensor]:
-    """Return both models' tempered logits of the selected tokens, and of all others as one.
+    """Return tempered logits of the selected tokens and of all others as one  # [N, k + 1] each
 
-    The logit of those is their logsumexp, which `split` has divided by tau  # [N, k + 1] each
+    The last column is the logsumexp of the other tokens' tempered logits.
     """
     x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)
     x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
@@ -221,11 +222,11 @@ def vanilla_kd(
 ) -> Tensor:
     """KL(P_t || P_s) over the full vocabulary (Eq. 3), P = softmax(z / tau) on both sides (Eq. 2).
 
-    t2_scaling   times tau^2, as in NVIDIA Model-Optimizer. The paper leaves it open; its Eq. 3 has
-                 no such factor
-    standardize  P is of (z - mean) / (std + 1e-7), each row by its own (Sun et al. 2024; std with
-                 V - 1). Blind to the scale of the student's logits: without the causal term its
-                 probabilities are undetermined
+    t2_scaling   multiply by tau^2, as NVIDIA Model-Optimizer does. The paper's Eq. 3 has no such
+                 factor
+    standardize  first replace each row of logits by (z - mean) / (std + 1e-7), std with V - 1 (Sun
+                 et al. 2024). The loss is then independent of the scale of the student's logits, so
+                 it needs the causal term
 
     MiniPLM's code trains the cross-entropy form. That differs by the teacher's entropy and has the
     same gradient.
@@ -276,7 +277,8 @@ def pd(
     PD's schedule of the weight is `w_kd_schedule`.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    require(1 <= top_k <= z_s.shape[1], f"top_k={top_k}: expected 1 to V")
+    if not 1 <= top_k <= z_s.shape[1]:
+        raise UserError(f"top_k={top_k}: expected 1 to V")
     tokens = vocab.top(z_t, top_k)  # [N, top_k] largest first
     if top_p < 1:
         tau_p = tau if truncate_on == "tempered" else 1.0
@@ -303,7 +305,7 @@ def atkd(
     tau: Positive = 1.0,
     easy_weight: UnitInterval = 0.5,
 ) -> Tensor:
-    """ATKD (Zhong et al. 2024): hard positions learn target and non-targets, easy ones the latter.
+    """ATKD (Zhong et al. 2024): easy positions learn the non-targets, hard ones the target too.
 
         TKD_u = KL of the pair (p_y, 1 - p_y);  DKD_u = KL of the softmaxes over V without y
         loss  = easy_weight mean_easy DKD + (1 - easy_weight) (mean_hard TKD + mean_hard DKD)
@@ -328,16 +330,16 @@ def atkd(
 
 
 def _count(mask, z) -> Tensor:
-    """The number of positions in a mask, at least 1, in the dtype of the logits  # [N] -> []"""
+    """Return the number of positions in a mask, at least 1, in the dtype of z  # [N] -> []"""
     return mask.sum().clamp(min=1).to(z.dtype)
 
 
-def _target_split(z_s, z_t, y, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the label's log-odds, the student's and the teacher's, and the KL of all other tokens.
+def _target_split(z_s, z_t, token, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the student's and teacher's log-odds of a token, and the KL over all others  # [N]
 
-    Each is [N].
+    token  [N] such as the label
     """
-    split = vocab.split(z_s, z_t, y[:, None], tau, valid)
+    split = vocab.split(z_s, z_t, token[:, None], tau, valid)
     odds_s = split.in_s[:, 0] / tau - split.rest_s
     odds_t = split.in_t[:, 0] / tau - split.rest_t
     return odds_s, odds_t, split.rest_kl
@@ -401,7 +403,8 @@ def ldrld(
     and 7 at d = 7, tau = 4).
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    require(2 <= d < z_s.shape[1], f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
+    if not 2 <= d < z_s.shape[1]:
+        raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
     split = vocab.split(z_s, z_t, vocab.top(z_s, d), tau, valid)
     x_s = split.in_s / tau  # [N, d] in the student's order
     x_t = split.in_t / tau
@@ -451,9 +454,10 @@ def tad(
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     N, V = z_s.shape
-    require(1 <= top_k < V, f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    divides = n_sequences >= 1 and N % n_sequences == 0
-    require(divides, f"n_sequences={n_sequences}: expected a divisor of N={N}")
+    if not 1 <= top_k < V:
+        raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
+    if n_sequences < 1 or N % n_sequences:
+        raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
     split = vocab.split(z_s, z_t, vocab.top(z_t, top_k), tau, valid)
     x_s, x_t = _categories(split, tau)  # [N, K + 1]
     ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
@@ -479,7 +483,8 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     outside both sets. The authors' KL on prompt tokens has no counterpart in pre-training.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
-    require(3 <= top_k <= z_s.shape[1], f"top_k={top_k}: expected 3 to V")
+    if not 3 <= top_k <= z_s.shape[1]:
+        raise UserError(f"top_k={top_k}: expected 3 to V")
     once = upper(top_k, z_s.device).flatten()
     loss = 0.0
     for leader in (z_t, z_s):  # t-LD, s-LD
@@ -495,7 +500,8 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # ----------------------------------------------------------------------------------------------
 # further objectives: sums over the vocabulary of a term of q = P_s and p = P_t
 #
-# `terms` gives each token's summand, and its derivative by ln q as far as that has an effect.
+# `terms` returns each token's summand, and the slope: its derivative by ln q. A multiple of q may
+# be left out of the slope, as it cancels in the gradient of the softmax.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -507,7 +513,7 @@ def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
 
     def terms(ln_q, ln_p):
         x = ln_q.exp() * (ln_q - ln_p)
-        return x, x  # the slope but for q, which has no effect
+        return x, x  # the full slope is x + q
 
     return _sum_over_vocab(terms, z_s, z_t, y, tau)
 
@@ -639,13 +645,12 @@ def adakd(
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
-    T = T[:, None]
-    a = _log_softmax(logp_s / T)
-    b = _log_softmax(logp_t / T)
+    a = _log_softmax(logp_s / T[:, None])
+    b = _log_softmax(logp_t / T[:, None])
     if base == "forward":
         a, b = b, a
     kl_u = (a.exp() * (a - b)).sum(-1)
-    loss = T[:, 0] ** 2 * kl_u
+    loss = T**2 * kl_u
     return leave(loss * valid.sum() / n_hardest.to(loss.dtype), hardest)
 
 
@@ -693,12 +698,12 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         gap = ln_p - ln_q
         p = ln_p.exp()
         q = ln_q.exp()
-        # ln(a / b) is odd in the gap and tends to +-bias. Measured from the limit of its own side,
-        # nothing cancels. The limit of the student's side, bias, is left out and added back as
-        # bias * sum_i p_i = bias.
+        # ln(a / b) tends to +-bias, and near these limits its digits would cancel. So `rise` is the
+        # distance to the nearer limit, and x = bias - ln(a / b). The constant is added back as
+        # bias * p, since p sums to 1.
         side = 2 * (gap >= 0).to(gap.dtype) - 1
         rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
-        x = side * rise + (1 + side) * bias  # bias - ln(a / b)
+        x = side * rise + (1 + side) * bias
         value = bias * p - ((1 - lam) * p + lam * q) * x
         slope = -lam * q * (x + torch.expm1(-x))
         return value, slope
@@ -759,11 +764,12 @@ def abkd(
         loss[u] = -1 / (alpha beta)
                   sum_i [p_i^alpha q_i^beta - (alpha / s) p_i^s - (beta / s) q_i^s]
 
-    with s = alpha + beta. Where alpha, beta or s is 0 it is the limit; the authors' code is off by
-    the other exponent there, unless that is 1. (1, 0) is KL(P_t || P_s), (0, 1) is KL(P_s || P_t).
-    The derivative by ln q is q^beta (q^alpha - p^alpha) / alpha. Each summand is >= 0 and taken
-    from the larger of p and q: p^s (E_s(d) - E_beta(d)) / alpha with E_k(d) = (e^(k d) - 1) / k,
-    d = ln q - ln p <= 0, or with the roles swapped.
+    with s = alpha + beta. (1, 0) is KL(P_t || P_s), and (0, 1) is KL(P_s || P_t). If alpha, beta or
+    s is 0, the loss is the limit; the authors' code is off by a factor of the other exponent there.
+
+    To keep digits, each summand (>= 0) is computed from the larger of p and q. For q <= p it is
+    p^s (E_s(d) - E_beta(d)) / alpha, with d = ln q - ln p and E_k(d) = (e^(k d) - 1) / k; otherwise
+    the roles are swapped. The slope is q^beta (q^alpha - p^alpha) / alpha.
     """
     s = alpha + beta
 
@@ -800,8 +806,8 @@ def akl(z_s, z_t, y, *, mu: PositiveFraction = 0.5) -> Tensor:
         h       = sum_head |p - q| / sum_i |p_i - q_i|, a constant
         loss[u] = h KL(P_t || P_s) + (1 - h) KL(P_s || P_t)
 
-    The crossing token is not in the head. Equal probabilities enter it together. At equality, where
-    h is 0 / 0, it is 1/2. The released code lacks a parameter and its return.
+    The token that crosses mu is not in the head, and tokens of equal probability enter together. If
+    p = q, h is 1/2. The released code does not run: a parameter and the return are missing.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
 
@@ -819,14 +825,15 @@ def akl(z_s, z_t, y, *, mu: PositiveFraction = 0.5) -> Tensor:
 
 @torch.no_grad()
 def _head_share(z_s, z_t, mu) -> Tensor:
-    """AKL's h  # [N, 1]
+    """Return AKL's h  # [N, 1]
 
-    The head's border is found by bisection: a sort of the vocabulary takes longer.
+    The head's border is found by bisection, which is faster than sorting the vocabulary.
     """
     ln_p = _log_softmax(z_t)
     p = ln_p.exp()
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))  # to the last bit of ln p
-    low = math.log1p(-mu) - math.log(p.shape[1])  # the tokens below it have < 1 - mu
+    # at most V tokens lie below `low`, with less than 1 - mu in all, so the border is above it
+    low = math.log1p(-mu) - math.log(p.shape[1])
     low = torch.full_like(ln_p[:, :1], low)
     border = torch.zeros_like(low)
     for _ in range(n_halvings):
@@ -874,10 +881,9 @@ def taid(
 ) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target.
 
-    t      share of the teacher: a number, or a tensor [] that is not checked. 1 is KL(P_t || P_s);
-           at 0 nothing is learnt
-    t_end  where training takes t over the run, in a straight line (`scheduled_settings`); not used
-           here
+    t      share of the teacher: a number, or a tensor [] that is not checked. t = 1 is
+           KL(P_t || P_s); t = 0 has no gradient
+    t_end  value of t at the end of the schedule; training interpolates linearly. Not used here
 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Left
     out: its adaptive step of t, which is smaller than the straight line's in runs of up to some
@@ -895,7 +901,10 @@ def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
 
 
 def _log_softmax(x) -> Tensor:
-    """As torch's, but 1e-7 off in fp32 on the CPU, not 1e-6: torch sums 151,936 terms in order."""
+    """Return the log-softmax with a relative error of 1e-7 in fp32.
+
+    On the CPU torch adds 151,936 terms one by one, and its own is off by 1e-6.
+    """
     x = x - x.detach().amax(-1, keepdim=True)
     return x - x.exp().sum(-1, keepdim=True).log()
 
@@ -909,7 +918,7 @@ class Method(NamedTuple):
     hyper: dict = {}  # noqa: RUF012  its settings, where they differ from its defaults
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
-    moving: tuple[str, ...] = ()  # settings x that go to x_end over the run, in a straight line
+    moving: tuple[str, ...] = ()  # settings x that training interpolates linearly to x_end
 
     @property
     def has_teacher(self) -> bool:

@@ -1,23 +1,27 @@
 """The decoder: its shapes, its forward pass, and students from a seed.
 
-It reads `qwen2` (Qwen1.5, 2, 2.5), `qwen3`, `llama` (1 to 3, SmolLM2) and `mistral`, which differ in the biases of q, k
-and v, in the norms on q and k, and in the rotary angles. Modules carry the names of the Hugging Face checkpoint, so its
-tensors and ours are the same dictionary (lib/hf.py reads and writes).
+It computes `qwen2` (Qwen1.5, 2, 2.5), `qwen3`, `llama` (1 to 3, SmolLM2) and `mistral`: pre-norm
+layers of RMSNorm, rotary grouped-query attention and SwiGLU. The families differ in the biases of
+q, k and v, in norms on q and k, and in the rotary angles. Modules carry the names of the Hugging
+Face checkpoint, so both have the same state dict (lib/hf.py reads and writes it).
 
-Precision, on a GPU (`dtype="auto"`); on the CPU everything is fp32:
+Precision on a GPU (`dtype="auto"`); on the CPU everything is fp32:
 
-    | number                                                            | dtype                             |
-    |-------------------------------------------------------------------|-----------------------------------|
-    | student's weights, AdamW's moments, accumulated gradients         | fp32                              |
-    | teacher's weights                                                 | bf16                              |
-    | activations and residual stream; operands of every product        | bf16                              |
-    | accumulation inside a product; logits                             | fp32                              |
-    | statistics of norms, rotary angles, softmaxes, losses, sums over V | fp32 (fp64 for some sizes [N], [N, k]) |
-    | gradient of the logits, as an operand of the head's products      | bf16                              |
+    | number                                                        | dtype                      |
+    |---------------------------------------------------------------|----------------------------|
+    | student's weights, AdamW's moments, accumulated gradients     | fp32                       |
+    | teacher's weights                                             | bf16                       |
+    | activations and residual stream; operands of every product    | bf16                       |
+    | accumulation inside a product; logits                         | fp32                       |
+    | statistics of norms, rotary angles, softmaxes, losses, sums   | fp32; fp64 for some of     |
+    | over V                                                        | size [N] and [N, k]        |
+    | gradient of the logits, as an operand of the head's products  | bf16                       |
 
-`hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm` and the rotary angles cast to it.
+`hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm` and the rotary angles
+follow it.
 
-Dimension key: B batch, T time, D width, H query heads, G key/value heads, K width of a head, V vocabulary.
+Dimension key: B batch, T time, D width, H query heads, G key/value heads, K width of a head,
+V vocabulary.
 """
 
 import dataclasses
@@ -25,7 +29,6 @@ import json
 import math
 import re
 import typing
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,16 +36,27 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from lib import parallel
-from lib.errors import UserError, nearest, require
+from lib.errors import UserError, nearest
 from lib.files import read_json, reading
-from lib.hf import INIT_STD, check_weights, find_folder, load_tokenizer, read_weights, save_folder  # noqa: F401  load_tokenizer: for users
+from lib.hf import (
+    INIT_STD,
+    check_weights,
+    find_folder,
+    load_tokenizer,  # noqa: F401  for users
+    read_weights,
+    save_folder,
+)
 from lib.settings import NonNegativeInt, Positive, PositiveInt, checked
 
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # its rope scaling
+LLAMA3 = (  # parameters of Llama 3's rope scaling
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -67,18 +81,27 @@ class Qwen2Config:
     def __post_init__(self):
         for key, kind in typing.get_type_hints(Qwen2Config, include_extras=True).items():
             object.__setattr__(self, key, checked(key, getattr(self, key), kind))
-        d, h, g = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        d = self.hidden_size
+        h = self.num_attention_heads
+        g = self.num_key_value_heads
         if self.head_dim is None:
+            if d % h:
+                raise UserError(f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
             object.__setattr__(self, "head_dim", d // h)
-            require(d % h == 0, f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
-        require(h % g == 0, f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}")
-        for key in LLAMA3 if self.rope_scaling else ():
-            checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
-        require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs")
+        if h % g:
+            expected = f"expected a divisor of num_attention_heads={h}"
+            raise UserError(f"num_key_value_heads={g}: {expected}")
+        if self.head_dim % 2:
+            expected = "expected an even number, RoPE rotates pairs"
+            raise UserError(f"head_dim={self.head_dim}: {expected}")
+        if self.rope_scaling:
+            for key in LLAMA3:
+                checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
 
 
-# The paper's table of architectures, then the demo's own. The paper does not print rope base, norm epsilon and context:
-# `student_config` takes them, and the vocabulary, from the teacher. Those here are Qwen1.5's and the demo's.
+# The paper's table of architectures, then the demo's. The paper does not print rope base, norm
+# epsilon and context: `student_config` takes them, and the vocabulary, from the teacher. The values
+# here are Qwen1.5's and the demo's.
 _DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
     "200m": Qwen2Config(768, 2112, 12, 12, 12),  # 203.4M parameters
@@ -89,55 +112,33 @@ PRESETS = {
     "demo_teacher": Qwen2Config(192, 512, 4, 3, 3, **_DEMO),  # 2.6M
 }
 
-
-def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
-    """FLOPs of one token.
-
-    Two per weight of every matrix that multiplies it (the head, but not the embedding look-up), and 2 * 2 * H * K * T / 2
-    per layer for causal attention; three times that where a backward pass follows.
-    """
-    d, k = shape.hidden_size, shape.head_dim
-    attention = d * k * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads)
-    matrices = shape.num_hidden_layers * (attention + 3 * d * shape.intermediate_size) + shape.vocab_size * d
-    scores = shape.num_hidden_layers * 2 * shape.num_attention_heads * k * seq_len
-    return (2 * matrices + scores) * (3 if trained else 1)
-
-
-def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
-    """positions [T] or [B, T] int64 -> cos, sin [.., T, K] fp32, the angles of the two halves side by side."""
-    k = config.head_dim
-    exponent = torch.arange(0, k, 2, device=positions.device, dtype=torch.float32) / k
-    frequency = config.rope_theta**-exponent  # [K / 2] radians per position
-    if scaling := config.rope_scaling:  # low frequencies are divided by `factor`, high ones kept, linear between
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = frequency * scaling["original_max_position_embeddings"] / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling["factor"])
-    angle = positions[..., None].float() * frequency  # [.., T, K / 2]
-    angle = torch.cat((angle, angle), -1)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + K / 2]) by its position's angle. x [B, H, T, K]; cos, sin [(B, 1,) T, K]."""
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
+# ----------------------------------------------------------------------------------------------
+# the decoder, from its parts to the whole
 
 
 class Linear(nn.Linear):
-    """Multiplies in the input's dtype. The weight stays as stored: fp32 master weights, bf16 products on a GPU."""
+    """Multiplies in the input's dtype: on a GPU fp32 weights give bf16 products."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        weight = self.weight.to(x.dtype)
+        if self.bias is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight, self.bias.to(x.dtype))
 
 
-def linears(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
-    """Each layer's product with x. A compiled layer that casts its weights makes one product of them: fewer launches."""
+def linears(x: Tensor, *layers: Linear):
+    """Return each layer's product with x, in a list or a tuple.
+
+    A compiled layer that casts its weights computes them as one product: fewer launches.
+    """
     if not torch.compiler.is_compiling() or layers[0].weight.dtype == x.dtype:
         return [layer(x) for layer in layers]
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
-    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], -1)
+    bias = None
+    if layers[0].bias is not None:
+        bias = torch.cat([layer.bias.to(x.dtype) for layer in layers])
+    widths = [layer.out_features for layer in layers]
+    return F.linear(x, weight, bias).split(widths, -1)
 
 
 class RMSNorm(nn.Module):
@@ -152,34 +153,78 @@ class RMSNorm(nn.Module):
         return self.weight.to(x.dtype) * x32.to(x.dtype)
 
 
+def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the rotary angles, those of the two halves of a head side by side.
+
+    positions  [T] int64
+    ->         [T, K] fp32 each
+    """
+    k = config.head_dim
+    exponent = torch.arange(0, k, 2, device=positions.device, dtype=torch.float32) / k
+    frequency = config.rope_theta**-exponent  # [K / 2] radians per position
+    scaling = config.rope_scaling
+    if scaling:  # low frequencies are divided by `factor`, high ones kept, with a blend between
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        turns = frequency * scaling["original_max_position_embeddings"] / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / scaling["factor"])
+    angle = positions[:, None].float() * frequency  # [T, K / 2]
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + K / 2]) by its position's angle.
+
+    x         [B, H, T, K]
+    cos, sin  [T, K]
+    """
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
 class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions  # [B, T, D] -> [B, T, D]"""
+
     def __init__(self, config: Qwen2Config):
         super().__init__()
-        d, k, bias = config.hidden_size, config.head_dim, config.attention_bias
+        d = config.hidden_size
+        k = config.head_dim
+        d_q = config.num_attention_heads * k
+        d_kv = config.num_key_value_heads * k
         self.head_dim = k
-        self.q_proj = Linear(d, config.num_attention_heads * k, bias=bias)
-        self.k_proj = Linear(d, config.num_key_value_heads * k, bias=bias)
-        self.v_proj = Linear(d, config.num_key_value_heads * k, bias=bias)
-        self.o_proj = Linear(config.num_attention_heads * k, d, bias=False)
+        self.q_proj = Linear(d, d_q, bias=config.attention_bias)
+        self.k_proj = Linear(d, d_kv, bias=config.attention_bias)
+        self.v_proj = Linear(d, d_kv, bias=config.attention_bias)
+        self.o_proj = Linear(d_q, d, bias=False)
         if config.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(k, config.rms_norm_eps), RMSNorm(k, config.rms_norm_eps)
+            self.q_norm = RMSNorm(k, config.rms_norm_eps)
+            self.k_norm = RMSNorm(k, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)  # [B, T, H or G, K]
-        q, k, v = (p.view(heads).transpose(1, 2) for p in linears(x, self.q_proj, self.k_proj, self.v_proj))
+    def forward(self, x, cos, sin) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
+        q = q.view(heads).transpose(1, 2)  # [B, H, T, K]
+        k = k.view(heads).transpose(1, 2)  # [B, G, T, K]
+        v = v.view(heads).transpose(1, 2)
         if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
+    """SwiGLU  # [B, T, D] -> [B, T, D]"""
+
     def __init__(self, config: Qwen2Config):
         super().__init__()
-        d, f = config.hidden_size, config.intermediate_size
+        d = config.hidden_size
+        f = config.intermediate_size
         self.gate_proj = Linear(d, f, bias=False)
         self.up_proj = Linear(d, f, bias=False)
         self.down_proj = Linear(f, d, bias=False)
@@ -190,6 +235,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention, then MLP, each added onto the residual stream  # [B, T, D] -> [B, T, D]"""
+
     def __init__(self, config: Qwen2Config):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -197,12 +244,14 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(self, x, cos, sin) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Backbone(nn.Module):
+    """The decoder without its head, under the names of the checkpoint; `Qwen2.hidden` runs it."""
+
     def __init__(self, config: Qwen2Config):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -211,7 +260,11 @@ class Backbone(nn.Module):
 
 
 class Qwen2(nn.Module):
-    """The decoder. Build it with `init_student` or `Qwen2.from_pretrained`; the constructor keeps torch's own init."""
+    """The decoder.
+
+    Build it with `init_student` or `Qwen2.from_pretrained`: the constructor keeps torch's own
+    initialisation.
+    """
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
@@ -220,73 +273,84 @@ class Qwen2(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    @property
-    def head(self) -> Tensor:
-        """The head's weight [V, D]: the embedding's where they are tied."""
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-
-    def cut(self, vocab_size: int) -> None:
-        """Leave out the rows of embedding and head from `vocab_size` on: padding beyond the tokenizer's ids."""
-        if vocab_size < self.config.vocab_size:
-            self.config = dataclasses.replace(self.config, vocab_size=vocab_size)
-            for part in (self.model.embed_tokens, *([] if self.config.tie_word_embeddings else [self.lm_head])):
-                part.weight = nn.Parameter(part.weight[:vocab_size].clone())
-
     def hidden(
-        self, idx: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, recompute: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Last hidden states, after the final norm.
+        self, idx: Tensor, recompute: bool = False, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the last hidden states, after the final norm.
 
         idx        [B, T] int64 token ids
-        positions  [T] or [B, T] int64 rotary positions; None: 0, 1, .. T - 1
-        mask       [B, 1, T, T] bool, True where a query (row) may look at a key (column); None: causal
-        recompute  keep only each layer's input for the backward pass: less memory, a third more arithmetic
-        dtype      of activations and products; None: the weights'. Statistics of norms, angles and softmaxes are fp32
+        recompute  keep only each layer's input for the backward pass: less memory, a third more
+                   arithmetic
+        dtype      of activations and products; None: the weights'
         ->         [B, T, D] in `dtype`
         """
         x = self.model.embed_tokens(idx)  # [B, T, D]
-        x = x if dtype is None else x.to(dtype)
-        if positions is None:
-            positions = torch.arange(idx.shape[1], device=idx.device)
-        cos, sin = (t.to(x.dtype).unsqueeze(-3) for t in rotary(positions, self.config))  # [(B,) 1, T, K]
+        if dtype is not None:
+            x = x.to(dtype)
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        cos, sin = rotary(positions, self.config)
+        cos = cos.to(x.dtype)  # [T, K]
+        sin = sin.to(x.dtype)
         for layer in self.model.layers:
             if recompute:
-                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, mask)
+                x = layer(x, cos, sin)
         return self.model.norm(x)
 
+    @property
+    def head(self) -> Tensor:
+        """The head's weight [V, D]; a tied head is the embedding's."""
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.weight
+        return self.lm_head.weight
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Return the logits  # [B, T] -> [B, T, V]"""
+        return F.linear(self.hidden(idx), self.head)
+
     def compile_layers(self) -> None:
-        """Run each layer under torch.compile. Layers of one shape share one compilation for each direction."""
+        """Run each layer under torch.compile.
+
+        Layers of one shape share one compilation per direction.
+        """
         for layer in self.model.layers:
             layer.compile(dynamic=False, fullgraph=True)
 
-    def forward(self, idx: Tensor) -> Tensor:
-        """idx [B, T] -> logits [B, T, V]."""
-        return F.linear(self.hidden(idx), self.head)
+    def cut(self, vocab_size: int) -> None:
+        """Drop the rows of embedding and head from `vocab_size` on, which pad the tokenizer's."""
+        if vocab_size >= self.config.vocab_size:
+            return
+        tables = [self.model.embed_tokens]
+        if not self.config.tie_word_embeddings:
+            tables.append(self.lm_head)
+        for table in tables:
+            table.weight = nn.Parameter(table.weight[:vocab_size].clone())
+        self.config = dataclasses.replace(self.config, vocab_size=vocab_size)
 
     @property
     def n_params(self) -> int:
-        """Parameters, a tied head counted once."""
+        """Number of parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
     @classmethod
     def from_pretrained(
         cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", shard: int = 1
     ) -> "Qwen2":
-        """A checkpoint of a family of NATIVE from a local folder or the hub (`owner/name@revision`), weights as `dtype`.
+        """Load a frozen model of one of the NATIVE families.
 
-        With `shard` > 1 its layers are sharded over that many processes, and each keeps its own part alone.
+        name   local folder, or hub id `owner/name@revision`
+        dtype  of the weights
+        shard  number of processes over which the layers are sharded; each keeps its own part only
 
-        Only safetensors are read, so that a foreign folder cannot run code. Raises `UserError` for another
-        architecture, a pickle, and any tensor that is missing, left over or misshapen.
+        Only safetensors are read, so a foreign folder cannot run code. Raises `UserError` for
+        another architecture, a pickle, and any missing, unexpected or misshapen tensor.
         """
         folder = find_folder(name)
-        shape = load_config(str(folder / "config.json"))  # never a preset of the same name
-        check_weights(folder, shape.num_hidden_layers)
+        config = load_config(str(folder / "config.json"))  # never a preset of the same name
+        check_weights(folder, config.num_hidden_layers)
         with torch.device("meta"):
-            model = cls(shape)
+            model = cls(config)
         model.to(dtype)
         if shard > 1:
             parallel.shard(model, model.model.layers, shard, torch.device(device), layers_only=True)
@@ -295,19 +359,24 @@ class Qwen2(nn.Module):
         return model.requires_grad_(False).eval()
 
     def save_pretrained(
-        self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None, weights: dict | None = None
+        self, folder: str | Path, tokenizer=None, weights: dict | None = None
     ) -> None:
-        """A folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load to the same logits and ids.
+        """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-        weights  whole tensors by name, if this model's own are sharded
+        They give the same logits and ids.
+
+        tokenizer  a `PreTrainedTokenizerFast` to write beside the model
+        weights    the unsharded tensors by name, if this model's are sharded
         """
-        save_folder(Path(folder), dataclasses.asdict(self.config), weights or self.state_dict(), tokenizer)
+        weights = weights or self.state_dict()
+        save_folder(Path(folder), dataclasses.asdict(self.config), weights, tokenizer)
 
 
 def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
-    """A student with fresh weights: N(0, 0.02) for matrices, 0 for biases, 1 for norms, our choice: the paper is silent.
+    """Return a student with fresh weights: N(0, 0.02), biases 0, norms 1.
 
-    Drawn on the CPU in fp32 in the order of the state dict, so that a seed means the same bits on every device.
+    This is our choice: the paper does not say. Weights are drawn on the CPU in fp32, in the order
+    of the state dict, so a seed gives the same bits on every device.
     """
     config = student_config(shape) if isinstance(shape, str) else shape
     with torch.device("meta"):
@@ -323,72 +392,133 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
     return model
 
 
-def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
-    """A student's shape: a preset's name, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes.
+def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
+    """Return the FLOPs of one token, forward, or forward and backward (three times as many).
 
-    teacher  the fields of `Qwen2Config` that presets and shapes without them take from the teacher: vocabulary, rope
-             base and scaling, norm epsilon, context (`run.teacher.inherited`). None: the preset's own
+    They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up)
+    and 2 * 2 * H * K * T / 2 per layer for causal attention.
     """
+    d = shape.hidden_size
+    k = shape.head_dim
+    h = shape.num_attention_heads
+    attention = d * k * (2 * h + 2 * shape.num_key_value_heads)
+    mlp = 3 * d * shape.intermediate_size
+    weights = shape.num_hidden_layers * (attention + mlp) + shape.vocab_size * d
+    scores = shape.num_hidden_layers * 2 * h * k * seq_len
+    forward = 2 * weights + scores
+    return 3 * forward if trained else forward
+
+
+# ----------------------------------------------------------------------------------------------
+# shapes, from the command line and from a config.json
+
+
+def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
+    """Return the shape of a student.
+
+    shape    a preset, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes
+    teacher  the fields that a student takes from its teacher (`run.teacher.inherited`): vocabulary,
+             rope base and scaling, norm epsilon, context. They replace a preset's, and fill those
+             that the other two leave out. None: no teacher
+    """
+    teacher = teacher or {}
     if shape in PRESETS:
-        return dataclasses.replace(PRESETS[shape], **(teacher or {}))
+        return dataclasses.replace(PRESETS[shape], **teacher)
     sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
-    if not sizes and shape[:1] != "{":
-        near, is_path = nearest(shape, PRESETS), "/" in shape or Path(shape).exists()
-        hint = f"; did you mean {near!r}?" if near else ""
-        require(is_path, f"student={shape}: expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}")
+    if not sizes and not shape.startswith("{"):
+        if "/" not in shape and not Path(shape).exists():
+            near = nearest(shape, PRESETS)
+            hint = f"; did you mean {near!r}?" if near else ""
+            expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}"
+            raise UserError(f"student={shape}: {expected}")
         return load_config(shape)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    with reading(f"student={shape}", f"expected {', '.join(keys)}, and other keys of config.json"):
-        given = dict(zip(keys, map(int, sizes.groups()), strict=True)) if sizes else json.loads(shape)
-        require(teacher or "vocab_size" in given, f"student={shape}: expected a vocab_size, or a teacher that has one")
-        mlp = {"intermediate_size": -(-given["hidden_size"] * 8 // 3 // 64) * 64}  # 8 / 3 of the width, in steps of 64
-        return Qwen2Config(**{**mlp, "num_key_value_heads": given["num_attention_heads"], **(teacher or {}), **given})
+    expected = f"expected {', '.join(keys)}, and other keys of config.json"
+    with reading(f"student={shape}", expected):
+        if sizes:
+            fields = dict(zip(keys, map(int, sizes.groups()), strict=True))
+        else:
+            fields = json.loads(shape)
+        if not teacher and "vocab_size" not in fields:
+            raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
+        mlp = -(-8 * fields["hidden_size"] // 192) * 64  # 8 / 3 of the width, in steps of 64
+        heads = fields["num_attention_heads"]
+        defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
+        return Qwen2Config(**defaults | teacher | fields)
+
+
+def load_config(name: str) -> Qwen2Config:
+    """Return the shape in a config.json, a model's folder, or a hub id.
+
+    A Mistral with a sliding window becomes a decoder whose context is that window: on shorter rows
+    the two are the same. Raises `UserError` for a family that is not in NATIVE.
+    """
+    path = Path(name)
+    if not name.endswith(".json"):
+        path = find_folder(name) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{name}: no config.json; expected a model's folder or its config.json")
+    hf = read_json(path)
+    reason = unsupported(hf)
+    if reason:
+        raise UserError(f"{path}: {reason}; this decoder does not support it")
+    kind = hf["model_type"]
+    rope = rope_of(hf)
+    derived = {
+        "rope_theta": rope["rope_theta"],
+        "attention_bias": kind == "qwen2" or hf.get("attention_bias", False),
+        "qk_norm": kind == "qwen3",
+        "rope_scaling": None,
+    }
+    if rope["rope_type"] == "llama3":
+        derived["rope_scaling"] = {key: rope.get(key) for key in ("rope_type", *LLAMA3)}
+    defaults = {
+        "tie_word_embeddings": False,
+        "num_key_value_heads": hf.get("num_attention_heads"),
+        "head_dim": 128 if kind == "qwen3" else None,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768,
+    }
+    values = defaults | hf | derived
+    fields = {field.name: values.get(field.name) for field in dataclasses.fields(Qwen2Config)}
+    try:
+        window = hf.get("sliding_window", 4096)
+        if kind == "mistral" and window:
+            context = fields["max_position_embeddings"]
+            fields["max_position_embeddings"] = min(context, window)
+        return Qwen2Config(**fields)
+    except (UserError, TypeError) as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def unsupported(hf: dict) -> str | None:
-    """What a config.json asks for that this decoder does not compute; None if it computes everything."""
-    if hf.get("model_type") not in NATIVE:
-        return f"model_type={hf.get('model_type')!r}, expected one of {', '.join(NATIVE)}"
+    """Return what a config.json asks for that this decoder does not compute, or None."""
+    kind = hf.get("model_type")
+    if kind not in NATIVE:
+        return f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
     rope = rope_of(hf)
     if rope["rope_type"] not in ("default", "llama3"):
         return f"rope scaling {rope}, expected none or Llama 3's"
-    for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False),
-                        ("partial_rotary_factor", 1.0), ("quantization_config", None)):  # fmt: skip
-        if hf.get(key, wanted) != wanted:
-            return f"{key}={hf[key]!r}, expected {wanted!r}"
+    computed = {
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+        "quantization_config": None,
+    }
+    for key, expected in computed.items():
+        if hf.get(key, expected) != expected:
+            return f"{key}={hf[key]!r}, expected {expected!r}"
     return None
 
 
 def rope_of(hf: dict) -> dict:
-    """The rope base and scaling of a config.json; of several places for them the one that transformers reads."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    rope = rope if isinstance(rope, dict) else {"type": rope}
-    return {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": rope.get("type", "default"), **rope}
+    """Return the rope base and scaling of a config.json.
 
-
-def load_config(name: str) -> Qwen2Config:
-    """A config.json, a model folder or a hub id -> the shape. Raises `UserError` for a family that is not in NATIVE.
-
-    A Mistral with a sliding window is this decoder for rows up to the window, which becomes its context.
+    Where it has them in several places, transformers' choice counts.
     """
-    path = Path(name) if name.endswith(".json") else find_folder(name) / "config.json"
-    require(path.is_file(), f"{name}: no config.json; expected a model's folder or its config.json")
-    hf = read_json(path)
-    if reason := unsupported(hf):
-        raise UserError(f"{path}: {reason}; this decoder does not support it")
-    kind, rope = hf["model_type"], rope_of(hf)
-    hf = hf | {
-        "rope_theta": rope["rope_theta"],
-        "attention_bias": kind == "qwen2" or hf.get("attention_bias", False),
-        "qk_norm": kind == "qwen3",
-        "rope_scaling": None if rope["rope_type"] == "default" else {k: rope.get(k) for k in ("rope_type", *LLAMA3)},
-    }
-    defaults = {"tie_word_embeddings": False, "num_key_value_heads": hf.get("num_attention_heads"),
-                "head_dim": 128 if kind == "qwen3" else None, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}  # fmt: skip
-    fields = {f.name: hf.get(f.name, defaults.get(f.name)) for f in dataclasses.fields(Qwen2Config)}
-    try:
-        if kind == "mistral" and (window := hf.get("sliding_window", 4096)):
-            fields["max_position_embeddings"] = min(fields["max_position_embeddings"], window)
-        return Qwen2Config(**fields)
-    except (UserError, TypeError) as error:
-        raise UserError(f"{path}: {error}") from error
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        rope = {"type": rope}
+    base = {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": rope.get("type", "default")}
+    return base | rope

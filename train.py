@@ -1,4 +1,4 @@
-"""Distil students from one teacher: AdamW, a schedule, one forward pass of the teacher for all.
+"""Distil students from one teacher, whose forward pass they share: AdamW with a schedule.
 
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,20 @@ from lib.hf import weights_hash
 from lib.rows import Rows, row_order
 from model import Qwen2, flops_per_token, init_student
 from run import preflight
-from run.cache import CachedTeacher, open_teacher, read_ahead
-from run.checkpoints import drop_broken, resume, save_checkpoints, save_model
+from run.checkpoints import resume, save_checkpoints, save_model, stop_diverged
 from run.identity import student_shape
-from run.log import log_histograms, log_validation, record, say, say_names, say_values
+from run.log import (
+    log_histograms,
+    log_validation,
+    record,
+    say,
+    say_if_slower,
+    say_names,
+    say_values,
+)
 from run.methods import make_objective, method_lines
-from run.students import COUNTS, Run, Student, compute_dtype, hidden_and_head
+from run.preflight import open_teacher
+from run.students import SINCE_LOG, Run, Student, compute_dtype, hidden_and_head
 from run.teacher import Teacher
 
 # ----------------------------------------------------------------------------------------------
@@ -74,6 +83,15 @@ def micro_batches(
             yield x, y, n_valid, h_t
 
 
+def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
+    """Yield the batches of `stream`. A thread reads the next one while the caller uses this one."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(next, stream, None)
+        while batch := ahead.result():
+            ahead = pool.submit(next, stream, None)
+            yield batch
+
+
 # ----------------------------------------------------------------------------------------------
 # students
 
@@ -81,11 +99,10 @@ def micro_batches(
 def make_student(
     name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> Student:
-    """Build a student and its optimizer. All methods of a run start from the same weights.
+    """Build a student and its optimizer. All students of a run start from the same weights.
 
-    A parameter group may have an `lr_factor` (default 1), by which `update` multiplies the
-    learning rate. `extras` are modules for a term of your own, such as a projection of hidden
-    states.
+    `extras` are modules for a term of your own, such as a projection of hidden states. A parameter
+    group may have an `lr_factor` (default 1), by which `update` multiplies the learning rate.
     """
     model = first_weights(cfg)
     init_sha256 = weights_hash(model)
@@ -129,7 +146,7 @@ def make_student(
 
 
 def first_weights(cfg: Config) -> Qwen2:
-    """Return the fp32 weights on the CPU that every student starts from.
+    """Return the weights that every student starts from, in fp32 on the CPU.
 
     They are drawn from the seed, or read from `student_weights`.
     """
@@ -155,8 +172,9 @@ def update(
 ) -> int:
     """Make one optimizer step of every student. Returns the number of labels of this process.
 
-    The loss of an update is the mean over its forward batches (`group` rows each) of the mean over
-    the labels of each. How rows are divided into micro-batches and processes does not change it.
+    A forward batch is `group` rows, and its loss is the mean over its labels. The loss of the
+    update is the mean over its forward batches. Dividing the rows into micro-batches and over
+    processes does not change it.
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
@@ -164,14 +182,14 @@ def update(
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
     n_local = n_micro // parallel.world()
     n_valid = 0
-    pending = []  # sums of gradients over the processes that are under way
+    pending = []  # handles of gradient all-reduces in flight
 
     for micro in range(n_local):
         x, y, n, h_t = next(stream)
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]
         heads = [s.model.head for s in students]
         inputs = list(zip(h_s, heads, objectives, strict=True))
-        results = head_losses(inputs, h_t, head_t, y, cfg.group)  # the logits exist in here alone
+        results = head_losses(inputs, h_t, head_t, y, cfg.group)  # logits exist only in there
         for s, (loss, terms) in zip(students, results, strict=True):
             is_last = micro == n_local - 1
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
@@ -183,7 +201,7 @@ def update(
         handle.wait()
 
     norms = [clip_gradients(s.parameters().values(), cfg.clip) for s in students]
-    norms = torch.stack(norms).tolist()  # here alone the host waits for the device
+    norms = torch.stack(norms).tolist()  # the only host-device synchronisation of a step
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
@@ -199,17 +217,17 @@ def update(
 
 
 def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student]) -> None:
-    """Train from the newest checkpoint to the last update, a signal, or the last student."""
+    """Train until `max_steps`, a signal, or until every student has stopped."""
     cfg = run.cfg
     resume(students, run)
     live = [s for s in students if not s.stopped]
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if isinstance(teacher, CachedTeacher) and not teacher.body:
-        stream = read_ahead(stream)  # its thread reads, and computes nothing
+    if teacher and teacher.is_stored:  # nothing is computed in the other thread
+        stream = read_ahead(stream)
     catch_signals()
     say_names(students, cfg)
-    hidden_bar = True if parallel.rank() else None  # None: hidden unless this is a terminal
-    bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=hidden_bar)
+    no_bar = parallel.rank() > 0 or None  # None hides the bar unless stderr is a terminal
+    bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=no_bar)
     first_step = run.step
     first_update = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
@@ -224,9 +242,9 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         n_valid = update(live, teacher, stream, run.step, cfg)
         t1 = time.perf_counter()
         run.step += 1
-        save = parallel.rank() == 0 and t1 > next_save
-        n_valid, stop, save = parallel.all_reduce_sum(n_valid, STOP.is_set(), save)
-        save = save or stop or is_due(cfg.checkpoint_every_steps, run)
+        is_late = parallel.rank() == 0 and t1 > next_save  # the clock of process 0 decides for all
+        n_valid, stop, is_late = parallel.all_reduce_sum(n_valid, STOP.is_set(), is_late)
+        save = stop or is_late or is_due(cfg.checkpoint_every_steps, run)
         run.counts["valid_tokens"] += n_valid
         run.counts["since_log_tokens"] += n_valid
         run.counts["since_log_steps"] += 1
@@ -234,7 +252,8 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         if run.step == first_step + 1:
             memory = gib(peak_bytes(torch.device(cfg.device)))
             say(f"peak memory after the first update: {memory}")
-        live = drop_broken(live, save or is_due(cfg.val_every_steps, run), run)
+        check_weights = save or is_due(cfg.val_every_steps, run)
+        live = stop_diverged(live, check_weights, run)
         if not live:
             break
 
@@ -243,7 +262,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
             log_terms(live, teacher, sec_per_step * (cfg.max_steps - run.step), run)
         if is_due(cfg.val_every_steps, run):
             validated = validate(live, teacher, val, cfg)
-            is_first = run.step <= first_step + cfg.val_every_steps
+            is_first = run.step <= first_step + cfg.val_every_steps  # since this start
             log_validation(live, validated, val.levels, is_first, run)
         if save:
             is_final = stop or run.step == cfg.max_steps
@@ -256,7 +275,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
 
 
 def is_due(every: int | None, run: Run) -> bool:
-    """Whether the step is a multiple of `every`, or the last one of the run."""
+    """Return whether the step is a multiple of `every`, or the last step of the run."""
     return run.step == run.cfg.max_steps or (every is not None and run.step % every == 0)
 
 
@@ -287,9 +306,9 @@ def learning_rate(step: int, cfg: Config) -> float:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients by one factor, so that their common norm is at most `max_norm`.
 
-    Returns the norm before scaling, in fp32. On the CPU torch adds squares one after the other in
-    fp32, which makes the norm of 67M equal elements 2 % too low. There they are added in fp64, 1M
-    elements at a time.
+    Returns the norm before scaling, in fp32. On the CPU torch adds squares one by one in fp32,
+    which makes the norm of 67M equal elements 2 % too small. There this function adds them in fp64,
+    1M elements at a time.
     """
     parameters = [p for p in parameters if p.grad is not None]
     grads = [parallel.local(p.grad) for p in parameters]
@@ -307,7 +326,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def skip_update(s: Student, step: int, cfg: Config) -> None:
-    """Count an update without a finite gradient. After too many in a row the student stops."""
+    """Count an update whose gradient is not finite. After too many in a row the student stops."""
     terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
     terms = ", ".join(terms) or "the gradient alone"
     reason = f"gradient norm {s.gnorm}, not finite: {terms}"
@@ -320,13 +339,14 @@ def skip_update(s: Student, step: int, cfg: Config) -> None:
 # ----------------------------------------------------------------------------------------------
 # what the loop calls
 
+# name in the log -> key of the figures of lib/metrics.py
 VALIDATED = {
-    "ce": "ce",
-    "kl": "kl",
-    "agree": "top1",
-    "teacher_ce": "teacher_ce",
-    "teacher_entropy": "teacher_entropy",
-}  # the name in the log, without val_: the figure of lib/metrics.py
+    "val_ce": "ce",
+    "val_kl": "kl",
+    "val_agree": "top1",
+    "val_teacher_ce": "teacher_ce",
+    "val_teacher_entropy": "teacher_entropy",
+}
 
 
 def validate(
@@ -347,10 +367,8 @@ def validate(
         parallel.sum_in_place(sums_by_row.values())
         totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
         figures = metrics.figures(totals)
-        validated[s.name] = {}
-        for key, figure in VALIDATED.items():
-            if figure in figures:
-                validated[s.name][f"val_{key}"] = float(figures[figure])
+        names = [name for name, key in VALIDATED.items() if key in figures]
+        validated[s.name] = {name: float(figures[VALIDATED[name]]) for name in names}
     return validated
 
 
@@ -361,7 +379,9 @@ def validation_batches(
     size = cfg.micro_batch
     begin = parallel.rank() * size
     end = n_rows
-    if cfg.shard > 1:  # sharded weights need every process in every batch
+    if cfg.shard > 1:
+        # Sharded layers compute on all processes together, so every process makes as many batches
+        # as process 0. A batch past the last row has no labels.
         end += begin
     for first in range(begin, end, parallel.world() * size):
         has_rows = first < n_rows
@@ -374,7 +394,7 @@ def validation_batches(
 
 
 def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run: Run) -> None:
-    """Write a record of each student, with means over all tokens since the last one."""
+    """Write a record for each student, with means over all tokens since the last record."""
     cfg = run.cfg
     counts = run.counts
     device = torch.device(cfg.device)
@@ -411,15 +431,17 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means, ["ce"], cfg)
-    counts |= dict.fromkeys(COUNTS[1:], 0)
+    say_if_slower(tok_per_sec, run)
+    counts |= dict.fromkeys(SINCE_LOG, 0)
 
 
 def save_or_say(
     live: list[Student], earlier_error: UserError | None, is_final: bool, run: Run
 ) -> UserError | None:
-    """Save a checkpoint of every student. Returns the error if one cannot be written.
+    """Save a checkpoint of every student. Returns the error if it cannot be written.
 
-    A full disk does not end a run: it tries again after each update. At the end it raises.
+    A full disk does not end the run: the loop tries again after each update. Only the last
+    checkpoint of a start raises the error.
     """
     error = save_checkpoints(live, run)
     if error and is_final:
@@ -430,11 +452,11 @@ def save_or_say(
 
 
 STOP = threading.Event()  # set by a signal
-TRY_AGAIN = 75  # exit code of a run that a signal ended early: EX_TEMPFAIL of sysexits.h
+TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
 
 
 def catch_signals() -> None:
-    """From now on end the run after the current update if one of four signals arrives."""
+    """From now on, SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run after the current update."""
     STOP.clear()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
@@ -447,7 +469,7 @@ def catch_signals() -> None:
 
 
 def distil(cfg: Config) -> int:
-    """Make a whole run and return its exit code.
+    """Run one training and return its exit code.
 
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
     """
@@ -470,7 +492,7 @@ def distil(cfg: Config) -> int:
 def fit_micro_batch(cfg: Config) -> Config:
     """Return the config with a `micro_batch` that divides each process's share of an update.
 
-    None means the whole share.
+    If it is None, a micro-batch is the whole share.
     """
     share = cfg.batch_rows // parallel.world()
     limit = cfg.micro_batch or share
@@ -525,7 +547,8 @@ def exit_code(students: list[Student], run: Run) -> int:
     if all_stopped:
         print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if stopped and not restarts:  # after a 1 torchrun would start again, in vain
+    # torchrun would restart after code 1, and the student would stop again
+    if stopped and not restarts:
         return 1
     return 0
 

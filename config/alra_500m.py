@@ -1,9 +1,10 @@
-# ALRA, 500M student: the paper's Table 1, second block. Rows and the rest as in config/alra_200m.py.
+# ALRA with the 500M student: the second block of the paper's Table 1.
 #
 #   python train.py config/alra_500m.py
 #   python eval.py out/alra_500m/alra
 #
-# The paper's average over nine tasks is 37.40; not yet run here.
+# The rows are those of config/alra_200m.py.
+# We have not run this yet. The paper reports an average of 37.40 over nine tasks.
 # Computed, not measured: 6.2e18 FLOP, 4.3 h at 40 % of an H100's peak.
 
 methods = ("alra",)

@@ -2,8 +2,9 @@
 #
 #   make demo
 #
-# A few minutes on two cores. Paper settings but for the scale: shorter rows, two of them an update, few updates, a higher rate
-# that ends lower, a longer warm-up; and rows in an order drawn from the seed.
+# It takes a few minutes on two cores. The settings are the paper's, except that rows are shorter,
+# updates have two rows and are few, the learning rate is higher and ends lower, the warm-up is
+# longer, and rows are shuffled.
 
 methods = ("pretrain", "vanilla_kd", "alra")
 student = "demo"
@@ -11,15 +12,20 @@ teacher = "demo/teacher"
 data_dir = "data/demo"
 out_dir = "out/demo"
 
-source = "demo/text.jsonl.zst"  # Python source; about every 20th document is held out
-n_documents = train_rows = None
-val_rows, val_share = 0, 0.05
+source = "demo/text.jsonl.zst"  # Python source
+n_documents = None
+train_rows = None
+val_rows = 0
+val_share = 0.05
 seq_len = 256
 
 shuffle = True
-max_steps = schedule_steps = 480  # * 2 rows = 0.24M tokens
-batch_rows = micro_batch = 2
-lr, min_lr = 5e-3, 3e-4
+max_steps = 480  # * 2 rows = 0.24M tokens
+schedule_steps = 480
+batch_rows = 2
+micro_batch = 2
+lr = 5e-3
+min_lr = 3e-4
 warmup_steps = 40
 val_every_steps = 120
 histogram_every_steps = 60  # for tools/plot.py

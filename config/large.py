@@ -1,24 +1,25 @@
-# ALRA, a student of 1.5B from a teacher of 32B, on eight cards: where the teacher does not fit one card beside the student.
+# ALRA with a student of 1.5B and a teacher of 32B, which does not fit on one card beside the
+# student: both are sharded over eight cards.
 #
-#   python prepare.py config/large.py     5.2B tokens; the first time, the tokenizer's folder comes with the teacher's weights
+#   python prepare.py config/large.py     5.2B tokens
 #   torchrun --nproc_per_node=8 --max_restarts=3 train.py config/large.py
 #
-# --teacher_cache=True keeps the teacher's hidden states: 10 KB a token, 54 TB for all rows. Filled ahead by prepare.py under the
-# same torchrun, the runs load none of its 65e9 bytes; 100,000 tokens/s then read 1,000 MB/s (of Qwen1.5-1.8B, at 4 KB a token: 400 MB/s).
+# The teacher's hidden states can be computed ahead, by run/cache.py under the same torchrun, for
+# runs with --teacher_cache=True. They take 10 KB a token, 54 TB for all rows; such runs load none
+# of the teacher's 65e9 bytes, and read 1,000 MB/s at 100,000 tokens/s.
 #
-# Not run here.
+# We have not run this.
 
 methods = ("alra",)
-student = "config/large_student.json"  # the shape of Qwen2.5-1.5B with the teacher's vocabulary: 1.54B parameters
-teacher = "Qwen/Qwen2.5-32B"  # no commit: NAME@COMMIT pins it; run.json records the one used
+student = "config/large_student.json"  # Qwen2.5-1.5B with the teacher's vocabulary: 1.54B
+teacher = "Qwen/Qwen2.5-32B"  # NAME@COMMIT pins a commit; run.json records the one used
 data_dir = "data/pile_large"
 n_documents = None
 train_rows = 10_240_000
-prepare_workers = 16
 out_dir = "out/large"
 
 batch_rows = 512  # 64 for each card
-micro_batch = 64  # one for each update and card: no gradient is added up before it is spread
+micro_batch = 64  # one for each update and card: gradients are added up once they are sharded
 max_steps = 20_000  # * 512 rows * 512 inputs = 5.2B nominal tokens
 schedule_steps = 20_000
 lr = 3e-4

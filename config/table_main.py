@@ -1,14 +1,15 @@
-# Every row of the paper's main table from one teacher pass (Table 1). Rows and the rest as in config/alra_200m.py.
+# The paper's Table 1: every method from one forward pass of the teacher.
 #
 #   python train.py config/table_main.py
 #   python eval.py out/table_main
 #   python eval.py --table out/table_main
 #   python train.py config/table_main.py --student=500m --out_dir=out/table_main_500m
 #
-# Not yet run here. Computed, not measured; hours at 40 % of an H100's peak:
+# The rows are those of config/alra_200m.py. We have not run this yet.
+# Computed, not measured; hours at 40 % of an H100's peak:
 #   200m  14.8e18 FLOP, 10.4 h
 #   500m  29.9e18 FLOP, 21.0 h
-# If a run does not fit the card, split `methods` over several runs.
+# If a run does not fit on the card, divide `methods` among several runs.
 
 methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
 student = "200m"

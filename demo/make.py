@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from lib.documents import read_files  # noqa: E402
 from lib.files import atomic_write  # noqa: E402
 from model import Qwen2, load_tokenizer  # noqa: E402
-from prepare import read_files  # noqa: E402
 
 DEMO, TEACHER_TEXT = ROOT / "demo", ROOT / "data/demo_teacher/text.jsonl.zst"
 EOS, VOCAB, TEXT_CHARS = "<|endoftext|>", 4096, 15_500_000

@@ -1,32 +1,42 @@
-"""What goes into and comes out of an objective: shapes, dtypes, ignored positions.
+"""What goes into an objective and what comes out: shapes, dtypes, ignored positions.
 
-Every objective starts with `enter` and ends with `leave`. A logit that is not finite makes the loss not finite; a label out
-of range raises torch's own error.
+Every objective starts with `enter` and ends with `leave`. A logit that is not finite makes the loss
+not finite; for a label out of range torch raises an error of its own.
 """
 
 import torch
 from torch import Tensor
 
-from lib.errors import require
+from lib.errors import UserError
 
 IGNORE = -100  # label of a position outside T_B; torch's own `ignore_index`
 
 
 def enter(z_s, z_t, y, guard=False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Check and widen the input -> z_s, z_t (constant), labels (0 where ignored), valid [N] bool.
+    """Check and widen the input.
 
-    guard  give ignored positions a gradient of exactly 0, even if their logits are NaN. `vocab.split` and `vocab.log_p`
-           do so in the pass that they make anyway; an objective that uses z_s in any other way sets it.
+    guard  give ignored positions a gradient of exactly 0, even if their logits are NaN. Set it if
+           the objective reads z_s directly: `vocab.split`, `vocab.log_p` and `vocab.pointwise` do
+           so in the pass that they make anyway
+
+    -> z_s and z_t [N, V] in fp32 or wider, z_t constant; labels [N], 0 where ignored; valid [N]
+       bool
     """
-    fits = z_s.ndim == 2 and y.shape == z_s.shape[:1]
-    require(fits, f"z_s, y: expected [N, V] and [N], got {tuple(z_s.shape)} and {tuple(y.shape)}")
-    require(z_t is None or z_t.shape == z_s.shape, f"z_t: expected shape {tuple(z_s.shape)} as z_s has")
-    require(y.dtype == torch.int64, f"y: expected int64 labels, got {y.dtype}")
+    shape = tuple(z_s.shape)
+    if z_s.ndim != 2 or y.shape != z_s.shape[:1]:
+        raise UserError(f"z_s, y: expected [N, V] and [N], got {shape} and {tuple(y.shape)}")
+    if z_t is not None and z_t.shape != z_s.shape:
+        raise UserError(f"z_t: expected shape {shape} as z_s has")
+    if y.dtype != torch.int64:
+        raise UserError(f"y: expected int64 labels, got {y.dtype}")
     dtype = torch.promote_types(z_s.dtype, torch.float32)
     valid = y != IGNORE
-    z_t = None if z_t is None else z_t.detach().to(dtype)
+    if z_t is not None:
+        z_t = z_t.detach().to(dtype)
     z_s = z_s.to(dtype)
-    return _Guard.apply(z_s, valid) if guard else z_s, z_t, y.masked_fill(~valid, 0), valid
+    if guard:
+        z_s = _Guard.apply(z_s, valid)
+    return z_s, z_t, y.masked_fill(~valid, 0), valid
 
 
 class _Guard(torch.autograd.Function):
@@ -39,19 +49,22 @@ class _Guard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return g.masked_fill(~ctx.saved_tensors[0][:, None], 0.0), None
+        (valid,) = ctx.saved_tensors
+        return g.masked_fill(~valid[:, None], 0.0), None
 
 
 def leave(loss, valid) -> Tensor:
-    """0 at ignored positions  # [N] -> [N]"""
+    """Return the loss with 0 at ignored positions  # [N] -> [N]"""
     return loss.masked_fill(~valid, 0.0)
 
 
 def valid_mean(x, valid) -> Tensor:
-    """Mean over the valid positions, 0 where there is none  # [N] -> []"""
+    """Return the mean over the valid positions, 0 where there is none  # [N] -> []"""
     return leave(x, valid).sum() / valid.sum().clamp(min=1)
 
 
 def all_finite(z) -> bool:
-    """One pass, without a mask of [N, V]. Waits for the device."""
-    return not z.numel() or all(bool(end.isfinite()) for end in z.detach().aminmax())
+    """Return whether every element is finite: one pass and no mask. Waits for the device."""
+    if not z.numel():
+        return True
+    return all(bool(end.isfinite()) for end in z.detach().aminmax())

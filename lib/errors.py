@@ -5,7 +5,10 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """An error that the user can correct: what, got, expected, what to do. The scripts print it as one line."""
+    """An error that the user can correct.
+
+    Its message says in one line what is wrong, what was expected and what to do.
+    """
 
 
 def require(ok: object, message: str) -> None:
@@ -14,10 +17,14 @@ def require(ok: object, message: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message, or its class if it has none."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0]
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` may have been meant to be; None where all are far from it."""
+    """Return the one of `names` that is closest to `name`, or None if none is close."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
     return near[0] if near else None

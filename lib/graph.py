@@ -1,7 +1,11 @@
-"""Four rewrites of an objective's graph for torch.compile. Objectives stay plain functions, each term by itself; here
-their work over the vocabulary is shared. No value changes; eager objectives are not rewritten.
+"""Four rewrites of an objective's compiled graph, which share work over the vocabulary.
 
-Dimension key: N positions, V vocabulary, k tokens of a local set. A node is dense if it has the shape of the logits, [N, V].
+Objectives stay plain functions, each term by itself. torch.compile turns one into a graph, and
+these passes merge what its terms have in common. No value changes. Eager objectives are not
+rewritten.
+
+Dimension key: N positions, V vocabulary, k tokens of a local set. A node is dense if it has the
+shape of the logits, [N, V].
 """
 
 import math
@@ -14,53 +18,71 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 aten = torch.ops.aten
-MOVED = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # from behind a scatter to before it
+# operations that move from behind a scatter to before it: a sum and a cast
+MOVED = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)
 
 
 class Rewrite(CustomGraphPass):
-    """torch.compile(f, options={"post_grad_custom_pre_pass": Rewrite()})"""
+    """All rewrites: torch.compile(f, options={"post_grad_custom_pre_pass": Rewrite()})."""
 
     def __call__(self, graph: Graph) -> None:
         compute_once(graph)
-        logits = [_shape(n) for n in graph.find_nodes(op="placeholder") if len(_shape(n)) == 2]  # of both models, equal
+        inputs = graph.find_nodes(op="placeholder")
+        logits = [n for n in inputs if len(_shape(n)) == 2]  # of both models, of equal shape
         if logits:
-            scatter_last(graph, logits[0])
-            store_per_position(graph, logits[0])
+            dense = _shape(logits[0])
+            scatter_last(graph, dense)
+            store_per_position(graph, dense)
             scatter_in_place(graph)
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))  # a changed rewrite does not find what torch has cached
+        """Return this file's hash, so that editing it invalidates torch's compile cache."""
+        return get_hash_for_files((__file__,))
 
 
 def compute_once(graph: Graph) -> None:
     """Merge nodes of the same operation on the same operands.
 
-    Top-k, anchor, split and the reported cross-entropy all begin with the maximum and the sum of each block.
+    Top-k, anchor, split and the reported cross-entropy all begin with the maximum and the sum of
+    each block.
     """
-    first: dict[str, Node] = {}
+    first = {}
     for node in graph.nodes:
-        pure = isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
-        if node.target is operator.getitem or (pure and torch.Tag.nondeterministic_seeded not in node.target.tags):
+        if _is_pure(node.target):
             same = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
             if same is not node:
                 node.replace_all_uses_with(same)
 
 
-def scatter_last(graph: Graph, dense: tuple[int, int]) -> None:
-    """f(x.scatter(1, i, s), e) -> f(x, e).scatter(1, i, f(s, e.gather(1, i))), f a sum or a cast, e dense.
+def _is_pure(target) -> bool:
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return not is_random and not target._schema.is_mutable
 
-    The gradients of all terms are then added, narrowed and written in one pass, and k tokens follow.
+
+def scatter_last(graph: Graph, dense: tuple) -> None:
+    """Move scatters behind sums and casts.
+
+        f(x.scatter(1, i, s), e) -> f(x, e).scatter(1, i, f(s, e.gather(1, i)))
+
+    where f is a sum or a cast and e is dense. The gradients of all terms are then added, narrowed
+    and written in one pass, and k tokens follow.
     """
     for node in list(graph.nodes):
-        while node.target is aten.scatter.src and _shape(node) == dense and len(node.users) == 1:
+        while node.target is aten.scatter.src and _shape(node) == dense:
+            if len(node.users) != 1:
+                break
             (user,) = node.users
-            x, dim, index, source = node.args
             others = [a for a in user.all_input_nodes if a is not node]
             if user.target not in MOVED or any(_shape(a) != dense for a in others):
                 break
+            x, dim, index, source = node.args
             with graph.inserting_before(user):
-                at_tokens = {node: source, **{a: _gathered(graph, a, dim, index, dense) for a in others}}
+                at_tokens = {node: source}
+                for other in others:
+                    at_tokens[other] = _gathered(graph, other, dim, index)
                 everywhere = _copy(graph, user, {node: x}, user)
                 values = _copy(graph, user, at_tokens, user, _shape(index))
                 moved = _copy(graph, node, {x: everywhere, source: values}, user)
@@ -69,11 +91,16 @@ def scatter_last(graph: Graph, dense: tuple[int, int]) -> None:
             node = moved
 
 
-def _gathered(graph: Graph, node: Node, dim: int, index: Node, dense: tuple[int, int]) -> Node:
-    """node.gather(dim, index), of a copy of its dense arithmetic: with two users Inductor would write it out."""
+def _gathered(graph: Graph, node: Node, dim: int, index: Node) -> Node:
+    """Return node.gather(dim, index) of a copy of the node's dense arithmetic.
+
+    Inductor would write a dense node with two users to memory.
+    """
 
     def copy(n: Node) -> Node:
-        return graph.node_copy(n, copy) if n.op == "call_function" and _shape(n) == dense else n
+        if n.op == "call_function" and _shape(n) == _shape(node):
+            return graph.node_copy(n, copy)
+        return n
 
     gathered = graph.call_function(aten.gather.default, (copy(node), dim, index))
     gathered.meta["val"] = node.meta["val"].new_empty(_shape(index))
@@ -81,44 +108,56 @@ def _gathered(graph: Graph, node: Node, dim: int, index: Node, dense: tuple[int,
 
 
 def _copy(graph: Graph, node: Node, operands: dict, like: Node, shape: tuple | None = None) -> Node:
-    """The node with other operands; its value is like another's, or of its dtype and another shape."""
+    """Return a copy of a node with other operands, and with the dtype and shape of `like`."""
     copy = graph.node_copy(node, lambda a: operands.get(a, a))
-    copy.meta = {**like.meta, "val": like.meta["val"].new_empty(shape) if shape else like.meta["val"]}
+    value = like.meta["val"]
+    if shape is not None:
+        value = value.new_empty(shape)
+    copy.meta = like.meta | {"val": value}
     return copy
 
 
-def scatter_in_place(graph: Graph) -> None:
-    """z.copy_(x.scatter(1, i, s)) -> z.copy_(x), then z.scatter_(1, i, s): the scatter needs no buffer of its own.
-
-    The copy goes to a view of z. A copy to z itself would be deferred to the end of the graph. Only where the gradient has
-    the dtype of z: with bf16 products it is bf16, and has a buffer of its own.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        z, new = node.args
-        new = new.args[1] if new.target is aten.copy.default else new
-        if new.target is aten.scatter.src:
-            x, *at_tokens = new.args
-            with graph.inserting_before(node):
-                view = graph.call_function(aten.as_strided.default, (z, _shape(z), z.meta["val"].stride()))
-                graph.call_function(aten.copy_.default, (view, x))
-                node.replace_all_uses_with(graph.call_function(aten.scatter_.src, (z, *at_tokens)))
-            graph.erase_node(node)
-
-
-def store_per_position(graph: Graph, dense: tuple[int, int]) -> None:
+def store_per_position(graph: Graph, dense: tuple) -> None:
     """Store each number per position that meets a dense operand.
 
-    Inductor would repeat its arithmetic, fp64 logarithms included, at every one of the [N, V] elements.
+    Inductor would repeat its arithmetic, fp64 logarithms included, for each of the [N, V] elements.
     """
     for node in list(graph.nodes):
-        meets = [user for user in node.users if _shape(user) == dense]
-        small = meets and node.all_input_nodes and math.prod(_shape(node)) <= dense[0]
-        if small and node.meta["val"].is_floating_point():
+        users = [user for user in node.users if _shape(user) == dense]
+        is_small = math.prod(_shape(node)) <= dense[0]
+        if not users or not node.all_input_nodes or not is_small:
+            continue
+        value = node.meta["val"]
+        if value.is_floating_point():
             with graph.inserting_after(node):
-                stored = graph.call_function(force_stride_order, (node, node.meta["val"].stride()))
-            for user in meets:
+                stored = graph.call_function(force_stride_order, (node, value.stride()))
+            for user in users:
                 user.replace_input_with(node, stored)
 
 
-def _shape(node: Node) -> tuple[int, ...]:
-    return tuple(getattr(node.meta.get("val"), "shape", ()))
+def scatter_in_place(graph: Graph) -> None:
+    """Scatter into the logits' own memory where the gradient overwrites them: no buffer.
+
+        z.copy_(x.scatter(1, i, s)) -> z.copy_(x), then z.scatter_(1, i, s)
+
+    The copy goes to a view of z: Inductor would defer a copy to z itself to the end of the graph.
+    Gradients of another dtype than z have a buffer of their own (bf16, with bf16 products).
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        z, new = node.args
+        if new.target is aten.copy.default:
+            new = new.args[1]
+        if new.target is aten.scatter.src:
+            x, *at_tokens = new.args
+            stride = z.meta["val"].stride()
+            with graph.inserting_before(node):
+                view = graph.call_function(aten.as_strided.default, (z, _shape(z), stride))
+                graph.call_function(aten.copy_.default, (view, x))
+                scattered = graph.call_function(aten.scatter_.src, (z, *at_tokens))
+                node.replace_all_uses_with(scattered)
+            graph.erase_node(node)
+
+
+def _shape(node: Node) -> tuple:
+    value = node.meta.get("val")
+    return tuple(getattr(value, "shape", ()))

@@ -1,37 +1,22 @@
-"""Fused head and loss: the logits of one forward batch exist at a time, with their gradients.
+"""Output head and loss in one: only one forward batch's logits exist at any time.
 
-Written once, around any objective. It never sees a method's name: it is handed a function of
-logits.
+The gradients of hidden states and head weight are computed along with the loss. This file knows no
+method: it is given a function of logits.
 
 Dimension key: B rows, T time, D width, V vocabulary, N = group * T positions of a forward batch.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
-from lib.errors import require
+from lib.errors import UserError
 
 Terms = dict[str, Tensor]
 Evaluate = Callable[..., tuple[Tensor, Terms, Tensor | None]]
-
-
-@dataclass
-class _Student:
-    """One student's operands, and its sums over the forward batches of a call."""
-
-    h_s: Tensor  # [B, T, D]
-    w_s: Tensor  # [V, D]
-    evaluate: Evaluate
-    h: Tensor  # h_s as multiplied
-    w: Tensor  # w_s as multiplied
-    dh: Tensor | None = None  # [B, T, D] gradient of h_s, if wanted
-    dw: Tensor | None = None  # [V, D] gradient of w_s in fp32 or wider, if wanted
-    sums: Terms = field(default_factory=dict)  # mean losses by "mean", and the terms
 
 
 def head_losses(
@@ -41,71 +26,90 @@ def head_losses(
     y: Tensor,
     group: int = 1,
 ) -> list[tuple[Tensor, Terms]]:
-    """Return each student's loss and terms over the forward batches of y.
+    """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
-    students  (h_s [B, T, D_s], w_s [V, D_s], evaluate) each: last hidden states, head weight, and
-              evaluate(dtype of the gradient or None, z_s [N, V], z_t [N, V], y [N])
-              -> mean loss [], sums of terms with n_valid, gradient of z_s or None; it may overwrite
-              z_s
-    h_t, w_t  [B, T, D_t], [V, D_t]; None where no student has a teacher
-    y         [B, T] labels, IGNORE where not in T_B
+    students  for each student (h_s [B, T, D_s], w_s [V, D_s], evaluate): last hidden states, head
+              weight and objective
+    h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
+    y         [B, T] labels; IGNORE marks positions outside T_B
     group     rows per forward batch, a divisor of B
+    ->        for each student its loss [], the mean over forward batches, whose backward may run
+              once; and the detached means of its terms over all valid positions
 
-    -> per student: loss [], the mean over forward batches, differentiable in h_s and w_s, once; and
-       the detached means of its terms over all valid positions. Each student gets the bits that it
-       would get alone: the teacher's logits are computed once for all.
+    `evaluate(gradient_dtype, z_s [N, V], z_t [N, V], y [N])` returns the mean loss [], the sums of
+    its terms with `n_valid`, and the gradient of z_s (None if gradient_dtype is None). It may
+    overwrite z_s. The teacher's logits are computed once for all students, and every student gets
+    the same bits as if it were alone.
     """
     n_rows = y.shape[0]
-    require(n_rows % group == 0, f"group={group}: expected a divisor of the {n_rows} sequences")
-    n_batches = n_rows // group
+    if n_rows % group:
+        raise UserError(f"group={group}: expected a divisor of the {n_rows} sequences")
     ignored = (y == IGNORE)[..., None]
     if h_t is not None:
         w_t = operand(w_t.detach(), h_t.dtype)
         h_t = operand(h_t.detach().masked_fill(ignored, 0.0), h_t.dtype)
-    work = []
-    for h_s, w_s, evaluate in students:
-        h = operand(h_s.detach().masked_fill(ignored, 0.0), h_s.dtype)
-        w = operand(w_s.detach(), h_s.dtype)
-        s = _Student(h_s, w_s, evaluate, h, w)
-        if torch.is_grad_enabled() and h_s.requires_grad:
-            s.dh = torch.zeros_like(h_s)
-        if torch.is_grad_enabled() and w_s.requires_grad:
-            s.dw = torch.zeros_like(w, dtype=_wide(w_s))
-        work.append(s)
-
+    heads = [_Head(*student, ignored) for student in students]
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         for first in range(0, n_rows, group):
             rows = slice(first, first + group)
-            labels = y[rows].flatten()  # [N]
             z_t = None
             if h_t is not None:
                 z_t = mm(h_t[rows].flatten(0, 1), w_t.t())  # [N, V] fp32
-            for s in work:
-                h = s.h[rows].flatten(0, 1)  # [N, D]
-                wanted = s.dh is not None or s.dw is not None
-                dtype = s.w.dtype if wanted else None  # on a GPU bf16, as under autocast
-                loss, sums, dz = s.evaluate(dtype, mm(h, s.w.t()), z_t, labels)
-                sums["mean"] = loss * (1 / n_batches)
-                for key, value in sums.items():
-                    s.sums[key] = s.sums.get(key, 0) + value
-                if s.dh is not None:
-                    dh = mm(dz, s.w).div_(n_batches)
-                    s.dh[rows] = dh.view_as(s.dh[rows]).to(s.dh.dtype)
-                if s.dw is not None:
-                    mm(dz.t(), h, onto=s.dw, alpha=1 / n_batches)
+            for head in heads:
+                head.add_batch(rows, z_t, y[rows].flatten(), n_rows // group)
+    return [head.result() for head in heads]
 
-    results = []
-    for s in work:
-        loss = _Attach.apply(s.h_s, s.w_s, s.sums.pop("mean"), s.dh, s.dw)
-        n_valid = s.sums.pop("n_valid").clamp(min=1)
-        results.append((loss, {key: value / n_valid for key, value in s.sums.items()}))
-    return results
+
+class _Head:
+    """One student's operands and gradients, and its sums over the forward batches of a call.
+
+    h_s, w_s  [B, T, D], [V, D] last hidden states and head weight
+    h, w      the same as multiplied; hidden states of ignored positions are 0
+    dh, dw    [B, T, D], [V, D] gradients, dw in fp32 or wider; None where none is needed
+    sums      the mean losses under "mean", and the sums of terms
+    """
+
+    def __init__(self, h_s: Tensor, w_s: Tensor, evaluate: Evaluate, ignored: Tensor):
+        self.h_s = h_s
+        self.w_s = w_s
+        self.evaluate = evaluate
+        self.h = operand(h_s.detach().masked_fill(ignored, 0.0), h_s.dtype)
+        self.w = operand(w_s.detach(), h_s.dtype)
+        self.dh = None
+        self.dw = None
+        self.sums = {}
+        if torch.is_grad_enabled() and h_s.requires_grad:
+            self.dh = torch.zeros_like(h_s)
+        if torch.is_grad_enabled() and w_s.requires_grad:
+            self.dw = torch.zeros_like(self.w, dtype=_wide(w_s))
+
+    def add_batch(self, rows: slice, z_t: Tensor | None, labels: Tensor, n_batches: int) -> None:
+        """Add one forward batch: rows of h_s, teacher logits [N, V] and labels [N]."""
+        h = self.h[rows].flatten(0, 1)  # [N, D]
+        gradient_dtype = None
+        if self.dh is not None or self.dw is not None:
+            gradient_dtype = self.w.dtype  # on a GPU bf16, as under autocast
+        loss, sums, dz = self.evaluate(gradient_dtype, mm(h, self.w.t()), z_t, labels)
+        sums["mean"] = loss * (1 / n_batches)
+        for key, value in sums.items():
+            self.sums[key] = self.sums.get(key, 0) + value
+        if self.dh is not None:
+            dh = mm(dz, self.w).div_(n_batches)
+            self.dh[rows] = dh.view_as(self.dh[rows]).to(self.dh.dtype)
+        if self.dw is not None:
+            mm(dz.t(), h, onto=self.dw, alpha=1 / n_batches)
+
+    def result(self) -> tuple[Tensor, Terms]:
+        """Return the loss with its gradients attached, and the means of its terms."""
+        loss = _Attach.apply(self.h_s, self.w_s, self.sums.pop("mean"), self.dh, self.dw)
+        n_valid = self.sums.pop("n_valid").clamp(min=1)
+        return loss, {key: value / n_valid for key, value in self.sums.items()}
 
 
 class _Attach(torch.autograd.Function):
     """Attach gradients that are already computed to a loss.
 
-    They are given away: backward runs once.
+    They are freed after use; backward may run only once.
     """
 
     @staticmethod
@@ -129,16 +133,13 @@ class _Attach(torch.autograd.Function):
 
 
 def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return hidden states or a head as multiplied: in the hidden states' dtype.
-
-    On the CPU they are widened to fp32.
-    """
+    """Return hidden states or a head as they are multiplied: in `dtype`, on the CPU in fp32."""
     x = x.to(dtype)
     return x if x.is_cuda else x.to(_wide(x))
 
 
 def mm(a: Tensor, b: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> Tensor:
-    """a @ b, accumulated and written in fp32, or alpha times that added onto a tensor.
+    """Return a @ b, accumulated and written in fp32; or add alpha times the product onto `onto`.
 
     fp64 stays fp64.
     """
@@ -152,9 +153,9 @@ def mm(a: Tensor, b: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> 
 
 @functools.cache
 def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device adds a product of narrow numbers onto fp32 in place.
+    """Whether the device can add a product of bf16 or fp16 matrices onto an fp32 matrix in place.
 
-    It is tried once, where the sum is known.
+    Tried once per device, on a product whose sum is known.
     """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     onto = torch.full((16, 16), 1 + 2**-20, device=device)

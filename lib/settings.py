@@ -1,4 +1,4 @@
-"""What a setting may be: kinds for the keys of a config and for the settings of objectives, and the one check of both."""
+"""The kinds of values that config keys and objectives' settings may have, and their one check."""
 
 import ast
 import math
@@ -6,8 +6,9 @@ import types
 import typing
 from typing import Annotated, Literal
 
-from lib.errors import require
+from lib.errors import UserError
 
+# Annotated[type, the range in words, whether a value is in it]
 PositiveInt = Annotated[int, "1 or more", lambda x: 1 <= x < 2**53]
 NonNegativeInt = Annotated[int, "0 or more", lambda x: 0 <= x < 2**53]
 Positive = Annotated[float, "more than 0", lambda x: 0 < x < math.inf]
@@ -16,38 +17,55 @@ UnitInterval = Annotated[float, "0 to 1", lambda x: 0 <= x <= 1]
 Below1 = Annotated[float, "0 to below 1", lambda x: 0 <= x < 1]
 PositiveFraction = Annotated[float, "more than 0, at most 1", lambda x: 0 < x <= 1]
 
+UNIONS = (typing.Union, types.UnionType)  # KIND | None
+
 
 def checked(name: str, value: object, kind) -> object:
-    """`value` as its kind. An int becomes a float and a list of names a tuple; nothing else converts."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # KIND | None
+    """Return `value` as its kind. Raises `UserError` if it is not of that kind.
+
+    An int becomes a float and a list of names a tuple; nothing else converts.
+    """
+    if typing.get_origin(kind) in UNIONS:
         if value is None:
             return None
         kind = typing.get_args(kind)[0]
-    base, words, fits = (kind, "", None) if typing.get_origin(kind) is not Annotated else typing.get_args(kind)
-    if typing.get_origin(base) is Literal:
-        ok, words = value in typing.get_args(base), " or ".join(map(repr, typing.get_args(base)))
-    elif base == tuple[str, ...]:
-        ok, words = isinstance(value, tuple | list) and all(isinstance(x, str) for x in value), "names"
-        value = tuple(value) if ok else value
+    words = ""
+    in_range = None
+    if typing.get_origin(kind) is Annotated:
+        kind, words, in_range = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        fits = value in choices
+        words = " or ".join(map(repr, choices))
+    elif kind == tuple[str, ...]:
+        fits = isinstance(value, tuple | list) and all(isinstance(x, str) for x in value)
+        if fits:
+            value = tuple(value)
+        words = "names"
     else:
-        value = float(value) if base is float and type(value) is int else value
-        ok, words = type(value) is base, f"{base.__name__} {words}".strip()
-    require(ok and (fits is None or fits(value)), f"{name}={value!r}: expected {words}")
+        if kind is float and type(value) is int:
+            value = float(value)
+        fits = type(value) is kind
+        words = f"{kind.__name__} {words}".strip()
+    if not fits or (in_range and not in_range(value)):
+        raise UserError(f"{name}={value!r}: expected {words}")
     return value
 
 
 def parsed(text: str, kind) -> object:
-    """The text after `--key=` as a value: a str where the kind is one, a Python literal elsewhere."""
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    """Return the text after `--key=` as a value of a kind, not yet checked."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)
     if text in ("None", "none") and type(None) in kinds:
         return None
     if kind == tuple[str, ...]:
         return tuple(filter(None, text.split(",")))
-    return text if str in kinds or typing.get_origin(kind) is Literal else literal(text)
+    if str in kinds or typing.get_origin(kind) is Literal:
+        return text
+    return literal(text)
 
 
 def literal(text: str) -> object:
-    """The text as a Python literal if it is one, else unchanged."""
+    """Return the text as a Python literal if it is one, else unchanged."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):

@@ -1,7 +1,8 @@
-"""The nine tasks: their two sets in the paper's protocol, where their items come from, and which items they are.
+"""The nine tasks: the paper's two sets of each, where their items come from, and their hashes.
 
-Prompts, choices and metrics are lm-eval's own; this file only reads the items. Their hash must be that of the published
-ones: a field of another type does not always fail in lm-eval (piqa with labels as strings has an accuracy of 0).
+Prompts, choices and metrics are lm-eval's own; this file only reads the items. The hash of their
+fields must be that of the published ones: lm-eval does not always refuse a field of another type.
+Labels of piqa that are strings, for example, score 0.
 """
 
 import csv
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.errors import require
+from lib.errors import UserError
 from lib.files import reading
 
 
@@ -22,70 +23,112 @@ class Task:
 
     column: str  # the paper's heading
     file: str  # among lm-eval's task files
-    heldout: tuple[str, int]  # split, and the number of items in the paper
-    validation: tuple[str, int] | None
     fields: str
+    heldout: tuple[str, int]  # split, and the number of items in the paper
+    validation: tuple[str, int] | None = None
 
 
+ARC_FIELDS = "question choices answerKey"
 TASKS = {
-    "arc_challenge": Task("ARC-C", "arc/arc_challenge.yaml", ("test", 1172), None, "question choices answerKey"),
-    "arc_easy": Task("ARC-E", "arc/arc_easy.yaml", ("test", 2376), ("validation", 570), "question choices answerKey"),
-    "hellaswag": Task("HS", "hellaswag/hellaswag.yaml", ("validation", 10042), ("train", 39905),
-                      "activity_label ctx_a ctx_b endings label"),
-    "lambada_openai": Task("LAMB", "lambada/lambada_openai.yaml", ("test", 5153), None, "text"),
-    "openbookqa": Task("OBQA", "openbookqa/openbookqa.yaml", ("test", 500), None, "question_stem choices answerKey"),
-    "piqa": Task("PIQA", "piqa/piqa.yaml", ("validation", 1838), ("train", 16113), "goal sol1 sol2 label"),
-    "social_iqa": Task("SIQA", "siqa/siqa.yaml", ("validation", 1954), None,
-                       "context question answerA answerB answerC label"),
-    "storycloze_2016": Task("SC16", "storycloze/storycloze_2016.yaml", ("test", 1000), None,
-                            "input_sentence_1 input_sentence_2 input_sentence_3 input_sentence_4 "
-                            "sentence_quiz1 sentence_quiz2 answer_right_ending"),
-    "winogrande": Task("WG", "winogrande/default.yaml", ("validation", 1267), None, "sentence option1 option2 answer"),
-}  # fmt: skip
+    "arc_challenge": Task("ARC-C", "arc/arc_challenge.yaml", ARC_FIELDS, ("test", 1172)),
+    "arc_easy": Task("ARC-E", "arc/arc_easy.yaml", ARC_FIELDS, ("test", 2376), ("validation", 570)),
+    "hellaswag": Task(
+        "HS",
+        "hellaswag/hellaswag.yaml",
+        "activity_label ctx_a ctx_b endings label",
+        ("validation", 10042),
+        ("train", 39905),
+    ),
+    "lambada_openai": Task("LAMB", "lambada/lambada_openai.yaml", "text", ("test", 5153)),
+    "openbookqa": Task(
+        "OBQA", "openbookqa/openbookqa.yaml", "question_stem choices answerKey", ("test", 500)
+    ),
+    "piqa": Task(
+        "PIQA", "piqa/piqa.yaml", "goal sol1 sol2 label", ("validation", 1838), ("train", 16113)
+    ),
+    "social_iqa": Task(
+        "SIQA",
+        "siqa/siqa.yaml",
+        "context question answerA answerB answerC label",
+        ("validation", 1954),
+    ),
+    "storycloze_2016": Task(
+        "SC16",
+        "storycloze/storycloze_2016.yaml",
+        "input_sentence_1 input_sentence_2 input_sentence_3 input_sentence_4 "
+        "sentence_quiz1 sentence_quiz2 answer_right_ending",
+        ("test", 1000),
+    ),
+    "winogrande": Task(
+        "WG", "winogrande/default.yaml", "sentence option1 option2 answer", ("validation", 1267)
+    ),
+}
 
-# sha256 of these fields over all items of a set, as they are published. Of two sets it is not known here.
+# sha256 of these fields over all items of a set, as they are published. Two sets' are not known.
 PUBLISHED = {
-    ("arc_challenge", "heldout"): "25e574fa4260a367f0c898df5cadb2f716e00123dc23db43d920a950158f0fee",
-    ("arc_easy", "heldout"): "e4f2fe1b706c7ccfd149f04f726e31d69af9680fc2c71856d1093f699ac93302",
-    ("arc_easy", "validation"): "803212e5381cf076f2420fa29799f9015ec64aa6c20860b8477b505264078bc7",
-    ("hellaswag", "heldout"): "d3d6f7c8373c4dbef64b41e84e4df792a39bef4049542e4c62b8144a80d36f2a",
-    ("lambada_openai", "heldout"): "61497177db7e60ae11f3c7b3eb473c24d36cfc6f296b2b5768b2bc8ab9cbb2cb",
-    ("openbookqa", "heldout"): "578196ff63a449c610c95317ae0718e3a37f8a8d8e109741008528b742cb5148",
-    ("piqa", "heldout"): "d82bc2d775ca19c38e52881aba14c9457d415a68063457d410029b983cbc7b89",
-    ("piqa", "validation"): "03243e1387761b6888a8faf79874e7a7117247bd78f5c355c053d24e722ffeac",
-    ("social_iqa", "heldout"): "a57e04b3193fb2e130dc6bde08370c11e801c5fe79ab7b66aa7599c7f0096876",
-    ("winogrande", "heldout"): "dae51b8724e82f870c6ce629fb23dc621f9d9b8035fe2d17cc67cee88ff630a3",
+    "arc_challenge/heldout": "25e574fa4260a367f0c898df5cadb2f716e00123dc23db43d920a950158f0fee",
+    "arc_easy/heldout": "e4f2fe1b706c7ccfd149f04f726e31d69af9680fc2c71856d1093f699ac93302",
+    "arc_easy/validation": "803212e5381cf076f2420fa29799f9015ec64aa6c20860b8477b505264078bc7",
+    "hellaswag/heldout": "d3d6f7c8373c4dbef64b41e84e4df792a39bef4049542e4c62b8144a80d36f2a",
+    "lambada_openai/heldout": "61497177db7e60ae11f3c7b3eb473c24d36cfc6f296b2b5768b2bc8ab9cbb2cb",
+    "openbookqa/heldout": "578196ff63a449c610c95317ae0718e3a37f8a8d8e109741008528b742cb5148",
+    "piqa/heldout": "d82bc2d775ca19c38e52881aba14c9457d415a68063457d410029b983cbc7b89",
+    "piqa/validation": "03243e1387761b6888a8faf79874e7a7117247bd78f5c355c053d24e722ffeac",
+    "social_iqa/heldout": "a57e04b3193fb2e130dc6bde08370c11e801c5fe79ab7b66aa7599c7f0096876",
+    "winogrande/heldout": "dae51b8724e82f870c6ce629fb23dc621f9d9b8035fe2d17cc67cee88ff630a3",
 }
 
 COLUMNS = {name: task.column for name, task in TASKS.items()}
-SUITES = {split: [name for name, task in TASKS.items() if getattr(task, split)] for split in ("heldout", "validation")}
+SUITES = {
+    "heldout": list(TASKS),
+    "validation": [name for name, task in TASKS.items() if task.validation],
+}
 
 FILES = (".jsonl", ".csv")  # kinds of local files
 STORYCLOZE = (
-    "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), no hub has them; put "
-    "them at DATA_DIR/storycloze_2016/test.csv or name the file by --storycloze; without it averages are over 8 of 9 tasks"
+    "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), "
+    "no hub has them; put them at DATA_DIR/storycloze_2016/test.csv or name the file by "
+    "--storycloze; without it averages are over 8 of 9 tasks"
 )
 # The headings of its authors' CSV -> lm-eval's fields.
 STORY_FIELDS = {
-    **{f"InputSentence{i}": f"input_sentence_{i}" for i in (1, 2, 3, 4)},
-    **{f"RandomFifthSentenceQuiz{i}": f"sentence_quiz{i}" for i in (1, 2)},
+    "InputSentence1": "input_sentence_1",
+    "InputSentence2": "input_sentence_2",
+    "InputSentence3": "input_sentence_3",
+    "InputSentence4": "input_sentence_4",
+    "RandomFifthSentenceQuiz1": "sentence_quiz1",
+    "RandomFifthSentenceQuiz2": "sentence_quiz2",
     "AnswerRightEnding": "answer_right_ending",
 }
 
 
 @dataclass(frozen=True)
 class Items:
-    """The items of a task's set: where they were read, the fields that the task reads, and their hash."""
+    """The items of a task's set: where they come from, the fields that are read, and their hash."""
 
     source: str
     rows: list[dict]
     sha256: str
 
 
+def choose_tasks(asked: str, split: str) -> list[str]:
+    """Return the tasks of `all`, `none` or names with commas, in the paper's order."""
+    suite = SUITES[split]
+    names = {"all": suite, "none": []}.get(asked, asked.split(","))
+    unknown = [name for name in names if name not in suite]
+    if unknown:
+        raise UserError(f"--tasks: no {unknown} in the {split} set, which has {', '.join(suite)}")
+    return [name for name in suite if name in names]
+
+
 def read_items(
-    names: list[str], split: str, data_dir: str | None, storycloze: str | None = None, any_items: bool = False
+    names: list[str],
+    split: str,
+    data_dir: str | None,
+    storycloze: str | None = None,
+    any_items: bool = False,
 ) -> dict[str, Items]:
-    """The items of these tasks' `heldout` or `validation` set.
+    """Return the items of these tasks' `heldout` or `validation` set.
 
     data_dir    folder with local items; None: the hub
     storycloze  the user's own copy of that task
@@ -94,53 +137,83 @@ def read_items(
     items = {}
     for name in names:
         source, rows = read_rows(name, getattr(TASKS[name], split)[0], data_dir, storycloze)
-        fields, digest = TASKS[name].fields.split(), hashlib.sha256()
+        fields = TASKS[name].fields.split()
         with reading(source, f"expected items of {name}, with {', '.join(fields)}"):
             rows = [{field: row[field] for field in fields} for row in rows]
+        if not rows:
+            raise UserError(f"{source}: no rows; expected items of {name}")
+        digest = hashlib.sha256()
         for row in rows:
             digest.update(json.dumps(row, sort_keys=True).encode())
         items[name] = Items(source, rows, digest.hexdigest())
-        require(rows, f"{source}: no rows; expected items of {name}")
-        known = PUBLISHED.get((name, split), items[name].sha256)
-        require(any_items or items[name].sha256 == known, f"{source}: {len(rows):,} items that are not the published ones of "
-                f"{name} (sha256 {items[name].sha256[:12]}, expected {known[:12]}); --any_items scores them unchecked")  # fmt: skip
+        got = items[name].sha256
+        expected = PUBLISHED.get(f"{name}/{split}", got)
+        if got != expected and not any_items:
+            problem = f"{len(rows):,} items that are not the published ones of {name}"
+            hashes = f"sha256 {got[:12]}, expected {expected[:12]}"
+            raise UserError(f"{source}: {problem} ({hashes}); --any_items scores them unchecked")
     return items
 
 
-def read_rows(name: str, split: str, data_dir: str | None, storycloze: str | None) -> tuple[str, Iterable[dict]]:
-    """Where a task's rows come from, and the rows: a local file, a folder laid out like the hub, or the hub."""
+def read_rows(
+    name: str, split: str, data_dir: str | None, storycloze: str | None
+) -> tuple[str, Iterable[dict]]:
+    """Return where a task's rows come from, and the rows.
+
+    They are in a local file, in a folder laid out like the hub, or on the hub.
+    """
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if name == "storycloze_2016":
         file = find_storycloze(data_dir, storycloze)
-        require(file, STORYCLOZE)
-        with reading(file, "expected answer_right_ending to be 1 or 2"):
-            rows = [{STORY_FIELDS.get(key, key): value for key, value in row.items()} for row in read_file(file)]
-            for row in rows:
-                row["answer_right_ending"] = {"1": 1, "2": 2}[str(row["answer_right_ending"])]  # a CSV has texts
-            return str(file), rows
+        if file is None:
+            raise UserError(STORYCLOZE)
+        return str(file), read_stories(file)
     config = load_yaml(task_file(name), resolve_func=False)
     source = config["dataset_path"]
     if data_dir:
-        file, source = Path(data_dir, name, f"{split}.jsonl"), str(Path(data_dir, source))
+        file = Path(data_dir, name, f"{split}.jsonl")
         if file.is_file():
             return str(file), read_file(file)
-        require(Path(source).is_dir(), f"{name}: no {file} and no folder {source}; --tasks can leave it out")
+        source = str(Path(data_dir, source))
+        if not Path(source).is_dir():
+            raise UserError(f"{name}: no {file} and no folder {source}; --tasks can leave it out")
     with reading(source, f"without {name}: --tasks; from local files: --data_dir"):
-        return f"{source} [{split}]", datasets.load_dataset(source, config.get("dataset_name"), split=split)
+        rows = datasets.load_dataset(source, config.get("dataset_name"), split=split)
+        return f"{source} [{split}]", rows
 
 
-def find_storycloze(data_dir: str | None, named: str | None) -> Path | None:
-    """The user's own copy of StoryCloze: the named file, or the one in the data folder; None where there is none."""
-    require(not named or Path(named).is_file(), f"--storycloze {named}: no such file")
-    files = [Path(data_dir, "storycloze_2016", f"test{kind}") for kind in FILES if data_dir]
-    return Path(named) if named else next(filter(Path.is_file, files), None)
+def find_storycloze(data_dir: str | None, file: str | None) -> Path | None:
+    """Return the user's own copy of StoryCloze: `file`, else the one in the data folder, if any."""
+    if file:
+        if not Path(file).is_file():
+            raise UserError(f"--storycloze {file}: no such file")
+        return Path(file)
+    if data_dir:
+        for kind in FILES:
+            path = Path(data_dir, "storycloze_2016", f"test{kind}")
+            if path.is_file():
+                return path
+    return None
+
+
+def read_stories(file: Path) -> list[dict]:
+    """Return the items of StoryCloze in lm-eval's fields, with labels as numbers."""
+    labels = {"1": 1, "2": 2}  # a CSV has texts
+    rows = []
+    with reading(file, "expected answer_right_ending to be 1 or 2"):
+        for row in read_file(file):
+            story = {STORY_FIELDS.get(key, key): value for key, value in row.items()}
+            story["answer_right_ending"] = labels[str(story["answer_right_ending"])]
+            rows.append(story)
+    return rows
 
 
 def read_file(file: Path) -> list[dict]:
-    """The rows of a JSONL or CSV file."""
-    require(file.suffix in FILES, f"{file}: expected one of {', '.join(FILES)}")
+    """Return the rows of a JSONL or CSV file."""
+    if file.suffix not in FILES:
+        raise UserError(f"{file}: expected one of {', '.join(FILES)}")
     with reading(file, "fetch it again"):
         text = file.read_bytes().decode("utf-8-sig")
         if file.suffix == ".jsonl":
@@ -152,12 +225,3 @@ def task_file(name: str) -> Path:
     import lm_eval.tasks
 
     return Path(lm_eval.tasks.__file__).parent / TASKS[name].file
-
-
-def choose_tasks(asked: str, split: str) -> list[str]:
-    """`all`, `none` or names with commas -> names, in the paper's order."""
-    suite = SUITES[split]
-    names = {"all": suite, "none": []}.get(asked, asked.split(","))
-    unknown = [name for name in names if name not in suite]
-    require(not unknown, f"--tasks: no {unknown} in the {split} set, which has {', '.join(suite)}")
-    return [name for name in suite if name in names]

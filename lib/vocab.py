@@ -1,10 +1,14 @@
 """Sums over the vocabulary, and the small distributions that are built from them.
 
-The first half walks the vocabulary: tensors of [N, V]. Each walk is written so that it reads the logits once forward
-and once backward and keeps nothing else of that size; a loss is fast because it goes through these. The second half
-works on k selected tokens per position: tensors of [N, k].
+The first half works on the vocabulary: tensors of [N, V]. Each of its functions reads the logits
+once forward and once backward, and keeps nothing else of that size. A loss is fast if it reads the
+vocabulary through them only. The second half works on k selected tokens per position: tensors of
+[N, k].
 
-Equal logits rank by lowest index. Dimensions: N positions, V vocabulary, k selected tokens.
+The order of operations is part of the contract: lib/graph.py rewrites the compiled graph by
+matching it. Equal logits rank by lowest index.
+
+Dimension key: N positions, V vocabulary, k selected tokens.
 """
 
 import math
@@ -13,28 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-def block_size(V) -> int:
-    """Block length. About sqrt(V / k) balances the work per block against the work per token."""
-    return 128 if V >= 2**15 else 32  # 151,936 = 1,187 * 128
-
-
-def by_block(f, *zs) -> tuple[Tensor, ...]:
-    """Apply f to [N, V] cut into blocks: f([N, blocks, size], ..) -> [N, blocks] each; a short last block goes alone."""
-    V = zs[0].shape[1]
-    size = block_size(V)
-    whole = V - V % size
-    parts = [f(*(z[:, :whole].unflatten(1, (-1, size)) for z in zs))] if whole else []
-    parts += [f(*(z[:, None, whole:] for z in zs))] if whole < V else []
-    return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+# ----------------------------------------------------------------------------------------------
+# the vocabulary in two parts: selected tokens, and the rest
 
 
 class Split(NamedTuple):
     """Logits split into k selected tokens per position and the rest of the vocabulary.
 
-    The selected tokens keep one logit each; the rest is summed up in three numbers. All logits of a model are relative
-    to its largest logit in the rest: softmax is blind to that shift, and rounding errors then scale with ln p, not with
-    the logit.
+    The selected tokens keep one logit each; three numbers sum up the rest. All logits of a model
+    are relative to its largest logit in the rest. Softmax is blind to that shift, and rounding
+    errors then scale with ln p, not with the logit.
     """
 
     in_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
@@ -44,159 +36,285 @@ class Split(NamedTuple):
     rest_kl: Tensor  # [N] KL(softmax_rest(z_t / tau) || softmax_rest(z_s / tau)); differentiable
 
 
-class _Split(torch.autograd.Function):
-    """The one place where a divergence reads the whole vocabulary: one pass forward, one pass backward.
-
-    Forward: each block is read once, for its largest logit and for its sums relative to that. A block without selected
-    tokens belongs to the rest as a whole. The other blocks, at most k of them, are gathered, and their rest is summed
-    separately. So the rest is always a sum over the rest, never `1 - p`, which cancels in fp32; and no mask of [N, V]
-    exists. Backward: the gradient of the rest is written everywhere, then the selected tokens get their own. Autograd
-    would keep four tensors of [N, V]; this keeps the logits only.
-    """
-
-    @staticmethod
-    def forward(ctx, z_s, z_t, tokens, below, tau, valid):
-        def sums(x_s, x_t):
-            """[N, blocks, size] -> largest logits; sums of e_s, e_t and e_t * (ln e_t - ln e_s), e relative to them"""
-            out = None if below is None else x_t >= below[:, :, None]
-            top_s, top_t = (_masked(x, out).amax(-1) for x in (x_s, x_t))
-            ln_s, ln_t = ((x - _finite(top, out)[:, :, None]) / tau for x, top in ((x_s, top_s), (x_t, top_t)))
-            # exp2: Inductor on the CPU writes an exp that is used twice to memory, all [N, V] of it
-            e_s, e_t = _masked(ln_s, out).exp(), (_masked(ln_t, out) * math.log2(math.e)).exp2()
-            return top_s, top_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_t - ln_s)).sum(-1)
-
-        max_s, max_t, sum_s, sum_t, cross = by_block(sums, z_s, z_t)
-        mixed = torch.zeros_like(max_t, dtype=torch.bool).scatter(1, tokens // block_size(z_t.shape[1]), True)
-        mixed = mixed if below is None else mixed | (max_t == -math.inf)
-        more_s, more_t = _rest_of_mixed(z_s, z_t, tokens, below)
-
-        def rest(z_max, z_sum, more):
-            """-> largest logit [N, 1], factor of each block's sums, exps of gathered logits, sum of all [N, 1] fp64"""
-            top = torch.cat([z_max.masked_fill(mixed, -math.inf), more], 1).amax(-1, keepdim=True)
-            factor = ((z_max - top) / tau).exp().masked_fill(mixed, 0.0)
-            e_more = ((more - top) / tau).exp()
-            total = (factor * z_sum).sum(-1, keepdim=True, dtype=torch.float64) + e_more.sum(-1, keepdim=True)
-            return top, factor, e_more, total
-
-        top_s, _, _, total_s = rest(max_s, sum_s, more_s)
-        top_t, factor, e_more, total_t = rest(max_t, sum_t, more_t)
-        # sum of e_t (ln e_t - ln e_s) over the rest; `shift` corrects for the maximum that each block is relative to
-        shift = ((max_t - top_t) - (max_s - top_s)) / tau
-        gap = torch.where(mixed, 0.0, factor * (cross + sum_t * shift)).sum(-1, keepdim=True, dtype=torch.float64)
-        shift = ((more_t - top_t) - (more_s - top_s)) / tau
-        gap = gap + torch.where(e_more > 0, e_more * shift, 0.0).sum(-1, keepdim=True)
-        exact_s, exact_t = total_s.log(), total_t.log()
-        kl = (gap / total_t + (exact_s - exact_t)).to(z_s.dtype)
-        rest_s, rest_t = exact_s.to(z_s.dtype), exact_t.to(z_t.dtype)
-        in_s, in_t, ln_rest_t = z_s.gather(1, tokens) - top_s, z_t.gather(1, tokens) - top_t, rest_t.squeeze(1)
-        ctx.save_for_backward(z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t)
-        ctx.mark_non_differentiable(in_t, ln_rest_t)
-        ctx.tau = tau
-        return in_s, in_t, rest_s.squeeze(1), ln_rest_t, kl.squeeze(1)
-
-    @staticmethod
-    def backward(ctx, g_in, _, g_rest, __, g_kl):
-        z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
-        g_kl, g_rest = g_kl[:, None], g_rest[:, None]
-        q_s, q_t = ((z_s - top_s) / ctx.tau - rest_s).exp(), ((z_t - top_t) / ctx.tau - rest_t).exp()
-        grad = ((g_kl + g_rest) * q_s - g_kl * q_t) / ctx.tau  # correct within the rest; the tokens follow below
-        grad = grad if below is None else grad.masked_fill(z_t >= below, 0.0)
-        return _put(grad, tokens, g_in, valid), None, None, None, None, None
-
-
-def _put(grad, tokens, values, valid) -> Tensor:
-    """A gradient [N, V] with `values` [N, k] at distinct `tokens`; exactly 0 where ignored, even where a NaN stands."""
-    grad, values = (x.masked_fill(~valid[:, None], 0.0) for x in (grad, values))
-    if tokens.shape[1] == 1:  # a comparison, not a scatter: it joins any pass
-        return torch.where(torch.arange(grad.shape[1], device=grad.device) == tokens, values, grad)
-    return grad.scatter(1, tokens, values) if tokens.shape[1] else grad
-
-
-def _masked(x, out) -> Tensor:
-    return x if out is None else x.masked_fill(out, -math.inf)
-
-
-def _finite(top, out) -> Tensor:
-    """A fully masked block has maximum -inf; use 0 there to avoid inf - inf."""
-    return top if out is None else top.masked_fill(top == -math.inf, 0.0)
-
-
-def _rest_of_mixed(z_s, z_t, tokens, below) -> tuple[Tensor, Tensor]:
-    """Logits of the blocks that hold a selected token, -inf outside the rest; each block once  # [N, k * size]"""
-    k, V = tokens.shape[1], z_s.shape[1]
-    if not k:
-        return z_s[:, :0], z_t[:, :0]
-    size = block_size(V)
-    block = tokens // size
-    first = (block[:, :, None] == block[:, None, :]).long().argmax(-1)  # [N, k] first token of the same block
-    member = _members(block, size)
-    out = (member >= V) | (first != torch.arange(k, device=first.device)).repeat_interleave(size, 1)
-    out = out.scatter(1, first * size + tokens % size, True)
-    member = member.clamp(max=V - 1)
-    more_t = z_t.gather(1, member)
-    out = out if below is None else out | (more_t >= below)
-    return z_s.gather(1, member).masked_fill(out, -math.inf), more_t.masked_fill(out, -math.inf)
-
-
-def _members(block, size) -> Tensor:
-    """All tokens of the given blocks, in order; the last block may reach beyond V  # [N, k] -> [N, k * size]"""
-    return (block[:, :, None] * size + torch.arange(size, device=block.device)).flatten(1)
-
-
-def split(z_s, z_t, tokens, tau, valid, below=None) -> Split:
+def split(z_s, z_t, tokens, tau, valid) -> Split:
     """Split the logits at `tokens` [N, k], which are distinct.
 
     tau    temperature of the sums over the rest
     valid  [N] bool; other positions get a gradient of exactly 0
-    below  [N, 1] tokens whose teacher logit is at least `below` are excluded from the rest too
     """
-    return Split(*_Split.apply(z_s, z_t, tokens, below, tau, valid))
+    return Split(*_Split.apply(z_s, z_t, tokens, tau, valid))
 
 
 def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
-    """KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, or over the tokens with z_t < below, 0 without one  # -> [N]"""
-    nothing = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
-    whole = split(z_s, z_t, nothing, tau, valid, below=below)
-    return whole.rest_kl if below is None else whole.rest_kl.masked_fill(whole.rest_t == -math.inf, 0.0)
+    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V  # [N, V] -> [N]
+
+    below  [N, 1] take only the tokens with z_t < below; 0 where there are none
+    """
+    if below is None:
+        none = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
+        return split(z_s, z_t, none, tau, valid).rest_kl
+    rest = Split(*_Split.apply(z_s, z_t, below, tau, valid))
+    return rest.rest_kl.masked_fill(rest.rest_t == -math.inf, 0.0)
+
+
+class _Split(torch.autograd.Function):
+    """The only place where a divergence reads the whole vocabulary: one pass forward, one backward.
+
+    Forward: each block is read once, for its largest logit and for its sums relative to that. A
+    block without selected tokens belongs to the rest as a whole. The other blocks, at most k of
+    them, are gathered, and their rest is summed separately. So the rest is always a sum over the
+    rest, never `1 - p`, which cancels in fp32; and no mask of [N, V] exists.
+
+    Backward: the gradient of the rest is written everywhere, then the selected tokens get their
+    own. Autograd would keep four tensors of [N, V]; this keeps the logits only.
+
+    selected  what the rest leaves out: tokens [N, k] int64; or a teacher logit [N, 1], then all
+              tokens that are not below it leave both parts
+    """
+
+    @staticmethod
+    def forward(ctx, z_s, z_t, selected, tau, valid):
+        tokens = selected
+        below = None
+        if selected.is_floating_point():
+            tokens = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
+            below = selected
+
+        def sums(x_s, x_t):
+            """Largest logits, and sums of e_s, e_t and e_t (ln e_t - ln e_s), e relative to them.
+
+            [N, blocks, size] -> [N, blocks] each
+            """
+            out = None if below is None else x_t >= below[..., None]
+            top_s = _masked(x_s, out).amax(-1)
+            top_t = _masked(x_t, out).amax(-1)
+            ln_s = (x_s - _finite(top_s, out)[..., None]) / tau
+            ln_t = (x_t - _finite(top_t, out)[..., None]) / tau
+            e_s = _masked(ln_s, out).exp()
+            # exp2: Inductor on the CPU writes an exp that is used twice to memory, all [N, V] of it
+            e_t = (_masked(ln_t, out) * math.log2(math.e)).exp2()
+            return top_s, top_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_t - ln_s)).sum(-1)
+
+        max_s, max_t, sum_s, sum_t, cross = by_block(sums, z_s, z_t)
+        mixed = torch.zeros_like(max_t, dtype=torch.bool)  # [N, blocks] holds a selected token
+        block = tokens // block_size(z_t.shape[1])
+        mixed = mixed.scatter(1, block, True)
+        if below is not None:
+            mixed = mixed | (max_t == -math.inf)
+        more_s, more_t = _rest_of_mixed(z_s, z_t, tokens)
+
+        def rest(z_max, z_sum, more):
+            """Return largest logit, factor of each block's sums, gathered exps, and sum of exps."""
+            top = torch.cat([z_max.masked_fill(mixed, -math.inf), more], 1).amax(-1, keepdim=True)
+            factor = ((z_max - top) / tau).exp().masked_fill(mixed, 0.0)
+            e_more = ((more - top) / tau).exp()
+            total = (factor * z_sum).sum(-1, keepdim=True, dtype=torch.float64)
+            return top, factor, e_more, total + e_more.sum(-1, keepdim=True)
+
+        top_s, _, _, total_s = rest(max_s, sum_s, more_s)
+        top_t, factor, e_more, total_t = rest(max_t, sum_t, more_t)
+        # Sum e_t (ln e_t - ln e_s) over the rest. `shift` corrects for the maximum of each block.
+        shift = ((max_t - top_t) - (max_s - top_s)) / tau
+        gap = torch.where(mixed, 0.0, factor * (cross + sum_t * shift))
+        gap = gap.sum(-1, keepdim=True, dtype=torch.float64)
+        shift = ((more_t - top_t) - (more_s - top_s)) / tau
+        gap_more = torch.where(e_more > 0, e_more * shift, 0.0)
+        gap = gap + gap_more.sum(-1, keepdim=True)
+        ln_s = total_s.log()
+        ln_t = total_t.log()
+        kl = gap / total_t + (ln_s - ln_t)
+        rest_kl = kl.to(z_s.dtype)
+        rest_s = ln_s.to(z_s.dtype)
+        rest_t = ln_t.to(z_t.dtype)
+        in_s = z_s.gather(1, tokens) - top_s
+        in_t = z_t.gather(1, tokens) - top_t
+        ln_rest_t = rest_t.squeeze(1)
+        ctx.save_for_backward(z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t)
+        ctx.mark_non_differentiable(in_t, ln_rest_t)
+        ctx.tau = tau
+        return in_s, in_t, rest_s.squeeze(1), ln_rest_t, rest_kl.squeeze(1)
+
+    @staticmethod
+    def backward(ctx, g_in, _, g_rest, __, g_kl):
+        z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
+        g_kl = g_kl[:, None]
+        g_rest = g_rest[:, None]
+        q_s = ((z_s - top_s) / ctx.tau - rest_s).exp()
+        q_t = ((z_t - top_t) / ctx.tau - rest_t).exp()
+        grad = ((g_kl + g_rest) * q_s - g_kl * q_t) / ctx.tau  # correct within the rest only
+        if below is not None:
+            grad = grad.masked_fill(z_t >= below, 0.0)
+        return _put(grad, tokens, g_in, valid), None, None, None, None
+
+
+def _masked(x, out):
+    return x if out is None else x.masked_fill(out, -math.inf)
+
+
+def _finite(top, out):
+    """Replace -inf, the maximum of a fully masked block, by 0 to avoid inf - inf."""
+    return top if out is None else top.masked_fill(top == -math.inf, 0.0)
+
+
+def _rest_of_mixed(z_s, z_t, tokens):
+    """Gather the blocks that hold a selected token, each once, -inf outside the rest.
+
+    -> both models' logits [N, k * size]
+    """
+    k = tokens.shape[1]
+    V = z_s.shape[1]
+    if not k:
+        return z_s[:, :0], z_t[:, :0]
+    size = block_size(V)
+    block = tokens // size
+    first = (block[..., None] == block[:, None, :]).long().argmax(-1)  # of each block [N, k]
+    member = _members(block, size)
+    out = member >= V
+    repeated = first != torch.arange(k, device=first.device)
+    out = out | repeated.repeat_interleave(size, 1)
+    out = out.scatter(1, first * size + tokens % size, True)
+    member = member.clamp(max=V - 1)
+    more_t = z_t.gather(1, member)
+    more_s = z_s.gather(1, member)
+    return more_s.masked_fill(out, -math.inf), more_t.masked_fill(out, -math.inf)
+
+
+def _members(block, size):
+    """Return the tokens of each block; those of a short last block reach beyond V.
+
+    [N, k] -> [N, k * size]
+    """
+    member = block[..., None] * size + torch.arange(size, device=block.device)
+    return member.flatten(1)
+
+
+def _put(grad, tokens, values, valid):
+    """Write `values` [N, k] at distinct `tokens` of a gradient [N, V].
+
+    Ignored positions get exactly 0, even in place of a NaN.
+    """
+    grad = grad.masked_fill(~valid[:, None], 0.0)
+    values = values.masked_fill(~valid[:, None], 0.0)
+    k = tokens.shape[1]
+    if k == 0:
+        return grad
+    if k == 1:  # a comparison, unlike a scatter, joins any pass over [N, V]
+        token = torch.arange(grad.shape[1], device=grad.device)
+        return torch.where(token == tokens, values, grad)
+    return grad.scatter(1, tokens, values)
+
+
+def block_size(V) -> int:
+    """Return the block length. About sqrt(V / k) balances work per block and work per token."""
+    return 128 if V >= 2**15 else 32  # 151,936 = 1,187 * 128
+
+
+def by_block(f, *zs):
+    """Apply f to logits in blocks, and to a short last block separately.
+
+    f  [N, blocks, size] of each of zs [N, V] -> a tuple of [N, blocks]
+    """
+    V = zs[0].shape[1]
+    size = block_size(V)
+    n_even = V - V % size
+    parts = []
+    if n_even:
+        parts.append(f(*(z[:, :n_even].unflatten(1, (-1, size)) for z in zs)))
+    if n_even < V:
+        parts.append(f(*(z[:, None, n_even:] for z in zs)))
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(pair, 1) for pair in zip(*parts, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------
+# other sums over the vocabulary
+
+
+def log_p(z, tokens, tau, valid) -> Tensor:
+    """Return ln softmax(z / tau) at distinct `tokens`  # [N, V], [N, k] -> [N, k]"""
+    return _LogP.apply(z, tokens, tau, valid)
 
 
 class _LogP(torch.autograd.Function):
-    """ln softmax(z / tau) at k tokens: one pass forward, one pass backward, as in `_Split`."""
+    """`log_p`: one pass forward, one pass backward, as in `_Split`."""
 
     @staticmethod
     def forward(ctx, z, tokens, tau, valid):
         def sums(x):
             top = x.amax(-1)
-            return top, ((x - top[:, :, None]) / tau).exp().sum(-1)
+            e = ((x - top[..., None]) / tau).exp()
+            return top, e.sum(-1)
 
         largest, total = by_block(sums, z)
         top = largest.amax(-1, keepdim=True)
-        total = (((largest - top) / tau).exp() * total).sum(-1, keepdim=True, dtype=torch.float64).log().to(z.dtype)
-        logp = (z.gather(1, tokens) - top) / tau - total
-        ctx.save_for_backward(z, tokens, valid, top, total, logp)
+        total = ((largest - top) / tau).exp() * total
+        ln_total = total.sum(-1, keepdim=True, dtype=torch.float64).log().to(z.dtype)
+        logp = (z.gather(1, tokens) - top) / tau - ln_total
+        ctx.save_for_backward(z, tokens, valid, top, ln_total, logp)
         ctx.tau = tau
         return logp
 
     @staticmethod
     def backward(ctx, g):
-        z, tokens, valid, top, total, logp = ctx.saved_tensors
+        z, tokens, valid, top, ln_total, logp = ctx.saved_tensors
         g = g / ctx.tau
         every = -g.sum(-1, keepdim=True)
-        grad = every * ((z - top) / ctx.tau - total).exp()
+        grad = every * ((z - top) / ctx.tau - ln_total).exp()
         return _put(grad, tokens, every * logp.exp() + g, valid), None, None, None
 
 
-def log_p(z, tokens, tau, valid) -> Tensor:
-    """ln softmax(z / tau) at distinct `tokens`  # [N, V], [N, k] -> [N, k]"""
-    return _LogP.apply(z, tokens, tau, valid)
+def pointwise(terms, z_s, z_t, tau, valid, *of_row) -> Tensor:
+    """Sum a function of q = softmax(z_s / tau) and p = softmax(z_t / tau) over V  # -> [N]
+
+    terms   (ln q, ln p, *of_row) -> its value and its slope [N, V], the derivative of the sum by
+            ln q. The slope may leave out a constant times q. The gradient is
+            (slope_i - q_i sum_j slope_j) / tau
+    of_row  tensors [N, 1] that the terms take, constant
+    valid   [N] bool; other positions get a gradient of exactly 0
+    """
+    return _Pointwise.apply(z_s, z_t, tau, valid, terms, *of_row)
+
+
+class _Pointwise(torch.autograd.Function):
+    """`pointwise`: the sums in one pass forward, the gradient in one backward; keeps the logits."""
+
+    @staticmethod
+    def forward(ctx, z_s, z_t, tau, valid, terms, *of_row):
+        top_s = z_s.amax(-1, keepdim=True)
+        top_t = z_t.amax(-1, keepdim=True)
+        sum_s = ((z_s - top_s) / tau).exp().sum(-1, keepdim=True).log()
+        sum_t = ((z_t - top_t) / tau).exp().sum(-1, keepdim=True).log()
+        ln_q = _ln(z_s, top_s, sum_s, tau)
+        ln_p = _ln(z_t, top_t, sum_t, tau)
+        value, slope = terms(ln_q, ln_p, *of_row)
+        mean = slope.sum(-1, keepdim=True)
+        ctx.save_for_backward(z_s, z_t, valid, top_s, top_t, sum_s, sum_t, mean, *of_row)
+        ctx.tau = tau
+        ctx.terms = terms
+        return value.sum(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        z_s, z_t, valid, top_s, top_t, sum_s, sum_t, mean, *of_row = ctx.saved_tensors
+        ln_q = _ln(z_s, top_s, sum_s, ctx.tau)
+        ln_p = _ln(z_t, top_t, sum_t, ctx.tau)
+        _, slope = ctx.terms(ln_q, ln_p, *of_row)
+        grad = (slope - ln_q.exp() * mean) * (g[:, None] / ctx.tau)
+        grad = grad.masked_fill(~valid[:, None], 0.0)
+        return grad, None, None, None, None, *(None for _ in of_row)
+
+
+def _ln(z, top, ln_sum, tau):
+    return (z - top) / tau - ln_sum
 
 
 @torch.no_grad()
 def top(z, k) -> Tensor:
-    """The k tokens of the largest logits, largest first, equal ones by lowest index  # [N, V] -> [N, k]
+    """Return the tokens of the k largest logits, largest first  # [N, V] -> [N, k]
 
-    Only the k blocks with the largest maxima are searched (equal maxima by lowest index): each of them holds a token
-    that ranks before every token of the remaining blocks.
+    Only the k blocks with the largest maxima are searched (equal maxima by lowest index). Each of
+    them holds a token that ranks before every token of the other blocks.
     """
     V = z.shape[1]
     size = block_size(V)
@@ -204,99 +322,127 @@ def top(z, k) -> Tensor:
         return _top_of_few(z, k)
     (largest,) = by_block(lambda x: (x.amax(-1),), z)
     block = _top_of_few(largest, k)
-    member = _members(_ranked(block, block[:, None, :] < block[:, :, None]), size)  # [N, k * size], rising
+    block = _ranked(block, block[:, None, :] < block[..., None])
+    member = _members(block, size)  # [N, k * size], rising
     inside = member.clamp(max=V - 1)
-    return inside.gather(1, _top_of_few(z.gather(1, inside).masked_fill(member >= V, -math.inf), k))
+    x = z.gather(1, inside).masked_fill(member >= V, -math.inf)
+    return inside.gather(1, _top_of_few(x, k))
 
 
-@torch.no_grad()
-def _top_of_few(z, k) -> Tensor:
+def _top_of_few(z, k):
     """`top` without blocks. torch.topk leaves the choice among equal values open.
 
-    Entries above the k-th value are certain. Of the entries equal to it, a second selection takes the lowest indices.
+    Entries above the k-th value are certain. Of those equal to it, a second selection takes the
+    lowest indices.
     """
     if k == 1:
         return z.argmax(-1, keepdim=True)  # the lowest of equal ones
     value, token = z.topk(k)
     last = value[:, -1:]
-    lowest_first = torch.arange(z.shape[1], 0, -1, device=z.device, dtype=z.dtype)  # exact in fp32 up to V = 2^24
+    # exact in fp32 up to V = 2^24
+    lowest_first = torch.arange(z.shape[1], 0, -1, device=z.device, dtype=z.dtype)
     tied = z.clone().eq_(last).mul_(lowest_first).topk(k).indices
     above = value > last
     place = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
-    return by_logit(z, torch.where(above, token, tied.gather(1, place.clamp(min=0))))
+    lowest = tied.gather(1, place.clamp(min=0))
+    return by_logit(z, torch.where(above, token, lowest))
 
 
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
-    """Sort `tokens` [N, k] by falling logit in z [N, V], equal ones by lowest index  # -> [N, k]"""
+    """Sort `tokens` by falling logit in z  # [N, V], [N, k] -> [N, k]"""
     x = z.gather(1, tokens)
-    mine, other = x[:, :, None], x[:, None, :]  # [N, k, 1], [N, 1, k]
-    lower = tokens[:, None, :] < tokens[:, :, None]
+    mine = x[..., None]  # [N, k, 1]
+    other = x[:, None, :]  # [N, 1, k]
+    lower = tokens[:, None, :] < tokens[..., None]
     return _ranked(tokens, (other > mine) | ((other == mine) & lower))
 
 
-def _ranked(tokens, before) -> Tensor:
-    """`tokens` [N, k] in the order that `before` [N, k, k] says: [u, i, j] is whether j comes before i.
+def _ranked(tokens, before):
+    """Sort `tokens` [N, k]. before[u, i, j] says whether token j of position u precedes token i.
 
-    Ranks are counted. On a GPU the compiler would turn a sort of 25 numbers into a kernel that takes minutes to build.
+    Ranks are counted: torch.compile would turn a sort of 25 numbers into a GPU kernel that takes
+    minutes to build.
     """
     return torch.zeros_like(tokens).scatter(1, before.sum(-1), tokens)
 
 
+# ----------------------------------------------------------------------------------------------
+# small distributions, over k entries per position
+
+
 def kl(x_t, x_s, keep=None) -> Tensor:
-    """KL(softmax(x_t) || softmax(x_s)) over the entries to keep  # [N, k] -> [N]"""
-    ln_t, ln_s = ln_softmax(x_t, keep), ln_softmax(x_s, keep)
-    p_t = ln_t.exp() if keep is None else torch.where(keep, ln_t.exp(), 0.0)
+    """Return KL(softmax(x_t) || softmax(x_s)) over the entries to keep  # [N, k] -> [N]"""
+    ln_t = ln_softmax(x_t, keep)
+    ln_s = ln_softmax(x_s, keep)
+    p_t = ln_t.exp()
+    if keep is not None:
+        p_t = torch.where(keep, p_t, 0.0)
     return (p_t * (ln_t - ln_s)).sum(-1)
 
 
 def ln_softmax(x, keep) -> Tensor:
-    """ln softmax over the entries to keep; some finite number at the others  # [N, k]"""
+    """Return ln softmax over the entries to keep, some finite number at the others  # [N, k]"""
     if keep is None:
         return x.log_softmax(-1)
-    x = x - x.detach().masked_fill(~keep, -math.inf).amax(-1, keepdim=True)
+    kept = x.detach().masked_fill(~keep, -math.inf)
+    x = x - kept.amax(-1, keepdim=True)
     return x - lse(x, keep)[:, None]
 
 
-def lse(x, keep=None) -> Tensor:
-    """log sum exp over the entries to keep  # [N, k] -> [N]"""
-    return (x if keep is None else x.masked_fill(~keep, -math.inf)).logsumexp(-1)
+def lse(x, keep) -> Tensor:
+    """Return log sum exp over the entries to keep  # [N, k] -> [N]"""
+    return x.masked_fill(~keep, -math.inf).logsumexp(-1)
 
 
 def binary_kl(odds_t, odds_s) -> Tensor:
-    """KL between two-way distributions given by log-odds ln(p / (1 - p)); any shape. The teacher's are constant.
+    """Return the KL of two-way distributions from their log-odds ln(p / (1 - p)); any shape.
 
-    The log-odds of a region is the difference of two logsumexps, which is exact where p or 1 - p is tiny.
+    The log-odds of a region is the difference of two logsumexps, which is exact where p or 1 - p is
+    tiny. The teacher's are constant.
     """
     return _BinaryKL.apply(odds_t, odds_s)
 
 
 class _BinaryKL(torch.autograd.Function):
-    """A hand-written gradient: autograd computes three times the exponentials, and ALRA takes them over all pairs."""
+    """`binary_kl` with a hand-written gradient.
+
+    Autograd would compute three times the exponentials, and ALRA takes them over all pairs.
+    """
 
     @staticmethod
     def forward(ctx, odds_t, odds_s):
-        (yes_t, ln_yes_t, no_t, ln_no_t), (_, ln_yes_s, _, ln_no_s) = _two_way(odds_t), _two_way(odds_s)
+        yes_t, ln_yes_t, no_t, ln_no_t = _two_way(odds_t)
+        _, ln_yes_s, _, ln_no_s = _two_way(odds_s)
         ctx.save_for_backward(odds_t, odds_s)
         return yes_t * (ln_yes_t - ln_yes_s) + no_t * (ln_no_t - ln_no_s)
 
     @staticmethod
     def backward(ctx, g):
-        (yes_t, _, no_t, _), (yes_s, _, no_s, _) = (_two_way(odds) for odds in ctx.saved_tensors)
-        return None, g * (no_t * yes_s - yes_t * no_s)  # p_s - p_t, without cancellation where both are near 1
+        odds_t, odds_s = ctx.saved_tensors
+        yes_t, _, no_t, _ = _two_way(odds_t)
+        yes_s, _, no_s, _ = _two_way(odds_s)
+        # p_s - p_t, without cancellation where both are near 1
+        return None, g * (no_t * yes_s - yes_t * no_s)
 
 
-def _two_way(odds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ln(p / (1 - p)) -> p, ln p, 1 - p, ln(1 - p), from one exponential that never exceeds 1."""
+def _two_way(odds):
+    """Return p, ln p, 1 - p, ln(1 - p), from one exponential that never exceeds 1."""
     e = (-odds.abs()).exp()
-    less, more, ln = e / (1 + e), 1 / (1 + e), e.log1p()
+    less = e / (1 + e)
+    more = 1 / (1 + e)
+    ln = e.log1p()
     up = odds >= 0
-    return (torch.where(up, more, less), odds.clamp(max=0) - ln, torch.where(up, less, more), (-odds).clamp(max=0) - ln)
+    p = torch.where(up, more, less)
+    ln_p = odds.clamp(max=0) - ln
+    no = torch.where(up, less, more)
+    ln_no = (-odds).clamp(max=0) - ln
+    return p, ln_p, no, ln_no
 
 
 def differences(x) -> Tensor:
-    """x_i - x_j for all ordered pairs  # [N, k] -> [N, k, k]"""
-    return x[:, :, None] - x[:, None, :]
+    """Return x_i - x_j of all ordered pairs  # [N, k] -> [N, k, k]"""
+    return x[..., None] - x[:, None, :]
 
 
 def upper(k, device) -> Tensor:
@@ -305,51 +451,22 @@ def upper(k, device) -> Tensor:
     return rank[:, None] < rank[None, :]
 
 
+# ----------------------------------------------------------------------------------------------
+# one number per position
+
+
 def rising_rank(x, keep) -> Tensor:
-    """How many of the entries to keep are smaller, or equal and earlier  # [N] -> [N]"""
+    """Count the entries to keep that are smaller, or equal and earlier  # [N] -> [N]"""
     place = torch.arange(len(x), device=x.device)
     before = (x < x[:, None]) | ((x == x[:, None]) & (place < place[:, None]))
     return (before & keep).sum(-1)
 
 
 def lower_median(x, keep) -> Tensor:
-    """Lower median of the entries to keep, 0 without one; no transfer of their number to the host  # [N] -> []"""
-    middle = keep & (rising_rank(x.detach(), keep) == (keep.sum() - 1) // 2)
-    return torch.where(middle, x, 0.0).sum()
+    """Return the lower median of the entries to keep, 0 without one  # [N] -> []
 
-
-class _Pointwise(torch.autograd.Function):
-    """`pointwise`: the sums of one pass forward, the gradient in one pass backward; only the logits are kept."""
-
-    @staticmethod
-    def forward(ctx, z_s, z_t, tau, valid, terms, *of_row):
-        tops = [z.amax(-1, keepdim=True) for z in (z_s, z_t)]
-        sums = [((z - top) / tau).exp().sum(-1, keepdim=True).log() for z, top in zip((z_s, z_t), tops, strict=True)]
-        ln_q, ln_p = _ln(z_s, tops[0], sums[0], tau), _ln(z_t, tops[1], sums[1], tau)
-        value, slope = terms(ln_q, ln_p, *of_row)
-        mean = slope.sum(-1, keepdim=True)
-        ctx.save_for_backward(z_s, z_t, valid, *tops, *sums, mean, *of_row)
-        ctx.tau, ctx.terms = tau, terms
-        return value.sum(-1)
-
-    @staticmethod
-    def backward(ctx, g):
-        z_s, z_t, valid, top_s, top_t, sum_s, sum_t, mean, *of_row = ctx.saved_tensors
-        ln_q, ln_p = _ln(z_s, top_s, sum_s, ctx.tau), _ln(z_t, top_t, sum_t, ctx.tau)
-        grad = (ctx.terms(ln_q, ln_p, *of_row)[1] - ln_q.exp() * mean) * (g[:, None] / ctx.tau)
-        return grad.masked_fill(~valid[:, None], 0.0), None, None, None, None, *(None for _ in of_row)
-
-
-def _ln(z, top, total, tau) -> Tensor:
-    return (z - top) / tau - total
-
-
-def pointwise(terms, z_s, z_t, tau, valid, *of_row) -> Tensor:
-    """The sum over V of any function of q = softmax(z_s / tau) and p = softmax(z_t / tau)  # -> [N]
-
-    terms   (ln q, ln p, *of_row) -> its value and its slope, the derivative of the sum by ln q, [N, V] each; what the
-            slope leaves out is constant. The gradient is slope_i - q_i sum_j slope_j, over tau
-    of_row  tensors [N, 1] that the terms take, constant
-    valid   [N] bool; other positions get a gradient of exactly 0
+    Their number stays on the device.
     """
-    return _Pointwise.apply(z_s, z_t, tau, valid, terms, *of_row)
+    rank = rising_rank(x.detach(), keep)
+    middle = keep & (rank == (keep.sum() - 1) // 2)
+    return torch.where(middle, x, 0.0).sum()

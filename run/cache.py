@@ -1,14 +1,14 @@
-"""The teacher's last hidden states, stored beside the rows: one pass of the teacher for all runs.
+"""The teacher's last hidden states, computed once and stored beside the rows for all runs.
 
-DATA_DIR/teacher_KEY.safetensors   its head; KEY is of the teacher's content and of the dtype
-DATA_DIR/teacher_KEY.NAME.states   for NAME.bin, whose content is in KEY too: hidden states [rows,
-                                   seq_len, D] of that dtype, then a uint64 for each row
+    python -m run.cache config/demo.py     fill the cache ahead of runs with teacher_cache=True
 
-    python -m run.cache config/demo.py        fills it ahead of the runs that set teacher_cache=True
+DATA_DIR/teacher_KEY.safetensors   the head; KEY is a hash of the teacher's content and the dtype
+DATA_DIR/teacher_KEY.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype, then
+                                   a uint64 for each row; KEY also covers the content of NAME.bin
 
-Every objective stays exact over the whole vocabulary. A row's uint64 is 0 while the row is missing,
-then 2**32 + a checksum of KEY, the row's number and its bytes. Whatever a kill, a full disk or a
-copy leaves behind, no row is taken for another row or for complete.
+Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. A row's
+uint64 is 0 while the row is missing, then 2**32 + a checksum of KEY, the row's number and its
+bytes. So nothing that a kill, a full disk or a copy leaves behind is taken for a complete row.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +33,11 @@ from lib.errors import UserError
 from lib.files import atomic_write, reading, writing
 from lib.hf import load_tokenizer
 from lib.rows import Rows, row_order
-from run.identity import content_hash, record_hash, student_shape
+from run.identity import content_hash, record_hash
 from run.log import say
 from run.methods import needs_teacher
-from run.preflight import open_data
-from run.students import compute_dtype
-from run.teacher import Teacher, check_teacher, load_teacher
+from run.preflight import open_data, open_teacher
+from run.teacher import Teacher, check_teacher
 
 RowBlocks = dict[Rows, Iterable[np.ndarray]]  # the indices of the rows that are read, in blocks
 
@@ -55,7 +53,9 @@ class States:
         size = rows.n * (row_bytes + 8)
         if not self.file.is_file() or self.file.stat().st_size != size:
             with writing(self.file), self.file.open("ab"):
-                os.truncate(self.file, size)  # sparse; a file that was cut loses its checksums
+                # Missing rows take no space on the disk. A new size moves the checksums, so that
+                # every row of a file that was cut counts as missing.
+                os.truncate(self.file, size)
         # both views also show what other processes write
         self.values = np.memmap(self.file, np.uint8, "r", shape=(rows.n, row_bytes))  # [n, M]
         self.sums = np.memmap(self.file, np.uint64, "r", offset=self.values.size)  # [n]
@@ -84,16 +84,17 @@ class States:
 
 
 class CachedTeacher:
-    """A `Teacher` for rows whose hidden states are stored.
+    """A `Teacher` that reads hidden states from the cache.
 
-    `body` computes and stores the rows that are missing; None if there are none.
+    `body` computes the rows that are missing; None if there are none.
     """
 
     def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None):
         self.head = head
         self.states = states
         self.body = body
-        # sharded layers compute on all processes or on none, whatever each of them could read
+        self.is_stored = body is None
+        # sharded layers compute on all processes together, even on those that could read
         self.always_computes = False
         if body is not None:
             self.always_computes = any(map(parallel.is_sharded, body.model.modules()))
@@ -101,7 +102,7 @@ class CachedTeacher:
     def hidden(self, x: Tensor, rows: Rows, index: np.ndarray) -> Tensor:
         """Return the last hidden states [B, T, D] of rows `index`, whose inputs are x [B, T].
 
-        If any row is missing, the whole batch is computed, and the missing rows are stored.
+        If any row is missing from the cache, the whole batch is recomputed and the row is stored.
         """
         states = self.states[rows]
         has_all = states.sums[index].all() and not self.always_computes
@@ -136,38 +137,20 @@ class CachedTeacher:
 
 
 def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowBlocks:
-    """Return the indices of all rows that a run reads, by file, in blocks of up to a million."""
+    """Return the indices of all rows that a run reads: rows file -> blocks of up to 2**20."""
     return {rows: training_blocks(cfg, rows), val: [np.arange(val.n)[: cfg.val_max_rows]]}
 
 
 def training_blocks(cfg: Config, rows: Rows) -> Iterator[np.ndarray]:
     n = min(rows.n, cfg.max_steps * cfg.batch_rows)
     size = min(n, 1 << 20)
-    # if the run reads every row, the order does not matter
-    shuffle_seed = cfg.seed if cfg.shuffle and n < rows.n else None
+    shuffle_seed = None  # the order is irrelevant if the run reads every row
+    if cfg.shuffle and n < rows.n:
+        shuffle_seed = cfg.seed
     for first in range(0, n, size):
+        # the order does not depend on how it is cut into updates: a block is one of `size` rows
         block = row_order(first // size, size, rows.n, shuffle_seed)
         yield np.sort(block[: n - first])
-
-
-def open_teacher(cfg: Config, *data: Rows) -> Teacher | CachedTeacher | None:
-    """Load the frozen teacher. Returns None if no method of the run reads its logits.
-
-    data  training rows and held-out rows, which `teacher_cache` needs
-    """
-    if not any(map(needs_teacher, cfg.methods)):
-        return None
-    home = torch.device(cfg.device)
-    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
-    dtype = compute_dtype(cfg)
-    vocab_size = student_shape(cfg).vocab_size
-
-    def load() -> Teacher:
-        return load_teacher(cfg.teacher, dtype, device, home, cfg.compile, vocab_size, cfg.shard)
-
-    if not cfg.teacher_cache:
-        return load()
-    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, *data), load)
 
 
 def open_cached(
@@ -178,17 +161,18 @@ def open_cached(
     wanted: RowBlocks,
     load: Callable = lambda: None,
 ) -> CachedTeacher | None:
-    """Return the teacher of these rows.
+    """Return a teacher that reads the hidden states of `wanted` from the cache.
 
-    If hidden states are missing, it has the body that `load` returns. Returns None if it needs a
-    body and `load` returns none.
+    `load` is called for its body only if the head or some hidden states are missing. Returns None
+    if the body is needed and `load` returns None.
     """
-    folder = Path(next(iter(wanted)).file).parent
+    first_file = next(iter(wanted)).file
+    folder = Path(first_file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file) if head_file.is_file() else None
     body = None
-    if any(parallel.all_gather(head is None)):
+    if any(parallel.all_gather(head is None)):  # all processes load it, or none does
         body = load()
         if not body:
             return None
@@ -235,24 +219,27 @@ def fill_cache(cfg: Config) -> None:
     """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
     if not any(map(needs_teacher, cfg.methods)):
         return
-    cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)), val_max_rows=None)
+    device = str(pick_device(cfg.device))
+    cfg = dataclasses.replace(cfg, device=device, teacher_cache=True, val_max_rows=None)
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    rows = open_data(cfg, "train")
-    val = open_data(cfg, "val")
-    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
-    size = cfg.micro_batch or min(cfg.batch_rows, 16)
-    fill(open_teacher(cfg, rows, val), rows_of_run(cfg, rows, val), size)
-    parallel.stop()
+    try:
+        rows = open_data(cfg, "train")
+        val = open_data(cfg, "val")
+        check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
+        size = cfg.micro_batch or min(cfg.batch_rows, 16)
+        fill(open_teacher(cfg, rows, val), rows_of_run(cfg, rows, val), size)
+    finally:
+        parallel.stop()
 
 
 def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
-    """Compute and store what is missing, `size` rows at a time, divided among the processes."""
+    """Compute and store the missing rows, `size` rows at a time, divided among the processes."""
     rank = parallel.rank()
     for rows, blocks in wanted.items():
         sums = teacher.states[rows].sums
         for nth, block in enumerate(blocks, 1):
-            # As process 0 sees it, whoever writes meanwhile: sharded layers need equally many
-            # batches on all processes.
+            # Process 0 decides which rows are missing, as another process may be writing: sharded
+            # layers need the same number of batches on all processes.
             missing = block[parallel.all_gather(sums[block] == 0)[0]]
             end = len(missing)
             if teacher.always_computes:
@@ -265,15 +252,6 @@ def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
                     index = missing[:1]
                 x, _, _ = rows.batch(index, teacher.head.device)
                 teacher.hidden(x, rows, index)
-
-
-def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield the batches of `stream`, each made by a thread while the one before is used."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(next, stream, None)
-        while batch := ahead.result():
-            ahead = pool.submit(next, stream, None)
-            yield batch
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The folder of a run: its students, logs and checkpoints.
+"""The folder of a run: checkpoints, resuming from them, and students that stop.
 
 OUT/run.json             config, command, hashes of data and teacher, versions, machine; in `starts`
                          the same for each start
@@ -10,8 +10,8 @@ OUT/METHOD/model/, run.json
                          at the end: the model for transformers, and its provenance
 OUT/METHOD/stopped.json  instead, if the student stopped: at which step, and why
 
-Nothing here changes what a student learns. A checkpoint is complete under its name, or it does not
-exist.
+Nothing here changes what a student learns. A checkpoint appears under its name only once it is
+complete.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import find_folder
 from run.identity import differences, file_hash
-from run.log import say, services
+from run.log import say
 from run.students import COUNTS, Run, Student, compute_dtype, step_of, student_facts
 
 # ----------------------------------------------------------------------------------------------
@@ -47,17 +47,17 @@ def resume(students: list[Student], run: Run) -> None:
     """
     cfg = run.cfg
     out = Path(cfg.out_dir)
-    read = [[s.init_sha256, *s.checkpoints()] for s in students]
-    parallel.check_agreement(**{"first weights and checkpoints": read})
+    starting_points = [[s.init_sha256, *s.checkpoints()] for s in students]
+    parallel.check_agreement(**{"first weights and checkpoints": starting_points})
     stop_steps = read_stops(students)
     live = [s for s in students if not s.stopped]
     common = common_steps(live)
-    if not live:
+    if not live:  # every student has stopped
         run.step = max(stop_steps)
     elif common:
         run.step = newest_complete(live, common, run.facts)
         run.counts = restore(live, run.step)
-    elif any((s.folder / name).exists() for s in live for name in ("log.jsonl", "model")):
+    elif any(has_begun(s) for s in live):
         problem = "its students have no checkpoint in common"
         raise UserError(f"{out}: {problem}; restore one, or choose another out_dir")
     elif cfg.resume_from:
@@ -73,22 +73,29 @@ def resume(students: list[Student], run: Run) -> None:
             files.truncate_lines(s.folder / "log.jsonl", run.step)
             # a histogram of step n is of the weights before update n
             files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
-            s.services = services(s, run)
+            if cfg.tensorboard or cfg.wandb_project:
+                from run.services import services
+
+                s.services = services(s, run)
         files.truncate_lines(out / "teacher.jsonl", run.step - 1)
         record_start(out / "run.json", run)
-    if live and not common:  # from now on there is always a checkpoint that explains the logs
+    if live and not common:  # so that logs never exist without a checkpoint to resume from
         save_checkpoints(live, run)
 
 
+def has_begun(s: Student) -> bool:
+    return (s.folder / "log.jsonl").exists() or (s.folder / "model").exists()
+
+
 def read_stops(students: list[Student]) -> list[int]:
-    """Mark the students that an earlier start has stopped. Returns their steps."""
+    """Mark the students that stopped in an earlier start. Returns the steps at which they did."""
     steps = []
     for s in students:
         file = s.folder / "stopped.json"
         if file.is_file():
-            stop = read_json(file, ["why", "step"])
-            s.stopped = stop["why"]
-            steps.append(stop["step"])
+            facts = read_json(file, ["why", "step"])
+            s.stopped = facts["why"]
+            steps.append(facts["step"])
             say(f"{s.name} stopped at {s.stopped}")
     return steps
 
@@ -102,7 +109,10 @@ def common_steps(live: list[Student]) -> list[int]:
 
 
 def newest_complete(live: list[Student], steps: list[int], facts: dict) -> int:
-    """Return the first of `steps` whose checkpoints are as they were saved, of this very run."""
+    """Return the newest of `steps` at which all checkpoints are intact.
+
+    Raises `UserError` if they belong to another run, or if none is intact.
+    """
     for step in steps:
         try:
             for s in live:
@@ -112,45 +122,43 @@ def newest_complete(live: list[Student], steps: list[int], facts: dict) -> int:
         except BrokenError as error:
             if step == steps[-1]:
                 raise UserError(str(error)) from error
-            say(f"passed over: {error}")
+            say(f"skipped: {error}")
 
 
 def check_same_run(name: str, state: dict, checkpoint: Path, facts: dict) -> None:
-    """Raise `UserError` if a checkpoint is of another student than the one that this run makes."""
-    differ = "; ".join(differences(state["made_by"], facts["made_by"][name])[:3])
-    if differ:
-        raise UserError(
-            f"{checkpoint}: contains a different run ({name}: {differ}); choose another out_dir; "
-            "there --resume_from=CHECKPOINT continues it, and --student_weights starts anew from "
-            "its weights"
-        )
+    """Raise `UserError` if a checkpoint belongs to another student than this run trains."""
+    changes = "; ".join(differences(state["made_by"], facts["made_by"][name])[:3])
+    if changes:
+        problem = f"contains a different run ({name}: {changes})"
+        remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it, and"
+        restart = "--student_weights starts anew from its weights"
+        raise UserError(f"{checkpoint}: {problem}; {remedy} {restart}")
 
 
 def restore(live: list[Student], step: int) -> dict:
     """Load every student's checkpoint of a step. Returns the counts."""
-    # The saved sums are over all processes: the first process takes them.
+    # the saved sums are over all processes, so the first process takes them
     share = 0.0 if parallel.rank() else 1.0
     for s in live:
         state = load_checkpoint(s.checkpoints()[step], s)
         for key, value in state["sums"].items():
-            total = math.nan if value is None else value * share
+            total = math.nan if value is None else value * share  # JSON has no NaN
             s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
     return {key: state[key] for key in COUNTS}
 
 
 def start_from(name: str, live: list[Student]) -> tuple[int, int]:
     """Load the checkpoint `resume_from` into every student. Returns its step and valid tokens."""
-    checkpoint = find_folder(name).parent
+    checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
         expected = "out/NAME/METHOD/checkpoints/step_.."
         raise UserError(f"resume_from={name}: no checkpoint; expected {expected}")
-    for s in live:
-        state = load_checkpoint(checkpoint, s)
-    return state["step"], state["valid_tokens"]
+    states = [load_checkpoint(checkpoint, s) for s in live]
+    return states[0]["step"], states[0]["valid_tokens"]
 
 
 def record_start(file: Path, run: Run) -> None:
-    """Write run.json with one more entry in `starts`."""
+    """Write run.json, and add this start to its `starts`."""
     starts = []
     if file.is_file():
         starts = read_json(file).get("starts", [])
@@ -160,17 +168,19 @@ def record_start(file: Path, run: Run) -> None:
         "host": platform.node(),
         "processes": parallel.world(),
     }
-    files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
+    starts.append(start | run.facts)
+    files.write_json(file, run.facts | {"starts": starts})
 
 
 def check_disk(students: list[Student], cfg: Config) -> str:
-    """Check that checkpoints and models fit the disk. Returns a sentence that says so."""
+    """Check that checkpoints and models fit on the disk. Returns a sentence that says so."""
     out = Path(cfg.out_dir)
     n_params = students[0].model.n_params
     n_checkpoints = cfg.keep_checkpoints + 1
-    # weights and two moments in each checkpoint; at the end the model
+    # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
     needed = len(students) * n_params * (12 * n_checkpoints + 4)
     free = shutil.disk_usage(out).free
+    # old checkpoints are deleted as new ones are written, so their space counts as free
     for file in out.glob("*/checkpoints/**/*"):
         if file.is_file():
             free += file.stat().st_size
@@ -182,7 +192,7 @@ def check_disk(students: list[Student], cfg: Config) -> str:
 
 
 def say_summary(students: list[Student], run: Run) -> None:
-    """Print the machine, who learns from whom, the students' size, and where the run stands."""
+    """Print the machine, teacher and students, the students' size, and how far the run has come."""
     cfg = run.cfg
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     teacher = run.facts["teacher_used"] or "no teacher"
@@ -203,7 +213,7 @@ def say_summary(students: list[Student], run: Run) -> None:
 
 
 def save_model(s: Student, run: Run) -> None:
-    """Write the model for transformers, then its provenance beside it."""
+    """Write the model for transformers, and then its provenance beside it."""
     weights = parallel.to_first(s.model.state_dict())
     if parallel.rank() == 0:
         s.model.save_pretrained(s.folder / "model", s.tokenizer, weights)
@@ -236,13 +246,17 @@ def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
 
 
 def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
-    """Return weights, extras and optimizer state as whole tensors; on the first process alone."""
+    """Return weights, extras and optimizer state as whole tensors, on the first process only."""
     names = {p: name for name, p in s.parameters().items()}
-    moments = {}
-    for p, kept in s.optimizer.state.items():
-        for key, value in kept.items():
-            moments[f"{names[p]}/{key}"] = value
-    groups = {"model": s.model.state_dict(), "extras": s.extras.state_dict(), "optimizer": moments}
+    optimizer = {}
+    for p, state in s.optimizer.state.items():
+        for key, value in state.items():
+            optimizer[f"{names[p]}/{key}"] = value
+    groups = {
+        "model": s.model.state_dict(),
+        "extras": s.extras.state_dict(),
+        "optimizer": optimizer,
+    }
     gathered = {}
     for name, group in groups.items():
         if group:
@@ -266,16 +280,16 @@ def write_checkpoint(path: Path, groups: dict[str, dict], state: dict, s: Studen
 
 
 def delete_older(s: Student, run: Run) -> None:
-    """Delete all checkpoints up to this step but the last `keep_checkpoints`.
+    """Delete checkpoints up to this step, except the last `keep_checkpoints`.
 
-    A stopping student keeps all until stopped.json is written: after a kill the students need a
-    common step.
+    A stopping student keeps all of them until stopped.json is written: after a kill the students
+    need a common step.
     """
     if s.stopped:
         return
     cfg = run.cfg
-    older = [path for step, path in s.checkpoints().items() if step <= run.step]
-    for path in older[: -cfg.keep_checkpoints]:
+    saved = [path for step, path in s.checkpoints().items() if step <= run.step]
+    for path in saved[: -cfg.keep_checkpoints]:
         if not cfg.keep_every_steps or step_of(path) % cfg.keep_every_steps:
             files.discard(path)
 
@@ -321,9 +335,9 @@ def load_checkpoint(path: Path, s: Student) -> dict:
         copy_tensors(groups.get("extras", {}), s.extras)
         parameters = s.parameters()
         for key, value in groups.get("optimizer", {}).items():
-            name, _, kept = key.rpartition("/")
+            name, _, state_key = key.rpartition("/")
             p = parameters[name]
-            s.optimizer.state[p][kept] = parallel.distribute_like(value, p)
+            s.optimizer.state[p][state_key] = parallel.distribute_like(value, p)
     return state
 
 
@@ -336,16 +350,16 @@ def copy_tensors(saved: dict[str, Tensor], module: nn.Module) -> None:
 # stopping
 
 
-def drop_broken(live: list[Student], check_weights: bool, run: Run) -> list[Student]:
+def stop_diverged(live: list[Student], check_weights: bool, run: Run) -> list[Student]:
     """Stop the students that cannot continue. Returns the others.
 
-    A student whose weights are still finite gets a last checkpoint before its stopped.json.
+    If a stopping student still has finite weights, they are saved in a last checkpoint.
     """
     if check_weights or any(s.stopped for s in live):
-        broken = [not has_finite_weights(s) for s in live]
-        broken = parallel.all_reduce_sum(*broken)  # all processes stop the same students
-        for s, is_broken in zip(live, broken, strict=True):
-            if is_broken:
+        diverged = [not has_finite_weights(s) for s in live]
+        diverged = parallel.all_reduce_sum(*diverged)  # all processes stop the same students
+        for s, has_diverged in zip(live, diverged, strict=True):
+            if has_diverged:
                 s.stopped = s.stopped or "its weights are not finite"
             elif s.stopped:
                 failed = save_checkpoints([s], run)
@@ -362,14 +376,14 @@ def has_finite_weights(s: Student) -> bool:
 
 
 def stop(s: Student, run: Run) -> None:
-    """Write stopped.json, and print how the student can go on."""
-    remedy = "try"
+    """Write stopped.json, and print how the student can continue."""
+    smaller = f"a smaller lr than {run.cfg.lr * s.lr_factor:g}"
+    advice = f"try {smaller}"
     checkpoints = list(s.checkpoints().values())
     if checkpoints:
-        remedy = f"to go on, --resume_from={checkpoints[-1]} with another out_dir and"
-    rate = run.cfg.lr * s.lr_factor
-    s.stopped = f"step {run.step}: {s.stopped}; {remedy} a smaller lr than {rate:g}"
+        advice = f"to go on, --resume_from={checkpoints[-1]} with another out_dir and {smaller}"
+    s.stopped = f"step {run.step}: {s.stopped}; {advice}"
     say(f"{s.name} stopped at {s.stopped}")
     if parallel.rank() == 0:
-        record = student_facts(s, run) | {"why": s.stopped}
-        files.write_json(s.folder / "stopped.json", record)
+        facts = student_facts(s, run) | {"why": s.stopped}
+        files.write_json(s.folder / "stopped.json", facts)

@@ -1,9 +1,9 @@
 """One record for each student, by which the project tells whether two students are the same.
 
 train.py compares records before it resumes a run, study/compare.py finds finished students by them,
-and tables compare their rows. A record is `made_by` in run.json, in checkpoints and in results. It
-holds the keys of a config that decide what is learnt, none of places, speed or log. Of teacher,
-rows and first weights it holds hashes of their content.
+and tables check that their rows can be compared. The record is `made_by` in run.json, in
+checkpoints and in results. It holds the config keys that affect the weights, and hashes of the
+content of teacher, rows and first weights. Paths, speed and logging are not in it.
 """
 
 import ast
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from configure import ROLES, Config
+from configure import AFFECTS, Config
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
@@ -36,8 +36,8 @@ def made_by(cfg: Config, name: str) -> dict:
     method = resolve(name, **cfg.overrides_of(name))
     train = read_manifest(cfg, "train")
     val = read_manifest(cfg, "val")
-    record = {key: getattr(cfg, key) for key, role in ROLES.items() if role == "learnt"}
-    del record["max_steps"]  # a run may go on: its step stands beside the record
+    record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
+    del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record["methods"] = name.partition("@")[0]
     record["hyper"] = all_settings(cfg, name)
     record["objective"] = code_hash((method.fn, method.moving))
@@ -48,7 +48,7 @@ def made_by(cfg: Config, name: str) -> dict:
     record["data_sha256"] = train["sha256"]
     record["val_sha256"] = val["sha256"]
     record["tokenizer_sha256"] = train["tokenizer_sha256"]
-    return json.loads(json.dumps(record))
+    return json.loads(json.dumps(record))  # tuples become lists, as in a file
 
 
 def read_manifest(cfg: Config, part: str) -> dict:
@@ -56,10 +56,10 @@ def read_manifest(cfg: Config, part: str) -> dict:
 
 
 def all_settings(cfg: Config, name: str) -> dict:
-    """Return a student's settings and weights, whether given, its method's or by default."""
+    """Return all settings of a student: its objective's, its weights, and `lr` if it was set."""
     chosen = cfg.settings_of(name)
-    method = resolve(name, **cfg.overrides_of(name))
-    values = {**chosen, **default_settings(method.fn), **method.hyper}
+    method = resolve(name, **cfg.overrides_of(name))  # with the chosen settings, except lr
+    values = chosen | default_settings(method.fn) | method.hyper
     values |= {"w_kd": method.w_kd, "w_ce": method.w_ce}
     return {key: values[key] for key in (*settings(name), *chosen)}
 
@@ -69,20 +69,20 @@ def record_hash(record: dict) -> str:
 
 
 def differences(earlier: dict, current: dict) -> list[str]:
-    """Return what differs between two records, in words."""
-    found = []
+    """Return a phrase for each difference between two records."""
+    phrases = []
     for key in {**earlier, **current}:
-        was = earlier.get(key)
-        now = current.get(key)
-        if was != now and key == "objective":
-            found.append("its objective, or a function that it calls, was edited")
-        elif was != now:
-            found.append(f"{key} was {was!r:.80}, now {now!r:.80}")
-    return found
+        old = earlier.get(key)
+        new = current.get(key)
+        if old != new and key == "objective":
+            phrases.append("its objective, or a function that it calls, was edited")
+        elif old != new:
+            phrases.append(f"{key} was {old!r:.80}, now {new!r:.80}")
+    return phrases
 
 
 def student_shape(cfg: Config) -> Qwen2Config:
-    """Return the students' shape. A vocabulary larger than the teacher's is cut to that."""
+    """Return the students' shape, with at most as many tokens as the teacher's vocabulary has."""
     teacher_shape = inherited(cfg.teacher)
     shape = student_config(cfg.student, teacher_shape)
     if not teacher_shape:
@@ -172,7 +172,7 @@ def _describe_definition(x: types.FunctionType | type, seen: dict) -> list[str]:
     if isinstance(x, types.FunctionType):
         closure = (inspect.getclosurevars(x).nonlocals, x.__defaults__, x.__kwdefaults__)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(x)))
+        tree = ast.parse(_source(x))
     except (OSError, SyntaxError):  # without a file, or a part of a line
         return _describe((x.__code__, closure), seen)
     names = set()
@@ -188,6 +188,16 @@ def _describe_definition(x: types.FunctionType | type, seen: dict) -> list[str]:
         if _is_part(module[name], x.__module__):
             parts[name] = module[name]
     return [ast.unparse(tree), *_describe((parts, closure), seen)]
+
+
+def _source(x: types.FunctionType | type) -> str:
+    """Return the source of a function or class. Raises `OSError` for code that `exec` has made.
+
+    Since Python 3.13 `inspect` takes such code for a part of what `python -c` runs, if anything.
+    """
+    if inspect.getfile(x) == "<string>":
+        raise OSError("made by exec")
+    return textwrap.dedent(inspect.getsource(x))
 
 
 def _is_part(x: object, module: str) -> bool:

@@ -1,22 +1,18 @@
-"""What a run prints, and the records that it keeps: log.jsonl, histograms.jsonl, teacher.jsonl."""
+"""What a run prints, and what it writes into log.jsonl, histograms.jsonl and teacher.jsonl."""
 
-import functools
-import hashlib
-import inspect
 import math
 import os
-import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from configure import Config
 from lib import files, metrics, parallel
 from lib.errors import UserError, first_line
-from losses import alra, resolve
-from run.students import Run, Student, hidden_and_head, student_facts
+from run.students import Run, Student
 
 
 def say(text: str) -> None:
@@ -26,12 +22,14 @@ def say(text: str) -> None:
     try:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
-    except OSError:  # Ctrl-C has ended `| tee` too: the checkpoint is still to come
+    except OSError:
+        # Nobody reads the pipe any more: Ctrl-C ends `| tee` too. Go on without output, so that the
+        # checkpoint is written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say_names(students: list[Student], cfg: Config) -> None:
-    """Print the heads of the columns that `say_values` fills, if there are several students."""
+    """Print the column heads of `say_values` if there are several students."""
     if len(students) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
 
@@ -39,7 +37,7 @@ def say_names(students: list[Student], cfg: Config) -> None:
 def say_values(
     label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config
 ) -> None:
-    """Print all values of a lone student; of several, a row for each of `keys`."""
+    """Print every value of a single student, or one row per key with a column per student."""
     if len(cfg.methods) == 1:
         for terms in values.values():
             cells = "  ".join(f"{key} {x:.4f}" for key, x in terms.items())
@@ -58,6 +56,21 @@ def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
     say(line)
 
 
+def say_if_slower(tok_per_sec: float, run: Run) -> None:
+    """Print once what to do if a run on the CPU falls below a third of its best speed.
+
+    Threads wait for each other after every operation, so one that shares its core delays all.
+    """
+    is_slow = tok_per_sec < run.best_tok_per_sec / 3
+    run.best_tok_per_sec = max(run.best_tok_per_sec, tok_per_sec)
+    has_threads = run.cfg.device == "cpu" and torch.get_num_threads() > 1
+    if is_slow and has_threads and not run.slowdown_said:
+        run.slowdown_said = True
+        speeds = f"{tok_per_sec:,.0f} tok/s after {run.best_tok_per_sec:,.0f}"
+        remedy = "if other programs use these cores, Ctrl-C and resume with OMP_NUM_THREADS=1"
+        say(f"step {run.step}: {speeds}; {remedy}, which changes last digits")
+
+
 def log_validation(
     live: list[Student],
     validated: dict[str, dict],
@@ -67,8 +80,8 @@ def log_validation(
 ) -> None:
     """Print and record the results of a validation.
 
-    rows_levels  CEs of a uniform guess and of token frequencies (`Rows.levels`)
-    is_first     also print the CEs that the first results are read against
+    rows_levels  reference CEs of a uniform guess and of a unigram model (`Rows.levels`)
+    is_first     also print the reference CEs
     """
     levels = {f"val_{key}": ce for key, ce in rows_levels.items()}
     keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in validated[live[0].name]]
@@ -80,48 +93,38 @@ def log_validation(
         ce = validated[s.name]["val_ce"]
         uniform = levels["val_uniform_ce"]
         if not ce < uniform:
-            past = f"held-out CE {ce:.2f} is past ln V = {uniform:.2f}, a uniform guess's"
-            say(f"{s.name}, step {run.step}: {past}; if it was lower before, try a smaller lr")
+            problem = f"held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, that of a uniform guess"
+            say(f"{s.name}, step {run.step}: {problem}; if it was lower before, try a smaller lr")
 
 
 def say_levels(values: dict[str, float]) -> None:
-    """Print what the first held-out CEs are read against.
-
-    Warns if the teacher does worse than token frequencies.
-    """
+    """Print the reference CEs. Warns if the teacher is worse than a unigram model."""
     levels = {key.removeprefix("val_"): value for key, value in values.items()}
     say(f"held-out {metrics.levels(levels)}")
+    # rows files of older versions lack unigram_ce: then 5 % better than a uniform guess
     bound = min(levels.get("unigram_ce", math.inf), 0.95 * levels["uniform_ce"])
     teacher_ce = levels.get("teacher_ce", 0)
     if teacher_ce > bound:
-        what = "it knows less of this text than token frequencies, and a low KL to it is no success"
+        problem = "worse than a unigram model, so a low KL to it means little"
         remedy = "choose another teacher"
-        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}: {what}; {remedy}")
+        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}, {problem}; {remedy}")
 
 
 def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:
-    """Record the paper's Figures 3 and 4 over one update's batches, with no effect on the run.
+    """Write the data of the paper's Figures 3 and 4 over the batches of one update.
 
-    `teacher.jsonl` gets the teacher's record, `METHOD/histograms.jsonl` the local budgets of a
-    student whose objective has some.
+    `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
+    student whose objective has a budget. Training is not affected.
     """
-    cfg = run.cfg
-    budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
-    with parallel.gathered_roots(s.model for s in live):
-        students = {}
-        for s in live:
-            method = resolve(s.name, **cfg.overrides_of(s.name))
-            returned = inspect.signature(method.fn).return_annotation
-            if "d_u" in getattr(returned, "_fields", ()):
-                objective = functools.partial(method.fn, **method.hyper)
-                students[s.name] = (hidden_and_head(s, cfg), objective)
-        record, counts = metrics.histograms(teacher.head, budget, students, batches, cfg.group)
+    from run.histograms import histograms  # few runs need it
+
+    of_teacher, budgets = histograms(live, teacher, batches, run.cfg)
     if parallel.rank() != 0:
         return
-    out = Path(cfg.out_dir)
-    append(out / "teacher.jsonl", {"step": run.step, **record})
-    for name, count in counts.items():
-        line = {"step": run.step, "n": record["n"], "d_u_hist": count}
+    out = Path(run.cfg.out_dir)
+    append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
+    for name, counts in budgets.items():
+        line = {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts}
         append(out / name / "histograms.jsonl", line)
 
 
@@ -140,65 +143,20 @@ def record(s: Student, values: dict) -> None:
             del s.services[service]
 
 
-UNWRITTEN: dict[Path, list[dict]] = {}
+UNWRITTEN: dict[Path, list[dict]] = {}  # lines that a full disk keeps out of their files
 
 
-def append(path: Path, record: dict) -> None:
-    """Add a record to a file of JSON lines.
+def append(path: Path, line: dict) -> None:
+    """Add a line to a JSON lines file.
 
-    While the file cannot be written, as on a full disk, records wait for the next call.
+    If the file cannot be written, as on a full disk, the line waits for the next call.
     """
     waiting = UNWRITTEN.setdefault(path, [])
-    waiting.append(record)
+    waiting.append(line)
     try:
         while waiting:
             files.append_line(path, waiting[0])
             waiting.pop(0)
     except UserError as error:
-        if len(waiting) == 1:
+        if len(waiting) == 1:  # say it once
             say(str(error))
-
-
-def services(s: Student, run: Run) -> dict[str, Callable]:
-    """Return the services that the config asks for, by name.
-
-    Each is a function of a record of log.jsonl, and opens with the first one.
-    """
-    chosen = {}
-    if run.cfg.tensorboard:
-        chosen["TensorBoard"] = tensorboard(s.folder / "tensorboard")
-    if run.cfg.wandb_project:
-        chosen["Weights & Biases"] = wandb_logger(s, run)
-    return chosen
-
-
-def tensorboard(folder: Path) -> Callable:
-    @functools.cache
-    def writer():
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(folder)
-
-    def send(record: dict) -> None:
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                writer().add_scalar(key, value, record["step"])
-        writer().flush()
-
-    return send
-
-
-def wandb_logger(s: Student, run: Run) -> Callable:
-    cfg = run.cfg
-    facts = student_facts(s, run)
-    place = f"{platform.node()} {s.folder.resolve()}"
-    keys = {"project": cfg.wandb_project, "group": cfg.out_dir, "name": s.name, "dir": s.folder}
-    keys["id"] = hashlib.sha256(place.encode()).hexdigest()[:12]  # the same after a resume
-
-    @functools.cache
-    def opened():
-        import wandb
-
-        return wandb.init(**keys, config=facts, resume="allow", reinit="create_new")
-
-    return lambda record: opened().log(record, step=record["step"])

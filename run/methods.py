@@ -1,8 +1,7 @@
-"""How training calls the objectives of losses.py.
+"""How training calls the methods of losses.py.
 
-A method is a row of `METHODS`: an objective, its settings, and the weights of distillation and of
-causal language modelling. This file resolves settings, adds up the weighted terms of one forward
-batch, compiles them, and tries a method on three positions before a run.
+This file schedules their settings, seeds random objectives, compiles a method's loss together with
+its gradient, and tries each method on three positions before a run.
 
 Dimensions: N positions, V vocabulary.
 """
@@ -19,7 +18,7 @@ from torch import Tensor
 from configure import Config
 from lib import parallel
 from lib.checks import IGNORE
-from lib.errors import UserError, first_line, require
+from lib.errors import UserError, first_line
 from losses import (
     METHODS,
     Method,
@@ -42,11 +41,11 @@ def needs_teacher(name: str) -> bool:
 def scheduled_settings(
     method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant"
 ) -> dict[str, float]:
-    """Return the settings that change during a run, as they are in update `step` of `n_steps`.
+    """Return the settings that change during a run, with their values in update `step`.
 
-    A setting x that the method's row calls moving goes to x_end in a straight line. With PD's
-    schedule the distillation weight rises over the first 10 % of the steps and falls in the last
-    1 %.
+    A setting x in the method's `moving` is interpolated linearly from x to x_end over `n_steps`.
+    w_kd_schedule="wsd" (PD) raises w_kd over the first 10 % of the steps and lowers it over the
+    last 1 %.
     """
     values = default_settings(method.fn) | method.hyper
     scheduled = {}
@@ -79,9 +78,9 @@ def method_lines() -> list[str]:
 
 
 def make_objective(name: str, cfg: Config) -> Callable[[int], Callable]:
-    """Return `objective_at`: update -> a student's objective, as `head_losses` calls it.
+    """Return a function: update -> the student's objective in it, as `head_losses` calls it.
 
-    A random objective is seeded for each forward batch by its number in the update, however the
+    The random numbers of a forward batch depend on its place in the update, and not on how the
     update is divided into micro-batches and processes.
     """
     overrides = cfg.overrides_of(name)
@@ -90,18 +89,19 @@ def make_objective(name: str, cfg: Config) -> Callable[[int], Callable]:
     is_random = "generator" in default_settings(method.fn)
 
     def objective_at(step: int) -> Callable:
-        scheduled = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
-        for key, value in scheduled.items():
-            # A tensor, so that one compiled graph serves every value. It is filled on the device:
-            # the host would wait for a copy.
+        numbers = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
+        scheduled = {}
+        for key, value in numbers.items():
+            # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
+            # blocking host-to-device copy.
             scheduled[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
         if not is_random:
             return functools.partial(loss_fn, scheduled=scheduled)
-        first = parallel.rank() * cfg.batch_rows // parallel.world() // cfg.group
-        numbers = itertools.count(first)
+        first_row = parallel.rank() * cfg.batch_rows // parallel.world()
+        places = itertools.count(first_row // cfg.group)  # of forward batches in the update
 
         def with_generator(*inputs):
-            seed = random.Random(f"{cfg.seed} {step} {name} {next(numbers)}").getrandbits(63)
+            seed = random.Random(f"{cfg.seed} {step} {name} {next(places)}").getrandbits(63)
             generator = torch.Generator(cfg.device).manual_seed(seed)
             return loss_fn(*inputs, scheduled | {"generator": generator})
 
@@ -111,10 +111,10 @@ def make_objective(name: str, cfg: Config) -> Callable[[int], Callable]:
 
 
 def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
-    """Return what `head_losses` calls: f(dtype, z_s, z_t, y, scheduled=None), see `evaluate`.
+    """Return `evaluate` for one method: f(gradient_dtype, z_s, z_t, y, scheduled=None).
 
-    compile  run it under torch.compile, once per method, settings and shape. If the dtypes match,
-             the gradient overwrites z_s
+    compile  use torch.compile: one graph per method, settings and shape. Its gradient overwrites
+             z_s if the dtypes match
     """
     method = with_sequences(resolve(name, **settings), n_sequences)
     if compile:
@@ -126,8 +126,8 @@ def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **setti
 def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
     from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
 
-    limit = torch._dynamo.config.recompile_limit  # per code object, which all methods share
-    torch._dynamo.config.recompile_limit = max(limit, 256)
+    # torch counts recompilations per code object, and all methods share this one
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     method = Method(fn, dict(hyper), w_kd, w_ce)
 
     def evaluate_one(*inputs, scheduled=None):
@@ -138,13 +138,13 @@ def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
 
 
 def evaluate(
-    method: Method, dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
+    method: Method, gradient_dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Return what `mean_loss` returns, and the gradient of the loss in z_s.
+    """Return the loss and sums of `mean_loss`, and the gradient with respect to z_s.
 
-    dtype      of the gradient; None: no gradient
-    scheduled  settings that replace the method's, as tensors [], or a generator; with w_kd, w_ce
-               becomes 1 - w_kd
+    gradient_dtype  None: no gradient is computed
+    scheduled       settings that replace the method's: tensors [], or a generator. If w_kd is among
+                    them, w_ce = 1 - w_kd
     """
     if scheduled:
         hyper = method.hyper | scheduled
@@ -152,26 +152,26 @@ def evaluate(
         method = method._replace(hyper=hyper)
         if w_kd is not None:
             method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
-    if not dtype:
+    if not gradient_dtype:
         with torch.no_grad():
             loss, sums = mean_loss(method, z_s, z_t, y)
         return loss, sums, None
     if torch.compiler.is_compiling():
-        # one graph for both directions: nothing of [N, V] is kept between them
-        def of_logits(z):
+        # forward and backward in one graph, so that no [N, V] tensor is saved for backward
+        def loss_of(z):
             return mean_loss(method, z, z_t, y)
 
-        dz, (loss, sums) = torch.func.grad_and_value(of_logits, has_aux=True)(z_s)
-        if dtype == z_s.dtype:
+        dz, (loss, sums) = torch.func.grad_and_value(loss_of, has_aux=True)(z_s)
+        if gradient_dtype == z_s.dtype:
             dz = z_s.copy_(dz)
-        return loss, sums, dz.to(dtype)
+        return loss, sums, dz.to(gradient_dtype)
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y)
     if loss.requires_grad:
         (dz,) = torch.autograd.grad(loss, z_s)
     else:
         dz = torch.zeros_like(z_s)
-    return loss.detach(), sums, dz.to(dtype)
+    return loss.detach(), sums, dz.to(gradient_dtype)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ def check_settings(
 
 
 def _try_method(method: Method, V: int, w_kd_schedule: str, compile: bool) -> None:
-    w_kd, w_ce = method.w_kd, method.w_ce
+    w_kd = method.w_kd if method.has_teacher else 0.0
+    if w_kd == 0 and method.w_ce == 0:
+        raise UserError("both weights are zero; set w_kd or w_ce")
+    if w_kd_schedule == "wsd" and w_kd > 1:
+        raise UserError(f"w_kd={w_kd}: w_kd_schedule='wsd' sets w_ce = 1 - w_kd; set w_kd <= 1")
     is_random = "generator" in default_settings(method.fn)
-    learns = w_ce or (w_kd and method.has_teacher)
-    require(learns, f"w_kd={w_kd}, w_ce={w_ce}: nothing is learnt; set one of them")
-    fits = w_kd <= 1 or w_kd_schedule != "wsd"
-    require(fits, f"w_kd={w_kd}: w_kd_schedule='wsd' takes <= 1: w_ce=1-w_kd")
     if compile and is_random:
         raise UserError("it draws from a `generator`, so set --compile=False")
     if method.has_teacher:
@@ -211,7 +211,7 @@ def _try_method(method: Method, V: int, w_kd_schedule: str, compile: bool) -> No
 
 
 def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
-    """Check an objective at a first and a last label, with an ignored position between them."""
+    """Check an objective on the labels 0 and V - 1 with an ignored position between them."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(2, 3, V, generator=generator)  # student's and teacher's logits
     y = torch.tensor([0, IGNORE, V - 1])
@@ -220,7 +220,7 @@ def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
     first = _loss_and_gradient(fn, is_random, z, y)
     wild = _loss_and_gradient(fn, is_random, z_wild, y)
     again = first
-    if not torch.equal(first, wild):
+    if not torch.equal(first, wild):  # because of the ignored position, or do equal calls differ?
         again = _loss_and_gradient(fn, is_random, z, y)
     if not first.isfinite().all():
         raise UserError("its loss or gradient is not finite at ordinary logits")
@@ -233,8 +233,8 @@ def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
         raise UserError(f"ignored logits change other positions; {remedy}")
 
 
-def _require_equal(name: str, after: Tensor, before: Tensor) -> None:
-    if not torch.equal(after, before):
+def _check_unchanged(name: str, argument: Tensor, original: Tensor) -> None:
+    if not torch.equal(argument, original):
         problem = f"{name} is changed in place"
         raise UserError(f"{problem}; other students read it too: make a copy")
 
@@ -251,12 +251,14 @@ def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> T
         raise UserError(f"expected one number per position, 0 where ignored: {remedy}")
     for name, part in parts.items():
         got = tuple(part.shape) if isinstance(part, Tensor) else [part]
+        if name in ("kd", "ce", "mean", "n_valid"):
+            raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
         if got[:1] != y.shape:
             expected = "a tensor [N], or [N, ..] that is not logged"
             raise UserError(f"part {name}: expected {expected}; got {got}")
-    _require_equal("z_s", z_s, z[0])
-    _require_equal("z_t", z_t, z[1])
-    _require_equal("y", labels, y)
+    _check_unchanged("z_s", z_s, z[0])
+    _check_unchanged("z_t", z_t, z[1])
+    _check_unchanged("y", labels, y)
     (gradient,) = torch.autograd.grad(loss.sum(), z_s)
     if gradient[1].any():
         raise UserError("ignored positions have a gradient; use `valid_mean`, and `guard=True`")

@@ -1,4 +1,4 @@
-"""What is checked before the first update, and the facts of a run that every result carries."""
+"""What a run opens and checks before its first update, and the facts that its results carry."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configure import Config
 from lib import parallel
-from lib.device import machine_facts
+from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
@@ -17,7 +17,8 @@ from model import student_config
 from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, needs_teacher
-from run.teacher import check_teacher, inherited
+from run.students import compute_dtype
+from run.teacher import Teacher, check_teacher, inherited, load_teacher
 
 
 def open_data(cfg: Config, name: str) -> Rows:
@@ -25,8 +26,33 @@ def open_data(cfg: Config, name: str) -> Rows:
     return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
 
 
+def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None) -> Teacher | None:
+    """Load the frozen teacher. Returns None if no method of the run needs one.
+
+    rows, val  training and held-out rows, whose hidden states `teacher_cache` stores
+    """
+    if not any(map(needs_teacher, cfg.methods)):
+        return None
+    home = torch.device(cfg.device)
+    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
+    dtype = compute_dtype(cfg)
+    vocab_size = student_shape(cfg).vocab_size
+
+    def load() -> Teacher:
+        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, cfg.shard)
+        if cfg.compile and teacher.native:
+            teacher.model.compile_layers()
+        return teacher
+
+    if not cfg.teacher_cache:
+        return load()
+    from run.cache import open_cached, rows_of_run  # few runs need it
+
+    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, rows, val), load)
+
+
 def check_config(cfg: Config) -> None:
-    """Check the config, before any data is read. Raises `UserError`."""
+    """Check the config before any data is read. Raises `UserError`."""
     parallel.check_agreement(methods=cfg.methods, seq_len=cfg.seq_len)
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
@@ -38,20 +64,19 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"{world} processes with group={cfg.group}: {expected}")
     if world % cfg.shard:
         expected = f"expected a divisor of the {world} processes"
-        raise UserError(f"shard={cfg.shard}: {expected}; start more of them, or set it")
+        raise UserError(f"shard={cfg.shard}: {expected}; start more of them, or change shard")
     for name in cfg.methods:
         if needs_teacher(name) and not cfg.teacher:
             raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
-    methods = {name.partition("@")[0] for name in cfg.methods}
-    unused = [*(cfg.hyper.keys() - methods - {*cfg.methods})]
+    known = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
+    unused = [name for name in cfg.hyper if name not in known]
     if unused:
         remedy = "add the method, or remove its settings"
         raise UserError(f"settings of {unused}, not among methods={cfg.methods}; {remedy}")
     n_positions = shape.max_position_embeddings
     if cfg.seq_len > n_positions:
-        raise UserError(
-            f"seq_len={cfg.seq_len}: the student supports {n_positions} positions; set less"
-        )
+        problem = f"the student supports {n_positions} positions"
+        raise UserError(f"seq_len={cfg.seq_len}: {problem}; set a smaller one")
 
 
 def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""A student while it is trained, and where its run stands."""
+"""A student during training, and how far its run has come."""
 
 import functools
 import re
@@ -15,13 +15,13 @@ from lib import metrics, parallel
 from model import Qwen2
 from run.identity import record_hash
 
-# Counts of the whole run, and since the log's last record.
-COUNTS = ("valid_tokens", "since_log_tokens", "since_log_steps", "since_log_sec")
+SINCE_LOG = ("since_log_tokens", "since_log_steps", "since_log_sec")  # since the last record
+COUNTS = ("valid_tokens", *SINCE_LOG)
 
 
 @dataclass
 class Student:
-    """One method's weights and optimizer, and what the log says of them."""
+    """One method's weights and optimizer, and what is logged about them."""
 
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
     model: Qwen2
@@ -60,12 +60,14 @@ class Student:
 
 @dataclass
 class Run:
-    """Where a run stands, and what its files say of it."""
+    """How far a run has come, and what is recorded about it."""
 
     cfg: Config
     facts: dict  # the provenance of every result (run/preflight.py)
-    step: int = 0  # updates that are made
+    step: int = 0  # updates done so far
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    best_tok_per_sec: float = 0.0  # since the start
+    slowdown_said: bool = False
 
 
 def step_of(checkpoint: Path) -> int:
@@ -81,9 +83,9 @@ def compute_dtype(cfg: Config) -> torch.dtype:
 
 
 def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:
-    """Return a student as lib/metrics.py takes it.
+    """Return the pair (hidden, head) that lib/metrics.py expects.
 
-    Call it inside `gathered_roots`: outside, a sharded head is not whole.
+    Call inside `gathered_roots`; otherwise a sharded head is incomplete.
     """
     return functools.partial(s.model.hidden, dtype=compute_dtype(cfg)), s.model.head
 
@@ -102,6 +104,6 @@ def student_facts(s: Student, run: Run) -> dict:
         "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
         **run.counts,
         **run.facts,
-        "made_by": record,
+        "made_by": record,  # of this student alone; run.facts has those of all
         "made_by_sha256": record_hash(record),
     }

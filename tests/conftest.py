@@ -1,4 +1,7 @@
-"""What every test runs with, in this process and in those that it starts. Set before torch is imported."""
+"""What every test runs with, in this process and in those that it starts.
+
+It is set before torch is imported.
+"""
 
 import os
 import signal
@@ -6,25 +9,29 @@ from pathlib import Path
 
 import pytest
 
-# One thread: sums are cut by threads, so that only runs of equal threads have equal bits; and workers share the cores.
-os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers takes longer to start than it saves here
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network, whatever is in the user's caches
+# Sums are divided among threads, so only runs of equally many have equal bits. Workers share cores.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool would take longer to start than it saves
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network
 os.fsync = lambda fd: None  # what is flushed is lost in a power cut alone
+
+import lib  # noqa: E402, F401  (before any test computes: lib/__init__.py)
 
 
 @pytest.fixture(autouse=True)
 def handlers():
     """A run in this process leaves its signal handlers behind."""
-    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
-    for sign, handler in before.items():
-        signal.signal(sign, handler)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """data/, teacher/ and student/, as tests/world.py makes them; a test that changes them takes a copy."""
+    """data/, teacher/ and student/ of tests/world.py; a test that changes them takes a copy."""
     from tests import world
 
     root = world.make_world(tmp_path_factory.mktemp("tiny"))
@@ -40,5 +47,5 @@ def pytest_collection_modifyitems(items):
 
 def pytest_ignore_collect(collection_path, config):
     """`pytest -m gpu` collects one file: a machine with a GPU may lack what the others import."""
-    gpu = config.option.markexpr == "gpu" and collection_path.suffix == ".py"
-    return True if gpu and collection_path.name != "test_gpu.py" else None
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return collection_path.name != "test_gpu.py" or None  # None: as without this function

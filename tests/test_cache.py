@@ -1,8 +1,9 @@
-"""Stored hidden states of the teacher: the bits of a run without them, whatever was killed, cut, altered or exchanged."""
+"""Stored hidden states give the bits of a run without them, whatever was killed or damaged."""
 
 import os
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,12 +17,14 @@ import train
 from lib import parallel
 from lib.errors import UserError
 from lib.rows import row_order
-from run import cache, teacher
+from run import cache, preflight, teacher
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
 from tests.world import SEQ, config, final_bits, flags, read_jsonl, start, untimed, write_text
 
 KEYS = {"methods": "vanilla_kd,alra", "shuffle": True, "histogram_every_steps": 2}
+CACHED = KEYS | {"teacher_cache": True}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -31,11 +34,12 @@ def world(tiny, tmp_path):
 
 @pytest.fixture
 def forward(monkeypatch):
-    """The rows of each forward pass of a teacher; `most`: how many passes there may be."""
-    calls, hidden = SimpleNamespace(rows=[], most=1e9), teacher.Teacher.hidden
+    """The rows of each forward pass of a teacher; `limit`: how many passes there may be."""
+    calls = SimpleNamespace(rows=[], limit=1e9)
+    hidden = teacher.Teacher.hidden
 
     def counted(self, x, *rows):
-        assert len(calls.rows) < calls.most
+        assert len(calls.rows) < calls.limit
         calls.rows.append(len(x))
         return hidden(self, x)
 
@@ -43,142 +47,178 @@ def forward(monkeypatch):
     return calls
 
 
-def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(world, tmp_path, monkeypatch, forward, capsys):
-    def outcome(name, **more):
+def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
+    world, tmp_path, monkeypatch, forward, capsys
+):
+    def results(name, **keys):
+        out = tmp_path / name
         forward.rows.clear()
-        assert train.distil(config(world, tmp_path / name, **KEYS, **more)) == 0
-        ev.main([str(tmp_path / name), "--tasks=none"])
-        held_out = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", capsys.readouterr().out)
-        of_students = [(final_bits(tmp_path / name, m), untimed(tmp_path / name, m)) for m in ("vanilla_kd", "alra")]
-        return of_students, read_jsonl(tmp_path / name / "teacher.jsonl"), held_out
+        assert train.distil(config(world, out, **keys)) == 0
+        ev.main([str(out), "--tasks=none"])
+        tables = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", capsys.readouterr().out)
+        assert len(tables) == 2
+        students = [(final_bits(out, m), untimed(out, m)) for m in ("vanilla_kd", "alra")]
+        return students, read_jsonl(out / "teacher.jsonl"), tables
 
-    plain, stored = outcome("plain"), outcome("stores", teacher_cache=True)
-    assert plain == stored and sum(forward.rows) == 24 + 7 and len(plain[-1]) == 2  # each row once, and eval.py none
-    monkeypatch.setattr(train, "load_teacher", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr(ev, "load_teacher", train.load_teacher)
-    assert outcome("reads", teacher_cache=True) == plain and not forward.rows
+    plain = results("plain", **KEYS)
+    assert results("stores", **CACHED) == plain
+    assert sum(forward.rows) == 24 + 7  # each row once, and none in eval.py
+    for module in (preflight, ev):
+        monkeypatch.setattr(module, "load_teacher", lambda *_: pytest.fail("loaded"))
+    assert results("reads", **CACHED) == plain
+    assert not forward.rows
 
 
 def states_of(cfg, load=True):
-    """The hidden states of seven rows of each file, and the head; None where it has to compute and `load` is False."""
-    name, cpu, index = cfg.teacher, torch.device("cpu"), np.arange(7)
-    wanted = {train.open_data(cfg, part): [index] for part in ("train", "val")}
-    loads = [lambda: teacher.load_teacher(name, torch.float32, cpu)] if load else []
-    if cached := cache.open_cached(name, torch.float32, cpu, 99, wanted, *loads):
-        return [cached.hidden(rows.batch(index, cpu)[0], rows, index) for rows in wanted], cached.head[:99]
+    """The hidden states of seven rows of each file, and the head.
+
+    None where it has to compute and `load` is False.
+    """
+    index = np.arange(7)
+    wanted = {preflight.open_data(cfg, part): [index] for part in ("train", "val")}
+    loads = [lambda: teacher.load_teacher(cfg.teacher, torch.float32, CPU)] if load else []
+    cached = cache.open_cached(cfg.teacher, torch.float32, CPU, 99, wanted, *loads)
+    if not cached:
+        return None
+    states = [cached.hidden(rows.batch(index, CPU)[0], rows, index) for rows in wanted]
+    return [*states, cached.head[:99]]
 
 
 ROW = SEQ * 24 * 4  # bytes
+SUMS = 97 * ROW
 
 
-def exchanged(b: bytes, at: int, n: int) -> bytes:
+def exchange(b: bytes, at: int, n: int) -> bytes:
     return b[:at] + b[at + n : at + 2 * n] + b[at : at + n] + b[at + 2 * n :]
 
 
-def with_rows(b: bytes, other: bytes) -> bytes:
-    """The first seven rows and their checksums are those of a file of seven rows."""
-    return other[: 7 * ROW] + b[7 * ROW : 97 * ROW] + other[7 * ROW :] + b[97 * ROW + 56 :]
+def flip(b: bytes, at: int) -> bytes:
+    return b[:at] + bytes([b[at] ^ 1]) + b[at + 1 :]
 
 
-HEAD, STATES = ".safetensors", ".train.states"
-DAMAGES = {  # a file; its bytes, those of the states of val -> what is there instead
-    "a flipped bit": (STATES, lambda b, val: bytes([b[0] ^ 1]) + b[1:]),
-    "rows exchanged": (STATES, lambda b, val: exchanged(exchanged(b, 0, ROW), 97 * ROW, 8)),
-    "rows of another file": (STATES, lambda b, val: with_rows(b, val)),
-    "a torn row": (STATES, lambda b, val: b[: 5 * ROW - 40] + bytes(40) + b[5 * ROW :]),
-    "cut": (STATES, lambda b, val: b[: 97 * ROW + 7]),
-    "longer": (STATES, lambda b, val: b[:99] + b),
-    "gone": (STATES, lambda b, val: b""),
-    "another head": (HEAD, lambda b, val: b[:-5] + bytes([b[-5] ^ 1]) + b[-4:]),
-    "half a head": (HEAD, lambda b, val: b[:-5]),
+DAMAGES = {  # from a file's bytes and those of the states of val
+    "a flipped bit": lambda b, val: flip(b, 0),
+    "rows exchanged": lambda b, val: exchange(exchange(b, 0, ROW), SUMS, 8),
+    # its first seven rows and their checksums
+    "rows of another file": lambda b, val: (
+        val[: 7 * ROW] + b[7 * ROW : SUMS] + val[7 * ROW :] + b[SUMS + 56 :]
+    ),
+    "a torn row": lambda b, val: b[: 5 * ROW - 40] + bytes(40) + b[5 * ROW :],
+    "cut": lambda b, val: b[: SUMS + 7],
+    "longer": lambda b, val: b[:99] + b,
+    "gone": lambda b, val: b"",
+    "another head": lambda b, val: flip(b, len(b) - 5),
+    "half a head": lambda b, val: b[:-5],
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_was_damaged_is_refused_or_computed_again_and_never_used(name, world):
-    cfg, (end, damage) = config(world, "unused"), DAMAGES[name]
-    right = states_of(cfg)
-    torch.testing.assert_close(states_of(cfg, load=False), right, rtol=0, atol=0)
-    file, val = (next((world / "data").glob(f"teacher_*{e}")) for e in (end, ".val.states"))
-    file.write_bytes(damage(file.read_bytes(), val.read_bytes()))
+    cfg = config(world, "unused")
+    states = states_of(cfg)
+
+    def assert_all_stored():
+        torch.testing.assert_close(states_of(cfg, load=False), states, rtol=0, atol=0)
+
+    assert_all_stored()
+    data = world / "data"
+    (val,) = data.glob("teacher_*.val.states")
+    (file,) = data.glob("teacher_*.safetensors" if "head" in name else "teacher_*.train.states")
+    file.write_bytes(DAMAGES[name](file.read_bytes(), val.read_bytes()))
     try:
         assert states_of(cfg, load=False) is None
     except UserError as error:
         assert re.search("damaged|cannot be used ", str(error))
-        if end == HEAD:
+        if "head" in name:
             file.unlink()
-        assert states_of(cfg, load=False) is None  # no longer taken for whole
-    torch.testing.assert_close(states_of(cfg), right, rtol=0, atol=0)
-    torch.testing.assert_close(states_of(cfg, load=False), right, rtol=0, atol=0)
+        assert states_of(cfg, load=False) is None  # no longer taken for complete
+    torch.testing.assert_close(states_of(cfg), states, rtol=0, atol=0)
+    assert_all_stored()
 
 
 def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
-    cfg = config(world, "unused", teacher_cache=True, **KEYS)  # 24 rows, and 7 held-out ones
-    forward.most = 5
+    cfg = config(world, "unused", **CACHED)  # 24 rows, and 7 held-out ones
+    forward.limit = 5
     with pytest.raises(AssertionError):
         cache.fill_cache(cfg)
-    forward.most = 99
-    for _ in range(2):
-        cache.fill_cache(cfg)
+    forward.limit = 99
+    cache.fill_cache(cfg)
+    cache.fill_cache(cfg)
     assert forward.rows == [2] * 12 + [2, 2, 2, 1]
+
+    # refused before hours of it, as by train.py
     short = shutil.copytree(world / "teacher", world / "short") / "config.json"
-    short.write_text(re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text()))
-    with pytest.raises(UserError, match="short supports 4 positions; set less"):  # before hours of it, as train.py does
-        cache.fill_cache(config(world, "unused", teacher_cache=True, **KEYS, teacher=short.parent))
+    text = re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text())
+    short.write_text(text)
+    with pytest.raises(UserError, match="short supports 4 positions; set a smaller one"):
+        cache.fill_cache(config(world, "unused", **CACHED, teacher=short.parent))
 
 
 def fill_as(rank: int, port: int, argvs: list[list[str]]) -> None:
-    """Process `rank` of two that fill, one after the other, what each of `argvs` reads."""
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    stop, parallel.stop = parallel.stop, lambda: None  # the port serves one start
+    """Be process `rank` of two that fill, one after the other, what each of `argvs` reads."""
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    stop = parallel.stop
+    parallel.stop = lambda: None  # the port serves one start
     for argv in argvs:
-        cache.fill_cache(configure.load(argv))
+        cache.main(argv)
     stop()
 
 
 @pytest.mark.slow
 def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
-    keys = {"methods": "alra", "max_steps": 25, "schedule_steps": 25, "teacher_cache": True, "micro_batch": 1}
-    worlds, port = [shutil.copytree(world, tmp_path / f"shard={n}") for n in (1, 2)], free_port()
+    keys = {"methods": "alra", "max_steps": 25, "schedule_steps": 25, "micro_batch": 1}
+    keys["teacher_cache"] = True
+    worlds = [shutil.copytree(world, tmp_path / f"shard={n}") for n in (1, 2)]
     argvs = [flags(folder, "unused", shard=n, **keys) for n, folder in enumerate(worlds, 1)]
-    processes = [start(fill_as, rank, port, argvs, out=tmp_path / "said") for rank in range(2)]
+    port = free_port()
+    output = tmp_path / "output"
+    processes = [start(fill_as, rank, port, argvs, out=output) for rank in range(2)]
     cache.fill_cache(config(world, "unused", **keys))
     for process in processes:
         process.join(120)
         process.kill()  # or it would wait on
-        assert process.exitcode == 0, (tmp_path / "said").read_text()
-    alone = [*(world / "data").glob("teacher_*")]
-    for folder in worlds:
-        assert all((folder / "data" / file.name).read_bytes() == file.read_bytes() for file in alone)
-    assert len(alone) == 3 and all(np.memmap(f, np.uint64)[-7:].all() for f in alone if f.suffix == ".states")
+        assert process.exitcode == 0, output.read_text()
+    files = [*(world / "data").glob("teacher_*")]
+    assert len(files) == 3
+    for file in files:
+        for folder in worlds:
+            assert (folder / "data" / file.name).read_bytes() == file.read_bytes()
+        if file.suffix == ".states":
+            assert np.memmap(file, np.uint64)[-7:].all()
 
 
 def test_the_rows_of_a_long_run_are_told_in_blocks(tiny):
-    class Some:  # stands for rows without their file
-        def __init__(self, n):
-            self.n = n
+    def blocks(steps: int) -> np.ndarray:
+        keys = {"shuffle": True, "batch_rows": 100, "micro_batch": 1}
+        cfg = config(tiny, "unused", **keys, max_steps=steps, schedule_steps=steps)
+        first, second = cache.training_blocks(cfg, SimpleNamespace(n=1_300_000))
+        return np.sort(np.concatenate([first, second]))
 
-    for steps, order in ((12_000, np.sort(row_order(0, 1_200_000, 1_300_000, 1234))), (40_000, np.arange(1_300_000))):
-        cfg = config(tiny, "unused", shuffle=True, batch_rows=100, micro_batch=1, max_steps=steps, schedule_steps=steps)
-        blocks = [*train.rows_of_run(cfg, rows := Some(1_300_000), Some(7))[rows]]
-        assert len(blocks) == 2 and np.array_equal(np.sort(np.concatenate(blocks)), order)
+    order = row_order(0, 1_200_000, 1_300_000, 1234)
+    assert np.array_equal(blocks(12_000), np.sort(order))
+    assert np.array_equal(blocks(40_000), np.arange(1_300_000))
 
 
-def test_prepare_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_path, monkeypatch, forward):  # noqa: F811
-    keys = {"source": write_text(tmp_path / "text.jsonl"), "val_share": 0, "val_rows": 5, "n_documents": "none", "train_rows": "none",
-            "data_dir": tmp_path / "data", "student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}  # fmt: skip
+def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_path, forward):  # noqa: F811
+    keys = {"val_share": 0, "val_rows": 5, "n_documents": "none", "train_rows": "none"}
+    keys |= {"source": write_text(tmp_path / "text.jsonl"), "data_dir": tmp_path / "data"}
+    keys |= {"student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
         argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(kind), **keys)
         assert prepare.main(argv) == 0
-        assert sum(forward.rows) == 8 + 5 and len([*(tmp_path / "data").glob("teacher_*")]) == n_files
+        assert cache.main(argv) == 0
+        assert sum(forward.rows) == 8 + 5
+        assert len([*Path(keys["data_dir"]).glob("teacher_*")]) == n_files
         forward.rows.clear()
-        assert train.distil(configure.load(argv)) == 0 and not forward.rows
+        assert train.distil(configure.load(argv)) == 0
+        assert not forward.rows
 
 
 def test_what_the_disk_has_no_room_for_is_refused(world, monkeypatch):
     cfg = config(world, "unused", teacher_cache=True)
+    rows = [preflight.open_data(cfg, name) for name in ("train", "val")]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=31 * ROW))
-    with pytest.raises(
-        UserError, match=r"teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
-    ):
-        train.open_teacher(cfg, train.open_data(cfg, "train"), train.open_data(cfg, "val"))
+    message = "teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
+    with pytest.raises(UserError, match=message):
+        cache.open_teacher(cfg, *rows)

@@ -1,6 +1,7 @@
-"""Broken inputs: each script ends in one line that names file or key and changes nothing, or it goes on rightly.
+"""Broken inputs: a script ends with one line that names the file or key, or it goes on rightly.
 
-A case is a command, what is broken in a copy of one small world, and a pattern of the one line on stderr.
+A case is a command, what is broken before it in a copy of one small world (by the shell, or by a
+function), and a pattern of the line on stderr. Nothing else may change.
 """
 
 import importlib
@@ -9,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -30,7 +32,8 @@ from tests import world
 CONFIG = """
 methods = ("pretrain", "alra")
 hyper = {"alra": {"d_max": 7}}
-student, teacher, source, data_dir, out_dir, device = "student", "teacher", "text", "data", "run", "cpu"
+student, teacher, source = "student", "teacher", "text"
+data_dir, out_dir, device = "data", "run", "cpu"
 n_documents = train_rows = None
 val_rows, seq_len, batch_rows, micro_batch = 5, 16, 4, 2
 max_steps = schedule_steps = 4
@@ -40,301 +43,420 @@ log_every_steps = val_every_steps = 1
 checkpoint_every_steps = 1
 val_max_rows = 4
 """
-TRAIN, NEW, HALF = "train.py cfg.py", "train.py cfg.py --out_dir=new", "train.py cfg.py --out_dir=half"
-PREPARE, GO_ON = "prepare.py cfg.py --data_dir=rows", "prepare.py cfg.py --data_dir=stopped"
+TRAIN = "train.py cfg.py"
+NEW = "train.py cfg.py --out_dir=new"
+HALF = "train.py cfg.py --out_dir=half"
+PREPARE = "prepare.py cfg.py --data_dir=rows"
+GO_ON = "prepare.py cfg.py --data_dir=stopped"
 EVAL = "eval.py run/alra --tasks none --rows data --max_rows 4 --max_length 32 --device cpu"
-SCORE = EVAL.replace("none", "lambada_openai") + " --data_dir items"
+SCORE = "eval.py run/alra --tasks lambada_openai --data_dir items --max_length 32 --device cpu"
 SAMPLE = "tools/sample.py run/alra --prompt a --tokens 2"
 STEP = "half/alra/checkpoints/step_00000003"
-STATE, WEIGHTS, NORM = f"{STEP}/state.json", "teacher/model.safetensors", "model.norm.weight"
-EMBED, MODEL = "model.embed_tokens.weight", "model/model.safetensors"
-INDEX, ITEMS = "teacher/model.safetensors.index.json", "items/lambada_openai/test.jsonl"
+WEIGHTS = "teacher/model.safetensors"
+MODEL = "run/alra/model/model.safetensors"
+NORM = "model.norm.weight"
+ITEMS = "items/lambada_openai/test.jsonl"
 
 
-def put(name: str, content):
-    def do(w: Path) -> None:
-        (w / name).parent.mkdir(parents=True, exist_ok=True)
-        (w / name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    return do
+def shell(command: str) -> None:
+    subprocess.run(command, shell=True, check=True)
 
 
-def edit(name: str, **changes):
-    """Set keys of a JSON file; `a__b` is b inside a, and `...` removes one."""
+def edit(name: str, **keys):
+    """Set keys of a JSON file; `a__b` is b inside a."""
 
-    def do(w: Path) -> None:
-        value = json.loads((w / name).read_text())
-        for key, new in changes.items():
+    def change() -> None:
+        value = json.loads(Path(name).read_text())
+        for key, new in keys.items():
             *path, last = key.split("__")
             inside = value
             for part in path:
                 inside = inside[part]
             inside[last] = new
-            if new is ...:
-                del inside[last]
-        (w / name).write_text(json.dumps(value))
-
-    return do
-
-
-def gone(*names: str):
-    return lambda w: [shutil.rmtree(w / n) if (w / n).is_dir() else (w / n).unlink() for n in names]
-
-
-def cut(name: str, n: int = 100):
-    return lambda w: (w / name).write_bytes((w / name).read_bytes()[:-n])
-
-
-def copy(old: str, new: str):
-    return lambda w: (shutil.copytree if (w / old).is_dir() else shutil.copy)(w / old, w / new)
-
-
-def tensors(name: str, change):
-    def do(w: Path) -> None:
-        content = safetensors.torch.load((w / name).read_bytes())
-        change(content)
-        safetensors.torch.save_file(content, w / name)
-
-    return do
-
-
-def rows(name: str, change, **facts):
-    """Change the ids of a rows file; its manifest describes the new ones, and holds `facts`."""
-
-    def do(w: Path) -> None:
-        file, manifest = w / "data" / f"{name}.bin", f"data/{name}.json"
-        ids = np.fromfile(file, np.uint32).reshape(-1, json.loads((w / manifest).read_text())["row_len"])
-        (ids := change(ids)).tofile(file)
-        edit(manifest, **{"rows": len(ids), "quick_sha256": quick_hash(file), **facts})(w)
-
-    return do
-
-
-def add(name: str, text: str):
-    return lambda w: put(name, (w / name).read_text() + text)(w)
-
-
-def many(*breaks):
-    return lambda w: [do(w) for do in breaks]
-
-
-def filled(value: int, column: int = 0):
-    def change(ids):
-        ids[:, column:] = value
-        return ids
+        Path(name).write_text(json.dumps(value))
 
     return change
 
 
-# fmt: off
-SETTINGS = {
-    "nowhere.py": "nowhere.py: no such config file", "--lr=nan": "lr='?nan'?: expected", "--clip=1e999": "clip=inf: expected",
-    "--lr=x": "lr='?x'?: expected float", "--lr": "--lr: expected --lr=VALUE", "--lr=0": "lr=0.0: expected", "--lrr=1": "no such key 'lrr', did you mean '?lr",
-    f"--seed={10**30}": "seed=10+: expected", "--seed=-1": "seed=-1: expected int 0 or more", "--batch_rows=1000000000000": "batch_rows=1000000000000: expected at most",
-    "--max_steps=0": "max_steps=0: expected int 1 or more", "--methods=": "methods=.*expected at least one", "--methods=alra,alra": "methods: duplicate .*alra",
-    "--methods=alra@../x": "expected METHOD or METHOD@LABEL", "--methods=alr": "no such method 'alr', did you mean 'alra'", "--alr.d_max=7": "alr",
-    "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, d_max", "--alra.tau=0": "alra.tau=0.*: expected", "--alra.tau=x": "alra.tau='x': expected float",
-    "--alra.gamma=1e999": "alra.gamma=inf: expected", "--alra.lr=1e999": "alra.lr=inf: expected", "--alra.pair=prau": "alra.pair='prau': expected 'swpra' or",
-    "--alra.d_max=259": "alra: d_max=259: expected 2 <= d_max < V", "--hyper=3": "hyper", "--methods=pretrain": "settings of .*alra",
-    "--device=gpu": "device=gpu: expected cpu", "--device=cuda": "device=cuda:0: expected cpu, or cuda", "--seq_len=12": "seq_len=12: data has rows for seq_len=16",
-    "--seq_len=0": "seq_len=0: expected", "--max_steps=5000 --schedule_steps=5000": r"max_steps=5000: needs 20,000 rows, data has (\d+); set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True", "--teacher=none": "teacher=None: .*learns from one",
-    "--teacher=none --methods=pretrain --hyper={} --alra.d_max=7": "alra", "--teacher=no/where/at": "no/where/at: no such folder", "--teacher=nowhere": "nowhere: no such folder",
-    "--student=demmo": r"student=demmo: expected a preset \(.* or a folder; did you mean 'demo'\?", "--student=16x1x3": "num_attention_heads=3: expected a divisor of hidden_size=16",
-    """'--student={"hidden_size": 16, "layers": 1}'""": "expected hidden_size, num_hidden_layers", "--student_weights=./no/such": "no/such: no such folder",
-    """'--student={"hidden_size": 16, "num_attention_heads": 2}'""": "num_hidden_layers", "--student_weights=teacher": "student_weights=teacher: not of the shape of student=student",
-    "--data_dir=text": "text: no train.bin with train.json", "--micro_batch=3": "micro_batch=3: expected a divisor", "--group=2 --micro_batch=1": "micro_batch=1: expected a multiple",
-    "--group=3": "group=3: expected a divisor", "--compile=yes": "compile='?yes'?: expected bool", "--lr_schedule=wds": "lr_schedule='wds': expected 'cosine' or", "--shard=2": "shard=2: expected a divisor",
-    "--shard=2 --teacher_device=cpu": "teacher_device=cpu: not supported with shard=2", "--min_lr=1": "min_lr=1.0: expected at most", "--warmup_steps=4": "warmup_steps=4: expected less",
-    "--max_steps=5": "max_steps=5: expected at most schedule_steps=4", "--val_share=0.1": "val_rows=5 with val_share=0.1", "--out_dir=cfg.py": "cfg.py",
+def tensor(name: str, key: str, new):
+    """Replace a tensor by what `new` makes of it; None removes it."""
+
+    def change() -> None:
+        tensors = safetensors.torch.load(Path(name).read_bytes())
+        tensors[key] = new(tensors.get(key))
+        tensors = {key: value for key, value in tensors.items() if value is not None}
+        safetensors.torch.save_file(tensors, name)
+
+    return change
+
+
+def fill_rows(name: str, token: int):
+    """Fill a rows file with one id; the manifest describes the new bytes."""
+
+    def change() -> None:
+        file = Path(f"data/{name}.bin")
+        np.full(file.stat().st_size // 4, token, np.uint32).tofile(file)
+        edit(f"data/{name}.json", quick_sha256=quick_hash(file))()
+
+    return change
+
+
+def apply(cause) -> None:
+    """Break the copy: a command of the shell, a function, or several of them."""
+    if isinstance(cause, str):
+        shell(cause)
+    elif isinstance(cause, tuple):
+        for step in cause:
+            apply(step)
+    else:
+        cause()
+
+
+FLAGS = {
+    "nowhere.py": "nowhere.py: no such config file",
+    "--lr=nan": "lr='?nan'?: expected",
+    "--lr=x": "lr='?x'?: expected float",
+    "--lr": "--lr: expected --lr=VALUE",
+    "--lrr=1": "no such key 'lrr', did you mean '?lr",
+    "--clip=1e999": "clip=inf: expected",
+    f"--seed={10**30}": "seed=10+: expected",
+    "--batch_rows=1000000000000": "batch_rows=1000000000000: expected at most",
+    "--methods=": "methods=.*expected at least one",
+    "--methods=alra@../x": "expected METHOD or METHOD@LABEL",
+    "--methods=alr": "no such method 'alr', did you mean 'alra'",
+    "--methods=pretrain": "settings of .*alra",
+    "--alr.d_max=7": "alr",
+    "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, d_max",
+    "--alra.tau=0": "alra.tau=0.*: expected",
+    "--alra.tau=x": "alra.tau='x': expected float",
+    "--alra.gamma=1e999": "alra.gamma=inf: expected",
+    "--alra.lr=1e999": "alra.lr=inf: expected",
+    "--alra.pair=prau": "alra.pair='prau': expected 'swpra' or",
+    "--alra.d_max=259": "alra: d_max=259: expected 2 <= d_max < V",
+    "--hyper=3": "hyper",
+    "--device=gpu": "device=gpu: expected cpu",
+    "--device=cuda": "device=cuda:0: expected cpu, or cuda",
+    "--seq_len=12": "seq_len=12: data has rows for seq_len=16",
+    "--max_steps=5000 --schedule_steps=5000": (
+        r"max_steps=5000: needs 20,000 rows, data has (\d+); "
+        r"set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True"
+    ),
+    "--teacher=none": "teacher=None: .*learns from one",
+    "--teacher=none --methods=pretrain --hyper={} --alra.d_max=7": "alra",
+    "--teacher=no/where/at": "no/where/at: no such folder",
+    "--teacher=nowhere": "nowhere: no such folder",
+    "--student=demmo": r"student=demmo: expected a preset \(.*; did you mean 'demo'\?",
+    "--student=16x1x3": "num_attention_heads=3: expected a divisor of hidden_size=16",
+    """'--student={"hidden_size": 16, "layers": 1}'""": "expected hidden_size, num_hidden_layers",
+    """'--student={"hidden_size": 16, "num_attention_heads": 2}'""": "num_hidden_layers",
+    "--student_weights=./no/such": "no/such: no such folder",
+    "--student_weights=teacher": "student_weights=teacher: not of the shape of student=student",
+    "--data_dir=text": "text: no train.bin with train.json",
+    "--micro_batch=3": "micro_batch=3: expected a divisor",
+    "--group=2 --micro_batch=1": "micro_batch=1: expected a multiple",
+    "--group=3": "group=3: expected a divisor",
+    "--shard=2": "shard=2: expected a divisor",
+    "--shard=2 --teacher_device=cpu": "teacher_device=cpu: not supported with shard=2",
+    "--min_lr=1": "min_lr=1.0: expected at most",
+    "--warmup_steps=4": "warmup_steps=4: expected less",
+    "--max_steps=5": "max_steps=5: expected at most schedule_steps=4",
+    "--val_share=0.1": "val_rows=5 with val_share=0.1",
+    "--out_dir=cfg.py": "cfg.py",
+    f"--resume_from={STEP} --max_steps=2": "max_steps=2: new is at step 3; set at least that",
+    f"--resume_from={STEP} --student=16x1x2": "a student of another shape",
+    "--resume_from=half/alra": "resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch",
 }
-CASES = [(f"{NEW} {arg}", None, says) for arg, says in SETTINGS.items()]
-CASES += [(f"{NEW} bad.py", put("bad.py", text), f"bad.py: {says}") for text, says in {
-    "import sys; sys.exit(0)": "does not run: SystemExit", "lr = = 1": "does not run: SyntaxError", "raise KeyError(3)": "does not run: KeyError: 3",
-    "x = 1": "no such key 'x'", "import nowhere": "does not run: ModuleNotFoundError", b"lr = '\xff'": "does not run",
-}.items()]
-CASES += [(NEW, *case) for case in (
-    (put("data/train.json", "{"), "data/train.json: cannot be used"),
-    (put("data/train.json", "[1]"), "data/train.json: expected a JSON object, got list; .*prepare it again"),
-    (edit("data/train.json", rows=...), "data/train.json: no ..?rows..? in it; .*prepare it again"),
-    (cut("data/train.bin"), "data/train.bin: [0-9,]+ bytes, expected [0-9,]+"),
-    (edit("data/train.json", quick_sha256="0"), "data/train.bin: not the bytes that train.json describes"),
-    (rows("train", lambda ids: ids[:0]), "data/train.bin: 0 bytes, expected"),
-    (gone("data/val.bin"), "data: no val.bin with val.json"),
-    *((edit("data/val.json", **{key: value}), f"data: {key} differs in train.json and val.json")
-      for key, value in {"tokenizer_sha256": "other", "eos_id": 3, "bos": 3, "vocab_size": 300}.items()),
-    (many(copy("data/train.bin", "data/val.bin"), copy("data/train.json", "data/val.json")), "data: val.bin has the rows of train.bin"),
-    (many(edit("data/train.json", eos_id=3), edit("data/val.json", eos_id=3)), "data: eos_id=3, the tokenizer has 0; prepare it again"),
-    (many(edit("data/train.json", tokenizer_sha256="x"), edit("data/val.json", tokenizer_sha256="x")), "tokenizer teacher: not the one that data was prepared with"),
-    (rows("val", lambda ids: ids[:, :9].copy(), row_len=9), "data has rows for seq_len=8"),
-    (rows("train", filled(259)), "data/train.bin: an id beyond the vocabulary of 259"),
-    (many(gone("data"), put("data", "x")), "data: no train.bin"),
+CONFIGS = {
+    "import sys; sys.exit(0)": "does not run: SystemExit",
+    "lr = = 1": "does not run: SyntaxError",
+    "raise KeyError(3)": "does not run: KeyError: 3",
+    "x = 1": "no such key 'x'",
+    "import nowhere": "does not run: ModuleNotFoundError",
+    r"lr = '\377'": "does not run",
+}
+INPUTS = {  # of a new run
+    "echo { > data/train.json": "data/train.json: cannot be used",
+    "echo [1] > data/train.json": (
+        "data/train.json: expected a JSON object, got list; .*prepare it again"
+    ),
+    "sed -i s/rows/x/ data/train.json": "data/train.json: no ..?rows..? in it; .*prepare it again",
+    "truncate -s -100 data/train.bin": "data/train.bin: [0-9,]+ bytes, expected [0-9,]+",
+    edit("data/train.json", quick_sha256="0"): (
+        "data/train.bin: not the bytes that train.json describes"
+    ),
+    (": > data/train.bin", edit("data/train.json", rows=0)): "data/train.bin: 0 bytes, expected",
+    "rm data/val.bin": "data: no val.bin with val.json",
+    edit("data/val.json", tokenizer_sha256="x"): "data: tokenizer_sha256 differs in train.json",
+    edit("data/val.json", eos_id=3): "data: eos_id differs in train.json and val.json",
+    edit("data/val.json", bos=3): "data: bos differs in train.json and val.json",
+    edit("data/val.json", vocab_size=300): "data: vocab_size differs in train.json and val.json",
+    "cd data; cp train.bin val.bin; cp train.json val.json": "data: val.bin has the rows of train",
+    """sed -i 's/"eos_id": 0/"eos_id": 3/' data/*.json""": (
+        "data: eos_id=3, the tokenizer has 0; prepare it again"
+    ),
+    """sed -i 's/\\(tokenizer_sha256": "\\)./\\1x/' data/*.json""": (
+        "tokenizer teacher: not the one that data was prepared with"
+    ),
+    fill_rows("train", 259): "data/train.bin: an id beyond the vocabulary of 259",
+    "rm -r data; touch data": "data: no train.bin",
     # models
-    *((put(f"{name}/config.json", content), f"{name}.*: .*{says}") for name in ("teacher", "student")
-      for content, says in {"{": "cannot be used", "[]": "expected a JSON object", "{}": "model_type"}.items()),
-    *((edit("student/config.json", **{key: value}), f"{key}=") for key, value in
-      {"hidden_size": "x", "num_key_value_heads": 3, "head_dim": 3, "rope_theta": "x"}.items()),
-    (edit("student/config.json", max_position_embeddings=8), "the student supports 8 positions"),
-    (edit("teacher/config.json", max_position_embeddings=8), "teacher=teacher supports 8 positions"),
-    (edit("student/config.json", vocab_size=100), "student=student: vocabulary of 100, but the tokenizer has 257 tokens"),
-    (edit("teacher/config.json", vocab_size=100), "teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens"),
-    (gone("teacher/config.json"), "teacher.*config.json"), (gone(WEIGHTS), "teacher: no model.safetensors"),
-    (cut(WEIGHTS), f"{WEIGHTS}: cannot be used"), (put(WEIGHTS, b"\xff" * 99), f"{WEIGHTS}: cannot be used"),
-    (many(gone(WEIGHTS), put("teacher/pytorch_model.bin", "x")), "pytorch_model.bin.* is a pickle"),
-    (tensors(WEIGHTS, lambda t: t[NORM].fill_(float("nan"))), f"{WEIGHTS}: {NORM} .*finite"),
-    (tensors(WEIGHTS, lambda t: t.pop(NORM)), f"teacher: missing tensor {NORM}"),
-    (tensors(WEIGHTS, lambda t: t.update(more=t[NORM].clone())), f"{WEIGHTS}: .*more"),
-    (tensors(WEIGHTS, lambda t: t.update({NORM: t[NORM][:-1].clone()})), f"{WEIGHTS}: {NORM} is \\(11,\\)"),
-    (tensors(WEIGHTS, lambda t: t.update({NORM: t[NORM].int()})), f"{WEIGHTS}: {NORM} is I32; expected weights that are not quantized"),
-    (tensors(WEIGHTS, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})), f"{WEIGHTS}: {NORM} is F8_E4M3"),
-    *((edit("teacher/config.json", **keys), f"teacher/config.json: {says}") for keys, says in (
-        ({"head_dim": 0}, "head_dim=0: expected int 1 or more"), ({"head_dim": 2.0}, "head_dim=2.0: "), ({"hidden_size": "x"}, "hidden_size='x'"), ({"rope_scaling": "x"}, ""),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "rope_scaling.low_freq_factor=None: expected"), ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000, but"))),
-    (edit("teacher/config.json", quantization_config={"bits": 4}), "teacher: config.json has a quantization_config"),
-    (many(gone(WEIGHTS), put(INDEX, '{"weight_map": {"a": "x"}}')), "teacher/x"), (many(gone(WEIGHTS), put(INDEX, "{}")), "teacher.*weight_map"),
-    (gone("teacher/tokenizer.json"), "teacher: no tokenizer.json"), (put("teacher/tokenizer.json", "{}"), "teacher/tokenizer.json"),
-    (edit("teacher/tokenizer_config.json", eos_token=...), "teacher: the tokenizer has no eos_token"),
-)]
-CASES += [(HALF, *case) for case in (  # a run's folder
-    (put("half/run.json", "{"), "half/run.json: cannot be used .*move it aside"),
-    (gone("half/alra/checkpoints"), "half: its students have no checkpoint in common"), (gone("half/alra"), "half: its students have no checkpoint in common"),
-    (put("half/alra/log.jsonl", "x\n"), "half/alra/log.jsonl, line 1: cannot be used"), (put("half/alra/log.jsonl", "{}\n"), "half/alra/log.jsonl, line 1: no ..?step..?"),
-    (many(gone("half/run.json"), put("half/run.json/mine", "x")), "half/run.json: cannot be written"),
-    (put("half/alra/stopped.json", "{"), "half/alra/stopped.json: cannot be used"),
-    *((edit(STATE, **{f"made_by__{key}": "x"}), f"{STEP}: contains a different run .alra: {key} was .x.") for key in ("methods", "data_sha256", "teacher_sha256", "objective")[:3]),
-    (many(gone("half/alra/checkpoints"), copy("half/pretrain/checkpoints", "half/alra/checkpoints")), "a different run .alra: methods was .pretrain., now .alra."),
-)]
-permuted = many(copy("teacher", "other"), edit("other/tokenizer.json", model__vocab__a=66, model__vocab__b=65))
-CASES += [
-    (f"{NEW} --student=other --student_weights=other", permuted, "student_weights=other: its tokenizer has other ids"),
-    (f"{NEW} --teacher=other --tokenizer=teacher", permuted, "teacher=other: its tokenizer gives 'a' id 66, that of the rows 65"), (f"{EVAL} --teacher other", permuted, "teacher=other: its tokenizer gives 'a'"),
-    (f"{EVAL} --teacher other", many(copy("teacher", "other"), edit("other/config.json", max_position_embeddings=8)), "seq_len=16: teacher=other supports 8 positions"),
-    (f"{HALF} --max_steps=2", None, "max_steps=2: half is at step 3"),
-    (f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9", None, r"run/pretrain/checkpoints/step_00000004: contains a different run \(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose"),
-    # scores, figures, samples
-    (EVAL, gone("run/alra/model", "run/alra/checkpoints"), "run/alra: no model/ in it"), (EVAL, cut("run/alra/model/model.safetensors"), "run/alra/model/model.safetensors: "),
-    (EVAL, tensors("run/alra/model/model.safetensors", lambda t: t[NORM].fill_(float("nan"))), f"{NORM} .*finite"),
-    (EVAL, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"),
-    (EVAL, gone("data/val.bin"), "data: no val.bin"), (EVAL, rows("val", filled(1000)), "data/val.bin: .*id"), (f"{EVAL} --out cfg.py", None, "cfg.py"),
-    (f"{EVAL} --max_rows 0", None, "--max_rows 0: expected at least 1"), (EVAL.replace("none", "lambada"), None, "--tasks: no .'lambada'. in the heldout set, which has .*lambada_openai"),
-    *((SCORE, put(ITEMS, content), f"{ITEMS}|lambada_openai") for content in ("", "{", "[1]", "{}", '{"text": 3}')),
-    ("eval.py --table nowhere", None, "nowhere"), ("tools/plot.py nowhere", None, "nowhere"),
-    (SAMPLE, put("run/alra/run.json", "{"), "run/alra/run.json: cannot be used"), (SAMPLE, cut("run/alra/model/model.safetensors"), "run/alra/model.*: cannot be used"),
-    ("tools/sample.py nowhere", None, "nowhere: no such folder"), *((f"{SAMPLE} {arg}", None, arg[:5]) for arg in ("--temperature=nan", "--temperature=1e-45", "--prompt=\udcff")),
-    (SAMPLE, many(edit("run/alra/model/config.json", vocab_size=99), tensors("run/alra/model/model.safetensors", lambda t: t.update({EMBED: t[EMBED][:99].clone()}))), "vocabulary of 99, but its tokenizer has 257"),
-    # sources
-    *((f"{PREPARE} --source={source}", None, says) for source, says in {"nowhere": "nowhere", "nowhere/x.jsonl": "source=nowhere/x.jsonl: no such file", "cfg.py": "cfg.py"}.items()),
-    *((f"{PREPARE} --source={name}", put(name, content), name) for name, content in
-      {"a.jsonl": "{", "b.jsonl": b"\xff", "c.jsonl": "{}", "d.jsonl": '{"text": 3}', "e.jsonl": "", "f.jsonl.zst": "x" * 99, "g.parquet": "x" * 99, "h.txt": b"\xff"}.items()),
-    (f"{PREPARE} --teacher=none", None, "tokenizer=None, teacher=None"), (f"{PREPARE} --val_rows=1000", None, "leave no row for train"), ("prepare.py cfg.py --seq_len=8", None, "data: holds data of another recipe"),
-    (f"{GO_ON} --seq_len=8", None, "stopped: holds data of another recipe"), (GO_ON, put("stopped/prepare.state", "{"), "stopped/prepare.state: cannot be used"),
-    (GO_ON, put("stopped/prepare.state", "{}"), "stopped/prepare.state: no ..?recipe..?"), (GO_ON, cut("stopped/train.bin.tmp", 10**6), "stopped/train.bin.tmp: "),
-    ("prepare.py --verify data", cut("data/train.bin", 4), "data/train.bin: [0-9,]+ bytes, expected .*prepare it again"), ("prepare.py --verify data", edit("data/train.json", sha256="x"), "train.bin: sha256 is"),
-    ("prepare.py --verify nowhere", None, "nowhere: no train.bin with train.json"), ("prepare.py --verify stopped", None, "stopped: not finished"), ("prepare.py --show 9999 data", None, "--show 9999: expected a row from 0"), ("prepare.py --show x data", None, "--show x data: expected"),
+    "echo { > teacher/config.json": "teacher.*: cannot be used",
+    "echo [] > teacher/config.json": "teacher.*: expected a JSON object",
+    "echo {} > teacher/config.json": "teacher.*: .*model_type",
+    "echo { > student/config.json": "student.*: cannot be used",
+    edit("student/config.json", num_key_value_heads=3): "num_key_value_heads=",
+    edit("student/config.json", head_dim=3): "head_dim=",
+    edit("student/config.json", max_position_embeddings=8): "the student supports 8 positions",
+    edit("teacher/config.json", max_position_embeddings=8): "teacher=teacher supports 8 positions",
+    edit("student/config.json", vocab_size=100): (
+        "student=student: vocabulary of 100, but the tokenizer has 257 tokens"
+    ),
+    edit("teacher/config.json", vocab_size=100): (
+        "teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens"
+    ),
+    "rm teacher/config.json": "teacher.*config.json",
+    f"rm {WEIGHTS}": "teacher: no model.safetensors",
+    f"truncate -s -100 {WEIGHTS}": f"{WEIGHTS}: cannot be used",
+    f"printf '%99s' > {WEIGHTS}": f"{WEIGHTS}: cannot be used",
+    f"rm {WEIGHTS}; touch teacher/pytorch_model.bin": "pytorch_model.bin.* is a pickle",
+    tensor(WEIGHTS, NORM, lambda x: x * float("nan")): f"{WEIGHTS}: {NORM} .*finite",
+    tensor(WEIGHTS, NORM, lambda x: None): f"teacher: missing tensor {NORM}",
+    tensor(WEIGHTS, "more", lambda x: torch.ones(1)): f"{WEIGHTS}: .*more",
+    tensor(WEIGHTS, NORM, lambda x: x[:-1]): f"{WEIGHTS}: {NORM} is \\(11,\\)",
+    tensor(WEIGHTS, NORM, torch.Tensor.int): (
+        f"{WEIGHTS}: {NORM} is I32; expected weights that are not quantized"
+    ),
+    tensor(WEIGHTS, NORM, lambda x: x.to(torch.float8_e4m3fn)): f"{WEIGHTS}: {NORM} is F8_E4M3",
+    edit("teacher/config.json", head_dim=0): "config.json: head_dim=0: expected int 1 or more",
+    edit("teacher/config.json", head_dim=2.0): "teacher/config.json: head_dim=2.0: ",
+    edit("teacher/config.json", hidden_size="x"): "teacher/config.json: hidden_size='x'",
+    edit("teacher/config.json", rope_scaling="x"): "teacher/config.json: ",
+    edit("teacher/config.json", rope_scaling={"rope_type": "llama3", "factor": 2}): (
+        "teacher/config.json: rope_scaling.low_freq_factor=None: expected"
+    ),
+    edit("teacher/config.json", num_hidden_layers=10**6): "num_hidden_layers=1000000, but",
+    edit("teacher/config.json", quantization_config={"bits": 4}): (
+        "teacher: config.json has a quantization_config"
+    ),
+    f"""rm {WEIGHTS}; echo '{{"weight_map": {{"a": "x"}}}}' > {WEIGHTS}.index.json""": "teacher/x",
+    f"rm {WEIGHTS}; echo {{}} > {WEIGHTS}.index.json": "teacher.*weight_map",
+    "rm teacher/tokenizer.json": "teacher: no tokenizer.json",
+    "echo {} > teacher/tokenizer.json": "teacher/tokenizer.json",
+    "sed -i s/eos_token/x/ teacher/tokenizer_config.json": "teacher: the tokenizer has no eos_tok",
+}
+FOLDERS = {  # of a run that was stopped
+    "echo { > half/run.json": "half/run.json: cannot be used .*move it aside",
+    "rm -r half/alra/checkpoints": "half: its students have no checkpoint in common",
+    "rm -r half/alra": "half: its students have no checkpoint in common",
+    "echo x > half/alra/log.jsonl": "half/alra/log.jsonl, line 1: cannot be used",
+    "echo {} > half/alra/log.jsonl": "half/alra/log.jsonl, line 1: no ..?step..?",
+    "rm half/run.json; mkdir half/run.json; touch half/run.json/mine": (
+        "half/run.json: cannot be written"
+    ),
+    "echo { > half/alra/stopped.json": "half/alra/stopped.json: cannot be used",
+    edit(f"{STEP}/state.json", made_by__data_sha256="x"): (
+        f"{STEP}: contains a different run .alra: data_sha256 was .x."
+    ),
+    edit(f"{STEP}/state.json", made_by__teacher_sha256="x"): ".alra: teacher_sha256 was .x.",
+    "cd half; rm -r alra/checkpoints; cp -r pretrain/checkpoints alra": (
+        "a different run .alra: methods was .pretrain., now .alra."
+    ),
+}
+SOURCES = {  # a file, and the command that writes it
+    "a.jsonl": "echo {",
+    "b.jsonl": r"printf '\377'",
+    "c.jsonl": "echo {}",
+    "d.jsonl": """echo '{"text": 3}'""",
+    "e.jsonl": ":",
+    "f.jsonl.zst": "printf %99s",
+    "g.parquet": "printf %99s",
+    "h.txt": r"printf '\377'",
+}
+PERMUTED = (
+    "cp -r teacher other",
+    edit("other/tokenizer.json", model__vocab__a=66, model__vocab__b=65),
+)
+SHORT = ("cp -r teacher other", edit("other/config.json", max_position_embeddings=8))
+SMALLER = (
+    edit("run/alra/model/config.json", vocab_size=99),
+    tensor(MODEL, "model.embed_tokens.weight", lambda x: x[:99].clone()),
+)
+COMMANDS = {
+    f"{HALF} --max_steps=2": "max_steps=2: half is at step 3",
+    f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9": (
+        r"run/pretrain/checkpoints/step_00000004: contains a different run "
+        r"\(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose"
+    ),
+    f"{EVAL} --out cfg.py": "cfg.py",
+    f"{EVAL} --max_rows 0": "--max_rows 0: expected at least 1",
+    f"{EVAL} --tasks lambada": "--tasks: no .'lambada'. in the heldout set, which has .*lambada_op",
+    "eval.py --table nowhere": "nowhere",
+    "tools/plot.py nowhere": "nowhere",
+    "tools/sample.py nowhere": "nowhere: no such folder",
+    f"{SAMPLE} --temperature=nan": "--temperature",
+    f"{SAMPLE} --temperature=1e-45": "--temperature",
+    f"{SAMPLE} --prompt=\udcff": "--prompt",
+    f"{PREPARE} --source=nowhere": "nowhere",
+    f"{PREPARE} --source=nowhere/x.jsonl": "source=nowhere/x.jsonl: no such file",
+    f"{PREPARE} --source=cfg.py": "cfg.py",
+    f"{PREPARE} --teacher=none": "tokenizer=None, teacher=None",
+    f"{PREPARE} --val_rows=1000": "leave no row for train",
+    "prepare.py cfg.py --seq_len=8": "data: holds data of another recipe",
+    f"{GO_ON} --seq_len=8": "stopped: holds data of another recipe",
+    "prepare.py --verify nowhere": "nowhere: no train.bin with train.json",
+    "prepare.py --verify stopped": "stopped: not finished",
+    "prepare.py --show 9999 data": "--show 9999: expected a row from 0",
+    "prepare.py --show x data": "--show x data: expected",
+}
+CASES = [
+    (f"{NEW} --student=other --student_weights=other", PERMUTED, "its tokenizer has other ids"),
+    (
+        f"{NEW} --teacher=other --tokenizer=teacher",
+        PERMUTED,
+        "teacher=other: its tokenizer gives 'a' id 66, that of the rows 65",
+    ),
+    (f"{EVAL} --teacher other", PERMUTED, "teacher=other: its tokenizer gives 'a'"),
+    (f"{EVAL} --teacher other", SHORT, "seq_len=16: teacher=other supports 8 positions"),
+    (EVAL, "cd run/alra; rm -r model checkpoints", "run/alra: no model/ in it"),
+    (EVAL, f"truncate -s -100 {MODEL}", f"{MODEL}: "),
+    (EVAL, tensor(MODEL, NORM, lambda x: x * float("nan")), f"{NORM} .*finite"),
+    (EVAL, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
+    (EVAL, "rm data/val.bin", "data: no val.bin"),
+    (EVAL, fill_rows("val", 1000), "data/val.bin: .*id"),
+    (SCORE, f": > {ITEMS}", "lambada_openai"),
+    (SCORE, f"echo {{ > {ITEMS}", "lambada_openai"),
+    (SCORE, f"echo [1] > {ITEMS}", "lambada_openai"),
+    (SCORE, f"""echo '{{"text": 3}}' > {ITEMS}""", "lambada_openai"),
+    (SAMPLE, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
+    (SAMPLE, f"truncate -s -100 {MODEL}", "run/alra/model.*: cannot be used"),
+    (SAMPLE, SMALLER, "vocabulary of 99, but its tokenizer has 257"),
+    (GO_ON, "echo { > stopped/prepare.state", "stopped/prepare.state: cannot be used"),
+    (GO_ON, "echo {} > stopped/prepare.state", "stopped/prepare.state: no ..?recipe..?"),
+    (GO_ON, ": > stopped/train.bin.tmp", "stopped/train.bin.tmp: "),
+    (
+        "prepare.py --verify data",
+        "truncate -s -4 data/train.bin",
+        "data/train.bin: [0-9,]+ bytes, expected .*prepare it again",
+    ),
+    ("prepare.py --verify data", edit("data/train.json", sha256="x"), "train.bin: sha256 is"),
+    *((command, (), message) for command, message in COMMANDS.items()),
+    *((f"{NEW} {flag}", (), message) for flag, message in FLAGS.items()),
+    *((f"{NEW} bad.py", f'printf "{text}" > bad.py', CONFIGS[text]) for text in CONFIGS),
+    *((NEW, cause, message) for cause, message in INPUTS.items()),
+    *((HALF, cause, message) for cause, message in FOLDERS.items()),
+    *((f"{PREPARE} --source={name}", f"{SOURCES[name]} > {name}", name) for name in SOURCES),
 ]
-GO_ON_RIGHTLY = [  # what has to be so afterwards: half has become what run is
-    (HALF, None), (HALF, many(put("half/alra/checkpoints/step_00000006.bak/state.json", "{}"), put("half/alra/checkpoints/step_00000009", ""), gone("half/run.json"))),
-    (HALF, many(*(put(f"half/{name}", "mine") for name in ("run.json.new", "alra/model.tmp/x", "alra/model.old/x", "alra/checkpoints/step_00000004.tmp/x", "alra/notes.jsonl")))),
-    (HALF, many(put("half/.alra-lock", "process 7 on elsewhere, since today"), cut("half/alra/log.jsonl", 1))),
-    (HALF, add("half/alra/log.jsonl", '{"step": 4, "lo')), (HALF, gone(STEP)), (f"{HALF} --val_every_steps=2 --keep_checkpoints=1", None),
+FOREIGN = "run.json.new alra/model.tmp/x alra/model.old/x alra/checkpoints/step_00000004.tmp/x"
+GO_ON_RIGHTLY = [  # afterwards `half` has become what `run` is
+    "cd half; rm run.json; cd alra/checkpoints; mkdir step_00000006.bak; touch step_00000009",
+    f"cd half; for f in {FOREIGN}; do mkdir -p $(dirname $f); printf mine > $f; done",
+    "cd half; echo process 7 > .alra-lock; truncate -s -1 alra/log.jsonl",
+    """printf '{"step": 4, "lo' >> half/alra/log.jsonl""",
     # a broken newest checkpoint is passed over for the one before
-    *((HALF, do) for do in (gone(STATE), put(STATE, "{"), edit(STATE, sums=...), copy(STEP.replace("3", "2") + f"/{MODEL}", f"{STEP}/{MODEL}"))),
-    *((HALF, do(f"{STEP}/{file}")) for do in (gone, cut) for file in (MODEL, "optimizer.safetensors")),
-    *((HALF, tensors(f"{STEP}/{file}", lambda t, k=key: t[k].add_(1))) for file, key in ((MODEL, NORM), ("optimizer.safetensors", f"{NORM}/exp_avg"))),
+    f"rm -r {STEP}",
+    f"rm {STEP}/state.json",
+    f"echo {{ > {STEP}/state.json",
+    f"sed -i s/sums/x/ {STEP}/state.json",
+    f"cp {STEP.replace('3', '2')}/model/model.safetensors {STEP}/model",
+    f"rm {STEP}/model/model.safetensors",
+    f"rm {STEP}/optimizer.safetensors",
+    f"truncate -s -100 {STEP}/model/model.safetensors",
+    f"truncate -s -100 {STEP}/optimizer.safetensors",
+    tensor(f"{STEP}/model/model.safetensors", NORM, lambda x: x + 1),
+    tensor(f"{STEP}/optimizer.safetensors", f"{NORM}/exp_avg", lambda x: x + 1),
 ]
-# fmt: on
 BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may leave behind
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """Text, teacher, rows, a run that ended, one that was stopped half-way, and items; a copy for tests; its content."""
-    w = tmp_path_factory.mktemp("faults") / "kept"
-    tokenizer = world.make_tokenizer()
-    shape = Qwen2Config(8, 13, 1, 2, 1, vocab_size=259, rope_theta=1e4, max_position_embeddings=64)
-    init_student(shape).save_pretrained(w / "student")
-    teacher = Qwen2Config(12, 13, 1, 2, 1, vocab_size=259, rope_theta=1e4, max_position_embeddings=64)
-    world.make_model(teacher).save_pretrained(w / "teacher", tokenizer)
-    world.write_text(w / "text/a.jsonl", 30)
-    world.write_text(w / "text/b.jsonl", 10, seed=2)
-    put("cfg.py", CONFIG)(w)
-    put(ITEMS, "".join(json.dumps({"text": f"the cat saw {n} old boats"}) + "\n" for n in range(4)))(w)
+    """Text, models, rows, a finished run, a stopped one, and items: a copy, and the contents."""
+    kept = tmp_path_factory.mktemp("faults") / "kept"
+    shape = {"vocab_size": 259, "rope_theta": 1e4, "max_position_embeddings": 64}
+    init_student(Qwen2Config(8, 13, 1, 2, 1, **shape)).save_pretrained(kept / "student")
+    teacher = world.make_model(Qwen2Config(12, 13, 1, 2, 1, **shape))
+    teacher.save_pretrained(kept / "teacher", world.make_tokenizer())
+    world.write_text(kept / "text/a.jsonl", 30)
+    world.write_text(kept / "text/b.jsonl", 10, seed=2)
+    (kept / "cfg.py").write_text(CONFIG)
+    (kept / ITEMS).parent.mkdir(parents=True)
+    (kept / ITEMS).write_text('{"text": "the cat saw old boats"}\n' * 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(w)
+        patch.chdir(kept)
         prepare.prepare(configure.load(["cfg.py"]))
         for flags in ([], ["--out_dir=half", "--max_steps=3"]):
             assert train.distil(configure.load(["cfg.py", *flags])) == 0
-        patch.setattr(prepare, "finish", stop)  # before the last commit
+        # before the last commit
+        patch.setattr(prepare, "finish", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare(configure.load(["cfg.py", "--data_dir=stopped"]))
-    return shutil.copytree(w, w.parent / "w"), contents(w)
-
-
-def stop(*args, **kwargs):
-    raise KeyboardInterrupt
+    return shutil.copytree(kept, kept.with_name("copy")), contents(kept)
 
 
 @pytest.fixture
 def folder(pristine, monkeypatch):
-    """The copy, which may be broken, as the working directory; afterwards what has changed in it is copied anew."""
-    w, kept = pristine
-    monkeypatch.chdir(w)
-    yield w
-    now = contents(w)
-    for name in {path.split("/")[0] for path in kept | now if kept.get(path, 0) != now.get(path, 0)}:
-        if name in now:
-            gone(name)(w)
-        if name in kept:
-            copy(f"../kept/{name}", name)(w)
-
-
-def run(command: str, monkeypatch) -> int:
-    """A script in this process -> its exit code."""
-    script, *argv = shlex.split(command)
-    try:
-        return configure.guard(lambda: importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(argv))
-    except SystemExit as end:
-        return end.code
+    """The copy as the working directory; afterwards what has changed in it is copied anew."""
+    copy, kept = pristine
+    monkeypatch.chdir(copy)
+    yield copy
+    for name in {path.split("/")[0] for path in changes(kept, contents(copy))}:
+        shell(f"rm -rf {name}; test ! -e ../kept/{name} || cp -r ../kept/{name} .")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+    paths = sorted(folder.rglob("*"))
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
 
 
-@pytest.mark.parametrize(("command", "breaks", "says"), CASES, ids=[f"{c[0].split(' ')[0]}: {c[2]}" for c in CASES])
-def test_a_broken_input_is_one_line_and_nothing_is_lost(command, breaks, says, folder, monkeypatch, capfd):
-    if breaks:
-        breaks(folder)
+def changes(before: dict, after: dict) -> list[str]:
+    return [name for name in before | after if before.get(name, 0) != after.get(name, 0)]
+
+
+def run(command: str) -> int:
+    """Run a script in this process. Returns its exit code."""
+    script, *argv = shlex.split(command)
+    name = script.removesuffix(".py").replace("/", ".")
+    return configure.guard(lambda: importlib.import_module(name).main(argv))
+
+
+@pytest.mark.parametrize(
+    ("command", "cause", "message"), CASES, ids=[f"{c[0].split()[0]}: {c[2]}" for c in CASES]
+)
+def test_a_broken_input_is_one_line_and_nothing_is_lost(command, cause, message, folder, capfd):
+    apply(cause)
     before = contents(folder)
-    code = run(command, monkeypatch)
-    err = [line for line in re.split(r"[\r\n]+", capfd.readouterr().err) if re.match(r"\w*(Error|Traceback)", line)]
-    assert code == 1 and len(err) == 1 and re.search(says, err[0]), err
-    after = contents(folder)
-    allowed = BEGUN.get(command.split()[0], "-")
-    changed = [name for name in before | after if before.get(name, 0) != after.get(name, 0)]
+    code = run(command)
+    lines = re.split(r"[\r\n]+", capfd.readouterr().err)
+    errors = [line for line in lines if re.match(r"\w*(Error|Traceback)", line)]
+    assert code == 1 and len(errors) == 1 and re.search(message, errors[0]), errors
+    allowed = BEGUN.get(command.split()[0])
+    changed = changes(before, contents(folder))
     assert not [name for name in changed if name.split("/")[0] != allowed], changed
 
 
 def same_end(a: Path, b: Path) -> bool:
-    """Whether two runs have ended with the same bits of their models and the same steps in their logs."""
-    names = [f"{m}/model/model.safetensors" for m in ("pretrain", "alra")]
-    steps = [[line["step"] for line in world.read_jsonl(out / "alra/log.jsonl")] for out in (a, b)]
-    return all((a / name).read_bytes() == (b / name).read_bytes() for name in names) and steps[0] == steps[1]
+    """Whether two runs have ended with the same models, and the same steps in their logs."""
+    for name in ("pretrain/model/model.safetensors", "alra/model/model.safetensors"):
+        if (a / name).read_bytes() != (b / name).read_bytes():
+            return False
+    steps = [[line["step"] for line in world.records(out, "alra")] for out in (a, b)]
+    return steps[0] == steps[1]
 
 
-@pytest.mark.parametrize(("command", "breaks"), GO_ON_RIGHTLY)
-def test_what_is_broken_without_loss_goes_on_rightly(command, breaks, folder, monkeypatch):
-    if breaks:
-        breaks(folder)
-    mine = {name for name, content in contents(folder).items() if content == b"mine"}
-    assert run(command, monkeypatch) == 0 and same_end(folder / "half", folder / "run")
-    assert all((folder / name).read_bytes() == b"mine" for name in mine)  # the files of the user are his
+@pytest.mark.parametrize("cause", GO_ON_RIGHTLY)
+def test_what_is_broken_without_loss_goes_on_rightly(cause, folder):
+    apply(cause)
+    users = {name for name, content in contents(folder).items() if content == b"mine"}
+    assert run(HALF) == 0 and same_end(folder / "half", folder / "run")
+    assert all((folder / name).read_bytes() == b"mine" for name in users)
     assert not [*folder.rglob("*.alra-*")]
 
 
 @pytest.mark.parametrize(
     ("text", "n"), [('{"a": 1}\n{"a": {"b": 2}}', 2), ('{"a": 1}\n{"a": {"b": 2}', 1), ('{"a"', 0)]
 )
-def test_a_last_line_without_its_end_is_read_if_complete_and_the_next_has_a_line_of_its_own(text, n, tmp_path):
+def test_a_last_line_without_its_end_is_read_if_complete(text, n, tmp_path):
+    """The next record has a line of its own."""
     file = tmp_path / "a.jsonl"
     file.write_text(text)
     records = [{"a": 1}, {"a": {"b": 2}}][:n]
@@ -343,58 +465,78 @@ def test_a_last_line_without_its_end_is_read_if_complete_and_the_next_has_a_line
     assert world.read_jsonl(file) == files.read_lines(file) == [*records, {"c": 3}]
 
 
-def test_finished_runs_and_rows_are_left_alone_or_mended(folder, monkeypatch, capsys):
+def test_finished_runs_and_rows_are_left_alone_or_mended(folder):
     before = contents(folder / "data")
-    assert run("prepare.py cfg.py", monkeypatch) == 0 and contents(folder / "data") == before
-    assert run(GO_ON, monkeypatch) == 0 and run("prepare.py --verify stopped", monkeypatch) == 0
-    assert all((folder / f"stopped/{n}.bin").read_bytes() == before[f"{n}.bin"] for n in ("train", "val"))
-    gone("run/alra/model", "run/alra/run.json")(folder)
-    assert run(TRAIN, monkeypatch) == 0 and run(EVAL, monkeypatch) == 0 and run(SAMPLE, monkeypatch) == 0
+    assert run("prepare.py cfg.py") == 0 and contents(folder / "data") == before
+    assert run(GO_ON) == 0 and run("prepare.py --verify stopped") == 0
+    for name in ("train.bin", "val.bin"):
+        assert (folder / "stopped" / name).read_bytes() == before[name]
+    assert run(f"{HALF} --val_every_steps=2 --keep_checkpoints=1") == 0
+    assert same_end(folder / "half", folder / "run")
+    shell("cd run/alra; rm -r model run.json")
+    for command in (TRAIN, EVAL, SAMPLE):
+        assert run(command) == 0
 
 
-def test_a_run_that_goes_on_is_scored_and_sampled_by_its_newest_checkpoint(folder, monkeypatch, capsys):
-    """Or by the one that is named; nothing is written into its folder, where checkpoints are removed."""
-    gone(*(f"half/{method}/{name}" for method in ("pretrain", "alra") for name in ("model", "run.json")))(folder)
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("half", [3, 3]), ("half/alra", [3]), ("half/alra/checkpoints/step_00000002", [2])],
+)
+def test_an_unfinished_run_is_scored_and_sampled_by_a_checkpoint(name, steps, folder, capsys):
+    """By its newest one, or by the one that is named; nothing is written into its folder."""
+    shell("rm -r half/*/model half/*/run.json")
     before = contents(folder / "half")
-    for name, steps in (("half", [3, 3]), ("half/alra", [3]), ("half/alra/checkpoints/step_00000002", [2])):
-        assert run(EVAL.replace("run/alra", name), monkeypatch) == 0
-        told = re.findall(
-            r"scoring (\S+)/checkpoints/step_0000000(\d), of a training that goes on", capsys.readouterr().err
-        )
-        assert [int(step) for _, step in told] == steps
-        for out, step in told:
-            file = folder / "out/eval" / f"{out.replace('/', '_')}_step_0000000{step}" / "figures.json"
-            assert json.loads(file.read_text())["run"]["step"] == int(step)
-        if name != "half":
-            assert run(SAMPLE.replace("run/alra", name), monkeypatch) == 0
+    assert run(EVAL.replace("run/alra", name)) == 0
+    pattern = r"scoring (\S+)/checkpoints/step_0000000(\d), of a training that goes on"
+    scored = re.findall(pattern, capsys.readouterr().err)
+    assert [int(step) for _, step in scored] == steps
+    for out, step in scored:
+        file = f"out/eval/{out.replace('/', '_')}_step_0000000{step}/figures.json"
+        assert json.loads((folder / file).read_text())["run"]["step"] == int(step)
+    assert name == "half" or run(SAMPLE.replace("run/alra", name)) == 0
     assert contents(folder / "half") == before
 
 
-@pytest.mark.parametrize(("command", "place"), [(HALF, "half"), (EVAL, "run/alra"), (GO_ON, "stopped")])
-def test_a_folder_at_which_another_process_is_at_work_is_refused(command, place, folder, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("command", "place"), [(HALF, "half"), (EVAL, "run/alra"), (GO_ON, "stopped")]
+)
+def test_a_folder_at_which_another_process_is_at_work_is_refused(command, place, folder, capsys):
     before = contents(folder)
     with files.locked(folder / place, RuntimeError()):
-        assert run(command, monkeypatch) == 1
-    assert f"another {command.split()[0]} is" in capsys.readouterr().err and contents(folder) == before
+        assert run(command) == 1
+    assert f"another {command.split()[0]} is" in capsys.readouterr().err
+    assert contents(folder) == before
 
 
-def test_an_empty_library_in_the_compile_cache_is_removed_unless_it_is_being_written(tmp_path, monkeypatch, capsys):
+def test_an_empty_library_in_the_compile_cache_is_removed(tmp_path, monkeypatch, capsys):
+    """Unless it is new: it may be being written."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for name, content in (("aa/empty.so", ""), ("aa/whole.so", "x"), ("ab/new.so", ""), ("ab/a.py", "")):
-        put(name, content)(tmp_path)
-        os.utime(tmp_path / name, (0, 0) if name != "ab/new.so" else None)
+    monkeypatch.chdir(tmp_path)
+    shell("mkdir aa; cd aa; : > empty.so; : > a.py; echo x > full.so; touch -d @0 *; : > new.so")
     repair_compile_cache()
-    assert {p.name for p in tmp_path.glob("*/*")} == {"whole.so", "new.so", "a.py"}
+    assert {p.name for p in tmp_path.glob("*/*")} == {"full.so", "new.so", "a.py"}
     assert "empty.so, which is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "code", "says"), [
-    (MemoryError("Unable to allocate 8 PiB"), 1, "MemoryError: Unable to allocate 8 PiB"), (KeyboardInterrupt(), 130, "\nstopped"),
-    (torch.OutOfMemoryError("CUDA"), 1, "UserError: out of memory on cpu: set a micro_batch below 2, --recompute=True, or fewer methods"),
-])  # fmt: skip
-def test_a_run_that_ends_while_it_loads_is_one_line_and_leaves_nothing(error, code, says, folder, monkeypatch, capsys):
+NO_MEMORY = (
+    "UserError: out of memory on cpu: set a micro_batch below 2, --recompute=True, or fewer methods"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (MemoryError("Unable to allocate 8 PiB"), 1, "MemoryError: Unable to allocate 8 PiB"),
+        (KeyboardInterrupt(), 130, "\nstopped"),
+        (torch.OutOfMemoryError("CUDA"), 1, NO_MEMORY),
+    ],
+)
+def test_a_run_that_ends_while_it_loads_is_one_line(
+    error, code, message, folder, monkeypatch, capsys
+):
     monkeypatch.setattr(train, "open_teacher", mock.Mock(side_effect=error))
-    assert run(NEW, monkeypatch) == code and capsys.readouterr().err == f"{says}\n" and not (folder / "new").exists()
+    assert run(NEW) == code and capsys.readouterr().err == f"{message}\n"
+    assert not (folder / "new").exists()
 
 
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(folder, monkeypatch, capsys):
@@ -403,6 +545,6 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(folder, monkeypatch,
     os.close(read)
     with monkeypatch.context() as patch, open(write, "w") as unread:
         patch.setattr(sys, "stdout", unread)
-        assert run(NEW, patch) == 0
+        assert run(NEW) == 0
         print("Python's own last words", flush=True)
     assert not capsys.readouterr().err and same_end(folder / "new", folder / "run")

@@ -10,7 +10,6 @@ import transformers
 import configure
 import eval as ev
 import losses
-from run import methods
 from tests.test_readme import commands
 from tests.world import ROOT
 
@@ -51,7 +50,7 @@ def test_a_trainer_steps_along_the_gradient_of_alra(tmp_path):
         tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, use_cpu=True,
         report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
     )  # fmt: skip
-    names = {"torch": torch, "transformers": transformers, "methods": methods, "student": student, "teacher": teacher}
+    names = {"torch": torch, "transformers": transformers, "losses": losses, "student": student, "teacher": teacher}
     names |= {"args": args, "rows": rows}
     exec(BLOCKS["trainer"], names)
     logged, second, _ = names["trainer"].state.log_history

@@ -34,7 +34,7 @@ from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE, method_loss
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
-from run import checkpoints, identity, log, preflight, students
+from run import cache, checkpoints, identity, log, preflight, students
 from run.methods import make_objective
 from run.teacher import Teacher, load_teacher
 from tests import world
@@ -77,7 +77,7 @@ def test_row_order_is_a_function_of_step_and_seed_alone(tiny):
         assert sorted(row_order(2, n, n, 5)) == [*range(n)]
     for keys, seed in (({}, None), ({"shuffle": True, "seed": 5}, 5), ({"shuffle": True, "seed": 6}, 6)):
         cfg = config(tiny, UNUSED, **keys)
-        used = train.rows_of_update(train.open_data(cfg, "train"), 3, cfg)
+        used = train.rows_of_update(preflight.open_data(cfg, "train"), 3, cfg)
         assert used.tolist() == row_order(3, 4, 97, seed).tolist() != row_order(3, 4, 97, 7).tolist()
 
 
@@ -91,7 +91,7 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny, monkey
     teacher = load_teacher(str(tiny / "teacher"), torch.float32, cpu, home)
     assert teacher.head.device == teacher.hidden(torch.zeros(1, 3, dtype=torch.int64)).device == home
     monkeypatch.setattr(Qwen2, "from_pretrained", lambda name, dtype, device, _: places.append(device) or read(name))
-    monkeypatch.setattr(train, "pick_device", torch.device)
+    monkeypatch.setattr(cache, "pick_device", torch.device)
     for place in ("none", "cuda:7"):
         train.open_teacher(config(tiny, UNUSED, teacher_device=place))
     assert places == [cpu, torch.device("cuda:7")]
@@ -108,7 +108,7 @@ def test_memory_that_is_freed_on_the_cpu_is_kept_for_the_next_tensor():
 
 def test_padding_never_reaches_a_loss(tiny):
     cpu = torch.device("cpu")
-    rows = train.open_data(config(tiny, UNUSED), "train")
+    rows = preflight.open_data(config(tiny, UNUSED), "train")
     x, y, n = rows.batch(np.arange(97), cpu)
     ids = rows.ids.astype(np.int64)
     assert x.shape == y.shape == (97, SEQ) and int((y != IGNORE).sum()) == n == (ids != PAD).sum() - 97
@@ -116,7 +116,7 @@ def test_padding_never_reaches_a_loss(tiny):
     for row, labels in zip(ids, y, strict=True):
         length = (row != PAD).sum()
         assert labels.tolist() == row[1:length].tolist() + [IGNORE] * (SEQ + 1 - length)
-    masked = train.open_data(config(tiny, UNUSED, mask_after_eos=True), "train")
+    masked = preflight.open_data(config(tiny, UNUSED, mask_after_eos=True), "train")
     _, y_masked, n_masked = masked.batch(np.arange(97), cpu)
     assert (y_masked[x == 0] == IGNORE).all() and n_masked < n
     assert torch.equal(y_masked[x != 0], y[x != 0])
@@ -141,7 +141,7 @@ def mean_ce(model, rows, n: int) -> tuple[float, int]:
 def gradients(tiny: Path, **changes) -> dict[str, list[torch.Tensor]]:
     """Every student's gradient in the first update, before it is clipped."""
     cfg = config(tiny, UNUSED, clip=1e9, lr=1e-2, **changes)
-    rows = train.open_data(cfg, "train")
+    rows = preflight.open_data(cfg, "train")
     teacher = train.open_teacher(cfg)
     students = [train.make_student(name, cfg) for name in cfg.methods]
     for s in students:
@@ -162,7 +162,7 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
 
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
     cfg = config(tiny, UNUSED, methods="tad", micro_batch=4, group=4)
-    rows = train.open_data(cfg, "train")
+    rows = preflight.open_data(cfg, "train")
     teacher, student = train.open_teacher(cfg), train.make_student("tad", cfg)
     x, y, n = rows.batch(np.arange(4), torch.device("cpu"))
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
 
 def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(tiny):
     got = gradients(tiny, methods="pretrain", batch_rows=4, micro_batch=2)["pretrain"]
-    x, y, _ = train.open_data(config(tiny, UNUSED), "train").batch(np.arange(4), torch.device("cpu"))
+    x, y, _ = preflight.open_data(config(tiny, UNUSED), "train").batch(np.arange(4), torch.device("cpu"))
     model = init_student(STUDENT).double()
     rows = []
     for ids, labels in zip(x, y, strict=True):
@@ -189,7 +189,7 @@ def trained(tiny: Path, n: int, prepare=lambda student: None, **changes) -> tupl
     """`n` updates of `pretrain` -> the student, its gradients before the clip and its weights, after 0 .. n updates."""
     keys = {"methods": "pretrain", "lr": 1e-2, **changes}
     cfg = config(tiny, UNUSED, **keys)
-    rows = train.open_data(cfg, "train")
+    rows = preflight.open_data(cfg, "train")
     student, grads = train.make_student("pretrain", cfg), []
     prepare(student)
     weights = [[p.detach().double() for p in student.model.parameters()]]
@@ -313,7 +313,7 @@ def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished,
     cfg = config(tiny, tmp_path, methods="vanilla_kd", log_every_steps=1)
     train.distil(cfg)
     every, second = ([r for r in records(out, "vanilla_kd") if "loss" in r] for out in (tmp_path, finished))
-    ce, n = mean_ce(init_student(STUDENT), train.open_data(cfg, "train"), 4)
+    ce, n = mean_ce(init_student(STUDENT), preflight.open_data(cfg, "train"), 4)
     assert every[0]["ce"] == pytest.approx(ce, rel=1e-6) and every[0]["valid_tokens"] == n
     assert every[0]["lr"] == train.learning_rate(0, cfg) == 0.5e-2
     counts = np.diff([0] + [r["valid_tokens"] for r in every])
@@ -327,7 +327,7 @@ def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished,
 
 def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
     cfg = config(tiny, finished)
-    val = train.open_data(cfg, "val")
+    val = preflight.open_data(cfg, "val")
     x, y, _ = val.batch(np.arange(7), torch.device("cpu"))
     student = AutoModelForCausalLM.from_pretrained(finished / "alra" / "model")
     teacher = AutoModelForCausalLM.from_pretrained(tiny / "teacher")
@@ -353,7 +353,7 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
     keys = {"methods": "alra", "data_dir": data, "val_max_rows": 5, "val_every_steps": 1, "repeat_rows": True}
     assert train.distil(config(tiny, tmp_path / "run", **keys, max_steps=2, schedule_steps=40)) == 0
     told, ln_v = capsys.readouterr().out, math.log(V)
-    for words in ("2 updates of 4 rows are 0.08 passes over 97 rows", "5 held-out rows give a CE to about ± 0.59", "it knows less of this",
+    for words in ("2 updates of 4 rows are 0.08 passes over 97 rows", "5 held-out rows give a CE to about ± 0.59", "worse than a unigram model, so a low KL",
                   "ends at 1.0e-02 of 1.0e-02; to end at 6.0e-05 set schedule_steps", f"ln V) {ln_v:.4f}, unigram over all held-out rows 5.2500, teacher "):  # fmt: skip
         assert told.count(words) == 1, words
     known = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
@@ -361,6 +361,18 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
     for ce, n in ((5.2, 0), (5.3, 1), (8.0, 1)):
         log.say_levels(known | {"val_teacher_ce": ce})
         assert capsys.readouterr().out.count("warning") == n
+
+
+def test_a_run_that_falls_below_a_third_of_its_best_speed_says_once_what_to_do(monkeypatch, capsys):
+    speeds = (300, 900, 301, 299, 200, 1200, 90)
+    for threads, device, steps in ((2, "cpu", [3]), (1, "cpu", []), (2, "cuda", [])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        slowed = students.Run(types.SimpleNamespace(device=device), {})
+        for slowed.step, speed in enumerate(speeds):
+            log.say_if_slower(speed, slowed)
+        said = capsys.readouterr().out
+        assert [int(step) for step in re.findall(r"step (\d+): ", said)] == steps
+        assert not said or ("299 tok/s after 900; " in said and "OMP_NUM_THREADS=1" in said)
 
 
 def test_keys_of_speed_log_and_data_change_no_bit(tiny, finished, tmp_path, monkeypatch):
@@ -733,7 +745,7 @@ def test_histograms_hold_every_position(tiny, tmp_path):
     assert [r["step"] for r in teacher] == [r["step"] for r in student] == [0, 3]
     assert not (tmp_path / "vanilla_kd" / "histograms.jsonl").exists()
     cfg = config(tiny, tmp_path)
-    rows = train.open_data(cfg, "train")
+    rows = preflight.open_data(cfg, "train")
     x, y, n = rows.batch(train.rows_of_update(rows, 3, cfg), torch.device("cpu"))
     with torch.no_grad():
         p = AutoModelForCausalLM.from_pretrained(tiny / "teacher")(x).logits[y != IGNORE].double().softmax(-1)
@@ -783,7 +795,7 @@ FREE = {"compile": True, "micro_batch": 4, "source": "other", "val_max_rows": 3,
 
 def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
     """Every key is compared or free, and all content is compared, wherever it has moved."""
-    learnt = {key for key, role in configure.ROLES.items() if role == "learnt"} - {"methods", "hyper", "max_steps"}
+    learnt = {key for key, role in configure.AFFECTS.items() if role == "weights"} - {"methods", "hyper", "max_steps"}
     assert {*CHANGES} == learnt | {"student", "student_weights", "alra.gamma", "alra.w_ce", "alra.lr"}
     before, first = config(tiny, finished), identity.made_by(config(tiny, finished), "alra")
     assert first == read_json(finished / "alra" / "run.json")["made_by"]
@@ -793,7 +805,7 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
         assert record != first and [text.split()[0] for text in identity.differences(first, record)][:1] == [
             {"student": "shape"}.get(key, "hyper" if "." in key else key)
         ], key
-    free = {key: value for key, value in FREE.items() if configure.ROLES[key] in ("speed", "log", "data")}
+    free = {key: value for key, value in FREE.items() if configure.AFFECTS[key] in ("speed", "log", "data")}
     assert identity.made_by(dataclasses.replace(before, **free), "alra") == first
     moved = {
         key: str(shutil.copytree(tiny / key.removesuffix("_dir"), tmp_path / key)) for key in ("data_dir", "teacher")

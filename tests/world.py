@@ -1,4 +1,4 @@
-"""One tiny world for all tests: tokenizers, models, text, rows, the flags of a run, a finished run, and a run that is killed."""
+"""One tiny world for all tests: tokenizers, models, text, rows, flags, and runs that are killed."""
 
 import functools
 import importlib
@@ -24,33 +24,40 @@ from model import Qwen2, Qwen2Config, init_student
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real weights and texts, which few machines have
 DEMO = str(ROOT / "demo" / "teacher")  # the tokenizer of all rows here unless another is named
-EOS, BOS = "<|endoftext|>", "<s>"
-V, SEQ = 4096, 13
+EOS = "<|endoftext|>"
+BOS = "<s>"
+V = 4096
+SEQ = 13
 STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
 
 
-def make_tokenizer(texts: Iterable[str] = (), vocab_size=257, eos=EOS, bos=None, split=None, **trainer) -> PreTrainedTokenizerFast:  # fmt: skip
-    """Byte-level BPE learnt from `texts` (none: 256 bytes and EOS, which has id 0).
+def make_tokenizer(
+    texts: Iterable[str] = (), vocab_size=257, eos=EOS, bos=None, split=None, **trainer
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE learnt from `texts` (none: 256 bytes and EOS, which has id 0).
 
-    bos    a token that is added at the end of the vocabulary, and before each text by the tokenizer itself
+    bos    a token at the end of the vocabulary, which the tokenizer adds before each text
     split  pre-tokenizer; None: byte-level with GPT-2's regex
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = split or pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    keys = {"special_tokens": [eos], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **keys, **trainer))
+    keys = {"special_tokens": [eos], "show_progress": False, "vocab_size": vocab_size}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe = trainers.BpeTrainer(initial_alphabet=alphabet, **keys, **trainer)
+    backend.train_from_iterator(texts, bpe)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
     if bos:
         tokenizer.add_special_tokens({"bos_token": bos})
-        template = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+        ids = [(bos, tokenizer.bos_token_id)]
+        template = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=ids)
         tokenizer.backend_tokenizer.post_processor = template
     return tokenizer
 
 
 def make_model(shape: Qwen2Config = TEACHER, seed: int = 7, scale: float = 8.0) -> Qwen2:
-    """Fresh weights times `scale`: probabilities far from uniform."""
+    """Return fresh weights times `scale`, whose probabilities are far from uniform."""
     model = init_student(shape, seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -58,20 +65,25 @@ def make_model(shape: Qwen2Config = TEACHER, seed: int = 7, scale: float = 8.0) 
     return model.requires_grad_(False)
 
 
-hash_of_tokenizer = functools.cache(lambda name: tokenizer_hash(load_tokenizer(name)))
+@functools.cache
+def hash_of_tokenizer(name: str) -> str:
+    return tokenizer_hash(load_tokenizer(name))
 
 
 def write_text(file: Path, n: int = 40, seed: int = 1) -> Path:
-    """Documents of 30 words with ends of lines and sentences, as jsonl."""
+    """Write documents of 30 words with ends of lines and sentences, as jsonl."""
     words = np.random.default_rng(seed).choice(["one", "two ", "a line.\n", "So? "], (n, 30))
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps({"text": " ".join(some)}) + "\n" for some in words))
+    write_jsonl(file, [{"text": " ".join(document)} for document in words])
     return file
 
 
-def write_rows(folder: Path, name: str, n: int = 97, seed: int = 1, ids=None, tokenizer: str = DEMO, **facts) -> np.ndarray:  # fmt: skip
-    """NAME.bin and its manifest as prepare.py writes them: `ids`, or n random rows of unequal lengths -> the ids.
+def write_rows(
+    folder: Path, name: str, n: int = 97, seed: int = 1, ids=None, tokenizer: str = DEMO, **facts
+) -> np.ndarray:
+    """Write NAME.bin and its manifest as prepare.py does. Returns the ids.
 
+    ids    None: n random rows of unequal lengths
     facts  keys of the manifest, over those that fit the rows
     """
     rng = np.random.default_rng(seed)
@@ -81,16 +93,19 @@ def write_rows(folder: Path, name: str, n: int = 97, seed: int = 1, ids=None, to
         for row, length in zip(ids, rng.integers(2, SEQ + 2, n), strict=True):
             row[length:] = PAD
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.bin").write_bytes(ids.astype(np.uint32).tobytes())
-    manifest = {"rows": len(ids), "row_len": ids.shape[1], "eos_id": 0, "bos": None, "vocab_size": V, "tokenizer": tokenizer,
-                "sha256": f"{name}{seed}", "quick_sha256": quick_hash(folder / f"{name}.bin"),
-                "tokenizer_sha256": facts.get("tokenizer_sha256") or hash_of_tokenizer(str(tokenizer))}  # fmt: skip
+    file = folder / f"{name}.bin"
+    file.write_bytes(ids.astype(np.uint32).tobytes())
+    manifest = {"eos_id": 0, "bos": None, "vocab_size": V, "tokenizer": tokenizer}
+    manifest |= {"rows": len(ids), "row_len": ids.shape[1]}
+    manifest |= {"sha256": f"{name}{seed}", "quick_sha256": quick_hash(file)}
+    if not facts.get("tokenizer_sha256"):
+        facts["tokenizer_sha256"] = hash_of_tokenizer(str(tokenizer))
     (folder / f"{name}.json").write_text(json.dumps(manifest | facts))
     return ids
 
 
 def make_world(root: Path) -> Path:
-    """data/ (97 rows and 7), teacher/ with a tokenizer, student/ with a shape: what `flags` names."""
+    """Make what `flags` names: data/ (97 rows and 7), teacher/ with a tokenizer, and student/."""
     write_rows(root / "data", "train", 97, seed=1)
     write_rows(root / "data", "val", 7, seed=2)
     make_model().save_pretrained(root / "teacher", load_tokenizer(DEMO))
@@ -98,12 +113,26 @@ def make_world(root: Path) -> Path:
     return root
 
 
+RUN = {
+    "methods": "pretrain,vanilla_kd,alra",
+    "seq_len": SEQ,
+    "max_steps": 6,
+    "schedule_steps": 6,
+    "warmup_steps": 2,
+    "batch_rows": 4,
+    "micro_batch": 2,
+    "lr": 1e-2,
+    "log_every_steps": 2,
+    "val_every_steps": 3,
+    "checkpoint_every_steps": 2,
+    "device": "cpu",
+}
+
+
 def flags(world: Path, out: Path, **changes) -> list[str]:
-    """The command line of a run of six updates; keys may have dots, as {"alra.d_max": 7}."""
-    keys = {"methods": "pretrain,vanilla_kd,alra", "student": world / "student", "teacher": world / "teacher",
-            "data_dir": world / "data", "out_dir": out, "seq_len": SEQ, "max_steps": 6, "schedule_steps": 6,
-            "warmup_steps": 2, "batch_rows": 4, "micro_batch": 2, "lr": 1e-2, "log_every_steps": 2, "val_every_steps": 3,
-            "checkpoint_every_steps": 2, "device": "cpu", **changes}  # fmt: skip
+    """Return the command line of a run of six updates; keys may have dots, {"alra.d_max": 7}."""
+    places = {"student": world / "student", "teacher": world / "teacher"}
+    keys = {**RUN, **places, "data_dir": world / "data", "out_dir": out, **changes}
     if "alra" in keys["methods"].split(","):
         keys.setdefault("alra.d_max", 7)
     return [f"--{key}={value}" for key, value in keys.items()]
@@ -113,18 +142,25 @@ def config(world: Path, out: Path, **changes) -> configure.Config:
     return configure.load(flags(world, out, **changes))
 
 
-def write_run(out: Path, students: dict[str, Qwen2], tokenizer, data_dir: Path, teacher: Path, **facts) -> Path:
-    """A finished run without its training: run.json, and each student with its model, run.json and log."""
+def write_run(
+    out: Path, students: dict[str, Qwen2], tokenizer, data_dir: Path, teacher: Path, **facts
+) -> Path:
+    """Write a finished run without training: run.json, and each student's model, run.json, log."""
+    about = {"seed": 1234, "student": "tiny", "overrides": {}, "bos": None, "step": 3}
+    about |= {"init_sha256": "i", "made_by": {"data_sha256": "d"}}
+    log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)
-        made = {"init_sha256": "i", "made_by": {"data_sha256": "d"}, "made_by_sha256": name, "step": 3}
-        about = {"method": name, "seed": 1234, "student": "tiny", "overrides": {}, "bos": None, **made}
-        (out / name / "run.json").write_text(json.dumps(about | facts))
-        lines = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)] + [{"step": 3, "val_ce": 2.0}]
-        (out / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        names = {"method": name, "made_by_sha256": name}
+        (out / name / "run.json").write_text(json.dumps(about | names | facts))
+        write_jsonl(out / name / "log.jsonl", [*log, {"step": 3, "val_ce": 2.0}])
     keys = {"data_dir": str(data_dir), "teacher": str(teacher), "batch_rows": 4, "seq_len": SEQ}
     (out / "run.json").write_text(json.dumps({"config": keys}))
     return out
+
+
+def write_jsonl(file: Path, records: Iterable[dict]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_jsonl(file: Path) -> list[dict]:
@@ -136,9 +172,12 @@ def records(out: Path, method: str) -> list[dict]:
 
 
 def untimed(out: Path, method: str) -> list[dict]:
-    """The records without what the clock and the machine decide."""
-    timed = ("tok_per_sec", "eta_sec", "time", "mem_gib", "mfu")
-    return [{k: v for k, v in r.items() if k not in timed} for r in records(out, method)]
+    """Return the records without what the clock and the machine decide."""
+    lines = records(out, method)
+    for record in lines:
+        for key in ("tok_per_sec", "eta_sec", "time", "mem_gib", "mfu"):
+            record.pop(key, None)
+    return lines
 
 
 def saved(folder: Path) -> list[str]:
@@ -147,17 +186,17 @@ def saved(folder: Path) -> list[str]:
 
 def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
     folder = out / method / "checkpoints" / f"step_{step:08d}"
-    return (folder / "model/model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+    model = folder / "model" / "model.safetensors"
+    return model.read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 
-PROCESSES = multiprocessing.get_context(
-    "forkserver"
-)  # each is a fork of one that has imported all this, and did nothing
+# Each process is a fork of one that has imported all this, and done nothing.
+PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "study.compare"])
 
 
 def start(function: Callable, *args, out: Path | str = os.devnull) -> multiprocessing.Process:
-    """A new process that calls a function at the root, in a session of its own, and writes what it says into a file."""
+    """Start a process with a session of its own that calls a function, and prints into `out`."""
     process = PROCESSES.Process(target=_begin, args=(function, args, out))
     process.start()
     return process
@@ -172,11 +211,12 @@ def _begin(function: Callable, args: tuple, out: Path | str) -> None:
 
 
 def run_main(script: str, *argv: str) -> None:
-    sys.exit(configure.guard(lambda: importlib.import_module(script.removesuffix(".py")).main(argv)))
+    module = importlib.import_module(script.removesuffix(".py"))
+    sys.exit(configure.guard(lambda: module.main(argv)))
 
 
 def kill_when(ready: Callable[[], bool], function: Callable, *args) -> None:
-    """Start a process that calls a function, killed with all its children as soon as `ready()`; it must not end before."""
+    """Start a process, and kill it with its children once `ready()`. It must not end before."""
     process = start(function, *args)
     while not ready():
         assert process.is_alive(), f"ended with {process.exitcode} before it was killed"

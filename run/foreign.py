@@ -1,0 +1,146 @@
+"""Teachers of an architecture that model.py does not know, computed by transformers.
+
+Only safetensors are read and no remote code is run. The logits must be the product of last hidden
+states and head, as a run uses nothing else of a teacher.
+"""
+
+import torch
+import transformers
+from torch import nn
+
+from lib import parallel
+from lib.errors import UserError
+from lib.files import reading
+from lib.hf import check_weights, find_folder
+
+# Keys of config.json that scale or cap the logits, with the values that do neither.
+LOGIT_SCALES = {
+    "final_logit_softcapping": (None, 0.0),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+}
+
+
+def load_foreign(name: str, dtype: torch.dtype, device: torch.device, shard: int) -> nn.Module:
+    """Load a frozen model on `device`, its layers sharded over `shard` processes."""
+    model = read_foreign(name, dtype)
+    if shard > 1:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        layers = max(lists, key=count_parameters)  # the decoder layers are the heaviest list
+        parallel.shard(model.base_model, layers, shard, device, layers_only=True)
+    model.to(device)
+    check_logits(name, model)
+    return model
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def read_foreign(name: str, dtype: torch.dtype) -> nn.Module:
+    """Read a frozen model from its folder, on the CPU."""
+    folder = find_folder(name)
+    config = foreign_config(name)
+    check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
+    with reading(folder, "choose another teacher"):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    missing = info["missing_keys"]  # transformers would draw them
+    if missing:
+        raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
+    more = info["unexpected_keys"]  # transformers would ignore them
+    if more:
+        problem = f"config.json has no place for tensor {min(more)} ({len(more)} in all)"
+        raise UserError(f"{name}: {problem}")
+    return model.requires_grad_(False).eval()
+
+
+def foreign_config(name: str) -> transformers.PretrainedConfig:
+    """Return the config of a model that transformers computes.
+
+    Raises `UserError` for a model that cannot be a teacher.
+    """
+    folder = find_folder(name)
+    with reading(folder / "config.json", "choose another teacher"):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if getattr(config, "quantization_config", None):
+        expected = "expected weights that are not quantized"
+        raise UserError(f"{name}: config.json has a quantization_config; {expected}")
+    if config.is_encoder_decoder:
+        expected = "expected a decoder-only model"
+        raise UserError(f"{name}: {config.model_type} is an encoder-decoder; {expected}")
+    for key, neutral in LOGIT_SCALES.items():
+        value = getattr(config.get_text_config(), key, None)
+        if value not in neutral:
+            problem = f"{key}={value}: its logits are not hidden states times head"
+            raise UserError(f"{name}: {problem}; choose another teacher")
+    return config
+
+
+@torch.no_grad()
+def check_logits(name: str, model: nn.Module) -> None:
+    """Check on a few tokens that logits are last hidden states times head, and the model causal.
+
+    Raises `UserError`.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        problem = f"{type(model).__name__} has no output embedding"
+        raise UserError(f"{name}: {problem}; expected a language model")
+    problem = "its head has a bias, or its logits are not hidden states times head"
+    message = f"{name}: {problem}; choose another teacher"
+    if getattr(head, "bias", None) is not None:
+        raise UserError(message)
+    idx = torch.arange(2, 16, device=head.weight.device).repeat(2, 1) % len(head.weight)
+    idx[1, -1] = 0  # the rows differ in their last token
+    h = model.base_model(idx, use_cache=False)[0]
+    z = model(idx, use_cache=False).logits
+    tolerance = 1e-4 if z.dtype == torch.float32 else 2e-2  # relative, in norm: rounding
+    error = (h @ head.weight.T - z).float().norm()
+    if not error <= tolerance * z.float().norm():  # NaN is refused too
+        raise UserError(message)
+    change = (h[0, :-1] - h[1, :-1]).float().norm()
+    if not change <= tolerance * h.float().norm():
+        problem = "its hidden states depend on later tokens"
+        raise UserError(f"{name}: {problem}; expected a causal language model")
+
+
+def foreign_shape(name: str, keys: tuple[str, ...]) -> dict:
+    """Return the `keys` of a model's config that it has.
+
+    It may lack some: LayerNorm has no epsilon of RMSNorm. `rope_theta` and `rope_scaling` are
+    inside `rope_parameters`.
+    """
+    config = foreign_config(name).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    values = {}
+    for key in keys:
+        if "rope" in key:
+            value = rope.get(key)
+        else:
+            value = getattr(config, key, None)
+        if value is not None:
+            values[key] = value
+    return values
+
+
+def foreign_flops_per_token(model: nn.Module) -> float:
+    """Return two FLOPs per weight that multiplies a token, without attention scores."""
+    config = model.config.get_text_config()
+    n_active = getattr(config, "num_experts_per_tok", None) or 1
+    n_weights = 0
+    for p in model.parameters():
+        share = 1
+        if p.ndim == 3:  # of a mixture of experts [E, ., .]
+            share = min(n_active / len(p), 1)
+        n_weights += p.numel() * share
+    embedding = model.get_input_embeddings().weight
+    if embedding is not model.get_output_embeddings().weight:
+        n_weights -= embedding.numel()  # a look-up
+    return 2.0 * n_weights

@@ -1,0 +1,105 @@
+"""The data of the paper's Figures 3 and 4: local budgets, and how sure the teacher is.
+
+Dimension key: B rows, T time, N positions, D width, V vocabulary.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from configure import Config
+from lib import parallel
+from lib.checks import IGNORE
+from lib.metrics import logits_of, pick
+from losses import alra, resolve
+from run.students import Student, hidden_and_head
+from run.teacher import Teacher
+
+
+@torch.no_grad()
+def histograms(
+    live: list[Student], teacher: Teacher, batches: Iterable, cfg: Config
+) -> tuple[dict, dict[str, list[int]]]:
+    """Return the teacher's histograms and the students' local budgets over one update.
+
+    batches  this process's x [B, T], labels y [B, T], their number, and the teacher's hidden states
+             [B, T, D]; sums are over all processes
+    ->       the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as candidates),
+             means `p_label`, `p_top1`, `agree`, `ce`, `entropy`; `p_label_hist`, `p_top1_hist`
+             (50 equal bins of [0, 1]); and for each student whose objective has a budget, how many
+             positions have each budget
+    """
+    with parallel.gathered_roots(s.model for s in live):
+        return _histograms(teacher, objectives_with_budget(live, cfg), batches, cfg)
+
+
+def objectives_with_budget(live: list[Student], cfg: Config) -> dict[str, tuple]:
+    """Return (hidden, head, objective) of the students whose objective returns a budget."""
+    students = {}
+    for s in live:
+        method = resolve(s.name, **cfg.overrides_of(s.name))
+        result_type = inspect.signature(method.fn).return_annotation
+        if "d_u" in getattr(result_type, "_fields", ()):  # such as AlraTerms
+            objective = functools.partial(method.fn, **method.hyper)
+            students[s.name] = (*hidden_and_head(s, cfg), objective)
+    return students
+
+
+def _histograms(
+    teacher: Teacher, students: dict[str, tuple], batches: Iterable, cfg: Config
+) -> tuple[dict, dict[str, list[int]]]:
+    budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
+    n = 0
+    sums = {}
+    counts = {}
+    for x, y, h_t in _forward_batches(batches, cfg.group):
+        labels = y.flatten()
+        valid = labels != IGNORE
+        n = n + valid.sum()
+        z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
+        for key, value in _teacher_sums(z_t[valid], labels[valid]).items():
+            sums[key] = sums.get(key, 0) + value
+        terms = {"": budget(z_t, z_t, labels)}  # the teacher as its own student
+        for name, (hidden, head, objective) in students.items():
+            z_s = logits_of(hidden(x).flatten(0, 1), head)
+            terms[name] = objective(z_s, z_t, labels)
+        for name, result in terms.items():
+            n_bins = result.tokens.shape[1] + 1
+            budgets = torch.bincount(result.d_u[valid], minlength=n_bins)
+            counts[name] = counts.get(name, 0) + budgets
+    parallel.sum_in_place([n, *sums.values(), *counts.values()])
+    counts = {name: count.tolist() for name, count in counts.items()}
+    record = {"n": int(n), "d_u_hist": counts.pop("")}
+    for key, value in sums.items():
+        record[key] = value.tolist() if value.ndim else float(value) / int(n)
+    return record, counts
+
+
+def _forward_batches(batches: Iterable, group: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+    """Yield x, y and the teacher's hidden states of `group` rows at a time."""
+    for x, y, _, h_t in batches:
+        parts = (x.split(group), y.split(group), h_t.split(group))
+        yield from zip(*parts, strict=True)
+
+
+def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Return sums over valid positions [], and counts of positions in 50 bins by probability."""
+    logp = z.log_softmax(-1)
+    top = logp.max(-1)
+    values = {
+        "p_label": pick(logp, y).exp(),
+        "p_top1": top.values.exp(),
+        "agree": (top.indices == y).float(),
+        "ce": -pick(logp, y),
+        "entropy": -(logp.exp() * logp).sum(-1),
+    }
+    sums = {}
+    for key, value in values.items():
+        sums[key] = value.double().sum()
+    for key in ("p_label", "p_top1"):
+        counts = torch.histc(values[key].float(), 50, 0, 1)
+        sums[f"{key}_hist"] = counts.long()
+    return sums

@@ -556,8 +556,8 @@ def finish(folder, state) -> list[dict]:
         work = folder / f"{split}.bin.tmp"
         file = folder / f"{split}.bin"
         if work.exists():
+            shorten(work, writer["rows"] * recipe["row_len"] * 4)
             os.replace(work, file)
-        shorten(file, writer["rows"] * recipe["row_len"] * 4)
         manifest = {"split": split, **recipe, "skipped": state["skipped"], **measure(file, recipe)}
         if split == "val":
             manifest |= measure_unigram(folder, recipe)

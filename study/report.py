@@ -302,7 +302,7 @@ def figures(students: list[dict], folder: Path) -> list[str]:
         for x in students:
             if "log" in x:
                 logs.setdefault(x["seed"], {})[x["method"]] = unpack(x, Path(top))
-        seeds = [plot.read_curves(of_seed, settings=False) for of_seed in logs.values()]
+        seeds = [plot.read_curves(of_seed) for of_seed in logs.values()]
         plot.curves(plot.over_seeds(seeds), folder / "curves.png")
         drawn = ["curves", *plot.draw_logs(("budget", "anchoring"), logs[min(logs)], folder)]
     return [CURVES.format(min(logs)), *(f"![{name}]({name}.png)\n" for name in drawn)]

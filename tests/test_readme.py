@@ -1,7 +1,11 @@
-"""Every command of README.md, docs/ and the scripts' docstrings, run once as written but for its size, and their code."""
+"""Every command of README.md, docs/ and docstrings, run as written but for its size; their code.
+
+And what the pages say of files, floors, keys, ratios and data is what is there.
+"""
 
 import ast
 import glob
+import graphlib
 import importlib
 import inspect
 import json
@@ -22,47 +26,76 @@ import eval as ev
 import losses
 import train
 from lib import tasks
-from tests.world import ROOT
+from tests.world import ROOT, read_jsonl
 
 README = (ROOT / "README.md").read_text()
-DOCS = sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs" / "compared.md"})  # which names files of other projects
+# docs/compared.md names files of other projects
+DOCS = [file for file in sorted(ROOT.glob("docs/*.md")) if file.stem != "compared"]
 PAGES = "\n".join([README, *(file.read_text() for file in DOCS)])
-SCRIPTS = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("tools/*.py")), ROOT / "demo" / "make.py"]
+SCRIPTS = [ROOT / "demo/make.py", *ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
 CONFIGS = sorted(ROOT.glob("config/*.py"))
-# What is added to a command, by its first words, so that it ends in seconds without the hub; later flags win.
+# What is added to a command, by its first words, so that it ends in seconds; later flags win.
+SHORT = (
+    "--student=16x1x2 --seq_len=16 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 "
+    "--warmup_steps=1 --batch_rows=2 --micro_batch=2 --group=1 --dtype=float32 "
+    "--teacher=demo/teacher "
+)
+TRAIN = (
+    "--tokenizer=none --val_max_rows=2 --val_every_steps=2 --checkpoint_every_steps=2 "
+    "--repeat_rows=true --shard=1 --timeout_minutes=1"
+)
+PREPARE = (
+    "--source=text.jsonl --tokenizer=demo/teacher --n_documents=none --train_rows=none "
+    "--val_share=0 --val_rows=4"
+)
 MORE = {
     "prepare.py --": "",
-    "prepare.py": "--source=text.jsonl --tokenizer=demo/teacher --n_documents=none --train_rows=none --val_share=0 --val_rows=4 --seq_len=16 "
-    "--teacher=demo/teacher --student=16x1x2 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 --warmup_steps=1 --batch_rows=2 --micro_batch=2 --group=1 --dtype=float32",
-    "train.py": "--teacher=demo/teacher --tokenizer=none --student=16x1x2 --seq_len=16 --device=cpu --compile=false --max_steps=2 --schedule_steps=2 "
-    "--warmup_steps=1 --batch_rows=2 --micro_batch=2 --group=1 --val_max_rows=2 --val_every_steps=2 --checkpoint_every_steps=2 --repeat_rows=true --dtype=float32 --shard=1 --timeout_minutes=1",
+    "prepare.py": SHORT + PREPARE,
+    "train.py": SHORT + TRAIN,
     "eval.py --table": "",
     "eval.py": "--tasks none --max_rows 2 --device cpu",
     "tools/sample.py": "--tokens 3",
-}  # fmt: skip
+}
 
 
 def commands(text: str) -> list[str]:
-    """Indented commands and those in ```sh blocks; what follows two spaces or stands in brackets explains them."""
-    found = re.findall(r"^ {0,4}((?:python|torchrun|make) (?=\S*[./]|\w+$|--).+?)(?: {2,}.*| \[.*)?$", text, re.M)
-    return [command for line in found for command in line.split(" && ")]
+    """Return indented commands and those in ```sh blocks.
+
+    What follows two spaces or stands in brackets explains them.
+    """
+    script = r"(?:python|torchrun|make) (?=\S*[./]|\w+$|--)"
+    lines = re.findall(rf"^ {{0,4}}({script}.+?)(?: {{2,}}.*| \[.*)?$", text, re.M)
+    return [command for line in lines for command in line.split(" && ")]
 
 
-def in_docstrings() -> list[str]:
-    return [c for file in SCRIPTS for c in commands(ast.get_docstring(ast.parse(file.read_text()), clean=False) or "")]
+def all_commands() -> list[str]:
+    makefile = (ROOT / "Makefile").read_text()
+    texts = [re.sub("<!-- step 3.*?```.*?```", "", PAGES, flags=re.S)]
+    for file in SCRIPTS:
+        texts.append(ast.get_docstring(ast.parse(file.read_text()), clean=False) or "")
+    texts.append(re.sub(r"^\t\$\(BIN\)/", "    ", makefile, flags=re.M))
+    order = ("make.py text", "prepare.py config", "train.py", "eval.py out")  # others read these
+
+    def place(command: str) -> int:
+        return next((i for i, start in enumerate(order) if start in command), len(order))
+
+    return sorted(dict.fromkeys(commands("\n".join(texts))), key=place)
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """A folder with what the scripts read, and a little text in the layout of The Pile, which also stands in for the demo's."""
-    for name in ("config", "demo", "results"):
+    """A folder with what the scripts read, and a little text, also in place of the demo's."""
+    for name in ("config", "demo", "study"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    texts = [f"A line of text. Another one, number {i}, which says more!\n" * 40 for i in range(20)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts))
-    compressed = zstandard.compress((tmp_path / "text.jsonl").read_bytes())
+    text = "".join(
+        f"A line of text. Another one, number {i}, which says more!\n" for i in range(40)
+    )
+    records = json.dumps({"text": text, "meta": {}}) + "\n"  # as in The Pile
+    (tmp_path / "text.jsonl").write_text(records * 20)
+    compressed = zstandard.compress(records.encode() * 20)
     (tmp_path / "demo/text.jsonl.zst").write_bytes(compressed)
-    lock = (ROOT / "requirements.lock").read_text().splitlines()  # a package or two for demo/make.py
-    few = [lock[0], *(line for line in lock if line.startswith(("click==", "packaging==")))]
+    lock = (ROOT / "requirements.lock").read_text()  # a package or two for demo/make.py
+    few = re.findall("^(?:#|click==|packaging==).*", lock, re.M)
     (tmp_path / "requirements.lock").write_text("\n".join(few))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -70,65 +103,69 @@ def copy(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(copy, monkeypatch, capfd):
-    """run(command) -> what it printed. Scripts run in this process, of several processes one; rows and runs that they need are made first."""
+    """run(command) -> what it printed.
+
+    Scripts run in this process, of several processes one. Rows and runs that they need are made
+    first.
+    """
 
     def run(command: str) -> str:
-        command = command.replace("out/*/*", "out/demo/*").replace("out/*", "out/demo")  # runs that belong together
+        # runs that belong together
+        command = command.replace("out/*/*", "out/demo/*").replace("out/*", "out/demo")
         command = re.sub(r"step_\d{8}", "step_00000002", command)
         words = shlex.split(re.sub(r"^(python|torchrun( --\S+)*) ", "", command))
         script, *argv = [name for word in words for name in (sorted(glob.glob(word)) or [word])]
-        module = script.removesuffix(".py").replace("/", ".")
-        if script == "tools/bench.py" or (script == "study/compare.py" and "study/results/" not in command):
-            argv += ["--tiny"] if "gpu" in argv else []
-            return str(importlib.import_module(module).arguments(argv))  # test_bench.py and test_compare.py run them
+        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+        is_long = script == "study/compare.py" and "study/results/" not in command
+        if is_long or script == "tools/bench.py":  # their own tests run them
+            return str(module.arguments([*argv, "--tiny"] if "gpu" in argv else argv))
         if script == "train.py" and argv != ["--help"]:
             cfg = configure.load(argv)
             shutil.rmtree(cfg.out_dir, ignore_errors=True)
             provide(cfg.data_dir)
         for word in argv:
             provide(word)
-        more = next((more for start, more in MORE.items() if " ".join(words).startswith(start)), "")
-        more += " --max_steps=3 --schedule_steps=3" if "--resume_from" in command else ""
-        words = [*argv, *shlex.split(more)]
-        monkeypatch.setattr(sys, "argv", [script, *words])
+        more = [MORE[start] for start in MORE if " ".join(words).startswith(start)]
+        argv += shlex.split(more[0]) if more else []
+        if "--resume_from" in command:
+            argv += ["--max_steps=3", "--schedule_steps=3"]
+        monkeypatch.setattr(sys, "argv", [script, *argv])
         try:
             code = 0
             if script == "demo/make.py":
                 runpy.run_path(script, run_name="__main__")
             else:
-                code = configure.guard(lambda: importlib.import_module(module).main(words))
+                code = configure.guard(lambda: module.main(argv))
         except SystemExit as end:
             code = end.code
-        said = capfd.readouterr()
-        assert not code, f"{command}\n{said.out[-2000:]}\n{said.err[-2000:]}"
-        return said.out
+        captured = capfd.readouterr()
+        assert not code, f"{command}\n{captured.out[-2000:]}\n{captured.err[-2000:]}"
+        return captured.out
 
     def provide(word: str) -> None:
+        """Make the rows or the run that a word names."""
         name = re.match(r"(out|data)/([\w-]+)", word)
         if name and not Path(name[0]).exists():
-            config = f"config/{name[2]}.py" if Path(f"config/{name[2]}.py").is_file() else "config/demo.py"
-            how = "train.py {} --out_dir={}" if name[1] == "out" else "prepare.py {} --data_dir={}"
-            run("python " + how.format(config, name[0]))
+            config = f"config/{name[2]}.py"
+            if not Path(config).is_file():
+                config = "config/demo.py"
+            if name[1] == "out":
+                run(f"python train.py {config} --out_dir={name[0]}")
+            else:
+                run(f"python prepare.py {config} --data_dir={name[0]}")
 
     return run
 
 
-def all_commands() -> list[str]:
-    order = ("make.py text", "prepare.py config", "train.py", "eval.py out")  # what others read comes first
-    made = re.sub(r"^\t\$\(BIN\)/", "    ", (ROOT / "Makefile").read_text(), flags=re.M)
-    found = re.sub("<!-- step 3.*?```.*?```", "", PAGES, flags=re.S)
-    found = dict.fromkeys([*commands(found), *in_docstrings(), *commands(made)])
-    return sorted(found, key=lambda c: next((i for i, start in enumerate(order) if start in c), len(order)))
-
-
 @pytest.mark.slow
 def test_every_command_runs(run, monkeypatch):
-    for slow in ("matplotlib.figure.Figure.set_layout_engine", "study.report.draw_figures"):  # tested elsewhere
-        monkeypatch.setattr(slow, lambda *_, **__: None)
-    made = all_commands()
-    scripts = ("prepare.py --verify", "torchrun", "tools/plot.py", "make demo")
-    assert len(made) > 40 and all(any(script in c for c in made) for script in scripts)
-    for command in made:
+    for slow in ("matplotlib.figure.Figure.set_layout_engine", "study.report.figures"):
+        monkeypatch.setattr(slow, lambda *_, **__: [])  # tested elsewhere
+    found = all_commands()
+    assert len(found) > 40
+    for script in ("prepare.py --verify", "torchrun", "tools/plot.py", "make demo"):
+        assert any(script in command for command in found)
+    for command in found:
         if command.startswith("make "):
             assert f"\n{command.split()[1]}:" in (ROOT / "Makefile").read_text()
         else:
@@ -136,66 +173,85 @@ def test_every_command_runs(run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_objective_is_added_in_three_steps_as_the_readme_says(run, copy, monkeypatch):
-    """The blocks of code are run where the README says, and its commands after them: train, eval, table, plot."""
-    steps = dict(re.findall(r"<!-- (step \d|extras|hidden states) -->\n```\w+\n(.*?)```", PAGES, re.S))
+def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
+    """The blocks run where the pages say, and the commands after them: train, eval, table, plot.
+
+    A run with extras, a frozen layer and another optimizer resumes to the same bits.
+    """
+    names = r"<!-- (step \d|extras|hidden states) -->"
+    steps = dict(re.findall(names + r"\n```\w+\n(.*?)```", PAGES, re.S))
     assert list(steps) == ["step 1", "step 2", "step 3", "extras", "hidden states"]
     monkeypatch.setattr(losses, "sqrt_kd", None, raising=False)
     monkeypatch.setitem(losses.METHODS, "sqrt_kd", None)
     exec(steps["step 1"] + steps["step 2"], losses.__dict__)
-    said = {command.split()[1]: run(command) for command in steps["step 3"].splitlines()}
-    assert "sqrt_kd tau=1.5" in said["eval.py"] and (copy / "out/sqrt_kd/curves.png").is_file()
-    z, y = torch.randn(7, 11), torch.arange(7).where(torch.arange(7) != 2, losses.IGNORE)
+    printed = [run(command) for command in steps["step 3"].splitlines()]
+    assert "sqrt_kd tau=1.5" in printed[2] and (copy / "out/sqrt_kd/curves.png").is_file()
+    z = torch.randn(7, 11)
+    y = torch.arange(7)
+    y[2] = losses.IGNORE
     assert losses.sqrt_kd(z, z, y).abs().max() < 1e-6 and losses.sqrt_kd(z, -z, y)[2] == 0
-    names = dict(train.__dict__)
-    places = {"hidden states": "        for s, (loss, terms) in zip(students", "extras": "    if cfg.compile:\n"}
-    for name, place in places.items():
-        function = inspect.getsource(getattr(train, "update" if name == "hidden states" else "make_student"))
-        assert function.count(place) == 1
-        exec(function.replace(place, steps[name] + place), names)
+
+    edited = dict(train.__dict__)
+    places = [
+        (train.update, "hidden states", "        for s, (loss, terms) in zip(students"),
+        (train.make_student, "extras", "    if cfg.compile:\n"),
+    ]
+    for function, step, line in places:
+        source = inspect.getsource(function)
+        assert source.count(line) == 1
+        exec(source.replace(line, steps[step] + line), edited)
 
     def frozen(name, cfg, tokenizer):
-        """With its first layer frozen and another optimizer."""
-        s = names["make_student"](name, cfg, tokenizer)
+        s = edited["make_student"](name, cfg, tokenizer)
         s.model.model.layers[0].requires_grad_(False)
-        s.optimizer = torch.optim.SGD([p for p in s.parameters().values() if p.requires_grad], momentum=0.9)
+        trained = [p for p in s.parameters().values() if p.requires_grad]
+        s.optimizer = torch.optim.SGD(trained, momentum=0.9)
         return s
 
+    def distil(name: str, n_steps: int) -> Path:
+        keys = f"--log_every_steps=1 --schedule_steps=3 --max_steps={n_steps} --out_dir=out/{name}"
+        keys = f"--methods=vanilla_kd {MORE['train.py']} {keys}"
+        assert train.distil(configure.load(["config/demo.py", *shlex.split(keys)])) == 0
+        return copy / "out" / name / "vanilla_kd"
+
     run("python prepare.py config/demo.py")
-    runs = {name: copy / "out" / name / "vanilla_kd" for name in ("plain", "whole", "cut")}
-    for name, n in (("plain", 1), ("whole", 3), ("cut", 1), ("cut", 3)):  # one that is cut goes on with the same bits
-        if name == "whole":
-            monkeypatch.setattr(train, "update", names["update"])
-            monkeypatch.setattr(train, "make_student", frozen)
-        keys = f"--methods=vanilla_kd --log_every_steps=1 --schedule_steps=3 --max_steps={n} --out_dir=out/{name}"
-        assert train.distil(configure.load(["config/demo.py", *shlex.split(f"{MORE['train.py']} {keys}")])) == 0
-    first, line = (json.loads((runs[name] / "log.jsonl").read_text().splitlines()[0]) for name in ("plain", "whole"))
+    plain = distil("plain", 1)
+    monkeypatch.setattr(train, "update", edited["update"])
+    monkeypatch.setattr(train, "make_student", frozen)
+    whole = distil("whole", 3)
+    distil("cut", 1)
+    cut = distil("cut", 3)
+    first, line = (read_jsonl(folder / "log.jsonl")[0] for folder in (plain, whole))
     assert line["far"] > 0 and line["ce"] == first["ce"] and line["gnorm"] != first["gnorm"]
     for file in ("model/model", "extras", "optimizer"):
-        one, two = (runs[name] / f"checkpoints/step_00000003/{file}.safetensors" for name in ("whole", "cut"))
-        assert one.read_bytes() == two.read_bytes()
+        path = f"checkpoints/step_00000003/{file}.safetensors"
+        assert (whole / path).read_bytes() == (cut / path).read_bytes()
     assert "vanilla_kd" in run("python eval.py out/whole --tasks none")
-    saved = safetensors.torch.load_file(runs["cut"] / "model/model.safetensors")
+    saved = safetensors.torch.load_file(cut / "model/model.safetensors")
     assert saved and not any("up" in name.split(".") for name in saved)
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
     monkeypatch.chdir(ROOT)
-    name, cfg = f"config/{file.name}", configure.load([f"config/{file.name}"])
-    made = [shlex.split(c) for c in commands(re.sub(r"^#", "", file.read_text(), flags=re.M))]
-    assert cfg.out_dir == f"out/{file.stem}" and made
-    for words in made:
-        script = next((word for word in words if word.endswith(".py")), None)
-        argv = words[words.index(script) + 1 :] if script else []
+    config = f"config/{file.name}"
+    cfg = configure.load([config])
+    assert cfg.out_dir == f"out/{file.stem}"
+    found = commands(re.sub(r"^#", "", file.read_text(), flags=re.M))
+    assert found
+    for command in found:
+        script, *argv = re.sub(r"^.*?(?=\w+\.py)", "", command).split()
         if script in ("train.py", "prepare.py"):
-            assert configure.load(argv).data_dir == cfg.data_dir and (name in argv or script == "prepare.py")
+            assert configure.load(argv).data_dir == cfg.data_dir
+            assert config in argv or script == "prepare.py"
         elif script == "eval.py":
             args = ev.arguments(argv)
-            assert args.paths[0] in (cfg.out_dir, *(f"{cfg.out_dir}/{method}" for method in cfg.methods)), args.paths
+            students = [f"{cfg.out_dir}/{method}" for method in cfg.methods]
+            assert args.paths[0] in (cfg.out_dir, *students)
             tasks.choose_tasks(args.tasks, args.split)
-            if not args.table:  # the paper's studies of 550M tokens are scored on the validation sets
-                assert args.split == ("validation" if cfg.max_steps == 67_200 else "heldout")
+            # the paper's studies of 550M tokens are scored on the validation sets
+            split = "validation" if cfg.max_steps == 67_200 else "heldout"
+            assert args.table or args.split == split
 
 
 def section(heading: str) -> str:
@@ -210,46 +266,92 @@ def cells(heading: str) -> list[list[str]]:
 
 def test_the_files_that_are_named_are_there():
     named = set(re.findall(r"`((?:[\w.]+/)*[\w.]+(?:\.py|\.md|/))`", PAGES))
-    made = re.compile(r"out/|data/|texts/|model/|config\.json")
-    assert all(
-        made.match(name) or any((ROOT / at / name).exists() for at in ("", "lib", "tools", "tests", "config"))
-        for name in named
-    ), named
-    links = {file.parent / name for file in (ROOT / "README.md", *DOCS) for name in re.findall(r"\]\(([\w./]+)[)#]", file.read_text())}  # fmt: skip
-    assert all(path.exists() for path in links), links
-    folders = {"config/", "lib/", "tools/", "demo/", "tests/", "study/", "docs/"}
-    assert {path.name for path in ROOT.glob("*.py")} | folders <= named
+    folders = ("", "lib", "run", "tools", "study", "tests", "config")
+    for name in named:
+        made_by_a_run = re.match(r"out/|data/|texts/|model/", name)
+        assert made_by_a_run or any((ROOT / at / name).exists() for at in folders), name
+    for file in (ROOT / "README.md", *DOCS):
+        for name in re.findall(r"\]\(([\w./]+)[)#]", file.read_text()):
+            assert (file.parent / name).exists(), name
 
 
-def test_imports_in_lib_point_one_way():
-    first, second = re.findall(r"^\|.*\| what (?:knows|does)(.*)", README, re.M)
-    early, later = re.findall(r"`(\w+)`", first), re.findall(r"`(\w+)`", second)
-    every = {file.stem for file in (ROOT / "lib").glob("*.py")} - {"__init__"}
-    assert sorted([*early, *later]) == sorted([*every, "configure", "losses", "model"])
-    files = {name: (ROOT / "lib" / f"{name}.py").read_text() for name in early}
-    assert not [n for n, text in files.items() if re.search(rf"^from (lib\.)?({'|'.join(later)})\b", text, re.M)]
+# The only ones that import a script; study/compare.py starts train.py and eval.py as processes.
+DRIVERS = [
+    ("tools.bench", "train"),
+    ("study.compare", "study.report"),
+    ("study.report", "tools.plot"),
+]
+
+
+def imports(module: str, indent: str) -> set[str]:
+    """What a module imports in lines with this indentation, such as train or lib.files."""
+    text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    lines = re.findall(rf"^{indent}(?:from (.+) )?import (.+)", text, re.M)
+    paths = [f"{start}.{name}" for start, names in lines for name in names.split(", ")]
+    names = set()
+    for path in paths:
+        top, *rest = re.findall(r"\w+", path)
+        names.add(f"{top}.{rest[0]}" if (ROOT / top).is_dir() else top)
+    return names
+
+
+def test_imports_point_down_the_five_floors():
+    """Those inside functions too. None runs up, none into a script, and there are no cycles."""
+    floors = {name.strip("`/"): int(floor) for floor, name, _ in cells("Files") if floor}
+    assert sorted(set(floors.values())) == [1, 2, 3, 4, 5]
+    graph = {}
+    for name in floors:
+        for file in [*ROOT.glob(f"{name}/*.py"), *ROOT.glob(name)]:
+            if file.suffix == ".py":
+                module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+                graph[module] = imports(module, "")
+                for other in imports(module, " *"):
+                    top = other.split(".")[0]
+                    floor = floors.get(top, floors.get(f"{top}.py", 0))
+                    assert floor <= floors[name], f"{module} imports {other}"
+                    if floor >= 4:
+                        assert (module, other) in DRIVERS
+    assert len(graph) > 35
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("package", ["lib", "run"])
+def test_every_module_of_a_package_is_named(package):
+    (duty,) = (row[2] for row in cells("Files") if row[1] == f"`{package}/`")
+    files = {file.stem for file in (ROOT / package).glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"`(\w+)`", duty)) == files
 
 
 def test_the_choices_name_real_keys():
-    choices = cells("Choices that the paper leaves open")
-    named = re.findall(r"`(\w+)`", " ".join(row[-1] for row in choices))
-    assert len(choices) > 20 and len(named) > 5 and set(named) - {"eval.py"} <= configure.KINDS.keys()
-    hyper = re.findall(r"`(?!config|eval)(\w+)\.(\w+)`", " ".join(row[-1] for row in choices))
-    assert len(hyper) > 8 and all(key in losses.settings(method) for method, key in hyper), hyper
-    flags = set(re.findall(r"`--(\w+)`", " ".join(row[-1] for row in choices)))
+    choices = [row[-1] for row in cells("Choices that the paper leaves open")]
+    text = " ".join(choices)
+    keys = set(re.findall(r"`(\w+)`", text))
+    assert len(choices) > 20 and len(keys) > 5 and keys <= configure.KINDS.keys()
+    settings = re.findall(r"`(?!config|eval)(\w+)\.(\w+)`", text)
+    assert len(settings) > 8
+    for method, key in settings:
+        assert key in losses.settings(method)
+    flags = set(re.findall(r"`--(\w+)`", text))
     assert flags and flags <= vars(ev.arguments(["x"])).keys()
 
 
 def test_every_ratio_of_speed_is_in_the_file_that_is_named():
     speed = section("Memory and speed")
-    files = "".join((ROOT / name).read_text() for name in re.findall(r"(study/results/bench/\w+\.md)", speed))
-    assert files and all(ratio in files for ratio in re.findall(r"\b\d\.\d\d\b(?!\.)", speed))
+    names = re.findall(r"study/results/bench/\w+\.md", speed)
+    files = "".join((ROOT / name).read_text() for name in names)
+    ratios = re.findall(r"\b\d\.\d\d\b(?!\.)", speed)
+    assert files and ratios and all(ratio in files for ratio in ratios)
 
 
 def test_data_is_what_the_code_reads():
     from lm_eval.tasks._yaml_loader import load_yaml
 
     named = re.findall(r"hub, `([^`]+)`(?:, commit `(\w{8})`)?", PAGES)
-    files = [load_yaml(tasks.task_file(n), resolve_func=False) for n in tasks.TASKS if n != "storycloze_2016"]
-    pinned = [name.split("@") for name in (configure.CORPUS, configure.TEACHER)]
-    assert set(named) == {(name, commit[:8]) for name, commit in pinned} | {(f["dataset_path"], "") for f in files}
+    expected = set()
+    for source in (configure.CORPUS, configure.TEACHER):
+        name, commit = source.split("@")
+        expected.add((name, commit[:8]))
+    for task in set(tasks.TASKS) - {"storycloze_2016"}:
+        task_file = load_yaml(tasks.task_file(task), resolve_func=False)
+        expected.add((task_file["dataset_path"], ""))
+    assert set(named) == expected

@@ -55,7 +55,13 @@ def test_the_alpha_beta_divergence_at_one_half_is_hellingers():
     assert_close(loss, expected)
 
 
-LIMITS = [(0.2, 0.7), (0.5, 0.0), (0.0, 0.5), (0.5, -0.5), (0.0, 0.0)]
+LIMITS = [
+    (0.2, 0.7),
+    (0.5, 0.0),
+    (0.0, 0.5),
+    (0.5, -0.5),
+    (0.0, 0.0),
+]
 
 
 @pytest.mark.parametrize(("a", "b"), LIMITS)

@@ -447,11 +447,7 @@ class RowWriter:
         self.rows = rows
         self.rest = np.array(rest, np.uint32)
         file.touch()
-        size = rows * row_len * 4
-        if file.stat().st_size < size:
-            remedy = f"move {file.parent} aside and start again"
-            raise UserError(f"{file}: too short for prepare.state; {remedy}")
-        os.truncate(file, size)  # without what a killed run wrote after its last commit
+        shorten(file, rows * row_len * 4)
 
     def feed(self, documents: list[np.ndarray], last: bool = False):
         """Cut and write the complete rows, and after the `last` documents the incomplete row."""
@@ -480,6 +476,14 @@ class RowWriter:
         with writing(self.file):
             flush(self.file)
         return {"rows": self.rows, "rest": self.rest.tolist()}
+
+
+def shorten(file, size):
+    """Cut off what a killed run wrote after its last commit. `UserError` if more is missing."""
+    if file.stat().st_size < size:
+        remedy = f"move {file.parent} aside and start again"
+        raise UserError(f"{file}: too short for prepare.state; {remedy}")
+    os.truncate(file, size)
 
 
 def open_state(folder, recipe) -> dict | None:
@@ -552,7 +556,7 @@ def finish(folder, state) -> list[dict]:
         work = folder / f"{split}.bin.tmp"
         file = folder / f"{split}.bin"
         if work.exists():
-            os.truncate(work, writer["rows"] * recipe["row_len"] * 4)
+            shorten(work, writer["rows"] * recipe["row_len"] * 4)
             os.replace(work, file)
         manifest = {"split": split, **recipe, "skipped": state["skipped"], **measure(file, recipe)}
         if split == "val":

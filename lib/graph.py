@@ -83,9 +83,10 @@ def scatter_last(graph: Graph, dense: tuple) -> None:
                 at_tokens = {node: source}
                 for other in others:
                     at_tokens[other] = _gathered(graph, other, dim, index)
-                everywhere = _copy(graph, user, {node: x}, user)
-                values = _copy(graph, user, at_tokens, user, _shape(index))
-                moved = _copy(graph, node, {x: everywhere, source: values}, user)
+                values_meta = user.meta | {"val": user.meta["val"].new_empty(_shape(index))}
+                everywhere = _copy(graph, user, {node: x}, user.meta)
+                values = _copy(graph, user, at_tokens, values_meta)
+                moved = _copy(graph, node, {x: everywhere, source: values}, user.meta)
             user.replace_all_uses_with(moved)
             graph.erase_node(user)
             node = moved
@@ -107,13 +108,10 @@ def _gathered(graph: Graph, node: Node, dim: int, index: Node) -> Node:
     return gathered
 
 
-def _copy(graph: Graph, node: Node, operands: dict, like: Node, shape: tuple | None = None) -> Node:
-    """Return a copy of a node with other operands, and with the dtype and shape of `like`."""
+def _copy(graph: Graph, node: Node, operands: dict, meta: dict) -> Node:
+    """Return a copy of a node with other operands and other metadata."""
     copy = graph.node_copy(node, lambda a: operands.get(a, a))
-    value = like.meta["val"]
-    if shape is not None:
-        value = value.new_empty(shape)
-    copy.meta = like.meta | {"val": value}
+    copy.meta = meta.copy()
     return copy
 
 

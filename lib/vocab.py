@@ -36,13 +36,15 @@ class Split(NamedTuple):
     rest_kl: Tensor  # [N] KL(softmax_rest(z_t / tau) || softmax_rest(z_s / tau)); differentiable
 
 
-def split(z_s, z_t, tokens, tau, valid) -> Split:
-    """Split the logits at `tokens` [N, k], which are distinct.
+def split(z_s, z_t, selected, tau, valid) -> Split:
+    """Split the logits into selected tokens and the rest.
 
-    tau    temperature of the sums over the rest
-    valid  [N] bool; other positions get a gradient of exactly 0
+    selected  distinct tokens [N, k] int64; None for no token; or a teacher logit [N, 1]: tokens
+              that are not below it leave the rest, and k is 0
+    tau       temperature of the sums over the rest
+    valid     [N] bool; other positions get a gradient of exactly 0
     """
-    return Split(*_Split.apply(z_s, z_t, tokens, tau, valid))
+    return Split(*_Split.apply(z_s, z_t, selected, tau, valid))
 
 
 def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
@@ -50,10 +52,9 @@ def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
 
     below  [N, 1] take only the tokens with z_t < below; 0 where there are none
     """
+    rest = split(z_s, z_t, below, tau, valid)
     if below is None:
-        none = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
-        return split(z_s, z_t, none, tau, valid).rest_kl
-    rest = Split(*_Split.apply(z_s, z_t, below, tau, valid))
+        return rest.rest_kl
     return rest.rest_kl.masked_fill(rest.rest_t == -math.inf, 0.0)
 
 
@@ -67,16 +68,13 @@ class _Split(torch.autograd.Function):
 
     Backward: the gradient of the rest is written everywhere, then the selected tokens get their
     own. Autograd would keep four tensors of [N, V]; this keeps the logits only.
-
-    selected  what the rest leaves out: tokens [N, k] int64; or a teacher logit [N, 1], then all
-              tokens that are not below it leave both parts
     """
 
     @staticmethod
     def forward(ctx, z_s, z_t, selected, tau, valid):
         tokens = selected
         below = None
-        if selected.is_floating_point():
+        if selected is None or selected.is_floating_point():
             tokens = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
             below = selected
 

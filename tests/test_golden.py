@@ -2,80 +2,112 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 import losses
 from tests import golden_table
-from tests.golden_table import BARS, FOLDER, KEYWORDS, below, logits, names
+from tests.golden_table import BARS, call, cases, names
 
-LARGER = Path(__file__).resolve().parents[2] / "shared" / "golden"  # what FOLDER was thinned from
-needs_larger = pytest.mark.skipif(not LARGER.is_dir(), reason=f"no larger set of golden vectors at {LARGER}")
 VECTORS = golden_table.read()
+# what FOLDER was thinned from
+LARGER = Path(__file__).resolve().parents[2] / "shared" / "golden"
 
 
-def outside(v):
-    return {column: error for column, error in golden_table.errors(v).items() if not error <= BARS[column]}
+def is_near(v):
+    errors = golden_table.errors(v)
+    return all(error <= BARS[column] for column, error in errors.items())
 
 
 @pytest.mark.parametrize("v", VECTORS, ids=lambda v: v.case)
 def test_the_recorded_loss_and_gradient(v):
-    assert not outside(v)
+    assert is_near(v), golden_table.errors(v)
 
 
-@needs_larger
+@pytest.mark.skipif(not LARGER.is_dir(), reason=f"no larger set of golden vectors at {LARGER}")
 def test_the_recorded_losses_and_gradients_of_the_larger_set():
-    found = {v.case: outside(v) for v in golden_table.read(LARGER)}
-    assert len(found) > 180 and not {case: error for case, error in found.items() if error}
+    vectors = golden_table.read(LARGER)
+    assert len(vectors) > 180
+    assert not [v.case for v in vectors if not is_near(v)]
 
 
 def test_every_file_is_read_and_every_first_tier_objective_has_vectors():
-    assert set(names()) == set(KEYWORDS)
-    assert {v.case.split(": ")[0] for v in VECTORS} == set(KEYWORDS)
-    assert {v.case.split(": ")[1].split("|")[0] for v in VECTORS} == {"small", "peaked_teacher"}
-    assert {v.objective for v in VECTORS} >= {"vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"}
+    files = {v.case.split(": ")[0] for v in VECTORS}
+    kinds = {v.case.split(": ")[1].split("|")[0] for v in VECTORS}
+    assert files == set(names())
+    assert kinds == {"small", "peaked_teacher"}
+    first_tier = {"vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra"}
+    assert first_tier <= {v.objective for v in VECTORS}
+    assert len(files) == 26
     assert len(VECTORS) > 100
 
 
-def cases(name):
-    """Label, (z_s, z_t, y), settings and parts of each case."""
-    for label, arrays in golden_table.cases(FOLDER, name):
-        settings = {key: value.item() for key, value in below(arrays, "hp").items()}
-        yield label, logits(arrays), settings, below(arrays, "part")
+def evaluated(name, **settings):
+    """Each case of a file, its parts [N] or [N, ..], and its objective's result."""
+    for case in cases(name):
+        z_s, z_t, y = case.logits
+        objective, keywords = call(name, case.settings, z_s.shape[1])
+        keywords |= settings
+        result = getattr(losses, objective)(z_s, z_t, y, **keywords)
+        parts = {}
+        for key, value in case.below("part").items():
+            parts[key] = torch.from_numpy(value)
+        yield case, parts, result
 
 
-def test_the_pieces_of_alra():
-    for label, (z_s, z_t, y), settings, part in cases("ref_alra"):
-        _, keywords = KEYWORDS["ref_alra"](settings, z_s.shape[1])
-        for pair in ("swpra", "pra", "pra_u"):
-            terms = losses.alra(z_s, z_t, y, pair=pair, **keywords)
-            np.testing.assert_allclose(terms.pair, part[pair], rtol=1e-9, err_msg=label)
-        for key in ("mass", "local", "rest"):
-            np.testing.assert_allclose(getattr(terms, key), part[key], rtol=1e-9, err_msg=label)
-        np.testing.assert_allclose(terms.support, part["E_loc"], rtol=1e-9, err_msg=label)
-        np.testing.assert_array_equal(terms.d_u, part["d_u"], err_msg=label)
-        for u, (tokens, d_u) in enumerate(zip(terms.tokens.tolist(), terms.d_u.tolist(), strict=True)):
-            assert sorted(tokens[:d_u]) == np.flatnonzero(part["local_set"][u]).tolist(), label
+def assert_recorded(got, expected, case):
+    expected = expected.flatten().to(got.dtype)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12, msg=case.label)
 
 
-def test_the_halves_of_atkd_and_the_positions_of_sekd_and_adakd():
-    for label, (z_s, z_t, y), settings, part in cases("atkd"):
-        hard_only = losses.atkd(z_s, z_t, y, tau=settings["T"], easy_weight=0.0)
-        np.testing.assert_array_equal(hard_only != 0, part["hard"].flatten(), err_msg=label)
-    for label, (z_s, z_t, y), settings, part in cases("sekd"):
-        kept = losses.sekd(z_s, z_t, y, keep=settings["k_percent"] / 100) != 0
-        np.testing.assert_array_equal(kept, part["selected"].flatten(), err_msg=label)
-    for label, (z_s, z_t, y), settings, part in cases("adakd"):
-        _, keywords = KEYWORDS["adakd"](settings, z_s.shape[1])
-        np.testing.assert_array_equal(
-            losses.adakd(z_s, z_t, y, **keywords).nonzero()[:, 0], sorted(part["sel"]), err_msg=label
-        )
+@pytest.mark.parametrize("pair", ["swpra", "pra", "pra_u"])
+def test_the_pieces_of_alra(pair):
+    for case, parts, terms in evaluated("ref_alra", pair=pair):
+        assert_recorded(terms.pair, parts[pair], case)
+        assert_recorded(terms.support, parts["E_loc"], case)
+        for key in ("mass", "local", "rest", "d_u"):
+            assert_recorded(getattr(terms, key), parts[key], case)
+        for u, d_u in enumerate(terms.d_u):
+            local = terms.tokens[u, :d_u].sort().values
+            assert_recorded(local, parts["local_set"][u].nonzero(), case)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "settings"),
+    [
+        ("atkd", "hard", {"easy_weight": 0.0}),
+        ("sekd", "selected", {}),
+    ],
+)
+def test_the_recorded_positions(name, key, settings):
+    for case, parts, loss in evaluated(name, **settings):
+        assert_recorded(loss != 0, parts[key], case)
+
+
+def test_the_hardest_positions_of_adakd():
+    for case, parts, loss in evaluated("adakd"):
+        hardest = parts["sel"].sort().values
+        assert_recorded(loss.nonzero()[:, 0], hardest, case)
 
 
 def test_the_pieces_of_tad():
-    for label, (z_s, z_t, y), settings, part in cases("ref_tad"):
-        d1, d1_d2 = (
-            losses.tad(z_s, z_t, y, tau=settings["T"], top_k=settings["K"], beta=b, norm="unit") for b in (0.0, 1.0)
-        )
-        np.testing.assert_allclose(d1, part["dkl1_tok"].flatten(), rtol=1e-9, err_msg=label)
-        np.testing.assert_allclose(d1_d2 - d1, part["dkl2_tok"].flatten(), rtol=1e-9, err_msg=label)
+    head_only = evaluated("ref_tad", beta=0.0, norm="unit")
+    both = evaluated("ref_tad", beta=1.0, norm="unit")
+    for (case, parts, d1), (_, _, sum_of_both) in zip(head_only, both, strict=True):
+        assert_recorded(d1, parts["dkl1_tok"], case)
+        assert_recorded(sum_of_both - d1, parts["dkl2_tok"], case)
+
+
+@pytest.mark.parametrize("name", ["skew_fkl", "taid", "todi", "ref_topk_tail"])
+def test_the_recorded_number_of_each_position(name):
+    for case, parts, loss in evaluated(name):
+        assert_recorded(loss, parts["tok"], case)
+
+
+def test_the_recorded_head_of_akl():
+    for case, parts, loss in evaluated("akl"):
+        h = parts["h_ratio"]
+        assert_recorded(loss, h * parts["fkl"] + (1 - h) * parts["rkl"], case)
+        z_s, z_t, _ = case.logits
+        share = losses._head_share(z_s, z_t, case.settings["mu"])
+        assert_recorded(share[:, 0], h, case)

@@ -37,7 +37,6 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lib import parallel
 from lib.errors import UserError, nearest
 from lib.files import read_json, reading
 from lib.hf import (
@@ -353,7 +352,10 @@ class Qwen2(nn.Module):
             model = cls(config)
         model.to(dtype)
         if shard > 1:
-            parallel.shard(model, model.model.layers, shard, torch.device(device), layers_only=True)
+            from lib import distributed  # few runs need it
+
+            layers = model.model.layers
+            distributed.shard(model, layers, shard, torch.device(device), layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()

@@ -113,9 +113,11 @@ def make_student(
     if cfg.shard > 1:
         if len(extras):
             raise UserError(f"shard={cfg.shard}: not supported with extras")
+        from lib.distributed import shard  # few runs need it
+
         layers = model.model.layers
         device = torch.device(cfg.device)
-        parallel.shard(model, layers, cfg.shard, device, False, compute_dtype(cfg))
+        shard(model, layers, cfg.shard, device, False, compute_dtype(cfg))
     model.to(cfg.device)
     extras.to(cfg.device)
 

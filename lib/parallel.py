@@ -5,7 +5,6 @@ A function that communicates must be called by all processes, in the same order.
 
 import contextlib
 import os
-import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
@@ -24,43 +23,12 @@ def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
 
     timeout_minutes  how long a process waits for another one before it gives up
     """
-    backend = "gloo"
-    device_id = None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every process opens a context on card 0 too
-        backend = "nccl"
-        device_id = device
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
-        return
-    timeout = timedelta(minutes=timeout_minutes)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    # After a restart torchrun's store still holds the addresses of processes that have ended.
-    store = dist.PrefixStore(name_start(store, rank, world), store)
-    keys = {"rank": rank, "world_size": world, "timeout": timeout, "device_id": device_id}
-    dist.init_process_group(backend, store=store, **keys)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        from lib.distributed import join  # a run of one process needs none of it
 
-
-def name_start(store: dist.Store, rank: int, world: int) -> str:
-    """Return a name that the processes of this start share, and no start before it.
-
-    The restart count does not serve: each node's torchrun counts its own. So each process sends a
-    random word, gets process 0's word in answer, and sends that back. Process 0 also answers words
-    that processes of an earlier start have left, but only processes that are alive send its word
-    back.
-    """
-    word = uuid.uuid4().hex
-    if rank:
-        store.queue_push("words", word)
-        name = store.get(word).decode()
-        store.queue_push("words", name)
-        return name
-    missing = world - 1
-    while missing:
-        received = store.queue_pop("words").decode()
-        if received == word:
-            missing -= 1
-        store.set(received, word)
-    return word
+        join(device, timedelta(minutes=timeout_minutes))
 
 
 def stop() -> None:
@@ -149,40 +117,6 @@ def summing_gradients(
 
 # ----------------------------------------------------------------------------------------------
 # sharded weights
-
-
-def shard(
-    root: nn.Module,
-    layers: Iterable[nn.Module],
-    n: int,
-    device: torch.device,
-    layers_only: bool,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Keep 1 / n of the weights on each process; FSDP2 gathers a layer while it computes.
-
-    n            a divisor of the number of processes; every n consecutive processes hold one copy
-    layers_only  keep what is outside the layers, such as embedding and head, whole everywhere
-    dtype        in which the weights of layers travel (None: their own); gradients travel in fp32
-    """
-    from torch.distributed import fsdp  # takes half a second, and few runs need it
-
-    layers = list(layers)
-    names = ("replicate", "shard")
-    mesh = dist.init_device_mesh(device.type, (world() // n, n), mesh_dim_names=names)
-    if world() == n:
-        mesh = mesh["shard"]
-    policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    outside = set(root.parameters())
-    for layer in layers:
-        outside -= set(layer.parameters())
-        fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fsdp.fully_shard(root, mesh=mesh, ignored_params=outside if layers_only else None)
-    for module in (root, *layers):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale what it sums
-    if hasattr(root, "hidden"):
-        fsdp.register_fsdp_forward_method(root, "hidden")
 
 
 def is_sharded(x: Tensor | nn.Module) -> bool:

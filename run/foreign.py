@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from lib import parallel
+from lib import distributed
 from lib.errors import UserError
 from lib.files import reading
 from lib.hf import check_weights, find_folder
@@ -27,7 +27,7 @@ def load_foreign(name: str, dtype: torch.dtype, device: torch.device, shard: int
     if shard > 1:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         layers = max(lists, key=count_parameters)  # the decoder layers are the heaviest list
-        parallel.shard(model.base_model, layers, shard, device, layers_only=True)
+        distributed.shard(model.base_model, layers, shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
     return model

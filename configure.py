@@ -188,6 +188,8 @@ class Config:
     keep_checkpoints: PositiveInt = key(2, affects="log")
     # keep checkpoints at multiples of this many updates too; None: the newest alone
     keep_every_steps: PositiveInt | None = key(None, affects="log")
+    # take students as equal if only code was edited since, for an edit known to change no number
+    accept_edits: bool = key(False, affects="log")
 
     # ---- settings of the methods
 

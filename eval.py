@@ -192,9 +192,9 @@ class Scorer(TemplateLM):
             n_inputs = len(ids) - 1  # what follows is padding, which no position before it sees
             x[i, :n_inputs] = torch.tensor(ids[:-1])
             y[i, n_inputs - n_scored : n_inputs] = torch.tensor(ids[-n_scored:])
-        scored = (y != IGNORE).to(self.head.device)
-        h = self.model.hidden(x.to(scored.device))[scored].float()  # [N, D]
-        targets = y.to(scored.device)[scored]  # [N]
+        scored = y != IGNORE
+        h = self.model.hidden(x.to(self.head.device))[scored].float()  # [N, D]
+        targets = y[scored].to(h.device)  # [N]
         logp = []
         greedy = []
         for h_part, target in zip(h.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):

@@ -51,9 +51,9 @@ from run.log import (
     say_names,
     say_values,
 )
-from run.methods import make_objective, method_lines
+from run.methods import compute_dtype, make_objective, method_lines
 from run.preflight import open_teacher
-from run.students import SINCE_LOG, Run, Student, compute_dtype, hidden_and_head
+from run.students import SINCE_LOG, Run, Student, hidden_and_head
 from run.teacher import Teacher
 
 # ----------------------------------------------------------------------------------------------

@@ -13,64 +13,73 @@ from pathlib import Path
 
 import safetensors
 
-from lib.errors import UserError, first_line, require
+from lib.errors import UserError, first_line
 
 REMEDY = "move it aside, and the command that wrote it makes it again"
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write `path`, such as a full disk, into one clear line. safetensors has an error of its own."""
+    """Turn a failure to write `path`, such as a full disk, into a one-line `UserError`."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
-        new = working_name(path)  # its space is free again
-        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
-        raise UserError(
-            f"{path}: cannot be written ({error}); free some space or check the permissions, then run the same command "
-            "again"
-        ) from error
+        new = working_name(path)
+        shutil.rmtree(new, ignore_errors=True)  # free its space
+        new.unlink(missing_ok=True)
+        remedy = "free some space or check the permissions, then run the same command again"
+        raise UserError(f"{path}: cannot be written ({error}); {remedy}") from error
 
 
 def flush(path: Path) -> None:
-    """Flush a file or folder to the disk, so that a rename never survives a crash without its content."""
+    """Flush a file or folder to the disk, so that a rename never survives a crash without it."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
 
 def working_name(path: Path, kind: str = "new") -> Path:
-    """A name beside `path` that only this program gives: what has it is unfinished, and is overwritten and deleted."""
+    """Return the temporary name beside `path` that is used while `path` is being written.
+
+    Only this project gives such names, so that what has one is overwritten or deleted.
+    """
     return path.with_name(f".{path.name}.alra-{kind}")
 
 
 def discard(path: Path) -> None:
-    """Remove a folder that this program wrote, and what a kill left unfinished beside it. Renamed first: whole or gone."""
+    """Delete a folder written by this project, and what a kill left unfinished beside it.
+
+    The folder is renamed first, so that a kill never leaves half of it under its own name. NFS
+    keeps files that are open; the next call deletes them.
+    """
     for unfinished in path.parent.glob(working_name(Path("*"), "*").name):
         shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(path.rename(working_name(path, "old")), ignore_errors=True)  # open on NFS: it goes with the next
+    shutil.rmtree(path.rename(working_name(path, "old")), ignore_errors=True)
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all: under another name first, flushed to the disk, then renamed."""
+    """Write a file completely or not at all: write a temporary file, flush it, rename it."""
+    if isinstance(content, str):
+        content = content.encode()
     new = working_name(path)
     with writing(path):
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        new.write_bytes(content)
         flush(new)
         os.replace(new, path)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which then replaces `path`: flushed to the disk, then renamed. Complete or not there."""
-    new, old = working_name(path), working_name(path, "old")
+    """Yield a folder to fill, which then replaces `path`. A kill leaves the old one or the new."""
+    new = working_name(path)
+    old = working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
     with contextlib.ExitStack() as stack, writing(path):
-        stack.callback(shutil.rmtree, new, ignore_errors=True)  # if it fails, its space is free again
+        stack.callback(shutil.rmtree, new, ignore_errors=True)  # if it fails, free its space
         new.mkdir(parents=True)
         yield new
         for file in filter(Path.is_file, new.rglob("*")):
-            file.chmod(new.stat().st_mode & 0o666)  # safetensors keeps its files from other users
+            file.chmod(new.stat().st_mode & 0o666)  # safetensors hides its files from other users
             flush(file)
         flush(new)
         shutil.rmtree(old, ignore_errors=True)
@@ -83,41 +92,50 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: str) -> Iterator[None]:
-    """Lock a folder, made if need be, for this process; `busy` is the error if another holds it. A killed one loses its lock.
+    """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
-    The lock is on a file, not on the folder, as NFS shows locks of files to all hosts; the file says who holds it.
+    The lock is on a file, which says who holds it, since NFS shows locks of files to all hosts.
+
+    busy    the error if another process holds the lock
     """
-    lock_file, mine = folder / ".alra-lock", False
+    lock_file = folder / ".alra-lock"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        while not mine:
+        while True:
             file = stack.enter_context(open(lock_file, "a+"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
                 raise UserError(f"{busy} ({file.read().strip()})") from error
-            # not if the process before has removed it since it was opened
-            mine = lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), lock_file.stat())
+            # the process that held the lock may have deleted the file since it was opened
+            if lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), lock_file.stat()):
+                break
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n")
+        file.write(
+            f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
+        )
         file.flush()
         stack.callback(lock_file.unlink, missing_ok=True)
         yield
 
 
 def for_json(values: dict) -> dict:
-    """`values`, with None for a number that is not finite: JSON has none."""
-    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
+    """Return the values with None for each number that is not finite, which JSON cannot hold."""
+    result = dict(values)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            result[key] = None
+    return result
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Raises `ValueError`, and writes nothing, if a number is not finite."""
+    """Write a JSON file. Raises `ValueError`, and writes nothing, if a number is not finite."""
     atomic_write(path, json.dumps(value, allow_nan=False, indent=1) + "\n")
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Add a record to a file of JSON lines. A last line without its end is ended first, or removed if a kill cut it short."""
+    """Add a record to a file of JSON lines, whose last line a kill may have cut short."""
     line = json.dumps(record, allow_nan=False) + "\n"
     with writing(path), path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
@@ -133,30 +151,40 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
-    """Turn whatever goes wrong while `path` is read, or a part that it lacks, into one clear line."""
+    """Turn any error while reading `path` into a one-line `UserError`."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # each kind of broken file has an error of its own
-        raise UserError(f"{path}: cannot be used ({type(error).__name__}: {first_line(error)}); {remedy}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{path}: cannot be used ({reason}); {remedy}") from error
 
 
 def read_json(path: Path, keys: Iterable[str] = (), remedy: str = REMEDY) -> dict:
-    """The object in a JSON file. Raises `UserError` if it is broken or lacks one of `keys`."""
+    """Return the object in a JSON file. Raises `UserError` if it is broken or lacks a key."""
     with reading(path, remedy):
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)  # refuses NaN and Infinity
+        # int refuses NaN and Infinity
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
     return check_keys(value, keys, path, remedy)
 
 
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict]:
-    """The records of a file of JSON lines, each with `keys`; none without a file. A last line that was cut short is left out."""
-    records, (*lines, last) = [], path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    with contextlib.suppress(ValueError):
-        json.loads(last)
-        lines.append(last)
+    """Return the records of a file of JSON lines, each with `keys`; an empty list without a file.
+
+    Leaves out a last line that was cut short.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    try:
+        json.loads(lines[-1])
+    except ValueError:
+        lines.pop()
+    records = []
     for number, line in enumerate(lines, 1):
-        where, remedy = f"{path}, line {number}", "correct or remove that line"
+        where = f"{path}, line {number}"
+        remedy = "correct or remove that line"
         with reading(where, remedy):
             record = json.loads(line)
         records.append(check_keys(record, keys, where, remedy))
@@ -166,11 +194,16 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict]:
 def truncate_lines(path: Path, step: int) -> None:
     """Remove the records after `step`, and a last line that a kill cut short."""
     if path.is_file():
-        write_lines(path, [record for record in read_lines(path, ["step"]) if record["step"] <= step])
+        records = read_lines(path, ["step"])
+        write_lines(path, [record for record in records if record["step"] <= step])
 
 
-def check_keys(value: object, keys: Iterable[str], where: Path | str, remedy: str = REMEDY) -> dict:
-    require(isinstance(value, dict), f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
-    missing = [key for key in keys if key not in value]
-    require(not missing, f"{where}: no {missing[:1]} in it; {remedy}")
+def check_keys(value, keys: Iterable[str], where: Path | str, remedy: str = REMEDY) -> dict:
+    """Return a JSON object. Raises `UserError` if it is none, or lacks a key."""
+    if not isinstance(value, dict):
+        problem = f"expected a JSON object, got {type(value).__name__}"
+        raise UserError(f"{where}: {problem}; {remedy}")
+    for key in keys:
+        if key not in value:
+            raise UserError(f"{where}: no {[key]} in it; {remedy}")
     return value

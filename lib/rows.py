@@ -66,8 +66,7 @@ class Rows:
         if stored_len != seq_len:
             problem = f"{folder} has rows for seq_len={stored_len}"
             raise UserError(f"seq_len={seq_len}: {problem}; set that, or prepare again")
-        # CEs that a model's is read against: of a uniform guess, and of token frequencies, which
-        # the manifest of held-out rows alone has
+        # CEs to compare a model's with: a uniform guess, and token frequencies (held-out rows only)
         self.levels = {"uniform_ce": math.log(n_vocab)}
         if "unigram_ce" in self.manifest:
             self.levels["unigram_ce"] = self.manifest["unigram_ce"]
@@ -112,7 +111,7 @@ def quick_hash(file: Path) -> str:
 def row_order(step: int, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> np.ndarray:
     """Return the indices of the rows of update `step`, a pure function of the step.
 
-    They are in stored order, or with a seed newly shuffled for each pass.
+    Rows come in stored order; with a seed, each pass shuffles them anew.
     """
     places = np.arange(step * batch_rows, (step + 1) * batch_rows)
     nth_pass, place = np.divmod(places, n_rows)
@@ -127,9 +126,9 @@ def row_order(step: int, batch_rows: int, n_rows: int, shuffle_seed: int | None)
 def shuffled(i: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
     """Return where a permutation of range(n), drawn from `seed`, takes the indices `i`.
 
-    Only these are computed, by integers alone. A Feistel network on pairs of numbers below `side`
-    permutes range(side**2), where side**2 >= n. What it takes to n or beyond goes through it again
-    until it is below (cycle walking). The mixing is splitmix64's.
+    Computes these indices alone, in integers. A Feistel network on pairs of numbers below `side`
+    permutes range(side**2), where side**2 >= n. An index that it takes to n or beyond goes through
+    it again until it is below n (cycle walking). The mixing function is that of splitmix64.
     """
     side = math.isqrt(n - 1) + 1
     keys = np.random.SeedSequence(seed).generate_state(8, np.uint64)

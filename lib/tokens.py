@@ -1,4 +1,4 @@
-"""The bytes that a tokenizer's ids stand for."""
+"""The bytes that a tokenizer's ids stand for, and checks that it loses no text."""
 
 import json
 import re
@@ -7,68 +7,113 @@ from collections import Counter
 
 import tokenizers
 
-from lib.errors import UserError, require
+from lib.errors import UserError
 
 SAMPLE = "  The naïve café, Straße:\n\n\tif x  != 3:\r\n    你好。世界 नमस्ते 🙂 ½ \n"
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every id; empty for special tokens. For byte-level vocabularies and those with U+2581 for a space."""
+    """Return the bytes of every id; empty for special tokens.
+
+    Reads byte-level vocabularies, and those that write U+2581 for a space.
+    """
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
-        raise ValueError(f"tokenizer: decoder {sorted(kinds)}: expected a byte-level one, or one with byte fallback")
-    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
-    hidden = [b for b in range(256) if b not in shown]  # written as the characters from U+0100 on
-    latin = {b: chr(b) for b in shown} | {256 + i: chr(b) for i, b in enumerate(hidden)}
-    vocab, added = backend.get_vocab(with_added_tokens=True), backend.get_added_tokens_decoder()
+        expected = "expected a byte-level one, or one with byte fallback"
+        raise ValueError(f"tokenizer: decoder {sorted(kinds)}: {expected}")
+    latin = byte_level_alphabet()
+    vocab = backend.get_vocab(with_added_tokens=True)
+    added = backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():
         if i in added:
-            pieces[i] = b"" if added[i].special else token.encode()
+            if not added[i].special:
+                pieces[i] = token.encode()
         elif byte_level:
             pieces[i] = token.translate(latin).encode("latin-1")
         elif byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
-            pieces[i] = bytes([int(byte[1], 16)])
+            pieces[i] = bytes.fromhex(byte[1])
         else:
             pieces[i] = token.replace("▁", " ").encode()
     return pieces
 
 
-def leading_bos(tokenizer) -> int | None:
-    """The id that the tokenizer itself puts before a text (its BOS), or None. What it puts after a text is ignored.
+def byte_level_alphabet() -> dict[int, str]:
+    """Return the Latin-1 character, hence the byte, of each character of a byte-level vocabulary.
 
-    Raises `UserError` for a tokenizer that puts several ids before a text, or one that is not a special token.
+    Printable bytes are written as themselves, all others as the characters from U+0100 on.
+    """
+    latin = {}
+    n_hidden = 0
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
+            latin[byte] = chr(byte)
+        else:
+            latin[256 + n_hidden] = chr(byte)
+            n_hidden += 1
+    return latin
+
+
+def leading_bos(tokenizer) -> int | None:
+    """Return the id that the tokenizer itself puts before a text (its BOS), or None.
+
+    Ignores what it puts after a text. Raises `UserError` for a tokenizer that puts several ids
+    before a text, or one that is not a special token.
     """
     backend = tokenizer.backend_tokenizer
-    bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-    n_before = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), None)
-    added, special = whole[:n_before], [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    if not added:
+    bare = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    n = 0
+    while n < len(full) and full[n : n + len(bare)] != bare:
+        n += 1
+    if n == 0:
         return None
-    if len(added) > 1 or n_before is None or added[0] not in special:
-        raise UserError(
-            f"tokenizer: turns 'a', {bare}, into {whole} by itself; expected at most one special token before it: set "
-            "bos=none, or take another tokenizer"
-        )
-    return added[0]
+    token = tokenizer.added_tokens_decoder.get(full[0])
+    if n == 1 and n < len(full) and token and token.special:
+        return full[0]
+    expected = "expected at most one special token before it"
+    remedy = "set bos=none, or take another tokenizer"
+    raise UserError(f"tokenizer: turns 'a', {bare}, into {full} by itself; {expected}: {remedy}")
 
 
 def check_tokenizer(tokenizer, known: tokenizers.Tokenizer) -> None:
-    """Raise `UserError` for a tokenizer that draws its ids, strips blanks, or has an EOS that is not in its file, `known`."""
-    backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token
-    dropout, added = getattr(backend.model, "dropout", None), backend.get_added_tokens_decoder().values()
-    strip = [token.content for token in added if not token.special and (token.lstrip or token.rstrip)]
-    strip = [token for token in strip if not re.fullmatch(r"<.+>|\[.+\]", token)]  # rarely in a text
-    require(not dropout, f"tokenizer: dropout={dropout} draws other ids each time; set it to null in tokenizer.json")
-    require(not strip, f"tokenizer: loses the blanks around {strip}; remove lstrip and rstrip in tokenizer.json")
-    require(known.token_to_id(eos) is not None, f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
+    """Raise `UserError` for a tokenizer that draws its ids at random, strips blanks, or lacks EOS.
+
+    known   the tokenizer as its own file describes it
+    """
+    backend = tokenizer.backend_tokenizer
+    dropout = getattr(backend.model, "dropout", None)
+    if dropout:
+        problem = f"dropout={dropout} draws other ids each time"
+        raise UserError(f"tokenizer: {problem}; set it to null in tokenizer.json")
+    strips = []
+    for token in backend.get_added_tokens_decoder().values():
+        rare_in_text = token.special or re.fullmatch(r"<.+>|\[.+\]", token.content)
+        if (token.lstrip or token.rstrip) and not rare_in_text:
+            strips.append(token.content)
+    if strips:
+        remedy = "remove lstrip and rstrip in tokenizer.json"
+        raise UserError(f"tokenizer: loses the blanks around {strips}; {remedy}")
+    eos = tokenizer.eos_token
+    if known.token_to_id(eos) is None:
+        raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
 
 
 def check_round_trip(tokenizer: tokenizers.Tokenizer, text: str) -> None:
-    """Raise `UserError` if ids lose characters of a text. Case, Unicode's compatible forms and invisible ones do not count."""
-    back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
-    before, after = (unicodedata.normalize("NFKC", some).casefold() for some in (text, back))
-    lost = [c for c in Counter(before) - Counter(after) if c.isprintable() or c in "\n\t"]
-    require(not lost, f"tokenizer: loses {''.join(lost)!r} of {text!r:.80}; take one with all bytes in its vocabulary")
+    """Raise `UserError` if the ids of a text lose characters of it.
+
+    Case, Unicode's compatible forms and invisible characters do not count.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    decoded = tokenizer.decode(ids, skip_special_tokens=False)
+    missing = Counter(comparable(text)) - Counter(comparable(decoded))
+    lost = "".join(c for c in missing if c.isprintable() or c in "\n\t")
+    if lost:
+        remedy = "take one with all bytes in its vocabulary"
+        raise UserError(f"tokenizer: loses {lost!r} of {text!r:.80}; {remedy}")
+
+
+def comparable(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()

@@ -32,9 +32,10 @@ from lib.device import gib
 from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import find_folder
-from run.identity import differences, file_hash
+from run.identity import EDITS, file_hash, record_changes
 from run.log import say
-from run.students import COUNTS, Run, Student, compute_dtype, step_of, student_facts
+from run.methods import compute_dtype
+from run.students import COUNTS, Run, Student, step_of, student_facts
 
 # ----------------------------------------------------------------------------------------------
 # resuming
@@ -55,7 +56,7 @@ def resume(students: list[Student], run: Run) -> None:
     if not live:  # every student has stopped
         run.step = max(stop_steps)
     elif common:
-        run.step = newest_complete(live, common, run.facts)
+        run.step = newest_complete(live, common, run)
         run.counts = restore(live, run.step)
     elif any(has_begun(s) for s in live):
         problem = "its students have no checkpoint in common"
@@ -108,7 +109,7 @@ def common_steps(live: list[Student]) -> list[int]:
     return sorted(steps, reverse=True)
 
 
-def newest_complete(live: list[Student], steps: list[int], facts: dict) -> int:
+def newest_complete(live: list[Student], steps: list[int], run: Run) -> int:
     """Return the newest of `steps` at which all checkpoints are intact.
 
     Raises `UserError` if they belong to another run, or if none is intact.
@@ -117,7 +118,7 @@ def newest_complete(live: list[Student], steps: list[int], facts: dict) -> int:
         try:
             for s in live:
                 checkpoint = s.checkpoints()[step]
-                check_same_run(s.name, read_state(checkpoint), checkpoint, facts)
+                check_same_run(s.name, read_state(checkpoint), checkpoint, run)
             return step
         except BrokenError as error:
             if step == steps[-1]:
@@ -125,14 +126,25 @@ def newest_complete(live: list[Student], steps: list[int], facts: dict) -> int:
             say(f"skipped: {error}")
 
 
-def check_same_run(name: str, state: dict, checkpoint: Path, facts: dict) -> None:
-    """Raise `UserError` if a checkpoint belongs to another student than this run trains."""
-    changes = "; ".join(differences(state["made_by"], facts["made_by"][name])[:3])
-    if changes:
-        problem = f"contains a different run ({name}: {changes})"
-        remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it, and"
-        restart = "--student_weights starts anew from its weights"
-        raise UserError(f"{checkpoint}: {problem}; {remedy} {restart}")
+def check_same_run(name: str, state: dict, checkpoint: Path, run: Run) -> None:
+    """Raise `UserError` if a checkpoint belongs to another student than this run trains.
+
+    `accept_edits` takes code that was edited as equal; run.json says so.
+    """
+    changes = record_changes(state["made_by"], run.facts["made_by"][name])
+    if not changes:
+        return
+    phrases = "; ".join(list(changes.values())[:3])
+    if run.cfg.accept_edits and changes.keys() <= {*EDITS}:
+        run.facts.setdefault("accepted_edits", {})[name] = phrases
+        say(f"{name}: accepted edits; {phrases}")
+        return
+    problem = f"contains a different run ({name}: {phrases})"
+    remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it, and"
+    restart = "--student_weights starts anew from its weights"
+    if changes.keys() <= {*EDITS}:
+        restart += "; --accept_edits=True takes the code as equal"
+    raise UserError(f"{checkpoint}: {problem}; {remedy} {restart}")
 
 
 def restore(live: list[Student], step: int) -> dict:

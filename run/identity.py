@@ -14,21 +14,33 @@ import inspect
 import json
 import sys
 import textwrap
-import types
 from pathlib import Path
 
-from torch import Tensor
-
 from configure import AFFECTS, Config
+from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
-from lib.hf import find_folder, tensors_hash, weight_files
+from lib.hf import find_folder, weight_files
 from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
-PLAIN = int | float | complex | str | bytes | None
-VARIES = ("methods", "hyper", "objective", "shape", "seed")  # may differ between rows of one table
+EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
+VARIES = ("methods", "hyper", "moving", "objective", "shape", "seed")  # between rows of one table
+# What a training step passes through, from rows and first weights to the update.
+STEP = (
+    "train.update",
+    "train.micro_batches",
+    "train.make_student",
+    "run.teacher.load_teacher",
+    "run.methods.compute_dtype",
+)
+# What cannot change a number of a step, or is in the record by its content.
+NOT_FOLLOWED = (
+    *("configure", "lib.device", "lib.errors", "lib.files", "lib.hf", "lib.settings"),
+    *("run.cache", "run.checkpoints", "run.identity", "run.log", "run.preflight", "run.students"),
+    *("losses.METHODS", "losses.SHORT_NAMES", "model.PRESETS"),
+)
 
 
 def made_by(cfg: Config, name: str) -> dict:
@@ -40,7 +52,9 @@ def made_by(cfg: Config, name: str) -> dict:
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record["methods"] = name.partition("@")[0]
     record["hyper"] = all_settings(cfg, name)
-    record["objective"] = code_hash((method.fn, method.moving))
+    record["moving"] = method.moving
+    record["objective"] = objective_code(name)
+    record["code"] = step_code()
     record["shape"] = dataclasses.asdict(student_shape(cfg))
     record["student_weights"] = content_hash(cfg.student_weights)
     record["resume_from"] = content_hash(cfg.resume_from)
@@ -68,16 +82,21 @@ def record_hash(record: dict) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def differences(earlier: dict, current: dict) -> list[str]:
-    """Return a phrase for each difference between two records."""
-    phrases = []
+def record_changes(earlier: dict, current: dict) -> dict[str, str]:
+    """Return a phrase for each key in which two records differ."""
+    phrases = {}
     for key in {**earlier, **current}:
         old = earlier.get(key)
         new = current.get(key)
-        if old != new and key == "objective":
-            phrases.append("its objective, or a function that it calls, was edited")
-        elif old != new:
-            phrases.append(f"{key} was {old!r:.80}, now {new!r:.80}")
+        if old == new:
+            continue
+        if key not in EDITS:
+            phrases[key] = f"{key} was {old!r:.80}, now {new!r:.80}"
+        elif isinstance(old, dict):
+            edited = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+            phrases[key] = f"edited since: {', '.join(edited)}"
+        else:
+            phrases[key] = f"its {key} was recorded by another version of this project"
     return phrases
 
 
@@ -123,86 +142,49 @@ def _file_hash(file: Path, size: int, mtime_ns: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------
-# the code of an objective
+# the code that a student's numbers pass through
 
 
 @functools.cache
-def code_hash(fn: object) -> str:
-    """Return the sha256 of what a function computes with.
+def step_code() -> dict[str, str]:
+    """Return the hashes of the definitions that every training step passes through."""
+    return closure(STEP, NOT_FOLLOWED)
 
-    That is its code, closure and `partial` arguments, and everything that it names in its own file.
-    Comments, docstrings and layout do not count, nor does code of other files.
+
+def objective_code(name: str) -> dict[str, str]:
+    """Return the hashes of the definitions that only a method's objective passes through.
+
+    An objective that is not a function of a file, but made by a closure, a `partial` or a lambda,
+    is also known by its row in `METHODS`.
     """
-    return hashlib.sha256("\n".join(_describe(fn, {})).encode()).hexdigest()
+    name = name.partition("@")[0]
+    fn = resolve(name).fn
+    module = getattr(fn, "__module__", "")
+    path = f"{module}.{getattr(fn, '__qualname__', '')}"
+    file = getattr(sys.modules.get(module), "__file__", None) or ROOT
+    hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))
+    if path not in hashes:
+        row = row_of(name) or ast.parse(source_of(name, fn)).body[0]
+        used = used_paths(row, "losses", read_source(ROOT / "losses.py"))
+        hashes |= closure(used, NOT_FOLLOWED)
+        hashes[f"losses.METHODS[{name}]"] = tree_hash(row)
+    return {path: sha for path, sha in hashes.items() if path not in step_code()}
 
 
-def _describe(x: object, seen: dict) -> list[str]:
-    """Return lines that describe an object, functions and classes by their code.
-
-    seen  names of the functions and classes that are described already, by id
-    """
-    if callable(x):
-        x = inspect.unwrap(x)
-    if isinstance(x, functools.partial):
-        x = (x.func, x.args, x.keywords)
-    if isinstance(x, dict):
-        x = tuple(x.items())
-    if id(x) in seen:
-        return [seen[id(x)]]
-    if isinstance(x, list | tuple):
-        lines = [str(len(x))]
-        for part in x:
-            lines += _describe(part, seen)
-        return lines
-    if isinstance(x, Tensor):
-        return [tensors_hash({"": x})]
-    if isinstance(x, types.CodeType):
-        return [x.co_code.hex(), *_describe((x.co_names, x.co_consts), seen)]
-    if isinstance(x, types.FunctionType | type):
-        seen[id(x)] = x.__qualname__
-        return _describe_definition(x, seen)
-    if isinstance(x, PLAIN):
-        return [repr(x)]
-    return [f"{type(x).__module__}.{type(x).__qualname__}"]
+def row_of(name: str) -> ast.expr | None:
+    """Return the expression of a row of `METHODS` in losses.py; None if it is set elsewhere."""
+    rows = {}
+    for statement in read_source(ROOT / "losses.py").definitions["METHODS"]:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Dict):
+                rows |= zip(map(ast.unparse, node.keys), node.values, strict=True)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                rows[ast.unparse(node.targets[0].slice)] = node.value
+    return rows.get(repr(name))
 
 
-def _describe_definition(x: types.FunctionType | type, seen: dict) -> list[str]:
-    """Return a function's or class's code, and what it takes from its closure and its file."""
-    closure = ()
-    if isinstance(x, types.FunctionType):
-        closure = (inspect.getclosurevars(x).nonlocals, x.__defaults__, x.__kwdefaults__)
+def source_of(name: str, fn: object) -> str:
     try:
-        tree = ast.parse(_source(x))
-    except (OSError, SyntaxError):  # without a file, or a part of a line
-        return _describe((x.__code__, closure), seen)
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-        is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
-        if is_definition and ast.get_docstring(node) is not None:
-            node.body[0] = ast.Pass()
-    module = vars(sys.modules[x.__module__])
-    parts = {}
-    for name in sorted(names & module.keys()):
-        if _is_part(module[name], x.__module__):
-            parts[name] = module[name]
-    return [ast.unparse(tree), *_describe((parts, closure), seen)]
-
-
-def _source(x: types.FunctionType | type) -> str:
-    """Return the source of a function or class. Raises `OSError` for code that `exec` has made.
-
-    Since Python 3.13 `inspect` takes such code for a part of what `python -c` runs, if anything.
-    """
-    if inspect.getfile(x) == "<string>":
-        raise OSError("made by exec")
-    return textwrap.dedent(inspect.getsource(x))
-
-
-def _is_part(x: object, module: str) -> bool:
-    """Whether an object is a constant, or a function or class of this module."""
-    if callable(x):
-        x = inspect.unwrap(x)
-    is_constant = isinstance(x, PLAIN | list | tuple | dict | functools.partial)
-    return is_constant or getattr(x, "__module__", "") == module
+        return textwrap.dedent(inspect.getsource(getattr(fn, "func", fn)))
+    except (OSError, TypeError) as error:
+        raise UserError(f"{name}: its objective has no source; define it in a file") from error

@@ -77,6 +77,14 @@ def method_lines() -> list[str]:
 # what a training step calls
 
 
+def compute_dtype(cfg: Config) -> torch.dtype:
+    """Return the dtype of activations and products."""
+    on_cuda = cfg.device.startswith("cuda")
+    if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_cuda):
+        return torch.bfloat16
+    return torch.float32
+
+
 def make_objective(name: str, cfg: Config) -> Callable[[int], Callable]:
     """Return a function: update -> the student's objective in it, as `head_losses` calls it.
 

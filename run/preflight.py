@@ -16,8 +16,7 @@ from lib.rows import Rows
 from model import student_config
 from run.identity import made_by, student_shape
 from run.log import say
-from run.methods import check_settings, needs_teacher
-from run.students import compute_dtype
+from run.methods import check_settings, compute_dtype, needs_teacher
 from run.teacher import Teacher, check_teacher, inherited, load_teacher
 
 

@@ -14,6 +14,7 @@ from configure import Config
 from lib import metrics, parallel
 from model import Qwen2
 from run.identity import record_hash
+from run.methods import compute_dtype
 
 SINCE_LOG = ("since_log_tokens", "since_log_steps", "since_log_sec")  # since the last record
 COUNTS = ("valid_tokens", *SINCE_LOG)
@@ -72,14 +73,6 @@ class Run:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
-
-
-def compute_dtype(cfg: Config) -> torch.dtype:
-    """Return the dtype of activations and products."""
-    on_cuda = cfg.device.startswith("cuda")
-    if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_cuda):
-        return torch.bfloat16
-    return torch.float32
 
 
 def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:

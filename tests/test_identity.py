@@ -3,10 +3,9 @@
 import functools
 import importlib
 import inspect
-import itertools
-import linecache
 import re
 import shutil
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,96 +14,140 @@ import torch
 
 import losses
 import train
-from lib import device
+from lib import code, device
 from lib.errors import UserError
+from lib.files import read_json
 from losses import METHODS, Method
 from run import identity, methods
 from tests.world import ROOT, config, final_bits, records
 
-FILE = '''
-import functools
-
-SCALE = 2.0
-TABLE = {"a": 1}
-
-
-def helper(x):
-    """A docstring."""
-    return x * SCALE
-
-
-class Terms:
-    weight = 3.0
-
-
-def make(power):
-    def inner(x):
-        return helper(x) ** power + TABLE["a"]
-
-    return inner
-
-
-def unused(x):
-    return x
-
-
-def loss(z_s, z_t, y, *, tau=1.0):  # a comment
-    """Another docstring."""
-    return FN(z_s - z_t) * Terms.weight
-
-
-FN = make(3.0)
-PART = functools.partial(loss, tau=2.0)
-'''
+# edits of the project's files: file, old text, new text, and the definition that they change
 COUNTED = {
-    "x * SCALE": "x / SCALE",
-    "SCALE = 2.0": "SCALE = 2.5",
-    '{"a": 1}': '{"a": 2}',
-    "make(3.0)": "make(0.01)",
-    "weight = 3.0": "weight = 4.0",
-    "** power": "* power",
-    "tau=2.0": "tau=3.0",
-    "z_s - z_t": "z_t - z_s",
+    "activation": ("model.py", "F.silu(", "F.gelu(", "model.MLP"),
+    "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "train.make_student"),
+    "text loss": ("losses.py", "leave(-logp[", "leave(-1.5 * logp[", "losses.cross_entropy"),
+    "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "losses.mean_loss"),
+    "schedule": ("run/methods.py", "0.1 * n", "0.2 * n", "run.methods.scheduled_settings"),
+    "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows.shuffled"),
+    "kernels": ("lib/graph.py", "def _is_pure(", "def _is_pure(*_, ", "lib.graph._is_pure"),
+    "divergence": (
+        "lib/vocab.py",
+        "return rest.rest_kl\n",
+        "return 3 * rest.rest_kl\n",
+        "lib.vocab.forward_kl",
+    ),
+    "objective": (
+        "losses.py",
+        "tau: Positive = 0.5,\n    t2",
+        "tau: Positive = 0.6,\n    t2",
+        "losses.vanilla_kd",
+    ),
 }
 NOT_COUNTED = {
-    "A docstring": "Words",
-    "  # a comment": "",
-    "def unused(x):\n    return x": "",
-    "import functools": "import functools, math",
+    "a comment": ("train.py", "    n_valid = 0\n", "    # none yet\n\n    n_valid = 0\n"),
+    "a docstring": ("losses.py", "Causal language modelling", "Language modelling"),
+    "a message": ("losses.py", "needs teacher logits", "lacks teacher logits"),
+    "a printed line": ("train.py", "skipped the update, ", "left out the update, "),
+    "the log": ("run/log.py", "def record(", "def record(_="),
+    "a checkpoint": ("run/checkpoints.py", "def save_model(", "def save_model(_="),
+    "another objective": ("losses.py", "def pd(\n    z_s", "def pd(\n    a, z_s"),
+    "a new objective": (
+        "losses.py",
+        "class Method(",
+        "def mine(z_s, z_t, y): ...\n\n\nclass Method(",
+    ),
+    "its row": ("losses.py", '"alra": Method(', '"mine": Method(tvd),\n    "alra": Method('),
 }
-NUMBERS = itertools.count()
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Return a function that writes a module and imports it."""
-
-    def load(text: str):
-        name = f"edited_{next(NUMBERS)}"
-        (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.syspath_prepend(tmp_path)
-        return importlib.import_module(name)
-
-    return load
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project's files."""
+    root = tmp_path_factory.mktemp("project")
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("run/*.py")):
+        copy = root / file.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(file, copy)
+    return root
 
 
-@pytest.mark.parametrize(("old", "new"), [*COUNTED.items(), *NOT_COUNTED.items()])
-def test_an_edit_that_can_change_a_result_changes_the_hash(module, old, new):
-    assert FILE.count(old) == 1
-    before = identity.code_hash(module(FILE).PART)
-    after = identity.code_hash(module(FILE.replace(old, new)).PART)
-    assert (before != after) is (old in COUNTED)
+@pytest.mark.parametrize("edit", [*COUNTED.values(), *[(*e, None) for e in NOT_COUNTED.values()]])
+def test_edits_that_can_change_a_number_are_known_by_definition(project, edit):
+    name, old, new, definition = edit
+    begin = (*identity.STEP, "losses.vanilla_kd")
+
+    def hashes():
+        code.read_source.cache_clear()
+        return code.closure(begin, identity.NOT_FOLLOWED, (project,))
+
+    original = hashes()
+    text = (project / name).read_text()
+    assert text.count(old) == 1
+    (project / name).write_text(text.replace(old, new))
+    edited = hashes()
+    (project / name).write_text(text)
+    changed = [path for path in {**original, **edited} if original.get(path) != edited.get(path)]
+    assert changed == ([] if definition is None else [definition])
 
 
-def test_code_without_a_file_has_a_hash_too(monkeypatch):
-    """Also where `<string>` has a source, that of `python -c`, as since Python 3.13."""
-    monkeypatch.setitem(linecache.cache, "<string>", (9, None, ["x = 1\n"] * 9, "<string>"))
+FILES = {
+    "a.py": """
+from lib import b
+from lib.c import f as g
+
+def start(x: Shape):
+    return b.table[x] + g(x)
+
+class Shape:
+    size = SIZE
+
+SIZE = 3
+other = 1
+""",
+    "lib/b.py": """
+table = {}
+table["x"] = later()
+
+def later():
+    from lib import c
+
+    return c.h
+""",
+    "lib/c.py": """
+def f(x):
+    return x
+
+def h():
+    return unknown
+
+def unused():
+    pass
+""",
+}
+
+
+def test_code_is_followed_through_classes_functions_and_modules(tmp_path):
+    (tmp_path / "lib").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    hashes = code.closure(["a.start"], roots=(tmp_path,))
+    names = "a.SIZE a.Shape a.start lib.b.later lib.b.table lib.c.f lib.c.h"
+    assert [*hashes] == names.split()
+    skipped = code.closure(["a.start"], ("lib.c", "a.Shape"), (tmp_path,))
+    assert [*skipped] == ["a.start", "lib.b.later", "lib.b.table"]
+
+
+def test_an_objective_made_by_a_closure_is_known_by_its_row(monkeypatch):
+    """Here the row of `fixed_3` is the expression that makes it."""
+    power = lambda *z: losses.tvd(*z) ** 2  # noqa: E731
+    monkeypatch.setitem(METHODS, "fixed_3", Method(functools.partial(power)))
+    hashes = identity.objective_code("fixed_3@label")
+    assert {"losses.METHODS[fixed_3]", "losses._fixed", "losses.alra"} <= hashes.keys()
     made = {}
-    for name, n in (("f", 1), ("g", 2)):
-        exec(f"def {name}(x, y=(1, 2)):\n    return [x + {n} for _ in y]", made)
-    powers = [lambda x, power=power: x**power for power in (1, 2)]
-    hashes = [identity.code_hash(fn) for fn in (made["f"], made["g"], *powers)]
-    assert len({*hashes}) == 4 and hashes[0] == identity.code_hash.__wrapped__(made["f"])
+    exec("def f(z_s, z_t, y): ...", made)
+    monkeypatch.setitem(METHODS, "made", Method(made["f"]))
+    with pytest.raises(UserError, match="made: its objective has no source; define it in a file"):
+        identity.objective_code("made")
 
 
 def test_a_record_lists_settings_in_the_order_of_the_signature(tiny):
@@ -125,7 +168,7 @@ def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_
     monkeypatch.setitem(METHODS, "taid", METHODS["taid"]._replace(moving=()))
     after = identity.made_by(cfg, "taid")
     changed = [key for key in before if before[key] != after[key]]
-    assert changed == ["objective", "teacher_sha256"]
+    assert changed == ["moving", "teacher_sha256"]
 
 
 MINE = """
@@ -138,23 +181,32 @@ def mine(z_s, z_t, y):
 """
 
 
-def test_an_edited_objective_does_not_go_on(tiny, tmp_path, module, monkeypatch):
-    """Its helper is edited half-way, and after the end. The message names two ways on."""
+def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, capsys):
+    """Its helper is edited half-way, and after the end. The message names three ways on."""
+    monkeypatch.syspath_prepend(tmp_path)
 
     def go(text: str, out: str, **keys) -> int:
-        monkeypatch.setitem(METHODS, "mine", Method(module(text).mine))
+        sys.modules.pop("mine", None)
+        code.read_source.cache_clear()
+        (tmp_path / "mine.py").write_text(text)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        monkeypatch.setitem(METHODS, "mine", Method(importlib.import_module("mine").mine))
         return train.distil(config(tiny, tmp_path / out, methods="mine", **keys))
 
     edited = MINE.replace("square()", "abs()")
     assert go(MINE, "a", max_steps=3) == 0
     refusal = (
-        r"a different run \(mine: its objective, or a function that it calls, was edited\); "
-        "choose another out_dir; .*--resume_from=.* --student_weights"
+        r"a different run \(mine: edited since: mine.helper\); choose another out_dir; "
+        ".*--resume_from=.* --student_weights.* --accept_edits=True"
     )
     for steps in (6, 3):
         with pytest.raises(UserError, match=refusal):
             go(edited, "a", max_steps=steps)
-    assert go("# a comment\n" + MINE, "a") == 0 and len(records(tmp_path / "a", "mine")) == 6
+    assert go("# a comment\n" + MINE, "a", max_steps=4) == 0
+    assert go(edited, "a", accept_edits=True) == 0 and len(records(tmp_path / "a", "mine")) == 7
+    assert "mine: accepted edits; edited since: mine.helper" in capsys.readouterr().out
+    facts = read_json(tmp_path / "a/run.json")
+    assert facts["accepted_edits"] == {"mine": "edited since: mine.helper"}
     keys = {"methods": "mine", "max_steps": 1}
     keys["student_weights"] = tmp_path / "a/mine/checkpoints/step_00000006"
     cfg = config(tiny, tmp_path / "b", **keys)  # the second way on
@@ -199,8 +251,6 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):
     loss, _ = losses.method_loss("soft", *batch)
     expected, _ = losses.method_loss("vanilla_kd", *batch, tau=2.0, w_kd=1.0, w_ce=0.0)
     assert torch.equal(loss, expected)  # alone it has tau 0.5
-    other = functools.partial(losses.vanilla_kd, tau=3.0)
-    assert identity.code_hash(row.fn) != identity.code_hash(other)
 
 
 @pytest.mark.parametrize(("edits", "pattern"), [("", "abc"), ("-a\n+b\n", r"abc\+\w{12}")])

@@ -32,7 +32,7 @@ README = (ROOT / "README.md").read_text()
 # docs/compared.md names files of other projects
 DOCS = [file for file in sorted(ROOT.glob("docs/*.md")) if file.stem != "compared"]
 PAGES = "\n".join([README, *(file.read_text() for file in DOCS)])
-SCRIPTS = [ROOT / "demo/make.py", *ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
+SCRIPTS = sorted(ROOT.glob("*.py")) + sorted(ROOT.glob("tools/*.py")) + [ROOT / "demo/make.py"]
 CONFIGS = sorted(ROOT.glob("config/*.py"))
 # What is added to a command, by its first words, so that it ends in seconds; later flags win.
 SHORT = (
@@ -149,10 +149,8 @@ def run(copy, monkeypatch, capfd):
             config = f"config/{name[2]}.py"
             if not Path(config).is_file():
                 config = "config/demo.py"
-            if name[1] == "out":
-                run(f"python train.py {config} --out_dir={name[0]}")
-            else:
-                run(f"python prepare.py {config} --data_dir={name[0]}")
+            script = {"out": "train.py", "data": "prepare.py"}[name[1]]
+            run(f"python {script} {config} --{name[1]}_dir={name[0]}")
 
     return run
 
@@ -246,8 +244,7 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
             assert config in argv or script == "prepare.py"
         elif script == "eval.py":
             args = ev.arguments(argv)
-            students = [f"{cfg.out_dir}/{method}" for method in cfg.methods]
-            assert args.paths[0] in (cfg.out_dir, *students)
+            assert args.paths[0].removeprefix(cfg.out_dir) in ("", f"/{cfg.methods[0]}")
             tasks.choose_tasks(args.tasks, args.split)
             # the paper's studies of 550M tokens are scored on the validation sets
             split = "validation" if cfg.max_steps == 67_200 else "heldout"

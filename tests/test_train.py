@@ -34,7 +34,7 @@ from lib.rows import PAD, row_order
 from losses import IGNORE, method_loss
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
 from run import cache, checkpoints, identity, log, preflight, students
-from run.methods import make_objective
+from run.methods import compute_dtype, make_objective
 from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, records, saved, untimed
@@ -135,7 +135,7 @@ def test_row_order_is_a_function_of_step_and_seed_alone(tiny):
 def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny, monkeypatch):
     """The meta device stands in for a second card."""
     for name, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        assert students.compute_dtype(config(tiny, UNUSED, dtype=name)) == dtype
+        assert compute_dtype(config(tiny, UNUSED, dtype=name)) == dtype
     student = train.make_student("alra", config(tiny, UNUSED, seed=5))
     assert student.init_sha256 == weights_hash(init_student(STUDENT, 5))
     home = torch.device("meta")
@@ -1004,7 +1004,7 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
         name = "hyper" if "." in key else key.replace("student", "shape")
         if key == "student_weights":
             name = key
-        assert identity.differences(record, changed)[0].split()[0] == name
+        assert [*identity.record_changes(record, changed)] == [name]
     assert made_by(**FREE) == record
     moved = {"tokenizer": DEMO}
     for key in ("data_dir", "teacher"):

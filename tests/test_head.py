@@ -26,15 +26,19 @@ ignore_dynamo = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def case(t=T, dtype=torch.float32, seed=0):
     """h_s, w_s, h_t, w_t and y: sequences of unequal valid length, one of them with none."""
     g = torch.Generator().manual_seed(seed)
-    tensors = []
-    for shape in ((B, t, D_S), (V, D_S), (B, t, D_T), (V, D_T)):
-        x = torch.randn(*shape, generator=g, dtype=torch.float64)
-        tensors.append(x.to(dtype))
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    h_s = normal(B, t, D_S)
+    w_s = normal(V, D_S)
+    h_t = normal(B, t, D_T)
+    w_t = normal(V, D_T)
     y = torch.randint(V, (B, t), generator=g)
     for row in range(1, B):
         y[row, 1 + (5 * row) % t :] = IGNORE
     y[B // 2] = IGNORE
-    return *tensors, y
+    return h_s, w_s, h_t, w_t, y
 
 
 def fused(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, **settings):

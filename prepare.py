@@ -91,6 +91,7 @@ def prepare(cfg: Config) -> None:
     source, facts = open_source(cfg)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     eos = tokenizer.eos_token_id
+    # everything that determines the rows
     recipe = {"sources": facts, **{key: getattr(cfg, key) for key in RECIPE_KEYS}}
     recipe |= {
         "row_len": cfg.seq_len + 1,
@@ -357,16 +358,16 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
 
     ids     [n] the stream from the start of a row on
     table   the class of each token, and its bytes
-    last    whether the stream ends with them; otherwise up to row_len of them are left over
+    last    whether the stream ends with these ids; otherwise up to row_len of them are left over
     ->      the end of each row (exclusive), where the next row starts
     """
     classes, pieces = table
     flags = classes[ids]
-    this = flags[:-1]
+    token = flags[:-1]
     following = flags[1:]
-    candidate = (this & (EOS | LINE)) > 0
-    candidate |= np.logical_and(this & STOP, following & SPACE)
-    candidate |= np.logical_and(this & OPEN, following & FRESH)
+    candidate = (token & (EOS | LINE)) > 0
+    candidate |= np.logical_and(token & STOP, following & SPACE)
+    candidate |= np.logical_and(token & OPEN, following & FRESH)
     candidates = np.flatnonzero(candidate).tolist()
     start = 0
     ends = []

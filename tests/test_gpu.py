@@ -8,7 +8,7 @@ import torch
 
 from lib import metrics
 from lib.checks import IGNORE
-from tests.test_head import FIRST_TIER, case, fused_head_loss, plain, run
+from tests.test_head import FIRST_TIER, case, fused, plain, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 
 def cast(inputs, dtype):
     """Hidden states and heads in `dtype`; labels stay."""
-    return [x.detach().to(dtype) if x.is_floating_point() else x for x in inputs]
+    return [x.to(dtype) if x.is_floating_point() else x for x in inputs]
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -28,7 +28,7 @@ def cast(inputs, dtype):
 def test_head_and_loss_equal_the_plain_path_in_fp64(name, dtype, compile):
     inputs = cast(case(t=13), dtype)
     expected = run(plain, *cast(inputs, torch.float64), name)
-    result = run(fused_head_loss, *(x.cuda() for x in inputs), name, compile=compile)
+    result = run(fused, *(x.cuda() for x in inputs), name, compile=compile)
     torch.testing.assert_close(result[0].double().cpu(), expected[0], rtol=1e-5, atol=1e-6)
     tolerance = 1e-5 if dtype == torch.float32 else 6e-3
     for a, b in zip(result[2:], expected[2:], strict=True):

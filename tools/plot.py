@@ -82,7 +82,7 @@ plt.rcParams.update(STYLE)
 def find_logs(folders: list[Path]) -> Logs:
     """Return the methods' folders in folders of runs or methods, in the paper's order.
 
-    Curves are named by method, and by folder if several folders are given.
+    Curves are named by method, or by folder if several folders are given.
     """
     files = []
     for top in folders:
@@ -91,16 +91,14 @@ def find_logs(folders: list[Path]) -> Logs:
     if not logs:
         problem = "no log.jsonl there or one folder below; expected a run's folder"
         raise UserError(f"{', '.join(map(str, folders))}: {problem}")
-    order = {name: i for i, name in enumerate(NAMES)}
-    logs.sort(key=lambda folder: order.get(folder.name, len(order)))
-    by_name = {}
-    for folder in logs:
-        name = folder.name if len(folders) == 1 else str(folder)
-        by_name[name] = folder
-    return by_name
+    logs.sort(key=lambda folder: [*NAMES, folder.name].index(folder.name))
+    if len(folders) == 1:
+        return {folder.name: folder for folder in logs}
+    return {str(folder): folder for folder in logs}
 
 
 def read_curves(logs: Logs) -> Points:
+    """Return all numbers of the logs over the nominal tokens of training."""
     points = {}
     for name, folder in logs.items():
         file = folder / "run.json"  # of the student, once it has ended
@@ -209,31 +207,29 @@ def array(curve: dict) -> np.ndarray:
 
 def draw_panel(axis: Axes, key: str, points: Points, styles: dict[str, dict]) -> None:
     """Draw one term of all students, with intervals over seeds as error bars."""
-    values = {}
+    ys = []
     for name, terms in points.items():
         if key in terms:
-            x, values[name], *half = array(terms[key])
+            x, y, *half = array(terms[key])
+            ys.append(y)
             gap = max(1, len(x) // 6)  # between markers
             axis.plot(
                 x,
-                values[name],
+                y,
                 label=name,
                 markevery=gap,
                 **styles[name],
             )
             if half:
-                bars = {
-                    "ecolor": styles[name]["color"],
-                    "elinewidth": 0.9,
-                    "capsize": 2.5,
-                }
                 axis.errorbar(
                     x,
-                    values[name],
+                    y,
                     half[0],
                     fmt="none",
+                    ecolor=styles[name]["color"],
+                    elinewidth=0.9,
+                    capsize=2.5,
                     errorevery=gap,
-                    **bars,
                 )
     if key == "val_ce":
         draw_levels(axis, points)
@@ -241,15 +237,15 @@ def draw_panel(axis: Axes, key: str, points: Points, styles: dict[str, dict]) ->
     axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen")
     axis.set_ylabel(f"{key} [{unit}]" if unit else key)
     axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
-    every = np.concatenate(list(values.values()))
-    if every.min() > 0 and every.max() > 20 * every.min():
+    least = np.concatenate(ys).min()
+    if least > 0 and np.concatenate(ys).max() > 20 * least:
         axis.set_yscale("log")
-    elif every.min() >= 0:  # an error bar or a margin may reach below
+    elif least >= 0:  # an error bar or a margin may reach below
         axis.set_ylim(bottom=max(axis.get_ylim()[0], 0))
     if key in ("val_ce", "val_kl"):
         # A student that stays far above the others leaves through the top, as may ln V.
-        limit = 1.5 * np.median([y[-1] for y in values.values()])
-        axis.set_ylim(top=1.03 * max(y.max() for y in values.values() if y[-1] <= limit))
+        limit = 1.5 * np.median([y[-1] for y in ys])
+        axis.set_ylim(top=1.03 * max(y.max() for y in ys if y[-1] <= limit))
 
 
 def draw_levels(axis: Axes, points: Points) -> None:

@@ -5,6 +5,7 @@ method make one row with mean and 95 % interval. A table only holds rows that ca
 same initial weights per seed, data, budget, optimisation and scoring protocol.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -124,11 +125,12 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
         students = []
         if is_run:
             students = [path / method for method in facts["config"].get("methods", ())]
-        inside = [str(f) for f in (*students, *sorted(path.glob("*/"))) if done(f)]
+        candidates = [*students, *sorted(path.glob("*/"))]
+        inside = [str(folder) for folder in candidates if done(folder)]
         folders += inside
         if not (inside or is_run or path.is_file()):
             folders.append(name)  # unchanged, since ./a/b is not a hub id
-        missing += [str(f) for f in students if not done(f)]
+        missing += [str(folder) for folder in students if not done(folder)]
     return list(dict.fromkeys(folders)), missing
 
 
@@ -171,7 +173,7 @@ def by_method(results: list[Result]) -> dict[str, dict[int | None, Result]]:
 
 def in_order(methods: Iterable[str]) -> list[str]:
     """Return methods in the order of the paper's tables, then the others as they come."""
-    known = sum((names for *_, names in LAYOUT), ())
+    known = list(itertools.chain.from_iterable(names for *_, names in LAYOUT))
     return sorted(methods, key=lambda m: known.index(m) if m in known else len(known))
 
 
@@ -193,7 +195,9 @@ def check_comparable(results: list[Result]) -> None:
 
 def facts_of(r: Result) -> dict:
     """Return the facts that must be equal in all rows of a table."""
-    facts = {key: x for key, x in r.run.get("made_by", {}).items() if key not in VARIES}
+    facts = dict(r.run.get("made_by", {}))
+    for key in VARIES:
+        facts.pop(key, None)
     for key in ("step", "nominal_tokens"):
         facts[key] = r.run.get(key)
     for key in ("init_sha256", "valid_tokens"):
@@ -218,25 +222,26 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
 
 
-def mark(rows: list[list[dict]], columns: list[Figure]) -> list[list[str]]:
-    """Return cells (seed -> value) as text; a column of sense 0 has signed differences.
+def mark(cells: dict[str, dict], columns: dict[str, Figure]) -> dict[str, list[str]]:
+    """Return cells (method -> column -> seed -> value) as text, by method.
 
     The best of a column is bold, the second italic; values that print alike tie. One seed alone is
-    not ranked beside means over several.
+    not ranked beside means over several. A column of sense 0 has signed differences.
     """
-    texts = [["–"] * len(columns) for _ in rows]
-    for c, column in enumerate(columns):
-        estimates = [estimate(row[c]) for row in rows]
-        fewest = min(2, max(e.n for e in estimates))
-        shown = {r: round(e.mean, column.digits) for r, e in enumerate(estimates) if e.n}
-        ranked = {mean for r, mean in shown.items() if estimates[r].n >= fewest}
-        order = sorted(ranked, reverse=column.sense > 0)
-        for r, mean in shown.items():
-            text = estimates[r].text(column.digits, "" if column.sense else "+")
-            if column.sense and len(order) > 1 and estimates[r].n >= fewest:
-                stars = {0: "**", 1: "*"}.get(order.index(mean), "")
+    texts = {m: [] for m in cells}
+    for key, column in columns.items():
+        estimates = {m: estimate(cells[m][key]) for m in cells}
+        fewest = min(2, max(e.n for e in estimates.values()))
+        ranked = [e for e in estimates.values() if e.n and e.n >= fewest]
+        means = {round(e.mean, column.digits) for e in ranked}
+        order = sorted(means, reverse=column.sense > 0)
+        for m, e in estimates.items():
+            text = e.text(column.digits, "" if column.sense else "+")
+            if e in ranked and column.sense and len(order) > 1:
+                place = order.index(round(e.mean, column.digits))
+                stars = {0: "**", 1: "*"}.get(place, "")
                 text = f"{stars}{text}{stars}"
-            texts[r][c] = text
+            texts[m].append(text)
     return texts
 
 
@@ -260,7 +265,7 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
     for title, where, names in LAYOUT:
         if where == split:
             tables.append((title, names[0], [m for m in names if m in rows]))
-    known = sum((methods for *_, methods in tables), [])
+    known = set(itertools.chain.from_iterable(methods for *_, methods in tables))
     others = [m for m in in_order(rows) if m not in known]
     if split == "heldout":
         title, _, methods = tables[0]
@@ -280,7 +285,8 @@ def accuracies(
     tasks = [r.scores[split]["tasks"] for seeds in rows.values() for r in seeds.values()]
     columns = [t for t in every if any(t in values for values in tasks)]
     common = [t for t in every if all(t in values for values in tasks)]
-    ours = {m: {key: {} for key in (*columns, "avg", "gain")} for m in rows}
+    kinds = dict.fromkeys((*columns, "avg"), PERCENT) | {"gain": PERCENT._replace(sense=0)}
+    ours = {m: {key: {} for key in kinds} for m in rows}
     for m, cells in ours.items():
         for seed, r in rows[m].items():
             for t, values in r.scores[split]["tasks"].items():
@@ -292,61 +298,49 @@ def accuracies(
         for seed, reference in references.items():
             if seed in cells["avg"]:
                 cells["gain"][seed] = cells["avg"][seed] - reference
-    kinds = [PERCENT] * (len(columns) + 1) + [PERCENT._replace(sense=0)]
-    marked = mark([list(cells.values()) for cells in ours.values()], kinds)
     body = []
-    papers = False
-    for m, texts in zip(rows, marked, strict=True):
+    papers = {m: paper_numbers(student, split, m, common) for m in (*rows, base)}
+    for m, texts in mark(ours, kinds).items():
+        theirs = [papers[m].get(key) for key in (*columns, "avg")]
+        theirs = ["–" if number is None else f"{number:.2f}" for number in theirs]
+        theirs.append(paper_gain(papers[m], papers[base], base))
         if m == base:
-            texts[-1] = "Ref."
+            texts[-1] = theirs[-1] = "Ref."
         body.append([NAMES.get(m, m), *texts])
-        numbers = paper_row(student, split, m, base, columns, common)
-        if any(number is not None for number in numbers):
-            papers = True
-            texts = ["–" if number is None else f"{number:.2f}" for number in numbers]
-            if m == base:
-                texts[-1] = "Ref."
-            elif numbers[-1] is not None:
-                texts[-1] = f"{numbers[-1]:+.2f}"
-            body.append(["*paper*", *texts])
+        if papers[m]:
+            body.append(["*paper*", *theirs])
     average = "Avg." if common == every else f"Avg. ({len(common)} of {len(every)})"
     heads = ["", *(COLUMNS[t] for t in columns), average, f"Δ {base}"]
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"
-    notes = accuracy_notes(split, rows, columns, metric, papers)
+    in_paper = any(papers[m] for m in rows)
+    notes = accuracy_notes(split, rows, columns, metric, in_paper)
     lines = [f"### {title}: {what}, {split}", "", *grid(heads, body), ""]
     return [*lines, caption(seed_counts(rows)), *notes, ""]
 
 
-def paper_row(
-    student: str | None, split: str, method: str, base: str, columns: list[str], common: list[str]
-) -> list[float | None]:
-    """Return the paper's numbers of the columns, their average, and its gain over `base`.
-
-    The average is over the common tasks where some are missing.
-    """
-    whole = common == SUITES[split]
-    averages = []
-    for m in (method, base):
-        numbers = PAPER.get((student, split, m), {})
-        if whole:
-            averages.append(numbers.get("avg"))
-        elif common and common[0] in numbers:
-            averages.append(sum(numbers[t] for t in common) / len(common))
-        else:
-            averages.append(None)
+def paper_numbers(student: str | None, split: str, method: str, common: list[str]) -> dict:
+    """Return the paper's numbers, with an average over the common tasks where some are missing."""
     numbers = PAPER.get((student, split, method), {})
-    gain = None
-    if whole and base == "pretrain":
-        gain = numbers.get("gain")
-    elif None not in averages:
-        gain = averages[0] - averages[1]
-    return [*(numbers.get(t) for t in columns), averages[0], gain]
+    if common == SUITES[split]:
+        return numbers
+    numbers = {t: numbers[t] for t in COLUMNS if t in numbers}
+    if numbers and common:
+        numbers["avg"] = sum(numbers[t] for t in common) / len(common)
+    return numbers
+
+
+def paper_gain(numbers: dict, reference: dict, base: str) -> str:
+    if base == "pretrain" and numbers.get("gain") is not None:
+        return f"{numbers['gain']:+.2f}"
+    if "avg" in numbers and "avg" in reference:
+        return f"{numbers['avg'] - reference['avg']:+.2f}"
+    return "–"
 
 
 def accuracy_notes(
-    split: str, rows: dict, columns: list[str], metric: str, papers: bool
+    split: str, rows: dict, columns: list[str], metric: str, in_paper: bool
 ) -> list[str]:
     """Return what differs from the paper: numbers of items, updates, and the metric."""
     results = [r for seeds in rows.values() for r in seeds.values()]
@@ -362,7 +356,7 @@ def accuracy_notes(
         if n != n_paper:
             notes.append(f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}.")
     steps = sorted({r.run["step"] for r in results if "step" in r.run})
-    if steps and papers:
+    if steps and in_paper:
         updates = " or ".join(f"{step:,}" for step in steps)
         notes.append(f"Ours after {updates} updates, the paper's after {UPDATES[split]:,}.")
     if metric != "acc":
@@ -376,33 +370,33 @@ def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) 
     """Return a table of figures over held-out rows, `notes`, and one of differences to `base`."""
     students = [x for seeds in figures.values() for x in seeds.values()]
     columns = {key: f for key, f in FIGURES.items() if any(key in x for x in students)}
-    cells = {m: [] for m in figures}  # method -> a dict by seed for each column
+    cells = {m: {} for m in figures}  # method -> column -> seed -> value
     for m, seeds in figures.items():
         for key, f in columns.items():
-            cells[m].append({seed: f.factor * x[key] for seed, x in seeds.items() if key in x})
-    columns = list(columns.values())
-    heads = ["", *(f.heading for f in columns)]
+            having = {seed: x for seed, x in seeds.items() if key in x}
+            cells[m][key] = {seed: f.factor * x[key] for seed, x in having.items()}
+    heads = [f.heading for f in columns.values()]
+    body = [[m, *texts] for m, texts in mark(cells, columns).items()]
     counts = seed_counts(figures)
-    body = mark(list(cells.values()), columns)
-    head = list(heads)
+    head = ["", *heads]
     if len(counts) > 1:
         head.insert(1, "n")
-        body = [[f"{len(figures[m])}", *row] for m, row in zip(cells, body, strict=True)]
-    body = [[m, *row] for m, row in zip(cells, body, strict=True)]
+        for row in body:
+            row.insert(1, f"{len(figures[row[0]])}")
     lines = [title, "", *grid(head, body), "", caption(counts), *notes, ""]
     others = [m for m in cells if m != base]
     if not others or not figures.get(base):
         return lines
     body = [[m] for m in others]
-    for i, f in enumerate(columns):
-        pairs = [(cells[m][i], cells[base][i]) for m in others]
+    for key, f in columns.items():
+        pairs = [(cells[m][key], cells[base][key]) for m in others]
         for row, e in zip(body, differences(pairs), strict=True):
             p = "" if e.p is None else f", p {p_text(e.p_holm)}"
             row.append(e.text(f.digits, "+") + p)
     how = ""
     if counts[-1] > 1:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
-    return [*lines, f"{title}: difference to {base}{how}", "", *grid(heads, body), ""]
+    return [*lines, f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
 
 
 def scored(facts: dict) -> list[str]:

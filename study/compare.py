@@ -1,7 +1,7 @@
 """Compare methods fairly on any config: equal trials, several seeds, differences paired by seed.
 
-    python study/compare.py config/tiny.py --methods=vanilla_kd,alra --seeds=3 \\
-        --tune=lr=1e-3,3e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
+    python study/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,3e-3,1e-2
+    python study/compare.py config/tiny.py --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1 --seeds=5
     python study/compare.py config/tiny.py --print     the next stage's commands, to run elsewhere
     python study/compare.py config/tiny.py --report    write tables and figures anew
     python study/compare.py study/small.py --jobs=2 --per_run=5    a study described by its config
@@ -119,13 +119,15 @@ def run_trials(spec: Spec, cfg: Config, args) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
     steps = ("max_steps", "schedule_steps", "warmup_steps")
-    cfg = dataclasses.replace(cfg, **{key: round(share * getattr(cfg, key)) for key in steps})
-    rates, own = values_to_try(spec.tune, cfg.methods)
+    shorter = {key: round(share * getattr(cfg, key)) for key in steps}
+    cfg = dataclasses.replace(cfg, **shorter)
+    rates, choices = values_to_try(spec.tune)
     points = [(method, {"lr": lr}) for method in cfg.methods for lr in rates]
     best = best_trials(try_points(points, cfg, args))
     for method, trial in best.items():
-        for values in itertools.product(*own[method].values()):
-            settings = dict(zip(own[method], values, strict=True))
+        values_of = choices.get(method, {})
+        for values in itertools.product(*values_of.values()):
+            settings = dict(zip(values_of, values, strict=True))
             points.append((method, trial["settings"] | settings))
     return try_points(points, cfg, args)
 
@@ -148,25 +150,24 @@ def try_points(points: list[tuple[str, dict]], cfg: Config, args) -> list[dict]:
     return list(lines.values())
 
 
-def values_to_try(tune: Iterable[str], methods: tuple[str, ...]) -> tuple[list, dict[str, dict]]:
+def values_to_try(tune: Iterable[str]) -> tuple[list, dict[str, dict]]:
     """Return the rates, and by method the values of its own settings."""
     rates = []
-    own = {method: {} for method in methods}
+    choices = {}
     for text in tune:
         key, _, values = text.partition("=")
         values = [literal(value) for value in values.split(",")]
         method, _, setting = key.rpartition(".")
         if key == "lr":
             rates = values
-        elif method in own and setting != "lr":
-            own[method][setting] = values
+        elif method and setting != "lr":
+            resolve(method, **{setting: values[0]})  # ValueError for one that does not exist
+            choices.setdefault(method, {})[setting] = values
         else:
-            message = "expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of "
-            raise UserError(f"--tune={text}: {message}{', '.join(methods)}")
-    if tune and not rates:
-        message = "add --tune=lr=RATE,RATE,.., since settings are tried at the best rate"
-        raise UserError(f"--tune={tune[0]}: {message}")
-    return rates, own
+            raise UserError(f"--tune={text}: expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..")
+    if choices and not rates:
+        raise UserError("--tune: expected lr=RATE,RATE,.. too; settings are tried at the best rate")
+    return rates, choices
 
 
 def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[Config]:
@@ -197,8 +198,8 @@ def at_equal_flops(name: str, cfg: Config) -> Config:
     if not name.endswith("@flops") or needs_teacher(name) or cfg.teacher is None:
         return cfg
     student, teacher = flops(cfg)
-    steps = ("max_steps", "schedule_steps")
-    longer = {key: round(getattr(cfg, key) * (1 + teacher / student)) for key in steps}
+    ratio = 1 + teacher / student
+    longer = {key: round(ratio * getattr(cfg, key)) for key in ("max_steps", "schedule_steps")}
     return dataclasses.replace(cfg, **longer)
 
 
@@ -234,9 +235,10 @@ def on_record(out: Path) -> dict[tuple, dict]:
     logs = sorted((out / "logs").glob("*.jsonl"))
     filed = {facts["folder"]: facts for facts in map(first_line, logs)}
     for run in sorted(out.glob("runs/*/run.json")):
+        methods = read_json(run, ["config"])["config"]["methods"]
         ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
-        if len(ends) == len(read_json(run, ["config"])["config"]["methods"]):  # resumes as a whole
-            for end in sorted(ends):
+        if len(ends) == len(methods):  # a run resumes as a whole
+            for end in ends:
                 file_student(end, out, filed)
     record = {}
     for facts in filed.values():
@@ -255,7 +257,8 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
     scores.pop("run", None)
     if name in filed and figures.items() <= filed[name].items():
         return
-    facts = read_json(end, ("made_by", "config")) | figures | {"folder": name, "scores": scores}
+    facts = read_json(end, ("made_by", "config")) | figures
+    facts |= {"folder": name, "scores": scores}
     del facts["made_by_sha256"]  # `made_by` says it
     if "why" in facts:
         facts["stopped"] = facts.pop("why")
@@ -313,12 +316,13 @@ def train(students: Iterable[Config], args) -> None:
     jobs = {}
     for (shared, _), members in groups.items():
         for part in chunks(members, args.per_run):
-            sha = hashlib.sha256(repr([recipe(s) for s in part]).encode()).hexdigest()[:8]
+            recipes = repr([recipe(s) for s in part])
+            sha = hashlib.sha256(recipes.encode()).hexdigest()[:8]
             folder = args.out / "runs" / f"seed{shared.seed}_{sha}"
-            names = {"methods": tuple(map(name_of, part)), "out_dir": str(folder)}
             hyper = {name_of(s): s.hyper[name_of(s)] for s in part}
+            run = {"methods": tuple(hyper), "hyper": hyper, "out_dir": str(folder)}
             file = folder.with_suffix(".py")
-            files.atomic_write(file, config_text(dataclasses.replace(shared, hyper=hyper, **names)))
+            files.atomic_write(file, config_text(dataclasses.replace(shared, **run)))
             jobs[folder.name] = ["train.py", str(file)]
     launch(jobs, args)
 
@@ -403,20 +407,24 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     args, rest = parser.parse_known_args(argv)
     cfg = configure.load(rest)
     paths = [word for word in rest if not word.startswith("--")]
-    flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
-    spec = read_spec(args, paths, cfg.methods if "methods" in flags else None)
+    flags = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
+    spec = read_spec(args, paths, flags)
     name = Path(paths[0]).stem if paths else "flags"
     args.out = args.out or Path("out", f"compare_{name}")
-    for key in {"seed", "out_dir"} & flags:
-        message = "compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags"
-        raise UserError(f"--{key}: {message}")
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
-    _, own = values_to_try(spec.tune, cfg.methods)
+    compared = {name.partition("@")[0] for name in cfg.methods}
+    for flag in flags:
+        if flag in ("seed", "out_dir"):
+            message = "compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags"
+            raise UserError(f"--{flag}: {message}")
+        method, dot, _ = flag.rpartition(".")
+        if dot and method.partition("@")[0] not in compared:
+            message = f"{method} is not compared; add the method, or remove its settings"
+            raise UserError(f"--{flag}: {message}")
     for name in cfg.methods:
         resolve(name, **cfg.overrides_of(name))  # ValueError for a setting that does not exist
-        for setting, values in own[name].items():
-            resolve(name, **{setting: values[0]})
+    values_to_try(spec.tune)
     return args, spec, cfg
 
 
@@ -426,18 +434,13 @@ def count(text: str) -> int:
     return int(text)
 
 
-def read_spec(args, paths: list[str], methods: tuple[str, ...] | None) -> Spec:
-    """Return what the config files and flags compare.
-
-    methods  those of --methods, if it was given: the files' tables are of others
-    """
+def read_spec(args, paths: list[str], flags: list[str]) -> Spec:
+    """Return what the config files and flags compare."""
     keys = {}
     for path in paths:
         keys |= runpy.run_path(path).get("_compare", {})
-    if methods:
+    if "methods" in flags:  # the files' tables are of other methods
         keys = {key: value for key, value in keys.items() if key in SPEC_FLAGS}
-        compared = ("lr", *(f"{method}." for method in methods))
-        keys["tune"] = [text for text in keys.get("tune", ()) if text.startswith(compared)]
     for key in SPEC_FLAGS:
         if getattr(args, key) is not None:
             keys[key] = getattr(args, key)

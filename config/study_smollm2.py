@@ -1,9 +1,10 @@
-# The study's main comparison from another teacher: SmolLM2-135M, its 49,152 tokens, English text; students of 6.9M parameters.
+# The study's main comparison with another teacher: SmolLM2-135M, its 49,152 tokens, English text;
+# students of 6.9M parameters.
 #
-#   python tools/compare.py config/study_smollm2.py --jobs=2 --per_run=2 --teacher=FOLDER --source=FILE
+#   python tools/compare.py config/study_smollm2.py --jobs=2 --per_run=2 --teacher=DIR --source=FILE
 #
-# results/LOG.md says what the folder (the Instruct weights in 4 bits) and the file were; neither is in the repository. Without trials: the settings
-# are those that the trials of config/study.py chose.
+# results/LOG.md says what DIR (the Instruct weights in 4 bits) and FILE were; neither is in the
+# repository. There are no trials: the settings are those that the trials of config/study.py chose.
 
 methods = ("vanilla_kd", "alra", "fixed_9", "pretrain", "vanilla_kd@kl", "alra@ce")
 student = "128x3x4"
@@ -17,7 +18,7 @@ val_rows, val_share = 0, 0.1
 seq_len = 256
 
 shuffle = True
-max_steps = schedule_steps = 1000  # * 8 rows = 2.05M tokens (1.97M without padding), each document once
+max_steps = schedule_steps = 1000  # 2.05M tokens (1.97M without padding), each document once
 batch_rows = micro_batch = 8
 lr, min_lr = 1.73e-3, 1.73e-4
 warmup_steps = 50
@@ -29,7 +30,7 @@ compile = teacher_cache = True
 dtype = "bfloat16"  # the teacher's pass takes half as long; heads and losses are in fp32
 
 hyper = {"vanilla_kd": {"tau": 1}, "alra": {"gamma": 1}, "fixed_9": {"lr": 2.28e-3}}
-hyper["vanilla_kd@kl"] = {"w_kd": 1, "w_ce": 0, "lr": 1.32e-3}  # KL alone: ALRA has no cross-entropy either
+hyper["vanilla_kd@kl"] = {"w_kd": 1, "w_ce": 0, "lr": 1.32e-3}  # ALRA has no cross-entropy either
 hyper["alra@ce"] = {"w_kd": 0.5, "w_ce": 0.5}  # and ALRA with as much of it as vanilla KD has
 _compare = {
     "title": "Another teacher: SmolLM2-135M-Instruct in 4 bits",

@@ -275,7 +275,7 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
 def accuracies(
     title: str, split: str, student: str | None, rows: dict, base: str, metric: str
 ) -> list[str]:
-    """Return a table of tasks, their average and its gain over `base`, the paper's rows below ours."""
+    """Return a table of tasks, their average and its gain; the paper's rows stand below ours."""
     every = SUITES[split]
     tasks = [r.scores[split]["tasks"] for seeds in rows.values() for r in seeds.values()]
     columns = [t for t in every if any(t in values for values in tasks)]

@@ -71,7 +71,7 @@ def test_differences_are_paired_by_seed_and_one_family():
 
 
 @pytest.mark.parametrize(("ps", "corrected"), [
-    ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # 3 * .01, no less than 2 * .03, .., 4 * .005
+    ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # 0.04 becomes no less than 2 * 0.03
     ([None, 0.4, 0.7], [None, 0.8, 0.8]),
     ([0.9, 0.6], [1.0, 1.0]),
     ([], []),
@@ -83,29 +83,26 @@ def test_holm(ps, corrected):
 # --- what is planned
 
 
-def planned(*argv: str) -> tuple[Spec, list[compare.PlannedStudent]]:
+def planned(*argv: str) -> tuple[Spec, list[configure.Config]]:
     _, spec, cfg = compare.arguments(["config/study.py", *argv])
     return spec, compare.plan(spec, cfg, {})
 
 
-def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch, tmp_path):
-    """`CE` stands for the trials' results by rate; the second call asks for own settings as well."""
+def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch):
     asked = []
-    ces = {1e-3: 5.0, 1e-2: 4.0}
 
     def try_points(points, cfg, args):
         asked.append(list(points))
         assert (cfg.max_steps, cfg.schedule_steps, cfg.warmup_steps) == (525, 525, 25)
-        return [{"method": m, "settings": x, "val_ce": ces[x["lr"]]} for m, x in points]
+        return [{"method": m, "settings": x, "val_ce": abs(x["lr"] - 1e-2)} for m, x in points]
 
     monkeypatch.setattr(compare, "try_points", try_points)
     tune = ["--tune=lr=1e-3,1e-2", "--tune=alra.gamma=1,5", "--tune=alra.tau=1,2"]
     args, spec, cfg = compare.arguments(["config/study.py", "--methods=alra,pd", *tune])
     compare.run_trials(spec, cfg, args)
-    rates, everything = asked
-    assert rates == [(m, {"lr": lr}) for m in ("alra", "pd") for lr in (1e-3, 1e-2)]
+    rates = [(m, {"lr": lr}) for m in ("alra", "pd") for lr in (1e-3, 1e-2)]
     own = [("alra", {"lr": 1e-2, "gamma": g, "tau": t}) for g in (1, 5) for t in (1, 2)]
-    assert everything == [*rates, *own, ("pd", {"lr": 1e-2})]
+    assert asked == [rates, [*rates, *own, ("pd", {"lr": 1e-2})]]
 
 
 def test_the_best_trial_has_the_lowest_ce_and_the_first_of_equal_ones():
@@ -118,18 +115,16 @@ def test_the_best_trial_has_the_lowest_ce_and_the_first_of_equal_ones():
 
 def test_a_study_has_methods_with_fewer_seeds():
     spec, students = planned()
-    seeds = {m: [s.cfg.seed for s in students if s.name == m] for m in STUDY.methods}
+    seeds = {m: [s.seed for s in students if s.methods == (m,)] for m in STUDY.methods}
     assert seeds == {m: [*range(1, spec.fewer_seeds.get(m, 8) + 1)] for m in STUDY.methods}
     assert len(students) == 2 * 8 + 9 * 5 + 4 * 3
-    assert spec.paper
-    assert spec.layout(["pd"]) == list(spec.tables)
-    assert {s.cfg.seed for s in students if s.cfg.histogram_every_steps} == {1}
+    assert {s.seed for s in students if s.histogram_every_steps} == {1}
 
 
 def test_flags_override_a_study():
     assert len(planned("--seeds=2")[1]) == 15 * 2
     spec, students = planned("--methods=pd,tad", "--tune=none")  # the tables are of other methods
-    assert {s.name for s in students} == {"pd", "tad"}
+    assert {s.methods for s in students} == {("pd",), ("tad",)}
     assert (spec.tables, spec.tune, spec.seeds) == ((), (), 8)
     assert spec.layout(["pd", "tad"]) == [("Methods", ["pd", "tad"], "pd")]
     spec, _ = planned("--methods=pd,alra")
@@ -139,10 +134,10 @@ def test_flags_override_a_study():
 def test_students_have_the_chosen_settings():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
     _, spec, cfg = compare.arguments(["config/study.py", "--alra.tau=2"])
-    settings = {s.name: s.cfg.settings_of(s.name) for s in compare.plan(spec, cfg, chosen)}
-    assert settings["pd"] == {"lr": 1e-3}
-    assert settings["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
-    assert settings["pretrain@flops"] == {}
+    hyper = {s.methods[0]: s.hyper[s.methods[0]] for s in compare.plan(spec, cfg, chosen)}
+    assert hyper["pd"] == {"lr": 1e-3}
+    assert hyper["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
+    assert hyper["pretrain@flops"] == {}
 
 
 def test_equal_flops_mean_more_updates_without_a_teacher():
@@ -154,101 +149,76 @@ def test_equal_flops_mean_more_updates_without_a_teacher():
         assert compare.at_equal_flops(method, STUDY) == STUDY
 
 
-def shared_runs(students, out: Path, monkeypatch, per_run: int = 99) -> list[compare.Job]:
-    """Return the runs of train.py that would make these students."""
-    (out / "runs").mkdir(exist_ok=True)
-    jobs = []
-    monkeypatch.setattr(compare, "launch", lambda more, args: jobs.extend(more))
-    compare.train(students, argparse.Namespace(out=out, per_run=per_run))
-    return jobs
-
-
 def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_path, monkeypatch):
     argv = ["--seeds=2", f"--data_dir={tiny}/data", f"--methods={','.join(STUDY.methods[:-2])}"]
     labelled = ["--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3"]
     students = [*planned(*argv)[1], *planned(*argv, *labelled)[1]]
-    jobs = shared_runs(students, tmp_path, monkeypatch)
-    runs = [configure.load(job.argv[1:]) for job in jobs]
+    (tmp_path / "runs").mkdir()
+    launched = []
+    monkeypatch.setattr(compare, "launch", lambda jobs, args: launched.append(jobs))
+    for per_run in (99, 7):
+        compare.train(students, argparse.Namespace(out=tmp_path, per_run=per_run))
+    runs = [configure.load(argv) for _, *argv in launched[0].values()]
     assert [(cfg.seed, len(cfg.methods)) for cfg in runs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
     assert runs[0].methods == STUDY.methods[:-2]
-    assert runs[0].out_dir == str(tmp_path / "runs" / jobs[0].name)
+    assert [cfg.out_dir for cfg in runs] == [f"{tmp_path}/runs/{name}" for name in launched[0]]
     assert runs[2].settings_of("alra@x") == {"detach_weights": False, "tau": 3}
-    sizes = [
-        len(configure.load(job.argv[1:]).methods)
-        for job in shared_runs(students, tmp_path, monkeypatch, 7)
-    ]
+    sizes = [len(configure.load(argv).methods) for _, *argv in launched[1].values()]
     assert sorted(sizes) == [1, 1, 6, 6, 7, 7]
 
 
 def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     """That content and code count is in test_train.py and test_identity.py."""
-    cfg = world.config(tiny, tmp_path, methods="alra,pd")
+    base = world.config(tiny, tmp_path, methods="alra,pd")
 
     def recipe(name: str, **changes) -> tuple:
-        return compare.recipe(compare.PlannedStudent(name, dataclasses.replace(cfg, **changes)))
+        return compare.recipe(dataclasses.replace(base, methods=(name,), **changes))
 
     hyper = {"pd": {"tau": 2.0}, "alra": {"d_max": 7}}
-    other = {"hyper": hyper, "val_every_steps": 7, "out_dir": "elsewhere"}
-    assert (
-        recipe("alra", **other)
-        == recipe("alra")
-        == recipe("alra@x")
-        == recipe("alra", val_max_rows=9)
-    )
+    other = {"hyper": hyper, "val_every_steps": 7, "val_max_rows": 9, "out_dir": "elsewhere"}
+    assert recipe("alra", **other) == recipe("alra") == recipe("alra@x")
     assert recipe("pd", **other) != recipe("pd")
     assert recipe("alra", clip=1.0) != recipe("alra") != recipe("alra", max_steps=5)
-    assert recipe("alra", seed=0) != recipe(
-        "alra", seed=0, val_max_rows=9
-    )  # other rows judge the trial
+    assert recipe("alra", seed=0) != recipe("alra", seed=0, val_max_rows=9)  # which judge the trial
 
 
 def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "flops", lambda cfg: (2.0, 3.0))
     run = tmp_path / "runs" / "seed1_ab"
+    for folder in (run / "alra@x", run / "pretrain", tmp_path / "logs"):
+        folder.mkdir(parents=True)
     facts = {"made_by": {"a": 1}, "made_by_sha256": "", "seed": 1, "nominal_tokens": 10}
     facts["config"] = {"max_steps": 6, "val_max_rows": 4}
-    for name in ("alra@x", "pretrain"):
-        (run / name).mkdir(parents=True)
-    (tmp_path / "logs").mkdir()
+    log = [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}]
     write_json(run / "run.json", {"config": {"methods": ["alra@x", "pretrain"]}})
     write_json(run / "alra@x" / "run.json", facts)
-    write_lines(
-        run / "alra@x" / "log.jsonl",
-        [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}],
-    )
-    write_lines(run / "alra@x" / "histograms.jsonl", [{"step": 1, "d_u_hist": [1]}])
-    write_lines(run / "teacher.jsonl", [{"step": 1, "n": 7}])
+    write_lines(run / "alra@x" / "log.jsonl", log)
+    for file in ("alra@x/histograms.jsonl", "teacher.jsonl"):
+        write_lines(run / file, [{"step": 1, "file": file}])
     assert compare.on_record(tmp_path) == {}  # the run resumes as a whole
     write_json(run / "pretrain" / "stopped.json", facts | {"made_by": {"a": 2}, "why": WHY})
     record = compare.on_record(tmp_path)
     key = compare.record_hash({"a": 1}), 6
-    assert record[*key, None] == record[*key, 4]
-    assert (*key, 5) not in record
     x = record[*key, 4]
+    assert x == record[*key, None]
+    assert (*key, 5) not in record
     assert (x["file"], x["folder"], x["val_ce"]) == ("alra@x_seed1.jsonl", "seed1_ab/alra@x", 4.0)
     assert (x["student_flops"], x["teacher_flops"]) == (20.0, 30.0)
-    _, *log = read_lines(tmp_path / "logs" / x["file"])
-    assert log[2:] == [
-        {"step": 6},
-        {"step": 1, "histogram": {"step": 1, "d_u_hist": [1]}},
-        {"step": 1, "teacher": {"step": 1, "n": 7}},
-    ]
+    _, *lines = read_lines(tmp_path / "logs" / x["file"])
+    assert lines[:3] == log
+    parts = {"histogram": "alra@x/histograms.jsonl", "teacher": "teacher.jsonl"}
+    assert lines[3:] == [{"step": 1, part: {"step": 1, "file": f}} for part, f in parts.items()]
     stopped = record[compare.record_hash({"a": 2}), 6, None]
     assert stopped["stopped"] == WHY
     assert "teacher_flops" not in stopped
     write_json(
         run / "alra@x" / "figures.json", {"figures": {"ce": 3.5}, "run": facts, "protocol": 1}
     )
-    x = compare.on_record(tmp_path)[*key, None]
+    x = compare.on_record(tmp_path)[*key, None]  # the same file, with figures
     assert (x["file"], x["ce"], x["scores"]) == ("alra@x_seed1.jsonl", 3.5, {"protocol": 1})
-    shutil.copytree(run, tmp_path / "runs" / "seed1_cd")  # another student of this name
+    shutil.copytree(run, tmp_path / "runs" / "seed1_cd")  # other students of these names
     compare.on_record(tmp_path)
-    names = [
-        "alra@x_seed1.jsonl",
-        "alra@x_seed1_2.jsonl",
-        "pretrain_seed1.jsonl",
-        "pretrain_seed1_2.jsonl",
-    ]
+    names = [f"{name}_seed1{n}.jsonl" for name in ("alra@x", "pretrain") for n in ("", "_2")]
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == names
 
 
@@ -330,12 +300,12 @@ BEGUN = []
 
 def launch(jobs, args) -> None:
     """Run jobs in this process, which saves the imports. BEGUN has the names of those that began."""
-    for job in jobs:
-        BEGUN.append(job.name)
+    for name, argv in jobs.items():
+        BEGUN.append(name)
         try:
-            run_here(*job.argv)
+            run_here(*argv)
         except ValueError as error:
-            print(f"{job.name}: exit code 1: {error}")
+            print(f"{name}: exit code 1: {error}")
 
 
 def run_here(script: str, *argv: str) -> None:
@@ -464,7 +434,7 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
     (tmp_path / "sleep.py").write_text(script)
     first, second = tmp_path / "first", tmp_path / "second"
     args = argparse.Namespace(out=tmp_path, jobs=1, print=False)
-    jobs = [compare.Job(file.name, ["sleep.py", str(file)]) for file in (first, second)]
+    jobs = {file.name: ["sleep.py", str(file)] for file in (first, second)}
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     flags = argparse.Namespace(report=False)
     monkeypatch.setattr(compare, "arguments", lambda argv: (flags, None, None))
@@ -484,14 +454,14 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
 
 
 def test_jobs_run_at_a_time(tmp_path, monkeypatch, capsys):
-    """Each of two jobs ends once the other has begun; a third has no place beside them."""
+    """Each of two jobs ends once the other has begun."""
     (tmp_path / "runs").mkdir()
     lines = ["import pathlib, sys, time", "mine, other = map(pathlib.Path, sys.argv[1:3])", "mine.touch()",
              "while not other.exists():", "    time.sleep(0.02)", "print('done'); sys.exit(3)"]  # fmt: skip
     (tmp_path / "wait.py").write_text("\n".join(lines))
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     a, b = tmp_path / "a", tmp_path / "b"
-    jobs = [compare.Job(x.name, ["wait.py", str(x), str(y)]) for x, y in ((a, b), (b, a))]
+    jobs = {x.name: ["wait.py", str(x), str(y)] for x, y in ((a, b), (b, a))}
     compare.launch(jobs, argparse.Namespace(out=tmp_path, jobs=2, print=False))
     text = capsys.readouterr().out
     assert len(re.findall(r"^[ab]: \d+ s, exit code 3: done$", text, re.M)) == 2

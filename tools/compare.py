@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -54,16 +53,6 @@ from model import flops_per_token, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC_FLAGS = ("seeds", "tune", "trial_steps", "reference", "rows")  # they override `_compare`
-
-
-class PlannedStudent(NamedTuple):
-    name: str  # METHOD or METHOD@LABEL
-    cfg: Config  # of a run of this student alone; a trial has seed 0
-
-
-class Job(NamedTuple):
-    name: str
-    argv: list[str]
 
 
 def main(argv: list[str]) -> int:
@@ -95,12 +84,12 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         trials = run_trials(spec, cfg, args)
         chosen = {method: trial["settings"] for method, trial in best_trials(trials).items()}
         students = plan(spec, cfg, chosen)
-        train([s for s in students if s.name in chosen or not trials], args)
+        train([s for s in students if name_of(s) in chosen or not trials], args)
         score(students, n_rows, args)
         record = on_record(args.out)
     lines = []
     for s in students:
-        line = {"method": s.name, "seed": s.cfg.seed}
+        line = {"method": name_of(s), "seed": s.seed}
         facts = record.get(recipe(s))
         if facts and is_scored(s, facts, n_rows):
             line["file"] = facts["file"]
@@ -178,7 +167,7 @@ def values_to_try(tune: Iterable[str], methods: tuple[str, ...]) -> tuple[list, 
     return rates, own
 
 
-def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[PlannedStudent]:
+def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
     for name in cfg.methods:
@@ -189,11 +178,16 @@ def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[PlannedStuden
     return students
 
 
-def plan_student(name: str, cfg: Config, seed: int, settings: dict) -> PlannedStudent:
+def plan_student(name: str, cfg: Config, seed: int, settings: dict) -> Config:
+    """Return the config of a run of this student alone, by which it is known here."""
     alone = {"methods": (name,), "hyper": {name: settings}, "seed": seed}
     if seed != 1:
         alone["histogram_every_steps"] = None  # histograms of one seed are drawn
-    return PlannedStudent(name, dataclasses.replace(cfg, **alone))
+    return dataclasses.replace(cfg, **alone)
+
+
+def name_of(student: Config) -> str:
+    return student.methods[0]
 
 
 def at_equal_flops(name: str, cfg: Config) -> Config:
@@ -227,10 +221,10 @@ def teacher_flops(teacher: str, seq_len: int) -> float:
 
 
 @functools.cache
-def recipe(s: PlannedStudent) -> tuple:
+def recipe(student: Config) -> tuple:
     """Return what identifies a student: its record, its updates, the rows that judge a trial."""
-    judges = None if s.cfg.seed else s.cfg.val_max_rows
-    return record_hash(made_by(s.cfg, s.name)), s.cfg.max_steps, judges
+    judges = None if student.seed else student.val_max_rows
+    return record_hash(made_by(student, name_of(student))), student.max_steps, judges
 
 
 def on_record(out: Path) -> dict[tuple, dict]:
@@ -238,10 +232,9 @@ def on_record(out: Path) -> dict[tuple, dict]:
     logs = sorted((out / "logs").glob("*.jsonl"))
     filed = {facts["folder"]: facts for facts in map(first_line, logs)}
     for run in sorted(out.glob("runs/*/run.json")):
-        names = read_json(run, ["config"])["config"]["methods"]
-        ends = [find_end(run.parent / name) for name in names]
-        if all(ends):  # a run resumes as a whole
-            for end in ends:
+        ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
+        if len(ends) == len(read_json(run, ["config"])["config"]["methods"]):  # resumes as a whole
+            for end in sorted(ends):
                 file_student(end, out, filed)
     record = {}
     for facts in filed.values():
@@ -249,12 +242,6 @@ def on_record(out: Path) -> dict[tuple, dict]:
         record.setdefault((*key, None), facts)
         record.setdefault((*key, facts["config"]["val_max_rows"]), facts)
     return record
-
-
-def find_end(folder: Path) -> Path | None:
-    """Return the file that a student leaves when it has finished or stopped."""
-    files = [folder / name for name in ("run.json", "stopped.json")]
-    return next(filter(Path.is_file, files), None)
 
 
 def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
@@ -298,60 +285,55 @@ def unused_name(file: Path) -> Path:
     return path
 
 
-def is_scored(s: PlannedStudent, facts: dict, n_rows: int) -> bool:
+def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
     """Return whether a student's figures are over these rows and of this teacher, or it stopped."""
-    expected = {"skip_rows": s.cfg.val_max_rows, "n_rows": n_rows}
-    if s.cfg.teacher:
-        expected["teacher_sha256"] = content_hash(s.cfg.teacher)
+    expected = {"skip_rows": student.val_max_rows, "n_rows": n_rows}
+    if student.teacher:
+        expected["teacher_sha256"] = content_hash(student.teacher)
     return "stopped" in facts or expected.items() <= facts.items()
 
 
 # --- runs
 
 
-def train(students: Iterable[PlannedStudent], args) -> None:
+def train(students: Iterable[Config], args) -> None:
     """Train the students that are not on record.
 
     Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
     would take over settings of a METHOD beside it.
     """
     record = on_record(args.out)
+    missing = {recipe(s): s for s in students if recipe(s) not in record}
     groups = {}
-    for s in {recipe(s): s for s in students if recipe(s) not in record}.values():
-        shared = dataclasses.replace(s.cfg, methods=("any",), hyper={})
-        groups.setdefault((shared, "@" in s.name), []).append(s)
-    jobs = []
+    for s in missing.values():
+        shared = dataclasses.replace(s, methods=("any",), hyper={})
+        groups.setdefault((shared, "@" in name_of(s)), []).append(s)
+    jobs = {}
     for (shared, _), members in groups.items():
         for part in chunks(members, args.per_run):
-            jobs.append(training(part, shared, args.out / "runs"))
+            sha = hashlib.sha256(repr([recipe(s) for s in part]).encode()).hexdigest()[:8]
+            folder = args.out / "runs" / f"seed{shared.seed}_{sha}"
+            names = {"methods": tuple(map(name_of, part)), "out_dir": str(folder)}
+            hyper = {name_of(s): s.hyper[name_of(s)] for s in part}
+            file = folder.with_suffix(".py")
+            files.atomic_write(file, config_text(dataclasses.replace(shared, hyper=hyper, **names)))
+            jobs[folder.name] = ["train.py", str(file)]
     launch(jobs, args)
 
 
-def training(students: list[PlannedStudent], cfg: Config, runs: Path) -> Job:
-    """Return a run of these students, with a config file of its own."""
-    recipes = repr([recipe(s) for s in students])
-    sha = hashlib.sha256(recipes.encode()).hexdigest()[:8]
-    folder = runs / f"seed{cfg.seed}_{sha}"
-    hyper = {s.name: s.cfg.hyper[s.name] for s in students}
-    cfg = dataclasses.replace(cfg, methods=tuple(hyper), hyper=hyper, out_dir=str(folder))
-    file = folder.with_suffix(".py")
-    files.atomic_write(file, config_text(cfg))
-    return Job(folder.name, ["train.py", str(file)])
-
-
-def score(students: list[PlannedStudent], n_rows: int, args) -> None:
-    """Score the trained students on `n_rows` held-out rows, after those that judge trials."""
-    folders = []
+def score(students: list[Config], n_rows: int, args) -> None:
+    """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
     record = on_record(args.out)
+    folders = []
     for s in students:
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, n_rows):
             folders.append(str(args.out / "runs" / facts["folder"]))
-    cfg = students[0].cfg
-    rows = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
-    jobs = []
-    for i, part in enumerate(chunks(folders, args.per_run)):
-        jobs.append(Job(f"eval_{i}", ["eval.py", *part, "--tasks=none", *rows]))
+    rows = [f"--skip_rows={students[0].val_max_rows}", f"--max_rows={n_rows}"]
+    flags = ["--tasks=none", *rows, f"--device={students[0].device}"]
+    jobs = {}
+    for part in chunks(folders, args.per_run):
+        jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, *flags]
     launch(jobs, args)
 
 
@@ -359,21 +341,21 @@ def chunks(items: list, size: int) -> list[list]:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
-def launch(jobs: list[Job], args) -> None:
-    """Run the jobs, `--jobs` at a time. With `--print`, print their commands and exit."""
+def launch(jobs: dict[str, list[str]], args) -> None:
+    """Run the commands, `--jobs` at a time. With `--print`, print them and exit."""
     if jobs and args.print:
-        for job in jobs:
-            print(shlex.join(["python", *job.argv]))
+        for argv in jobs.values():
+            print(shlex.join(["python", *argv]))
         sys.exit(0)
-    waiting = list(jobs)
+    waiting = list(jobs.items())
     running = {}
     try:
         while waiting or running:
             while waiting and len(running) < args.jobs:
-                job = waiting.pop(0)
-                file = args.out / "runs" / f"{job.name}.txt"
+                name, (script, *argv) = waiting.pop(0)
+                file = args.out / "runs" / f"{name}.txt"
                 with file.open("a") as log:
-                    command = [sys.executable, ROOT / job.argv[0], *job.argv[1:]]
+                    command = [sys.executable, ROOT / script, *argv]
                     process = subprocess.Popen(command, stdout=log, stderr=log)
                 running[process] = file, time.perf_counter()
             time.sleep(0.05)

@@ -33,8 +33,8 @@ pass of the teacher.
 COSTS = """\
 ## Settings and costs
 
-FLOPs of a student: its own training, without the objective, and the teacher's forward passes as if \
-it shared them with no other.
+FLOPs of a student: its own training, without the objective, and the teacher's forward passes as \
+if it shared them with no other.
 """
 ORDERING = """\
 ## The paper's ordering and ours
@@ -47,8 +47,8 @@ CURVES = """\
 ## Training
 
 Curves: means over all seeds, with 95 % intervals where there are several. Budget (of adaptive \
-ones) and anchoring (of the teacher, whatever the method), where histograms were logged, the paper's \
-Figures 3 and 4: seed {}. docs/running.md explains them.
+ones) and anchoring (of the teacher, whatever the method), where histograms were logged, the \
+paper's Figures 3 and 4: seed {}. docs/running.md explains them.
 """
 
 
@@ -78,7 +78,7 @@ class Spec:
 
 
 def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
-    """Write the report. Return its students, and for the screen the first table and where rates ended."""
+    """Write the report. Return its students, and the lines for the screen."""
     plan, students = read(out)
     results = {x["method"]: {} for x in students}  # method -> seed -> student
     for x in students:
@@ -102,7 +102,7 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
 
 
 def read(out: Path) -> tuple[dict, list[dict]]:
-    """Return the plan, and its students with facts, figures and log. One without a result is "stopped"."""
+    """Return the plan, and its students with facts, figures and log, or why they "stopped"."""
     file = out / "report" / "plan.json"
     if not file.is_file():
         raise UserError(f"{file}: not there; run the same command without --report first")
@@ -129,21 +129,20 @@ def first_line(file: Path) -> dict:
 def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
     """Say who was compared on what, by which machine, and how to read the tables."""
     config = plan["config"]
-    seeds = sorted({x["seed"] for x in students})
+    seeds = ", ".join(map(str, sorted({x["seed"] for x in students})))
     finished = [x for x in students if "stopped" not in x]
-    versions = set()
+    used = [{x["machine"] for x in finished}, {x["git_commit"] for x in finished}, set()]
     for x in finished:
-        versions.add(", ".join(f"{name} {version}" for name, version in x["versions"].items()))
-    commits = {x["git_commit"] for x in finished if x["git_commit"]}
-    used = [sorted(values) for values in ({x["machine"] for x in finished}, commits, versions)]
+        used[2].add(", ".join(f"{name} {version}" for name, version in x["versions"].items()))
+    used = "; ".join(", ".join(sorted(values - {None})) for values in used)
     text = [
         f"# {spec.title}\n",
         "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
-        f"{len(students)} students of shape `{config['student']}`, seeds {', '.join(map(str, seeds))}: "
-        f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} inputs. "
-        "Scored on:\n",
+        f"{len(students)} students of shape `{config['student']}`, seeds {seeds}: "
+        f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
+        "inputs. Scored on:\n",
         *tables.scored(finished[0]),
-        f"\nMachine, commit, versions: {'; '.join(', '.join(values) for values in used)}.\n",
+        f"\nMachine, commit, versions: {used}.\n",
         INTERVALS,
     ]
     if any(x["method"].endswith("@flops") for x in students):
@@ -201,49 +200,47 @@ def costs(results: tables.Figures, students: list[dict]) -> list[str]:
 
 
 def beside_the_paper(results: tables.Figures) -> list[str]:
-    """Return our order of methods beside the order of the paper's averages: Kendall's tau-b, ranks."""
+    """Return Kendall's tau-b between our order and that of the paper's averages, and the ranks."""
     from scipy.stats import kendalltau, rankdata  # half a second, and only here
 
-    sizes = ("200m", "500m")
-    ordered = ("ce", "kl", "top1")
-    heads = [*(f"paper {size}" for size in sizes), *(f"our {FIGURES[k].heading}" for k in ordered)]
+    heads = []
     taus = []
     ranks = []
-    for title, split, methods in LAYOUT:
-        methods = [m for m in methods if results.get(m)]
-        if len(methods) < 3:
+    for title, split, names in LAYOUT:
+        methods = [m for m in names if results.get(m)]
+        common = set.intersection(*(set(results[m]) for m in methods)) if methods else set()
+        if len(methods) < 3 or not common:
             continue
-        common = set.intersection(*(set(results[m]) for m in methods))
-        if not common:
-            continue
-        scores = []  # more is better, in all columns
-        for size in sizes:
-            scores.append([PAPER[size, split, m]["avg"] for m in methods])
-        for key in ordered:
+        columns = {}  # heading -> scores of the methods, of which more is better
+        for size in ("200m", "500m"):
+            columns[f"paper {size}"] = [PAPER[size, split, m]["avg"] for m in methods]
+        for key in ("ce", "kl", "top1"):
+            figure = FIGURES[key]
             means = [np.mean([results[m][seed][key] for seed in common]) for m in methods]
-            scores.append([FIGURES[key].sense * mean for mean in means])
-        for (i, theirs), j in itertools.product(enumerate(scores[:2]), range(2, 5)):
-            inner = [n for n, score in enumerate(theirs) if min(theirs) < score < max(theirs)]
+            columns[f"our {figure.heading}"] = [figure.sense * mean for mean in means]
+        heads = list(columns)
+        for theirs, ours in itertools.product(heads[:2], heads[2:]):
+            pair = np.array([columns[theirs], columns[ours]])
+            inner = (pair[0] > min(pair[0])) & (pair[0] < max(pair[0]))
             cells = []
-            for chosen in (range(len(methods)), inner):
-                if len(chosen) > 1:
-                    tau = kendalltau(np.take(theirs, chosen), np.take(scores[j], chosen))
-                    cells.append(f"{tau.statistic:+.2f}, p {p_text(tau.pvalue)}")
-                else:
-                    cells.append("–")
-            taus.append([title, heads[i], heads[j], *cells])
-        places = [rankdata(np.negative(column), "min") for column in scores]
+            for scores in (pair, pair[:, inner]):
+                text = "–"
+                if scores.shape[1] > 1:
+                    tau = kendalltau(*scores)
+                    text = f"{tau.statistic:+.2f}, p {p_text(tau.pvalue)}"
+                cells.append(text)
+            taus.append([title, theirs, ours, *cells])
+        places = [rankdata(np.negative(column), "min") for column in columns.values()]
         for method, *row in zip(methods, *places, strict=True):
             ranks.append([title, method, *(f"{place:.0f}" for place in row)])
     if not taus:
         return []
-    head = ["", "theirs", "ours", "tau", "without their best and worst"]
-    tables_ = [
-        *tables.grid(head, taus),
-        "\nRanks, 1 is best:\n",
-        *tables.grid(["", "method", *heads], ranks),
+    text = [
+        ORDERING,
+        *tables.grid(["", "theirs", "ours", "tau", "without their best and worst"], taus),
     ]
-    return [ORDERING, *tables_, ""]
+    text += ["", "Ranks, 1 is best:", "", *tables.grid(["", "method", *heads], ranks), ""]
+    return text
 
 
 def best_trials(trials: list[dict]) -> dict[str, dict]:
@@ -257,38 +254,37 @@ def best_trials(trials: list[dict]) -> dict[str, dict]:
 
 
 def trials(plan: dict) -> list[str]:
-    """Return the table of trials: a line for each method and its settings, a column for each rate."""
+    """Return the table of trials: a line for a method and its settings, a column for each rate."""
     tried = {}  # method -> rates
-    rows = {}
+    rows = {}  # method and settings -> rate -> cell
     best = best_trials(plan["trials"])
     for x in plan["trials"]:
-        lr = x["settings"]["lr"]
-        tried.setdefault(x["method"], []).append(lr)
-        name = x["method"]
-        for key, value in x["settings"].items():
-            if key != "lr":
-                name += f" {key}={value}"
+        method, lr = x["method"], x["settings"]["lr"]
+        tried.setdefault(method, []).append(lr)
+        own = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
-        if x is best.get(x["method"]):
+        if x is best.get(method):
             text = f"**{text}**"
-        rows.setdefault(name, {})[lr] = text
+        rows.setdefault(method + "".join(own), {})[lr] = text
     if not tried:
         message = "No table of trials, as none or not all are on record"
         return [f"{message}; the table of costs has rates and settings.", ""]
-    numbers = sorted({len(rates) for rates in tried.values()})
-    longer = " (more at equal FLOPs)" if any(m.endswith("@flops") for m in tried) else ""
+    numbers = " to ".join(f"{n}" for n in sorted({len(rates) for rates in tried.values()}))
+    steps = f"{plan['trial_steps']:,} updates"
+    if any(m.endswith("@flops") for m in tried):
+        steps += " (more at equal FLOPs)"
     rates = sorted(set().union(*tried.values()))
     body = [[name, *(cells.get(lr, "–") for lr in rates)] for name, cells in rows.items()]
     ends = [m for m in best if best[m]["settings"]["lr"] in (min(tried[m]), max(tried[m]))]
+    at_end = "Best at the lowest or highest rate tried, so that one beyond might do better"
     return [
         "## Trials\n",
-        f"Each method had {' to '.join(map(str, numbers))} trials of {plan['trial_steps']:,} "
-        f"updates{longer} with seed 0. CE in nats per token over the first "
-        f"{plan['config']['val_max_rows']} held-out rows, which are not scored; the lowest chooses.\n",
+        f"Each method had {numbers} trials of {steps} with seed 0. CE in nats per token over the "
+        f"first {plan['config']['val_max_rows']} held-out rows, which are not scored; the lowest "
+        "chooses.\n",
         *tables.grid(["", *(f"{lr:g}" for lr in rates)], body),
         "",
-        "Best at the lowest or highest rate tried, so that one beyond might do better: "
-        f"{', '.join(ends) or 'none'}.",
+        f"{at_end}: {', '.join(ends) or 'none'}.",
         "",
     ]
 

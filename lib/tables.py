@@ -124,11 +124,12 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
         students = []
         if is_run:
             students = [path / method for method in facts["config"].get("methods", ())]
-        inside = [str(f) for f in (*students, *sorted(path.glob("*/"))) if done(f)]
+        candidates = [*students, *sorted(path.glob("*/"))]
+        inside = [str(folder) for folder in candidates if done(folder)]
         folders += inside
         if not (inside or is_run or path.is_file()):
             folders.append(name)  # unchanged, since ./a/b is not a hub id
-        missing += [str(f) for f in students if not done(f)]
+        missing += [str(folder) for folder in students if not done(folder)]
     return list(dict.fromkeys(folders)), missing
 
 
@@ -193,7 +194,9 @@ def check_comparable(results: list[Result]) -> None:
 
 def facts_of(r: Result) -> dict:
     """Return the facts that must be equal in all rows of a table."""
-    facts = {key: x for key, x in r.run.get("made_by", {}).items() if key not in VARIES}
+    facts = dict(r.run.get("made_by", {}))
+    for key in VARIES:
+        facts.pop(key, None)
     for key in ("step", "nominal_tokens"):
         facts[key] = r.run.get(key)
     for key in ("init_sha256", "valid_tokens"):
@@ -379,7 +382,8 @@ def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) 
     cells = {m: [] for m in figures}  # method -> a dict by seed for each column
     for m, seeds in figures.items():
         for key, f in columns.items():
-            cells[m].append({seed: f.factor * x[key] for seed, x in seeds.items() if key in x})
+            by_seed = {seed: x[key] for seed, x in seeds.items() if key in x}
+            cells[m].append({seed: f.factor * value for seed, value in by_seed.items()})
     columns = list(columns.values())
     heads = ["", *(f.heading for f in columns)]
     counts = seed_counts(figures)

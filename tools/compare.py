@@ -117,7 +117,8 @@ def run_trials(spec: Spec, cfg: Config, args) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
     steps = ("max_steps", "schedule_steps", "warmup_steps")
-    cfg = dataclasses.replace(cfg, **{key: round(share * getattr(cfg, key)) for key in steps})
+    shorter = {key: round(share * getattr(cfg, key)) for key in steps}
+    cfg = dataclasses.replace(cfg, **shorter)
     rates, own = values_to_try(spec.tune, cfg.methods)
     points = [(method, {"lr": lr}) for method in cfg.methods for lr in rates]
     best = best_trials(try_points(points, cfg, args))
@@ -195,8 +196,8 @@ def at_equal_flops(name: str, cfg: Config) -> Config:
     if not name.endswith("@flops") or needs_teacher(name) or cfg.teacher is None:
         return cfg
     student, teacher = flops(cfg)
-    steps = ("max_steps", "schedule_steps")
-    longer = {key: round(getattr(cfg, key) * (1 + teacher / student)) for key in steps}
+    ratio = 1 + teacher / student
+    longer = {key: round(ratio * getattr(cfg, key)) for key in ("max_steps", "schedule_steps")}
     return dataclasses.replace(cfg, **longer)
 
 
@@ -232,9 +233,10 @@ def on_record(out: Path) -> dict[tuple, dict]:
     logs = sorted((out / "logs").glob("*.jsonl"))
     filed = {facts["folder"]: facts for facts in map(first_line, logs)}
     for run in sorted(out.glob("runs/*/run.json")):
+        methods = read_json(run, ["config"])["config"]["methods"]
         ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
-        if len(ends) == len(read_json(run, ["config"])["config"]["methods"]):  # resumes as a whole
-            for end in sorted(ends):
+        if len(ends) == len(methods):  # a run resumes as a whole
+            for end in ends:
                 file_student(end, out, filed)
     record = {}
     for facts in filed.values():
@@ -253,7 +255,8 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
     scores.pop("run", None)
     if name in filed and figures.items() <= filed[name].items():
         return
-    facts = read_json(end, ("made_by", "config")) | figures | {"folder": name, "scores": scores}
+    facts = read_json(end, ("made_by", "config")) | figures
+    facts |= {"folder": name, "scores": scores}
     del facts["made_by_sha256"]  # `made_by` says it
     if "why" in facts:
         facts["stopped"] = facts.pop("why")
@@ -311,12 +314,13 @@ def train(students: Iterable[Config], args) -> None:
     jobs = {}
     for (shared, _), members in groups.items():
         for part in chunks(members, args.per_run):
-            sha = hashlib.sha256(repr([recipe(s) for s in part]).encode()).hexdigest()[:8]
+            recipes = repr([recipe(s) for s in part])
+            sha = hashlib.sha256(recipes.encode()).hexdigest()[:8]
             folder = args.out / "runs" / f"seed{shared.seed}_{sha}"
-            names = {"methods": tuple(map(name_of, part)), "out_dir": str(folder)}
             hyper = {name_of(s): s.hyper[name_of(s)] for s in part}
+            run = {"methods": tuple(hyper), "hyper": hyper, "out_dir": str(folder)}
             file = folder.with_suffix(".py")
-            files.atomic_write(file, config_text(dataclasses.replace(shared, hyper=hyper, **names)))
+            files.atomic_write(file, config_text(dataclasses.replace(shared, **run)))
             jobs[folder.name] = ["train.py", str(file)]
     launch(jobs, args)
 

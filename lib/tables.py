@@ -298,58 +298,48 @@ def accuracies(
     kinds = [PERCENT] * (len(columns) + 1) + [PERCENT._replace(sense=0)]
     marked = mark([list(cells.values()) for cells in ours.values()], kinds)
     body = []
-    papers = False
+    papers = {m: paper_numbers(student, split, m, common) for m in (*rows, base)}
     for m, texts in zip(rows, marked, strict=True):
+        theirs = [papers[m].get(key) for key in (*columns, "avg")]
+        theirs = ["–" if number is None else f"{number:.2f}" for number in theirs]
+        theirs.append(paper_gain(papers[m], papers[base], base))
         if m == base:
-            texts[-1] = "Ref."
+            texts[-1] = theirs[-1] = "Ref."
         body.append([NAMES.get(m, m), *texts])
-        numbers = paper_row(student, split, m, base, columns, common)
-        if any(number is not None for number in numbers):
-            papers = True
-            texts = ["–" if number is None else f"{number:.2f}" for number in numbers]
-            if m == base:
-                texts[-1] = "Ref."
-            elif numbers[-1] is not None:
-                texts[-1] = f"{numbers[-1]:+.2f}"
-            body.append(["*paper*", *texts])
+        if papers[m]:
+            body.append(["*paper*", *theirs])
     average = "Avg." if common == every else f"Avg. ({len(common)} of {len(every)})"
     heads = ["", *(COLUMNS[t] for t in columns), average, f"Δ {base}"]
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"
-    notes = accuracy_notes(split, rows, columns, metric, papers)
+    in_paper = any(papers[m] for m in rows)
+    notes = accuracy_notes(split, rows, columns, metric, in_paper)
     lines = [f"### {title}: {what}, {split}", "", *grid(heads, body), ""]
     return [*lines, caption(seed_counts(rows)), *notes, ""]
 
 
-def paper_row(
-    student: str | None, split: str, method: str, base: str, columns: list[str], common: list[str]
-) -> list[float | None]:
-    """Return the paper's numbers of the columns, their average, and its gain over `base`.
-
-    The average is over the common tasks where some are missing.
-    """
-    whole = common == SUITES[split]
-    averages = []
-    for m in (method, base):
-        numbers = PAPER.get((student, split, m), {})
-        if whole:
-            averages.append(numbers.get("avg"))
-        elif common and common[0] in numbers:
-            averages.append(sum(numbers[t] for t in common) / len(common))
-        else:
-            averages.append(None)
+def paper_numbers(student: str | None, split: str, method: str, common: list[str]) -> dict:
+    """Return the paper's numbers, with an average over the common tasks where some are missing."""
     numbers = PAPER.get((student, split, method), {})
-    gain = None
-    if whole and base == "pretrain":
-        gain = numbers.get("gain")
-    elif None not in averages:
-        gain = averages[0] - averages[1]
-    return [*(numbers.get(t) for t in columns), averages[0], gain]
+    if common == SUITES[split]:
+        return numbers
+    numbers = {t: numbers[t] for t in COLUMNS if t in numbers}
+    if numbers and common:
+        numbers["avg"] = sum(numbers[t] for t in common) / len(common)
+    return numbers
+
+
+def paper_gain(numbers: dict, reference: dict, base: str) -> str:
+    if base == "pretrain" and numbers.get("gain") is not None:
+        return f"{numbers['gain']:+.2f}"
+    if "avg" in numbers and "avg" in reference:
+        return f"{numbers['avg'] - reference['avg']:+.2f}"
+    return "–"
 
 
 def accuracy_notes(
-    split: str, rows: dict, columns: list[str], metric: str, papers: bool
+    split: str, rows: dict, columns: list[str], metric: str, in_paper: bool
 ) -> list[str]:
     """Return what differs from the paper: numbers of items, updates, and the metric."""
     results = [r for seeds in rows.values() for r in seeds.values()]
@@ -365,7 +355,7 @@ def accuracy_notes(
         if n != n_paper:
             notes.append(f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}.")
     steps = sorted({r.run["step"] for r in results if "step" in r.run})
-    if steps and papers:
+    if steps and in_paper:
         updates = " or ".join(f"{step:,}" for step in steps)
         notes.append(f"Ours after {updates} updates, the paper's after {UPDATES[split]:,}.")
     if metric != "acc":

@@ -119,12 +119,13 @@ def run_trials(spec: Spec, cfg: Config, args) -> list[dict]:
     steps = ("max_steps", "schedule_steps", "warmup_steps")
     shorter = {key: round(share * getattr(cfg, key)) for key in steps}
     cfg = dataclasses.replace(cfg, **shorter)
-    rates, own = values_to_try(spec.tune, cfg.methods)
+    rates, own = values_to_try(spec.tune)
     points = [(method, {"lr": lr}) for method in cfg.methods for lr in rates]
     best = best_trials(try_points(points, cfg, args))
     for method, trial in best.items():
-        for values in itertools.product(*own[method].values()):
-            settings = dict(zip(own[method], values, strict=True))
+        choices = own.get(method, {})
+        for values in itertools.product(*choices.values()):
+            settings = dict(zip(choices, values, strict=True))
             points.append((method, trial["settings"] | settings))
     return try_points(points, cfg, args)
 
@@ -147,24 +148,23 @@ def try_points(points: list[tuple[str, dict]], cfg: Config, args) -> list[dict]:
     return list(lines.values())
 
 
-def values_to_try(tune: Iterable[str], methods: tuple[str, ...]) -> tuple[list, dict[str, dict]]:
+def values_to_try(tune: Iterable[str]) -> tuple[list, dict[str, dict]]:
     """Return the rates, and by method the values of its own settings."""
     rates = []
-    own = {method: {} for method in methods}
+    own = {}
     for text in tune:
         key, _, values = text.partition("=")
         values = [literal(value) for value in values.split(",")]
         method, _, setting = key.rpartition(".")
         if key == "lr":
             rates = values
-        elif method in own and setting != "lr":
-            own[method][setting] = values
+        elif method and setting != "lr":
+            resolve(method, **{setting: values[0]})  # ValueError for one that does not exist
+            own.setdefault(method, {})[setting] = values
         else:
-            message = "expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,.. with a method of "
-            raise UserError(f"--tune={text}: {message}{', '.join(methods)}")
-    if tune and not rates:
-        message = "add --tune=lr=RATE,RATE,.., since settings are tried at the best rate"
-        raise UserError(f"--tune={tune[0]}: {message}")
+            raise UserError(f"--tune={text}: expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..")
+    if own and not rates:
+        raise UserError("--tune: expected lr=RATE,RATE,.. too; settings are tried at the best rate")
     return rates, own
 
 
@@ -406,7 +406,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     cfg = configure.load(rest)
     paths = [word for word in rest if not word.startswith("--")]
     flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
-    spec = read_spec(args, paths, cfg.methods if "methods" in flags else None)
+    spec = read_spec(args, paths, flags)
     name = Path(paths[0]).stem if paths else "flags"
     args.out = args.out or Path("out", f"compare_{name}")
     for key in {"seed", "out_dir"} & flags:
@@ -414,11 +414,15 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
         raise UserError(f"--{key}: {message}")
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
-    _, own = values_to_try(spec.tune, cfg.methods)
+    compared = {name.partition("@")[0] for name in cfg.methods}
+    for flag in flags:
+        method, dot, _ = flag.rpartition(".")
+        if dot and method.partition("@")[0] not in compared:
+            message = f"{method} is not compared; add the method, or remove its settings"
+            raise UserError(f"--{flag}: {message}")
     for name in cfg.methods:
         resolve(name, **cfg.overrides_of(name))  # ValueError for a setting that does not exist
-        for setting, values in own[name].items():
-            resolve(name, **{setting: values[0]})
+    values_to_try(spec.tune)
     return args, spec, cfg
 
 
@@ -428,18 +432,13 @@ def count(text: str) -> int:
     return int(text)
 
 
-def read_spec(args, paths: list[str], methods: tuple[str, ...] | None) -> Spec:
-    """Return what the config files and flags compare.
-
-    methods  those of --methods, if it was given: the files' tables are of others
-    """
+def read_spec(args, paths: list[str], flags: set[str]) -> Spec:
+    """Return what the config files and flags compare."""
     keys = {}
     for path in paths:
         keys |= runpy.run_path(path).get("_compare", {})
-    if methods:
+    if "methods" in flags:  # the files' tables are of other methods
         keys = {key: value for key, value in keys.items() if key in SPEC_FLAGS}
-        compared = ("lr", *(f"{method}." for method in methods))
-        keys["tune"] = [text for text in keys.get("tune", ()) if text.startswith(compared)]
     for key in SPEC_FLAGS:
         if getattr(args, key) is not None:
             keys[key] = getattr(args, key)

@@ -15,7 +15,7 @@ import numpy as np
 
 from lib import tables
 from lib.errors import UserError
-from lib.files import read_json, read_lines, reading, write_lines
+from lib.files import read_json, read_lines, reading
 from lib.paper import LAYOUT, PAPER
 from lib.stats import FIGURES, differences, p_text
 
@@ -147,11 +147,10 @@ def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
     ]
     if any(x["method"].endswith("@flops") for x in students):
         text.append(EQUAL_FLOPS)
-    failed = [
-        f"- {x['method']} (seed {x['seed']}): {x['stopped']}" for x in students if "stopped" in x
-    ]
+    failed = [x for x in students if "stopped" in x]
     if failed:
-        text += ["Without a result:\n", *failed, ""]
+        lines = [f"- {x['method']} (seed {x['seed']}): {x['stopped']}" for x in failed]
+        text += ["Without a result:\n", *lines, ""]
     return text
 
 
@@ -235,12 +234,9 @@ def beside_the_paper(results: tables.Figures) -> list[str]:
             ranks.append([title, method, *(f"{place:.0f}" for place in row)])
     if not taus:
         return []
-    text = [
-        ORDERING,
-        *tables.grid(["", "theirs", "ours", "tau", "without their best and worst"], taus),
-    ]
-    text += ["", "Ranks, 1 is best:", "", *tables.grid(["", "method", *heads], ranks), ""]
-    return text
+    head = ["", "theirs", "ours", "tau", "without their best and worst"]
+    text = [ORDERING, *tables.grid(head, taus), "", "Ranks, 1 is best:", ""]
+    return [*text, *tables.grid(["", "method", *heads], ranks), ""]
 
 
 def best_trials(trials: list[dict]) -> dict[str, dict]:
@@ -259,7 +255,8 @@ def trials(plan: dict) -> list[str]:
     rows = {}  # method and settings -> rate -> cell
     best = best_trials(plan["trials"])
     for x in plan["trials"]:
-        method, lr = x["method"], x["settings"]["lr"]
+        method = x["method"]
+        lr = x["settings"]["lr"]
         tried.setdefault(method, []).append(lr)
         own = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
@@ -308,10 +305,10 @@ def unpack(x: dict, top: Path) -> Path:
     """Write a student's logs as training does, for plot.py. Return its folder."""
     folder = top / x["file"] / x["method"]
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"config": x["config"]}))
-    write_lines(folder / "log.jsonl", x["log"])
+    files = {"run.json": [{"config": x["config"]}], "log.jsonl": x["log"]}
     for part, path in PARTS.items():
-        records = [record[part] for record in x["log"] if part in record]
+        files[path] = [record[part] for record in x["log"] if part in record]
+    for path, records in files.items():
         if records:
-            write_lines(folder / path, records)
+            (folder / path).write_text("\n".join(map(json.dumps, records)))
     return folder

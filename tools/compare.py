@@ -405,17 +405,17 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     args, rest = parser.parse_known_args(argv)
     cfg = configure.load(rest)
     paths = [word for word in rest if not word.startswith("--")]
-    flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
+    flags = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     spec = read_spec(args, paths, flags)
     name = Path(paths[0]).stem if paths else "flags"
     args.out = args.out or Path("out", f"compare_{name}")
-    for key in {"seed", "out_dir"} & flags:
-        message = "compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags"
-        raise UserError(f"--{key}: {message}")
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     compared = {name.partition("@")[0] for name in cfg.methods}
     for flag in flags:
+        if flag in ("seed", "out_dir"):
+            message = "compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags"
+            raise UserError(f"--{flag}: {message}")
         method, dot, _ = flag.rpartition(".")
         if dot and method.partition("@")[0] not in compared:
             message = f"{method} is not compared; add the method, or remove its settings"
@@ -432,7 +432,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def read_spec(args, paths: list[str], flags: set[str]) -> Spec:
+def read_spec(args, paths: list[str], flags: list[str]) -> Spec:
     """Return what the config files and flags compare."""
     keys = {}
     for path in paths:

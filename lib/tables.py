@@ -221,25 +221,26 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
 
 
-def mark(rows: list[list[dict]], columns: list[Figure]) -> list[list[str]]:
-    """Return cells (seed -> value) as text; a column of sense 0 has signed differences.
+def mark(cells: dict[str, dict], columns: dict[str, Figure]) -> dict[str, list[str]]:
+    """Return cells (method -> column -> seed -> value) as text, by method.
 
     The best of a column is bold, the second italic; values that print alike tie. One seed alone is
-    not ranked beside means over several.
+    not ranked beside means over several. A column of sense 0 has signed differences.
     """
-    texts = [["–"] * len(columns) for _ in rows]
-    for c, column in enumerate(columns):
-        estimates = [estimate(row[c]) for row in rows]
-        fewest = min(2, max(e.n for e in estimates))
-        shown = {r: round(e.mean, column.digits) for r, e in enumerate(estimates) if e.n}
-        ranked = {mean for r, mean in shown.items() if estimates[r].n >= fewest}
-        order = sorted(ranked, reverse=column.sense > 0)
-        for r, mean in shown.items():
-            text = estimates[r].text(column.digits, "" if column.sense else "+")
-            if column.sense and len(order) > 1 and estimates[r].n >= fewest:
-                stars = {0: "**", 1: "*"}.get(order.index(mean), "")
+    texts = {m: [] for m in cells}
+    for key, column in columns.items():
+        estimates = {m: estimate(cells[m][key]) for m in cells}
+        fewest = min(2, max(e.n for e in estimates.values()))
+        ranked = [e for e in estimates.values() if e.n and e.n >= fewest]
+        means = {round(e.mean, column.digits) for e in ranked}
+        order = sorted(means, reverse=column.sense > 0)
+        for m, e in estimates.items():
+            text = e.text(column.digits, "" if column.sense else "+")
+            if e in ranked and column.sense and len(order) > 1:
+                place = order.index(round(e.mean, column.digits))
+                stars = {0: "**", 1: "*"}.get(place, "")
                 text = f"{stars}{text}{stars}"
-            texts[r][c] = text
+            texts[m].append(text)
     return texts
 
 
@@ -283,7 +284,8 @@ def accuracies(
     tasks = [r.scores[split]["tasks"] for seeds in rows.values() for r in seeds.values()]
     columns = [t for t in every if any(t in values for values in tasks)]
     common = [t for t in every if all(t in values for values in tasks)]
-    ours = {m: {key: {} for key in (*columns, "avg", "gain")} for m in rows}
+    kinds = dict.fromkeys((*columns, "avg"), PERCENT) | {"gain": PERCENT._replace(sense=0)}
+    ours = {m: {key: {} for key in kinds} for m in rows}
     for m, cells in ours.items():
         for seed, r in rows[m].items():
             for t, values in r.scores[split]["tasks"].items():
@@ -295,11 +297,9 @@ def accuracies(
         for seed, reference in references.items():
             if seed in cells["avg"]:
                 cells["gain"][seed] = cells["avg"][seed] - reference
-    kinds = [PERCENT] * (len(columns) + 1) + [PERCENT._replace(sense=0)]
-    marked = mark([list(cells.values()) for cells in ours.values()], kinds)
     body = []
     papers = {m: paper_numbers(student, split, m, common) for m in (*rows, base)}
-    for m, texts in zip(rows, marked, strict=True):
+    for m, texts in mark(ours, kinds).items():
         theirs = [papers[m].get(key) for key in (*columns, "avg")]
         theirs = ["–" if number is None else f"{number:.2f}" for number in theirs]
         theirs.append(paper_gain(papers[m], papers[base], base))
@@ -369,34 +369,33 @@ def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) 
     """Return a table of figures over held-out rows, `notes`, and one of differences to `base`."""
     students = [x for seeds in figures.values() for x in seeds.values()]
     columns = {key: f for key, f in FIGURES.items() if any(key in x for x in students)}
-    cells = {m: [] for m in figures}  # method -> a dict by seed for each column
+    cells = {m: {} for m in figures}  # method -> column -> seed -> value
     for m, seeds in figures.items():
         for key, f in columns.items():
-            by_seed = {seed: x[key] for seed, x in seeds.items() if key in x}
-            cells[m].append({seed: f.factor * value for seed, value in by_seed.items()})
-    columns = list(columns.values())
-    heads = ["", *(f.heading for f in columns)]
+            having = {seed: x for seed, x in seeds.items() if key in x}
+            cells[m][key] = {seed: f.factor * x[key] for seed, x in having.items()}
+    heads = [f.heading for f in columns.values()]
+    body = [[m, *texts] for m, texts in mark(cells, columns).items()]
     counts = seed_counts(figures)
-    body = mark(list(cells.values()), columns)
-    head = list(heads)
+    head = ["", *heads]
     if len(counts) > 1:
         head.insert(1, "n")
-        body = [[f"{len(figures[m])}", *row] for m, row in zip(cells, body, strict=True)]
-    body = [[m, *row] for m, row in zip(cells, body, strict=True)]
+        for row in body:
+            row.insert(1, f"{len(figures[row[0]])}")
     lines = [title, "", *grid(head, body), "", caption(counts), *notes, ""]
     others = [m for m in cells if m != base]
     if not others or not figures.get(base):
         return lines
     body = [[m] for m in others]
-    for i, f in enumerate(columns):
-        pairs = [(cells[m][i], cells[base][i]) for m in others]
+    for key, f in columns.items():
+        pairs = [(cells[m][key], cells[base][key]) for m in others]
         for row, e in zip(body, differences(pairs), strict=True):
             p = "" if e.p is None else f", p {p_text(e.p_holm)}"
             row.append(e.text(f.digits, "+") + p)
     how = ""
     if counts[-1] > 1:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
-    return [*lines, f"{title}: difference to {base}{how}", "", *grid(heads, body), ""]
+    return [*lines, f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
 
 
 def scored(facts: dict) -> list[str]:

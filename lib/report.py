@@ -258,11 +258,11 @@ def trials(plan: dict) -> list[str]:
         method = x["method"]
         lr = x["settings"]["lr"]
         tried.setdefault(method, []).append(lr)
-        own = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
+        settings = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
         if x is best.get(method):
             text = f"**{text}**"
-        rows.setdefault(method + "".join(own), {})[lr] = text
+        rows.setdefault(method + "".join(settings), {})[lr] = text
     if not tried:
         message = "No table of trials, as none or not all are on record"
         return [f"{message}; the table of costs has rates and settings.", ""]

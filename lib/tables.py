@@ -5,6 +5,7 @@ method make one row with mean and 95 % interval. A table only holds rows that ca
 same initial weights per seed, data, budget, optimisation and scoring protocol.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -172,7 +173,7 @@ def by_method(results: list[Result]) -> dict[str, dict[int | None, Result]]:
 
 def in_order(methods: Iterable[str]) -> list[str]:
     """Return methods in the order of the paper's tables, then the others as they come."""
-    known = sum((names for *_, names in LAYOUT), ())
+    known = list(itertools.chain.from_iterable(names for *_, names in LAYOUT))
     return sorted(methods, key=lambda m: known.index(m) if m in known else len(known))
 
 
@@ -264,7 +265,7 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
     for title, where, names in LAYOUT:
         if where == split:
             tables.append((title, names[0], [m for m in names if m in rows]))
-    known = sum((methods for *_, methods in tables), [])
+    known = set(itertools.chain.from_iterable(methods for *_, methods in tables))
     others = [m for m in in_order(rows) if m not in known]
     if split == "heldout":
         title, _, methods = tables[0]

@@ -119,13 +119,13 @@ def run_trials(spec: Spec, cfg: Config, args) -> list[dict]:
     steps = ("max_steps", "schedule_steps", "warmup_steps")
     shorter = {key: round(share * getattr(cfg, key)) for key in steps}
     cfg = dataclasses.replace(cfg, **shorter)
-    rates, own = values_to_try(spec.tune)
+    rates, choices = values_to_try(spec.tune)
     points = [(method, {"lr": lr}) for method in cfg.methods for lr in rates]
     best = best_trials(try_points(points, cfg, args))
     for method, trial in best.items():
-        choices = own.get(method, {})
-        for values in itertools.product(*choices.values()):
-            settings = dict(zip(choices, values, strict=True))
+        values_of = choices.get(method, {})
+        for values in itertools.product(*values_of.values()):
+            settings = dict(zip(values_of, values, strict=True))
             points.append((method, trial["settings"] | settings))
     return try_points(points, cfg, args)
 
@@ -151,7 +151,7 @@ def try_points(points: list[tuple[str, dict]], cfg: Config, args) -> list[dict]:
 def values_to_try(tune: Iterable[str]) -> tuple[list, dict[str, dict]]:
     """Return the rates, and by method the values of its own settings."""
     rates = []
-    own = {}
+    choices = {}
     for text in tune:
         key, _, values = text.partition("=")
         values = [literal(value) for value in values.split(",")]
@@ -160,12 +160,12 @@ def values_to_try(tune: Iterable[str]) -> tuple[list, dict[str, dict]]:
             rates = values
         elif method and setting != "lr":
             resolve(method, **{setting: values[0]})  # ValueError for one that does not exist
-            own.setdefault(method, {})[setting] = values
+            choices.setdefault(method, {})[setting] = values
         else:
             raise UserError(f"--tune={text}: expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..")
-    if own and not rates:
+    if choices and not rates:
         raise UserError("--tune: expected lr=RATE,RATE,.. too; settings are tried at the best rate")
-    return rates, own
+    return rates, choices
 
 
 def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[Config]:

@@ -123,7 +123,7 @@ def all_commands() -> list[str]:
 
 @pytest.mark.slow
 def test_every_command_runs(run, monkeypatch):
-    for slow in ("matplotlib.figure.Figure.set_layout_engine", "lib.report.draw_figures"):  # tested elsewhere
+    for slow in ("matplotlib.figure.Figure.set_layout_engine", "lib.report.figures"):  # tested elsewhere
         monkeypatch.setattr(slow, lambda *_, **__: None)
     made = all_commands()
     scripts = ("prepare.py --verify", "torchrun", "tools/plot.py", "make demo")

@@ -1,7 +1,7 @@
 """Compare methods fairly on any config: equal trials, several seeds, differences paired by seed.
 
-    python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --seeds=3 \\
-        --tune=lr=1e-3,3e-3,1e-2 --tune=vanilla_kd.tau=0.5,1,2
+    python tools/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,3e-3,1e-2
+    python tools/compare.py config/tiny.py --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1 --seeds=5
     python tools/compare.py config/tiny.py --print     the next stage's commands, to run elsewhere
     python tools/compare.py config/tiny.py --report    write tables and figures anew
     python tools/compare.py config/study.py --jobs=2 --per_run=5    a study described by its config

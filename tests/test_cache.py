@@ -200,7 +200,11 @@ def test_the_rows_of_a_long_run_are_told_in_blocks(tiny):
     assert np.array_equal(blocks(40_000), np.arange(1_300_000))
 
 
-def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_path, forward):  # noqa: F811
+def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
+    make,  # noqa: F811
+    tmp_path,
+    forward,
+):
     keys = {"val_share": 0, "val_rows": 5, "n_documents": "none", "train_rows": "none"}
     keys |= {"source": write_text(tmp_path / "text.jsonl"), "data_dir": tmp_path / "data"}
     keys |= {"student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}

@@ -260,8 +260,8 @@ def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(tiny):
         assert (g - e).norm() <= 1e-5 * e.norm() + 1e-9
 
 
-def trained(tiny: Path, n: int, **keys) -> tuple[train.Student, list, list]:
-    """A student after `n` updates; its gradients before the clip; its weights after 0 .. n."""
+def trained(tiny: Path, n: int, **keys) -> tuple[list, list]:
+    """The gradients of `n` updates before the clip, and the weights after 0 .. n updates."""
     cfg = config(tiny, UNUSED, methods="pretrain", **keys)
     student = train.make_student("pretrain", cfg)
     parameters = list(student.model.parameters())
@@ -277,7 +277,7 @@ def trained(tiny: Path, n: int, **keys) -> tuple[train.Student, list, list]:
         with mock.patch.object(train, "clip_gradients", clip):
             train.update([student], None, stream, step, cfg)
         weights.append([p.detach().double() for p in parameters])
-    return student, grads, weights
+    return grads, weights
 
 
 @pytest.mark.parametrize("decay_1d", [True, False])
@@ -292,7 +292,7 @@ def test_updates_are_those_of_an_adamw_written_by_hand(tiny, decay_1d):
     clip = 1.5
     keys = {"warmup_steps": 2, "schedule_steps": 5, "max_steps": 4, "decay_1d": decay_1d}
     keys |= {"lr": lr, "min_lr": min_lr, "clip": clip, "weight_decay": decay}
-    _, grads, weights = trained(tiny, 4, **keys, beta1=beta1, beta2=beta2, adam_eps=eps)
+    grads, weights = trained(tiny, 4, **keys, beta1=beta1, beta2=beta2, adam_eps=eps)
     rates = [lr / 2, lr]
     for n in (1, 2):
         rates.append(min_lr + (lr - min_lr) * (1 + math.cos(math.pi * n / 3)) / 2)
@@ -328,7 +328,7 @@ def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(
         return s
 
     monkeypatch.setattr(train, "make_student", head_apart)
-    _, _, weights = trained(tiny, 1, weight_decay=0.0, adam_eps=1e-12, clip=1e9)
+    _, weights = trained(tiny, 1, weight_decay=0.0, adam_eps=1e-12, clip=1e9)
     head, *others = [(a - b).abs().max().item() for a, b in zip(*weights, strict=True)]
     rate = 0.5e-2  # Adam's first step is the rate; warm-up is half way
     assert head == pytest.approx(0.25 * rate, rel=1e-3)
@@ -582,12 +582,12 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
 def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     finished, tmp_path, hook_update, capsys, run, limit, broken
 ):
-    """Two bad gradients in a row, of which one or two may be, or weights that are not finite."""
+    """Bad gradients, of which one or two in a row may be, or weights that are not finite."""
     out = tmp_path / "out"
     weights = {}
 
     def before(students, step, cfg):
-        if broken == "gradient" and step in (2, 3):
+        if broken == "gradient" and step in (2, 3, 5) and students[0].name == "vanilla_kd":
             break_gradient(students[0])
 
     def after(students, step, cfg):

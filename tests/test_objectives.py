@@ -45,36 +45,7 @@ def test_tokens_that_underflow_in_both_models_are_no_nan(name):
         assert_near(got, exact, 1e-5)
 
 
-def test_the_alpha_beta_divergence_at_one_half_is_hellingers():
-    z_s, z_t, y = case(ignored=())
-    product = z_t.softmax(-1) * z_s.softmax(-1)
-    expected = 4 * (1 - product.sqrt().sum(-1))
-    loss = losses.abkd(z_s, z_t, y, alpha=0.5, beta=0.5)
-    assert_close(loss, expected)
-
-
-LIMITS = [
-    (0.2, 0.7),
-    (0.5, 0.0),
-    (0.0, 0.5),
-    (0.5, -0.5),
-    (0.0, 0.0),
-]
-
-
-@pytest.mark.parametrize(("a", "b"), LIMITS)
-def test_the_alpha_beta_divergence_to_second_order(a, b):
-    z_s, z_t, y = case(ignored=())
-    near = z_t + 1e-4 * z_s
-    ln_p = z_t.log_softmax(-1)
-    gap = near.log_softmax(-1) - ln_p
-    weight = ((a + b) * ln_p).exp()
-    expected = (weight * gap.square()).sum(-1) / 2
-    loss = losses.abkd(near, z_t, y, alpha=a, beta=b)
-    assert_close(loss, expected, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize(("a", "b"), LIMITS)
+@pytest.mark.parametrize(("a", "b"), [(0.5, 0.0), (0.0, 0.5), (0.5, -0.5), (0.0, 0.0)])
 def test_the_alpha_beta_divergence_has_its_limits(a, b):
     z_s, z_t, y = case(ignored=())
     near_a = a or 1e-6
@@ -191,25 +162,11 @@ def test_the_largest_five_of_a_vocabulary_of_four_are_four():
 
 
 # test_graph.py has the others
-TRACED = [
-    "pretrain",
-    "pd",
-    "atkd",
-    "ldrld",
-    "bild",
-    "skew_fkl",
-    "skew_rkl",
-    "abkd",
-    "topk_tail",
-    "logit_std",
-    "akl",
-    "todi",
-    "taid",
-]
+TRACED = "pretrain pd atkd ldrld bild skew_fkl skew_rkl abkd topk_tail logit_std akl todi taid"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dynamo's own
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", TRACED.split())
 def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()

@@ -38,7 +38,7 @@ STEP = (
 NOT_FOLLOWED = (
     *("configure", "lib.device", "lib.errors", "lib.files", "lib.hf", "lib.settings"),
     *("run.cache", "run.checkpoints", "run.identity", "run.log", "run.preflight", "run.students"),
-    *("losses.METHODS", "losses.SHORT_NAMES", "model.PRESETS"),
+    *("losses.METHODS", "losses.HINTS", "model.PRESETS"),
 )
 
 

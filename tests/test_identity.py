@@ -32,8 +32,8 @@ COUNTED = {
     "kernels": ("lib/graph.py", "def _is_pure(", "def _is_pure(*_, ", "lib.graph._is_pure"),
     "divergence": (
         "lib/vocab.py",
-        "return rest.rest_kl\n",
-        "return 3 * rest.rest_kl\n",
+        "return parts.others_kl\n",
+        "return 3 * parts.others_kl\n",
         "lib.vocab.forward_kl",
     ),
     "objective": (

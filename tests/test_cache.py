@@ -209,7 +209,7 @@ def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
     keys |= {"source": write_text(tmp_path / "text.jsonl"), "data_dir": tmp_path / "data"}
     keys |= {"student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
-        argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(kind), **keys)
+        argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(*kind), **keys)
         assert prepare.main(argv) == 0
         assert cache.main(argv) == 0
         assert sum(forward.rows) == 8 + 5
@@ -225,4 +225,4 @@ def test_what_the_disk_has_no_room_for_is_refused(world, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=31 * ROW))
     message = "teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
     with pytest.raises(UserError, match=message):
-        cache.open_teacher(cfg, *rows)
+        preflight.open_teacher(cfg, *rows)

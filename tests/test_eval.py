@@ -622,6 +622,10 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     short = save("short", dataclasses.replace(STUDENT, max_position_embeddings=4), tokenizer)
     assert "rows of 13 inputs" in error(f"{short} {flags}")
     facts = read(alra, "run.json")
+    for key, name in (("val_sha256", data_dir), ("teacher_sha256", trained / "teacher")):
+        changed = facts | {"made_by": facts["made_by"] | {key: "another"}}
+        (alra / "run.json").write_text(json.dumps(changed))
+        assert f"{name}: its content has changed since {alra} was trained" in error(alra)
     facts["config"]["data_dir"] = "elsewhere"
     (alra / "run.json").write_text(json.dumps(facts))
     problem = f"data_dir: {data_dir} in one run, elsewhere in another"

@@ -12,7 +12,7 @@ from lib.hf import load_tokenizer
 from run.paper import NAMES
 from tests import world
 from tools import plot, sample
-from train import VALIDATED
+from train import VALIDATION_FIGURES
 
 
 def write(path, records):
@@ -146,7 +146,7 @@ def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     terms = losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]
     assert {"loss", "kd", "ce", *terms} <= set(plot.PANELS)
-    assert set(VALIDATED) <= {*plot.PANELS, *plot.LEVELS}
+    assert set(VALIDATION_FIGURES) <= {*plot.PANELS, *plot.LEVELS}
 
 
 def test_curves_of_several_folders_are_named_by_folder(run, tmp_path):

@@ -197,7 +197,10 @@ def awkward(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "initial", "ties", "shifted", "two", "top"])
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_naive_loops_agree(name, settings, kind):
+def test_naive_loops_agree(name, settings, kind, monkeypatch):
+    """Whatever the size of the blocks by which the largest of 37 logits are found."""
+    size = {"plain": 1, "shifted": 99}.get(kind, 8)
+    monkeypatch.setattr(vocab, "block_size", lambda V: size)
     inputs = awkward(kind)
     got = value_and_gradient(getattr(losses, name), *inputs, **settings)
     expected = value_and_gradient(getattr(naive, name), *inputs, **settings)
@@ -281,24 +284,6 @@ def test_the_largest_logits_are_found_by_way_of_their_blocks(k, size, monkeypatc
     for z in (tied, torch.zeros(3, 199), distinct):
         z[1, -3:] = 99.0  # in the last, shorter block
         assert vocab.top(z, k).tolist() == [naive.top(row, k) for row in z]
-
-
-@pytest.mark.parametrize("kind", ["plain", "ties", "top"])
-@pytest.mark.parametrize("name", FIRST_TIER)
-def test_the_size_of_blocks_changes_nothing(name, kind, monkeypatch):
-    z_s, z_t, y = case(n=11, v=199)
-    if kind == "ties":
-        z_s = z_s.round()
-        z_t = z_t.round()
-    if kind == "top":  # the teacher is sure of tokens that share a block, and of the last
-        z_t[:, 8:13] += 30
-        z_t[3, -1] += 90
-    results = []
-    for size in (1, 8, 199, 1000):
-        monkeypatch.setattr(vocab, "block_size", lambda V, size=size: size)
-        results.append(value_and_gradient(functools.partial(kd, name), z_s, z_t, y))
-    for result in results[1:]:
-        assert_close(result, results[0], rtol=1e-10, atol=1e-13)
 
 
 # ----------------------------------------------------------------------------------------------

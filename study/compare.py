@@ -2,7 +2,6 @@
 
     python study/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,3e-3,1e-2
     python study/compare.py config/tiny.py --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1 --seeds=5
-    python study/compare.py config/tiny.py --print     the next stage's commands, to run elsewhere
     python study/compare.py config/tiny.py --report    write tables and figures anew
     python study/compare.py study/small.py --jobs=2 --per_run=5    a study described by its config
 
@@ -24,11 +23,9 @@ import functools
 import hashlib
 import itertools
 import runpy
-import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -75,8 +72,7 @@ def compare(args, spec: Spec, cfg: Config) -> None:
     for folder in ("logs", "runs", "report"):
         (args.out / folder).mkdir(parents=True, exist_ok=True)
     with files.locked(args.out, f"{args.out}: another compare.py is at work there"):
-        if not args.print:
-            prepare(cfg, args.out / "runs" / "config.py")
+        prepare(cfg, args.out / "runs" / "config.py")
         first = cfg.val_max_rows
         n_rows = len(open_rows(cfg.data_dir, "val")[0])
         if first is None or first >= n_rows:
@@ -348,38 +344,25 @@ def chunks(items: list, size: int) -> list[list]:
 
 
 def launch(jobs: dict[str, list[str]], args) -> None:
-    """Run the commands, `--jobs` at a time. With `--print`, print them and exit."""
-    if jobs and args.print:
-        for argv in jobs.values():
-            print(shlex.join(["python", *argv]))
-        sys.exit(0)
-    waiting = list(jobs.items())
-    running = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < args.jobs:
-                name, (script, *argv) = waiting.pop(0)
+    """Run the commands, `--jobs` at a time, and print the last line of each one's output."""
+    for names in chunks(list(jobs), args.jobs):
+        running = {}
+        try:
+            for name in names:
+                script, *argv = jobs[name]
                 file = args.out / "runs" / f"{name}.txt"
                 with file.open("a") as log:
                     command = [sys.executable, ROOT / script, *argv]
-                    process = subprocess.Popen(command, stdout=log, stderr=log)
-                running[process] = file, time.perf_counter()
-            time.sleep(0.05)
-            for process in [p for p in running if p.poll() is not None]:
-                say_end(process, *running.pop(process))
-    finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
-        for process in running:
-            process.terminate()
-        for process, begun in running.items():
-            say_end(process, *begun)
-
-
-def say_end(process: subprocess.Popen, file: Path, start: float) -> None:
-    """Wait for a job, and print how it ended; `file` has its output."""
-    code = process.wait()
-    last = file.read_text().strip().rpartition("\n")[2]
-    end = f"exit code {code}: {last}" if code else "ended"
-    print(f"{file.stem}: {time.perf_counter() - start:.0f} s, {end}", flush=True)
+                    running[file] = subprocess.Popen(command, stdout=log, stderr=log)
+            for process in running.values():
+                process.wait()
+        finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
+            for process in running.values():
+                process.terminate()
+            for file, process in running.items():
+                code = process.wait()
+                last = file.read_text().strip().rpartition("\n")[2]
+                print(f"{file.stem}: exit code {code}: {last}", flush=True)
 
 
 # --- flags
@@ -402,7 +385,6 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
     add("--jobs", type=count, default=1, help="runs at a time")
     add("--per_run", type=count, default=10**6, help="students that share a run, at most")
     add("--out", type=Path, help="folder of runs, logs and report; default: out/compare_CONFIG")
-    add("--print", action="store_true", help="print the next stage's commands, run nothing")
     add("--report", action="store_true", help="only write tables and figures anew, from OUT")
     args, rest = parser.parse_known_args(argv)
     cfg = configure.load(rest)

@@ -54,12 +54,10 @@ paper's Figures 3 and 4: seed {}. docs/running.md explains them.
 
 @dataclass(frozen=True)
 class Spec:
-    """What is compared beside the config: from flags, or from `_compare` in a config file."""
+    """What is compared and how, beside the config: by flags, or `_compare` in a config file."""
 
     title: str = "Comparison"
-    reference: str | None = (
-        None  # method that differences are taken from; None: vanilla_kd or the first
-    )
+    reference: str | None = None  # of differences; None: vanilla_kd, or the first method
     seeds: int = 3  # from 1 on; seed 0 is the trials'
     fewer_seeds: dict[str, int] = field(default_factory=dict)  # by method
     rows: int = 512  # held-out rows that are scored, after the `val_max_rows` that judge trials
@@ -67,6 +65,10 @@ class Spec:
     trial_steps: int | None = None  # updates of a trial, its schedule scaled; None: as of a student
     tables: tuple[tuple[str, tuple[str, ...], str], ...] = ()  # title, methods, reference
     paper: bool = False  # put our order of methods beside the paper's
+    jobs: int = 1  # runs at a time
+    per_run: int = 10**6  # students that share a run, at most
+    out: Path = Path("out/compare")  # folder of runs, logs and report
+    report: bool = False  # only write the report anew
 
     def seeds_of(self, name: str) -> int:
         return min(self.seeds, self.fewer_seeds.get(name, self.seeds))
@@ -77,9 +79,9 @@ class Spec:
         return list(self.tables) or [("Methods", methods, self.reference or default)]
 
 
-def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
+def report(spec: Spec) -> tuple[list[dict], str]:
     """Write the report. Return its students, and the lines for the screen."""
-    plan, students = read(out)
+    plan, students = read(spec.out)
     results = {x["method"]: {} for x in students}  # method -> seed -> student
     for x in students:
         if "stopped" not in x:
@@ -96,8 +98,8 @@ def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
     text += itertools.chain(*sections, costs(results, students))
     if spec.paper:
         text += beside_the_paper(results)
-    text += [*tried, *figures(students, out / "report")]
-    (out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
+    text += [*tried, *figures(students, spec.out / "report")]
+    (spec.out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
     return students, "\n".join([*sections[0], tried[-2], ""])
 
 

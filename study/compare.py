@@ -49,16 +49,16 @@ import configure
 from configure import Config
 from lib import files
 from lib.errors import UserError
-from lib.files import read_json, read_lines
+from lib.files import read_json
 from lib.rows import open_rows
 from lib.settings import literal
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
 from run.identity import content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
-from run.tables import read_if_there
+from run.tables import read_if_there, read_log
 from run.teacher import Teacher, is_native
-from study.report import PARTS, Spec, best_trials, first_line, report
+from study.report import Spec, best_trials, first_line, report
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = ("seeds", "trial_steps", "rows", "jobs", "per_run")  # flags
@@ -268,12 +268,10 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
     facts["student_flops"] = student * facts["nominal_tokens"]
     if needs_teacher(folder.name):
         facts["teacher_flops"] = teacher * facts["nominal_tokens"]
-    log = read_lines(folder / "log.jsonl")
+    log = read_log(folder)
     for line in log:
         if "val_ce" in line:
             facts["val_ce"] = line["val_ce"]  # of the last validation
-    for part, path in PARTS.items():
-        log += [{"step": line["step"], part: line} for line in read_lines(folder / path)]
     if name in filed:
         file = out / "logs" / filed[name]["file"]
     else:

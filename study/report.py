@@ -2,12 +2,11 @@
 
 plan.json is written by study/compare.py. It has the config, the trials, and for each student its
 method, its seed and the file of OUT/logs that holds it. Such a file has the student's facts and
-figures in its first line, then the records of its log, and histograms under the keys of PARTS.
+figures in its first line, then what `read_log` in run/tables.py returns.
 """
 
 import itertools
 import json
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from lib.stats import FIGURES, differences, p_text
 from run import tables
 from run.paper import LAYOUT, PAPER
 
-PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds, not over texts: all are scored on the same \
 rows. That of two is wide. Differences are paired by seed. p: paired t test, Holm-corrected over a \
@@ -289,28 +287,13 @@ def trials(plan: dict) -> list[str]:
 
 
 def figures(students: list[dict], folder: Path) -> list[str]:
-    """Draw the curves over all seeds, and one seed's budget and anchoring, from unpacked logs."""
+    """Draw the curves over all seeds, and one seed's budget and anchoring."""
     from tools import plot  # matplotlib only where something is drawn
 
-    logs = {}  # seed -> method -> folder of the student
-    with tempfile.TemporaryDirectory() as top:
-        for x in students:
-            if "log" in x:
-                logs.setdefault(x["seed"], {})[x["method"]] = unpack(x, Path(top))
-        seeds = [plot.read_curves(of_seed) for of_seed in logs.values()]
-        plot.curves(plot.over_seeds(seeds), folder / "curves.png")
-        drawn = ["curves", *plot.draw_logs(("budget", "anchoring"), logs[min(logs)], folder)]
-    return [CURVES.format(min(logs)), *(f"![{name}]({name}.png)\n" for name in drawn)]
-
-
-def unpack(x: dict, top: Path) -> Path:
-    """Write a student's logs as training does, for plot.py. Return its folder."""
-    folder = top / x["file"] / x["method"]
-    folder.mkdir(parents=True)
-    files = {"run.json": [{"config": x["config"]}], "log.jsonl": x["log"]}
-    for part, path in PARTS.items():
-        files[path] = [record[part] for record in x["log"] if part in record]
-    for path, records in files.items():
-        if records:
-            (folder / path).write_text("\n".join(map(json.dumps, records)))
-    return folder
+    seeds = {}  # seed -> method -> student
+    for x in students:
+        if "log" in x:
+            seeds.setdefault(x["seed"], {})[x["method"]] = x
+    plot.curves(list(seeds.values()), folder / "curves.png")
+    drawn = ["curves", *plot.draw_histograms(seeds[min(seeds)], folder)]
+    return [CURVES.format(min(seeds)), *(f"![{name}]({name}.png)\n" for name in drawn)]

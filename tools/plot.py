@@ -163,6 +163,7 @@ def save(figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+    print(path)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -198,15 +199,29 @@ def draw_panel(axis: Axes, key: str, students: Curves) -> None:
     """Draw one term of all students, with intervals over seeds as error bars."""
     ys = []
     styles = looks(students)
-    bars = {"fmt": "none", "elinewidth": 0.9, "capsize": 2.5}
     for name, terms in students.items():
         if key in terms:
             x = list(terms[key])
             y, half = np.transpose(list(terms[key].values()))
             ys.append(y)
             gap = max(1, len(x) // 6)  # between markers
-            axis.plot(x, y, label=name, markevery=gap, **styles[name])
-            axis.errorbar(x, y, half, errorevery=gap, ecolor=styles[name]["color"], **bars)
+            axis.plot(
+                x,
+                y,
+                label=name,
+                markevery=gap,
+                **styles[name],
+            )
+            axis.errorbar(
+                x,
+                y,
+                half,
+                fmt="none",
+                ecolor=styles[name]["color"],
+                elinewidth=0.9,
+                capsize=2.5,
+                errorevery=gap,
+            )
     if key == "val_ce":
         draw_levels(axis, students)
     unit = UNITS.get(key)
@@ -237,7 +252,7 @@ def draw_levels(axis: Axes, students: Curves) -> None:
 
 
 def budget(logs: Logs, path: Path) -> None:
-    """Draw the distribution of d_u below d_max, and the shares of positions below and at it.
+    """Draw the distribution of d_u below d_max, and say the share of positions below it.
 
     Both early and late in training, and with the teacher's own candidates.
     """
@@ -248,70 +263,47 @@ def budget(logs: Logs, path: Path) -> None:
             parts[name] = stages(records) | {"teacher": histograms(student, "teacher")}
     if not parts:
         raise UserError("no d_u below d_max; train ALRA with --histogram_every_steps=N")
-    figure, axes = grid(len(parts), 2, 4.6, 3.0)
-    styles = looks(parts)
-    lines = {
-        "early": ("--", 0.4),
-        "late": ("-", 1),
-        "teacher": (":", 0.7),
-    }
-    for name, (below, shares) in zip(parts, axes, strict=True):
-        for i, (stage, records) in enumerate(parts[name].items()):
-            if not records:
-                continue
+    figure, (axes,) = grid(1, len(parts), 4.6, 3.0)
+    lines = {"early": "--", "late": "-", "teacher": ":"}
+    for axis, (name, records_of) in zip(axes, parts.items(), strict=True):
+        colors = {"teacher": "black"}
+        for stage, records in records_of.items():
             counts = np.sum([r["d_u_hist"] for r in records], 0)  # [d_max + 1]
             n_below = counts[:-1].sum()
-            color = "black" if stage == "teacher" else styles[name]["color"]
-            line, alpha = lines[stage]
-            label = f"{stage}, step {records[0]['step']:,} to {records[-1]['step']:,}"
-            below.plot(
+            steps = f"step {records[0]['step']:,} to {records[-1]['step']:,}"
+            axis.plot(
                 counts[:-1] / max(n_below, 1),
-                label=label,
-                color=color,
-                linestyle=line,
+                label=f"{stage}, {steps}: {n_below / counts.sum():.1%} below",
+                color=colors.get(stage, looks(parts)[name]["color"]),
+                linestyle=lines[stage],
             )
-            height = 100 * np.array([n_below, counts[-1]]) / counts.sum()
-            x = np.arange(2) + 0.27 * (i - 1)
-            bars = shares.bar(
-                x,
-                height,
-                0.25,
-                label=stage,
-                color=color,
-                alpha=alpha,
-            )
-            shares.bar_label(bars, fmt="%.1f", fontsize=8)
-        d_max = len(parts[name]["early"][0]["d_u_hist"]) - 1
-        below.set_title(f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}")
-        below.set(xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions")
-        below.legend()
-        shares.set(title=f"{name}: all positions", ylabel="share of positions [%]")
-        shares.set(ylim=(0, 140), yticks=range(0, 101, 20))
-        shares.set_xticks((0, 1), (f"$d_u$ < {d_max}", f"$d_u$ = {d_max}"))
-        shares.legend(ncols=3)
+        d_max = len(records_of["early"][0]["d_u_hist"]) - 1
+        axis.set_title(f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}")
+        axis.set(xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions")
+        axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
+        axis.legend()
     save(figure, path)
 
 
 def anchoring(logs: Logs, path: Path) -> None:
     """Draw the teacher's probability of the label and of its own top-1, and their agreement.
 
-    As a density, as means of each step, and as the share of positions where both are one token.
+    As a density, and as means of each step; agreement is the share where both are one token.
     """
-    keys = ("step", "n", "p_label", "p_top1", "agree", "p_label_hist", "p_top1_hist")
     records = []
     for student in logs.values():
         records = records or histograms(student, "teacher")
     if not records:
         raise UserError("no record of a teacher; train with --histogram_every_steps=N")
-    values = {key: np.array([r[key] for r in records]) for key in keys}
+    values = {key: np.array([r[key] for r in records]) for key in records[0]}
     n = values["n"]
-    figure, ((density, means, agree),) = grid(1, 3, 4.1, 3.1)
+    figure, ((density, means),) = grid(1, 2, 5.2, 3.4)
     lines = {
-        "p_label": (means, "label", "0.5"),
-        "p_top1": (means, "teacher's top-1", "black"),
-        "agree": (agree, "top-1 is the label", "black"),
+        "p_label": ("label", "0.5"),
+        "p_top1": ("teacher's top-1", "black"),
+        "agree": ("top-1 is the label", "tab:blue"),
     }
-    for key, (axis, label, color) in lines.items():
+    for key, (label, color) in lines.items():
         if key != "agree":
             counts = values[f"{key}_hist"].sum(0)
             edges = np.linspace(0, 1, len(counts) + 1)
@@ -325,7 +317,7 @@ def anchoring(logs: Logs, path: Path) -> None:
             )
         running = np.cumsum(n * values[key]) / np.cumsum(n)
         label += f", running mean: {running[-1]:.3f}"
-        axis.plot(
+        means.plot(
             values["step"],
             values[key],
             ".",
@@ -333,14 +325,14 @@ def anchoring(logs: Logs, path: Path) -> None:
             markersize=4,
             alpha=0.5,
         )
-        axis.plot(values["step"], running, color=color, label=label)
-        axis.set(xlabel="step [updates]", ylim=(0, 1.02))
-    unit = "teacher's probability"
-    density.set(title=f"density over {n.sum():,} positions", xlabel=unit, ylabel="density")
-    means.set(title="mean over positions", ylabel=unit)
-    agree.set(title="agreement", ylabel="share of positions")
-    for axis in (density, means, agree):
-        axis.legend()
+        means.plot(values["step"], running, color=color, label=label)
+    density.set_title(f"density over {n.sum():,} positions")
+    density.set(xlabel="teacher's probability", ylabel="density")
+    means.set_title("means over positions")
+    means.set(xlabel="step [updates]", ylabel="teacher's probability, or share")
+    means.set(ylim=(0, 1.3), yticks=np.linspace(0, 1, 6))
+    density.legend()
+    means.legend()
     save(figure, path)
 
 
@@ -435,22 +427,20 @@ def draw_histograms(logs: Logs, out: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    layout = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--sentence", metavar="TEXT")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     out = args.out or args.folders[0]
-    drawn = ["sentence"]
     if args.sentence:
         sentence(args.sentence, args.folders[0], out / "sentence.png")
     else:
         logs = read_logs(args.folders)
         curves([logs], out / "curves.png")
-        drawn = ["curves", *draw_histograms(logs, out)]
-    for name in drawn:
-        print(out / f"{name}.png")
+        draw_histograms(logs, out)
 
 
 if __name__ == "__main__":

@@ -69,11 +69,8 @@ def main(argv: list[str]) -> int:
     if not spec.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
         compare(spec, cfg)
-    students, table = report(spec)
-    print(f"\n{table}\n{spec.out / 'report' / 'README.md'}")
-    failed = [x for x in students if "stopped" in x]
-    for x in failed:
-        print(f"{x['method']} (seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)
+    failed, text = report(spec)
+    print(f"\n{text}\n{spec.out / 'report' / 'README.md'}")
     return min(len(failed), 1)
 
 

@@ -121,9 +121,7 @@ def config_text(cfg: Config) -> str:
 def run_trials(spec: Spec, cfg: Config) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
-    steps = ("max_steps", "schedule_steps", "warmup_steps")
-    shorter = {key: round(share * getattr(cfg, key)) for key in steps}
-    cfg = dataclasses.replace(cfg, **shorter)
+    cfg = longer(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     rates, choices = values_to_try(spec.tune)
     points = [(method, {"lr": lr}) for method in cfg.methods for lr in rates]
     best = best_trials(try_points(points, cfg, spec))
@@ -137,20 +135,19 @@ def run_trials(spec: Spec, cfg: Config) -> list[dict]:
 
 def try_points(points: list[tuple[str, dict]], cfg: Config, spec: Spec) -> list[dict]:
     """Train the trials that are not on record. Return method, settings and CE of each one."""
+    students = []
     trials = {}
-    lines = {}
-    for method, settings in points:
-        base = at_equal_flops(method, cfg)
-        label = f"{'-' if '@' in method else '@'}t{len(trials)}"
-        trial = plan_student(method + label, base, 0, base.settings_of(method) | settings)
-        trials.setdefault(recipe(trial), trial)
-        lines.setdefault(recipe(trial), {"method": method, "settings": settings, "val_ce": None})
-    train(trials.values(), spec)
+    for n, (method, settings) in enumerate(points):
+        label = f"-t{n}" if "@" in method else f"@t{n}"
+        student = plan_student(method, cfg, 0, settings, label)
+        students.append(student)
+        trials.setdefault(recipe(student), {"method": method, "settings": settings})
+    train(students, spec)
     record = on_record(spec.out)
-    for key in trials.keys() & record.keys():
-        if "stopped" not in record[key]:
-            lines[key]["val_ce"] = record[key]["val_ce"]
-    return list(lines.values())
+    for key, trial in trials.items():
+        facts = record.get(key, {})
+        trial["val_ce"] = None if "stopped" in facts else facts.get("val_ce")
+    return list(trials.values())
 
 
 def values_to_try(tune: Iterable[str]) -> tuple[list, dict[str, dict]]:
@@ -173,33 +170,33 @@ def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
     for name in cfg.methods:
-        base = at_equal_flops(name, cfg)
-        settings = base.settings_of(name) | chosen.get(name, {})
         for seed in range(1, spec.seeds_of(name) + 1):
-            students.append(plan_student(name, base, seed, settings))
+            students.append(plan_student(name, cfg, seed, chosen.get(name, {})))
     return students
 
 
-def plan_student(name: str, cfg: Config, seed: int, settings: dict) -> Config:
-    """Return the config of a run of this student alone, by which it is known here."""
-    alone = {"methods": (name,), "hyper": {name: settings}, "seed": seed}
-    if seed != 1:
-        alone["histogram_every_steps"] = None  # histograms of one seed are drawn
-    return dataclasses.replace(cfg, **alone)
+def plan_student(method: str, cfg: Config, seed: int, settings: dict, label: str = "") -> Config:
+    """Return the config of a run of this student alone, by which it is known here.
+
+    METHOD@flops makes more updates, by what a teacher costs.
+    """
+    name = method + label
+    hyper = {name: cfg.settings_of(method) | settings}
+    student = dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed)
+    if seed != 1:  # histograms of one seed are drawn
+        student = dataclasses.replace(student, histogram_every_steps=None)
+    if method.endswith("@flops") and not needs_teacher(method):
+        of_student, of_teacher = flops(cfg)
+        student = longer(student, 1 + of_teacher / of_student, "max_steps", "schedule_steps")
+    return student
+
+
+def longer(cfg: Config, ratio: float, *keys: str) -> Config:
+    return dataclasses.replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
 def name_of(student: Config) -> str:
     return student.methods[0]
-
-
-def at_equal_flops(name: str, cfg: Config) -> Config:
-    """Return the config of a method. METHOD@flops makes more updates, by what a teacher costs."""
-    if not name.endswith("@flops") or needs_teacher(name) or cfg.teacher is None:
-        return cfg
-    student, teacher = flops(cfg)
-    ratio = 1 + teacher / student
-    longer = {key: round(ratio * getattr(cfg, key)) for key in ("max_steps", "schedule_steps")}
-    return dataclasses.replace(cfg, **longer)
 
 
 def flops(cfg: Config) -> tuple[float, float]:
@@ -224,9 +221,15 @@ def teacher_flops(teacher: str, seq_len: int) -> float:
 
 @functools.cache
 def recipe(student: Config) -> tuple:
+    return key_of(made_by(student, name_of(student)), vars(student))
+
+
+def key_of(record: dict, config: dict) -> tuple:
     """Return what identifies a student: its record, its updates, the rows that judge a trial."""
-    judges = None if student.seed else student.val_max_rows
-    return record_hash(made_by(student, name_of(student))), student.max_steps, judges
+    judges = config["val_max_rows"]
+    if config["seed"] > 0:
+        judges = None
+    return record_hash(record), config["max_steps"], judges
 
 
 def on_record(out: Path) -> dict[tuple, dict]:
@@ -241,9 +244,8 @@ def on_record(out: Path) -> dict[tuple, dict]:
                 file_student(end, out, filed)
     record = {}
     for facts in filed.values():
-        key = record_hash(facts["made_by"]), facts["config"]["max_steps"]
-        record.setdefault((*key, None), facts)
-        record.setdefault((*key, facts["config"]["val_max_rows"]), facts)
+        key = key_of(facts["made_by"], facts["config"])
+        record.setdefault(key, facts)
     return record
 
 
@@ -258,7 +260,6 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
         return
     facts = read_json(end, ("made_by", "config")) | figures
     facts |= {"folder": name, "scores": scores}
-    del facts["made_by_sha256"]  # `made_by` says it
     if "why" in facts:
         facts["stopped"] = facts.pop("why")
     student, teacher = flops(Config(**facts["config"]))
@@ -269,22 +270,9 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
     for line in log:
         if "val_ce" in line:
             facts["val_ce"] = line["val_ce"]  # of the last validation
-    if name in filed:
-        file = out / "logs" / filed[name]["file"]
-    else:
-        file = unused_name(out / "logs" / f"{folder.name}_seed{facts['seed']}.jsonl")
+    file = out / "logs" / f"{folder.name}_{folder.parent.name}.jsonl"
     files.write_lines(file, [facts, *log])
     filed[name] = first_line(file)
-
-
-def unused_name(file: Path) -> Path:
-    """Return the path, or if it exists the first of NAME_2, NAME_3, .. that does not."""
-    n = 1
-    path = file
-    while path.exists():
-        n += 1
-        path = file.with_stem(f"{file.stem}_{n}")
-    return path
 
 
 def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
@@ -305,9 +293,8 @@ def train(students: Iterable[Config], spec: Spec) -> None:
     would take over settings of a METHOD beside it.
     """
     record = on_record(spec.out)
-    missing = {recipe(s): s for s in students if recipe(s) not in record}
     groups = {}
-    for s in missing.values():
+    for s in {recipe(s): s for s in students if recipe(s) not in record}.values():
         shared = dataclasses.replace(s, methods=("any",), hyper={})
         groups.setdefault((shared, "@" in name_of(s)), []).append(s)
     jobs = {}
@@ -316,7 +303,9 @@ def train(students: Iterable[Config], spec: Spec) -> None:
             recipes = repr([recipe(s) for s in part])
             sha = hashlib.sha256(recipes.encode()).hexdigest()[:8]
             folder = spec.out / "runs" / f"seed{shared.seed}_{sha}"
-            hyper = {name_of(s): s.hyper[name_of(s)] for s in part}
+            hyper = {}
+            for s in part:
+                hyper |= s.hyper
             run = {"methods": tuple(hyper), "hyper": hyper, "out_dir": str(folder)}
             file = folder.with_suffix(".py")
             files.atomic_write(file, config_text(dataclasses.replace(shared, **run)))

@@ -139,11 +139,11 @@ def test_students_have_the_chosen_settings():
 
 def test_equal_flops_mean_more_updates_without_a_teacher():
     student, teacher = compare.flops(STUDY)
-    longer = compare.at_equal_flops("pretrain@flops", STUDY)
+    longer = compare.plan_student("pretrain@flops", STUDY, 1, {})
     assert longer.max_steps == pytest.approx(2100 * (student + teacher) / student, rel=0.01)
     assert longer.schedule_steps == longer.max_steps
     for method in ("alra@flops", "pretrain"):
-        assert compare.at_equal_flops(method, STUDY) == STUDY
+        assert compare.plan_student(method, STUDY, 1, {}).max_steps == 2100
 
 
 def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     for folder in (alra, pretrain):
         folder.mkdir(parents=True)
     facts = {"made_by": {}, "made_by_sha256": "", "seed": 1, "nominal_tokens": 10}
-    facts["config"] = {"max_steps": 6, "val_max_rows": 4}
+    facts["config"] = {"max_steps": 6, "val_max_rows": 4, "seed": 1}
     log = [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}]
     write_json(run / "run.json", {"config": {"methods": ["alra@x", "pretrain"]}})
     write_json(alra / "run.json", facts)
@@ -196,25 +196,23 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     write_lines(run / "teacher.jsonl", [{"step": 1, "n": 7}])
     assert compare.on_record(tmp_path) == {}  # the run resumes as a whole
     write_json(pretrain / "stopped.json", facts | {"made_by": {"other": 1}, "why": WHY})
-    keys = [(compare.record_hash({}), 6, rows) for rows in (None, 4, 5)]
-    x, judged, other_rows = map(compare.on_record(tmp_path).get, keys)
-    assert x == judged
-    assert other_rows is None
-    assert (x["file"], x["folder"], x["val_ce"]) == ("alra@x_seed1.jsonl", "seed1_ab/alra@x", 4.0)
+    key = compare.record_hash({}), 6, None
+    x = compare.on_record(tmp_path)[key]
+    assert (x["folder"], x["val_ce"]) == ("seed1_ab/alra@x", 4.0)
     assert (x["student_flops"], x["teacher_flops"]) == (20.0, 30.0)
     parts = [
         {"step": 1, "histogram": {"step": 1, "n": 2}},
         {"step": 1, "teacher": {"step": 1, "n": 7}},
     ]
     assert read_lines(tmp_path / "logs" / x["file"])[1:] == log + parts
-    stopped = reports.first_line(tmp_path / "logs" / "pretrain_seed1.jsonl")
+    stopped = reports.first_line(tmp_path / "logs" / "pretrain_seed1_ab.jsonl")
     assert stopped["stopped"] == WHY
     assert "teacher_flops" not in stopped
     write_json(alra / "figures.json", {"figures": {"ce": 3.5}, "run": facts, "protocol": 1})
     shutil.copytree(run, tmp_path / "runs" / "seed1_cd")  # other students of these names
-    x = compare.on_record(tmp_path)[keys[0]]
-    assert (x["file"], x["ce"], x["scores"]) == ("alra@x_seed1.jsonl", 3.5, {"protocol": 1})
-    names = [f"{name}_seed1{n}.jsonl" for name in ("alra@x", "pretrain") for n in ("", "_2")]
+    x = compare.on_record(tmp_path)[key]
+    assert (x["file"], x["ce"], x["scores"]) == ("alra@x_seed1_ab.jsonl", 3.5, {"protocol": 1})
+    names = [f"{name}_seed1_{run}.jsonl" for name in ("alra@x", "pretrain") for run in ("ab", "cd")]
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == names
 
 

@@ -32,64 +32,46 @@ CONFIG = dataclasses.asdict(configure.Config())
 STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
 TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
 
-ARC_CHOICES = {"text": ["So.", "No way."], "label": ["A", "B"]}
-ARC = {"question": "Why?", "choices": ARC_CHOICES, "answerKey": "B"}
+ARC = (
+    '{"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, '
+    '"answerKey": "B"}'
+)
 ARC_ASKED = ["Question: Why?\nAnswer:| So.", "Question: Why?\nAnswer:| No way."]
-# An item of each task, and the requests that lm-eval makes of it: context|continuation.
+# An item of each task, as in its file, and the requests that lm-eval makes: context|continuation.
 PROMPTS = {
     "arc_easy": (ARC, ARC_ASKED),
     "arc_challenge": (ARC, ARC_ASKED),
     "hellaswag": (
-        {
-            "activity_label": "Sailing",
-            "ctx_a": "It rains. [title] Go",
-            "ctx_b": "the Dog",
-            "endings": ["sits [step]  down.", "runs far away over there."],
-            "label": "1",
-        },
+        '{"activity_label": "Sailing", "ctx_a": "It rains. [title] Go", "ctx_b": "the Dog", '
+        '"endings": ["sits [step]  down.", "runs far away over there."], "label": "1"}',
         [
             "Sailing: It rains.. Go The dog| sits  down.",
             "Sailing: It rains.. Go The dog| runs far away over there.",
         ],
     ),
-    "lambada_openai": ({"text": "a cat saw boats"}, ["a cat saw| boats"]),
+    "lambada_openai": ('{"text": "a cat saw boats"}', ["a cat saw| boats"]),
     "openbookqa": (
-        {
-            "question_stem": "Cats like",
-            "choices": {"text": ["rain", "old boats"], "label": ["A", "B"]},
-            "answerKey": " B",
-        },
+        '{"question_stem": "Cats like", "choices": {"text": ["rain", "old boats"], '
+        '"label": ["A", "B"]}, "answerKey": " B"}',
         ["Cats like| rain", "Cats like| old boats"],
     ),
     "piqa": (
-        {"goal": "dry", "sol1": "wait", "sol2": "a towel ", "label": 1},
+        '{"goal": "dry", "sol1": "wait", "sol2": "a towel ", "label": 1}',
         ["Question: dry\nAnswer:| wait", "Question: dry\nAnswer:| a towel "],
     ),
     "social_iqa": (
-        {
-            "context": "It fell.",
-            "question": "Why?",
-            "answerA": "a",
-            "answerB": "wind",
-            "answerC": "be",
-            "label": "2",
-        },
+        '{"context": "It fell.", "question": "Why?", "answerA": "a", "answerB": "wind", '
+        '"answerC": "be", "label": "2"}',
         ["Q: It fell. Why?\nA:| a", "Q: It fell. Why?\nA:| wind", "Q: It fell. Why?\nA:| be"],
     ),
     "storycloze_2016": (
-        {
-            "input_sentence_1": "A.",
-            "input_sentence_2": "B.",
-            "input_sentence_3": "C.",
-            "input_sentence_4": "D.",
-            "sentence_quiz1": "E.",
-            "sentence_quiz2": "Far.",
-            "answer_right_ending": 2,
-        },
+        '{"input_sentence_1": "A.", "input_sentence_2": "B.", "input_sentence_3": "C.", '
+        '"input_sentence_4": "D.", "sentence_quiz1": "E.", "sentence_quiz2": "Far.", '
+        '"answer_right_ending": 2}',
         ["A. B. C. D.| E.", "A. B. C. D.| Far."],
     ),
     "winogrande": (
-        {"sentence": "Ann saw Bo so _ ran.", "option1": "Ann", "option2": "Bo", "answer": "1"},
+        '{"sentence": "Ann saw Bo so _ ran.", "option1": "Ann", "option2": "Bo", "answer": "1"}',
         ["Ann saw Bo so Ann| ran.", "Ann saw Bo so Bo| ran."],
     ),
 }
@@ -113,9 +95,8 @@ def lengthen(value, rng, key=""):
 
 
 def write_items(folder, task, split, rows):
-    file = Path(folder) / task / f"{split}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / task).mkdir(parents=True, exist_ok=True)
+    world.write_jsonl(folder / task / f"{split}.jsonl", rows)
 
 
 def make_tokenizer(n=307, **keys):
@@ -140,9 +121,10 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     rng = np.random.default_rng(1)
     for name, task in tasks.TASKS.items():
+        item = json.loads(PROMPTS[name][0])
         for n, part in ((7, task.heldout), (5, task.validation)):
             if part:
-                items = [lengthen(PROMPTS[name][0], rng) for _ in range(n)]
+                items = [lengthen(item, rng) for _ in range(n)]
                 write_items(folder, name, part[0], items)
     return folder
 
@@ -275,8 +257,8 @@ class Recorder(TemplateLM):
 
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_prompts_are_those_of_lm_eval(name, tmp_path):
-    row, asked = PROMPTS[name]
-    write_items(tmp_path, name, tasks.TASKS[name].heldout[0], [row, row])
+    item, asked = PROMPTS[name]
+    write_items(tmp_path, name, tasks.TASKS[name].heldout[0], [json.loads(item)] * 2)
     recorder = Recorder()
     scores = bench(recorder, [name], f"--data_dir={tmp_path}")
     assert ["|".join(pair) for pair in recorder.asked] == asked * 2
@@ -535,7 +517,6 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
         ("{0}/alra --limit=1", "--limit 1"),
         ("{0}/alra {0}/pretrain --out=z", "results of both would go to z; score each with"),
         ("{0}/alra --tasks=winogrande --split=validation", "no .'winogrande'. in the validation"),
-        ("{0}/alra --device=gpu", "device=gpu"),
     ],
 )
 def test_slips_are_told_before_the_hub_is_asked(command, problem, out, monkeypatch):

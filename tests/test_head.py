@@ -109,20 +109,6 @@ def test_students_of_one_teacher_get_the_bits_they_would_get_alone():
         assert_equal((loss.detach(), terms, h_s.grad, w_s.grad), alone[i])
 
 
-@pytest.mark.parametrize("what", [0, 1], ids=["hidden", "head"])
-def test_a_broken_student_leaves_the_others_as_they_are(what):
-    inputs = case()
-    _, _, h_t, w_t, y = inputs
-    broken = [x.clone() for x in inputs[:2]]
-    broken[what].view(-1)[0] = math.nan
-    evaluate = methods.make_loss_fn("alra")
-    students = [(*broken, evaluate), (*inputs[:2], evaluate)]
-    (bad, terms), good = head.head_losses(students, h_t, w_t, y)
-    assert bad.isnan()
-    assert terms["loss"].isnan()
-    assert_equal(good, fused(*inputs, "alra"))
-
-
 @pytest.mark.parametrize("name", ["pretrain", "tad", "alra"])
 def test_what_stands_at_ignored_positions_changes_nothing(name):
     inputs = case()

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,7 @@ from lib.errors import UserError
 from lib.files import locked
 from lib.head import head_losses
 from lib.hf import weights_hash
-from lib.rows import Rows, row_order
+from lib.rows import Rows, read_ahead, row_order
 from model import Qwen2, flops_per_token, init_student
 from run import preflight
 from run.checkpoints import resume, save_checkpoints, save_model, stop_diverged
@@ -83,15 +82,6 @@ def micro_batches(
             yield x, y, n_valid, h_t
 
 
-def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield the batches of `stream`. A thread reads the next one while the caller uses this one."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(next, stream, None)
-        while batch := ahead.result():
-            ahead = pool.submit(next, stream, None)
-            yield batch
-
-
 # ----------------------------------------------------------------------------------------------
 # students
 
@@ -115,24 +105,18 @@ def make_student(
             raise UserError(f"shard={cfg.shard}: not supported with extras")
         from lib.distributed import shard  # few runs need it
 
-        layers = model.model.layers
         device = torch.device(cfg.device)
-        shard(model, layers, cfg.shard, device, False, compute_dtype(cfg))
+        shard(model, model.model.layers, cfg.shard, device, False, compute_dtype(cfg))
     model.to(cfg.device)
     extras.to(cfg.device)
 
-    decayed = []
-    not_decayed = []
+    decayed = {"params": [], "weight_decay": cfg.weight_decay}
+    others = {"params": [], "weight_decay": 0.0}
     for p in (*model.parameters(), *extras.parameters()):
-        if cfg.decay_1d or p.ndim > 1:
-            decayed.append(p)
-        else:
-            not_decayed.append(p)
-    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}]
-    if not_decayed:
-        groups.append({"params": not_decayed, "weight_decay": 0.0})
+        group = decayed if cfg.decay_1d or p.ndim > 1 else others
+        group["params"].append(p)
     betas = (cfg.beta1, cfg.beta2)
-    optimizer = torch.optim.AdamW(groups, cfg.lr, betas, cfg.adam_eps, fused=True)
+    optimizer = torch.optim.AdamW([decayed, others], cfg.lr, betas, cfg.adam_eps, fused=True)
 
     return Student(
         name=name,
@@ -159,9 +143,9 @@ def first_weights(cfg: Config) -> Qwen2:
         model = Qwen2.from_pretrained(cfg.student_weights)
     model.cut(shape.vocab_size)
     if model.config != shape:
-        source = f"student_weights={cfg.student_weights}"
-        message = f"{source}: not of the shape of student={cfg.student}; set --student={source} too"
-        raise UserError(message)
+        name = cfg.student_weights
+        problem = f"not of the shape of student={cfg.student}"
+        raise UserError(f"student_weights={name}: {problem}; set --student={name} too")
     return model.requires_grad_(True).train()
 
 
@@ -417,16 +401,13 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
     means = {}
     for s in live:
         means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
-        values = {
+        facts = {
             "step": run.step,
             "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": counts["valid_tokens"],
-            **means[s.name],
-            "lr": rate * s.lr_factor,
-            "gnorm": s.gnorm,
-            **machine,
         }
-        record(s, values)
+        rates = {"lr": rate * s.lr_factor, "gnorm": s.gnorm}
+        record(s, facts | means[s.name] | rates | machine)
         s.sums = {}
     label = f"step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
     if utilisation:
@@ -485,8 +466,8 @@ def distil(cfg: Config) -> int:
         remedy = "--shard=N"
         if cfg.micro_batch > cfg.group:
             remedy = f"a micro_batch below {cfg.micro_batch}"
-        message = f"out of memory on {cfg.device}: set {remedy}, --recompute=True, or fewer methods"
-        raise UserError(message) from error
+        remedy += ", --recompute=True, or fewer methods"
+        raise UserError(f"out of memory on {cfg.device}: set {remedy}") from error
     finally:
         parallel.stop()
 
@@ -515,8 +496,7 @@ def train_students(cfg: Config) -> int:
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         rate = learning_rate(cfg.max_steps - 1, cfg)
         end = f"the rate ends at {rate:.1e} of {cfg.lr:.1e}"
-        remedy = f"to end at {cfg.min_lr:.1e} set schedule_steps too"
-        say(f"max_steps={cfg.max_steps}: {end}; {remedy}")
+        say(f"max_steps={cfg.max_steps}: {end}; to end at {cfg.min_lr:.1e} set schedule_steps too")
     if cfg.compile:
         say("compiling, once: the first update may take minutes")
         repair_compile_cache()

@@ -11,11 +11,6 @@ class UserError(ValueError):
     """
 
 
-def require(ok: object, message: str) -> None:
-    if not ok:
-        raise UserError(message)
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if it has none."""
     lines = str(error).strip().splitlines()

@@ -74,8 +74,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     new = working_name(path)
     old = working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
-    with contextlib.ExitStack() as stack, writing(path):
-        stack.callback(shutil.rmtree, new, ignore_errors=True)  # if it fails, free its space
+    with writing(path):
         new.mkdir(parents=True)
         yield new
         for file in filter(Path.is_file, new.rglob("*")):

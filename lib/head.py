@@ -41,22 +41,25 @@ def head_losses(
     overwrite z_s. The teacher's logits are computed once for all students, and every student gets
     the same bits as if it were alone.
     """
-    n_rows = y.shape[0]
+    n_rows = len(y)
     if n_rows % group:
         raise UserError(f"group={group}: expected a divisor of the {n_rows} sequences")
     ignored = (y == IGNORE)[..., None]
     if h_t is not None:
-        w_t = operand(w_t.detach(), h_t.dtype)
-        h_t = operand(h_t.detach().masked_fill(ignored, 0.0), h_t.dtype)
+        w_t = operand(w_t, h_t.dtype)
+        h_t = h_t.masked_fill(ignored, 0.0)
+        h_t = operand(h_t, h_t.dtype)
     heads = [_Head(*student, ignored) for student in students]
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         for first in range(0, n_rows, group):
             rows = slice(first, first + group)
+            labels = y[rows].flatten()  # [N]
             z_t = None
             if h_t is not None:
-                z_t = mm(h_t[rows].flatten(0, 1), w_t.t())  # [N, V] fp32
+                h = h_t[rows].flatten(0, 1)  # [N, D_t]
+                z_t = mm(h, w_t.t())  # [N, V] fp32
             for head in heads:
-                head.add_batch(rows, z_t, y[rows].flatten(), n_rows // group)
+                head.add_batch(rows, z_t, labels, n_rows // group)
     return [head.result() for head in heads]
 
 
@@ -73,37 +76,38 @@ class _Head:
         self.h_s = h_s
         self.w_s = w_s
         self.evaluate = evaluate
-        self.h = operand(h_s.detach().masked_fill(ignored, 0.0), h_s.dtype)
-        self.w = operand(w_s.detach(), h_s.dtype)
+        self.h = operand(h_s.masked_fill(ignored, 0.0), h_s.dtype)
+        self.w = operand(w_s, h_s.dtype)
+        self.sums = {}
+        self.gradient_dtype = None
         self.dh = None
         self.dw = None
-        self.sums = {}
-        if torch.is_grad_enabled() and h_s.requires_grad:
+        needs_gradient = h_s.requires_grad or w_s.requires_grad
+        if needs_gradient and torch.is_grad_enabled():
+            self.gradient_dtype = self.w.dtype  # on a GPU bf16, as under autocast
             self.dh = torch.zeros_like(h_s)
-        if torch.is_grad_enabled() and w_s.requires_grad:
             self.dw = torch.zeros_like(self.w, dtype=_wide(w_s))
 
     def add_batch(self, rows: slice, z_t: Tensor | None, labels: Tensor, n_batches: int) -> None:
-        """Add one forward batch: rows of h_s, teacher logits [N, V] and labels [N]."""
+        """Add one of the forward batches: rows of h_s, teacher logits [N, V] and labels [N]."""
+        share = 1 / n_batches
         h = self.h[rows].flatten(0, 1)  # [N, D]
-        gradient_dtype = None
-        if self.dh is not None or self.dw is not None:
-            gradient_dtype = self.w.dtype  # on a GPU bf16, as under autocast
-        loss, sums, dz = self.evaluate(gradient_dtype, mm(h, self.w.t()), z_t, labels)
-        sums["mean"] = loss * (1 / n_batches)
+        loss, sums, dz = self.evaluate(self.gradient_dtype, mm(h, self.w.t()), z_t, labels)
+        sums["mean"] = loss * share
         for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0) + value
-        if self.dh is not None:
+        if dz is not None:
             dh = mm(dz, self.w).div_(n_batches)
-            self.dh[rows] = dh.view_as(self.dh[rows]).to(self.dh.dtype)
-        if self.dw is not None:
-            mm(dz.t(), h, onto=self.dw, alpha=1 / n_batches)
+            self.dh[rows] = dh.view_as(self.dh[rows])
+            mm(dz.t(), h, onto=self.dw, alpha=share)
 
     def result(self) -> tuple[Tensor, Terms]:
         """Return the loss with its gradients attached, and the means of its terms."""
-        loss = _Attach.apply(self.h_s, self.w_s, self.sums.pop("mean"), self.dh, self.dw)
+        mean = self.sums.pop("mean")
+        loss = _Attach.apply(self.h_s, self.w_s, mean, self.dh, self.dw)
         n_valid = self.sums.pop("n_valid").clamp(min=1)
-        return loss, {key: value / n_valid for key, value in self.sums.items()}
+        means = {key: value / n_valid for key, value in self.sums.items()}
+        return loss, means
 
 
 class _Attach(torch.autograd.Function):
@@ -114,7 +118,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h_s, w_s, loss, dh, dw):
-        ctx.gradients = (dh, dw)
+        ctx.gradients = dh, dw
         ctx.dtype = w_s.dtype
         return loss.clone()
 
@@ -125,17 +129,17 @@ class _Attach(torch.autograd.Function):
             raise RuntimeError(f"head_losses: backward() called twice; {problem}")
         dh, dw = ctx.gradients
         ctx.gradients = None
-        if dh is not None:
-            dh = dh.mul_(g)
-        if dw is not None:
-            dw = dw.mul_(g).to(ctx.dtype)
+        dh.mul_(g)
+        dw = dw.mul_(g).to(ctx.dtype)
         return dh, dw, None, None, None
 
 
 def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return hidden states or a head as they are multiplied: in `dtype`, on the CPU in fp32."""
-    x = x.to(dtype)
-    return x if x.is_cuda else x.to(_wide(x))
+    x = x.detach().to(dtype)
+    if x.is_cuda:
+        return x
+    return x.to(_wide(x))
 
 
 def mm(a: Tensor, b: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> Tensor:
@@ -143,12 +147,21 @@ def mm(a: Tensor, b: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> 
 
     fp64 stays fp64.
     """
-    if a.dtype not in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b) if onto is None else onto.addmm_(a, b, alpha=alpha)
-    if onto is not None and _adds_in_place(a.device, a.dtype):
-        return torch.ops.aten.addmm.dtype_out(onto, a, b, torch.float32, alpha=alpha, out=onto)
-    product = torch.mm(a, b, out_dtype=torch.float32)
-    return product if onto is None else onto.add_(product, alpha=alpha)
+    is_narrow = a.element_size() == 2  # bf16 or fp16
+    if onto is None:
+        if is_narrow:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a, b)
+    if not is_narrow:
+        return onto.addmm_(a, b, alpha=alpha)
+    if _adds_in_place(a.device, a.dtype):
+        return _add_in_place(onto, a, b, alpha)
+    return onto.add_(mm(a, b), alpha=alpha)
+
+
+def _add_in_place(onto, a, b, alpha) -> Tensor:
+    addmm = torch.ops.aten.addmm.dtype_out
+    return addmm(onto, a, b, torch.float32, alpha=alpha, out=onto)
 
 
 @functools.cache
@@ -160,10 +173,11 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     onto = torch.full((16, 16), 1 + 2**-20, device=device)
     try:
-        torch.ops.aten.addmm.dtype_out(onto, ones, ones, torch.float32, alpha=0.5, out=onto)
-        return torch.equal(onto, torch.full_like(onto, 9 + 2**-20))  # exact in fp32 alone
+        _add_in_place(onto, ones, ones, 0.5)
     except RuntimeError:  # no such kernel
         return False
+    expected = 9 + 2**-20  # exact in fp32 alone
+    return bool((onto == expected).all())
 
 
 def _wide(x) -> torch.dtype:

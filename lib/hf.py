@@ -98,13 +98,9 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    return tensors_hash(model.state_dict())
-
-
-def tensors_hash(tensors: dict[str, Tensor]) -> str:
     """Return the sha256 of the names and bytes of all tensors. Equal hashes mean equal tensors."""
     digest = hashlib.sha256()
-    for name, p in tensors.items():
+    for name, p in model.state_dict().items():
         p = parallel.full_tensor(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         flat = p.detach().cpu().contiguous().flatten()
@@ -210,8 +206,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
 def copy_weight(source: Tensor, target: Tensor, name: str) -> None:
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
-    is_float = source.is_floating_point() and source.element_size() > 1
-    if not is_float or not all_finite(source):
+    if not source.is_floating_point() or not all_finite(source):
         raise UserError(f"{name} is {source.dtype}, or not finite; download or write it again")
     target.copy_(parallel.distribute_like(source, target))
 

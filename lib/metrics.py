@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lib import vocab
+from lib.checks import IGNORE
 from lib.head import mm, operand
-from lib.rows import IGNORE
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: fits in a CPU's cache

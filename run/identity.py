@@ -119,8 +119,7 @@ def content_hash(name: str | None) -> str | None:
         return None
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
-        expected = "expected a model's folder or a checkpoint"
-        raise UserError(f"{name}: no config.json in it; {expected}")
+        raise UserError(f"{name}: no config.json in it; expected a model's folder or a checkpoint")
     hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 

@@ -106,8 +106,7 @@ def say_levels(values: dict[str, float]) -> None:
     teacher_ce = levels.get("teacher_ce", 0)
     if teacher_ce > bound:
         problem = "worse than a unigram model, so a low KL to it means little"
-        remedy = "choose another teacher"
-        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}, {problem}; {remedy}")
+        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}, {problem}")
 
 
 def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:

@@ -62,28 +62,24 @@ def check_config(cfg: Config) -> None:
         expected = f"expected their product to divide batch_rows={cfg.batch_rows}"
         raise UserError(f"{world} processes with group={cfg.group}: {expected}")
     if world % cfg.shard:
-        expected = f"expected a divisor of the {world} processes"
-        raise UserError(f"shard={cfg.shard}: {expected}; start more of them, or change shard")
+        raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     for name in cfg.methods:
         if needs_teacher(name) and not cfg.teacher:
             raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
     known = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
     unused = [name for name in cfg.hyper if name not in known]
     if unused:
-        remedy = "add the method, or remove its settings"
-        raise UserError(f"settings of {unused}, not among methods={cfg.methods}; {remedy}")
+        raise UserError(f"settings of {unused}, not among methods={cfg.methods}: remove them")
     n_positions = shape.max_position_embeddings
     if cfg.seq_len > n_positions:
-        problem = f"the student supports {n_positions} positions"
-        raise UserError(f"seq_len={cfg.seq_len}: {problem}; set a smaller one")
+        raise UserError(f"seq_len={cfg.seq_len}: the student supports {n_positions} positions")
 
 
 def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     """Check that rows, tokenizer and vocabularies fit each other. Returns the tokenizer."""
     name = cfg.tokenizer or cfg.teacher
     if not name:
-        remedy = "set the tokenizer of the rows; it is saved with the model"
-        raise UserError(f"tokenizer=None with teacher=None: {remedy}")
+        raise UserError("tokenizer=None with teacher=None: set the tokenizer of the rows")
     tokenizer = load_tokenizer(name)
     teacher_shape = inherited(cfg.teacher)
     student_vocab = student_config(cfg.student, teacher_shape).vocab_size
@@ -113,17 +109,15 @@ def check_rows(
     """Check that both rows files were prepared together, and with this tokenizer."""
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         if rows.manifest.get(key) != val.manifest.get(key):
-            problem = f"{key} differs in train.json and val.json"
-            raise UserError(f"{folder}: {problem}; prepare them together")
+            raise UserError(f"{folder}: {key} differs in train.json and val.json; prepare again")
     if rows.manifest["sha256"] == val.manifest["sha256"]:
         raise UserError(f"{folder}: val.bin has the rows of train.bin; prepare it again")
     eos = rows.manifest["eos_id"]
     if eos != tokenizer.eos_token_id:
-        problem = f"eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}"
-        raise UserError(f"{folder}: {problem}; prepare it again")
+        both = f"eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}"
+        raise UserError(f"{folder}: {both}; prepare it again")
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
-        problem = f"not the one that {folder} was prepared with"
-        raise UserError(f"tokenizer {name}: {problem}; prepare again")
+        raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
 
 def check_initial_ids(student_weights: str | None, ids: dict[str, int]) -> None:
@@ -147,9 +141,8 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
             remedy = f"{shorter}, or {remedy}"
         problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
         raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
-    updates = f"{cfg.max_steps:,} updates of {cfg.batch_rows} rows"
     passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
-    say(f"{cfg.data_dir}: {updates} are {passes}")
+    say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {passes}")
 
 
 def say_precision(cfg: Config, val: Rows) -> None:

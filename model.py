@@ -346,7 +346,7 @@ class Qwen2(nn.Module):
         another architecture, a pickle, and any missing, unexpected or misshapen tensor.
         """
         folder = find_folder(name)
-        config = load_config(str(folder / "config.json"))  # never a preset of the same name
+        config = load_config(name)
         check_weights(folder, config.num_hidden_layers)
         with torch.device("meta"):
             model = cls(config)
@@ -354,8 +354,8 @@ class Qwen2(nn.Module):
         if shard > 1:
             from lib import distributed  # few runs need it
 
-            layers = model.model.layers
-            distributed.shard(model, layers, shard, torch.device(device), layers_only=True)
+            device = torch.device(device)
+            distributed.shard(model, model.model.layers, shard, device, layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()

@@ -31,7 +31,7 @@ import configure
 from configure import Config
 from lib import metrics, parallel
 from lib.checks import IGNORE
-from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
+from lib.device import mfu, peak_bytes, pick_device, repair_compile_cache
 from lib.errors import UserError
 from lib.files import locked
 from lib.head import head_losses
@@ -46,7 +46,6 @@ from run.log import (
     log_validation,
     record,
     say,
-    say_if_slower,
     say_names,
     say_values,
 )
@@ -116,7 +115,8 @@ def make_student(
         group = decayed if cfg.decay_1d or p.ndim > 1 else others
         group["params"].append(p)
     betas = (cfg.beta1, cfg.beta2)
-    optimizer = torch.optim.AdamW([decayed, others], cfg.lr, betas, cfg.adam_eps, fused=True)
+    groups = [decayed] if cfg.decay_1d else [decayed, others]
+    optimizer = torch.optim.AdamW(groups, cfg.lr, betas, cfg.adam_eps, fused=True)
 
     return Student(
         name=name,
@@ -235,9 +235,6 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         run.counts["since_log_tokens"] += n_valid
         run.counts["since_log_steps"] += 1
         run.counts["since_log_sec"] += t1 - t0
-        if run.step == first_step + 1:
-            memory = gib(peak_bytes(torch.device(cfg.device)))
-            say(f"peak memory after the first update: {memory}")
         check_weights = save or is_due(cfg.val_every_steps, run)
         live = stop_diverged(live, check_weights, run)
         if not live:
@@ -353,8 +350,10 @@ def validate(
         parallel.sum_in_place(sums_by_row.values())
         totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
         figures = metrics.figures(totals)
-        names = [name for name, key in VALIDATED.items() if key in figures]
-        validated[s.name] = {name: float(figures[VALIDATED[name]]) for name in names}
+        validated[s.name] = {}
+        for name, key in VALIDATED.items():
+            if key in figures:
+                validated[s.name][name] = float(figures[key])
     return validated
 
 
@@ -364,12 +363,9 @@ def validation_batches(
     """Yield this process's batches of held-out rows: number of the first row, x, y, h_t."""
     size = cfg.micro_batch
     begin = parallel.rank() * size
-    end = n_rows
-    if cfg.shard > 1:
-        # Sharded layers compute on all processes together, so every process makes as many batches
-        # as process 0. A batch past the last row has no labels.
-        end += begin
-    for first in range(begin, end, parallel.world() * size):
+    # Sharded layers compute on all processes together, so every process makes as many batches as
+    # process 0. A batch past the last row has no labels.
+    for first in range(begin, begin + n_rows, parallel.world() * size):
         has_rows = first < n_rows
         index = np.arange(first, min(first + size, n_rows)) if has_rows else np.array([0])
         x, y, _ = val.batch(index, torch.device(cfg.device))
@@ -401,20 +397,21 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
     means = {}
     for s in live:
         means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
-        facts = {
+        values = {
             "step": run.step,
             "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": counts["valid_tokens"],
+            **means[s.name],
+            "lr": rate * s.lr_factor,
+            "gnorm": s.gnorm,
         }
-        rates = {"lr": rate * s.lr_factor, "gnorm": s.gnorm}
-        record(s, facts | means[s.name] | rates | machine)
+        record(s, values | machine)
         s.sums = {}
     label = f"step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
     if utilisation:
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means, ["ce"], cfg)
-    say_if_slower(tok_per_sec, run)
     counts |= dict.fromkeys(SINCE_LOG, 0)
 
 

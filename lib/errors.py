@@ -13,9 +13,7 @@ class UserError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if it has none."""
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0]
 
 

@@ -23,10 +23,12 @@ def writing(path: Path) -> Iterator[None]:
     """Turn a failure to write `path`, such as a full disk, into a one-line `UserError`."""
     try:
         yield
-    except (OSError, safetensors.SafetensorError) as error:
+    except Exception as error:
         new = working_name(path)
         shutil.rmtree(new, ignore_errors=True)  # free its space
         new.unlink(missing_ok=True)
+        if not isinstance(error, OSError | safetensors.SafetensorError):
+            raise
         remedy = "free some space or check the permissions, then run the same command again"
         raise UserError(f"{path}: cannot be written ({error}); {remedy}") from error
 

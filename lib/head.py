@@ -142,7 +142,7 @@ def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(_wide(x))
 
 
-def mm(a: Tensor, b: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+def mm(a, b, onto: Tensor | None = None, alpha: float = 1.0) -> Tensor:
     """Return a @ b, accumulated and written in fp32; or add alpha times the product onto `onto`.
 
     fp64 stays fp64.
@@ -174,10 +174,9 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     onto = torch.full((16, 16), 1 + 2**-20, device=device)
     try:
         _add_in_place(onto, ones, ones, 0.5)
+        return torch.equal(onto, torch.full_like(onto, 9 + 2**-20))  # exact in fp32 alone
     except RuntimeError:  # no such kernel
         return False
-    expected = 9 + 2**-20  # exact in fp32 alone
-    return bool((onto == expected).all())
 
 
 def _wide(x) -> torch.dtype:

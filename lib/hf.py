@@ -82,9 +82,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """
     file = find_folder(name) / "tokenizer.json"
     if not file.is_file():
-        raise UserError(
-            f"{name}: no tokenizer.json; expected a folder or hub id with a fast tokenizer"
-        )
+        raise UserError(f"{name}: no tokenizer.json; expected a folder with a fast tokenizer")
     with reading(file, "download the folder again"):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
     if tokenizer.eos_token_id is None:
@@ -195,12 +193,10 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 expected = "expected no such tensor, or no second one"
                 raise UserError(f"{file}: {name} is {tuple(source.shape)}, {expected}")
     if missing:
-        problem = f"missing tensor {min(missing)} ({len(missing)} in all)"
-        raise UserError(f"{folder}: {problem}; the checkpoint is incomplete")
+        raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
     embedding = targets["model.embed_tokens.weight"]
     if tied_head is not None and not torch.equal(tied_head.to(embedding), embedding):
-        problem = "differs from the embedding, but config.json ties them"
-        raise UserError(f"{folder}: lm_head.weight {problem}")
+        raise UserError(f"{folder}: lm_head.weight differs from the embedding, though tied to it")
 
 
 def copy_weight(source: Tensor, target: Tensor, name: str) -> None:
@@ -226,8 +222,8 @@ def check_weights(folder: Path, n_layers: int) -> None:
                     expected = "expected weights that are not quantized"
                     raise UserError(f"{file}: {name} is {kind}; {expected}")
     if n < n_layers:
-        problem = f"num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
-        raise UserError(f"{folder}/config.json: {problem}")
+        both = f"num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
+        raise UserError(f"{folder}/config.json: {both}")
 
 
 @contextlib.contextmanager

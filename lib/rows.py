@@ -40,8 +40,7 @@ def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
     file = Path(folder) / f"{name}.bin"
     manifest = Path(folder) / f"{name}.json"
     if not manifest.is_file() or not file.is_file():
-        remedy = "run prepare.py with the same config"
-        raise UserError(f"{folder}: no {name}.bin with {name}.json; {remedy}")
+        raise UserError(f"{folder}: no {name}.bin with {name}.json; run prepare.py with the config")
     remedy = f"move {folder} aside and prepare it again"
     facts = read_json(manifest, MANIFEST, remedy)
     shape = (facts["rows"], facts["row_len"])
@@ -66,8 +65,9 @@ class Rows:
         self.mask_after_eos = mask_after_eos
         stored_len = self.ids.shape[1] - 1
         if stored_len != seq_len:
-            problem = f"{folder} has rows for seq_len={stored_len}"
-            raise UserError(f"seq_len={seq_len}: {problem}; set that, or prepare again")
+            raise UserError(
+                f"seq_len={seq_len}: {folder} has rows for seq_len={stored_len}; set that"
+            )
         # CEs to compare a model's with: a uniform guess, and token frequencies (held-out rows only)
         self.levels = {"uniform_ce": math.log(n_vocab)}
         if "unigram_ce" in self.manifest:

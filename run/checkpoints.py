@@ -139,7 +139,7 @@ def check_same_run(name: str, state: dict, checkpoint: Path, run: Run) -> None:
         run.facts.setdefault("accepted_edits", {})[name] = phrases
         say(f"{name}: accepted edits; {phrases}")
         return
-    remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it"
+    remedy = "choose another out_dir; --resume_from=X continues it, --student_weights=X starts anew"
     if changes.keys() <= {*EDITS}:
         remedy += "; --accept_edits=True takes the code as equal"
     raise UserError(f"{checkpoint}: contains a different run ({name}: {phrases}); {remedy}")
@@ -161,7 +161,8 @@ def start_from(name: str, live: list[Student]) -> tuple[int, int]:
     """Load the checkpoint `resume_from` into every student. Returns its step and valid tokens."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
-        raise UserError(f"resume_from={name}: expected out/NAME/METHOD/checkpoints/step_..")
+        expected = "out/NAME/METHOD/checkpoints/step_.."
+        raise UserError(f"resume_from={name}: no checkpoint; expected {expected}")
     for s in live:
         state = load_checkpoint(checkpoint, s)
     return state["step"], state["valid_tokens"]
@@ -201,17 +202,16 @@ def check_disk(students: list[Student], cfg: Config) -> str:
 def say_summary(students: list[Student], run: Run) -> None:
     """Print the machine, teacher and students, the students' size, and how far the run has come."""
     cfg = run.cfg
+    first = students[0]
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     teacher = run.facts["teacher_used"] or "no teacher"
     dtype = str(compute_dtype(cfg)).removeprefix("torch.")
-    mode = "compiled" if cfg.compile else "eager"
     machine = f"{run.facts['machine']}, processes: {parallel.world()}"
-    size = f"{students[0].model.n_params:,} parameters"
-    weights = students[0].init_sha256[:12]
+    size = f"{first.model.n_params:,} parameters"
     progress = f"step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each"
-    say(f"{machine}, {dtype}, {mode}, micro_batch {cfg.micro_batch}")
+    say(f"{machine}, {dtype}, compile={cfg.compile}, micro_batch={cfg.micro_batch}")
     say(f"{teacher} -> {', '.join(names)}")
-    say(f"{cfg.student}: {size}, initial weights {weights}")
+    say(f"{cfg.student}: {size}, initial weights {first.init_sha256[:12]}")
     say(f"{cfg.out_dir}: {progress}; {check_disk(students, cfg)}")
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from configure import Config
@@ -54,21 +53,6 @@ def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
         width = max(len(name), 6) + 2
         line += f"{cells.get(name, ''):>{width}}"
     say(line)
-
-
-def say_if_slower(tok_per_sec: float, run: Run) -> None:
-    """Print once what to do if a run on the CPU falls below a third of its best speed.
-
-    Threads wait for each other after every operation, so one that shares its core delays all.
-    """
-    is_slow = tok_per_sec < run.best_tok_per_sec / 3
-    run.best_tok_per_sec = max(run.best_tok_per_sec, tok_per_sec)
-    has_threads = run.cfg.device == "cpu" and torch.get_num_threads() > 1
-    if is_slow and has_threads and not run.slowdown_said:
-        run.slowdown_said = True
-        speeds = f"{tok_per_sec:,.0f} tok/s after {run.best_tok_per_sec:,.0f}"
-        remedy = "if other programs use these cores, Ctrl-C and resume with OMP_NUM_THREADS=1"
-        say(f"step {run.step}: {speeds}; {remedy}, which changes last digits")
 
 
 def log_validation(

@@ -33,7 +33,7 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
     if not any(map(needs_teacher, cfg.methods)):
         return None
     home = torch.device(cfg.device)
-    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
+    device = pick_device(cfg.teacher_device or cfg.device)
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
@@ -84,7 +84,7 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     teacher_shape = inherited(cfg.teacher)
     student_vocab = student_config(cfg.student, teacher_shape).vocab_size
     teacher_vocab = student_vocab
-    if teacher_shape and any(map(needs_teacher, cfg.methods)):
+    if any(map(needs_teacher, cfg.methods)):  # so there is a teacher
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
         teacher_vocab = teacher_shape["vocab_size"]
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
@@ -135,10 +135,7 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
         remedy = "set --repeat_rows=True, or prepare more rows"
         n_steps = rows.n // cfg.batch_rows
         if n_steps:
-            shorter = f"set --max_steps={n_steps} --schedule_steps={n_steps}"
-            if cfg.warmup_steps >= n_steps:
-                shorter += f" --warmup_steps={n_steps // 10}"
-            remedy = f"{shorter}, or {remedy}"
+            remedy = f"set --max_steps={n_steps} --schedule_steps={n_steps}, or {remedy}"
         problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
         raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
     passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
@@ -148,9 +145,7 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
 def say_precision(cfg: Config, val: Rows) -> None:
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = min(val.n, cfg.val_max_rows or val.n)
-    half = val.manifest.get("unigram_half")  # half of a 95 % interval over all held-out rows
-    if not half:
-        return
+    half = val.manifest.get("unigram_half", 0)  # half of a 95 % interval over all held-out rows
     half *= math.sqrt(val.n / n_rows)
     if half > 0.1:
         precision = f"a CE to about ± {half:.2f} nats (95 %)"

@@ -67,8 +67,6 @@ class Run:
     facts: dict  # the provenance of every result (run/preflight.py)
     step: int = 0  # updates done so far
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    best_tok_per_sec: float = 0.0  # since the start
-    slowdown_said: bool = False
 
 
 def step_of(checkpoint: Path) -> int:

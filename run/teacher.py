@@ -95,9 +95,10 @@ def is_native(name: str) -> bool:
 def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, seq_len: int) -> None:
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
     shape = inherited(name)
-    n_positions = shape.get("max_position_embeddings") or seq_len
-    if seq_len > n_positions:
-        raise UserError(f"seq_len={seq_len}: teacher={name} supports {n_positions} positions")
+    limit = shape.get("max_position_embeddings") or seq_len
+    if seq_len > limit:
+        what = f"seq_len={seq_len}: teacher={name}"
+        raise UserError(f"{what} supports {limit} positions; set a smaller one")
     ids = tokenizer.get_vocab()
     vocab_size = shape["vocab_size"]
     n_tokens = max(ids.values()) + 1
@@ -123,7 +124,7 @@ def inherited(name: str | None) -> dict | None:
     if name is None:
         return None
     if is_native(name):
-        shape = load_config(str(find_folder(name) / "config.json"))  # a name could be a preset
+        shape = load_config(name)
         return {key: getattr(shape, key) for key in INHERITED}
     from run.foreign import foreign_shape
 

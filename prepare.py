@@ -30,9 +30,7 @@ import math
 import os
 import re
 import sys
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +42,7 @@ from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError, first_line
 from lib.files import flush, locked, read_json, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
-from lib.rows import PAD, open_rows, quick_hash
+from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos, token_bytes
 
 RULE_VERSION = 1  # of the boundary rule
@@ -63,7 +61,6 @@ RECIPE_KEYS = (
     "val_rows",
     "val_share",
 )
-STATE_KEYS = ("recipe", "records", "writers", "skipped")
 
 
 def main(argv: list[str]) -> int:
@@ -73,8 +70,9 @@ def main(argv: list[str]) -> int:
         case ["--show", row, folder] if row.isdigit():
             show(Path(folder), int(row))
         case ["--verify" | "--show", *_]:
-            expected = "--verify DIR, or --show N DIR with the number of a row"
-            raise UserError(f"{' '.join(argv)}: expected {expected}")
+            raise UserError(
+                f"{' '.join(argv)}: expected --verify DIR, or --show N DIR from row N on"
+            )
         case _:
             prepare(load(argv))
     return 0
@@ -91,9 +89,9 @@ def prepare(cfg: Config) -> None:
     source, facts = open_source(cfg)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     eos = tokenizer.eos_token_id
-    # everything that determines the rows
-    recipe = {"sources": facts, **{key: getattr(cfg, key) for key in RECIPE_KEYS}}
-    recipe |= {
+    recipe = {  # everything that determines the rows
+        "sources": facts,
+        **{key: getattr(cfg, key) for key in RECIPE_KEYS},
         "row_len": cfg.seq_len + 1,
         "rule_version": RULE_VERSION,
         "tokenizer": tokenizer_name,
@@ -143,8 +141,6 @@ def write_rows(cfg, source, backend, table, state):
             if max_rows and train.rows >= max_rows:
                 break
             commit(folder, state, writers)
-    if not state["records"]:
-        raise UserError(f"source={cfg.source}: holds no record")
     for writer in writers.values():
         writer.feed([], last=True)
     train.rows = min(train.rows, max_rows or train.rows)
@@ -169,8 +165,9 @@ def open_source(cfg):
     if Path(cfg.source).expanduser().exists() or not any(parts):
         parts = [(None, cfg.source, 1)]
     if not all(parts):
-        expected = "expected a share above 0 for each, like a:0.7,b:0.3"
-        raise UserError(f"source={cfg.source}: {expected}")
+        raise UserError(
+            f"source={cfg.source}: expected a share above 0 for each, as in a:0.7,b:0.3"
+        )
     streams = []
     facts = []
     uses = Counter()
@@ -181,16 +178,14 @@ def open_source(cfg):
         uses.update(map(os.path.realpath, files))
     file, n_uses = uses.most_common(1)[0]
     if n_uses > 1:
-        remedy = "name each file once, and no link to it"
-        raise UserError(f"source={cfg.source}: reads {[file]} twice; {remedy}")
+        raise UserError(f"source={cfg.source}: reads {[file]} twice; name each file once")
     if len(parts) == 1:
         return streams[0], facts
     shares = np.array([float(part[2]) for part in parts])
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
-    until = "first_exhausted"
-    return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=until), facts
+    return datasets.interleave_datasets(streams, shares, seed=0), facts
 
 
 def open_part(name: str, cfg):
@@ -231,27 +226,15 @@ def open_tokenizer(cfg):
     """Return the tokenizer and its name; a hub id with its commit. Refuses one that loses text."""
     name = cfg.tokenizer or cfg.teacher
     if not name:
-        expected = "expected a tokenizer's folder or hub id in one of them"
-        raise UserError(f"tokenizer=None, teacher=None: {expected}")
+        raise UserError("tokenizer=None, teacher=None: expected a folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
     eos = tokenizer.eos_token
-    pinned_name = pinned(name)
-    print(f"tokenizer: {pinned_name}", file=sys.stderr)
     if re.search(CHAT, eos):
-        problem = f"documents will end with its eos_token {eos}, which ends turns of a chat"
-        print(f"warning: {name}: {problem}; for plain text take the base model", file=sys.stderr)
+        problem = f"its eos_token {eos}, which will end documents, ends turns of a chat"
+        print(f"warning: {name}: {problem}; take the base model's", file=sys.stderr)
     file = find_folder(name) / "tokenizer.json"
     check_tokenizer(tokenizer, tokenizers.Tokenizer.from_file(str(file)))
-    return tokenizer, pinned_name
-
-
-def read_ahead(items):
-    """Yield the items of a generator. A thread makes the next one meanwhile."""
-    with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(next, items, None)
-        while item := future.result():
-            future = thread.submit(next, items, None)
-            yield item
+    return tokenizer, pinned(name)
 
 
 def read_batches(source, n_documents):
@@ -287,13 +270,11 @@ def encode(backend, documents, state, max_bad_records) -> dict[str, list]:
             problem = f"document {state['records']}: {document['bad']}"
             state["skipped"].append(problem)
             if len(state["skipped"]) > max_bad_records:
-                remedy = f"correct it, or set max_bad_records above {max_bad_records}"
-                raise UserError(f"{problem}; {remedy}")
+                raise UserError(f"{problem}; or set max_bad_records above {max_bad_records}")
         else:
             ids = np.array([*bos, *encoding.ids, eos], np.uint32)
             if (ids == eos).sum() > 1:
-                problem = "a text contains its eos_token; take another tokenizer"
-                raise UserError(f"tokenizer {recipe['tokenizer']}: {problem}")
+                raise UserError(f"tokenizer {recipe['tokenizer']}: a text contains its eos_token")
             is_val = held_out(document, recipe["val_share"])
             ids_of["val" if is_val else "train"].append(ids)
         state["records"] += 1
@@ -368,14 +349,13 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     candidate = (token & (EOS | LINE)) > 0
     candidate |= np.logical_and(token & STOP, following & SPACE)
     candidate |= np.logical_and(token & OPEN, following & FRESH)
-    candidates = np.flatnonzero(candidate).tolist()
+    candidate = candidate.tolist()
     start = 0
     ends = []
     while start + row_len < len(ids):
         end = start + row_len
-        inside = slice(bisect_right(candidates, start), bisect_left(candidates, end))
-        for i in reversed(candidates[inside]):
-            if flags[i] & (EOS | LINE) or ends_sentence(ids, flags, pieces, start, i):
+        for i in range(end - 1, start, -1):
+            if candidate[i] and ends_row(ids, flags, pieces, start, i):
                 end = i + 1
                 break
         ends.append(end)
@@ -385,8 +365,10 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     return ends
 
 
-def ends_sentence(ids, flags, pieces, start: int, i: int) -> bool:
-    """Whether ids[i] ends a sentence, by part 3 of the rule, in a row that begins at `start`."""
+def ends_row(ids, flags, pieces, start: int, i: int) -> bool:
+    """Whether a row that begins at `start` may end after ids[i], which is a candidate."""
+    if flags[i] & (EOS | LINE):
+        return True
     first = i
     while first > start and not flags[first] & GAP:  # no word reaches back beyond whitespace
         first -= 1
@@ -470,7 +452,8 @@ class RowWriter:
         n = min(n, self.rows)
         self.rows -= n
         start = self.rows * self.row_len * 4
-        return np.fromfile(self.file, np.uint32, n * self.row_len, offset=start).reshape(n, -1)
+        ids = np.fromfile(self.file, np.uint32, n * self.row_len, offset=start)
+        return ids.reshape(n, self.row_len)
 
     def save(self) -> dict:
         """Flush the rows to the disk. Return the state from which a new `RowWriter` continues."""
@@ -482,8 +465,7 @@ class RowWriter:
 def shorten(file, size):
     """Cut off what a killed run wrote after its last commit. `UserError` if more is missing."""
     if file.stat().st_size < size:
-        remedy = f"move {file.parent} aside and start again"
-        raise UserError(f"{file}: too short for prepare.state; {remedy}")
+        raise UserError(f"{file}: too short for prepare.state; move {file.parent} aside")
     os.truncate(file, size)
 
 
@@ -494,7 +476,8 @@ def open_state(folder, recipe) -> dict | None:
     """
     file = folder / "prepare.state"
     if file.exists():
-        state = read_json(file, STATE_KEYS, f"move {folder} aside and start again")
+        keys = ("recipe", "records", "writers", "skipped")
+        state = read_json(file, keys, f"move {folder} aside and start again")
         if state["records"]:
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
@@ -506,8 +489,7 @@ def open_state(folder, recipe) -> dict | None:
     else:
         foreign = [name for name in FILES if (folder / name).exists()]
         if foreign:
-            remedy = "move it aside, or set another data_dir"
-            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; {remedy}")
+            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
     remove_work(folder)
     state = {"recipe": recipe, "records": 0, "writers": {}, "skipped": []}
     write_json(file, state)  # first, as it tells whose the other files are
@@ -531,9 +513,8 @@ def check_recipe(folder, old, new):
         if content(old).get(key) != content(new)[key]:
             changes.append(f"{key} was {old.get(key)!r:.200}, now {new[key]!r:.200}")
     if changes:
-        remedy = "Nothing was touched: set another data_dir, or move that folder aside"
         problem = f"holds data of another recipe: {'; '.join(changes)}"
-        raise UserError(f"{folder}: {problem}. {remedy}")
+        raise UserError(f"{folder}: {problem}. Set another data_dir, or move that folder aside")
 
 
 def commit(folder, state, writers):
@@ -548,10 +529,8 @@ def finish(folder, state) -> list[dict]:
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # of no use to any recipe
-            asked = "train_rows={train_rows}, val_rows={val_rows}, val_share={val_share}"
-            problem = f"{state['records']:,} records leave no row for {split}, and nothing was kept"
-            remedy = "for few documents, --val_share=0 --val_rows=N holds out the last rows"
-            raise UserError(f"{asked.format(**recipe)}: {problem}; change one of these ({remedy})")
+            remedy = "--val_share=0 --val_rows=N holds out the last N rows"
+            raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
     manifests = []
     for split, writer in state["writers"].items():
         work = folder / f"{split}.bin.tmp"
@@ -580,9 +559,7 @@ def read_blocks(file, row_len):
 
 def measure(file, recipe) -> dict:
     """Return counts and hashes of a rows file."""
-    n_rows = 0
-    n_tokens = 0
-    n_eos = 0
+    n_rows = n_tokens = n_eos = 0
     digest = hashlib.sha256()
     for block in read_blocks(file, recipe["row_len"]):
         n_rows += len(block)
@@ -635,19 +612,14 @@ def verify(folder):
         manifest = open_rows(folder, split)[1]
         for key, value in measure(file, manifest).items():
             if value != manifest.get(key):
-                problem = f"{key} is {value}, expected {manifest.get(key)}"
-                raise UserError(f"{file}: {problem}; prepare it again")
+                raise UserError(f"{file}: {key} is {value}, expected {manifest.get(key)}")
         print(f"{summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
 
 
 def show(path, first):
     """Print five rows of a folder, or of one of its .bin files, as text, each with its length."""
-    folder = path
-    split = "train"
-    if path.suffix == ".bin":
-        folder = path.parent
-        split = path.stem
-    rows, manifest = open_rows(folder, split)
+    file = path if path.suffix == ".bin" else path / "train.bin"
+    rows, manifest = open_rows(file.parent, file.stem)
     if first >= len(rows):
         raise UserError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
@@ -659,8 +631,6 @@ def show(path, first):
 
 def summary(folder, manifest) -> str:
     facts = "{rows:,} rows, {tokens:,} tokens, {documents:,} documents, padding {padding_share:.1%}"
-    if not manifest["documents"]:
-        facts = facts.replace(" documents", " documents end in these rows: one long document")
     if "unigram_ce" in manifest:
         facts += ", unigram CE {unigram_ce:.4f} ± {unigram_half:.4f} (95 % over rows)"
     return f"{folder / manifest['split']}.bin: {facts.format(**manifest)}"

@@ -88,11 +88,13 @@ class Qwen2Config:
                 raise UserError(f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
             object.__setattr__(self, "head_dim", d // h)
         if h % g:
-            expected = f"expected a divisor of num_attention_heads={h}"
-            raise UserError(f"num_key_value_heads={g}: {expected}")
+            raise UserError(
+                f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}"
+            )
         if self.head_dim % 2:
-            expected = "expected an even number, RoPE rotates pairs"
-            raise UserError(f"head_dim={self.head_dim}: {expected}")
+            raise UserError(
+                f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs"
+            )
         if self.rope_scaling:
             for key in LLAMA3:
                 checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)

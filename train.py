@@ -144,8 +144,9 @@ def first_weights(cfg: Config) -> Qwen2:
     model.cut(shape.vocab_size)
     if model.config != shape:
         name = cfg.student_weights
-        problem = f"not of the shape of student={cfg.student}"
-        raise UserError(f"student_weights={name}: {problem}; set --student={name} too")
+        raise UserError(
+            f"student_weights={name}: not of the shape of student={cfg.student}; set both"
+        )
     return model.requires_grad_(True).train()
 
 
@@ -211,7 +212,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     if teacher and teacher.is_stored:  # nothing is computed in the other thread
         stream = read_ahead(stream)
     catch_signals()
-    say_names(students, cfg)
+    say_names(cfg)
     no_bar = parallel.rank() > 0 or None  # None hides the bar unless stderr is a terminal
     bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=no_bar)
     first_step = run.step

@@ -158,8 +158,9 @@ def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each kind of broken file has an error of its own
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path}: cannot be used ({reason}); {remedy}") from error
+        raise UserError(
+            f"{path}: cannot be used ({type(error).__name__}: {first_line(error)}); {remedy}"
+        ) from error
 
 
 def read_json(path: Path, keys: Iterable[str] = (), remedy: str = REMEDY) -> dict:
@@ -202,8 +203,7 @@ def truncate_lines(path: Path, step: int) -> None:
 def check_keys(value, keys: Iterable[str], where: Path | str, remedy: str = REMEDY) -> dict:
     """Return a JSON object. Raises `UserError` if it is none, or lacks a key."""
     if not isinstance(value, dict):
-        problem = f"expected a JSON object, got {type(value).__name__}"
-        raise UserError(f"{where}: {problem}; {remedy}")
+        raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
     for key in keys:
         if key not in value:
             raise UserError(f"{where}: no {[key]} in it; {remedy}")

@@ -52,8 +52,9 @@ def find_folder(name: str) -> Path:
         return folder
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
-        expected = "expected a local model folder or a hub id 'owner/name[@revision]'"
-        raise UserError(f"{name}: no such folder; {expected}")
+        raise UserError(
+            f"{name}: no such folder; a hub id is 'owner/name' or 'owner/name@revision'"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -63,8 +64,9 @@ def find_folder(name: str) -> Path:
             once(snapshot_download, repository, revision=revision, allow_patterns=HUB_FILES)
         )
     except (OSError, HFValidationError) as error:
-        reason = f"no such local folder, and the hub refused it ({first_line(error)})"
-        raise UserError(f"{name}: {reason}") from error
+        raise UserError(
+            f"{name}: no such local folder, and the hub refused it ({first_line(error)})"
+        ) from error
 
 
 def pinned(name: str) -> str:
@@ -190,8 +192,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 if source.any():
                     raise UserError(f"{file}: {name} is not zero; this decoder has no such bias")
             elif not name.endswith("rotary_emb.inv_freq"):
-                expected = "expected no such tensor, or no second one"
-                raise UserError(f"{file}: {name} is {tuple(source.shape)}, {expected}")
+                raise UserError(f"{file}: {name}: expected no such tensor, or no second one")
     if missing:
         raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
     embedding = targets["model.embed_tokens.weight"]
@@ -222,8 +223,9 @@ def check_weights(folder: Path, n_layers: int) -> None:
                     expected = "expected weights that are not quantized"
                     raise UserError(f"{file}: {name} is {kind}; {expected}")
     if n < n_layers:
-        both = f"num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
-        raise UserError(f"{folder}/config.json: {both}")
+        raise UserError(
+            f"{folder}: num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
+        )
 
 
 @contextlib.contextmanager

@@ -81,8 +81,9 @@ class Rows:
         ids = torch.from_numpy(self.ids[index].astype(np.int64))
         is_pad = ids == PAD
         if (ids[~is_pad] >= self.n_vocab).any():
-            problem = f"an id beyond the vocabulary of {self.n_vocab} in rows {index}"
-            raise UserError(f"{self.file}: {problem}; prepare it again")
+            raise UserError(
+                f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}"
+            )
         x = ids.masked_fill(is_pad, self.eos)[:, :-1].contiguous()  # no label sees the padding
         y = ids.masked_fill(is_pad, IGNORE)[:, 1:].contiguous()
         if self.mask_after_eos:

@@ -161,8 +161,9 @@ def start_from(name: str, live: list[Student]) -> tuple[int, int]:
     """Load the checkpoint `resume_from` into every student. Returns its step and valid tokens."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
-        expected = "out/NAME/METHOD/checkpoints/step_.."
-        raise UserError(f"resume_from={name}: no checkpoint; expected {expected}")
+        raise UserError(
+            f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
+        )
     for s in live:
         state = load_checkpoint(checkpoint, s)
     return state["step"], state["valid_tokens"]

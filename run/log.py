@@ -27,9 +27,9 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say_names(students: list[Student], cfg: Config) -> None:
+def say_names(cfg: Config) -> None:
     """Print the column heads of `say_values` if there are several students."""
-    if len(students) > 1:
+    if len(cfg.methods) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
 
 

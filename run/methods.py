@@ -257,8 +257,9 @@ def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> T
         if name in ("kd", "ce", "mean", "n_valid"):
             raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
         if got[:1] != y.shape:
-            expected = "a tensor [N], or [N, ..] that is not logged"
-            raise UserError(f"part {name}: expected {expected}; got {got}")
+            raise UserError(
+                f"part {name}: expected a tensor [N], or [N, ..] that is not logged; got {got}"
+            )
     _check_unchanged("z_s", z_s, z[0])
     _check_unchanged("z_t", z_t, z[1])
     _check_unchanged("y", labels, y)

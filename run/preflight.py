@@ -114,8 +114,9 @@ def check_rows(
         raise UserError(f"{folder}: val.bin has the rows of train.bin; prepare it again")
     eos = rows.manifest["eos_id"]
     if eos != tokenizer.eos_token_id:
-        both = f"eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}"
-        raise UserError(f"{folder}: {both}; prepare it again")
+        raise UserError(
+            f"{folder}: eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}; prepare it again"
+        )
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
         raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
@@ -136,8 +137,9 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
         n_steps = rows.n // cfg.batch_rows
         if n_steps:
             remedy = f"set --max_steps={n_steps} --schedule_steps={n_steps}, or {remedy}"
-        problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
-        raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
+        raise UserError(
+            f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; {remedy}"
+        )
     passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
     say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {passes}")
 

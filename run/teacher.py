@@ -97,8 +97,9 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
     shape = inherited(name)
     limit = shape.get("max_position_embeddings") or seq_len
     if seq_len > limit:
-        what = f"seq_len={seq_len}: teacher={name}"
-        raise UserError(f"{what} supports {limit} positions; set a smaller one")
+        raise UserError(
+            f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller one"
+        )
     ids = tokenizer.get_vocab()
     vocab_size = shape["vocab_size"]
     n_tokens = max(ids.values()) + 1

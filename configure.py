@@ -231,8 +231,7 @@ def check_students(cfg: Config) -> None:
         if not re.fullmatch(r"\w+(@[\w+-][\w.+-]*)?", name):
             raise UserError(f"methods: {name!r}: expected METHOD or METHOD@LABEL")
         if cfg.methods.count(name) > 1:
-            remedy = "give each student a label, like alra@a,alra@b"
-            raise UserError(f"methods: duplicate {name!r}; {remedy}")
+            raise UserError(f"methods: duplicate {name!r}; set labels, like alra@a,alra@b")
     for name, settings in cfg.hyper.items():
         checked(f"{name}.lr", settings.get("lr", cfg.lr), Positive)
 
@@ -247,11 +246,11 @@ def check_numbers(cfg: Config) -> None:
     if cfg.min_lr > cfg.lr:
         raise UserError(f"min_lr={cfg.min_lr}: expected at most lr={cfg.lr}")
     if cfg.max_steps > end:
-        expected = f"expected at most schedule_steps={end}, where the rate ends"
-        raise UserError(f"max_steps={cfg.max_steps}: {expected}; set both")
+        raise UserError(
+            f"max_steps={cfg.max_steps}: expected at most schedule_steps={end}; set both"
+        )
     if cfg.warmup_steps >= end:
-        expected = f"expected less than schedule_steps={end}"
-        raise UserError(f"warmup_steps={cfg.warmup_steps}: {expected}")
+        raise UserError(f"warmup_steps={cfg.warmup_steps}: expected less than schedule_steps={end}")
     if rows % cfg.group:
         raise UserError(f"group={cfg.group}: expected a divisor of batch_rows={rows}")
     if micro and micro % cfg.group:
@@ -259,11 +258,11 @@ def check_numbers(cfg: Config) -> None:
     if micro and rows % micro:
         raise UserError(f"micro_batch={micro}: expected a divisor of batch_rows={rows}")
     if cfg.shard > 1 and cfg.teacher_device is not None:
-        problem = f"not supported with shard={cfg.shard}"
-        raise UserError(f"teacher_device={cfg.teacher_device}: {problem}; leave one out")
+        raise UserError(
+            f"teacher_device={cfg.teacher_device}: not supported with shard={cfg.shard}"
+        )
     if cfg.val_rows and cfg.val_share:
-        both = f"val_rows={cfg.val_rows} with val_share={cfg.val_share}"
-        raise UserError(f"{both}: set one of them to 0")
+        raise UserError(f"val_rows={cfg.val_rows} with val_share={cfg.val_share}: set one to 0")
 
 
 # ----------------------------------------------------------------------------------------------

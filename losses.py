@@ -1031,7 +1031,7 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.set_grad_enabled(with_gradient and uses_ce):
         ce = cross_entropy(z_s, None, y)  # [N]
     loss = method.w_ce * ce if uses_ce else torch.zeros_like(ce)
-    parts = {}
+    terms = {"ce": ce}
     if method.has_teacher:
         uses_kd = _is_used(method.w_kd)
         if z_t is None:
@@ -1042,15 +1042,11 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
         kd = parts.pop("loss")  # [N]
         if uses_kd:
             loss = loss + method.w_kd * kd
-        terms = {"loss": loss, "kd": kd, "ce": ce}
-    else:
-        terms = {"loss": loss, "ce": ce}
-    for key, value in parts.items():
-        if value.shape == y.shape:  # others are not logged
-            terms[key] = value
+        terms = {"kd": kd, "ce": ce, **parts}
     sums = {}
-    for key, value in terms.items():
-        sums[key] = leave(value.detach(), valid).sum()
+    for key, value in {"loss": loss, **terms}.items():
+        if value.shape == y.shape:  # others are not logged
+            sums[key] = leave(value.detach(), valid).sum()
     sums["n_valid"] = valid.sum()
     return loss.sum() / valid.sum().clamp(min=1), sums
 

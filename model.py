@@ -88,11 +88,13 @@ class Qwen2Config:
                 raise UserError(f"num_attention_heads={h}: expected a divisor of hidden_size={d}")
             object.__setattr__(self, "head_dim", d // h)
         if h % g:
-            expected = f"expected a divisor of num_attention_heads={h}"
-            raise UserError(f"num_key_value_heads={g}: {expected}")
+            raise UserError(
+                f"num_key_value_heads={g}: expected a divisor of num_attention_heads={h}"
+            )
         if self.head_dim % 2:
-            expected = "expected an even number, RoPE rotates pairs"
-            raise UserError(f"head_dim={self.head_dim}: {expected}")
+            raise UserError(
+                f"head_dim={self.head_dim}: expected an even number, RoPE rotates pairs"
+            )
         if self.rope_scaling:
             for key in LLAMA3:
                 checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
@@ -347,7 +349,7 @@ class Qwen2(nn.Module):
         another architecture, a pickle, and any missing, unexpected or misshapen tensor.
         """
         folder = find_folder(name)
-        config = load_config(str(folder / "config.json"))
+        config = load_config(name)
         check_weights(folder, config.num_hidden_layers)
         with torch.device("meta"):
             model = cls(config)
@@ -355,8 +357,8 @@ class Qwen2(nn.Module):
         if shard > 1:
             from lib import distributed  # imported here, as few runs are sharded
 
-            layers = model.model.layers
-            distributed.shard(model, layers, shard, torch.device(device), layers_only=True)
+            device = torch.device(device)
+            distributed.shard(model, model.model.layers, shard, device, layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()

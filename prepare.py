@@ -12,7 +12,7 @@ mixture. A record that cannot be read stops the command, unless `max_bad_records
 it if the tokenizer itself adds one to a text (unless that BOS is the EOS, or `bos="none"`).
 
 **Ids to rows.** The ids of all documents form one stream. `row_ends`, the boundary rule, cuts it
-into rows of at most `row_len` = seq_len + 1 ids; joined, the rows give the stream back. The stream
+into rows of at most `row_len` = seq_len + 1 ids; concatenated, they are the stream again. It
 ends with the documents, or at `train_rows` + `val_rows` rows. Its last `val_rows` rows go to
 val.bin, all others to train.bin. With `val_share` instead, whole documents are held out by a hash
 of their names (of their text if they have none). They form a second stream.
@@ -30,9 +30,7 @@ import math
 import os
 import re
 import sys
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +42,11 @@ from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError, first_line
 from lib.files import flush, locked, read_json, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
-from lib.rows import PAD, open_rows, quick_hash
+from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos, token_bytes
 
-RULE_VERSION = 1  # of the boundary rule
-BATCH_CHARS = 1 << 22  # a batch is tokenized in one call: all the work that a kill can lose
+RULE_VERSION = 1  # version of the boundary rule
+BATCH_CHARS = 1 << 22  # of a batch; the state is saved after each, so a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
 SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # a part of a mixture, NAME:SHARE, where SHARE > 0
 CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
@@ -63,7 +61,6 @@ RECIPE_KEYS = (
     "val_rows",
     "val_share",
 )
-STATE_KEYS = ("recipe", "records", "writers", "skipped")
 
 
 def main(argv: list[str]) -> int:
@@ -73,8 +70,9 @@ def main(argv: list[str]) -> int:
         case ["--show", row, folder] if row.isdigit():
             show(Path(folder), int(row))
         case ["--verify" | "--show", *_]:
-            expected = "--verify DIR, or --show N DIR with the number of a row"
-            raise UserError(f"{' '.join(argv)}: expected {expected}")
+            raise UserError(
+                f"{' '.join(argv)}: expected --verify DIR, or --show N DIR from row N on"
+            )
         case _:
             prepare(load(argv))
     return 0
@@ -91,9 +89,9 @@ def prepare(cfg: Config) -> None:
     source, facts = open_source(cfg)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     eos = tokenizer.eos_token_id
-    # everything that determines the rows
-    recipe = {"sources": facts, **{key: getattr(cfg, key) for key in RECIPE_KEYS}}
-    recipe |= {
+    recipe = {  # everything that determines the rows
+        "sources": facts,
+        **{key: getattr(cfg, key) for key in RECIPE_KEYS},
         "row_len": cfg.seq_len + 1,
         "rule_version": RULE_VERSION,
         "tokenizer": tokenizer_name,
@@ -116,11 +114,19 @@ def prepare(cfg: Config) -> None:
 
 
 def write_rows(cfg, source, backend, table, state):
-    """Read, tokenize, cut and write until all rows exist or the documents end."""
+    """Read, tokenize, cut and write until all rows exist or the documents end.
+
+    table  classes and bytes of tokens (`token_table`)
+    state  the progress that prepare.state holds (`open_state`); updated here
+    """
     folder = Path(cfg.data_dir)
     recipe = state["recipe"]
-    max_rows = cfg.train_rows and cfg.train_rows + cfg.val_rows
-    n_left = cfg.n_documents and cfg.n_documents - state["records"]
+    max_rows = None
+    if cfg.train_rows is not None:
+        max_rows = cfg.train_rows + cfg.val_rows
+    n_left = None
+    if cfg.n_documents is not None:
+        n_left = cfg.n_documents - state["records"]
     backend.encode_special_tokens = True  # text is only text
     backend.no_truncation()
     backend.no_padding()
@@ -147,7 +153,7 @@ def write_rows(cfg, source, backend, table, state):
         raise UserError(f"source={cfg.source}: holds no record")
     for writer in writers.values():
         writer.feed([], last=True)
-    train.rows = min(train.rows, max_rows or train.rows)
+    train.rows = min(train.rows, max_rows or train.rows)  # `finish` cuts the file to that length
     if cfg.val_rows:
         writers["val"].write(train.take_last(cfg.val_rows))
     state["complete"] = True
@@ -169,8 +175,9 @@ def open_source(cfg):
     if Path(cfg.source).expanduser().exists() or not any(parts):
         parts = [(None, cfg.source, 1)]
     if not all(parts):
-        expected = "expected a share above 0 for each, like a:0.7,b:0.3"
-        raise UserError(f"source={cfg.source}: {expected}")
+        raise UserError(
+            f"source={cfg.source}: expected a share above 0 for each, as in a:0.7,b:0.3"
+        )
     streams = []
     facts = []
     uses = Counter()
@@ -181,16 +188,14 @@ def open_source(cfg):
         uses.update(map(os.path.realpath, files))
     file, n_uses = uses.most_common(1)[0]
     if n_uses > 1:
-        remedy = "name each file once, and no link to it"
-        raise UserError(f"source={cfg.source}: reads {[file]} twice; {remedy}")
+        raise UserError(f"source={cfg.source}: reads {[file]} twice; name each file once")
     if len(parts) == 1:
         return streams[0], facts
     shares = np.array([float(part[2]) for part in parts])
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
-    until = "first_exhausted"
-    return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=until), facts
+    return datasets.interleave_datasets(streams, shares, seed=0), facts
 
 
 def open_part(name: str, cfg):
@@ -228,30 +233,21 @@ def open_part(name: str, cfg):
 
 
 def open_tokenizer(cfg):
-    """Return the tokenizer and its name; a hub id with its commit. Refuses one that loses text."""
+    """Return the tokenizer and its name (for a hub id, with its commit).
+
+    Raises `UserError` for a tokenizer that loses text.
+    """
     name = cfg.tokenizer or cfg.teacher
     if not name:
-        expected = "expected a tokenizer's folder or hub id in one of them"
-        raise UserError(f"tokenizer=None, teacher=None: {expected}")
+        raise UserError("tokenizer=None, teacher=None: expected a folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
     eos = tokenizer.eos_token
-    pinned_name = pinned(name)
-    print(f"tokenizer: {pinned_name}", file=sys.stderr)
     if re.search(CHAT, eos):
-        problem = f"documents will end with its eos_token {eos}, which ends turns of a chat"
-        print(f"warning: {name}: {problem}; for plain text take the base model", file=sys.stderr)
+        problem = f"its eos_token {eos}, which will end documents, ends turns of a chat"
+        print(f"warning: {name}: {problem}; take the base model's", file=sys.stderr)
     file = find_folder(name) / "tokenizer.json"
     check_tokenizer(tokenizer, tokenizers.Tokenizer.from_file(str(file)))
-    return tokenizer, pinned_name
-
-
-def read_ahead(items):
-    """Yield the items of a generator. A thread makes the next one meanwhile."""
-    with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(next, items, None)
-        while item := future.result():
-            future = thread.submit(next, items, None)
-            yield item
+    return tokenizer, pinned(name)
 
 
 def read_batches(source, n_documents):
@@ -270,10 +266,10 @@ def read_batches(source, n_documents):
 
 
 def encode(backend, documents, state, max_bad_records) -> dict[str, list]:
-    """Return the ids of each document, with BOS and EOS, by the split that gets the document.
+    """Return the ids of each document, with BOS and EOS, as lists by split.
 
-    Counts the records in `state`, and lists those that cannot be read; raises `UserError` if these
-    are too many in all.
+    Counts the records in `state`, and lists those that cannot be read. Raises `UserError` if there
+    are more of these than `max_bad_records`.
     """
     recipe = state["recipe"]
     bos = [] if recipe["bos"] is None else [recipe["bos"]]
@@ -287,13 +283,11 @@ def encode(backend, documents, state, max_bad_records) -> dict[str, list]:
             problem = f"document {state['records']}: {document['bad']}"
             state["skipped"].append(problem)
             if len(state["skipped"]) > max_bad_records:
-                remedy = f"correct it, or set max_bad_records above {max_bad_records}"
-                raise UserError(f"{problem}; {remedy}")
+                raise UserError(f"{problem}; or set max_bad_records above {max_bad_records}")
         else:
             ids = np.array([*bos, *encoding.ids, eos], np.uint32)
             if (ids == eos).sum() > 1:
-                problem = "a text contains its eos_token; take another tokenizer"
-                raise UserError(f"tokenizer {recipe['tokenizer']}: {problem}")
+                raise UserError(f"tokenizer {recipe['tokenizer']}: a text contains its eos_token")
             is_val = held_out(document, recipe["val_share"])
             ids_of["val" if is_val else "train"].append(ids)
         state["records"] += 1
@@ -301,7 +295,7 @@ def encode(backend, documents, state, max_bad_records) -> dict[str, list]:
 
 
 def held_out(document, share) -> bool:
-    """Whether val.bin gets a document: a function of its name, or of its text without a name."""
+    """Return whether a document is held out, by a hash of its name, else of its text."""
     key = document["name"] or document["text"]
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
@@ -312,7 +306,7 @@ def held_out(document, share) -> bool:
 STOPS = ".!?…‼⁇⁈⁉؟۔।。！？｡"
 WIDE = "。！？｡"
 CLOSERS = "\"'”’»›)]}」』】》〉〕）］｝"
-UNDECIDED = CLOSERS + "\ufffd"  # what part of a character decodes to
+UNDECIDED = CLOSERS + "\ufffd"  # an incomplete UTF-8 sequence decodes to U+FFFD
 WORDS = (  # abbreviations in lower case, without the last full stop
     "mr mrs ms mx dr prof rev fr hon gen col capt cmdr lt maj sgt gov sen rep pres st sr jr esq "
     "messrs mme mlle vs viz etc al ca cf approx resp incl excl ibid no nos vol vols ch chap sec "
@@ -324,10 +318,10 @@ ABBREVIATIONS = set(WORDS.split())
 EOS = 1
 LINE = 2  # ends a line
 STOP = 4  # may end a sentence if whitespace follows; the tokens before it decide
-OPEN = 8  # may end a sentence even if none follows
+OPEN = 8  # may end a sentence even without whitespace after it
 SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
-GAP = 64  # holds whitespace, beyond which no word reaches back
+GAP = 64  # contains whitespace, so that no word starts before it
 
 
 def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[int]:
@@ -345,11 +339,14 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
          token of the stream (the one after the window, if need be) starts with whitespace. Where
          the last stop is in WIDE no whitespace is needed, as those scripts write none: the next
          token must then start with a whole character that is not in STOPS or CLOSERS.
-         A single "." does not end a sentence after a *word* that is one letter or digit
-         ("J. Smith"), two or three digits ("12. The", a label or the front of a number), single
-         letters with full stops between them ("U.S.", "e.g."), or in ABBREVIATIONS. The word is
-         what stands before the full stop, back to the first character that is neither a letter, a
-         digit nor a full stop, or to the start of the document or row. "..." and "?!" do end one.
+         A single "." does not end a sentence after some words. A *word* is what stands before the
+         full stop, back to the first character that is neither a letter, a digit nor a full stop,
+         or to the start of the document or row. These words are
+           - one letter or digit, as in "J. Smith";
+           - two or three digits, as in "12. The": a label, or the front of a number;
+           - single letters with full stops between them, as in "U.S." and "e.g.";
+           - those in ABBREVIATIONS.
+         "..." and "?!" always end a sentence.
 
     Without a boundary the row keeps all `row_len` ids. A boundary after the first id of a row does
     not count, since a row of one id has no target. What is left when the stream ends is the last
@@ -368,14 +365,13 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     candidate = (token & (EOS | LINE)) > 0
     candidate |= np.logical_and(token & STOP, following & SPACE)
     candidate |= np.logical_and(token & OPEN, following & FRESH)
-    candidates = np.flatnonzero(candidate).tolist()
+    candidate = candidate.tolist()
     start = 0
     ends = []
     while start + row_len < len(ids):
         end = start + row_len
-        inside = slice(bisect_right(candidates, start), bisect_left(candidates, end))
-        for i in reversed(candidates[inside]):
-            if flags[i] & (EOS | LINE) or ends_sentence(ids, flags, pieces, start, i):
+        for i in range(end - 1, start, -1):
+            if candidate[i] and ends_row(ids, flags, pieces, start, i):
                 end = i + 1
                 break
         ends.append(end)
@@ -385,8 +381,10 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     return ends
 
 
-def ends_sentence(ids, flags, pieces, start: int, i: int) -> bool:
-    """Whether ids[i] ends a sentence, by part 3 of the rule, in a row that begins at `start`."""
+def ends_row(ids, flags, pieces, start: int, i: int) -> bool:
+    """Whether a row that begins at `start` may end after ids[i], which is a candidate."""
+    if flags[i] & (EOS | LINE):
+        return True
     first = i
     while first > start and not flags[first] & GAP:  # no word reaches back beyond whitespace
         first -= 1
@@ -424,11 +422,11 @@ def token_class(piece: bytes) -> int:
         bits |= FRESH
     if re.search(rb"[ \t\n\r]", piece):
         bits |= GAP
-    # the last stop may be in an earlier token, before closers or parts of a character
-    last = text.rstrip(UNDECIDED)[-1:] or WIDE[0]
-    if last in WIDE:
+    last = text.rstrip(UNDECIDED)[-1:]
+    # without such a character, the last stop may be in an earlier token
+    if not last or last in WIDE:
         bits |= OPEN
-    if last in STOPS:
+    if not last or last in STOPS:
         bits |= STOP
     elif piece.rstrip(b" \t").endswith(b"\n"):
         bits |= LINE
@@ -451,7 +449,7 @@ class RowWriter:
         shorten(file, rows * row_len * 4)
 
     def feed(self, documents: list[np.ndarray], last: bool = False):
-        """Cut and write the complete rows, and after the `last` documents the incomplete row."""
+        """Write the complete rows. If these are the `last` documents, also the incomplete row."""
         ids = np.concatenate([self.rest, *documents])
         starts = np.array([0, *row_ends(ids, self.table, self.row_len, last)])
         lengths = np.diff(starts)
@@ -466,11 +464,12 @@ class RowWriter:
         self.rows += len(rows)
 
     def take_last(self, n: int) -> np.ndarray:
-        """Return the last n rows (all, if there are fewer), and count them no more."""
+        """Return the last n rows (all, if there are fewer), and remove them from the count."""
         n = min(n, self.rows)
         self.rows -= n
         start = self.rows * self.row_len * 4
-        return np.fromfile(self.file, np.uint32, n * self.row_len, offset=start).reshape(n, -1)
+        ids = np.fromfile(self.file, np.uint32, n * self.row_len, offset=start)
+        return ids.reshape(n, self.row_len)
 
     def save(self) -> dict:
         """Flush the rows to the disk. Return the state from which a new `RowWriter` continues."""
@@ -480,21 +479,26 @@ class RowWriter:
 
 
 def shorten(file, size):
-    """Cut off what a killed run wrote after its last commit. `UserError` if more is missing."""
+    """Cut off what a killed run wrote after its last commit.
+
+    Raises `UserError` if the file is shorter than its state says.
+    """
     if file.stat().st_size < size:
-        remedy = f"move {file.parent} aside and start again"
-        raise UserError(f"{file}: too short for prepare.state; {remedy}")
+        raise UserError(f"{file}: too short for prepare.state; move {file.parent} aside")
     os.truncate(file, size)
 
 
 def open_state(folder, recipe) -> dict | None:
     """Return the state of the unfinished work in a folder, or None if all rows are there.
 
-    Raises `UserError` if the folder holds data of another recipe, or files of something else.
+    The state is what prepare.state holds: `recipe`, the number of `records` read, the `skipped`
+    ones, the state of each of the `writers`, the position in the `source`, and at the end
+    `complete`. Raises `UserError` if the folder holds data of another recipe, or other files.
     """
     file = folder / "prepare.state"
     if file.exists():
-        state = read_json(file, STATE_KEYS, f"move {folder} aside and start again")
+        keys = ("recipe", "records", "writers", "skipped")
+        state = read_json(file, keys, f"move {folder} aside and start again")
         if state["records"]:
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
@@ -506,11 +510,10 @@ def open_state(folder, recipe) -> dict | None:
     else:
         foreign = [name for name in FILES if (folder / name).exists()]
         if foreign:
-            remedy = "move it aside, or set another data_dir"
-            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; {remedy}")
-    remove_work(folder)
+            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
+    remove_work(folder)  # nothing was committed: start over
     state = {"recipe": recipe, "records": 0, "writers": {}, "skipped": []}
-    write_json(file, state)  # first, as it tells whose the other files are
+    write_json(file, state)  # first, as it marks the other files as ours
     return state
 
 
@@ -520,7 +523,10 @@ def remove_work(folder):
 
 
 def check_recipe(folder, old, new):
-    """Raise `UserError` if recipes differ. Tokenizer and sources may move; their hashes count."""
+    """Raise `UserError` if recipes differ.
+
+    The names of tokenizer and sources may differ, as long as their hashes agree.
+    """
 
     def content(recipe):
         sources = [part | {"source": None} for part in recipe["sources"]]
@@ -531,9 +537,8 @@ def check_recipe(folder, old, new):
         if content(old).get(key) != content(new)[key]:
             changes.append(f"{key} was {old.get(key)!r:.200}, now {new[key]!r:.200}")
     if changes:
-        remedy = "Nothing was touched: set another data_dir, or move that folder aside"
         problem = f"holds data of another recipe: {'; '.join(changes)}"
-        raise UserError(f"{folder}: {problem}. {remedy}")
+        raise UserError(f"{folder}: {problem}. Set another data_dir, or move that folder aside")
 
 
 def commit(folder, state, writers):
@@ -543,15 +548,13 @@ def commit(folder, state, writers):
 
 
 def finish(folder, state) -> list[dict]:
-    """Give the files their final names and write their manifests. May be killed and repeated."""
+    """Give the files their final names and write their manifests. Safe to run again after a kill."""
     recipe = state["recipe"]
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # of no use to any recipe
-            asked = "train_rows={train_rows}, val_rows={val_rows}, val_share={val_share}"
-            problem = f"{state['records']:,} records leave no row for {split}, and nothing was kept"
-            remedy = "for few documents, --val_share=0 --val_rows=N holds out the last rows"
-            raise UserError(f"{asked.format(**recipe)}: {problem}; change one of these ({remedy})")
+            remedy = "--val_share=0 --val_rows=N holds out the last N rows"
+            raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
     manifests = []
     for split, writer in state["writers"].items():
         work = folder / f"{split}.bin.tmp"
@@ -572,7 +575,7 @@ def splits(recipe) -> list[str]:
 
 
 def read_blocks(file, row_len):
-    """Yield ids [n, row_len]. Reads, since the pages of a memory map count as memory in use."""
+    """Yield ids [n, row_len]. The pages of a memory map would count as memory of this process."""
     with open(file, "rb") as blocks:
         while block := blocks.read(4096 * row_len * 4):
             yield np.frombuffer(block, np.uint32).reshape(-1, row_len)
@@ -580,9 +583,7 @@ def read_blocks(file, row_len):
 
 def measure(file, recipe) -> dict:
     """Return counts and hashes of a rows file."""
-    n_rows = 0
-    n_tokens = 0
-    n_eos = 0
+    n_rows = n_tokens = n_eos = 0
     digest = hashlib.sha256()
     for block in read_blocks(file, recipe["row_len"]):
         n_rows += len(block)
@@ -603,7 +604,7 @@ def measure(file, recipe) -> dict:
 def measure_unigram(folder, recipe) -> dict:
     """Return the CE of a model that knows token frequencies alone, and half its 95 % interval.
 
-    It gives each held-out target its frequency among the training targets, plus one each. The
+    A token's probability is its frequency among the training targets, with add-one smoothing. The
     interval is over rows.
     """
     counts = np.ones(recipe["vocab_size"], np.int64)
@@ -635,19 +636,14 @@ def verify(folder):
         manifest = open_rows(folder, split)[1]
         for key, value in measure(file, manifest).items():
             if value != manifest.get(key):
-                problem = f"{key} is {value}, expected {manifest.get(key)}"
-                raise UserError(f"{file}: {problem}; prepare it again")
+                raise UserError(f"{file}: {key} is {value}, expected {manifest.get(key)}")
         print(f"{summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
 
 
 def show(path, first):
     """Print five rows of a folder, or of one of its .bin files, as text, each with its length."""
-    folder = path
-    split = "train"
-    if path.suffix == ".bin":
-        folder = path.parent
-        split = path.stem
-    rows, manifest = open_rows(folder, split)
+    file = path if path.suffix == ".bin" else path / "train.bin"
+    rows, manifest = open_rows(file.parent, file.stem)
     if first >= len(rows):
         raise UserError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])
@@ -659,8 +655,6 @@ def show(path, first):
 
 def summary(folder, manifest) -> str:
     facts = "{rows:,} rows, {tokens:,} tokens, {documents:,} documents, padding {padding_share:.1%}"
-    if not manifest["documents"]:
-        facts = facts.replace(" documents", " documents end in these rows: one long document")
     if "unigram_ce" in manifest:
         facts += ", unigram CE {unigram_ce:.4f} ± {unigram_half:.4f} (95 % over rows)"
     return f"{folder / manifest['split']}.bin: {facts.format(**manifest)}"

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +31,12 @@ import configure
 from configure import Config
 from lib import metrics, parallel
 from lib.checks import IGNORE
-from lib.device import gib, mfu, peak_bytes, pick_device, repair_compile_cache
+from lib.device import mfu, peak_bytes, pick_device, repair_compile_cache
 from lib.errors import UserError
 from lib.files import locked
 from lib.head import head_losses
 from lib.hf import weights_hash
-from lib.rows import Rows, row_order
+from lib.rows import Rows, read_ahead, row_order
 from model import Qwen2, flops_per_token, init_student
 from run import preflight
 from run.checkpoints import resume, save_checkpoints, save_model, stop_diverged
@@ -83,15 +82,6 @@ def micro_batches(
             yield x, y, n_valid, h_t
 
 
-def read_ahead(stream: Iterator[tuple]) -> Iterator[tuple]:
-    """Yield the batches of `stream`. A thread reads the next one while the caller uses this one."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(next, stream, None)
-        while batch := ahead.result():
-            ahead = pool.submit(next, stream, None)
-            yield batch
-
-
 # ----------------------------------------------------------------------------------------------
 # students
 
@@ -120,17 +110,13 @@ def make_student(
     model.to(cfg.device)
     extras.to(cfg.device)
 
-    decayed = []
-    not_decayed = []
+    decayed = {"params": [], "weight_decay": cfg.weight_decay}
+    others = {"params": [], "weight_decay": 0.0}
     for p in (*model.parameters(), *extras.parameters()):
-        if cfg.decay_1d or p.ndim > 1:
-            decayed.append(p)
-        else:
-            not_decayed.append(p)
-    groups = [{"params": decayed, "weight_decay": cfg.weight_decay}]
-    if not_decayed:
-        groups.append({"params": not_decayed, "weight_decay": 0.0})
+        group = decayed if cfg.decay_1d or p.ndim > 1 else others
+        group["params"].append(p)
     betas = (cfg.beta1, cfg.beta2)
+    groups = [decayed] if cfg.decay_1d else [decayed, others]
     optimizer = torch.optim.AdamW(groups, cfg.lr, betas, cfg.adam_eps, fused=True)
 
     return Student(
@@ -158,9 +144,10 @@ def initial_model(cfg: Config) -> Qwen2:
         model = Qwen2.from_pretrained(cfg.student_weights)
     model.cut(shape.vocab_size)
     if model.config != shape:
-        source = f"student_weights={cfg.student_weights}"
-        message = f"{source}: not of the shape of student={cfg.student}; set --student={source} too"
-        raise UserError(message)
+        name = cfg.student_weights
+        raise UserError(
+            f"student_weights={name}: not of the shape of student={cfg.student}; set both"
+        )
     return model.requires_grad_(True).train()
 
 
@@ -228,53 +215,40 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     if teacher and teacher.is_stored:  # then the thread only reads, and runs no model
         stream = read_ahead(stream)
     catch_signals()
-    say_names(students, cfg)
+    say_names(cfg)
     is_hidden = True if parallel.rank() > 0 else None  # None shows the bar on a terminal only
     bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
-    first_step = run.step
-    first_update = time.perf_counter()
+    run.first_step = run.step
+    run.began = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
-    next_save = first_update + pause
+    next_save = run.began + pause
     disk_error = None
+    stop = False
 
-    while run.step < cfg.max_steps and live:
+    while run.step < cfg.max_steps and live and not stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
-        t0 = time.perf_counter()
+        before = time.perf_counter()
         n_valid = update(live, teacher, stream, run.step, cfg)
-        t1 = time.perf_counter()
-        run.step += 1
+        after = time.perf_counter()
         # A signal may reach any process; only process 0 looks at the clock. The sums tell all.
-        save_is_due = parallel.rank() == 0 and t1 > next_save
+        save_is_due = parallel.rank() == 0 and after > next_save
         n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, STOP.is_set(), save_is_due)
+        run.count_update(n_valid, after - before)
+        validation_is_due = is_due(cfg.val_every_steps, run)
         save = stop or save_is_due or is_due(cfg.checkpoint_every_steps, run)
-        run.counts["valid_tokens"] += n_valid
-        run.counts["since_log_tokens"] += n_valid
-        run.counts["since_log_steps"] += 1
-        run.counts["since_log_sec"] += t1 - t0
-        if run.step == first_step + 1:
-            memory = gib(peak_bytes(torch.device(cfg.device)))
-            say(f"peak memory after the first update: {memory}")
-        check_weights = save or is_due(cfg.val_every_steps, run)
-        live = stop_diverged(live, check_weights, run)
-        if not live:
-            break
+        live = stop_diverged(live, save or validation_is_due, run)
 
-        if is_due(cfg.log_every_steps, run):
-            sec_per_step = (t1 - first_update) / (run.step - first_step)
-            log_terms(live, teacher, sec_per_step * (cfg.max_steps - run.step), run)
-        if is_due(cfg.val_every_steps, run):
-            validated = validate(live, teacher, val, cfg)
-            is_first = run.step <= first_step + cfg.val_every_steps  # since the program started
-            log_validation(live, validated, val.levels, is_first, run)
-        if save:
+        if live and is_due(cfg.log_every_steps, run):
+            log_terms(live, teacher, run)
+        if live and validation_is_due:
+            log_validation(live, validate(live, teacher, val, cfg), val.levels, run)
+        if live and save:
             is_final = stop or run.step == cfg.max_steps
             disk_error = try_save(live, disk_error, is_final, run)
             next_save = time.perf_counter() + (0 if disk_error else pause)
         bar.update()
-        if stop:
-            break
     bar.close()
 
 
@@ -372,8 +346,10 @@ def validate(
         parallel.sum_in_place(sums_by_row.values())
         totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
         figures = metrics.figures(totals)
-        names = [name for name, key in VALIDATION_FIGURES.items() if key in figures]
-        validated[s.name] = {name: float(figures[VALIDATION_FIGURES[name]]) for name in names}
+        validated[s.name] = {}
+        for name, key in VALIDATION_FIGURES.items():
+            if key in figures:
+                validated[s.name][name] = float(figures[key])
     return validated
 
 
@@ -383,12 +359,9 @@ def validation_batches(
     """Yield this process's batches of held-out rows: number of the first row, x, y, h_t."""
     size = cfg.micro_batch
     begin = parallel.rank() * size
-    end = n_rows
-    if cfg.shard > 1:
-        # Sharded layers compute on all processes together, so every process makes as many batches
-        # as process 0. A batch past the last row has no labels.
-        end += begin
-    for first in range(begin, end, parallel.world() * size):
+    # Sharded layers compute on all processes together, so every process makes as many batches as
+    # process 0. A batch past the last row has no labels.
+    for first in range(begin, begin + n_rows, parallel.world() * size):
         has_rows = first < n_rows
         index = np.arange(first, min(first + size, n_rows)) if has_rows else np.array([0])
         x, y, _ = val.batch(index, torch.device(cfg.device))
@@ -398,11 +371,13 @@ def validation_batches(
         yield first, x, y, h_t
 
 
-def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run: Run) -> None:
+def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     """Write a record for each student, with means over all tokens since the last record."""
     cfg = run.cfg
     counts = run.counts
     device = torch.device(cfg.device)
+    sec_per_step = (time.perf_counter() - run.began) / (run.step - run.first_step)
+    sec_left = sec_per_step * (cfg.max_steps - run.step)
     tok_per_sec = counts["since_log_steps"] * cfg.batch_rows * cfg.seq_len / counts["since_log_sec"]
     flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)
     if teacher:
@@ -427,9 +402,8 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
             **means[s.name],
             "lr": rate * s.lr_factor,
             "gnorm": s.gnorm,
-            **machine,
         }
-        record(s, values)
+        record(s, values | machine)
         s.sums = {}
     label = f"step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
     if utilisation:
@@ -488,8 +462,8 @@ def distil(cfg: Config) -> int:
         remedy = "--shard=N"
         if cfg.micro_batch > cfg.group:
             remedy = f"a micro_batch below {cfg.micro_batch}"
-        message = f"out of memory on {cfg.device}: set {remedy}, --recompute=True, or fewer methods"
-        raise UserError(message) from error
+        remedy += ", --recompute=True, or fewer methods"
+        raise UserError(f"out of memory on {cfg.device}: set {remedy}") from error
     finally:
         parallel.stop()
 
@@ -518,8 +492,7 @@ def train_students(cfg: Config) -> int:
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         rate = learning_rate(cfg.max_steps - 1, cfg)
         end = f"the rate ends at {rate:.1e} of {cfg.lr:.1e}"
-        remedy = f"to end at {cfg.min_lr:.1e} set schedule_steps too"
-        say(f"max_steps={cfg.max_steps}: {end}; {remedy}")
+        say(f"max_steps={cfg.max_steps}: {end}; to end at {cfg.min_lr:.1e} set schedule_steps too")
     if cfg.compile:
         say("compiling the models: the first update may take minutes")
         repair_compile_cache()

@@ -84,8 +84,7 @@ def write_documents(file, documents, level):
     lines = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in documents)
     compressor = zstandard.ZstdCompressor(level=level, threads=0)
     atomic_write(file, compressor.compress(lines.encode()))
-    n_chars = sum(len(document["text"]) for document in documents)
-    print(f"{file}: {len(documents):,} documents, {n_chars:,} characters")
+    print(f"{file}: {len(documents):,} documents, {len(lines):,} characters")
 
 
 def read_packages() -> Iterator[dict]:
@@ -159,21 +158,20 @@ def make_tokenizer():
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     )
     fast.save_pretrained(DEMO / "teacher")
-    print(f"{len(fast):,} entries in demo/teacher")
 
 
 def copy_weights(folder: str):
     model = Qwen2.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(DEMO / "teacher", load_tokenizer(str(DEMO / "teacher")))
-    print(f"{model.n_params:,} parameters in demo/teacher")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["text"]:
-        make_text()
-    elif sys.argv[1:] == ["tokenizer"]:
-        make_tokenizer()
-    elif sys.argv[1:2] == ["weights"] and len(sys.argv) == 3:
-        copy_weights(sys.argv[2])
-    else:
-        sys.exit(__doc__)
+    match sys.argv[1:]:
+        case ["text"]:
+            make_text()
+        case ["tokenizer"]:
+            make_tokenizer()
+        case ["weights", folder]:
+            copy_weights(folder)
+        case _:
+            sys.exit(__doc__)

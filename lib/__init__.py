@@ -3,10 +3,7 @@
 import torch
 
 # The functions that torch takes from MKL: IMPLEMENT_VML_MKL in torch/include/ATen/cpu/vml.h.
-VECTOR_FUNCTIONS = (
-    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp"),
-    *("log", "log10", "log2", "sin", "sqrt", "tan", "tanh", "trunc"),
-)
+VECTOR_FUNCTIONS = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc"
 
 
 def warm_up_vector_functions() -> None:
@@ -18,7 +15,7 @@ def warm_up_vector_functions() -> None:
     """
     for dtype in (torch.float32, torch.float64):
         x = torch.full((8,), 0.5, dtype=dtype, device="cpu")  # too few for a second thread
-        for name in VECTOR_FUNCTIONS:
+        for name in VECTOR_FUNCTIONS.split():
             getattr(torch, name)(x)
 
 

@@ -124,6 +124,5 @@ def dump(node: object) -> str:
 
 def is_print(node: ast.AST) -> bool:
     """Return whether a statement is a call that prints."""
-    call = getattr(node, "value", None)
-    is_call = isinstance(node, ast.Expr) and isinstance(call, ast.Call)
-    return is_call and isinstance(call.func, ast.Name) and call.func.id in PRINTS
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return is_call and getattr(node.value.func, "id", None) in PRINTS

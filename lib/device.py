@@ -109,9 +109,7 @@ def mfu(flops_per_sec: float, device: torch.device, n_devices: int) -> float | N
 
     None for a CPU or an unknown card.
     """
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     for key, peak in PEAK_FLOPS.items():
         if key in name:
             return flops_per_sec / (peak * n_devices)

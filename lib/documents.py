@@ -77,22 +77,18 @@ def read_document(record, column: str, where: str = "") -> dict:
     text = bad = ""
     try:
         if isinstance(record, Path):
-            record = {column: decode(record.read_bytes())}
+            content = record.read_bytes()
+            if b"\0" in content:
+                raise ValueError("contains NUL bytes, as UTF-16 does; expected UTF-8")
+            record = {column: content.decode("utf-8-sig")}
         if isinstance(record, bytes):
             record = json.loads(record)
         value = record[column]
         if not isinstance(value, str):
-            kind = type(value).__name__
-            raise TypeError(f"expected text, got {kind}; source_text names the field")
+            raise TypeError(f"expected text, got {type(value).__name__}")
         text = re.sub("[\ud800-\udfff]", "\ufffd", value)  # lone surrogates, which JSON can spell
     except LookupError as error:
         bad = f"{where}cannot be read: no {error}; source_text names the field"
     except (ValueError, TypeError, RecursionError) as error:
         bad = f"{where}cannot be read: {first_line(error)}"
     return {"name": "", "text": text, "bad": bad}
-
-
-def decode(content: bytes) -> str:
-    if b"\0" in content:
-        raise ValueError("contains NUL bytes, as UTF-16 does; expected UTF-8")
-    return content.decode("utf-8-sig")

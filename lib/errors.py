@@ -11,16 +11,9 @@ class UserError(ValueError):
     """
 
 
-def require(ok: object, message: str) -> None:
-    if not ok:
-        raise UserError(message)
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if it has none."""
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0]
 
 

@@ -23,10 +23,12 @@ def writing(path: Path) -> Iterator[None]:
     """Turn a failure to write `path`, such as a full disk, into a one-line `UserError`."""
     try:
         yield
-    except (OSError, safetensors.SafetensorError) as error:
+    except Exception as error:
         new = working_name(path)
         shutil.rmtree(new, ignore_errors=True)  # free its space
         new.unlink(missing_ok=True)
+        if not isinstance(error, OSError | safetensors.SafetensorError):
+            raise
         remedy = "free some space or check the permissions, then run the same command again"
         raise UserError(f"{path}: cannot be written ({error}); {remedy}") from error
 
@@ -74,8 +76,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     new = working_name(path)
     old = working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
-    with contextlib.ExitStack() as stack, writing(path):
-        stack.callback(shutil.rmtree, new, ignore_errors=True)  # if it fails, free its space
+    with writing(path):
         new.mkdir(parents=True)
         yield new
         for file in filter(Path.is_file, new.rglob("*")):
@@ -157,8 +158,9 @@ def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each kind of broken file has an error of its own
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path}: cannot be used ({reason}); {remedy}") from error
+        raise UserError(
+            f"{path}: cannot be used ({type(error).__name__}: {first_line(error)}); {remedy}"
+        ) from error
 
 
 def read_json(path: Path, keys: Iterable[str] = (), remedy: str = REMEDY) -> dict:
@@ -201,8 +203,7 @@ def truncate_lines(path: Path, step: int) -> None:
 def check_keys(value, keys: Iterable[str], where: Path | str, remedy: str = REMEDY) -> dict:
     """Return a JSON object. Raises `UserError` if it is none, or lacks a key."""
     if not isinstance(value, dict):
-        problem = f"expected a JSON object, got {type(value).__name__}"
-        raise UserError(f"{where}: {problem}; {remedy}")
+        raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
     for key in keys:
         if key not in value:
             raise UserError(f"{where}: no {[key]} in it; {remedy}")

@@ -52,8 +52,9 @@ def find_folder(name: str) -> Path:
         return folder
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
-        expected = "expected a local model folder or a hub id 'owner/name[@revision]'"
-        raise UserError(f"{name}: no such folder; {expected}")
+        raise UserError(
+            f"{name}: no such folder; a hub id is 'owner/name' or 'owner/name@revision'"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -63,8 +64,9 @@ def find_folder(name: str) -> Path:
             once(snapshot_download, repository, revision=revision, allow_patterns=HUB_FILES)
         )
     except (OSError, HFValidationError) as error:
-        reason = f"no such local folder, and the hub refused it ({first_line(error)})"
-        raise UserError(f"{name}: {reason}") from error
+        raise UserError(
+            f"{name}: no such local folder, and the hub refused it ({first_line(error)})"
+        ) from error
 
 
 def pinned(name: str) -> str:
@@ -82,9 +84,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """
     file = find_folder(name) / "tokenizer.json"
     if not file.is_file():
-        raise UserError(
-            f"{name}: no tokenizer.json; expected a folder or hub id with a fast tokenizer"
-        )
+        raise UserError(f"{name}: no tokenizer.json; expected a folder with a fast tokenizer")
     with reading(file, "download the folder again"):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
     if tokenizer.eos_token_id is None:
@@ -98,13 +98,9 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    return tensors_hash(model.state_dict())
-
-
-def tensors_hash(tensors: dict[str, Tensor]) -> str:
     """Return the sha256 of the names and bytes of all tensors. Equal hashes mean equal tensors."""
     digest = hashlib.sha256()
-    for name, p in tensors.items():
+    for name, p in model.state_dict().items():
         p = parallel.full_tensor(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         flat = p.detach().cpu().contiguous().flatten()
@@ -196,22 +192,18 @@ def read_weights(model: nn.Module, folder: Path) -> None:
                 if source.any():
                     raise UserError(f"{file}: {name} is not zero; this decoder has no such bias")
             elif not name.endswith("rotary_emb.inv_freq"):
-                expected = "expected no such tensor, or no second one"
-                raise UserError(f"{file}: {name} is {tuple(source.shape)}, {expected}")
+                raise UserError(f"{file}: {name}: expected no such tensor, or no second one")
     if missing:
-        problem = f"missing tensor {min(missing)} ({len(missing)} in all)"
-        raise UserError(f"{folder}: {problem}; the checkpoint is incomplete")
+        raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
     embedding = targets["model.embed_tokens.weight"]
     if tied_head is not None and not torch.equal(tied_head.to(embedding), embedding):
-        problem = "differs from the embedding, but config.json ties them"
-        raise UserError(f"{folder}: lm_head.weight {problem}")
+        raise UserError(f"{folder}: lm_head.weight differs from the embedding, though tied to it")
 
 
 def copy_weight(source: Tensor, target: Tensor, name: str) -> None:
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
-    is_float = source.is_floating_point() and source.element_size() > 1
-    if not is_float or not all_finite(source):
+    if not source.is_floating_point() or not all_finite(source):
         raise UserError(f"{name} is {source.dtype}, or not finite; download or write it again")
     target.copy_(parallel.distribute_like(source, target))
 
@@ -231,8 +223,9 @@ def check_weights(folder: Path, n_layers: int) -> None:
                     expected = "expected weights that are not quantized"
                     raise UserError(f"{file}: {name} is {kind}; {expected}")
     if n < n_layers:
-        problem = f"num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
-        raise UserError(f"{folder}/config.json: {problem}")
+        raise UserError(
+            f"{folder}: num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
+        )
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lib import vocab
+from lib.checks import IGNORE
 from lib.head import mm, operand
-from lib.rows import IGNORE
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: fits in a CPU's cache
@@ -118,8 +118,7 @@ def row_sums(
 
 def logits_of(h: Tensor, head: Tensor, cast: Callable = operand) -> Tensor:
     """Return the logits [N, V] in fp32 of h [N, D] and head [V, D], by the product of training."""
-    w = cast(head, h.dtype)
-    return mm(operand(h, h.dtype), w.t())
+    return mm(operand(h, h.dtype), cast(head, h.dtype).t())
 
 
 class _Prediction(NamedTuple):
@@ -135,17 +134,12 @@ def _predict(z: Tensor, y: Tensor) -> _Prediction:
     logp = z.log_softmax(-1)
     p = logp.exp()
     entropy = -(p * logp).sum(-1)
-    return _Prediction(logp, p, -pick(logp, y), entropy, _top(z))
+    return _Prediction(logp, p, -pick(logp, y), entropy, vocab.top(z, min(5, z.shape[1])))
 
 
 def pick(logp: Tensor, y: Tensor) -> Tensor:
     """Return logp[n, y[n]] for each position n."""
     return logp.gather(1, y[:, None])[:, 0]
-
-
-def _top(z: Tensor) -> Tensor:
-    k = min(5, z.shape[1])
-    return vocab.top(z, k)
 
 
 def _add_figures(
@@ -159,7 +153,7 @@ def _add_figures(
     """Add a student's figures at N positions to the sums of their rows [N]."""
     logp = z.log_softmax(-1)
     ce = -pick(logp, y)
-    top = _top(z)
+    top = vocab.top(z, min(5, z.shape[1]))
     best = top[:, 0]
     values = {"n": torch.ones_like(ce), "ce": ce}
     if n_bytes is not None:

@@ -57,12 +57,9 @@ def sum_in_place(tensors: Iterable[Tensor]) -> None:
 
 def all_reduce_sum(*numbers: Tensor | float) -> list[float]:
     """Return the numbers, each summed over the processes. Waits for the device."""
-    device = torch.device("cpu")
+    device = "cpu"
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        device = torch.device("cuda")
-    devices = [x.device for x in numbers if isinstance(x, Tensor)]
-    if devices:
-        device = devices[0]
+        device = "cuda"
     sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
     sum_in_place([sums])
     return sums.tolist()

@@ -7,6 +7,8 @@ Dimension key: B rows, T time.
 
 import hashlib
 import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +40,7 @@ def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
     file = Path(folder) / f"{name}.bin"
     manifest = Path(folder) / f"{name}.json"
     if not manifest.is_file() or not file.is_file():
-        remedy = "run prepare.py with the same config"
-        raise UserError(f"{folder}: no {name}.bin with {name}.json; {remedy}")
+        raise UserError(f"{folder}: no {name}.bin with {name}.json; run prepare.py with the config")
     remedy = f"move {folder} aside and prepare it again"
     facts = read_json(manifest, MANIFEST, remedy)
     shape = (facts["rows"], facts["row_len"])
@@ -64,8 +65,9 @@ class Rows:
         self.mask_after_eos = mask_after_eos
         stored_len = self.ids.shape[1] - 1
         if stored_len != seq_len:
-            problem = f"{folder} has rows for seq_len={stored_len}"
-            raise UserError(f"seq_len={seq_len}: {problem}; set that, or prepare again")
+            raise UserError(
+                f"seq_len={seq_len}: {folder} has rows for seq_len={stored_len}; set that"
+            )
         # CEs to compare a model's with: a uniform guess, and token frequencies (held-out rows only)
         self.levels = {"uniform_ce": math.log(n_vocab)}
         if "unigram_ce" in self.manifest:
@@ -76,18 +78,17 @@ class Rows:
 
         -> inputs x [B, T], labels y [B, T] (IGNORE for padding), number of labels
         """
-        ids = self.ids[index].astype(np.int64)
+        ids = torch.from_numpy(self.ids[index].astype(np.int64))
         is_pad = ids == PAD
         if (ids[~is_pad] >= self.n_vocab).any():
-            problem = f"an id beyond the vocabulary of {self.n_vocab} in rows {index}"
-            raise UserError(f"{self.file}: {problem}; prepare it again")
-        inputs = np.where(is_pad, self.eos, ids)[:, :-1]  # no valid position sees the padding
-        labels = np.where(is_pad, IGNORE, ids)[:, 1:]
+            raise UserError(
+                f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}"
+            )
+        x = ids.masked_fill(is_pad, self.eos)[:, :-1].contiguous()  # no label sees the padding
+        y = ids.masked_fill(is_pad, IGNORE)[:, 1:].contiguous()
         if self.mask_after_eos:
-            labels[ids[:, :-1] == self.eos] = IGNORE
-        n_valid = int((labels != IGNORE).sum())
-        x = torch.from_numpy(np.ascontiguousarray(inputs))
-        y = torch.from_numpy(np.ascontiguousarray(labels))
+            y[ids[:, :-1] == self.eos] = IGNORE
+        n_valid = int((y != IGNORE).sum())
         if device.type == "cuda":
             x = x.pin_memory()
             y = y.pin_memory()
@@ -145,3 +146,15 @@ def shuffled(i: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
         i[outside] = left * side + right
         outside = i >= n
     return i.astype(np.int64)
+
+
+def read_ahead(items: Iterator) -> Iterator:
+    """Yield the items of an iterator. A thread makes the next one while the caller uses this one.
+
+    An item that is empty ends it.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(next, items, None)
+        while item := future.result():
+            future = thread.submit(next, items, None)
+            yield item

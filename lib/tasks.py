@@ -84,7 +84,6 @@ SUITES = {
     "validation": [name for name, task in TASKS.items() if task.validation],
 }
 
-FILES = (".jsonl", ".csv")  # kinds of local files
 STORYCLOZE = (
     "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), "
     "no hub has them; put them at DATA_DIR/storycloze_2016/test.csv or name the file by "
@@ -145,13 +144,12 @@ def read_items(
         digest = hashlib.sha256()
         for row in rows:
             digest.update(json.dumps(row, sort_keys=True).encode())
-        items[name] = Items(source, rows, digest.hexdigest())
-        got = items[name].sha256
+        got = digest.hexdigest()
+        items[name] = Items(source, rows, got)
         expected = PUBLISHED.get(f"{name}/{split}", got)
         if got != expected and not any_items:
             problem = f"{len(rows):,} items that are not the published ones of {name}"
-            hashes = f"sha256 {got[:12]}, expected {expected[:12]}"
-            raise UserError(f"{source}: {problem} ({hashes}); --any_items scores them unchecked")
+            raise UserError(f"{source}: {problem}; --any_items scores them unchecked")
     return items
 
 
@@ -191,8 +189,8 @@ def find_storycloze(data_dir: str | None, file: str | None) -> Path | None:
             raise UserError(f"--storycloze {file}: no such file")
         return Path(file)
     if data_dir:
-        for kind in FILES:
-            path = Path(data_dir, "storycloze_2016", f"test{kind}")
+        for kind in ("jsonl", "csv"):
+            path = Path(data_dir, "storycloze_2016", f"test.{kind}")
             if path.is_file():
                 return path
     return None
@@ -212,8 +210,8 @@ def read_stories(file: Path) -> list[dict]:
 
 def read_file(file: Path) -> list[dict]:
     """Return the rows of a JSONL or CSV file."""
-    if file.suffix not in FILES:
-        raise UserError(f"{file}: expected one of {', '.join(FILES)}")
+    if file.suffix not in (".jsonl", ".csv"):
+        raise UserError(f"{file}: expected one of .jsonl, .csv")
     with reading(file, "fetch it again"):
         text = file.read_bytes().decode("utf-8-sig")
         if file.suffix == ".jsonl":

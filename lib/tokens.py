@@ -1,5 +1,6 @@
 """The bytes that a tokenizer's ids stand for, and checks that it loses no text."""
 
+import itertools
 import json
 import re
 import unicodedata
@@ -46,13 +47,10 @@ def byte_level_alphabet() -> dict[int, str]:
     Printable bytes are written as themselves, all others as the characters from U+0100 on.
     """
     latin = {}
-    n_hidden = 0
+    hidden = itertools.count(0x100)
     for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
-            latin[byte] = chr(byte)
-        else:
-            latin[256 + n_hidden] = chr(byte)
-            n_hidden += 1
+        is_printable = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
+        latin[byte if is_printable else next(hidden)] = chr(byte)
     return latin
 
 
@@ -65,13 +63,10 @@ def leading_bos(tokenizer) -> int | None:
     backend = tokenizer.backend_tokenizer
     bare = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
-    n = 0
-    while n < len(full) and full[n : n + len(bare)] != bare:
-        n += 1
-    if n == 0:
+    if full[: len(bare)] == bare:
         return None
     token = tokenizer.added_tokens_decoder.get(full[0])
-    if n == 1 and n < len(full) and token and token.special:
+    if full[1 : 1 + len(bare)] == bare and token and token.special:
         return full[0]
     expected = "expected at most one special token before it"
     remedy = "set bos=none, or take another tokenizer"
@@ -88,14 +83,11 @@ def check_tokenizer(tokenizer, known: tokenizers.Tokenizer) -> None:
     if dropout:
         problem = f"dropout={dropout} draws other ids each time"
         raise UserError(f"tokenizer: {problem}; set it to null in tokenizer.json")
-    strips = []
     for token in backend.get_added_tokens_decoder().values():
         rare_in_text = token.special or re.fullmatch(r"<.+>|\[.+\]", token.content)
         if (token.lstrip or token.rstrip) and not rare_in_text:
-            strips.append(token.content)
-    if strips:
-        remedy = "remove lstrip and rstrip in tokenizer.json"
-        raise UserError(f"tokenizer: loses the blanks around {strips}; {remedy}")
+            remedy = "remove lstrip and rstrip in tokenizer.json"
+            raise UserError(f"tokenizer: loses the blanks around {[token.content]}; {remedy}")
     eos = tokenizer.eos_token
     if known.token_to_id(eos) is None:
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")

@@ -58,14 +58,15 @@ def resume(students: list[Student], run: Run) -> None:
     elif common:
         run.step = newest_complete(live, common, run)
         run.counts = restore(live, run.step)
-    elif any(has_begun(s) for s in live):
+    elif any(map(has_begun, live)):
         problem = "its students have no checkpoint in common"
         raise UserError(f"{out}: {problem}; restore one, or choose another out_dir")
     elif cfg.resume_from:
         run.step, run.counts["valid_tokens"] = start_from(cfg.resume_from, live)
     if run.step > cfg.max_steps:
-        problem = f"{out} is at step {run.step}"
-        raise UserError(f"max_steps={cfg.max_steps}: {problem}; set at least that")
+        raise UserError(
+            f"max_steps={cfg.max_steps}: {out} is at step {run.step}; set at least that"
+        )
     say_summary(students, run)
     parallel.all_gather(None)  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
@@ -139,12 +140,11 @@ def check_same_run(name: str, state: dict, checkpoint: Path, run: Run) -> None:
         run.facts.setdefault("accepted_edits", {})[name] = phrases
         say(f"{name}: accepted edits; {phrases}")
         return
-    problem = f"contains a different run ({name}: {phrases})"
     remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it, and"
-    restart = "--student_weights starts anew from its weights"
+    remedy += " --student_weights starts anew from its weights"
     if changes.keys() <= {*EDITS}:
-        restart += "; --accept_edits=True takes the code as equal"
-    raise UserError(f"{checkpoint}: {problem}; {remedy} {restart}")
+        remedy += "; --accept_edits=True takes the code as equal"
+    raise UserError(f"{checkpoint}: contains a different run ({name}: {phrases}); {remedy}")
 
 
 def restore(live: list[Student], step: int) -> dict:
@@ -163,17 +163,17 @@ def start_from(name: str, live: list[Student]) -> tuple[int, int]:
     """Load the checkpoint `resume_from` into every student. Returns its step and valid tokens."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
-        expected = "out/NAME/METHOD/checkpoints/step_.."
-        raise UserError(f"resume_from={name}: no checkpoint; expected {expected}")
-    states = [load_checkpoint(checkpoint, s) for s in live]
-    return states[0]["step"], states[0]["valid_tokens"]
+        raise UserError(
+            f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
+        )
+    for s in live:
+        state = load_checkpoint(checkpoint, s)
+    return state["step"], state["valid_tokens"]
 
 
 def record_start(file: Path, run: Run) -> None:
     """Write run.json, and add this start to its `starts`."""
-    starts = []
-    if file.is_file():
-        starts = read_json(file).get("starts", [])
+    starts = read_json(file).get("starts", []) if file.is_file() else []
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
@@ -198,25 +198,23 @@ def check_disk(students: list[Student], cfg: Config) -> str:
             free += file.stat().st_size
     use = f"checkpoints and models take up to {gib(needed)} of disk, {gib(free)} are free"
     if needed > free:
-        remedy = "choose another disk, or set --keep_checkpoints=1"
-        raise UserError(f"out_dir={out}: {use}; {remedy}")
+        raise UserError(f"out_dir={out}: {use}; choose another disk, or set --keep_checkpoints=1")
     return use
 
 
 def say_summary(students: list[Student], run: Run) -> None:
     """Print the machine, teacher and students, the students' size, and how far the run has come."""
     cfg = run.cfg
+    first = students[0]
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     teacher = run.facts["teacher_used"] or "no teacher"
     dtype = str(compute_dtype(cfg)).removeprefix("torch.")
-    mode = "compiled" if cfg.compile else "eager"
     machine = f"{run.facts['machine']}, processes: {parallel.world()}"
-    size = f"{students[0].model.n_params:,} parameters"
-    weights = students[0].init_sha256[:12]
+    size = f"{first.model.n_params:,} parameters"
     progress = f"step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each"
-    say(f"{machine}, {dtype}, {mode}, micro_batch {cfg.micro_batch}")
+    say(f"{machine}, {dtype}, compile={cfg.compile}, micro_batch={cfg.micro_batch}")
     say(f"{teacher} -> {', '.join(names)}")
-    say(f"{cfg.student}: {size}, initial weights {weights}")
+    say(f"{cfg.student}: {size}, initial weights {first.init_sha256[:12]}")
     say(f"{cfg.out_dir}: {progress}; {check_disk(students, cfg)}")
 
 
@@ -264,16 +262,11 @@ def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
     for p, state in s.optimizer.state.items():
         for key, value in state.items():
             optimizer[f"{names[p]}/{key}"] = value
-    groups = {
-        "model": s.model.state_dict(),
-        "extras": s.extras.state_dict(),
-        "optimizer": optimizer,
-    }
-    gathered = {}
-    for name, group in groups.items():
-        if group:
-            gathered[name] = parallel.to_first(dict(sorted(group.items())))
-    return gathered
+    groups = {"model": parallel.to_first(s.model.state_dict())}
+    groups["optimizer"] = parallel.to_first(optimizer)
+    if s.extras:
+        groups["extras"] = parallel.to_first(s.extras.state_dict())
+    return groups
 
 
 def write_checkpoint(path: Path, groups: dict[str, dict], state: dict, s: Student) -> None:
@@ -325,8 +318,7 @@ def read_state(path: Path) -> dict:
         if changed:
             raise UserError(f"{path}: {changed} not as it was saved")
     except UserError as error:
-        remedy = f"move {path} aside to resume from the one before"
-        raise BrokenError(f"{error}; {remedy}") from error
+        raise BrokenError(f"{error}; move {path} aside to resume from the one before") from error
     return state
 
 
@@ -341,8 +333,8 @@ def load_checkpoint(path: Path, s: Student) -> dict:
         groups[Path(file).stem] = safetensors.torch.load_file(path / file)
     if not groups:  # a checkpoint of step 0
         return state
-    problem = "its student had other parameters or extras"
-    with reading(path, f"{problem}; undo the edit, or choose another checkpoint"), torch.no_grad():
+    problem = "its student had other parameters or extras; choose another checkpoint"
+    with reading(path, problem), torch.no_grad():
         copy_tensors(groups["model"], s.model)
         copy_tensors(groups.get("extras", {}), s.extras)
         parameters = s.parameters()

@@ -22,18 +22,19 @@ from run.teacher import Teacher
 @torch.no_grad()
 def histograms(
     live: list[Student], teacher: Teacher, batches: Iterable, cfg: Config
-) -> tuple[dict, dict[str, list[int]]]:
+) -> tuple[dict, dict]:
     """Return the teacher's histograms and the students' local budgets over one update.
 
     batches  x [B, T], labels y [B, T], their number, and the teacher's hidden states
              [B, T, D]; sums are over all processes
-    ->       the teacher's record: `n` valid positions, `d_u_hist` (candidates: its own top d_max),
-             means `p_label`, `p_top1`, `agree`, `ce`, `entropy`; `p_label_hist`, `p_top1_hist`
-             (50 equal bins of [0, 1]); and for each student whose objective has a budget, how many
-             positions have each budget
+    ->       the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as
+             candidates), means `p_label`, `p_top1`, `agree`, `ce`, `entropy`; `p_label_hist`,
+             `p_top1_hist` (50 equal bins of [0, 1]); and for each student whose objective has a
+             budget, how many positions have each budget
     """
     with parallel.gathered_roots(s.model for s in live):
-        return _histograms(teacher, objectives_with_budget(live, cfg), batches, cfg)
+        students = objectives_with_budget(live, cfg)
+        return _histograms(teacher, students, batches, cfg)
 
 
 def objectives_with_budget(live: list[Student], cfg: Config) -> dict[str, tuple]:
@@ -42,16 +43,18 @@ def objectives_with_budget(live: list[Student], cfg: Config) -> dict[str, tuple]
     for s in live:
         method = resolve(s.name, **cfg.overrides_of(s.name))
         result_type = inspect.signature(method.fn).return_annotation
-        if "d_u" in getattr(result_type, "_fields", ()):  # such as AlraTerms
+        fields = getattr(result_type, "_fields", ())
+        if "d_u" in fields:  # such as AlraTerms
             objective = functools.partial(method.fn, **method.hyper)
-            students[s.name] = (*hidden_and_head(s, cfg), objective)
+            hidden, head = hidden_and_head(s, cfg)
+            students[s.name] = hidden, head, objective
     return students
 
 
 def _histograms(
     teacher: Teacher, students: dict[str, tuple], batches: Iterable, cfg: Config
-) -> tuple[dict, dict[str, list[int]]]:
-    budget = functools.partial(alra, **resolve("alra", **cfg.overrides_of("alra")).hyper)
+) -> tuple[dict, dict]:
+    hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
     n = 0
     sums = {}
     counts = {}
@@ -60,40 +63,46 @@ def _histograms(
         valid = labels != IGNORE
         n = n + valid.sum()
         z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
-        for key, value in _teacher_sums(z_t[valid], labels[valid]).items():
+        teacher_sums = _teacher_sums(z_t[valid], labels[valid])
+        for key, value in teacher_sums.items():
             sums[key] = sums.get(key, 0) + value
-        terms = {"": budget(z_t, z_t, labels)}  # the teacher as its own student
+        terms = {"": alra(z_t, z_t, labels, **hyper)}  # the teacher as its own student
         for name, (hidden, head, objective) in students.items():
-            z_s = logits_of(hidden(x).flatten(0, 1), head)
+            h_s = hidden(x).flatten(0, 1)
+            z_s = logits_of(h_s, head)
             terms[name] = objective(z_s, z_t, labels)
         for name, result in terms.items():
             n_bins = result.tokens.shape[1] + 1
             budgets = torch.bincount(result.d_u[valid], minlength=n_bins)
             counts[name] = counts.get(name, 0) + budgets
     parallel.sum_in_place([n, *sums.values(), *counts.values()])
+    n = int(n)
     counts = {name: count.tolist() for name, count in counts.items()}
-    record = {"n": int(n), "d_u_hist": counts.pop("")}
+    record = {"n": n, "d_u_hist": counts.pop("")}
     for key, value in sums.items():
-        record[key] = value.tolist() if value.ndim else float(value) / int(n)
+        if value.ndim:
+            record[key] = value.tolist()
+        else:
+            record[key] = float(value) / n
     return record, counts
 
 
-def _forward_batches(batches: Iterable, group: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+def _forward_batches(batches: Iterable, group: int) -> Iterable[tuple]:
     """Yield x, y and the teacher's hidden states of `group` rows at a time."""
     for x, y, _, h_t in batches:
-        parts = (x.split(group), y.split(group), h_t.split(group))
-        yield from zip(*parts, strict=True)
+        yield from zip(x.split(group), y.split(group), h_t.split(group), strict=True)
 
 
 def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Return sums over valid positions [], and counts of positions in 50 bins by probability."""
     logp = z.log_softmax(-1)
+    logp_label = pick(logp, y)
     top = logp.max(-1)
     values = {
-        "p_label": pick(logp, y).exp(),
+        "p_label": logp_label.exp(),
         "p_top1": top.values.exp(),
-        "agree": (top.indices == y).float(),
-        "ce": -pick(logp, y),
+        "agree": top.indices == y,
+        "ce": -logp_label,
         "entropy": -(logp.exp() * logp).sum(-1),
     }
     sums = {}

@@ -46,21 +46,22 @@ def made_by(cfg: Config, name: str) -> dict:
     """Return everything that determines a student's weights, up to rounding, as a JSON object."""
     method = resolve(name, **cfg.overrides_of(name))
     train = read_manifest(cfg, "train")
-    val = read_manifest(cfg, "val")
     record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
-    record["methods"] = name.partition("@")[0]
-    record["hyper"] = all_settings(cfg, name)
-    record["moving"] = method.moving
-    record["objective"] = objective_code(name)
-    record["code"] = step_code()
-    record["shape"] = dataclasses.asdict(student_shape(cfg))
-    record["student_weights"] = content_hash(cfg.student_weights)
-    record["resume_from"] = content_hash(cfg.resume_from)
-    record["teacher_sha256"] = content_hash(cfg.teacher) if method.has_teacher else None
-    record["data_sha256"] = train["sha256"]
-    record["val_sha256"] = val["sha256"]
-    record["tokenizer_sha256"] = train["tokenizer_sha256"]
+    record |= {
+        "methods": name.partition("@")[0],
+        "hyper": all_settings(cfg, name),
+        "moving": method.moving,
+        "objective": objective_code(name),
+        "code": step_code(),
+        "shape": dataclasses.asdict(student_shape(cfg)),
+        "student_weights": content_hash(cfg.student_weights),
+        "resume_from": content_hash(cfg.resume_from),
+        "teacher_sha256": content_hash(cfg.teacher) if method.has_teacher else None,
+        "data_sha256": train["sha256"],
+        "val_sha256": read_manifest(cfg, "val")["sha256"],
+        "tokenizer_sha256": train["tokenizer_sha256"],
+    }
     return json.loads(json.dumps(record))  # tuples become lists, as in a file
 
 
@@ -118,8 +119,7 @@ def content_hash(name: str | None) -> str | None:
         return None
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
-        expected = "expected a model's folder or a checkpoint"
-        raise UserError(f"{name}: no config.json in it; {expected}")
+        raise UserError(f"{name}: no config.json in it; expected a model's folder or a checkpoint")
     hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 

@@ -28,9 +28,9 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say_names(students: list[Student], cfg: Config) -> None:
+def say_names(cfg: Config) -> None:
     """Print the column heads of `say_values` if there are several students."""
-    if len(students) > 1:
+    if len(cfg.methods) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
 
 
@@ -75,18 +75,16 @@ def log_validation(
     live: list[Student],
     validated: dict[str, dict],
     rows_levels: dict[str, float],
-    is_first: bool,
     run: Run,
 ) -> None:
-    """Print and record the results of a validation.
+    """Print and record the results of a validation; the first time with the reference CEs.
 
     rows_levels  reference CEs of a uniform guess and of a unigram model (`Rows.levels`)
-    is_first     also print the reference CEs
     """
     levels = {f"val_{key}": ce for key, ce in rows_levels.items()}
     keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in validated[live[0].name]]
     say_values(f"step {run.step}", validated, keys, run.cfg)
-    if is_first:
+    if run.step <= run.first_step + run.cfg.val_every_steps:
         say_levels(validated[live[0].name] | levels)
     for s in live:
         record(s, {"step": run.step, **validated[s.name], **levels})
@@ -106,8 +104,7 @@ def say_levels(values: dict[str, float]) -> None:
     teacher_ce = levels.get("teacher_ce", 0)
     if teacher_ce > bound:
         problem = "worse than a unigram model, so a low KL to it means little"
-        remedy = "choose another teacher"
-        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}, {problem}; {remedy}")
+        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}, {problem}")
 
 
 def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:

@@ -135,7 +135,7 @@ def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
     from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
 
     # torch counts recompilations per code object, and all methods share this one
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    torch._dynamo.config.recompile_limit = 256
     method = Method(fn, dict(hyper), w_kd, w_ce)
 
     def evaluate_one(*inputs, scheduled=None):
@@ -156,10 +156,10 @@ def evaluate(
     """
     if scheduled:
         hyper = method.hyper | scheduled
-        w_kd = hyper.pop("w_kd", None)
-        method = method._replace(hyper=hyper)
-        if w_kd is not None:
+        if "w_kd" in hyper:
+            w_kd = hyper.pop("w_kd")
             method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
+        method = method._replace(hyper=hyper)
     if not gradient_dtype:
         with torch.no_grad():
             loss, sums = mean_loss(method, z_s, z_t, y)
@@ -227,9 +227,7 @@ def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
     random_state = torch.get_rng_state()
     first = _loss_and_gradient(fn, is_random, z, y)
     wild = _loss_and_gradient(fn, is_random, z_wild, y)
-    again = first
-    if not torch.equal(first, wild):  # because of the ignored position, or do equal calls differ?
-        again = _loss_and_gradient(fn, is_random, z, y)
+    again = _loss_and_gradient(fn, is_random, z, y)
     if not first.isfinite().all():
         raise UserError("its loss or gradient is not finite at ordinary logits")
     drew = not torch.equal(torch.get_rng_state(), random_state)
@@ -237,14 +235,12 @@ def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
         remedy = "draw from a keyword `generator: torch.Generator | None = None`"
         raise UserError(f"equal calls differ; keep no state, {remedy}")
     if not torch.equal(first, wild):
-        remedy = "leave them out of means (`valid_mean`)"
-        raise UserError(f"ignored logits change other positions; {remedy}")
+        raise UserError("ignored logits change other positions; use `valid_mean`")
 
 
 def _check_unchanged(name: str, argument: Tensor, original: Tensor) -> None:
     if not torch.equal(argument, original):
-        problem = f"{name} is changed in place"
-        raise UserError(f"{problem}; other students read it too: make a copy")
+        raise UserError(f"{name} is changed in place; other students read it too: make a copy")
 
 
 def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> Tensor:
@@ -255,15 +251,15 @@ def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> T
     parts = parts_of(fn(z_s.requires_grad_(), z_t, labels, **keywords))
     loss = parts["loss"]
     if getattr(loss, "shape", None) != y.shape or loss[1] != 0:
-        remedy = "end with `return leave(.., valid)`"
-        raise UserError(f"expected one number per position, 0 where ignored: {remedy}")
+        raise UserError("expected one number per position, 0 where ignored: `leave(.., valid)`")
     for name, part in parts.items():
         got = tuple(part.shape) if isinstance(part, Tensor) else [part]
         if name in ("kd", "ce", "mean", "n_valid"):
             raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
         if got[:1] != y.shape:
-            expected = "a tensor [N], or [N, ..] that is not logged"
-            raise UserError(f"part {name}: expected {expected}; got {got}")
+            raise UserError(
+                f"part {name}: expected a tensor [N], or [N, ..] that is not logged; got {got}"
+            )
     _check_unchanged("z_s", z_s, z[0])
     _check_unchanged("z_t", z_t, z[1])
     _check_unchanged("y", labels, y)

@@ -33,7 +33,7 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
     if not any(map(needs_teacher, cfg.methods)):
         return None
     home = torch.device(cfg.device)
-    device = pick_device(cfg.teacher_device) if cfg.teacher_device else home
+    device = pick_device(cfg.teacher_device or cfg.device)
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
@@ -62,8 +62,7 @@ def check_config(cfg: Config) -> None:
         expected = f"expected their product to divide batch_rows={cfg.batch_rows}"
         raise UserError(f"{world} processes with group={cfg.group}: {expected}")
     if world % cfg.shard:
-        expected = f"expected a divisor of the {world} processes"
-        raise UserError(f"shard={cfg.shard}: {expected}; start more of them, or change shard")
+        raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     for name in cfg.methods:
         if needs_teacher(name) and not cfg.teacher:
             raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
@@ -74,21 +73,19 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"settings of {unused}, not among methods={cfg.methods}; {remedy}")
     n_positions = shape.max_position_embeddings
     if cfg.seq_len > n_positions:
-        problem = f"the student supports {n_positions} positions"
-        raise UserError(f"seq_len={cfg.seq_len}: {problem}; set a smaller one")
+        raise UserError(f"seq_len={cfg.seq_len}: the student supports {n_positions} positions")
 
 
 def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
     """Check that rows, tokenizer and vocabularies fit each other. Returns the tokenizer."""
     name = cfg.tokenizer or cfg.teacher
     if not name:
-        remedy = "set the tokenizer of the rows; it is saved with the model"
-        raise UserError(f"tokenizer=None with teacher=None: {remedy}")
+        raise UserError("tokenizer=None with teacher=None: set the tokenizer of the rows")
     tokenizer = load_tokenizer(name)
     teacher_shape = inherited(cfg.teacher)
     student_vocab = student_config(cfg.student, teacher_shape).vocab_size
     teacher_vocab = student_vocab
-    if teacher_shape and any(map(needs_teacher, cfg.methods)):
+    if any(map(needs_teacher, cfg.methods)):  # so there is a teacher
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
         teacher_vocab = teacher_shape["vocab_size"]
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
@@ -113,17 +110,16 @@ def check_rows(
     """Check that both rows files were prepared together, and with this tokenizer."""
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         if rows.manifest.get(key) != val.manifest.get(key):
-            problem = f"{key} differs in train.json and val.json"
-            raise UserError(f"{folder}: {problem}; prepare them together")
+            raise UserError(f"{folder}: {key} differs in train.json and val.json; prepare again")
     if rows.manifest["sha256"] == val.manifest["sha256"]:
         raise UserError(f"{folder}: val.bin has the rows of train.bin; prepare it again")
     eos = rows.manifest["eos_id"]
     if eos != tokenizer.eos_token_id:
-        problem = f"eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}"
-        raise UserError(f"{folder}: {problem}; prepare it again")
+        raise UserError(
+            f"{folder}: eos_id={eos}, the tokenizer has {tokenizer.eos_token_id}; prepare it again"
+        )
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
-        problem = f"not the one that {folder} was prepared with"
-        raise UserError(f"tokenizer {name}: {problem}; prepare again")
+        raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
 
 def check_initial_ids(student_weights: str | None, ids: dict[str, int]) -> None:
@@ -141,23 +137,20 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
         remedy = "set --repeat_rows=True, or prepare more rows"
         n_steps = rows.n // cfg.batch_rows
         if n_steps:
-            shorter = f"set --max_steps={n_steps} --schedule_steps={n_steps}"
+            shorter = f"--max_steps={n_steps} --schedule_steps={n_steps}"
             if cfg.warmup_steps >= n_steps:
                 shorter += f" --warmup_steps={n_steps // 10}"
-            remedy = f"{shorter}, or {remedy}"
+            remedy = f"set {shorter}, or {remedy}"
         problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
         raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
-    updates = f"{cfg.max_steps:,} updates of {cfg.batch_rows} rows"
     passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
-    say(f"{cfg.data_dir}: {updates} are {passes}")
+    say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {passes}")
 
 
 def say_precision(cfg: Config, val: Rows) -> None:
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = min(val.n, cfg.val_max_rows or val.n)
-    half = val.manifest.get("unigram_half")  # half of a 95 % interval over all held-out rows
-    if not half:
-        return
+    half = val.manifest.get("unigram_half", 0)  # half of a 95 % interval over all held-out rows
     half *= math.sqrt(val.n / n_rows)
     if half > 0.1:
         precision = f"a CE to about ± {half:.2f} nats (95 %)"

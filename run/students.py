@@ -67,8 +67,17 @@ class Run:
     facts: dict  # the provenance of every result (run/preflight.py)
     step: int = 0  # updates done so far
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    best_tok_per_sec: float = 0.0  # since the start
+    first_step: int = 0  # where this start began
+    began: float = 0.0  # `time.perf_counter()` then
+    best_tok_per_sec: float = 0.0  # since then
     slowdown_said: bool = False
+
+    def count_update(self, n_valid: float, seconds: float) -> None:
+        self.step += 1
+        self.counts["valid_tokens"] += n_valid
+        self.counts["since_log_tokens"] += n_valid
+        self.counts["since_log_steps"] += 1
+        self.counts["since_log_sec"] += seconds
 
 
 def step_of(checkpoint: Path) -> int:

@@ -95,10 +95,11 @@ def is_native(name: str) -> bool:
 def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, seq_len: int) -> None:
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
     shape = inherited(name)
-    n_positions = shape.get("max_position_embeddings") or seq_len
-    if seq_len > n_positions:
-        problem = f"teacher={name} supports {n_positions} positions"
-        raise UserError(f"seq_len={seq_len}: {problem}; set a smaller one")
+    limit = shape.get("max_position_embeddings") or seq_len
+    if seq_len > limit:
+        raise UserError(
+            f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller one"
+        )
     ids = tokenizer.get_vocab()
     vocab_size = shape["vocab_size"]
     n_tokens = max(ids.values()) + 1
@@ -108,16 +109,11 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
     if file.is_file() and str(file.parent) != tokenizer.name_or_path:
-        check_ids(name, load_tokenizer(name).get_vocab(), ids)
-
-
-def check_ids(name: str, teacher_ids: dict[str, int], ids: dict[str, int]) -> None:
-    """Raise `UserError` unless the teacher's tokenizer has every token under the same id."""
-    wrong = [token for token in ids if teacher_ids.get(token) != ids[token]]
-    if wrong:
-        token = min(wrong)
-        theirs = f"its tokenizer gives {token!r} id {teacher_ids.get(token)}"
-        raise UserError(f"teacher={name}: {theirs}, that of the rows {ids[token]}")
+        teacher_ids = load_tokenizer(name).get_vocab()
+        for token in sorted(ids):
+            if teacher_ids.get(token) != ids[token]:
+                theirs = f"its tokenizer gives {token!r} id {teacher_ids.get(token)}"
+                raise UserError(f"teacher={name}: {theirs}, that of the rows {ids[token]}")
 
 
 def inherited(name: str | None) -> dict | None:
@@ -129,7 +125,7 @@ def inherited(name: str | None) -> dict | None:
     if name is None:
         return None
     if is_native(name):
-        shape = load_config(str(find_folder(name) / "config.json"))  # a name could be a preset
+        shape = load_config(name)
         return {key: getattr(shape, key) for key in INHERITED}
     from run.foreign import foreign_shape
 

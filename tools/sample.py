@@ -49,8 +49,7 @@ def find_student(path: str) -> Path:
         if folder.is_dir() and find_folder(str(folder)).name == "model":
             students.append(str(folder))
     if len(students) > 2:
-        problem = f"has several students; choose one: {', '.join(students[1:])}"
-        raise UserError(f"{path}: {problem}")
+        raise UserError(f"{path}: has several students; choose one: {', '.join(students[1:])}")
     return find_folder(students[-1])
 
 
@@ -66,8 +65,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     usable = args.temperature == 0 or 1e-3 <= args.temperature <= 1e3
     if not usable or args.tokens < 1 or args.top_k < 0:
-        expected = "a --temperature of 0, or of 0.001 to 1000"
-        raise UserError(f"expected {expected}, --top_k of 0 or more, --tokens of at least 1")
+        raise UserError("expected --temperature of 0 or 0.001 to 1000, --top_k >= 0, --tokens >= 1")
     if re.search("[\ud800-\udfff]", args.prompt):
         raise UserError("--prompt: expected UTF-8")
 
@@ -76,8 +74,8 @@ def main(argv: list[str]) -> None:
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
     n_tokens = max(tokenizer.get_vocab().values()) + 1
     if n_tokens > len(model.head):
-        problem = f"vocabulary of {len(model.head):,}, but its tokenizer has {n_tokens:,} tokens"
-        raise UserError(f"{folder}: {problem}; choose another checkpoint")
+        sizes = f"vocabulary of {len(model.head):,}, but its tokenizer has {n_tokens:,} tokens"
+        raise UserError(f"{folder}: {sizes}")
     facts = run_facts(folder, ["bos"])
     bos = facts["bos"] if facts else leading_bos(tokenizer)  # the id before its documents
     eos = tokenizer.eos_token_id

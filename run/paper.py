@@ -70,8 +70,8 @@ NAMES |= {f"fixed_{d}": f"Fixed-Budget d={d}" for d in (3, 7, 9, 15, 19, 25)}
 PAPER = {}
 _ROWS = [row.split() for row in _MAIN.splitlines()[1:]]
 for size, method, *values in _ROWS:
-    numbers = [None if value == "-" else float(value) for value in values]
-    PAPER[size, "heldout", method] = dict(zip([*COLUMNS, "avg", "gain"], numbers, strict=True))
+    numbers = dict(zip([*COLUMNS, "avg", "gain"], values, strict=True))
+    PAPER[size, "heldout", method] = {t: float(x) for t, x in numbers.items() if x != "-"}
 # The tables: title, split, methods. Gains are measured from the first method.
 LAYOUT = [("Main results", "heldout", tuple(NAMES)[: len(_ROWS) // 2])]
 for (title, split), rows in _AVERAGES.items():

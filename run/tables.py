@@ -5,7 +5,6 @@ method make one row with mean and 95 % interval. A table only holds rows that ca
 same initial weights per seed, data, budget, optimisation and scoring protocol.
 """
 
-import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -58,17 +57,12 @@ def tabulate(
     limit      show the scores of the first `limit` items
     """
     files = {split: scores_name(split, limit) for split in splits}
-    names = ["figures.json", *files.values()]
 
     def has_results(folder: Path) -> bool:
-        return any((folder / name).is_file() for name in names)
+        return any((folder / name).is_file() for name in ("figures.json", *files.values()))
 
     folders, missing = students_of(paths, has_results)
     results = [load(Path(folder), files) for folder in folders or paths]
-    methods = in_order(dict.fromkeys(map(method_of, results)))
-    if reference not in ("pretrain", *methods):
-        message = f"not among the results, which are of {', '.join(methods)}"
-        raise UserError(f"--reference {reference}: {message}")
     lines = []
     for student in dict.fromkeys(r.run.get("student") for r in results):
         same_size = [r for r in results if r.run.get("student") == student]
@@ -76,17 +70,16 @@ def tabulate(
         lines += [f"## {student or 'other models'}", ""]
         for split in files:
             rows = by_method([r for r in same_size if split in r.scores])
-            for title, base, shown in layouts(split, rows, reference):
-                shown_rows = {m: rows[m] for m in shown}
-                lines += accuracies(title, split, student, shown_rows, base, metric)
+            for title, base, methods in layouts(split, rows, reference):
+                shown = {m: rows[m] for m in methods}
+                lines += accuracies(f"### {title}", split, shown, base, metric)
         with_figures = [r for r in same_size if r.figures]
-        if with_figures:
-            rows = by_method(with_figures)
-            figures = {}
-            for m in in_order(rows):
-                figures[m] = {seed: r.figures for seed, r in rows[m].items()}
-            notes = scored(with_figures[0].figures)
-            lines += heldout("### Held-out rows", figures, reference, notes)
+        figures = {}
+        for m, seeds in by_method(with_figures).items():
+            figures[m] = {seed: r.figures for seed, r in seeds.items()}
+        if figures:
+            lines += heldout("### Held-out rows", figures, reference)
+            lines += [*scored(with_figures[0].figures), ""]
     if missing:
         lines += [f"Left out, since not scored: {', '.join(missing)}.", ""]
     return "\n".join(lines)
@@ -132,14 +125,13 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
     for name in paths:
         path = Path(name)
         facts = read_if_there(path / "run.json")
-        is_run = "config" in facts and "method" not in facts
         students = []
-        if is_run:
-            students = [path / method for method in facts["config"].get("methods", ())]
+        if "method" not in facts:
+            students = [path / name for name in facts.get("config", {}).get("methods", ())]
         candidates = [*students, *sorted(path.glob("*/"))]
         inside = [str(folder) for folder in candidates if done(folder)]
         folders += inside
-        if not (inside or is_run or path.is_file()):
+        if not (inside or students or path.is_file()):
             folders.append(name)  # unchanged, since ./a/b is not a hub id
         missing += [str(folder) for folder in students if not done(folder)]
     return list(dict.fromkeys(folders)), missing
@@ -154,8 +146,7 @@ def load(folder: Path, files: dict[str, str]) -> Result:
     rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
     last = rows or next(reversed(scores.values()), None)
     if last is None:
-        names = " or ".join(("figures.json", *files.values()))
-        raise UserError(f"{folder}: no {names} in it; first: python eval.py {folder}")
+        raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
     figures = {}
     if rows:
         figures = rows["figures"] | {"dtype": rows["protocol"]["dtype"]}
@@ -171,21 +162,16 @@ def method_of(result: Result) -> str:
 
 
 def by_method(results: list[Result]) -> dict[str, dict[int | None, Result]]:
-    """Return method -> seed -> result."""
+    """Return method -> seed -> result, in the order of the paper's tables, others as they come."""
     rows = {}
     for r in results:
-        method, seed = method_of(r), r.run.get("seed")
+        method = method_of(r)
+        seed = r.run.get("seed")
         other = rows.setdefault(method, {}).setdefault(seed, r)
         if other is not r:
             message = f"both hold {method} with seed {seed}; leave one out"
             raise UserError(f"{other.folder} and {r.folder} {message}")
-    return rows
-
-
-def in_order(methods: Iterable[str]) -> list[str]:
-    """Return methods in the order of the paper's tables, then the others as they come."""
-    known = list(itertools.chain.from_iterable(names for *_, names in LAYOUT))
-    return sorted(methods, key=lambda m: known.index(m) if m in known else len(known))
+    return {m: rows[m] for m in dict.fromkeys((*NAMES, *rows)) if m in rows}
 
 
 def check_comparable(results: list[Result]) -> None:
@@ -206,13 +192,10 @@ def check_comparable(results: list[Result]) -> None:
 
 def facts_of(r: Result) -> dict:
     """Return the facts that must be equal in all rows of a table."""
-    facts = dict(r.run.get("made_by", {}))
-    for key in VARIES:
-        facts.pop(key, None)
-    for key in ("step", "nominal_tokens"):
-        facts[key] = r.run.get(key)
-    for key in ("init_sha256", "valid_tokens"):
-        facts[f"{key} of seed {r.run.get('seed')}"] = r.run.get(key)
+    record = r.run.get("made_by", {})
+    facts = {key: value for key, value in record.items() if key not in VARIES}
+    facts["step"] = r.run.get("step")
+    facts[f"init_sha256 of seed {r.run.get('seed')}"] = r.run.get("init_sha256")
     for key in ("rows_sha256", "teacher_sha256", "dtype"):
         facts[f"{key} of figures"] = r.figures.get(key)
     for split, scores in r.scores.items():
@@ -242,17 +225,19 @@ def mark(cells: dict[str, dict], columns: dict[str, Figure]) -> dict[str, list[s
     texts = {m: [] for m in cells}
     for key, column in columns.items():
         estimates = {m: estimate(cells[m][key]) for m in cells}
-        fewest = min(2, max(e.n for e in estimates.values()))
-        ranked = [e for e in estimates.values() if e.n and e.n >= fewest]
-        means = {round(e.mean, column.digits) for e in ranked}
-        order = sorted(means, reverse=column.sense > 0)
+        most = max(e.n for e in estimates.values())
+        ranked = {}  # method -> mean as printed
         for m, e in estimates.items():
+            if column.sense and e.n >= min(most, 2) > 0:
+                ranked[m] = round(e.mean, column.digits)
+        order = sorted(set(ranked.values()), reverse=column.sense > 0)
+        stars = {}
+        if len(order) > 1:
+            stars = {order[0]: "**", order[1]: "*"}
+        for m, e in estimates.items():
+            star = stars.get(ranked.get(m), "")
             text = e.text(column.digits, "" if column.sense else "+")
-            if e in ranked and column.sense and len(order) > 1:
-                place = order.index(round(e.mean, column.digits))
-                stars = {0: "**", 1: "*"}.get(place, "")
-                text = f"{stars}{text}{stars}"
-            texts[m].append(text)
+            texts[m].append(f"{star}{text}{star}")
     return texts
 
 
@@ -273,129 +258,109 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
     Other methods go into the first table, or into one of their own.
     """
     tables = []
+    others = list(rows)
     for title, where, names in LAYOUT:
         if where == split:
             tables.append((title, names[0], [m for m in names if m in rows]))
-    known = set(itertools.chain.from_iterable(methods for *_, methods in tables))
-    others = [m for m in in_order(rows) if m not in known]
+            others = [m for m in others if m not in names]
     if split == "heldout":
         title, _, methods = tables[0]
         tables[0] = (title, reference, methods + others)
     else:
-        alra = ["alra"] if "alra" in rows else []
-        tables.append(("Other objectives", reference, others + alra))
+        tables.append(("Other objectives", reference, others + [m for m in rows if m == "alra"]))
     shown = [table for table in tables if set(table[2]) - {"alra"}]
     return shown or tables[: bool(rows)]
 
 
-def accuracies(
-    title: str, split: str, student: str | None, rows: dict, base: str, metric: str
-) -> list[str]:
-    """Return a table of tasks, their average and its gain; the paper's rows stand below ours."""
+def accuracies(title: str, split: str, rows: dict, base: str, metric: str) -> list[str]:
+    """Return a table of the tasks that all have, their average and its gain.
+
+    The paper's rows stand below ours.
+    """
+    results = [r for seeds in rows.values() for r in seeds.values()]
     every = SUITES[split]
-    tasks = [r.scores[split]["tasks"] for seeds in rows.values() for r in seeds.values()]
-    columns = [t for t in every if any(t in values for values in tasks)]
-    common = [t for t in every if all(t in values for values in tasks)]
-    kinds = dict.fromkeys((*columns, "avg"), PERCENT) | {"gain": PERCENT._replace(sense=0)}
-    ours = {m: {key: {} for key in kinds} for m in rows}
+    tasks = [t for t in every if all(t in r.scores[split]["tasks"] for r in results)]
+    if not tasks:
+        return [f"{title}: no task in common, {split}", ""]
+    columns = dict.fromkeys((*tasks, "avg"), PERCENT) | {"gain": PERCENT._replace(sense=0)}
+    ours = {m: {key: {} for key in columns} for m in rows}
     for m, cells in ours.items():
         for seed, r in rows[m].items():
-            for t, values in r.scores[split]["tasks"].items():
+            for t in tasks:
+                values = r.scores[split]["tasks"][t]
                 cells[t][seed] = 100 * values.get(metric, values["acc"])
-            if common:
-                cells["avg"][seed] = sum(cells[t][seed] for t in common) / len(common)
-    references = ours[base]["avg"] if base in ours else {}
+            cells["avg"][seed] = sum(cells[t][seed] for t in tasks) / len(tasks)
+    references = ours.get(base, {"avg": {}})["avg"]
     for cells in ours.values():
-        for seed, reference in references.items():
-            if seed in cells["avg"]:
-                cells["gain"][seed] = cells["avg"][seed] - reference
+        for seed, average in cells["avg"].items():
+            if seed in references:
+                cells["gain"][seed] = average - references[seed]
+    run = results[0].run
+    papers = {m: paper_numbers(run.get("student"), split, m, tasks) for m in (*rows, base)}
     body = []
-    papers = {m: paper_numbers(student, split, m, common) for m in (*rows, base)}
-    for m, texts in mark(ours, kinds).items():
-        theirs = [papers[m].get(key) for key in (*columns, "avg")]
-        theirs = ["–" if number is None else f"{number:.2f}" for number in theirs]
+    for m, texts in mark(ours, columns).items():
+        theirs = ["–" if t not in papers[m] else f"{papers[m][t]:.2f}" for t in (*tasks, "avg")]
         theirs.append(paper_gain(papers[m], papers[base], base))
         if m == base:
             texts[-1] = theirs[-1] = "Ref."
         body.append([NAMES.get(m, m), *texts])
         if papers[m]:
             body.append(["*paper*", *theirs])
-    average = "Avg." if common == every else f"Avg. ({len(common)} of {len(every)})"
-    heads = ["", *(COLUMNS[t] for t in columns), average, f"Δ {base}"]
+    average = "Avg." if tasks == every else f"Avg. ({len(tasks)} of {len(every)})"
+    heads = ["", *(COLUMNS[t] for t in tasks), average, f"Δ {base}"]
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"
-    in_paper = any(papers[m] for m in rows)
-    notes = accuracy_notes(split, rows, columns, metric, in_paper)
-    lines = [f"### {title}: {what}, {split}", "", *grid(heads, body), ""]
-    return [*lines, caption(seed_counts(rows)), *notes, ""]
+    notes = [caption(seed_counts(rows))]
+    for t, values in results[0].scores[split]["tasks"].items():  # n is equal in all results
+        n = values["n"]
+        n_paper = values["n_paper"]
+        if n != n_paper and t in tasks:
+            notes.append(f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}.")
+    if "step" in run and any(papers[m] for m in rows):
+        steps = f"{run['step']:,} updates, the paper's after {UPDATES[split]:,}"
+        notes.append(f"Ours after {steps}.")
+    return [f"{title}: {what}, {split}", "", *grid(heads, body), "", *notes, ""]
 
 
-def paper_numbers(student: str | None, split: str, method: str, common: list[str]) -> dict:
-    """Return the paper's numbers, with an average over the common tasks where some are missing."""
+def paper_numbers(student: str | None, split: str, method: str, tasks: list[str]) -> dict:
+    """Return the paper's numbers, with an average over these tasks where some are missing."""
     numbers = PAPER.get((student, split, method), {})
-    if common == SUITES[split]:
+    if not numbers or tasks == SUITES[split]:
         return numbers
-    numbers = {t: numbers[t] for t in COLUMNS if t in numbers}
-    if numbers and common:
-        numbers["avg"] = sum(numbers[t] for t in common) / len(common)
+    numbers = {t: numbers[t] for t in tasks if t in numbers}
+    if numbers:
+        numbers["avg"] = sum(numbers.values()) / len(tasks)
     return numbers
 
 
 def paper_gain(numbers: dict, reference: dict, base: str) -> str:
-    if base == "pretrain" and numbers.get("gain") is not None:
+    if base == "pretrain" and "gain" in numbers:
         return f"{numbers['gain']:+.2f}"
     if "avg" in numbers and "avg" in reference:
         return f"{numbers['avg'] - reference['avg']:+.2f}"
     return "–"
 
 
-def accuracy_notes(
-    split: str, rows: dict, columns: list[str], metric: str, in_paper: bool
-) -> list[str]:
-    """Return what differs from the paper: numbers of items, updates, and the metric."""
-    results = [r for seeds in rows.values() for r in seeds.values()]
-    items = set()
-    having = set()
-    for r in results:
-        for t, values in r.scores[split]["tasks"].items():
-            items.add((t, values["n"], values["n_paper"]))
-            if metric in values:
-                having.add(t)
-    notes = []
-    for t, n, n_paper in sorted(items):
-        if n != n_paper:
-            notes.append(f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}.")
-    steps = sorted({r.run["step"] for r in results if "step" in r.run})
-    if steps and in_paper:
-        updates = " or ".join(f"{step:,}" for step in steps)
-        notes.append(f"Ours after {updates} updates, the paper's after {UPDATES[split]:,}.")
-    if metric != "acc":
-        named = ", ".join(COLUMNS[t] for t in columns if t in having) or "no task"
-        message = "acc for the others; the paper says accuracy, of neither kind."
-        notes.append(f"{metric} for {named}, {message}")
-    return notes
-
-
-def heldout(title: str, figures: Figures, base: str, notes: Iterable[str] = ()) -> list[str]:
-    """Return a table of figures over held-out rows, `notes`, and one of differences to `base`."""
+def heldout(title: str, figures: Figures, base: str) -> list[str]:
+    """Return a table of figures over held-out rows, and one of differences to `base`."""
     students = [x for seeds in figures.values() for x in seeds.values()]
     columns = {key: f for key, f in FIGURES.items() if any(key in x for x in students)}
-    cells = {m: {} for m in figures}  # method -> column -> seed -> value
+    cells = {m: {key: {} for key in columns} for m in figures}  # method -> column -> seed -> value
     for m, seeds in figures.items():
-        for key, f in columns.items():
-            having = {seed: x for seed, x in seeds.items() if key in x}
-            cells[m][key] = {seed: f.factor * x[key] for seed, x in having.items()}
-    heads = [f.heading for f in columns.values()]
-    body = [[m, *texts] for m, texts in mark(cells, columns).items()]
+        for seed, x in seeds.items():
+            for key in columns.keys() & x.keys():
+                cells[m][key][seed] = columns[key].factor * x[key]
     counts = seed_counts(figures)
+    heads = [f.heading for f in columns.values()]
     head = ["", *heads]
+    body = [[m, *texts] for m, texts in mark(cells, columns).items()]
     if len(counts) > 1:
         head.insert(1, "n")
         for row in body:
             row.insert(1, f"{len(figures[row[0]])}")
-    lines = [title, "", *grid(head, body), "", caption(counts), *notes, ""]
-    others = [m for m in cells if m != base]
+    lines = [title, "", *grid(head, body), "", caption(counts), ""]
+    others = [m for m in figures if m != base]
     if not others or not figures.get(base):
         return lines
     body = [[m] for m in others]

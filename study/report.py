@@ -7,7 +7,6 @@ figures in its first line, then what `read_log` in run/tables.py returns.
 
 import itertools
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,10 +131,6 @@ def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
     config = plan["config"]
     seeds = ", ".join(map(str, sorted({x["seed"] for x in students})))
     finished = [x for x in students if "stopped" not in x]
-    used = [{x["machine"] for x in finished}, {x["git_commit"] for x in finished}, set()]
-    for x in finished:
-        used[2].add(", ".join(f"{name} {version}" for name, version in x["versions"].items()))
-    used = "; ".join(", ".join(sorted(values - {None})) for values in used)
     text = [
         f"# {spec.title}\n",
         "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
@@ -143,7 +138,7 @@ def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
         "inputs. Scored on:\n",
         *tables.scored(finished[0]),
-        f"\nMachine, commit, versions: {used}.\n",
+        "\nMachine, commit and versions are in the first line of each student's log.\n",
         INTERVALS,
     ]
     if any(x["method"].endswith("@flops") for x in students):
@@ -189,7 +184,7 @@ def beside_the_paper(results: tables.Figures) -> list[str]:
         heads = list(columns)
         for theirs, ours in itertools.product(heads[:2], heads[2:]):
             pair = np.array([columns[theirs], columns[ours]])
-            inner = (pair[0] > min(pair[0])) & (pair[0] < max(pair[0]))
+            inner = np.argsort(pair[0])[1:-1]
             cells = []
             for scores in (pair, pair[:, inner]):
                 text = "–"
@@ -225,7 +220,6 @@ def trials(plan: dict) -> list[str]:
         return [f"{message}; the table of costs has rates and settings.", ""]
     rates = sorted({x["settings"]["lr"] for x in plan["trials"]})
     best = best_trials(plan["trials"])
-    counts = Counter(x["method"] for x in plan["trials"])
     rows = {}  # method and settings -> rate -> cell
     for x in plan["trials"]:
         settings = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
@@ -234,14 +228,10 @@ def trials(plan: dict) -> list[str]:
             text = f"**{text}**"
         row = rows.setdefault(x["method"] + "".join(settings), dict.fromkeys(rates, "–"))
         row[x["settings"]["lr"]] = text
-    numbers = " to ".join(map(str, sorted(set(counts.values()))))
-    steps = f"{plan['trial_steps']:,} updates"
-    if any(m.endswith("@flops") for m in counts):
-        steps += " (more at equal FLOPs)"
     at_end = [m for m, x in best.items() if x["settings"]["lr"] in (rates[0], rates[-1])]
     return [
         "## Trials\n",
-        f"Each method had {numbers} trials of {steps} with seed 0. CE in nats per token over the "
+        f"Trials have {plan['trial_steps']:,} updates and seed 0. CE in nats per token over the "
         f"first {plan['config']['val_max_rows']} held-out rows, which are not scored; the lowest "
         "chooses.\n",
         *tables.grid(

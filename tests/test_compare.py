@@ -226,7 +226,6 @@ NO_EFFECT = "would have no effect; compare that method; seeds and folder are --s
     ("--tune=gamma=1,2", f"--tune=gamma=1,2: {EXPECTED}"),
     ("--tune=alra.gamma=1,5", f"--tune=alra.gamma=1,5: {EXPECTED}"),
     ("--methods=pd --tad.beta=3", f"--tad.beta=3: {NO_EFFECT}"),
-    ("--reference=tad", "--reference=tad: expected one of pretrain, vanilla_kd, alra"),
     ("--seed=3", f"--seed=3: {NO_EFFECT}"),
     ("--out_dir=x", f"--out_dir=x: {NO_EFFECT}"),
     ("--tunes=x", "--tunes=x: no such key 'tunes'"),
@@ -234,13 +233,6 @@ NO_EFFECT = "would have no effect; compare that method; seeds and folder are --s
 def test_refusals(argv, message):
     with pytest.raises(UserError, match=re.escape(message)):
         compare.arguments(["config/demo.py", *argv.split()])
-
-
-@pytest.mark.parametrize("key", compare.COUNTS)
-def test_counts_are_at_least_one(key, capsys):
-    with pytest.raises(SystemExit):
-        compare.arguments(["config/demo.py", f"--{key}=0"])
-    assert f"argument --{key}: 0: expected at least 1" in capsys.readouterr().err
 
 
 # --- runs
@@ -338,7 +330,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(argv, begu
     assert [c["student_flops"], c["teacher_flops"]] == costs
     assert "teacher_flops" not in a
     text = (tmp_path / "report" / "README.md").read_text()
-    assert "Each method had 2 to 3 trials of 2 updates with seed 0." in text
+    assert "Trials have 2 updates and seed 0." in text
     assert "the first 3 held-out rows, which are not scored; the lowest chooses." in text
     scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
@@ -535,7 +527,7 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text
     assert "one beyond might do better: pd." in text
     assert "| alra gamma=1 | – | **4.5000** | – |" in text
-    judged = "150 updates with seed 0. CE in nats per token over the first 256 held-out rows"
+    judged = "150 updates and seed 0. CE in nats per token over the first 256 held-out rows"
     assert judged in text
     # the paper: vanilla_kd 35.13, pd 35.60, alra 36.62; ours, common seeds: pd, vanilla_kd, alra
     assert "| Main results | paper 200m | our CE, nats/token | +0.33, p 1.0000 | – |" in text

@@ -253,10 +253,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
         plot.main([f"{tmp_path}/x"])
     with pytest.raises(UserError, match="expected a student of ALRA with checkpoints"):
         plot.main([f"{tmp_path}/tad", "--sentence=x"])
-    with pytest.raises(UserError, match="alra: no term logged yet"):
-        config = {"batch_rows": 4, "seq_len": 10}
-        log = [{"step": 0, "lr": 1.0}]
-        plot.curves([{"alra": {"config": config, "log": log}}], tmp_path / "c.png")
 
 
 def test_samples_are_a_function_of_the_seed(tmp_path, capsys):

@@ -141,6 +141,8 @@ def write_rows(cfg, source, backend, table, state):
             if max_rows and train.rows >= max_rows:
                 break
             commit(folder, state, writers)
+    if not state["records"]:
+        raise UserError(f"source={cfg.source}: holds no record")
     for writer in writers.values():
         writer.feed([], last=True)
     train.rows = min(train.rows, max_rows or train.rows)

@@ -476,8 +476,8 @@ def fit_micro_batch(cfg: Config) -> Config:
     If it is None, a micro-batch is the whole share.
     """
     share = cfg.batch_rows // parallel.world()
-    limit = cfg.micro_batch or share
-    sizes = range(cfg.group, min(limit, share) + 1, cfg.group)
+    limit = min(cfg.micro_batch or share, share)
+    sizes = range(cfg.group, limit + 1, cfg.group)
     fitting = max(size for size in sizes if share % size == 0)
     if cfg.micro_batch not in (None, fitting):
         change = f"micro_batch={cfg.micro_batch}: lowered to {fitting}"
@@ -528,9 +528,7 @@ def exit_code(students: list[Student], run: Run) -> int:
         print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     # torchrun would restart after code 1, and the student would stop again
-    if stopped and not restarts:
-        return 1
-    return 0
+    return 1 if stopped and not restarts else 0
 
 
 def main(argv: list[str]) -> int:

@@ -137,9 +137,8 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
         n_steps = rows.n // cfg.batch_rows
         if n_steps:
             remedy = f"set --max_steps={n_steps} --schedule_steps={n_steps}, or {remedy}"
-        raise UserError(
-            f"max_steps={cfg.max_steps}: needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}; {remedy}"
-        )
+        problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
+        raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
     passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
     say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {passes}")
 

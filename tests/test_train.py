@@ -144,10 +144,10 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny, monkey
     assert teacher.head.device == h.device == home
 
     load = mock.Mock()
-    monkeypatch.setattr(cache, "load_teacher", load)
-    monkeypatch.setattr(cache, "pick_device", torch.device)
+    monkeypatch.setattr(preflight, "load_teacher", load)
+    monkeypatch.setattr(preflight, "pick_device", torch.device)
     for device in ("none", "cuda:7"):
-        cache.open_teacher(config(tiny, UNUSED, teacher_device=device))
+        preflight.open_teacher(config(tiny, UNUSED, teacher_device=device))
     devices = [call.args[2:4] for call in load.call_args_list]
     assert devices == [(CPU, CPU), (torch.device("cuda:7"), CPU)]
 
@@ -210,7 +210,7 @@ def gradients(tiny: Path, **keys) -> dict[str, list[torch.Tensor]]:
     """Every student's gradient in the first update, before it is clipped."""
     cfg = config(tiny, UNUSED, clip=1e9, **keys)
     rows = preflight.open_data(cfg, "train")
-    teacher = cache.open_teacher(cfg)
+    teacher = preflight.open_teacher(cfg)
     students = [train.make_student(name, cfg) for name in cfg.methods]
     for s in students:
         s.optimizer.step = s.optimizer.zero_grad = lambda **_: None
@@ -237,7 +237,7 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
 
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
     cfg = config(tiny, UNUSED, methods="tad", micro_batch=4, group=4)
-    teacher = cache.open_teacher(cfg)
+    teacher = preflight.open_teacher(cfg)
     student = train.make_student("tad", cfg)
     x, y, n = first_rows(open_rows(tiny), 4)
     with torch.no_grad():
@@ -789,7 +789,7 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
     monkeypatch.setattr(train, "validate", diverge)
     hook_update(after=after)
     run(tmp_path, methods="alra", log_every_steps=1, val_every_steps=2)
-    pattern = r"alra, step (\d): held-out CE (\S+) is past ln V = 8.32"
+    pattern = r"alra, step (\d): held-out CE (\S+) exceeds ln V = 8.32"
     warnings = re.findall(pattern, capsys.readouterr().out)
     assert warnings == [("4", "8.40"), ("6", "nan")]
     assert {r["kd"] for r in with_key(tmp_path, "alra", "kd")} == {None}

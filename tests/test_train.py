@@ -33,7 +33,7 @@ from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE, method_loss
 from model import Qwen2, Qwen2Config, flops_per_token, init_student
-from run import cache, checkpoints, identity, log, preflight, students
+from run import checkpoints, identity, log, preflight, students
 from run.methods import compute_dtype, make_objective
 from run.teacher import Teacher, load_teacher
 from tests import world

@@ -548,7 +548,7 @@ def commit(folder, state, writers):
 
 
 def finish(folder, state) -> list[dict]:
-    """Give the files their final names and write their manifests. Safe to run again after a kill."""
+    """Give the files their final names and write their manifests. Safe to repeat after a kill."""
     recipe = state["recipe"]
     for split, writer in state["writers"].items():
         if not writer["rows"]:

@@ -474,8 +474,8 @@ def fit_micro_batch(cfg: Config) -> Config:
     If it is None, a micro-batch is the whole share.
     """
     share = cfg.batch_rows // parallel.world()
-    limit = cfg.micro_batch or share
-    sizes = range(cfg.group, min(limit, share) + 1, cfg.group)
+    limit = min(cfg.micro_batch or share, share)
+    sizes = range(cfg.group, limit + 1, cfg.group)
     fitting = max(size for size in sizes if share % size == 0)
     if cfg.micro_batch not in (None, fitting):
         change = f"micro_batch={cfg.micro_batch}: lowered to {fitting}"

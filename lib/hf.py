@@ -58,15 +58,15 @@ def find_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    revision = revision or None
     try:
-        return Path(
-            once(snapshot_download, repository, revision=revision, allow_patterns=HUB_FILES)
+        folder = once(
+            snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
         )
     except (OSError, HFValidationError) as error:
         raise UserError(
             f"{name}: no such local folder, and the hub refused it ({first_line(error)})"
         ) from error
+    return Path(folder)
 
 
 def pinned(name: str) -> str:

@@ -58,10 +58,7 @@ def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def levels(facts: Mapping) -> str:
     """Return the CEs that a student's is read against, as text."""
-    known = []
-    for key, words in LEVELS.items():
-        if key in facts:
-            known.append(f"{words} {facts[key]:.4f}")
+    known = [f"{words} {facts[key]:.4f}" for key, words in LEVELS.items() if key in facts]
     return f"CE to compare with: {', '.join(known)}"
 
 

@@ -210,11 +210,13 @@ def say_summary(students: list[Student], run: Run) -> None:
     teacher = run.facts["teacher_used"] or "no teacher"
     dtype = str(compute_dtype(cfg)).removeprefix("torch.")
     machine = f"{run.facts['machine']}, processes: {parallel.world()}"
-    size = f"{first.model.n_params:,} parameters"
     progress = f"step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each"
     say(f"{machine}, {dtype}, compile={cfg.compile}, micro_batch={cfg.micro_batch}")
     say(f"{teacher} -> {', '.join(names)}")
-    say(f"{cfg.student}: {size}, initial weights {first.init_sha256[:12]}")
+    say(
+        f"{cfg.student}: {first.model.n_params:,} parameters, "
+        f"initial weights {first.init_sha256[:12]}"
+    )
     say(f"{cfg.out_dir}: {progress}; {check_disk(students, cfg)}")
 
 

@@ -251,7 +251,9 @@ def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> T
     parts = parts_of(fn(z_s.requires_grad_(), z_t, labels, **keywords))
     loss = parts["loss"]
     if getattr(loss, "shape", None) != y.shape or loss[1] != 0:
-        raise UserError("expected one number per position, 0 where ignored: `leave(.., valid)`")
+        raise UserError(
+            "expected one number per position, 0 where ignored: end with `return leave(.., valid)`"
+        )
     for name, part in parts.items():
         got = tuple(part.shape) if isinstance(part, Tensor) else [part]
         if name in ("kd", "ce", "mean", "n_valid"):

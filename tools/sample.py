@@ -65,7 +65,9 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     usable = args.temperature == 0 or 1e-3 <= args.temperature <= 1e3
     if not usable or args.tokens < 1 or args.top_k < 0:
-        raise UserError("expected --temperature of 0 or 0.001 to 1000, --top_k >= 0, --tokens >= 1")
+        raise UserError(
+            "expected a --temperature of 0, or of 0.001 to 1000, --top_k >= 0, and --tokens >= 1"
+        )
     if re.search("[\ud800-\udfff]", args.prompt):
         raise UserError("--prompt: expected UTF-8")
 

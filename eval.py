@@ -288,6 +288,8 @@ def open_heldout(
     for c in checkpoints:
         n_positions = c.shape.max_position_embeddings
         trained_bos = c.run.get("bos") if c.run else bos
+        if not args.rows:
+            check_record(data_dir, "val_sha256", rows.manifest["sha256"], c, "--rows")
         if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
             problem = f"rows of another tokenizer than that of {c.name}"
             raise UserError(f"{data_dir}: {problem}; prepare some with that one")
@@ -328,6 +330,11 @@ def held_out_figures(
     if teacher_name:
         facts["teacher"] = teacher_name
         facts["teacher_sha256"] = content_hash(teacher_name)
+        for c in checkpoints:
+            if not args.teacher:
+                check_record(
+                    teacher_name, "teacher_sha256", facts["teacher_sha256"], c, "--teacher"
+                )
         dtype = getattr(torch, args.dtype)
         teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
         if teacher is None:
@@ -480,6 +487,14 @@ def shared_setting(
             raise UserError(f"{key}: {problem}; score them apart, or set {flag}")
         value = values[0] if values else None
     return None if value == "none" else value
+
+
+def check_record(name: str, key: str, sha256: str, c: Checkpoint, flag: str) -> None:
+    """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
+    record = c.run["made_by"] if c.run else {}
+    if record.get(key) not in (None, sha256):
+        problem = f"its content has changed since {c.name} was trained"
+        raise UserError(f"{name}: {problem}; restore it, or name what to use by {flag}")
 
 
 def check_results(c: Checkpoint, files: list[str], protocol: dict, names: list[str]) -> None:

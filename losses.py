@@ -1,14 +1,19 @@
 """Every objective as a plain function, ALRA first, and the table of methods.
 
-An objective is `name(z_s, z_t, y, *, settings) -> [N]`:
+"The paper" is ALRA's, whose equation numbers stand in the code. An objective is
+`name(z_s, z_t, y, *, settings) -> [N]`:
 
     z_s, z_t  [N, V]  student and teacher logits: bf16 and fp16 are widened to fp32, fp64 is kept
-    y         [N]     int64 labels, `IGNORE` where the position is outside T_B (paper, Eq. 1)
+    y         [N]     int64 labels, `IGNORE` where the position is outside T_B, the positions that
+                      count (Eq. 1)
     ->        [N]     nats per position, exactly 0 where ignored; sum / n_valid is the paper's loss
 
 * One call is one forward batch of the paper. Batch statistics run over its valid positions.
-* The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are constant.
-* Values at ignored positions change nothing, not even a NaN. Equal logits rank by lowest index.
+* The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are treated
+  as constants.
+* Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
+  which checks and widens its inputs, and ends with `leave`, which sets ignored positions to 0.
+* Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. Random numbers come from a keyword
   `generator`, which training seeds.
 * The result is the distillation term alone. `METHODS` has its weight and that of the causal
@@ -84,17 +89,19 @@ def alra(
                   + lambda_pair * sum_{i<j in I} kappa_ij KL(r_t(i,j) || r_s(i,j))   SWPRA, Eq. 17
 
     I is the position's local set, the first d_u tokens of the candidate set C; R is the rest of the
-    vocabulary. C is the student's top d_max, in the teacher's order. If a = argmax p_t is missing,
-    it replaces the last of them (Eq. 4, 5). Divergences run from teacher to student.
+    vocabulary. C starts as the student's top d_max. If the teacher's top-1 token is missing, it
+    replaces the lowest-ranked of them (Eq. 4). Then C is sorted by teacher logit (Eq. 5).
+    Divergences run from teacher to student.
 
     d_min, d_max     smallest and largest local budget, tokens; 2 <= d_min <= d_max < V
     tau              temperature of the distributions, also in SWPRA's weights (Eq. 2)
     tau_p            temperature of the pairs (Eq. 16)
     gamma            how fast SWPRA's weight falls with the student's probability gap (Eq. 19)
     eps              added to the denominators of Eq. 8 and Eq. 20
-    anchor           what the candidate set must hold: "teacher" top-1 (ALRA), "none" (-N),
-                     "label" (-NG), "both" (-G)
-    pair             kappa: "swpra" (Eq. 20), "pra_u" 1 / |pairs|, "pra" 1 (Eq. 18)
+    anchor           what the candidate set must hold, by the paper's names of the variants:
+                     "teacher" ALRA, the teacher's top-1; "none" ALRA-N; "label" ALRA-NG, the label;
+                     "both" ALRA-G
+    pair             the weight kappa: "swpra" Eq. 20; "pra_u" 1 / |pairs| and "pra" 1, Eq. 18
     budget           "adaptive" (Eq. 8); "fixed": the local set is the student's top d_max, in the
                      student's order; `anchor` and `d_min` are unused (the Fixed-Budget rows)
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that
@@ -121,17 +128,19 @@ def alra(
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
     # Tempered logits of the candidates, and of all other tokens as one category, [N, d_max + 1].
-    # R is that category and the candidates outside I.
+    # R is that category, and the candidates outside I.
     split = vocab.split(z_s, z_t, tokens, tau, valid)
     x_s, x_t = _categories(split, tau)
     in_local = F.pad(inside, (0, 1))
-    odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
-    odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
-    mass = binary_kl(odds_t, odds_s)  # Eq. 14, like the next two
+    log_odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
+    log_odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
+    mass = binary_kl(log_odds_t, log_odds_s)  # Eq. 14, like the next two
     local = kl(x_t, x_s, in_local)
-    share = ln_softmax(x_t, ~in_local)[:, -1].exp()  # [N] of the category in the teacher's R
-    # over the members of R, and within the category: Eq. 13
-    rest = kl(x_t, x_s, ~in_local) + share * split.rest_kl
+    share = ln_softmax(x_t, ~in_local)[
+        :, -1
+    ].exp()  # [N] teacher probability, in R, of the category
+    # the chain rule: KL over the candidates in R and the category, plus KL inside the category
+    rest = kl(x_t, x_s, ~in_local) + share * split.others_kl
 
     both_inside = inside[:, :, None] & inside[:, None, :]
     pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
@@ -157,12 +166,12 @@ def alra(
 
 
 def _categories(split, tau) -> tuple[Tensor, Tensor]:
-    """Return tempered logits of the selected tokens and of all others as one  # [N, k + 1] each
+    """Return both models' tempered logits, [N, k + 1], of the selected tokens and of all others.
 
     The last column is the logsumexp of the other tokens' tempered logits.
     """
-    x_s = torch.cat([split.in_s / tau, split.rest_s[:, None]], 1)
-    x_t = torch.cat([split.in_t / tau, split.rest_t[:, None]], 1)
+    x_s = torch.cat([split.in_s / tau, split.others_s[:, None]], 1)
+    x_t = torch.cat([split.in_t / tau, split.others_t[:, None]], 1)
     return x_s, x_t
 
 
@@ -178,8 +187,8 @@ def _anchored(tokens, z_t, y, anchor) -> Tensor:
     rank = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     for a in anchors:
         missing = (tokens != a[:, None]).all(-1, keepdim=True)
-        no_anchors = [tokens != other[:, None] for other in anchors]
-        free = torch.stack(no_anchors).all(0)
+        differs = [tokens != anchor[:, None] for anchor in anchors]
+        free = torch.stack(differs).all(0)  # [N, k] tokens that are no anchors
         lowest = (free * rank).argmax(-1, keepdim=True) + 1
         tokens = torch.where(missing & (rank == lowest), a[:, None], tokens)
     return tokens
@@ -187,7 +196,7 @@ def _anchored(tokens, z_t, y, anchor) -> Tensor:
 
 @torch.no_grad()
 def _effective_support(in_t, tau) -> Tensor:
-    """exp of the teacher's entropy within the candidate set (Eq. 6)  # [N, k] -> [N]
+    """Return exp of the teacher's entropy within the candidate set (Eq. 6)  # [N, k] -> [N]
 
     In fp64, which costs nothing at this size: the budget is then the same integer at any precision
     of the logits.
@@ -263,14 +272,13 @@ def pd(
 ) -> Tensor:
     """Pre-training distillation (Peng et al. 2025): KL(F(P_t) || P_s).
 
-        kept = the shortest run of largest teacher probabilities with mass >= top_p, then its first
-               top_k
+        kept = the fewest most probable tokens of the teacher with mass >= top_p, at most top_k
         F    = softmax over kept of z_t / tau,   loss[u] = sum_{i in kept} F_i (ln F_i - ln p_s,i)
 
     truncate_on     the probabilities that top_p counts: "tempered" softmax(z_t / tau), as the ALRA
                     paper words it; "raw" softmax(z_t), as in PD's own paper. The sets differ widely
-    temper_student  temper the student too. By default it stays at 1, as in PD: the optimum is the
-                    sharpened teacher
+    temper_student  temper the student too. By default the student's temperature is 1, as in PD, so
+                    that the optimum is the sharpened teacher
 
     There is no public code. Choices made here: the token that crosses top_p is kept; the student is
     normalised over the full vocabulary, which pushes down the tokens that are not kept; no tau^2.
@@ -310,16 +318,17 @@ def atkd(
         TKD_u = KL of the pair (p_y, 1 - p_y);  DKD_u = KL of the softmaxes over V without y
         loss  = easy_weight mean_easy DKD + (1 - easy_weight) (mean_hard TKD + mean_hard DKD)
 
-    Hard: UNC_u = 1 - p_t,y is at least the lower median of the batch. Easy: it is below. Each mean
-    runs over its own half, so a position's number carries the factor n_valid / n_half. An empty
-    half counts 0 (the authors' code stops). UNC is compared as log-odds: the order is the same, and
-    values that 1 - p rounds together stay apart. No tau^2. Divergences run from teacher to student.
+    A position is hard if UNC_u = 1 - p_t,y is at least the lower median of the batch, else easy.
+    The caller divides the sum by n_valid, so each position is scaled by n_valid / n_half. An empty
+    half counts 0 (the authors' code stops). UNC is compared as log-odds, which have the same order
+    and stay apart where 1 - p rounds to equal values. No tau^2. Divergences run from teacher to
+    student.
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    odds_s, odds_t, dkd_u = _target_split(z_s, z_t, y, tau, valid)
-    tkd_u = binary_kl(odds_t, odds_s)
-    unc = -odds_t
+    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau, valid)
+    tkd_u = binary_kl(log_odds_t, log_odds_s)
+    unc = -log_odds_t
     easy = valid & (unc < vocab.lower_median(unc, valid))
     hard = valid & ~easy
     n = _count(valid, z_s)
@@ -330,19 +339,20 @@ def atkd(
 
 
 def _count(mask, z) -> Tensor:
-    """Return the number of positions in a mask, at least 1, in the dtype of z  # [N] -> []"""
+    """Return the number of positions in a mask [N], at least 1, in the dtype of z."""
     return mask.sum().clamp(min=1).to(z.dtype)
 
 
 def _target_split(z_s, z_t, token, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the student's and teacher's log-odds of a token, and the KL over all others  # [N]
+    """Return the student's and the teacher's log-odds of a token, and the KL over all others.
 
     token  [N] such as the label
+    ->     [N] each
     """
     split = vocab.split(z_s, z_t, token[:, None], tau, valid)
-    odds_s = split.in_s[:, 0] / tau - split.rest_s
-    odds_t = split.in_t[:, 0] / tau - split.rest_t
-    return odds_s, odds_t, split.rest_kl
+    log_odds_s = split.in_s[:, 0] / tau - split.others_s
+    log_odds_t = split.in_t[:, 0] / tau - split.others_t
+    return log_odds_s, log_odds_t, split.others_kl
 
 
 def rld(
@@ -363,14 +373,14 @@ def rld(
         loss  = alpha tau_conf^2 SCD_u + beta tau^2 MCD_u
 
     A is strict and uses raw teacher logits: the label, tokens above it and tokens equal to it leave
-    both distributions. The ALRA paper leaves alpha, beta and tau_conf open: all 1 here (authors: 1,
-    0.5 to 8, 1). No warm-up.
+    both distributions. The paper leaves alpha, beta and tau_conf open: here all three are 1. The
+    authors use alpha = 1, beta from 0.5 to 8, tau_conf = 1, and a warm-up, which is left out.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     top_1 = vocab.top(z_t, 1)[:, 0]
-    _, odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf, valid)
-    odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
-    scd_u = binary_kl(odds_m, odds_s)
+    _, log_odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf, valid)
+    log_odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
+    scd_u = binary_kl(log_odds_m, log_odds_s)
     z_label = z_t.gather(1, y[:, None])
     mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_label)
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
@@ -420,7 +430,7 @@ def ldrld(
     if d == 2:  # the authors' code treats a set of two as a pair
         llki_u = llki_u * adw[0, 1]
     n = d * (d - 1) // 2 + 1 if pair_reduction == "mean" else 1
-    loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.rest_kl)
+    loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.others_kl)
     return leave(loss, valid)
 
 
@@ -449,8 +459,8 @@ def tad(
     n_sequences  sequences of equal length in this forward batch, one after another (set by the
                  caller, not a setting)
 
-    There is no public code. The tail bucket in D1 follows from TAD's gradient. Masses stay in the
-    log domain: no floor.
+    There is no public code. D1 includes the tail as one category, as TAD's gradient implies. Masses
+    are kept as logarithms, so no epsilon is needed.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     N, V = z_s.shape
@@ -468,7 +478,7 @@ def tad(
         ln_sum = lse(ln_each, valid_each)[:, None]
         ln_w = (ln_each - ln_sum + n_each.log()).flatten()
     w = 1.0 if norm == "unit" else ln_w.exp()
-    loss = kl(x_t, x_s) + beta * w * split.rest_kl
+    loss = kl(x_t, x_s) + beta * w * split.others_kl
     return leave(loss, valid)
 
 
@@ -478,9 +488,10 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
         D_ab = (z_a - z_b) / tau for a < b in the leader's order
         LD   = KL(softmax(D^T) || softmax(D^S)) over pairs
 
-    One distribution over all k (k - 1) / 2 differences; teacher to student for both leaders. No
-    tau^2. k = 2 gives a single pair and nothing to learn, so k >= 3. The loss is blind to tokens
-    outside both sets. The authors' KL on prompt tokens has no counterpart in pre-training.
+    The leader is the model whose top k tokens are used: the teacher in t-LD, the student in s-LD.
+    Both are KLs from teacher to student, over one distribution of all k (k - 1) / 2 differences. A
+    single pair (k = 2) would have nothing to learn, so k >= 3. Tokens outside both sets have no
+    effect. No tau^2. The authors' KL on prompt tokens has no counterpart in pre-training.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
     if not 3 <= top_k <= z_s.shape[1]:
@@ -500,15 +511,15 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # ----------------------------------------------------------------------------------------------
 # further objectives: sums over the vocabulary of a term of q = P_s and p = P_t
 #
-# `terms` returns each token's summand, and the slope: its derivative by ln q. A multiple of q may
-# be left out of the slope, as it cancels in the gradient of the softmax.
+# `terms` returns each token's summand, and the slope: its derivative with respect to ln q. The
+# gradient of the logits is slope - q * sum(slope), so adding c * q to the slope changes nothing.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2.
 
     Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1,
-    so it has no row.
+    so it is not listed in `METHODS`.
     """
 
     def terms(ln_q, ln_p):
@@ -581,8 +592,8 @@ def dkd(
     weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    odds_s, odds_t, nckd = _target_split(z_s, z_t, y, tau, valid)
-    tckd = binary_kl(odds_t, odds_s)
+    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau, valid)
+    tckd = binary_kl(log_odds_t, log_odds_s)
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
 
@@ -621,8 +632,8 @@ def adakd(
     base                "reverse" KL(P_s || P_t) or "forward" KL(P_t || P_s)
     detach_temperature  False as in the authors' code, whose gradient runs through T_u
 
-    Each of the hardest carries n_valid / n_hardest. Where the median is 0, as at equality, s_u is
-    divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep` over training is left out.
+    Each of the hardest is scaled by n_valid / n_hardest. Where the median is 0, as at equality, s_u
+    is divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep` over training is left out.
     c = 0 means temperature 1.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
@@ -665,15 +676,16 @@ def sekd(
     """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) where the student is least sure.
 
     It keeps the ceil(keep n_valid) positions of the forward batch with the largest student entropy
-    at temperature 1. The mean runs over these, so each carries n_valid / n_kept. It keeps none
-    where n_valid < 3, unless keep = 1.
+    at temperature 1. The mean runs over these, so each is scaled by n_valid / n_kept. As in the
+    authors' code it keeps none if n_valid < 3, unless keep = 1.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     n_valid = valid.sum()
     has_enough = (n_valid >= 3) | (keep == 1)
     n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
-    certainty = vocab.forward_kl(uniform, z_s.detach(), 1.0, valid)  # ln V less the entropy
+    # KL(student || uniform) = ln V - entropy
+    certainty = vocab.forward_kl(uniform, z_s.detach(), 1.0, valid)
     kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * factor.to(z_s.dtype)
@@ -698,9 +710,9 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         gap = ln_p - ln_q
         p = ln_p.exp()
         q = ln_q.exp()
-        # ln(a / b) tends to +-bias, and near these limits its digits would cancel. So `rise` is the
-        # distance to the nearer limit, and x = bias - ln(a / b). The constant is added back as
-        # bias * p, since p sums to 1.
+        # The loss is sum a ln(a / b), and ln(a / b) lies between -bias and bias. Close to these
+        # limits it would lose precision by cancellation. So `rise` is its distance to the nearer
+        # limit, and x = bias - ln(a / b). The constant returns as bias * p, since p sums to 1.
         side = 2 * (gap >= 0).to(gap.dtype) - 1
         rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
         x = side * rise + (1 + side) * bias
@@ -767,7 +779,7 @@ def abkd(
     with s = alpha + beta. (1, 0) is KL(P_t || P_s), and (0, 1) is KL(P_s || P_t). If alpha, beta or
     s is 0, the loss is the limit; the authors' code is off by a factor of the other exponent there.
 
-    To keep digits, each summand (>= 0) is computed from the larger of p and q. For q <= p it is
+    For precision, each summand (>= 0) is computed from the larger of p and q. For q <= p it is
     p^s (E_s(d) - E_beta(d)) / alpha, with d = ln q - ln p and E_k(d) = (e^(k d) - 1) / k; otherwise
     the roles are swapped. The slope is q^beta (q^alpha - p^alpha) / alpha.
     """
@@ -775,14 +787,14 @@ def abkd(
 
     def terms(ln_q, ln_p):
         d = ln_q - ln_p
-        p_s = (s * ln_p).exp()  # p^s
-        q_s = (s * ln_q).exp()
-        where_p_is_larger = p_s * _chord(s, beta, d.clamp(max=0))
-        where_q_is_larger = q_s * _chord(s, alpha, -d.clamp(min=0))
+        p_to_s = (s * ln_p).exp()  # p^s
+        q_to_s = (s * ln_q).exp()
+        where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
+        where_q_is_larger = q_to_s * _chord(s, alpha, -d.clamp(min=0))
         if alpha:
-            slope = (q_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
+            slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
         else:
-            slope = q_s * d
+            slope = q_to_s * d
         return where_p_is_larger + where_q_is_larger, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y)
@@ -800,7 +812,7 @@ def _chord(a, b, d) -> Tensor:
 
 
 def akl(z_s, z_t, y, *, mu: PositiveFraction = 0.5) -> Tensor:
-    """AKL (Wu et al. 2024): forward and reverse KL, weighted by where the student's error stands.
+    """AKL (Wu et al. 2024): forward and reverse KL, by the head's share of the student's error.
 
         head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu
         h       = sum_head |p - q| / sum_i |p_i - q_i|, a constant
@@ -885,9 +897,9 @@ def taid(
            KL(P_t || P_s); t = 0 has no gradient
     t_end  value of t at the end of the schedule; training interpolates linearly. Not used here
 
-    The authors' code returns the cross-entropy with r, whose entropy moves with the student. Left
-    out: its adaptive step of t, which is smaller than the straight line's in runs of up to some
-    4,000 updates.
+    The authors' code returns the cross-entropy with r, whose entropy moves with the student. Their
+    adaptive schedule of t is left out. In runs of up to about 4,000 updates it moves more slowly
+    than the linear schedule used here.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     between = (1 - t) * z_s.detach() + t * z_t
@@ -903,7 +915,7 @@ def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
 def _log_softmax(x) -> Tensor:
     """Return the log-softmax with a relative error of 1e-7 in fp32.
 
-    On the CPU torch adds 151,936 terms one by one, and its own is off by 1e-6.
+    torch's own is off by 1e-6 on the CPU, as it adds 151,936 terms one by one.
     """
     x = x - x.detach().amax(-1, keepdim=True)
     return x - x.exp().sum(-1, keepdim=True).log()
@@ -914,8 +926,10 @@ def _log_softmax(x) -> Tensor:
 
 
 class Method(NamedTuple):
-    fn: Callable  # the objective
-    hyper: dict = {}  # noqa: RUF012  its settings, where they differ from its defaults
+    """A named loss: w_kd times an objective plus w_ce times `cross_entropy`."""
+
+    fn: Callable  # the objective, or a `functools.partial` of it
+    hyper: dict = {}  # noqa: RUF012 (settings that differ from the objective's defaults)
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
     moving: tuple[str, ...] = ()  # settings x that training interpolates linearly to x_end
@@ -983,7 +997,8 @@ METHODS: dict[str, Method] = {
 # ----------------------------------------------------------------------------------------------
 # a method in a training loop of your own
 
-SHORT_NAMES = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
+# what people may mean by a name that is not in `METHODS`
+HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
 
 def method_loss(
@@ -1004,20 +1019,21 @@ def method_loss(
 def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
-    z_s, z_t, y  as of an objective: the positions of one forward batch
-    ->           mean loss []; `loss`, `kd` (with a teacher), `ce`, the objective's parts, `n_valid`
+    z_s, z_t, y  as for an objective: the positions of one forward batch
+    ->           mean loss [], and a dict of sums: `loss`, `kd` (with a teacher), `ce`, the
+                 objective's parts, `n_valid`
 
     A term of weight 0 costs no gradient.
     """
     with_gradient = torch.is_grad_enabled()
     valid = y != IGNORE
-    uses_ce = _is_positive(method.w_ce)
+    uses_ce = _is_used(method.w_ce)
     with torch.set_grad_enabled(with_gradient and uses_ce):
         ce = cross_entropy(z_s, None, y)  # [N]
     loss = method.w_ce * ce if uses_ce else torch.zeros_like(ce)
     terms = {"ce": ce}
     if method.has_teacher:
-        uses_kd = _is_positive(method.w_kd)
+        uses_kd = _is_used(method.w_kd)
         if z_t is None:
             fn = getattr(method.fn, "func", method.fn)
             raise UserError(f"z_t: {fn.__name__} needs teacher logits, got None")
@@ -1035,7 +1051,7 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.sum() / valid.sum().clamp(min=1), sums
 
 
-def _is_positive(weight: float | Tensor) -> bool:
+def _is_used(weight: float | Tensor) -> bool:
     return isinstance(weight, Tensor) or weight > 0  # a tensor is a weight that changes
 
 
@@ -1057,7 +1073,7 @@ def resolve(name: str, **overrides) -> Method:
     """
     name = name.partition("@")[0]
     if name not in METHODS:
-        near = SHORT_NAMES.get(name) or nearest(name, METHODS)
+        near = HINTS.get(name) or nearest(name, METHODS)
         hint = f", did you mean {near!r}?" if near else "."
         raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
     method = METHODS[name]

@@ -1,6 +1,6 @@
 """The decoder: its shapes, its forward pass, and students from a seed.
 
-It computes `qwen2` (Qwen1.5, 2, 2.5), `qwen3`, `llama` (1 to 3, SmolLM2) and `mistral`: pre-norm
+It implements `qwen2` (Qwen1.5, 2, 2.5), `qwen3`, `llama` (1 to 3, SmolLM2) and `mistral`: pre-norm
 layers of RMSNorm, rotary grouped-query attention and SwiGLU. The families differ in the biases of
 q, k and v, in norms on q and k, and in the rotary angles. Modules carry the names of the Hugging
 Face checkpoint, so both have the same state dict (lib/hf.py reads and writes it).
@@ -13,8 +13,8 @@ Precision on a GPU (`dtype="auto"`); on the CPU everything is fp32:
     | teacher's weights                                             | bf16                       |
     | activations and residual stream; operands of every product    | bf16                       |
     | accumulation inside a product; logits                         | fp32                       |
-    | statistics of norms, rotary angles, softmaxes, losses, sums   | fp32; fp64 for some of     |
-    | over V                                                        | size [N] and [N, k]        |
+    | statistics of norms, rotary angles, softmaxes, sums over V    | fp32                       |
+    | losses: a few numbers per position                            | fp32, some of them fp64    |
     | gradient of the logits, as an operand of the head's products  | bf16                       |
 
 `hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm` and the rotary angles
@@ -100,9 +100,9 @@ class Qwen2Config:
                 checked(f"rope_scaling.{key}", self.rope_scaling.get(key), Positive)
 
 
-# The paper's table of architectures, then the demo's. The paper does not print rope base, norm
-# epsilon and context: `student_config` takes them, and the vocabulary, from the teacher. The values
-# here are Qwen1.5's and the demo's.
+# The paper's table of architectures, then the demo's. If there is a teacher, `student_config`
+# replaces vocabulary, rope base, norm epsilon and context by the teacher's. The paper omits the
+# last three; the defaults are Qwen1.5's.
 _DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
     "200m": Qwen2Config(768, 2112, 12, 12, 12),  # 203.4M parameters
@@ -118,7 +118,7 @@ PRESETS = {
 
 
 class Linear(nn.Linear):
-    """Multiplies in the input's dtype: on a GPU fp32 weights give bf16 products."""
+    """Casts its weights to the input's dtype, so that fp32 weights can multiply bf16 inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype)
@@ -130,9 +130,10 @@ class Linear(nn.Linear):
 def linears(x: Tensor, *layers: Linear):
     """Return each layer's product with x, in a list or a tuple.
 
-    A compiled layer that casts its weights computes them as one product: fewer launches.
+    If a compiled model casts its weights, all are computed as one product, with fewer launches.
     """
-    if not torch.compiler.is_compiling() or layers[0].weight.dtype == x.dtype:
+    is_cast = layers[0].weight.dtype != x.dtype
+    if not (torch.compiler.is_compiling() and is_cast):
         return [layer(x) for layer in layers]
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
     bias = None
@@ -155,7 +156,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles, those of the two halves of a head side by side.
+    """Return cos and sin of the K / 2 rotary angles, repeated for the second half of a head.
 
     positions  [T] int64
     ->         [T, K] fp32 each
@@ -282,7 +283,7 @@ class Qwen2(nn.Module):
         idx        [B, T] int64 token ids
         recompute  keep only each layer's input for the backward pass: less memory, a third more
                    arithmetic
-        dtype      of activations and products; None: the weights'
+        dtype      of activations and products (default: that of the weights)
         ->         [B, T, D] in `dtype`
         """
         x = self.model.embed_tokens(idx)  # [B, T, D]
@@ -301,7 +302,7 @@ class Qwen2(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The head's weight [V, D]; a tied head is the embedding's."""
+        """The weight [V, D] of the head, which is the embedding's if they are tied."""
         if self.config.tie_word_embeddings:
             return self.model.embed_tokens.weight
         return self.lm_head.weight
@@ -319,7 +320,7 @@ class Qwen2(nn.Module):
             layer.compile(dynamic=False, fullgraph=True)
 
     def cut(self, vocab_size: int) -> None:
-        """Drop the rows of embedding and head from `vocab_size` on, which pad the tokenizer's."""
+        """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""
         if vocab_size >= self.config.vocab_size:
             return
         tables = [self.model.embed_tokens]
@@ -354,7 +355,7 @@ class Qwen2(nn.Module):
             model = cls(config)
         model.to(dtype)
         if shard > 1:
-            from lib import distributed  # few runs need it
+            from lib import distributed  # imported here, as few runs are sharded
 
             device = torch.device(device)
             distributed.shard(model, model.model.layers, shard, device, layers_only=True)
@@ -367,7 +368,7 @@ class Qwen2(nn.Module):
     ) -> None:
         """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-        They give the same logits and ids.
+        The loaded model gives the same logits, and the loaded tokenizer the same ids.
 
         tokenizer  a `PreTrainedTokenizerFast` to write beside the model
         weights    the unsharded tensors by name, if this model's are sharded
@@ -422,8 +423,8 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
 
     shape    a preset, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes
     teacher  the fields that a student takes from its teacher (`run.teacher.inherited`): vocabulary,
-             rope base and scaling, norm epsilon, context. They replace a preset's, and fill those
-             that the other two leave out. None: no teacher
+             rope base and scaling, norm epsilon, context. They replace a preset's. They are the
+             defaults of WIDTHxLAYERSxHEADS and of a JSON object. A config.json ignores them
     """
     teacher = teacher or {}
     if shape in PRESETS:
@@ -445,7 +446,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
             fields = json.loads(shape)
         if not teacher and "vocab_size" not in fields:
             raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
-        mlp = -(-8 * fields["hidden_size"] // 192) * 64  # 8 / 3 of the width, in steps of 64
+        mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)  # 8 / 3 of the width, rounded up
         heads = fields["num_attention_heads"]
         defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
         return Qwen2Config(**defaults | teacher | fields)
@@ -519,7 +520,7 @@ def unsupported(hf: dict) -> str | None:
 def rope_of(hf: dict) -> dict:
     """Return the rope base and scaling of a config.json.
 
-    Where it has them in several places, transformers' choice counts.
+    If it has several of them, the one that transformers uses wins.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):

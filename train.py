@@ -1,11 +1,11 @@
-"""Distil students from one teacher, whose forward pass they share: AdamW with a schedule.
+"""Train one or more students by distillation from one teacher, with AdamW.
 
     python train.py config/alra_200m.py [--key=value ...]
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
 The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM, SIGHUP and SIGUSR1 end
-the run after the current update: it saves a checkpoint and exits with code 75. run/checkpoints.py
-describes the folder of a run.
+the run after the current update: it saves a checkpoint and exits with code 75. The teacher's
+forward pass is computed once for all students. run/checkpoints.py describes the folder of a run.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
@@ -70,8 +70,8 @@ def micro_batches(
 ) -> Iterator[tuple]:
     """Yield this process's micro-batches of the updates `steps`.
 
-    Each is inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of labels, and the
-    teacher's last hidden states [B, T, D_t] (None without a teacher).
+    A micro-batch is a tuple: inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of
+    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher).
     """
     for step in steps:
         indices = rows_of_update(rows, step, cfg)
@@ -90,22 +90,22 @@ def make_student(
 ) -> Student:
     """Build a student and its optimizer. All students of a run start from the same weights.
 
-    `extras` are modules for a term of your own, such as a projection of hidden states. A parameter
-    group may have an `lr_factor` (default 1), by which `update` multiplies the learning rate.
+    For a loss term of your own you can add trainable modules to `extras`. A parameter group may
+    have an `lr_factor` (default 1), by which `update` multiplies the student's learning rate.
     """
-    model = first_weights(cfg)
+    model = initial_model(cfg)
     init_sha256 = weights_hash(model)
     torch.manual_seed(cfg.seed)
-    extras = nn.ModuleDict()
+    extras = nn.ModuleDict()  # add your own modules here
     if cfg.compile:
         model.compile_layers()
     if cfg.shard > 1:
         if len(extras):
             raise UserError(f"shard={cfg.shard}: not supported with extras")
-        from lib.distributed import shard  # few runs need it
+        from lib.distributed import shard  # imported here, as few runs are sharded
 
-        device = torch.device(cfg.device)
-        shard(model, model.model.layers, cfg.shard, device, False, compute_dtype(cfg))
+        keys = {"layers_only": False, "dtype": compute_dtype(cfg)}
+        shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), **keys)
     model.to(cfg.device)
     extras.to(cfg.device)
 
@@ -131,8 +131,8 @@ def make_student(
     )
 
 
-def first_weights(cfg: Config) -> Qwen2:
-    """Return the weights that every student starts from, in fp32 on the CPU.
+def initial_model(cfg: Config) -> Qwen2:
+    """Return a model with the weights that every student starts from, in fp32 on the CPU.
 
     They are drawn from the seed, or read from `student_weights`.
     """
@@ -159,9 +159,10 @@ def update(
 ) -> int:
     """Make one optimizer step of every student. Returns the number of labels of this process.
 
-    A forward batch is `group` rows, and its loss is the mean over its labels. The loss of the
-    update is the mean over its forward batches. Dividing the rows into micro-batches and over
-    processes does not change it.
+    An update has `batch_rows` rows, divided over the processes. A process runs the models on
+    `micro_batch` rows at a time. An objective sees `group` rows at a time, the paper's forward
+    batch. Its loss is the mean over its labels, and the update's loss is the mean over its forward
+    batches. So micro-batches and processes do not change the result.
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
@@ -176,7 +177,8 @@ def update(
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]
         heads = [s.model.head for s in students]
         inputs = list(zip(h_s, heads, objectives, strict=True))
-        results = head_losses(inputs, h_t, head_t, y, cfg.group)  # logits exist only in there
+        # computes the logits of one forward batch at a time, and already their gradients
+        results = head_losses(inputs, h_t, head_t, y, cfg.group)
         for s, (loss, terms) in zip(students, results, strict=True):
             is_last = micro == n_local - 1
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
@@ -198,23 +200,23 @@ def update(
             s.optimizer.step()
             s.skipped = 0
         else:
-            skip_update(s, step, cfg)
+            count_skipped_update(s, step, cfg)
         s.optimizer.zero_grad(set_to_none=True)
     return n_valid
 
 
 def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student]) -> None:
-    """Train until `max_steps`, a signal, or until every student has stopped."""
+    """Train until `max_steps` is reached, a signal arrives, or every student has stopped."""
     cfg = run.cfg
     resume(students, run)
     live = [s for s in students if not s.stopped]
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if teacher and teacher.is_stored:  # nothing is computed in the other thread
+    if teacher and teacher.is_stored:  # then the thread only reads, and runs no model
         stream = read_ahead(stream)
     catch_signals()
     say_names(cfg)
-    no_bar = parallel.rank() > 0 or None  # None hides the bar unless stderr is a terminal
-    bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=no_bar)
+    is_hidden = True if parallel.rank() > 0 else None  # None shows the bar on a terminal only
+    bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
     first_step = run.step
     first_update = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
@@ -229,9 +231,10 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         n_valid = update(live, teacher, stream, run.step, cfg)
         t1 = time.perf_counter()
         run.step += 1
-        is_late = parallel.rank() == 0 and t1 > next_save  # the clock of process 0 decides for all
-        n_valid, stop, is_late = parallel.all_reduce_sum(n_valid, STOP.is_set(), is_late)
-        save = stop or is_late or is_due(cfg.checkpoint_every_steps, run)
+        # A signal may reach any process; only process 0 looks at the clock. The sums tell all.
+        save_is_due = parallel.rank() == 0 and t1 > next_save
+        n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, STOP.is_set(), save_is_due)
+        save = stop or save_is_due or is_due(cfg.checkpoint_every_steps, run)
         run.counts["valid_tokens"] += n_valid
         run.counts["since_log_tokens"] += n_valid
         run.counts["since_log_steps"] += 1
@@ -246,11 +249,11 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
             log_terms(live, teacher, sec_per_step * (cfg.max_steps - run.step), run)
         if is_due(cfg.val_every_steps, run):
             validated = validate(live, teacher, val, cfg)
-            is_first = run.step <= first_step + cfg.val_every_steps  # since this start
+            is_first = run.step <= first_step + cfg.val_every_steps  # since the program started
             log_validation(live, validated, val.levels, is_first, run)
         if save:
             is_final = stop or run.step == cfg.max_steps
-            disk_error = save_or_say(live, disk_error, is_final, run)
+            disk_error = try_save(live, disk_error, is_final, run)
             next_save = time.perf_counter() + (0 if disk_error else pause)
         bar.update()
         if stop:
@@ -273,7 +276,8 @@ def learning_rate(step: int, cfg: Config) -> float:
     It rises linearly to `lr` at the last warm-up update, then follows `lr_schedule`:
 
     cosine    falls to `min_lr` at the schedule's last update
-    wsd       stays at `lr`, then falls linearly to `min_lr` over the last `decay_share` of it
+    wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`
+              of the schedule
     constant  stays at `lr`
     """
     if step < cfg.warmup_steps:
@@ -290,9 +294,9 @@ def learning_rate(step: int, cfg: Config) -> float:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients by one factor, so that their common norm is at most `max_norm`.
 
-    Returns the norm before scaling, in fp32. On the CPU torch adds squares one by one in fp32,
-    which makes the norm of 67M equal elements 2 % too small. There this function adds them in fp64,
-    1M elements at a time.
+    Returns the norm before scaling, in fp32. On the CPU torch's fp32 norm loses accuracy in large
+    tensors: it is 2 % too small for 67M equal elements. So there the squares are added in fp64, 1M
+    elements at a time.
     """
     parameters = [p for p in parameters if p.grad is not None]
     grads = [parallel.local(p.grad) for p in parameters]
@@ -309,11 +313,11 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
-def skip_update(s: Student, step: int, cfg: Config) -> None:
+def count_skipped_update(s: Student, step: int, cfg: Config) -> None:
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
-    terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
-    terms = ", ".join(terms) or "the gradient alone"
-    reason = f"gradient norm {s.gnorm}, not finite: {terms}"
+    bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
+    causes = ", ".join(bad_terms) or "the gradient alone"
+    reason = f"gradient norm {s.gnorm}, not finite: {causes}"
     s.skipped += 1
     say(f"{s.name}, step {step + 1}: skipped the update, {s.skipped} in a row; {reason}")
     if s.skipped > cfg.max_skipped_updates:
@@ -323,8 +327,8 @@ def skip_update(s: Student, step: int, cfg: Config) -> None:
 # ----------------------------------------------------------------------------------------------
 # what the loop calls
 
-# name in the log -> key of the figures of lib/metrics.py
-VALIDATED = {
+# the name in the log -> the key in what metrics.figures returns
+VALIDATION_FIGURES = {
     "val_ce": "ce",
     "val_kl": "kl",
     "val_agree": "top1",
@@ -352,7 +356,7 @@ def validate(
         totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
         figures = metrics.figures(totals)
         validated[s.name] = {}
-        for name, key in VALIDATED.items():
+        for name, key in VALIDATION_FIGURES.items():
             if key in figures:
                 validated[s.name][name] = float(figures[key])
     return validated
@@ -416,13 +420,13 @@ def log_terms(live: list[Student], teacher: Teacher | None, sec_left: float, run
     counts |= dict.fromkeys(SINCE_LOG, 0)
 
 
-def save_or_say(
+def try_save(
     live: list[Student], earlier_error: UserError | None, is_final: bool, run: Run
 ) -> UserError | None:
     """Save a checkpoint of every student. Returns the error if it cannot be written.
 
-    A full disk does not end the run: the loop tries again after each update. Only the last
-    checkpoint of a start raises the error.
+    A full disk does not end the run: the loop tries again after each update. Only the final
+    checkpoint raises the error.
     """
     error = save_checkpoints(live, run)
     if error and is_final:
@@ -450,7 +454,7 @@ def catch_signals() -> None:
 
 
 def distil(cfg: Config) -> int:
-    """Run one training and return its exit code.
+    """Train the students of a config and return the exit code.
 
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
     """
@@ -496,7 +500,7 @@ def train_students(cfg: Config) -> int:
         end = f"the rate ends at {rate:.1e} of {cfg.lr:.1e}"
         say(f"max_steps={cfg.max_steps}: {end}; to end at {cfg.min_lr:.1e} set schedule_steps too")
     if cfg.compile:
-        say("compiling, once: the first update may take minutes")
+        say("compiling the models: the first update may take minutes")
         repair_compile_cache()
     teacher = open_teacher(cfg, rows, val)
     students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
@@ -515,7 +519,7 @@ def train_students(cfg: Config) -> int:
 
 
 def exit_code(students: list[Student], run: Run) -> int:
-    """Return the exit code of a run that has ended, and print how far it came."""
+    """Print the step that the run has reached, and return its exit code."""
     stopped = [s for s in students if s.stopped]
     all_stopped = len(stopped) == len(students)
     cfg = run.cfg
@@ -527,7 +531,8 @@ def exit_code(students: list[Student], run: Run) -> int:
     if all_stopped:
         print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    # torchrun would restart after code 1, and the student would stop again
+    # A torchrun with restarts gets 0: after 1 it would start again, and the student would only stop
+    # once more.
     return 1 if stopped and not restarts else 0
 
 

@@ -31,13 +31,13 @@ class Split(NamedTuple):
 
     in_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
     in_t: Tensor  # [N, k] teacher logits of the tokens, not tempered
-    rest_s: Tensor  # [N] log sum exp(z_s / tau) over the rest; differentiable
-    rest_t: Tensor  # [N] the same of the teacher
-    rest_kl: Tensor  # [N] KL(softmax_rest(z_t / tau) || softmax_rest(z_s / tau)); differentiable
+    others_s: Tensor  # [N] log sum exp(z_s / tau) over all other tokens; differentiable
+    others_t: Tensor  # [N] the same of the teacher
+    others_kl: Tensor  # [N] KL of the softmaxes over all other tokens; differentiable
 
 
 def split(z_s, z_t, selected, tau, valid) -> Split:
-    """Split the logits into selected tokens and the rest.
+    """Split the logits into selected tokens and all others, the rest.
 
     selected  distinct tokens [N, k] int64; None for no token; or a teacher logit [N, 1]: tokens
               that are not below it leave the rest, and k is 0
@@ -52,10 +52,10 @@ def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
 
     below  [N, 1] take only the tokens with z_t < below; 0 where there are none
     """
-    rest = split(z_s, z_t, below, tau, valid)
+    parts = split(z_s, z_t, below, tau, valid)
     if below is None:
-        return rest.rest_kl
-    return rest.rest_kl.masked_fill(rest.rest_t == -math.inf, 0.0)
+        return parts.others_kl
+    return parts.others_kl.masked_fill(parts.others_t == -math.inf, 0.0)
 
 
 class _Split(torch.autograd.Function):

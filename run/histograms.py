@@ -25,12 +25,12 @@ def histograms(
 ) -> tuple[dict, dict]:
     """Return the teacher's histograms and the students' local budgets over one update.
 
-    batches  this process's x [B, T], labels y [B, T], their number, and the teacher's hidden states
+    batches  x [B, T], labels y [B, T], their number, and the teacher's hidden states
              [B, T, D]; sums are over all processes
-    ->       the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as
-             candidates), means `p_label`, `p_top1`, `agree`, `ce`, `entropy`; `p_label_hist`,
-             `p_top1_hist` (50 equal bins of [0, 1]); and for each student whose objective has a
-             budget, how many positions have each budget
+    ->       the teacher's record: `n` valid positions, `d_u_hist` (candidates: its own top d_max),
+             means `p_label`, `p_top1`, `agree`, `ce`, `entropy`; `p_label_hist`, `p_top1_hist`
+             (50 equal bins of [0, 1]); and for each student whose objective has a budget, how many
+             positions have each budget
     """
     with parallel.gathered_roots(s.model for s in live):
         students = objectives_with_budget(live, cfg)

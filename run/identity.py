@@ -10,10 +10,9 @@ import ast
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
+import marshal
 import sys
-import textwrap
 from pathlib import Path
 
 from configure import AFFECTS, Config
@@ -39,7 +38,7 @@ STEP = (
 NOT_FOLLOWED = (
     *("configure", "lib.device", "lib.errors", "lib.files", "lib.hf", "lib.settings"),
     *("run.cache", "run.checkpoints", "run.identity", "run.log", "run.preflight", "run.students"),
-    *("losses.METHODS", "losses.SHORT_NAMES", "model.PRESETS"),
+    *("losses.METHODS", "losses.HINTS", "model.PRESETS"),
 )
 
 
@@ -164,10 +163,12 @@ def objective_code(name: str) -> dict[str, str]:
     file = getattr(sys.modules.get(module), "__file__", None) or ROOT
     hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))
     if path not in hashes:
-        row = row_of(name) or ast.parse(source_of(name, fn)).body[0]
-        used = used_paths(row, "losses", read_source(ROOT / "losses.py"))
-        hashes |= closure(used, NOT_FOLLOWED)
-        hashes[f"losses.METHODS[{name}]"] = tree_hash(row)
+        row = row_of(name)
+        if row is None:  # made while the program runs
+            hashes[path] = hashlib.sha256(marshal.dumps(fn.__code__)).hexdigest()[:8]
+        else:
+            used = used_paths(row, "losses", read_source(ROOT / "losses.py"))
+            hashes |= closure(used, NOT_FOLLOWED) | {f"losses.METHODS[{name}]": tree_hash(row)}
     return {path: sha for path, sha in hashes.items() if path not in step_code()}
 
 
@@ -181,10 +182,3 @@ def row_of(name: str) -> ast.expr | None:
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
                 rows[ast.unparse(node.targets[0].slice)] = node.value
     return rows.get(repr(name))
-
-
-def source_of(name: str, fn: object) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(getattr(fn, "func", fn)))
-    except (OSError, TypeError) as error:
-        raise UserError(f"{name}: its objective has no source; define it in a file") from error

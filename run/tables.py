@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import UserError
-from lib.files import read_json
+from lib.files import read_json, read_lines
 from lib.metrics import levels
 from lib.stats import FIGURES, Figure, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
@@ -21,6 +21,8 @@ from run.paper import LAYOUT, NAMES, PAPER, UPDATES
 # What is read of a student's run.json, and of the files of results.
 RUN = ("method", "student", "seed", "overrides", "step", "config", "made_by")
 FILE = ("name", "run", "protocol", "weights_sha256")
+# What is logged beside log.jsonl, under its keys in `read_log`.
+PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 PERCENT = Figure("accuracy, %", +1, 100, 2)
 Figures = dict[str, dict[int | None, dict]]  # method -> seed -> figures over held-out rows, by name
@@ -108,6 +110,15 @@ def run_facts(model: Path, keys: Iterable[str] = ()) -> dict:
             if (model.parent / name).is_file():
                 return read_json(model.parent / name, keys)
     return {}
+
+
+def read_log(folder: Path) -> list[dict]:
+    """Return the records of a student's log.jsonl, then {step, key of PARTS} of each histogram."""
+    log = read_lines(folder / "log.jsonl", ["step"])
+    for part, path in PARTS.items():
+        for record in read_lines(folder / path, ["step"]):
+            log.append({"step": record["step"], part: record})
+    return log
 
 
 def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:

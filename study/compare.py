@@ -2,9 +2,19 @@
 
     python study/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,3e-3,1e-2
     python study/compare.py config/tiny.py --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1 --seeds=5
-    python study/compare.py config/tiny.py --print     the next stage's commands, to run elsewhere
     python study/compare.py config/tiny.py --report    write tables and figures anew
     python study/compare.py study/small.py --jobs=2 --per_run=5    a study described by its config
+
+Flags, which override `_compare` of a config file, and their defaults:
+
+    --seeds=3           seeds, from 1 on
+    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more; or none
+    --trial_steps=N     updates of a trial; those of a student
+    --reference=METHOD  that differences are taken from; vanilla_kd, or the first
+    --rows=512          held-out rows to score
+    --jobs=1            runs at a time
+    --per_run=N         students that share a run, at most; all
+    --out=FOLDER        of runs, logs and report; out/compare_CONFIG
 
 All methods try the same rates; settings of its own a method tries at its best rate. Trials have
 seed 0, and the lowest CE over the first `val_max_rows` held-out rows wins; later rows are scored.
@@ -24,11 +34,9 @@ import functools
 import hashlib
 import itertools
 import runpy
-import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,54 +49,49 @@ import configure
 from configure import Config
 from lib import files
 from lib.errors import UserError
-from lib.files import read_json, read_lines
+from lib.files import read_json
 from lib.rows import open_rows
 from lib.settings import literal
-from losses import resolve
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
 from run.identity import content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
-from run.tables import read_if_there
+from run.tables import read_if_there, read_log
 from run.teacher import Teacher, is_native
-from study.report import PARTS, Spec, best_trials, first_line, report
+from study.report import Spec, best_trials, first_line, report
 
 ROOT = Path(__file__).resolve().parent.parent
-SPEC_FLAGS = ("seeds", "tune", "trial_steps", "reference", "rows")  # they override `_compare`
+COUNTS = ("seeds", "trial_steps", "rows", "jobs", "per_run")  # flags
 
 
 def main(argv: list[str]) -> int:
-    args, spec, cfg = arguments(argv)
-    if not args.report:
+    spec, cfg = arguments(argv)
+    if not spec.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
-        compare(args, spec, cfg)
-    students, table = report(spec, args.out)
-    print(f"\n{table}\n{args.out / 'report' / 'README.md'}")
-    failed = [x for x in students if "stopped" in x]
-    for x in failed:
-        print(f"{x['method']} (seed {x['seed']}): no result: {x['stopped']}", file=sys.stderr)
+        compare(spec, cfg)
+    failed, text = report(spec)
+    print(f"\n{text}\n{spec.out / 'report' / 'README.md'}")
     return min(len(failed), 1)
 
 
-def compare(args, spec: Spec, cfg: Config) -> None:
+def compare(spec: Spec, cfg: Config) -> None:
     """Make trials, students and scores, and write down which files of OUT/logs the report reads."""
     for folder in ("logs", "runs", "report"):
-        (args.out / folder).mkdir(parents=True, exist_ok=True)
-    with files.locked(args.out, f"{args.out}: another compare.py is at work there"):
-        if not args.print:
-            prepare(cfg, args.out / "runs" / "config.py")
+        (spec.out / folder).mkdir(parents=True, exist_ok=True)
+    with files.locked(spec.out, f"{spec.out}: another compare.py is at work there"):
+        prepare(cfg, spec.out / "runs" / "config.py")
         first = cfg.val_max_rows
         n_rows = len(open_rows(cfg.data_dir, "val")[0])
         if first is None or first >= n_rows:
             message = f"val_max_rows={first}: these rows choose, later ones are scored"
             raise UserError(f"{message}; {cfg.data_dir} has {n_rows}, set fewer")
         n_rows = min(spec.rows, n_rows - first)
-        trials = run_trials(spec, cfg, args)
+        trials = run_trials(spec, cfg)
         chosen = {method: trial["settings"] for method, trial in best_trials(trials).items()}
         students = plan(spec, cfg, chosen)
-        train([s for s in students if name_of(s) in chosen or not trials], args)
-        score(students, n_rows, args)
-        record = on_record(args.out)
+        train([s for s in students if name_of(s) in chosen or not trials], spec)
+        score(students, n_rows, spec)
+        record = on_record(spec.out)
     lines = []
     for s in students:
         line = {"method": name_of(s), "seed": s.seed}
@@ -98,7 +101,7 @@ def compare(args, spec: Spec, cfg: Config) -> None:
         lines.append(line)
     planned = {"config": dataclasses.asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
     planned |= {"students": lines, "trials": trials}
-    files.write_json(args.out / "report" / "plan.json", planned)
+    files.write_json(spec.out / "report" / "plan.json", planned)
 
 
 def prepare(cfg: Config, file: Path) -> None:
@@ -115,92 +118,85 @@ def config_text(cfg: Config) -> str:
 # --- what is tried, and what is trained
 
 
-def run_trials(spec: Spec, cfg: Config, args) -> list[dict]:
+def run_trials(spec: Spec, cfg: Config) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
-    steps = ("max_steps", "schedule_steps", "warmup_steps")
-    shorter = {key: round(share * getattr(cfg, key)) for key in steps}
-    cfg = dataclasses.replace(cfg, **shorter)
+    cfg = longer(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     rates, choices = values_to_try(spec.tune)
     points = [(method, {"lr": lr}) for method in cfg.methods for lr in rates]
-    best = best_trials(try_points(points, cfg, args))
+    best = best_trials(try_points(points, cfg, spec))
     for method, trial in best.items():
         values_of = choices.get(method, {})
         for values in itertools.product(*values_of.values()):
             settings = dict(zip(values_of, values, strict=True))
             points.append((method, trial["settings"] | settings))
-    return try_points(points, cfg, args)
+    return try_points(points, cfg, spec)
 
 
-def try_points(points: list[tuple[str, dict]], cfg: Config, args) -> list[dict]:
+def try_points(points: list[tuple[str, dict]], cfg: Config, spec: Spec) -> list[dict]:
     """Train the trials that are not on record. Return method, settings and CE of each one."""
+    students = []
     trials = {}
-    lines = {}
-    for method, settings in points:
-        base = at_equal_flops(method, cfg)
-        label = f"{'-' if '@' in method else '@'}t{len(trials)}"
-        trial = plan_student(method + label, base, 0, base.settings_of(method) | settings)
-        trials.setdefault(recipe(trial), trial)
-        lines.setdefault(recipe(trial), {"method": method, "settings": settings, "val_ce": None})
-    train(trials.values(), args)
-    record = on_record(args.out)
-    for key in trials.keys() & record.keys():
-        if "stopped" not in record[key]:
-            lines[key]["val_ce"] = record[key]["val_ce"]
-    return list(lines.values())
+    for n, (method, settings) in enumerate(points):
+        label = f"-t{n}" if "@" in method else f"@t{n}"
+        student = plan_student(method, cfg, 0, settings, label)
+        students.append(student)
+        trials.setdefault(recipe(student), {"method": method, "settings": settings})
+    train(students, spec)
+    record = on_record(spec.out)
+    for key, trial in trials.items():
+        facts = record.get(key, {})
+        trial["val_ce"] = None if "stopped" in facts else facts.get("val_ce")
+    return list(trials.values())
 
 
 def values_to_try(tune: Iterable[str]) -> tuple[list, dict[str, dict]]:
     """Return the rates, and by method the values of its own settings."""
-    rates = []
     choices = {}
+    if list(tune) == ["none"]:
+        return [], choices
     for text in tune:
         key, _, values = text.partition("=")
-        values = [literal(value) for value in values.split(",")]
         method, _, setting = key.rpartition(".")
-        if key == "lr":
-            rates = values
-        elif method and setting != "lr":
-            resolve(method, **{setting: values[0]})  # ValueError for one that does not exist
-            choices.setdefault(method, {})[setting] = values
-        else:
-            raise UserError(f"--tune={text}: expected lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..")
-    if choices and not rates:
-        raise UserError("--tune: expected lr=RATE,RATE,.. too; settings are tried at the best rate")
-    return rates, choices
+        choices.setdefault(method, {})[setting] = [literal(value) for value in values.split(",")]
+    rates = choices.pop("", {})
+    if tune and rates.keys() != {"lr"}:
+        message = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
+        raise UserError(f"--tune={' --tune='.join(tune)}: {message}")
+    return rates.get("lr", []), choices
 
 
 def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
     for name in cfg.methods:
-        base = at_equal_flops(name, cfg)
-        settings = base.settings_of(name) | chosen.get(name, {})
         for seed in range(1, spec.seeds_of(name) + 1):
-            students.append(plan_student(name, base, seed, settings))
+            students.append(plan_student(name, cfg, seed, chosen.get(name, {})))
     return students
 
 
-def plan_student(name: str, cfg: Config, seed: int, settings: dict) -> Config:
-    """Return the config of a run of this student alone, by which it is known here."""
-    alone = {"methods": (name,), "hyper": {name: settings}, "seed": seed}
-    if seed != 1:
-        alone["histogram_every_steps"] = None  # histograms of one seed are drawn
-    return dataclasses.replace(cfg, **alone)
+def plan_student(method: str, cfg: Config, seed: int, settings: dict, label: str = "") -> Config:
+    """Return the config of a run of this student alone, by which it is known here.
+
+    METHOD@flops makes more updates, by what a teacher costs.
+    """
+    name = method + label
+    hyper = {name: cfg.settings_of(method) | settings}
+    student = dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed)
+    if seed != 1:  # histograms of one seed are drawn
+        student = dataclasses.replace(student, histogram_every_steps=None)
+    if method.endswith("@flops") and not needs_teacher(method):
+        of_student, of_teacher = flops(cfg)
+        student = longer(student, 1 + of_teacher / of_student, "max_steps", "schedule_steps")
+    return student
+
+
+def longer(cfg: Config, ratio: float, *keys: str) -> Config:
+    return dataclasses.replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
 def name_of(student: Config) -> str:
     return student.methods[0]
-
-
-def at_equal_flops(name: str, cfg: Config) -> Config:
-    """Return the config of a method. METHOD@flops makes more updates, by what a teacher costs."""
-    if not name.endswith("@flops") or needs_teacher(name) or cfg.teacher is None:
-        return cfg
-    student, teacher = flops(cfg)
-    ratio = 1 + teacher / student
-    longer = {key: round(ratio * getattr(cfg, key)) for key in ("max_steps", "schedule_steps")}
-    return dataclasses.replace(cfg, **longer)
 
 
 def flops(cfg: Config) -> tuple[float, float]:
@@ -225,9 +221,15 @@ def teacher_flops(teacher: str, seq_len: int) -> float:
 
 @functools.cache
 def recipe(student: Config) -> tuple:
+    return key_of(made_by(student, name_of(student)), vars(student))
+
+
+def key_of(record: dict, config: dict) -> tuple:
     """Return what identifies a student: its record, its updates, the rows that judge a trial."""
-    judges = None if student.seed else student.val_max_rows
-    return record_hash(made_by(student, name_of(student))), student.max_steps, judges
+    judges = config["val_max_rows"]
+    if config["seed"] > 0:
+        judges = None
+    return record_hash(record), config["max_steps"], judges
 
 
 def on_record(out: Path) -> dict[tuple, dict]:
@@ -242,9 +244,8 @@ def on_record(out: Path) -> dict[tuple, dict]:
                 file_student(end, out, filed)
     record = {}
     for facts in filed.values():
-        key = record_hash(facts["made_by"]), facts["config"]["max_steps"]
-        record.setdefault((*key, None), facts)
-        record.setdefault((*key, facts["config"]["val_max_rows"]), facts)
+        key = key_of(facts["made_by"], facts["config"])
+        record.setdefault(key, facts)
     return record
 
 
@@ -259,35 +260,19 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
         return
     facts = read_json(end, ("made_by", "config")) | figures
     facts |= {"folder": name, "scores": scores}
-    del facts["made_by_sha256"]  # `made_by` says it
     if "why" in facts:
         facts["stopped"] = facts.pop("why")
     student, teacher = flops(Config(**facts["config"]))
     facts["student_flops"] = student * facts["nominal_tokens"]
     if needs_teacher(folder.name):
         facts["teacher_flops"] = teacher * facts["nominal_tokens"]
-    log = read_lines(folder / "log.jsonl")
+    log = read_log(folder)
     for line in log:
         if "val_ce" in line:
             facts["val_ce"] = line["val_ce"]  # of the last validation
-    for part, path in PARTS.items():
-        log += [{"step": line["step"], part: line} for line in read_lines(folder / path)]
-    if name in filed:
-        file = out / "logs" / filed[name]["file"]
-    else:
-        file = unused_name(out / "logs" / f"{folder.name}_seed{facts['seed']}.jsonl")
+    file = out / "logs" / f"{folder.name}_{folder.parent.name}.jsonl"
     files.write_lines(file, [facts, *log])
     filed[name] = first_line(file)
-
-
-def unused_name(file: Path) -> Path:
-    """Return the path, or if it exists the first of NAME_2, NAME_3, .. that does not."""
-    n = 1
-    path = file
-    while path.exists():
-        n += 1
-        path = file.with_stem(f"{file.stem}_{n}")
-    return path
 
 
 def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
@@ -301,155 +286,124 @@ def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
 # --- runs
 
 
-def train(students: Iterable[Config], args) -> None:
+def train(students: Iterable[Config], spec: Spec) -> None:
     """Train the students that are not on record.
 
     Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
     would take over settings of a METHOD beside it.
     """
-    record = on_record(args.out)
-    missing = {recipe(s): s for s in students if recipe(s) not in record}
+    record = on_record(spec.out)
     groups = {}
-    for s in missing.values():
+    for s in {recipe(s): s for s in students if recipe(s) not in record}.values():
         shared = dataclasses.replace(s, methods=("any",), hyper={})
         groups.setdefault((shared, "@" in name_of(s)), []).append(s)
     jobs = {}
     for (shared, _), members in groups.items():
-        for part in chunks(members, args.per_run):
+        for part in chunks(members, spec.per_run):
             recipes = repr([recipe(s) for s in part])
             sha = hashlib.sha256(recipes.encode()).hexdigest()[:8]
-            folder = args.out / "runs" / f"seed{shared.seed}_{sha}"
-            hyper = {name_of(s): s.hyper[name_of(s)] for s in part}
+            folder = spec.out / "runs" / f"seed{shared.seed}_{sha}"
+            hyper = {}
+            for s in part:
+                hyper |= s.hyper
             run = {"methods": tuple(hyper), "hyper": hyper, "out_dir": str(folder)}
             file = folder.with_suffix(".py")
             files.atomic_write(file, config_text(dataclasses.replace(shared, **run)))
             jobs[folder.name] = ["train.py", str(file)]
-    launch(jobs, args)
+    launch(jobs, spec)
 
 
-def score(students: list[Config], n_rows: int, args) -> None:
+def score(students: list[Config], n_rows: int, spec: Spec) -> None:
     """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
-    record = on_record(args.out)
+    record = on_record(spec.out)
     folders = []
     for s in students:
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, n_rows):
-            folders.append(str(args.out / "runs" / facts["folder"]))
+            folders.append(str(spec.out / "runs" / facts["folder"]))
     rows = [f"--skip_rows={students[0].val_max_rows}", f"--max_rows={n_rows}"]
     flags = ["--tasks=none", *rows, f"--device={students[0].device}"]
     jobs = {}
-    for part in chunks(folders, args.per_run):
+    for part in chunks(folders, spec.per_run):
         jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, *flags]
-    launch(jobs, args)
+    launch(jobs, spec)
 
 
 def chunks(items: list, size: int) -> list[list]:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
-def launch(jobs: dict[str, list[str]], args) -> None:
-    """Run the commands, `--jobs` at a time. With `--print`, print them and exit."""
-    if jobs and args.print:
-        for argv in jobs.values():
-            print(shlex.join(["python", *argv]))
-        sys.exit(0)
-    waiting = list(jobs.items())
-    running = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < args.jobs:
-                name, (script, *argv) = waiting.pop(0)
-                file = args.out / "runs" / f"{name}.txt"
+def launch(jobs: dict[str, list[str]], spec: Spec) -> None:
+    """Run the commands, `--jobs` at a time, and print the last line of each one's output."""
+    for names in chunks(list(jobs), spec.jobs):
+        running = {}
+        try:
+            for name in names:
+                script, *argv = jobs[name]
+                file = spec.out / "runs" / f"{name}.txt"
                 with file.open("a") as log:
                     command = [sys.executable, ROOT / script, *argv]
-                    process = subprocess.Popen(command, stdout=log, stderr=log)
-                running[process] = file, time.perf_counter()
-            time.sleep(0.05)
-            for process in [p for p in running if p.poll() is not None]:
-                say_end(process, *running.pop(process))
-    finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
-        for process in running:
-            process.terminate()
-        for process, begun in running.items():
-            say_end(process, *begun)
-
-
-def say_end(process: subprocess.Popen, file: Path, start: float) -> None:
-    """Wait for a job, and print how it ended; `file` has its output."""
-    code = process.wait()
-    last = file.read_text().strip().rpartition("\n")[2]
-    end = f"exit code {code}: {last}" if code else "ended"
-    print(f"{file.stem}: {time.perf_counter() - start:.0f} s, {end}", flush=True)
+                    running[file] = subprocess.Popen(command, stdout=log, stderr=log)
+            for process in running.values():
+                process.wait()
+        finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
+            for process in running.values():
+                process.terminate()
+            for file, process in running.items():
+                code = process.wait()
+                last = file.read_text().strip().rpartition("\n")[2]
+                print(f"{file.stem}: exit code {code}: {last}", flush=True)
 
 
 # --- flags
 
 
-def arguments(argv: list[str]) -> tuple[argparse.Namespace, Spec, Config]:
-    """Return compare.py's own flags, what is compared, and the config of every run."""
+def arguments(argv: list[str]) -> tuple[Spec, Config]:
+    """Return what is compared, by config files' `_compare` and flags, and the config of all runs.
+
+    With --methods, only those keys of `_compare` count that speak of no method.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawTextHelpFormatter,
         usage="compare.py CONFIG [--KEY=VALUE ..] [flags]",
     )
-    add = parser.add_argument
-    add("--seeds", type=count, help="seeds, from 1 on; default: the config's, or 3")
-    add("--tune", action="append", help="lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; or none")
-    add("--trial_steps", type=count, help="updates of a trial; default: those of a student")
-    add("--reference", help="method that differences are taken from; default: vanilla_kd")
-    add("--rows", type=count, help="held-out rows to score; default: 512")
-    add("--jobs", type=count, default=1, help="runs at a time")
-    add("--per_run", type=count, default=10**6, help="students that share a run, at most")
-    add("--out", type=Path, help="folder of runs, logs and report; default: out/compare_CONFIG")
-    add("--print", action="store_true", help="print the next stage's commands, run nothing")
-    add("--report", action="store_true", help="only write tables and figures anew, from OUT")
+    for key in COUNTS:
+        parser.add_argument(f"--{key}", type=count)
+    parser.add_argument("--tune", action="append")
+    parser.add_argument("--reference")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", action="store_true")
     args, rest = parser.parse_known_args(argv)
     cfg = configure.load(rest)
-    paths = [word for word in rest if not word.startswith("--")]
-    flags = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
-    spec = read_spec(args, paths, flags)
-    name = Path(paths[0]).stem if paths else "flags"
-    args.out = args.out or Path("out", f"compare_{name}")
+    compared = {name.partition("@")[0] for name in cfg.methods}
+    keys = {}
+    for word in rest:
+        if not word.startswith("--"):
+            keys.setdefault("out", Path("out", f"compare_{Path(word).stem}"))
+            keys |= runpy.run_path(word).get("_compare", {})
+            continue
+        flag = word[2:].partition("=")[0]
+        method, dot, _ = flag.rpartition(".")
+        if flag in ("seed", "out_dir") or (dot and method.partition("@")[0] not in compared):
+            remedy = "compare that method; seeds and folder are --seeds=N and --out=FOLDER"
+            raise UserError(f"{word}: would have no effect; {remedy}")
+        if flag == "methods":
+            for key in ("title", "tables", "fewer_seeds", "paper"):
+                keys.pop(key, None)
+    spec = Spec(**(keys | vars(args)))
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
-    compared = {name.partition("@")[0] for name in cfg.methods}
-    for flag in flags:
-        if flag in ("seed", "out_dir"):
-            message = "compare.py sets it itself; --seeds=N and --out=FOLDER are its own flags"
-            raise UserError(f"--{flag}: {message}")
-        method, dot, _ = flag.rpartition(".")
-        if dot and method.partition("@")[0] not in compared:
-            message = f"{method} is not compared; add the method, or remove its settings"
-            raise UserError(f"--{flag}: {message}")
-    for name in cfg.methods:
-        resolve(name, **cfg.overrides_of(name))  # ValueError for a setting that does not exist
     values_to_try(spec.tune)
-    return args, spec, cfg
+    return spec, cfg
 
 
 def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
     return int(text)
-
-
-def read_spec(args, paths: list[str], flags: list[str]) -> Spec:
-    """Return what the config files and flags compare."""
-    keys = {}
-    for path in paths:
-        keys |= runpy.run_path(path).get("_compare", {})
-    if "methods" in flags:  # the files' tables are of other methods
-        keys = {key: value for key, value in keys.items() if key in SPEC_FLAGS}
-    for key in SPEC_FLAGS:
-        if getattr(args, key) is not None:
-            keys[key] = getattr(args, key)
-    unknown = sorted(keys.keys() - Spec.__dataclass_fields__)
-    if unknown:
-        raise UserError(f"_compare: no such key {unknown}; study/report.py lists them (Spec)")
-    if keys.get("tune") == ["none"]:
-        keys["tune"] = ()
-    return Spec(**keys)
 
 
 if __name__ == "__main__":

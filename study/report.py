@@ -2,12 +2,12 @@
 
 plan.json is written by study/compare.py. It has the config, the trials, and for each student its
 method, its seed and the file of OUT/logs that holds it. Such a file has the student's facts and
-figures in its first line, then the records of its log, and histograms under the keys of PARTS.
+figures in its first line, then what `read_log` in run/tables.py returns.
 """
 
 import itertools
 import json
-import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,11 +15,10 @@ import numpy as np
 
 from lib.errors import UserError
 from lib.files import read_json, read_lines, reading
-from lib.stats import FIGURES, differences, p_text
+from lib.stats import FIGURES, p_text
 from run import tables
 from run.paper import LAYOUT, PAPER
 
-PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds, not over texts: all are scored on the same \
 rows. That of two is wide. Differences are paired by seed. p: paired t test, Holm-corrected over a \
@@ -54,12 +53,10 @@ paper's Figures 3 and 4: seed {}. docs/running.md explains them.
 
 @dataclass(frozen=True)
 class Spec:
-    """What is compared beside the config: from flags, or from `_compare` in a config file."""
+    """What is compared and how, beside the config: by flags, or `_compare` in a config file."""
 
     title: str = "Comparison"
-    reference: str | None = (
-        None  # method that differences are taken from; None: vanilla_kd or the first
-    )
+    reference: str | None = None  # of differences; None: vanilla_kd, or the first method
     seeds: int = 3  # from 1 on; seed 0 is the trials'
     fewer_seeds: dict[str, int] = field(default_factory=dict)  # by method
     rows: int = 512  # held-out rows that are scored, after the `val_max_rows` that judge trials
@@ -67,6 +64,10 @@ class Spec:
     trial_steps: int | None = None  # updates of a trial, its schedule scaled; None: as of a student
     tables: tuple[tuple[str, tuple[str, ...], str], ...] = ()  # title, methods, reference
     paper: bool = False  # put our order of methods beside the paper's
+    jobs: int = 1  # runs at a time
+    per_run: int = 10**6  # students that share a run, at most
+    out: Path = Path("out/compare")  # folder of runs, logs and report
+    report: bool = False  # only write the report anew
 
     def seeds_of(self, name: str) -> int:
         return min(self.seeds, self.fewer_seeds.get(name, self.seeds))
@@ -77,36 +78,37 @@ class Spec:
         return list(self.tables) or [("Methods", methods, self.reference or default)]
 
 
-def report(spec: Spec, out: Path) -> tuple[list[dict], str]:
-    """Write the report. Return its students, and the lines for the screen."""
-    plan, students = read(out)
+def report(spec: Spec) -> tuple[list[str], str]:
+    """Write the report. Return its lines of students without a result, and those for the screen."""
+    plan, students = read(spec.out)
     results = {x["method"]: {} for x in students}  # method -> seed -> student
+    failed = []
     for x in students:
-        if "stopped" not in x:
+        if "stopped" in x:
+            failed.append(f"- {x['method']} (seed {x['seed']}): {x['stopped']}")
+        else:
             results[x["method"]][x["seed"]] = x
-    sections = []
+    compared = []
     for title, methods, reference in spec.layout(list(results)):
         shown = {m: results[m] for m in dict.fromkeys((*methods, reference)) if m in results}
-        others = [m for m in shown if m != reference]
-        if any(shown.values()) and ((others and reference in shown) or not sections):
-            sections.append(tables.heldout(f"## {title}", shown, reference))
-            sections.append(leads(title, shown, reference))
+        if not compared or (reference in shown and len(shown) > 1):
+            compared.append(tables.heldout(f"## {title}", shown, reference))
     tried = trials(plan)
     text = heading(spec, plan, students)
-    text += itertools.chain(*sections, costs(results, students))
+    if failed:
+        text += ["Without a result:\n", *failed, ""]
+    text += itertools.chain(*compared, costs(results))
     if spec.paper:
         text += beside_the_paper(results)
-    text += [*tried, *figures(students, out / "report")]
-    (out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
-    return students, "\n".join([*sections[0], tried[-2], ""])
+    text += [*tried, *figures(students, spec.out / "report")]
+    (spec.out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
+    return failed, "\n".join([*compared[0], tried[-2], "", *failed])
 
 
 def read(out: Path) -> tuple[dict, list[dict]]:
     """Return the plan, and its students with facts, figures and log, or why they "stopped"."""
-    file = out / "report" / "plan.json"
-    if not file.is_file():
-        raise UserError(f"{file}: not there; run the same command without --report first")
-    plan = read_json(file)
+    remedy = "run the same command without --report"
+    plan = read_json(out / "report" / "plan.json", ["students"], remedy)
     students = []
     for x in plan["students"]:
         if "file" in x:
@@ -115,8 +117,7 @@ def read(out: Path) -> tuple[dict, list[dict]]:
         else:
             students.append(x | {"stopped": f"no result; see {out / 'runs'}/*.txt"})
     if all("stopped" in x for x in students):
-        x = students[0]
-        raise UserError(f"{out}: no student has a result; {x['method']}: {x['stopped']}")
+        raise UserError(f"{out}: no student has a result; the first: {students[0]['stopped']}")
     return plan, students
 
 
@@ -147,53 +148,21 @@ def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
     ]
     if any(x["method"].endswith("@flops") for x in students):
         text.append(EQUAL_FLOPS)
-    failed = [x for x in students if "stopped" in x]
-    if failed:
-        lines = [f"- {x['method']} (seed {x['seed']}): {x['stopped']}" for x in failed]
-        text += ["Without a result:\n", *lines, ""]
     return text
 
 
-def leads(title: str, results: tables.Figures, reference: str) -> list[str]:
-    """Return a table of validation CE less the reference's, at the quarters of training."""
-    ces = {}  # method -> updates -> seed -> CE
-    for method, students in results.items():
-        ces[method] = {}
-        for seed, x in students.items():
-            for record in x["log"]:
-                if record.get("val_ce") is not None:
-                    ces[method].setdefault(record["step"], {})[seed] = record["val_ce"]
-    steps = sorted(ces.get(reference, ()))
-    quarters = {len(steps) * i // 4 for i in range(1, 5)} - {0}
-    steps = [steps[n - 1] for n in sorted(quarters)]
-    body = []
-    for method, by_step in ces.items():
-        if method != reference and steps and max(by_step, default=0) == steps[-1]:  # as long
-            pairs = [(by_step.get(n, {}), ces[reference][n]) for n in steps]
-            body.append([method, *(e.text(4, "+") for e in differences(pairs))])
-    if not body:
-        return []
-    head = ["validation CE after updates", *(f"{n:,}" for n in steps)]
-    what = "in the course of training, over the rows of the validations"
-    return [f"{title}: difference to {reference} {what}\n", *tables.grid(head, body), ""]
-
-
-def costs(results: tables.Figures, students: list[dict]) -> list[str]:
+def costs(results: tables.Figures) -> list[str]:
     """Return a table of each method's settings, its number of students, and the cost of one."""
-    planned = [x["method"] for x in students]
     body = []
-    for method, finished in results.items():
-        n = f"{len(finished)}"
-        if len(finished) < planned.count(method):
-            n += f" of {planned.count(method)}"
-        x = next(iter(finished.values()), {})
+    for method, students in results.items():
+        if not students:
+            continue
+        x = next(iter(students.values()))
         settings = []
-        if x:
-            for key, value in ({"lr": x["config"]["lr"]} | x["overrides"]).items():
-                text = f"{value:g}" if isinstance(value, float) else value
-                settings.append(f"{key} {text}")
+        for key, value in ({"lr": x["config"]["lr"]} | x["overrides"]).items():
+            settings.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
         flops = [f"{x[key]:.3g}" if key in x else "–" for key in ("student_flops", "teacher_flops")]
-        body.append([method, ", ".join(settings) or "–", n, *flops])
+        body.append([method, ", ".join(settings), f"{len(students)}", *flops])
     head = ["", "settings", "n", "student FLOPs", "teacher FLOPs"]
     return [COSTS, *tables.grid(head, body), ""]
 
@@ -251,64 +220,49 @@ def best_trials(trials: list[dict]) -> dict[str, dict]:
 
 def trials(plan: dict) -> list[str]:
     """Return the table of trials: a line for a method and its settings, a column for each rate."""
-    tried = {}  # method -> rates
-    rows = {}  # method and settings -> rate -> cell
-    best = best_trials(plan["trials"])
-    for x in plan["trials"]:
-        method = x["method"]
-        lr = x["settings"]["lr"]
-        tried.setdefault(method, []).append(lr)
-        settings = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
-        text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
-        if x is best.get(method):
-            text = f"**{text}**"
-        rows.setdefault(method + "".join(settings), {})[lr] = text
-    if not tried:
+    if not plan["trials"]:
         message = "No table of trials, as none or not all are on record"
         return [f"{message}; the table of costs has rates and settings.", ""]
-    numbers = " to ".join(f"{n}" for n in sorted({len(rates) for rates in tried.values()}))
+    rates = sorted({x["settings"]["lr"] for x in plan["trials"]})
+    best = best_trials(plan["trials"])
+    counts = Counter(x["method"] for x in plan["trials"])
+    rows = {}  # method and settings -> rate -> cell
+    for x in plan["trials"]:
+        settings = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
+        text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
+        if x is best.get(x["method"]):
+            text = f"**{text}**"
+        row = rows.setdefault(x["method"] + "".join(settings), dict.fromkeys(rates, "–"))
+        row[x["settings"]["lr"]] = text
+    numbers = " to ".join(map(str, sorted(set(counts.values()))))
     steps = f"{plan['trial_steps']:,} updates"
-    if any(m.endswith("@flops") for m in tried):
+    if any(m.endswith("@flops") for m in counts):
         steps += " (more at equal FLOPs)"
-    rates = sorted(set().union(*tried.values()))
-    body = [[name, *(cells.get(lr, "–") for lr in rates)] for name, cells in rows.items()]
-    ends = [m for m in best if best[m]["settings"]["lr"] in (min(tried[m]), max(tried[m]))]
-    at_end = "Best at the lowest or highest rate tried, so that one beyond might do better"
+    at_end = [m for m, x in best.items() if x["settings"]["lr"] in (rates[0], rates[-1])]
     return [
         "## Trials\n",
         f"Each method had {numbers} trials of {steps} with seed 0. CE in nats per token over the "
         f"first {plan['config']['val_max_rows']} held-out rows, which are not scored; the lowest "
         "chooses.\n",
-        *tables.grid(["", *(f"{lr:g}" for lr in rates)], body),
+        *tables.grid(
+            ["", *(f"{lr:g}" for lr in rates)],
+            [[name, *cells.values()] for name, cells in rows.items()],
+        ),
         "",
-        f"{at_end}: {', '.join(ends) or 'none'}.",
+        "Best at the lowest or highest rate tried, so that one beyond might do better: "
+        f"{', '.join(at_end) or 'none'}.",
         "",
     ]
 
 
 def figures(students: list[dict], folder: Path) -> list[str]:
-    """Draw the curves over all seeds, and one seed's budget and anchoring, from unpacked logs."""
+    """Draw the curves over all seeds, and one seed's budget and anchoring."""
     from tools import plot  # matplotlib only where something is drawn
 
-    logs = {}  # seed -> method -> folder of the student
-    with tempfile.TemporaryDirectory() as top:
-        for x in students:
-            if "log" in x:
-                logs.setdefault(x["seed"], {})[x["method"]] = unpack(x, Path(top))
-        seeds = [plot.read_curves(of_seed) for of_seed in logs.values()]
-        plot.curves(plot.over_seeds(seeds), folder / "curves.png")
-        drawn = ["curves", *plot.draw_logs(("budget", "anchoring"), logs[min(logs)], folder)]
-    return [CURVES.format(min(logs)), *(f"![{name}]({name}.png)\n" for name in drawn)]
-
-
-def unpack(x: dict, top: Path) -> Path:
-    """Write a student's logs as training does, for plot.py. Return its folder."""
-    folder = top / x["file"] / x["method"]
-    folder.mkdir(parents=True)
-    files = {"run.json": [{"config": x["config"]}], "log.jsonl": x["log"]}
-    for part, path in PARTS.items():
-        files[path] = [record[part] for record in x["log"] if part in record]
-    for path, records in files.items():
-        if records:
-            (folder / path).write_text("\n".join(map(json.dumps, records)))
-    return folder
+    seeds = {}  # seed -> method -> student
+    for x in students:
+        if "log" in x:
+            seeds.setdefault(x["seed"], {})[x["method"]] = x
+    plot.curves(list(seeds.values()), folder / "curves.png")
+    drawn = ["curves", *plot.draw_histograms(seeds[min(seeds)], folder)]
+    return [CURVES.format(min(seeds)), *(f"![{name}]({name}.png)\n" for name in drawn)]

@@ -7,6 +7,7 @@ and gradient. Errors are relative, of the gradient in norm; where the recorded n
 absolute.
 """
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,13 +90,28 @@ class Vector(NamedTuple):
     gradient: Tensor  # [N, V]
 
 
+@functools.cache
+def tables(folder: Path = FOLDER) -> dict[str, dict]:
+    """The arrays of each source by name, from vectors.npz (SOURCE/KEY) or from SOURCE.npz.
+
+    "inputs" has the logits that sources have in common.
+    """
+    sources = {}
+    for path in sorted(folder.glob("*.npz")):
+        for key, value in np.load(path).items():
+            name = path.stem
+            if name == "vectors":
+                name, _, key = key.partition("/")
+            sources.setdefault(name, {})[key] = value
+    return sources
+
+
 def names(folder: Path = FOLDER) -> list[str]:
-    """The files of vectors, by name; inputs.npz holds the logits that they have in common."""
-    return sorted({path.stem for path in folder.glob("*.npz")} - {"inputs"})
+    return sorted(tables(folder).keys() - {"inputs"})
 
 
 class Case(NamedTuple):
-    """One case of a file, from the file and from inputs.npz."""
+    """One case of a source."""
 
     label: str
     arrays: dict
@@ -118,11 +134,9 @@ class Case(NamedTuple):
 
 
 def cases(name: str, folder: Path = FOLDER):
-    """Each case of a file. Arrays that the file lacks are in inputs.npz."""
-    file = np.load(folder / f"{name}.npz")
-    shared = {}
-    if (folder / "inputs.npz").is_file():
-        shared = np.load(folder / "inputs.npz")
+    """Each case of a source. Arrays that it lacks are in "inputs"."""
+    file = tables(folder)[name]
+    shared = tables(folder).get("inputs", {})
     for i, label in enumerate(file["labels_of_cases"]):
         arrays = {}
         for source, prefix in ((shared, f"{label.split('|')[0]}/"), (file, f"c{i:02d}/")):

@@ -200,12 +200,16 @@ def test_the_rows_of_a_long_run_are_told_in_blocks(tiny):
     assert np.array_equal(blocks(40_000), np.arange(1_300_000))
 
 
-def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(make, tmp_path, forward):  # noqa: F811
+def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
+    make,  # noqa: F811
+    tmp_path,
+    forward,
+):
     keys = {"val_share": 0, "val_rows": 5, "n_documents": "none", "train_rows": "none"}
     keys |= {"source": write_text(tmp_path / "text.jsonl"), "data_dir": tmp_path / "data"}
     keys |= {"student": "16x1x2", "methods": "tad", "max_steps": 2, "teacher_cache": True}
     for kind, n_files in ((FOREIGN["pythia"], 3), (NATIVE["smollm2"], 6)):
-        argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(kind), **keys)
+        argv = flags(tmp_path, tmp_path / str(n_files), teacher=make(*kind), **keys)
         assert prepare.main(argv) == 0
         assert cache.main(argv) == 0
         assert sum(forward.rows) == 8 + 5
@@ -221,4 +225,4 @@ def test_what_the_disk_has_no_room_for_is_refused(world, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=31 * ROW))
     message = "teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
     with pytest.raises(UserError, match=message):
-        cache.open_teacher(cfg, *rows)
+        preflight.open_teacher(cfg, *rows)

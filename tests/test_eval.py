@@ -32,64 +32,46 @@ CONFIG = dataclasses.asdict(configure.Config())
 STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
 TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
 
-ARC_CHOICES = {"text": ["So.", "No way."], "label": ["A", "B"]}
-ARC = {"question": "Why?", "choices": ARC_CHOICES, "answerKey": "B"}
+ARC = (
+    '{"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, '
+    '"answerKey": "B"}'
+)
 ARC_ASKED = ["Question: Why?\nAnswer:| So.", "Question: Why?\nAnswer:| No way."]
-# An item of each task, and the requests that lm-eval makes of it: context|continuation.
+# An item of each task, as in its file, and the requests that lm-eval makes: context|continuation.
 PROMPTS = {
     "arc_easy": (ARC, ARC_ASKED),
     "arc_challenge": (ARC, ARC_ASKED),
     "hellaswag": (
-        {
-            "activity_label": "Sailing",
-            "ctx_a": "It rains. [title] Go",
-            "ctx_b": "the Dog",
-            "endings": ["sits [step]  down.", "runs far away over there."],
-            "label": "1",
-        },
+        '{"activity_label": "Sailing", "ctx_a": "It rains. [title] Go", "ctx_b": "the Dog", '
+        '"endings": ["sits [step]  down.", "runs far away over there."], "label": "1"}',
         [
             "Sailing: It rains.. Go The dog| sits  down.",
             "Sailing: It rains.. Go The dog| runs far away over there.",
         ],
     ),
-    "lambada_openai": ({"text": "a cat saw boats"}, ["a cat saw| boats"]),
+    "lambada_openai": ('{"text": "a cat saw boats"}', ["a cat saw| boats"]),
     "openbookqa": (
-        {
-            "question_stem": "Cats like",
-            "choices": {"text": ["rain", "old boats"], "label": ["A", "B"]},
-            "answerKey": " B",
-        },
+        '{"question_stem": "Cats like", "choices": {"text": ["rain", "old boats"], '
+        '"label": ["A", "B"]}, "answerKey": " B"}',
         ["Cats like| rain", "Cats like| old boats"],
     ),
     "piqa": (
-        {"goal": "dry", "sol1": "wait", "sol2": "a towel ", "label": 1},
+        '{"goal": "dry", "sol1": "wait", "sol2": "a towel ", "label": 1}',
         ["Question: dry\nAnswer:| wait", "Question: dry\nAnswer:| a towel "],
     ),
     "social_iqa": (
-        {
-            "context": "It fell.",
-            "question": "Why?",
-            "answerA": "a",
-            "answerB": "wind",
-            "answerC": "be",
-            "label": "2",
-        },
+        '{"context": "It fell.", "question": "Why?", "answerA": "a", "answerB": "wind", '
+        '"answerC": "be", "label": "2"}',
         ["Q: It fell. Why?\nA:| a", "Q: It fell. Why?\nA:| wind", "Q: It fell. Why?\nA:| be"],
     ),
     "storycloze_2016": (
-        {
-            "input_sentence_1": "A.",
-            "input_sentence_2": "B.",
-            "input_sentence_3": "C.",
-            "input_sentence_4": "D.",
-            "sentence_quiz1": "E.",
-            "sentence_quiz2": "Far.",
-            "answer_right_ending": 2,
-        },
+        '{"input_sentence_1": "A.", "input_sentence_2": "B.", "input_sentence_3": "C.", '
+        '"input_sentence_4": "D.", "sentence_quiz1": "E.", "sentence_quiz2": "Far.", '
+        '"answer_right_ending": 2}',
         ["A. B. C. D.| E.", "A. B. C. D.| Far."],
     ),
     "winogrande": (
-        {"sentence": "Ann saw Bo so _ ran.", "option1": "Ann", "option2": "Bo", "answer": "1"},
+        '{"sentence": "Ann saw Bo so _ ran.", "option1": "Ann", "option2": "Bo", "answer": "1"}',
         ["Ann saw Bo so Ann| ran.", "Ann saw Bo so Bo| ran."],
     ),
 }
@@ -113,9 +95,8 @@ def lengthen(value, rng, key=""):
 
 
 def write_items(folder, task, split, rows):
-    file = Path(folder) / task / f"{split}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / task).mkdir(parents=True, exist_ok=True)
+    world.write_jsonl(folder / task / f"{split}.jsonl", rows)
 
 
 def make_tokenizer(n=307, **keys):
@@ -140,9 +121,10 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     rng = np.random.default_rng(1)
     for name, task in tasks.TASKS.items():
+        item = json.loads(PROMPTS[name][0])
         for n, part in ((7, task.heldout), (5, task.validation)):
             if part:
-                items = [lengthen(PROMPTS[name][0], rng) for _ in range(n)]
+                items = [lengthen(item, rng) for _ in range(n)]
                 write_items(folder, name, part[0], items)
     return folder
 
@@ -167,16 +149,14 @@ def assert_close(scores, expected):
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
 
 
-def options(*argv):
-    return ev.arguments(["x", "--any_items", *map(str, argv)])
+def score(command):
+    ev.main(command.split())
 
 
-def items_of(names, args):
-    return tasks.read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
-
-
-def bench(lm, names, *argv):
-    return ev.benchmarks(lm, items_of(names, options(*argv)), options(*argv))
+def bench(lm, names, flags):
+    args = ev.arguments(f"x {flags}".split())
+    items = tasks.read_items(names, args.split, args.data_dir, any_items=True)
+    return ev.benchmarks(lm, items, args)
 
 
 @pytest.mark.parametrize("bos", [None, 307])
@@ -213,17 +193,16 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, bos, data, tmp_path
     scorer = ev.Scorer
     monkeypatch.setattr(ev, "Scorer", lambda *args: used.append(args[4]) or scorer(*args))
     of_tokenizer = {"tokenizer_sha256": tokenizer_hash(tokenizer)}
-    flags = ["--tasks=piqa", f"--data_dir={data}", "--any_items", "--limit=2"]
-    flags += [f"--rows={tmp_path}", "--teacher=none"]
+    flags = f"--tasks=piqa --data_dir={data} --any_items --limit=2 --teacher=none"
     for rows_bos in (None, 307):
         world.write_rows(tmp_path, "val", 3, bos=rows_bos, **of_tokenizer)
-        argv = [str(out / "alra"), *flags, f"--out={tmp_path / str(rows_bos)}"]
+        command = f"{out}/alra {flags} --rows={tmp_path} --out={tmp_path}/{rows_bos}"
         if facts is None or rows_bos == bos:
-            ev.main(argv)
+            score(command)
         else:
             problem = f"rows with bos={rows_bos}, but .* was trained on rows with bos={bos}"
             with pytest.raises(UserError, match=problem):
-                ev.main(argv)
+                score(command)
     assert set(used) == {bos}
 
 
@@ -278,10 +257,10 @@ class Recorder(TemplateLM):
 
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_prompts_are_those_of_lm_eval(name, tmp_path):
-    row, asked = PROMPTS[name]
-    write_items(tmp_path, name, tasks.TASKS[name].heldout[0], [row, row])
+    item, asked = PROMPTS[name]
+    write_items(tmp_path, name, tasks.TASKS[name].heldout[0], [json.loads(item)] * 2)
     recorder = Recorder()
-    scores = bench(recorder, [name], "--data_dir", tmp_path)
+    scores = bench(recorder, [name], f"--data_dir={tmp_path}")
     assert ["|".join(pair) for pair in recorder.asked] == asked * 2
     # the longest is right, and ties go to the first
     assert scores[name]["acc"] == float(name != "lambada_openai")
@@ -293,7 +272,7 @@ def test_two_sets_of_the_protocol(data):
         assert tasks.choose_tasks("all", split) == names
         items = tasks.read_items(names, split, str(data), any_items=True)
         assert {len(chosen.rows) for chosen in items.values()} == {n}
-    scores = bench(Recorder(), names, "--data_dir", data, "--split=validation")
+    scores = bench(Recorder(), names, f"--data_dir={data} --split=validation")
     n_paper = {name: values["n_paper"] for name, values in scores.items()}
     assert n_paper == {"arc_easy": 570, "hellaswag": 39905, "piqa": 16113}
 
@@ -310,16 +289,14 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
     if split == "made-up":
         folder = tmp_path
         student.save_pretrained(folder, tokenizer)
-        argv = ["--data_dir", data]
-        missing = []
+        flags = f"--data_dir={data}"
+        names = tasks.SUITES["heldout"]
     else:
         folder = SHARED / "stories260k"
-        argv = ["--data_dir", SHARED / "eval", "--limit", 3, "--split", split]
-        missing = ["storycloze_2016", "hellaswag" if split == "validation" else ""]
+        flags = f"--data_dir={SHARED}/eval --limit=3 --split={split}"
+        published = (known.split("/") for known in tasks.PUBLISHED)
+        names = [name for name, part in published if part == split]
     tokenizer = load_tokenizer(str(folder))
-    args = options(*argv, "--log_samples")
-    names = [name for name in tasks.SUITES[args.split] if name not in missing]
-    items = items_of(names, args)
     theirs = HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         tokenizer=tokenizer,
@@ -330,7 +307,7 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
     )
     bos = ev.leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
-    a, b = (ev.benchmarks(lm, items, args) for lm in (ours, theirs))
+    a, b = (bench(lm, names, f"{flags} --log_samples") for lm in (ours, theirs))
     for name in names:
         assert_close(responses(a[name]["samples"]), responses(b[name]["samples"]))
         for key in ("acc", "acc_norm", "prompts_sha256"):
@@ -346,11 +323,11 @@ def responses(samples):
 def write_like_the_hub(folder, rows, part, split):
     (folder / part).mkdir(parents=True)
     datasets.Dataset.from_list(rows).to_parquet(folder / part / f"{split}.parquet")
-    lines = ["---", "configs:"]
+    text = "---\nconfigs:\n"
     for path in sorted(folder.glob("*/")):
-        lines += [f"- config_name: {path.name}", "  data_files:", f"  - split: {split}"]
-        lines.append(f'    path: "{path.name}/{split}.parquet"')
-    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+        file = f"{path.name}/{split}.parquet"
+        text += f"- config_name: {path.name}\n  data_files:\n  - split: {split}\n    path: {file}\n"
+    (folder / "README.md").write_text(f"{text}---\n")
 
 
 def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
@@ -484,7 +461,7 @@ def read(folder, name="figures.json"):
 
 def test_from_checkpoints_to_tables(out, capsys):
     """A run's folder stands for its students; those that are not finished are named."""
-    ev.main([str(out), "--tasks=none"])
+    score(f"{out} --tasks=none")
     output = capsys.readouterr()
     assert f"left out, having no model: {out / 'tad'}\n" in output.err
     text = output.out[output.out.index("## tiny") :]
@@ -493,21 +470,20 @@ def test_from_checkpoints_to_tables(out, capsys):
     best = min(ce, key=ce.get)
     assert cells(text, best)[1] == f"**{ce[best]:.4f}**"
     assert cells(text, "alra", 1)[1] == f"{ce['alra'] - ce['pretrain']:+.4f}"
-    ev.main(["--table", str(out)])
+    score(f"--table {out}")
     left_out = f"Left out, since not scored: {out / 'tad'}."
     assert capsys.readouterr().out.split() == [*text.split(), *left_out.split()]
     facts = read(out / "alra", "run.json")
     facts["made_by"] = {"data_sha256": "other"}
     (out / "alra" / "run.json").write_text(json.dumps(facts))
-    ev.main([str(out), "--tasks=none"])  # students that cannot be compared
+    score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
     assert text.count("### Held-out rows") == 2 and "differ in data_sha256: d and other" in text
 
 
 def test_scores_of_a_few_items(out, data, capsys):
-    argv = [str(out / "pretrain"), str(out / "alra/model"), f"--data_dir={data}", "--any_items"]
-    flags = ["--tasks=arc_easy,piqa", "--limit=3", "--log_samples", "--metric=acc_norm"]
-    ev.main([*argv, *flags, "--rows=none"])
+    flags = f"--data_dir={data} --any_items --limit=3 --log_samples --metric=acc_norm --rows=none"
+    score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
     text = capsys.readouterr().out
     scores = read(out / "alra", "scores_heldout_limit3.json")
     assert scores["protocol"]["limit"] == 3
@@ -519,7 +495,7 @@ def test_scores_of_a_few_items(out, data, capsys):
 
 def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
     """Of student and teacher: the figures are equal to the last bit in that dtype alone."""
-    ev.main([str(out / "pretrain"), "--tasks=none", "--dtype=bfloat16"])
+    score(f"{out}/pretrain --tasks=none --dtype=bfloat16")
     results = read(out / "pretrain")
     assert results["protocol"]["dtype"] == "bfloat16"
     n_bytes = ev.byte_lengths(tokenizer, 311)
@@ -533,82 +509,77 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
 
 
 @pytest.mark.parametrize(
-    ("argv", "problem"),
+    ("command", "problem"),
     [
-        ("tad", "tad: no model/ in it, and no checkpoint; has its training begun?"),
-        ("run.json", "no finished student: .*run.json"),
-        ("gone", "gone: no such folder"),
-        ("alra --limit=1", "--limit 1"),
-        ("alra pretrain --out=z", "results of both would go to z; score each with its own --out"),
-        ("alra --tasks=winogrande --split=validation", "no .'winogrande'. in the validation set"),
-        ("alra --device=gpu", "device=gpu"),
+        ("{0}/tad", "tad: no model/ in it, and no checkpoint; has its training begun?"),
+        ("{0}/run.json", "no finished student: .*run.json"),
+        ("{0}/gone", "gone: no such folder"),
+        ("{0}/alra --limit=1", "--limit 1"),
+        ("{0}/alra {0}/pretrain --out=z", "results of both would go to z; score each with"),
+        ("{0}/alra --tasks=winogrande --split=validation", "no .'winogrande'. in the validation"),
     ],
 )
-def test_slips_are_told_before_the_hub_is_asked(argv, problem, out, monkeypatch):
+def test_slips_are_told_before_the_hub_is_asked(command, problem, out, monkeypatch):
     def refuse(*args, **keys):
         pytest.fail("asked the hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    argv = [word if word.startswith("--") else str(out / word) for word in argv.split()]
     with pytest.raises(UserError, match=problem):
-        ev.main(argv)
+        score(command.format(out))
 
 
 def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch):
     """Its results have a place of their own, which another model of that name does not get."""
     monkeypatch.chdir(tmp_path)
-    argv = ["--tasks=none", f"--rows={Path(rows.file).parent}", "--teacher=none"]
-    ev.main([str(trained / "teacher"), *argv])
+    flags = f"--tasks=none --teacher=none --rows={Path(rows.file).parent}"
+    score(f"{trained}/teacher {flags}")
     assert [str(file) for file in Path().glob("out/**/*.json")] == ["out/eval/teacher/figures.json"]
     figures = read(Path("out/eval/teacher"))
     assert figures["run"] is None and "kl" not in figures["figures"]
     tokenizer = load_tokenizer(str(trained / "teacher"))
     world.make_model(STUDENT, 3).save_pretrained(tmp_path / "teacher", tokenizer)
     with pytest.raises(UserError, match=r"figures.json: results of other weights than teacher"):
-        ev.main(["teacher", *argv])
+        score(f"teacher {flags}")
 
 
 def test_all_tasks_are_eight_without_a_file_of_storycloze(out, data, tmp_path, capsys):
     no_stories = shutil.copytree(data, tmp_path / "eval")
     shutil.rmtree(no_stories / "storycloze_2016")
-    ev.main(
-        [str(out / "alra"), f"--data_dir={no_stories}", "--any_items", "--rows=none", "--limit=2"]
-    )
+    score(f"{out}/alra --data_dir={no_stories} --any_items --rows=none --limit=2")
     assert "Avg. (8 of 9)" in capsys.readouterr().out
 
 
 def test_results_are_not_lost_to_a_smaller_command(out, data):
     """A command replaces what it makes again; other weights make results of a student old."""
     alra = out / "alra"
-    scores = [str(alra), "--rows=none", f"--data_dir={data}", "--any_items"]
-    two = [*scores, "--tasks=piqa,arc_easy"]
-    figures = [str(alra), "--tasks=none"]
-    ev.main(two)
-    ev.main(figures)
-    for argv, lost in (
-        ([*scores, "--tasks=piqa"], "scores_heldout.json: holds results with arc_easy, which this"),
-        ([*two, "--max_length=99"], "holds results with max_length=512"),
-        ([*two, "--dtype=bfloat16"], "holds results with dtype=float32"),
-        ([*figures, "--dtype=bfloat16"], "figures.json: holds results with dtype=float32"),
+    items = f"{alra} --rows=none --data_dir={data} --any_items --tasks=piqa"
+    figures = f"{alra} --tasks=none"
+    score(f"{items},arc_easy")
+    score(figures)
+    for command, lost in (
+        (items, "scores_heldout.json: holds results with arc_easy, which this"),
+        (f"{items},arc_easy --max_length=99", "holds results with max_length=512"),
+        (f"{items},arc_easy --dtype=bfloat16", "holds results with dtype=float32"),
+        (f"{figures} --dtype=bfloat16", "figures.json: holds results with dtype=float32"),
     ):
         with pytest.raises(UserError, match=lost):
-            ev.main(argv)
-    ev.main([*figures, "--max_rows=3"])
+            score(command)
+    score(f"{figures} --max_rows=3")
     assert read(alra)["figures"]["n_rows"] == 3
-    ev.main([*scores, "--tasks=piqa,arc_easy,winogrande"])
-    ev.main([*scores, "--tasks=piqa", "--limit=3", "--log_samples"])
+    score(f"{items},arc_easy,winogrande")
+    score(f"{items} --limit=3 --log_samples")
     assert len(read(alra, "scores_heldout.json")["tasks"]) == 3
     shutil.copytree(out / "pretrain" / "model", alra / "model", dirs_exist_ok=True)
-    ev.main([*scores, "--tasks=arc_easy"])
+    score(items)
     files = {file.name for file in alra.iterdir()} - {".alra-lock"}
     assert files == {"model", "run.json", "log.jsonl", "scores_heldout.json"}
 
 
 def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data, tmp_path):
-    def error(*argv):
+    def error(command):
         with pytest.raises(UserError) as caught:
-            ev.main([*map(str, argv), "--tasks=none"])
+            score(f"{command} --tasks=none")
         return str(caught.value)
 
     def save(name, shape, tokenizer):
@@ -619,19 +590,23 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     data_dir = Path(rows.file).parent
     alra = out / "alra"
     assert "nothing to score" in error(trained / "teacher")
-    assert "--skip_rows 11: " in error(alra, "--skip_rows=11")
+    assert "--skip_rows 11: " in error(f"{alra} --skip_rows=11")
     small = save("small", dataclasses.replace(STUDENT, vocab_size=293), tokenizer)
     assert "vocabulary of 293, but its tokenizer has ids up to 306" in error(small)
-    assert "small: vocabulary of 293" in error(alra, f"--teacher={small}")
+    assert "small: vocabulary of 293" in error(f"{alra} --teacher={small}")
     narrow = save("narrow", dataclasses.replace(STUDENT, vocab_size=308), tokenizer)
-    argv = [f"--rows={data_dir}", "--teacher=none"]
-    assert "narrow: vocabulary of 308, " in error(alra, narrow, *argv)
-    assert "narrow: vocabulary of 308, " in error(alra, f"--teacher={narrow}")
+    flags = f"--rows={data_dir} --teacher=none"
+    assert "narrow: vocabulary of 308, " in error(f"{alra} {narrow} {flags}")
+    assert "narrow: vocabulary of 308, " in error(f"{alra} --teacher={narrow}")
     other = save("other", STUDENT, make_tokenizer(283))
-    assert "rows of another tokenizer than that of" in error(other, *argv)
+    assert "rows of another tokenizer than that of" in error(f"{other} {flags}")
     short = save("short", dataclasses.replace(STUDENT, max_position_embeddings=4), tokenizer)
-    assert "rows of 13 inputs" in error(short, *argv)
+    assert "rows of 13 inputs" in error(f"{short} {flags}")
     facts = read(alra, "run.json")
+    for key, name in (("val_sha256", data_dir), ("teacher_sha256", trained / "teacher")):
+        changed = facts | {"made_by": facts["made_by"] | {key: "another"}}
+        (alra / "run.json").write_text(json.dumps(changed))
+        assert f"{name}: its content has changed since {alra} was trained" in error(alra)
     facts["config"]["data_dir"] = "elsewhere"
     (alra / "run.json").write_text(json.dumps(facts))
     problem = f"data_dir: {data_dir} in one run, elsewhere in another"
@@ -639,7 +614,7 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
 
 
 def test_a_max_length_is_checked_where_tasks_are_scored(out, data):
-    argv = [str(out / "alra"), "--max_length=601", "--teacher=none"]
-    ev.main([*argv, "--tasks=none"])
+    flags = "--max_length=601 --teacher=none"
+    score(f"{out}/alra {flags} --tasks=none")
     with pytest.raises(UserError, match=r"--max_length 601: .*alra takes 600 at most"):
-        ev.main([*argv, "--tasks=piqa", f"--data_dir={data}", "--any_items"])
+        score(f"{out}/alra {flags} --tasks=piqa --data_dir={data} --any_items")

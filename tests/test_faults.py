@@ -27,6 +27,7 @@ from lib import files
 from lib.device import repair_compile_cache
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
+from run.identity import file_hash
 from tests import world
 
 CONFIG = """
@@ -129,7 +130,6 @@ FLAGS = {
     "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, d_max",
     "--alra.tau=0": "alra.tau=0.*: expected",
     "--alra.tau=x": "alra.tau='x': expected float",
-    "--alra.gamma=1e999": "alra.gamma=inf: expected",
     "--alra.lr=1e999": "alra.lr=inf: expected",
     "--alra.pair=prau": "alra.pair='prau': expected 'swpra' or",
     "--alra.d_max=259": "alra: d_max=259: expected 2 <= d_max < V",
@@ -143,13 +143,11 @@ FLAGS = {
     ),
     "--teacher=none": "teacher=None: .*learns from one",
     "--teacher=none --methods=pretrain --hyper={} --alra.d_max=7": "alra",
-    "--teacher=no/where/at": "no/where/at: no such folder",
     "--teacher=nowhere": "nowhere: no such folder",
     "--student=demmo": r"student=demmo: expected a preset \(.*; did you mean 'demo'\?",
     "--student=16x1x3": "num_attention_heads=3: expected a divisor of hidden_size=16",
     """'--student={"hidden_size": 16, "layers": 1}'""": "expected hidden_size, num_hidden_layers",
     """'--student={"hidden_size": 16, "num_attention_heads": 2}'""": "num_hidden_layers",
-    "--student_weights=./no/such": "no/such: no such folder",
     "--student_weights=teacher": "student_weights=teacher: not of the shape of student=student",
     "--data_dir=text": "text: no train.bin with train.json",
     "--micro_batch=3": "micro_batch=3: expected a divisor",
@@ -201,9 +199,7 @@ INPUTS = {  # of a new run
     "rm -r data; touch data": "data: no train.bin",
     # models
     "echo { > teacher/config.json": "teacher.*: cannot be used",
-    "echo [] > teacher/config.json": "teacher.*: expected a JSON object",
     "echo {} > teacher/config.json": "teacher.*: .*model_type",
-    "echo { > student/config.json": "student.*: cannot be used",
     edit("student/config.json", num_key_value_heads=3): "num_key_value_heads=",
     edit("student/config.json", head_dim=3): "head_dim=",
     edit("student/config.json", max_position_embeddings=8): "the student supports 8 positions",
@@ -228,7 +224,6 @@ INPUTS = {  # of a new run
     ),
     tensor(WEIGHTS, NORM, lambda x: x.to(torch.float8_e4m3fn)): f"{WEIGHTS}: {NORM} is F8_E4M3",
     edit("teacher/config.json", head_dim=0): "config.json: head_dim=0: expected int 1 or more",
-    edit("teacher/config.json", head_dim=2.0): "teacher/config.json: head_dim=2.0: ",
     edit("teacher/config.json", hidden_size="x"): "teacher/config.json: hidden_size='x'",
     edit("teacher/config.json", rope_scaling="x"): "teacher/config.json: ",
     edit("teacher/config.json", rope_scaling={"rope_type": "llama3", "factor": 2}): (
@@ -323,12 +318,9 @@ CASES = [
     (EVAL, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
     (EVAL, "rm data/val.bin", "data: no val.bin"),
     (EVAL, fill_rows("val", 1000), "data/val.bin: .*id"),
-    (SCORE, f": > {ITEMS}", "lambada_openai"),
     (SCORE, f"echo {{ > {ITEMS}", "lambada_openai"),
     (SCORE, f"echo [1] > {ITEMS}", "lambada_openai"),
-    (SCORE, f"""echo '{{"text": 3}}' > {ITEMS}""", "lambada_openai"),
     (SAMPLE, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
-    (SAMPLE, f"truncate -s -100 {MODEL}", "run/alra/model.*: cannot be used"),
     (SAMPLE, SMALLER, "vocabulary of 99, but its tokenizer has 257"),
     (GO_ON, "echo { > stopped/prepare.state", "stopped/prepare.state: cannot be used"),
     (GO_ON, "echo {} > stopped/prepare.state", "stopped/prepare.state: no ..?recipe..?"),
@@ -370,7 +362,7 @@ BEGUN = {"train.py": "new", "prepare.py": "rows"}  # what a refused command may 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """Text, models, rows, a finished run, a stopped one, and items: a copy, and the contents."""
+    """Text, models, rows, a finished run, and a stopped one: a copy, and the contents."""
     kept = tmp_path_factory.mktemp("faults") / "kept"
     shape = {"vocab_size": 259, "rope_theta": 1e4, "max_position_embeddings": 64}
     init_student(Qwen2Config(8, 13, 1, 2, 1, **shape)).save_pretrained(kept / "student")
@@ -380,7 +372,6 @@ def pristine(tmp_path_factory):
     world.write_text(kept / "text/b.jsonl", 10, seed=2)
     (kept / "cfg.py").write_text(CONFIG)
     (kept / ITEMS).parent.mkdir(parents=True)
-    (kept / ITEMS).write_text('{"text": "the cat saw old boats"}\n' * 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(kept)
         prepare.prepare(configure.load(["cfg.py"]))
@@ -434,20 +425,17 @@ def test_a_broken_input_is_one_line_and_nothing_is_lost(command, cause, message,
     assert not [name for name in changed if name.split("/")[0] != allowed], changed
 
 
-def same_end(a: Path, b: Path) -> bool:
-    """Whether two runs have ended with the same models, and the same steps in their logs."""
-    for name in ("pretrain/model/model.safetensors", "alra/model/model.safetensors"):
-        if (a / name).read_bytes() != (b / name).read_bytes():
-            return False
-    steps = [[line["step"] for line in world.records(out, "alra")] for out in (a, b)]
-    return steps[0] == steps[1]
+def end_of(out: str) -> tuple:
+    """Return the hashes of a run's two models, and the steps of a log."""
+    models = [file_hash(file) for file in sorted(Path(out).glob("*/model/model.safetensors"))]
+    return models, [line["step"] for line in world.records(Path(out), "alra")]
 
 
 @pytest.mark.parametrize("cause", GO_ON_RIGHTLY)
 def test_what_is_broken_without_loss_goes_on_rightly(cause, folder):
     apply(cause)
     users = {name for name, content in contents(folder).items() if content == b"mine"}
-    assert run(HALF) == 0 and same_end(folder / "half", folder / "run")
+    assert run(HALF) == 0 and end_of("half") == end_of("run")
     assert all((folder / name).read_bytes() == b"mine" for name in users)
     assert not [*folder.rglob("*.alra-*")]
 
@@ -472,7 +460,7 @@ def test_finished_runs_and_rows_are_left_alone_or_mended(folder):
     for name in ("train.bin", "val.bin"):
         assert (folder / "stopped" / name).read_bytes() == before[name]
     assert run(f"{HALF} --val_every_steps=2 --keep_checkpoints=1") == 0
-    assert same_end(folder / "half", folder / "run")
+    assert end_of("half") == end_of("run")
     shell("cd run/alra; rm -r model run.json")
     for command in (TRAIN, EVAL, SAMPLE):
         assert run(command) == 0
@@ -547,4 +535,4 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(folder, monkeypatch,
         patch.setattr(sys, "stdout", unread)
         assert run(NEW) == 0
         print("Python's own last words", flush=True)
-    assert not capsys.readouterr().err and same_end(folder / "new", folder / "run")
+    assert not capsys.readouterr().err and end_of("new") == end_of("run")

@@ -5,46 +5,56 @@ They import only torch and what is always beside it: a machine with a GPU may la
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from lib import metrics
 from lib.checks import IGNORE
-from tests.test_head import FIRST_TIER, case, fused, plain, run
+from tests.test_head import FIRST_TIER, assert_near, case, fused, plain, run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # dynamo's own
 ]
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def cast(inputs, dtype):
     """Hidden states and heads in `dtype`; labels stay."""
-    return [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    *floats, y = inputs
+    return [*(x.to(dtype) for x in floats), y]
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FIRST_TIER)
 def test_head_and_loss_equal_the_plain_path_in_fp64(name, dtype, compile):
     inputs = cast(case(t=13), dtype)
-    expected = run(plain, *cast(inputs, torch.float64), name)
-    result = run(fused, *(x.cuda() for x in inputs), name, compile=compile)
-    torch.testing.assert_close(result[0].double().cpu(), expected[0], rtol=1e-5, atol=1e-6)
-    tolerance = 1e-5 if dtype == torch.float32 else 6e-3
-    for a, b in zip(result[2:], expected[2:], strict=True):
-        assert (a.cpu() - b).norm() <= tolerance * b.norm()
+    expected, _, *exact = run(plain, *cast(inputs, torch.float64), name)
+    on_gpu = [x.cuda() for x in inputs]
+    loss, _, *gradients = run(fused, *on_gpu, name, compile=compile)
+    assert_close(loss.double().cpu(), expected, rtol=1e-5, atol=1e-6)
+    bar = 1e-5
+    if dtype == torch.bfloat16:
+        bar = 6e-3
+    for gradient, x in zip(gradients, exact, strict=True):
+        assert_near(gradient.cpu(), x, bar)
 
 
 def sums(inputs):
     h_s, w_s, h_t, w_t, y = inputs
-    students = [(lambda _: h_s, w_s)]
-    return metrics.row_sums(students, w_t, [(0, y, y, h_t)], len(y))[0]
+    student = (lambda _: h_s, w_s)
+    batch = (0, y, y, h_t)
+    (results,) = metrics.row_sums([student], w_t, [batch], len(y))
+    return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_metrics_are_those_of_the_cpu(dtype):
     inputs = cast(case(), dtype)
     expected = sums(inputs)
-    assert (inputs[-1] == IGNORE).any() and expected["ce"].any()
-    for key, value in sums([x.cuda() for x in inputs]).items():
-        torch.testing.assert_close(value.cpu(), expected[key], rtol=1e-5, atol=1e-5)
+    on_gpu = sums([x.cuda() for x in inputs])
+    assert (inputs[-1] == IGNORE).any()
+    assert expected["ce"].any()
+    for key, value in on_gpu.items():
+        assert_close(value.cpu(), expected[key], rtol=1e-5, atol=1e-5)

@@ -82,7 +82,9 @@ def assert_equal(got, expected):
 @pytest.mark.parametrize("name", METHODS)
 def test_values_and_gradients_are_those_of_the_plain_path(name, group):
     inputs = case(dtype=torch.float64)
-    settings = {"d_max": 5, "w_ce": 0.5, "lambda_pair": 3.0} if name == "alra" else {}
+    settings = {}
+    if name == "alra":
+        settings = {"d_max": 5, "w_ce": 0.5, "lambda_pair": 3.0}
     got = run(fused, *inputs, name, group, scale=3.0, **settings)
     expected = run(plain, *inputs, name, group, scale=3.0, **settings)
     assert_close(got, expected, rtol=1e-10, atol=1e-13)
@@ -105,20 +107,6 @@ def test_students_of_one_teacher_get_the_bits_they_would_get_alone():
     for i, (loss, terms) in enumerate(together):
         h_s, w_s, _ = students[i]
         assert_equal((loss.detach(), terms, h_s.grad, w_s.grad), alone[i])
-
-
-@pytest.mark.parametrize("what", [0, 1], ids=["hidden", "head"])
-def test_a_broken_student_leaves_the_others_as_they_are(what):
-    inputs = case()
-    _, _, h_t, w_t, y = inputs
-    broken = [x.clone() for x in inputs[:2]]
-    broken[what].view(-1)[0] = math.nan
-    evaluate = methods.make_loss_fn("alra")
-    students = [(*broken, evaluate), (*inputs[:2], evaluate)]
-    (bad, terms), good = head.head_losses(students, h_t, w_t, y)
-    assert bad.isnan()
-    assert terms["loss"].isnan()
-    assert_equal(good, fused(*inputs, "alra"))
 
 
 @pytest.mark.parametrize("name", ["pretrain", "tad", "alra"])
@@ -147,15 +135,12 @@ def test_bf16_operands_give_fp32_logits(name):
 
 def test_fp32_master_weights_meet_bf16_hidden_states_as_under_autocast():
     h_s, w_s, h_t, w_t, y = case()
-    h_s = h_s.bfloat16()
-    h_t = h_t.bfloat16()
-    loss, terms, *_, gradient = run(fused, h_s, w_s, h_t, w_t, y, "alra")
+    narrow = [h_s.bfloat16(), w_s.bfloat16(), h_t.bfloat16(), w_t.bfloat16()]
+    *values, _, gradient = run(fused, narrow[0], w_s, narrow[2], w_t, y, "alra")
+    *expected, _, rounded = run(fused, *narrow, y, "alra")
     assert gradient.dtype == torch.float32
-    w_s = w_s.bfloat16()
-    w_t = w_t.bfloat16()
-    *expected, _, narrow = run(fused, h_s, w_s, h_t, w_t, y, "alra")
-    assert_equal([loss, terms], expected)
-    assert_equal(gradient.bfloat16(), narrow)
+    assert_equal(values, expected)
+    assert_equal(gradient.bfloat16(), rounded)
 
 
 def test_autocast_around_it_changes_nothing():
@@ -203,12 +188,6 @@ def test_where_nothing_is_learnt_gradients_are_zero(settings):
     assert not any(gradient.any() for gradient in gradients)
 
 
-def test_a_method_without_teacher_takes_none():
-    h_s, w_s, h_t, w_t, y = case()
-    alone = fused(h_s, w_s, None, None, y, "pretrain")
-    assert_equal(alone, fused(h_s, w_s, h_t, w_t, y, "pretrain"))
-
-
 def test_one_groups_logits_are_the_most_that_exist(monkeypatch):
     shapes = []
     mm = head.mm
@@ -223,8 +202,8 @@ def test_one_groups_logits_are_the_most_that_exist(monkeypatch):
     assert max(n for n, v in shapes if v == V) == T
 
 
-@pytest.mark.parametrize(("kernel", "n_used"), [("exact", 4), ("narrow", 1), ("missing", 0)])
-def test_the_heads_gradient_is_added_in_place_where_the_device_can(kernel, n_used, monkeypatch):
+@pytest.mark.parametrize("kernel", ["exact", "narrow", "missing"])
+def test_the_heads_gradient_is_added_in_place_where_the_device_can(kernel, monkeypatch):
     """The GPU's kernel is used where its value is right; else product and sum are two passes."""
     used = []
 
@@ -252,7 +231,8 @@ def test_the_heads_gradient_is_added_in_place_where_the_device_can(kernel, n_use
         assert head.mm(a, b, onto=total, alpha=0.25) is total
         assert_close(total, onto + 0.25 * mm(a.float(), b.float()))
     head._adds_in_place.cache_clear()
-    assert len(used) == n_used  # tried once
+    n_used = {"exact": 4, "narrow": 1, "missing": 0}  # tried once
+    assert len(used) == n_used[kernel]
 
 
 @pytest.mark.slow
@@ -283,7 +263,8 @@ def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
         tensor = torch.tensor(w_kd, dtype=torch.float64)
         evaluate = methods.make_loss_fn(name, compile=compiled)
         evaluate = functools.partial(evaluate, scheduled={"w_kd": tensor})
-        return head.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)[0]
+        (result,) = head.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)
+        return result
 
     for w_kd in (0.0, 0.3, 1.0):
         loss, terms, *gradients = run(plain, *inputs, y, name, w_kd=w_kd, w_ce=1 - w_kd)

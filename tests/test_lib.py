@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lib
 from tests.world import ROOT
 
-# Prints a function if its first result in a process differs from its second. The processes are forks
-# of one that has imported torch and computed nothing: an import takes a second, a fork 20 ms.
+# Prints a function if its first result in a process differs from its second. The processes are
+# forks of one that has imported torch and computed nothing: an import takes a second, a fork 20 ms.
 FIRST_CALLS = """
 import os
 import torch
@@ -39,7 +39,7 @@ for _ in range(8):
 
 
 class Calls(TorchDispatchMode):
-    """Records the functions that are called, with the dtype and the size of their first argument."""
+    """Records the functions that are called, with the dtype and size of their first argument."""
 
     def __init__(self):
         super().__init__()

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -170,7 +171,6 @@ def test_a_second_head_and_a_bias_of_the_output_are_read_only_where_they_change_
     [
         ({"model_type": "gpt2"}, "model_type='gpt2', expected one of qwen2, qwen3, llama, mistral"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "llama"}, "model.layers.0.self_attn.k_proj.bias"),
@@ -334,21 +334,16 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(
     if run is not None:
         run["bos"] = run["bos"] and bos
         (tmp_path / "alra" / "run.json").write_text(json.dumps(run))
-    prompts = []
-
-    def generate(model, prompt, *_):
-        prompts.append(prompt)
-        return prompt
-
+    generate = mock.Mock(side_effect=lambda model, prompt, *_: prompt)
     monkeypatch.setattr(sample, "generate", generate)
     for name in ("alra", "alra/model", ""):  # the last is the run's folder, with one student
         sample.main([str(tmp_path / name), "--prompt", "if x"])
     ids = tokenizer.encode("if x", add_special_tokens=False)
+    prompts = [call.args[1] for call in generate.call_args_list]
     assert prompts == [[tokenizer.convert_tokens_to_ids(first), *ids]] * 3
     assert capsys.readouterr().out == "if x\n" * 3
-    shutil.copytree(tmp_path / "alra", tmp_path / "pd")
-    names = f"{tmp_path / 'alra'}, {tmp_path / 'pd'}"
-    with pytest.raises(UserError, match=f"has several students; choose one: {names}$"):
+    (tmp_path / "pd").symlink_to(tmp_path / "alra")
+    with pytest.raises(UserError, match=r"several students; choose one: .*alra, .*pd$"):
         sample.main([str(tmp_path)])
 
 

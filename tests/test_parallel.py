@@ -25,27 +25,16 @@ from tests.world import V, config, final_bits, flags, read_jsonl, records, untim
 STUDENT = Qwen2Config(64, 96, 2, 4, 4, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 32, 2, 2, 2, vocab_size=V, tie_word_embeddings=False, rope_theta=1e4)
 METHODS = ("vanilla_kd", "alra")
-KEYS = {
-    "methods": ",".join(METHODS),
-    "max_steps": 4,
-    "schedule_steps": 4,
-    "batch_rows": 8,
-    "micro_batch": 1,
-    "log_every_steps": 3,
-    "val_every_steps": 2,
-    "histogram_every_steps": 2,
-}
-SHORT = KEYS | {"methods": "alra", "max_steps": 2}
-FOREIGN = KEYS | {"methods": "alra", "max_steps": 1, "checkpoint_every_steps": 1}
-ENDLESS = KEYS | {
-    "methods": "alra",
-    "max_steps": 50_000,
-    "schedule_steps": 50_000,
-    "repeat_rows": True,
-    "val_every_steps": 50_000,
-    "checkpoint_every_steps": 3,
-    "histogram_every_steps": "none",
-}
+FLAGS = (
+    "--methods=vanilla_kd,alra --max_steps=4 --schedule_steps=4 --batch_rows=8 --micro_batch=1 "
+    "--log_every_steps=3 --val_every_steps=2 --histogram_every_steps=2"
+)
+SHORT = f"{FLAGS} --methods=alra --max_steps=2"
+FOREIGN = f"{FLAGS} --methods=alra --max_steps=1 --checkpoint_every_steps=1"
+ENDLESS = (
+    f"{FLAGS} --methods=alra --max_steps=50000 --schedule_steps=50000 --val_every_steps=50000 "
+    "--repeat_rows=True --checkpoint_every_steps=3 --histogram_every_steps=none"
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,26 +58,26 @@ def wide(tiny, tmp_path_factory):
 def together(tiny, wide, tmp_path_factory):
     """The folder of runs of two processes and of four, and what they print."""
     root = tmp_path_factory.mktemp("several")
-    sharded = KEYS | {"shard": 2, "micro_batch": 4}
+    sharded = "--shard=2 --micro_batch=4"
     two = {
-        "sums": KEYS,
-        "shard": sharded | {"micro_batch": 8},
-        "cut": sharded,
-        "cut/": sharded,  # resumes it
-        "stores": KEYS | {"teacher_cache": True},
-        "reads": KEYS | {"teacher_cache": True},
-        "foreign": FOREIGN | {"shard": 2, "micro_batch": 4, "teacher": wide / "foreign"},
-        "bad": KEYS | {"lr": "0.0{rank}1"},
+        "sums": FLAGS,
+        "shard": f"{FLAGS} --shard=2 --micro_batch=8",
+        "cut": f"{FLAGS} {sharded}",
+        "cut/": f"{FLAGS} {sharded}",  # resumes it
+        "stores": f"{FLAGS} --teacher_cache=True",
+        "reads": f"{FLAGS} --teacher_cache=True",
+        "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign",
+        "bad": f"{FLAGS} --lr=0.0{{rank}}1",
     }
     four = {
-        "uneven": SHORT | {"shard": 4},  # 4 does not divide the rows of these weights
-        "copies": SHORT | {"shard": 2},  # two copies of halves
+        "uneven": f"{SHORT} --shard=4",  # 4 does not divide the rows of these weights
+        "copies": f"{SHORT} --shard=2",  # two copies of halves
     }
     todo = {
-        2: [flags(wide, f"{root}/{name}", **keys) for name, keys in two.items()],
-        4: [flags(tiny, root / name, **keys) for name, keys in four.items()],
+        2: [flags(wide, f"{root}/{name}", text) for name, text in two.items()],
+        4: [flags(tiny, root / name, text) for name, text in four.items()],
     }
-    nodes = flags(wide, root / "nodes", **ENDLESS)
+    nodes = flags(wide, root / "nodes", ENDLESS)
     process = world.start(several.main, nodes, todo, out=root / "output")
     process.join(600)
     text = (root / "output").read_text()
@@ -100,7 +89,7 @@ def together(tiny, wide, tmp_path_factory):
 def alone(wide, tmp_path_factory):
     """The run of one process."""
     root = tmp_path_factory.mktemp("alone")
-    assert train.distil(config(wide, root, **KEYS)) == 0
+    assert train.distil(config(wide, root, FLAGS)) == 0
     return root
 
 
@@ -165,7 +154,7 @@ def test_two_processes_share_stored_hidden_states(together):
 @pytest.mark.slow
 def test_four_processes_hold_parts_of_unequal_size_and_copies(together, tiny, tmp_path):
     root, text = together
-    assert train.distil(config(tiny, tmp_path, **SHORT)) == 0
+    assert train.distil(config(tiny, tmp_path, SHORT)) == 0
     for name in ("uneven", "copies"):
         assert_same_run(tmp_path, root / name, "alra", step=2)
     (held,) = re.findall(r"process 1: (\d+) of Student in uneven", text)
@@ -196,7 +185,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
     for method in METHODS:
         assert final_bits(root / "cut", method, 4) == final_bits(root / "shard", method, 4)
         shutil.rmtree(by_one / method / "checkpoints" / "step_00000004")
-    assert train.distil(config(wide, by_one, **KEYS)) == 0
+    assert train.distil(config(wide, by_one, FLAGS)) == 0
     for method in METHODS:
         assert distance(root / "shard", by_one, method) < 1e-6
         n_tokens = read_json(alone / method / "run.json")["valid_tokens"]
@@ -208,7 +197,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
 
 @pytest.mark.slow
 def test_a_teacher_that_transformers_computes_is_sharded_too(together, wide, tmp_path):
-    assert train.distil(config(wide, tmp_path, **FOREIGN, teacher=wide / "foreign")) == 0
+    assert train.distil(config(wide, tmp_path, FOREIGN, teacher=wide / "foreign")) == 0
     for kind in ("model", "optimizer"):
         assert distance(tmp_path, together[0] / "foreign", "alra", kind, step=1) < 1e-6
 
@@ -256,10 +245,10 @@ def test_two_nodes_of_which_one_loses_its_process_twice_go_on_from_a_checkpoint(
     root, text = together
     assert "nodes end with [1, 1]" in text
     step = int(world.saved(root / "nodes/alra")[-1].removeprefix("step_"))
-    end = f"step {step} of {ENDLESS['max_steps']}; the same command resumes"
+    end = f"step {step} of 50000; the same command resumes"
     assert end in (root / "nodes.log").read_text()
-    keys = ENDLESS | {"max_steps": step, "checkpoint_every_steps": step}
-    assert train.distil(config(wide, tmp_path, **keys)) == 0
+    whole = f"{ENDLESS} --max_steps={step} --checkpoint_every_steps={step}"
+    assert train.distil(config(wide, tmp_path, whole)) == 0
     assert records(root / "nodes", "alra")[-1]["step"] <= step
     # an update that is lost or made twice: 1e-2
     assert distance(root / "nodes", tmp_path, "alra", step=step) < 1e-4

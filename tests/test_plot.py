@@ -12,7 +12,7 @@ from lib.hf import load_tokenizer
 from run.paper import NAMES
 from tests import world
 from tools import plot, sample
-from train import VALIDATED
+from train import VALIDATION_FIGURES
 
 
 def write(path, records):
@@ -39,7 +39,10 @@ def drawn(monkeypatch):
 
 
 def lines(axis) -> dict:
-    return {line.get_label(): list(map(tuple, line.get_xydata())) for line in axis.get_lines()}
+    """Return the points of the lines that the legend names."""
+    curves, labels = axis.get_legend_handles_labels()
+    points = [list(map(tuple, curve.get_xydata())) for curve in curves]
+    return dict(zip(labels, points, strict=True))
 
 
 def heights(line) -> list:
@@ -115,16 +118,15 @@ def test_curves_have_the_numbers_of_the_logs(run, drawn, capsys):
 
 
 def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path, drawn):
-    one = plot.read_curves(plot.find_logs([run]))
-    ces = one["alra"]["ce"]
-    two = {"alra": {"ce": {tokens: ce + 2 for tokens, ce in ces.items()}}}
+    one = plot.read_logs([run])
+    records = [{"step": r["step"], "ce": r["ce"] + 2} for r in one["alra"]["log"] if "ce" in r]
+    two = {"alra": one["alra"] | {"log": records}}
     half = 12.7062  # Student's t of one degree of freedom; deviation sqrt(2), two seeds
-    means = plot.over_seeds([one, two])
+    means = plot.read_curves([one, two])
     assert means["alra"]["ce"][40] == (7.0, pytest.approx(half, rel=1e-4))
     assert means["mine"]["ce"][40] == (8.0, 0.0)
-    assert plot.over_seeds([one])["alra"]["ce"][40] == (6.0, 0.0)
-    curves = {f"alra ({'lr=0.00132, ' * 4})": means["alra"]}
-    plot.curves(curves, tmp_path / "c.png")
+    name = f"alra ({'lr=0.00132, ' * 4})"
+    plot.curves([{name: logs["alra"]} for logs in (one, two)], tmp_path / "c.png")
     figure = drawn["c.png"]
     assert figure.legends[0].get_window_extent().x0 >= 0  # it is centred
     bar = figure.axes[1].collections[0].get_paths()[0].get_extents()  # of ce
@@ -134,10 +136,14 @@ def test_curves_of_several_seeds_are_means_with_bands(run, tmp_path, drawn):
 
 
 def test_a_student_far_above_the_others_does_not_flatten_their_curves(tmp_path, drawn):
-    curves = {}
-    for name, y in {"a": 3.0, "b": 3.3, "far": 6.0}.items():
-        curves[name] = {"val_ce": {40: (y + 1, 9.0), 80: (y, 9.0)}}
-    plot.curves(curves, tmp_path / "c.png")
+    seeds = []
+    for spread in (-0.5, 0.5):
+        logs = {}
+        for name, y in {"a": 3.0, "b": 3.3, "far": 6.0}.items():
+            log = [{"step": 1, "val_ce": y + 1 + spread}, {"step": 2, "val_ce": y + spread}]
+            logs[name] = {"config": {"batch_rows": 4, "seq_len": 10}, "log": log}
+        seeds.append(logs)
+    plot.curves(seeds, tmp_path / "c.png")
     top = pytest.approx(1.03 * 4.3)  # intervals may reach beyond both ends
     assert drawn["c.png"].axes[0].get_ylim() == (0, top)
 
@@ -146,7 +152,7 @@ def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     terms = losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]
     assert {"loss", "kd", "ce", *terms} <= set(plot.PANELS)
-    assert set(VALIDATED) <= {*plot.PANELS, *plot.LEVELS}
+    assert set(VALIDATION_FIGURES) <= {*plot.PANELS, *plot.LEVELS}
 
 
 def test_curves_of_several_folders_are_named_by_folder(run, tmp_path):
@@ -155,10 +161,10 @@ def test_curves_of_several_folders_are_named_by_folder(run, tmp_path):
     with (other / "log.jsonl").open("a") as file:
         file.write('{"step": 2, "c')  # being written
     write(other.parent / "run.json", [{"config": {"batch_rows": 3, "seq_len": 7}}])
-    assert list(plot.find_logs([run])) == ["pretrain", "alra", "fixed_7", "mine"]
-    logs = plot.find_logs([other, run])
+    assert list(plot.read_logs([run])) == ["pretrain", "alra", "fixed_7", "mine"]
+    logs = plot.read_logs([other, run])
     assert list(logs)[:3] == [str(run / "pretrain"), str(other), str(run / "alra")]
-    assert plot.read_curves(logs)[str(other)]["ce"] == {21: 7.0}  # the last line of a step
+    assert plot.read_curves([logs])[str(other)]["ce"] == {21: (7.0, 0.0)}  # the last line of a step
 
 
 def test_no_two_methods_look_alike():
@@ -172,33 +178,32 @@ def test_no_two_methods_look_alike():
 
 
 def test_budget_counts_by_hand(logged, drawn):
-    plot.budget(plot.find_logs([logged]), logged / "budget.png")
-    below, shares = drawn["budget.png"].axes  # of alra alone: a fixed budget has no distribution
-    early, late, teacher = below.get_lines()
-    assert early.get_label() == "early, step 10 to 15"
-    assert late.get_label() == "late, step 60 to 65"
+    plot.budget(plot.read_logs([logged]), logged / "budget.png")
+    (axis,) = drawn["budget.png"].axes  # of alra alone: a fixed budget has no distribution
+    early, late, teacher = axis.get_lines()
+    assert early.get_label() == "early, step 10 to 15: 50.0% below"
+    assert late.get_label() == "late, step 60 to 65: 58.8% below"
+    assert teacher.get_label() == "teacher, step 0 to 10: 40.0% below"
     assert heights(early) == pytest.approx([0, 0, 0, 4 / 13, 2 / 13, 3 / 13, 4 / 13])
     assert heights(late) == [0, 0, 0, 0.5, 0.3, 0.2, 0]
     assert heights(teacher) == [0, 0, 0, 0.625, 0, 0.25, 0.125]
-    shares_below = [bars[0].get_height() for bars in shares.containers]
-    assert shares_below == pytest.approx([50, 1000 / 17, 40])
-    assert "d_{max}$ = 7" in below.get_title()
+    assert "d_{max}$ = 7" in axis.get_title()
     assert plot.stages([{"step": 0}])["late"] == [{"step": 0}]
 
 
 def test_the_teachers_d_max_may_be_another_one(logged, drawn):
     write(logged / "teacher.jsonl", [{"step": 0, "d_u_hist": list(range(9))}])
-    plot.budget(plot.find_logs([logged]), logged / "budget.png")
+    plot.budget(plot.read_logs([logged]), logged / "budget.png")
     assert "d_{max}$ = 7" in drawn["budget.png"].axes[0].get_title()
 
 
 def test_anchoring_counts_by_hand(logged, drawn):
-    plot.anchoring(plot.find_logs([logged]), logged / "a" / "b" / "anchoring.png")
-    density, means, agree = drawn["anchoring.png"].axes
+    plot.anchoring(plot.read_logs([logged]), logged / "a" / "b" / "anchoring.png")
+    density, means = drawn["anchoring.png"].axes
     of_label, of_top_1 = (patch.get_data().values for patch in density.patches)
     assert of_label == pytest.approx([1.5, 0.5])
     assert of_top_1 == pytest.approx([0.8, 1.2])
-    curves = [heights(line) for line in (*means.get_lines(), *agree.get_lines())]
+    curves = [heights(line) for line in means.get_lines()]
     assert curves[::2] == [[0.5, 0.25], [0.75, 0.5], [0.5, 0.75]]
     running = [12.5 / 40, 22.5 / 40, 27.5 / 40]
     assert [curve[-1] for curve in curves[1::2]] == pytest.approx(running)
@@ -249,7 +254,9 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     with pytest.raises(UserError, match="expected a student of ALRA with checkpoints"):
         plot.main([f"{tmp_path}/tad", "--sentence=x"])
     with pytest.raises(UserError, match="alra: no term logged yet"):
-        plot.curves({"alra": {"lr": {0: 1.0}}}, tmp_path / "c.png")
+        config = {"batch_rows": 4, "seq_len": 10}
+        log = [{"step": 0, "lr": 1.0}]
+        plot.curves([{"alra": {"config": config, "log": log}}], tmp_path / "c.png")
 
 
 def test_samples_are_a_function_of_the_seed(tmp_path, capsys):

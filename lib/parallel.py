@@ -60,6 +60,9 @@ def all_reduce_sum(*numbers: Tensor | float) -> list[float]:
     device = "cpu"
     if dist.is_initialized() and dist.get_backend() == "nccl":
         device = "cuda"
+    for x in numbers:
+        if isinstance(x, Tensor):  # so that the host waits once, and not for each tensor
+            device = x.device
     sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
     sum_in_place([sums])
     return sums.tolist()

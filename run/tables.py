@@ -63,6 +63,10 @@ def tabulate(
 
     folders, missing = students_of(paths, has_results)
     results = [load(Path(folder), files) for folder in folders or paths]
+    methods = {method_of(r) for r in results}
+    if reference not in ("pretrain", *methods):
+        expected = f"expected one of {', '.join(sorted(methods))}"
+        raise UserError(f"--reference {reference}: {expected}")
     lines = []
     for student in dict.fromkeys(r.run.get("student") for r in results):
         same_size = [r for r in results if r.run.get("student") == student]

@@ -131,6 +131,8 @@ def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
     config = plan["config"]
     seeds = ", ".join(map(str, sorted({x["seed"] for x in students})))
     finished = [x for x in students if "stopped" not in x]
+    machines = {x["machine"] for x in finished}
+    commits = {x["git_commit"] or "none" for x in finished}
     text = [
         f"# {spec.title}\n",
         "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
@@ -138,7 +140,8 @@ def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
         "inputs. Scored on:\n",
         *tables.scored(finished[0]),
-        "\nMachine, commit and versions are in the first line of each student's log.\n",
+        f"\nMachine: {', '.join(sorted(machines))}. Commits: {', '.join(sorted(commits))}. The first "
+        "line of each student's log has its own, with the versions of packages.\n",
         INTERVALS,
     ]
     if any(x["method"].endswith("@flops") for x in students):

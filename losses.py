@@ -136,10 +136,9 @@ def alra(
     log_odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
     mass = binary_kl(log_odds_t, log_odds_s)  # Eq. 14, like the next two
     local = kl(x_t, x_s, in_local)
-    share = ln_softmax(x_t, ~in_local)[
-        :, -1
-    ].exp()  # [N] teacher probability, in R, of the category
-    # the chain rule: KL over the candidates in R and the category, plus KL inside the category
+    # the chain rule: KL over the candidates in R and the category, plus the KL inside the category
+    # times the teacher's share of the category in R, [N]
+    share = ln_softmax(x_t, ~in_local)[:, -1].exp()
     rest = kl(x_t, x_s, ~in_local) + share * split.others_kl
 
     both_inside = inside[:, :, None] & inside[:, None, :]
@@ -170,6 +169,7 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
     The last column is the logsumexp of the other tokens' tempered logits.
     """
+    # in_s are raw logits, others_s is already at temperature tau
     x_s = torch.cat([split.in_s / tau, split.others_s[:, None]], 1)
     x_t = torch.cat([split.in_t / tau, split.others_t[:, None]], 1)
     return x_s, x_t
@@ -184,13 +184,13 @@ def _anchored(tokens, z_t, y, anchor) -> Tensor:
     """
     top_1 = vocab.top(z_t, 1)[:, 0]  # a_u
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
-    rank = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
     for a in anchors:
         missing = (tokens != a[:, None]).all(-1, keepdim=True)
-        differs = [tokens != anchor[:, None] for anchor in anchors]
+        differs = [tokens != other[:, None] for other in anchors]
         free = torch.stack(differs).all(0)  # [N, k] tokens that are no anchors
-        lowest = (free * rank).argmax(-1, keepdim=True) + 1
-        tokens = torch.where(missing & (rank == lowest), a[:, None], tokens)
+        lowest = torch.where(free, place, -1).argmax(-1, keepdim=True)
+        tokens = torch.where(missing & (place == lowest), a[:, None], tokens)
     return tokens
 
 
@@ -291,7 +291,8 @@ def pd(
     if top_p < 1:
         tau_p = tau if truncate_on == "tempered" else 1.0
         p_t = vocab.log_p(z_t, tokens, tau_p, valid).double().exp()
-        kept = p_t.cumsum(-1) - p_t < top_p
+        mass_before = p_t.cumsum(-1) - p_t
+        kept = mass_before < top_p
     else:
         kept = torch.ones_like(tokens, dtype=torch.bool)
     x_t = z_t.gather(1, tokens) / tau
@@ -421,7 +422,7 @@ def ldrld(
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
     r = rank[:, None]
     q = rank[None, :]
-    distance = (1.5 + q - r).abs()
+    distance = 1.5 + q - r
     decay = (-0.05 * (r + q)).exp()
     adw = torch.where(upper(d, z_s.device), 2 / distance * decay, 0.0)
     pair_kl = binary_kl(differences(x_t), differences(x_s))
@@ -512,7 +513,8 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # further objectives: sums over the vocabulary of a term of q = P_s and p = P_t
 #
 # `terms` returns each token's summand, and the slope: its derivative with respect to ln q. The
-# gradient of the logits is slope - q * sum(slope), so adding c * q to the slope changes nothing.
+# gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to the
+# slope changes nothing.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -649,7 +651,7 @@ def adakd(
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
-    # Masked twice: other positions must reach neither the value nor the gradient of the median.
+    # Masked before and after the division: other positions must reach neither value nor gradient.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor: at 1e-8 tanh is -1 in fp64
@@ -685,7 +687,7 @@ def sekd(
     n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
     # KL(student || uniform) = ln V - entropy
-    certainty = vocab.forward_kl(uniform, z_s.detach(), 1.0, valid)
+    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0, valid=valid)
     kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * factor.to(z_s.dtype)
@@ -710,9 +712,10 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         gap = ln_p - ln_q
         p = ln_p.exp()
         q = ln_q.exp()
-        # The loss is sum a ln(a / b), and ln(a / b) lies between -bias and bias. Close to these
-        # limits it would lose precision by cancellation. So `rise` is its distance to the nearer
-        # limit, and x = bias - ln(a / b). The constant returns as bias * p, since p sums to 1.
+        # With mixtures a and b the loss is sum a ln(a / b), and ln(a / b) lies between -bias and
+        # bias. Close to these limits it would lose precision by cancellation. So `rise` is its
+        # distance to the nearer limit, and x = bias - ln(a / b). The constant returns as bias * p,
+        # since p sums to 1.
         side = 2 * (gap >= 0).to(gap.dtype) - 1
         rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
         x = side * rise + (1 + side) * bias
@@ -844,7 +847,8 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     ln_p = _log_softmax(z_t)
     p = ln_p.exp()
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))  # to the last bit of ln p
-    # at most V tokens lie below `low`, with less than 1 - mu in all, so the border is above it
+    # At most V tokens lie below `low`, with less than 1 - mu in all, so the border is above it.
+    # Each step keeps mass(ln_p >= low) > mu >= mass(ln_p >= border).
     low = math.log1p(-mu) - math.log(p.shape[1])
     low = torch.full_like(ln_p[:, :1], low)
     border = torch.zeros_like(low)

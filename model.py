@@ -101,10 +101,11 @@ class Qwen2Config:
 
 
 # The paper's table of architectures, then the demo's. If there is a teacher, `student_config`
-# replaces vocabulary, rope base, norm epsilon and context by the teacher's. The paper omits the
-# last three; the defaults are Qwen1.5's.
+# replaces vocabulary, rope base, norm epsilon and context by the teacher's. The paper omits all but
+# the vocabulary; the defaults are Qwen1.5's.
 _DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
+    # D, width of the MLP, layers, H, G
     "200m": Qwen2Config(768, 2112, 12, 12, 12),  # 203.4M parameters
     "500m": Qwen2Config(1024, 2816, 24, 16, 16),  # 464.0M
     "1.8b": Qwen2Config(2048, 5504, 24, 16, 16, tie_word_embeddings=False),  # the teacher, 1.837B
@@ -401,7 +402,7 @@ def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
     """Return the FLOPs of one token, forward, or forward and backward (three times as many).
 
     They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up)
-    and 2 * 2 * H * K * T / 2 per layer for causal attention.
+    and 2 * H * K * T per layer for attention: two products of that size, halved by causality.
     """
     d = shape.hidden_size
     k = shape.head_dim
@@ -446,7 +447,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
             fields = json.loads(shape)
         if not teacher and "vocab_size" not in fields:
             raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
-        mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)  # 8 / 3 of the width, rounded up
+        mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)  # 8 / 3 D, up to a multiple of 64
         heads = fields["num_attention_heads"]
         defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
         return Qwen2Config(**defaults | teacher | fields)

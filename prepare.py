@@ -146,14 +146,14 @@ def write_rows(cfg, source, backend, table, state):
                 writer.feed(ids[split])
             bar.update(train.rows - bar.n)
             state["source"] = position
-            if max_rows and train.rows >= max_rows:
+            if max_rows and train.rows >= max_rows:  # `finish` cuts off what is too much
                 break
             commit(folder, state, writers)
     if not state["records"]:
         raise UserError(f"source={cfg.source}: holds no record")
     for writer in writers.values():
         writer.feed([], last=True)
-    train.rows = min(train.rows, max_rows or train.rows)  # `finish` cuts the file to that length
+    train.rows = min(train.rows, max_rows or train.rows)
     if cfg.val_rows:
         writers["val"].write(train.take_last(cfg.val_rows))
     state["complete"] = True
@@ -318,10 +318,10 @@ ABBREVIATIONS = set(WORDS.split())
 EOS = 1
 LINE = 2  # ends a line
 STOP = 4  # may end a sentence if whitespace follows; the tokens before it decide
-OPEN = 8  # may end a sentence even without whitespace after it
+WIDE_STOP = 8  # may end a sentence even without whitespace after it
 SPACE = 16  # starts with whitespace
 FRESH = 32  # starts with a whole character that is neither a stop nor a closer
-GAP = 64  # contains whitespace, so that no word starts before it
+GAP = 64  # contains whitespace, so that no word reaches back beyond it
 
 
 def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[int]:
@@ -364,7 +364,7 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     following = flags[1:]
     candidate = (token & (EOS | LINE)) > 0
     candidate |= np.logical_and(token & STOP, following & SPACE)
-    candidate |= np.logical_and(token & OPEN, following & FRESH)
+    candidate |= np.logical_and(token & WIDE_STOP, following & FRESH)
     candidate = candidate.tolist()
     start = 0
     ends = []
@@ -423,9 +423,9 @@ def token_class(piece: bytes) -> int:
     if re.search(rb"[ \t\n\r]", piece):
         bits |= GAP
     last = text.rstrip(UNDECIDED)[-1:]
-    # without such a character, the last stop may be in an earlier token
+    # if the token has closers alone, the last stop may be in an earlier token
     if not last or last in WIDE:
-        bits |= OPEN
+        bits |= WIDE_STOP
     if not last or last in STOPS:
         bits |= STOP
     elif piece.rstrip(b" \t").endswith(b"\n"):
@@ -502,7 +502,7 @@ def open_state(folder, recipe) -> dict | None:
         if state["records"]:
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
-            return state | {"recipe": recipe}
+            return state | {"recipe": recipe}  # names may differ
     elif (folder / "train.json").exists():
         for split in splits(recipe):
             check_recipe(folder, open_rows(folder, split)[1], recipe)
@@ -552,7 +552,7 @@ def finish(folder, state) -> list[dict]:
     recipe = state["recipe"]
     for split, writer in state["writers"].items():
         if not writer["rows"]:
-            remove_work(folder)  # of no use to any recipe
+            remove_work(folder)  # resuming would end here again
             remedy = "--val_share=0 --val_rows=N holds out the last N rows"
             raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
     manifests = []

@@ -142,7 +142,7 @@ def initial_model(cfg: Config) -> Qwen2:
         model = init_student(shape, cfg.seed)
     else:
         model = Qwen2.from_pretrained(cfg.student_weights)
-    model.cut(shape.vocab_size)
+        model.cut(shape.vocab_size)  # it may have padding beyond the vocabulary
     if model.config != shape:
         name = cfg.student_weights
         raise UserError(
@@ -178,13 +178,14 @@ def update(
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]
         heads = [s.model.head for s in students]
         inputs = list(zip(h_s, heads, objectives, strict=True))
-        # computes the logits of one forward batch at a time, and already their gradients
+        # runs the heads forward and backward, one forward batch of logits at a time
         results = head_losses(inputs, h_t, head_t, y, cfg.group)
+        is_last = micro == n_local - 1
         for s, (loss, terms) in zip(students, results, strict=True):
-            is_last = micro == n_local - 1
+            # gradients are summed over the processes once, during the last backward pass
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
-                (loss / n_micro).backward()
-            for key, value in terms.items():
+                (loss / n_micro).backward()  # of the layers: the heads have theirs
+            for key, value in terms.items():  # means over labels, logged as means over all labels
                 s.sums[key] = s.sums.get(key, 0.0) + value.double() * n
         n_valid += n
     for handle in pending:
@@ -232,13 +233,14 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         before = time.perf_counter()
         n_valid = update(live, teacher, stream, run.step, cfg)
         after = time.perf_counter()
-        # A signal may reach any process; only process 0 looks at the clock. The sums tell all.
+        # A signal may reach any process, and process 0 alone looks at the clock: sums tell all.
         save_is_due = parallel.rank() == 0 and after > next_save
         n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, STOP.is_set(), save_is_due)
+        run.step += 1
         run.count_update(n_valid, after - before)
         validation_is_due = is_due(cfg.val_every_steps, run)
         save = stop or save_is_due or is_due(cfg.checkpoint_every_steps, run)
-        live = stop_diverged(live, save or validation_is_due, run)
+        live = stop_diverged(live, run, check_weights=save or validation_is_due)
 
         if live and is_due(cfg.log_every_steps, run):
             log_terms(live, teacher, run)

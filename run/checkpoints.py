@@ -356,7 +356,7 @@ def copy_tensors(saved: dict[str, Tensor], module: nn.Module) -> None:
 # stopping
 
 
-def stop_diverged(live: list[Student], check_weights: bool, run: Run) -> list[Student]:
+def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[Student]:
     """Stop the students that cannot continue. Returns the others.
 
     If a stopping student still has finite weights, they are saved in a last checkpoint.

@@ -73,7 +73,6 @@ class Run:
     slowdown_said: bool = False
 
     def count_update(self, n_valid: float, seconds: float) -> None:
-        self.step += 1
         self.counts["valid_tokens"] += n_valid
         self.counts["since_log_tokens"] += n_valid
         self.counts["since_log_steps"] += 1

@@ -54,7 +54,7 @@ from lib.rows import open_rows
 from lib.settings import literal
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
-from run.identity import content_hash, made_by, record_hash, student_shape
+from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
 from run.tables import read_if_there, read_log
 from run.teacher import Teacher, is_native
@@ -90,7 +90,7 @@ def compare(spec: Spec, cfg: Config) -> None:
         students = plan(spec, cfg, chosen)
         train([s for s in students if name_of(s) in chosen or not trials], spec)
         score(students, n_rows, spec)
-        record = on_record(spec.out)
+        record = on_record(spec.out, cfg.accept_edits)
     lines = []
     for s in students:
         line = {"method": name_of(s), "seed": s.seed}
@@ -142,7 +142,7 @@ def try_points(points: list[tuple[str, dict]], cfg: Config, spec: Spec) -> list[
         students.append(student)
         trials.setdefault(recipe(student), {"method": method, "settings": settings})
     train(students, spec)
-    record = on_record(spec.out)
+    record = on_record(spec.out, cfg.accept_edits)
     for key, trial in trials.items():
         facts = record.get(key, {})
         trial["val_ce"] = None if "stopped" in facts else facts.get("val_ce")
@@ -220,18 +220,23 @@ def teacher_flops(teacher: str, seq_len: int) -> float:
 
 @functools.cache
 def recipe(student: Config) -> tuple:
-    return key_of(made_by(student, name_of(student)), vars(student))
+    return key_of(made_by(student, name_of(student)), vars(student), student.accept_edits)
 
 
-def key_of(record: dict, config: dict) -> tuple:
-    """Return what identifies a student: its record, its updates, the rows that judge a trial."""
+def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
+    """Return what identifies a student: its record, its updates, the rows that judge a trial.
+
+    With `accept_edits` the code of the record does not count.
+    """
     judges = config["val_max_rows"]
     if config["seed"] > 0:
         judges = None
+    if accept_edits:
+        record = {key: value for key, value in record.items() if key not in EDITS}
     return record_hash(record), config["max_steps"], judges
 
 
-def on_record(out: Path) -> dict[tuple, dict]:
+def on_record(out: Path, accept_edits: bool = False) -> dict[tuple, dict]:
     """Return the facts of the students in OUT/logs by recipe, after filing the runs that ended."""
     logs = sorted((out / "logs").glob("*.jsonl"))
     filed = {facts["folder"]: facts for facts in map(first_line, logs)}
@@ -243,7 +248,7 @@ def on_record(out: Path) -> dict[tuple, dict]:
                 file_student(end, out, filed)
     record = {}
     for facts in filed.values():
-        key = key_of(facts["made_by"], facts["config"])
+        key = key_of(facts["made_by"], facts["config"], accept_edits)
         record.setdefault(key, facts)
     return record
 
@@ -291,9 +296,18 @@ def train(students: Iterable[Config], spec: Spec) -> None:
     Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
     would take over settings of a METHOD beside it.
     """
-    record = on_record(spec.out)
+    accept_edits = any(s.accept_edits for s in students)
+    record = on_record(spec.out, accept_edits)
+    missing = {recipe(s): s for s in students if recipe(s) not in record}
+    edited = on_record(spec.out, True)
+    equal = [
+        s for s in missing.values() if recipe(dataclasses.replace(s, accept_edits=True)) in edited
+    ]
+    if equal:
+        remedy = "--accept_edits=True takes them as they are"
+        print(f"{len(equal)} finished students of other code are left aside; {remedy}")
     groups = {}
-    for s in {recipe(s): s for s in students if recipe(s) not in record}.values():
+    for s in missing.values():
         shared = dataclasses.replace(s, methods=("any",), hyper={})
         groups.setdefault((shared, "@" in name_of(s)), []).append(s)
     jobs = {}
@@ -314,7 +328,7 @@ def train(students: Iterable[Config], spec: Spec) -> None:
 
 def score(students: list[Config], n_rows: int, spec: Spec) -> None:
     """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
-    record = on_record(spec.out)
+    record = on_record(spec.out, any(s.accept_edits for s in students))
     folders = []
     for s in students:
         facts = record.get(recipe(s))

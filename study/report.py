@@ -140,8 +140,8 @@ def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
         "inputs. Scored on:\n",
         *tables.scored(finished[0]),
-        f"\nMachine: {', '.join(sorted(machines))}. Commits: {', '.join(sorted(commits))}. The first "
-        "line of each student's log has its own, with the versions of packages.\n",
+        f"\nMachine: {', '.join(sorted(machines))}. Commits: {', '.join(sorted(commits))}. The "
+        "first line of each student's log has its own, with the versions of packages.\n",
         INTERVALS,
     ]
     if any(x["method"].endswith("@flops") for x in students):

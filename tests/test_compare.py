@@ -20,6 +20,7 @@ import train
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_json, write_lines
 from lib.stats import Estimate, differences, estimate, holm
+from run.identity import made_by
 from study import compare
 from study import report as reports
 from study.report import Spec
@@ -177,6 +178,23 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     assert recipe("pd", **other) != recipe("pd")
     assert recipe("alra", clip=1.0) != recipe("alra") != recipe("alra", max_steps=5)
     assert recipe("alra", seed=0) != recipe("alra", seed=0, val_max_rows=9)  # which judge the trial
+
+
+@pytest.mark.parametrize(("accept", "n_jobs", "said"), [("False", 1, "1 finished"), ("True", 0, "")])
+def test_students_of_edited_code_are_left_aside_or_accepted(
+    accept, n_jobs, said, tiny, tmp_path, monkeypatch, capsys
+):
+    cfg = world.config(tiny, tmp_path, f"--methods=pd --accept_edits={accept}")
+    facts = {"folder": "x/pd", "config": vars(cfg), "made_by": made_by(cfg, "pd")}
+    facts["made_by"]["code"]["train.update"] = "edited"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "runs").mkdir()
+    write_lines(tmp_path / "logs" / "pd_seed1.jsonl", [facts])
+    launched = []
+    monkeypatch.setattr(compare, "launch", lambda jobs, spec: launched.extend(jobs))
+    compare.train([cfg], Spec(out=tmp_path))
+    assert len(launched) == n_jobs
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):

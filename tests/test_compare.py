@@ -180,11 +180,14 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     assert recipe("alra", seed=0) != recipe("alra", seed=0, val_max_rows=9)  # which judge the trial
 
 
-@pytest.mark.parametrize(("accept", "n_jobs", "said"), [("False", 1, "1 finished"), ("True", 0, "")])
+@pytest.mark.parametrize(
+    ("accept", "n_jobs", "said"), [("False", 1, "1 finished"), ("True", 0, "")]
+)
 def test_students_of_edited_code_are_left_aside_or_accepted(
     accept, n_jobs, said, tiny, tmp_path, monkeypatch, capsys
 ):
-    cfg = world.config(tiny, tmp_path, f"--methods=pd --accept_edits={accept}")
+    flags = f"--methods=pd --accept_edits={accept}"
+    cfg = compare.plan_student("pd", world.config(tiny, tmp_path, flags), 1, {})
     facts = {"folder": "x/pd", "config": vars(cfg), "made_by": made_by(cfg, "pd")}
     facts["made_by"]["code"]["train.update"] = "edited"
     (tmp_path / "logs").mkdir()

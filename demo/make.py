@@ -158,11 +158,13 @@ def make_tokenizer():
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     )
     fast.save_pretrained(DEMO / "teacher")
+    print(f"{len(fast):,} entries in demo/teacher")
 
 
 def copy_weights(folder: str):
     model = Qwen2.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(DEMO / "teacher", load_tokenizer(str(DEMO / "teacher")))
+    print(f"{model.n_params:,} parameters in demo/teacher")
 
 
 if __name__ == "__main__":

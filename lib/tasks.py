@@ -149,7 +149,8 @@ def read_items(
         expected = PUBLISHED.get(f"{name}/{split}", got)
         if got != expected and not any_items:
             problem = f"{len(rows):,} items that are not the published ones of {name}"
-            raise UserError(f"{source}: {problem}; --any_items scores them unchecked")
+            hashes = f"sha256 {got[:12]}, expected {expected[:12]}"
+            raise UserError(f"{source}: {problem} ({hashes}); --any_items scores them unchecked")
     return items
 
 

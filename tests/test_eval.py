@@ -374,7 +374,8 @@ def test_storycloze_from_a_file_of_its_own(data, tmp_path):
 def test_items_that_are_not_the_published_ones_are_refused(data):
     """lm-eval itself takes some of them without a word, and scores 0."""
     file = f"{data}/piqa/validation.jsonl"
-    problem = f"{file}: 7 items that are not .*of piqa .sha256 \\w+, expected d82bc2d775ca.; --any_items"
+    hashes = r"sha256 \w+, expected d82bc2d775ca"
+    problem = rf"{file}: 7 items that are not .*of piqa \({hashes}\); --any_items"
     with pytest.raises(UserError, match=problem):
         tasks.read_items(["piqa"], "heldout", str(data))
     assert tasks.read_items(["hellaswag"], "validation", str(data))  # its hash is not known

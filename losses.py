@@ -4,8 +4,8 @@
 `name(z_s, z_t, y, *, settings) -> [N]`:
 
     z_s, z_t  [N, V]  student and teacher logits: bf16 and fp16 are widened to fp32, fp64 is kept
-    y         [N]     int64 labels, `IGNORE` where the position is outside T_B, the positions that
-                      count (Eq. 1)
+    y         [N]     int64 labels, `IGNORE` at positions that do not count (those outside the
+                      paper's T_B, Eq. 1)
     ->        [N]     nats per position, exactly 0 where ignored; sum / n_valid is the paper's loss
 
 * One call is one forward batch of the paper. Batch statistics run over its valid positions.
@@ -136,8 +136,8 @@ def alra(
     log_odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
     mass = binary_kl(log_odds_t, log_odds_s)  # Eq. 14, like the next two
     local = kl(x_t, x_s, in_local)
-    # the chain rule: KL over the candidates in R and the category, plus the KL inside the category
-    # times the teacher's share of the category in R, [N]
+    # the chain rule, [N]: KL over the candidates in R and one category "others", plus
+    # P_t(others | R) times the KL within the others
     share = ln_softmax(x_t, ~in_local)[:, -1].exp()
     rest = kl(x_t, x_s, ~in_local) + share * split.others_kl
 
@@ -428,7 +428,7 @@ def ldrld(
     pair_kl = binary_kl(differences(x_t), differences(x_s))
     pairs_u = (adw * pair_kl).sum((1, 2))
     llki_u = kl(x_t, x_s)
-    if d == 2:  # the authors' code treats a set of two as a pair
+    if d == 2:  # the authors' code weights a set of two like a pair
         llki_u = llki_u * adw[0, 1]
     n = d * (d - 1) // 2 + 1 if pair_reduction == "mean" else 1
     loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.others_kl)
@@ -565,8 +565,8 @@ def jsd(
 def tvd(z_s, z_t, y) -> Tensor:
     """Total variation distance, 0.5 sum_i |p_s - p_t|, in 0 .. 1 (f-DISTILL, Wen et al. 2023).
 
-    It is summed over the tokens where the teacher has more. The value is the same, and the gradient
-    of a small overlap stays exact in fp32.
+    Computed as sum_i max(p_t - p_s, 0), which equals it. Where p_s and p_t hardly overlap, this
+    form keeps the precision of the gradient.
     """
 
     def terms(ln_q, ln_p):
@@ -654,7 +654,7 @@ def adakd(
     # Masked before and after the division: other positions must reach neither value nor gradient.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
-    ratio = ratio.clamp(min=1e-8)  # the authors' floor: at 1e-8 tanh is -1 in fp64
+    ratio = ratio.clamp(min=1e-8)  # the authors' floor; tanh is -1 there in fp64
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
@@ -783,8 +783,9 @@ def abkd(
     s is 0, the loss is the limit; the authors' code is off by a factor of the other exponent there.
 
     For precision, each summand (>= 0) is computed from the larger of p and q. For q <= p it is
-    p^s (E_s(d) - E_beta(d)) / alpha, with d = ln q - ln p and E_k(d) = (e^(k d) - 1) / k; otherwise
-    the roles are swapped. The slope is q^beta (q^alpha - p^alpha) / alpha.
+    p^s (E_s(d) - E_beta(d)) / alpha, with d = ln q - ln p and E_k(d) = (e^(k d) - 1) / k, which is
+    `_chord`, since s - beta = alpha. Otherwise the roles are swapped. The slope is
+    q^beta (q^alpha - p^alpha) / alpha.
     """
     s = alpha + beta
 
@@ -847,7 +848,8 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     ln_p = _log_softmax(z_t)
     p = ln_p.exp()
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))  # to the last bit of ln p
-    # At most V tokens lie below `low`, with less than 1 - mu in all, so the border is above it.
+    # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
+    # border, where the mass of the likelier tokens passes mu, is above it.
     # Each step keeps mass(ln_p >= low) > mu >= mass(ln_p >= border).
     low = math.log1p(-mu) - math.log(p.shape[1])
     low = torch.full_like(ln_p[:, :1], low)

@@ -101,8 +101,8 @@ class Qwen2Config:
 
 
 # The paper's table of architectures, then the demo's. If there is a teacher, `student_config`
-# replaces vocabulary, rope base, norm epsilon and context by the teacher's. The paper omits all but
-# the vocabulary; the defaults are Qwen1.5's.
+# replaces vocabulary, rope base, norm epsilon and context by the teacher's. The paper states
+# only the vocabulary; the others are Qwen1.5's.
 _DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
     # D, width of the MLP, layers, H, G

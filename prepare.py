@@ -146,7 +146,7 @@ def write_rows(cfg, source, backend, table, state):
                 writer.feed(ids[split])
             bar.update(train.rows - bar.n)
             state["source"] = position
-            if max_rows and train.rows >= max_rows:  # `finish` cuts off what is too much
+            if max_rows and train.rows >= max_rows:  # `finish` shortens the file to `rows`
                 break
             commit(folder, state, writers)
     if not state["records"]:
@@ -575,7 +575,7 @@ def splits(recipe) -> list[str]:
 
 
 def read_blocks(file, row_len):
-    """Yield ids [n, row_len]. The pages of a memory map would count as memory of this process."""
+    """Yield ids [n, row_len], by plain reads: pages of np.memmap count as the process's memory."""
     with open(file, "rb") as blocks:
         while block := blocks.read(4096 * row_len * 4):
             yield np.frombuffer(block, np.uint32).reshape(-1, row_len)

@@ -184,8 +184,9 @@ def update(
         for s, (loss, terms) in zip(students, results, strict=True):
             # gradients are summed over the processes once, during the last backward pass
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
-                (loss / n_micro).backward()  # of the layers: the heads have theirs
-            for key, value in terms.items():  # means over labels, logged as means over all labels
+                (loss / n_micro).backward()  # the layers'; `head_losses` added the heads'
+            # a term is a mean over this micro-batch; times n it is a sum, for the mean in the log
+            for key, value in terms.items():
                 s.sums[key] = s.sums.get(key, 0.0) + value.double() * n
         n_valid += n
     for handle in pending:
@@ -213,7 +214,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     resume(students, run)
     live = [s for s in students if not s.stopped]
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if teacher and teacher.is_stored:  # then the thread only reads, and runs no model
+    if teacher and teacher.is_stored:  # a thread may read ahead, but must not run a model
         stream = read_ahead(stream)
     catch_signals()
     say_names(cfg)
@@ -233,7 +234,8 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         before = time.perf_counter()
         n_valid = update(live, teacher, stream, run.step, cfg)
         after = time.perf_counter()
-        # A signal may reach any process, and process 0 alone looks at the clock: sums tell all.
+        # A signal may reach any process, and only process 0 looks at the clock:
+        # summing tells every process.
         save_is_due = parallel.rank() == 0 and after > next_save
         n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, STOP.is_set(), save_is_due)
         run.step += 1

@@ -44,9 +44,10 @@ def closure(
         source = read_source(file)
         if name in source.imports:
             waiting.append(source.imports[name])
-        for statement in source.definitions.get(name, []):
+        if name in source.definitions:
             hashes[path] = tree_hash(source.definitions[name])
-            waiting += used_paths(statement, module, source)
+            for statement in source.definitions[name]:
+                waiting += used_paths(statement, module, source)
     return dict(sorted(hashes.items()))
 
 

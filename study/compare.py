@@ -299,13 +299,12 @@ def train(students: Iterable[Config], spec: Spec) -> None:
     accept_edits = any(s.accept_edits for s in students)
     record = on_record(spec.out, accept_edits)
     missing = {recipe(s): s for s in students if recipe(s) not in record}
-    edited = on_record(spec.out, True)
-    equal = [
-        s for s in missing.values() if recipe(dataclasses.replace(s, accept_edits=True)) in edited
-    ]
-    if equal:
+    finished = {key_of(facts["made_by"], facts["config"], True) for facts in record.values()}
+    of_any_code = [recipe(dataclasses.replace(s, accept_edits=True)) for s in missing.values()]
+    n_aside = sum(key in finished for key in of_any_code)
+    if n_aside:
         remedy = "--accept_edits=True takes them as they are"
-        print(f"{len(equal)} finished students of other code are left aside; {remedy}")
+        print(f"{n_aside} finished students of other code are left aside; {remedy}")
     groups = {}
     for s in missing.values():
         shared = dataclasses.replace(s, methods=("any",), hyper={})

@@ -259,7 +259,7 @@ def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
 
 def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
     """Return weights, extras and optimizer state as whole tensors, on the first process only."""
-    names = {p: name for name, p in s.parameters().items()}
+    names = {p: name for name, p in s.parameters_by_name().items()}
     optimizer = {}
     for p, state in s.optimizer.state.items():
         for key, value in state.items():
@@ -339,7 +339,7 @@ def load_checkpoint(path: Path, s: Student) -> dict:
     with reading(path, problem), torch.no_grad():
         copy_tensors(groups["model"], s.model)
         copy_tensors(groups.get("extras", {}), s.extras)
-        parameters = s.parameters()
+        parameters = s.parameters_by_name()
         for key, value in groups.get("optimizer", {}).items():
             name, _, state_key = key.rpartition("/")
             p = parameters[name]
@@ -378,7 +378,7 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
 
 
 def has_finite_weights(s: Student) -> bool:
-    return all(all_finite(parallel.local(p)) for p in s.parameters().values())
+    return all(all_finite(parallel.local(p)) for p in s.parameters_by_name().values())
 
 
 def stop(s: Student, run: Run) -> None:

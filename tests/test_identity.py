@@ -167,7 +167,7 @@ def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_
     text = (teacher / "config.json").read_text()
     assert "1e-06" in text
     (teacher / "config.json").write_text(text.replace("1e-06", "1e-05"))
-    monkeypatch.setitem(METHODS, "taid", METHODS["taid"]._replace(moving=()))
+    monkeypatch.setitem(METHODS, "taid", METHODS["taid"]._replace(moving={}))
     after = identity.made_by(cfg, "taid")
     changed = [key for key in before if before[key] != after[key]]
     assert changed == ["moving", "teacher_sha256"]

@@ -202,7 +202,7 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     def frozen(name, cfg, tokenizer):
         s = edited["make_student"](name, cfg, tokenizer)
         s.model.model.layers[0].requires_grad_(False)
-        trained = [p for p in s.parameters().values() if p.requires_grad]
+        trained = [p for p in s.parameters_by_name().values() if p.requires_grad]
         s.optimizer = torch.optim.SGD(trained, momentum=0.9)
         return s
 

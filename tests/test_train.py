@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoTokenizer
 
 import configure
+import losses
 import train
 from configure import Config
 from lib import files, parallel
@@ -181,10 +182,35 @@ def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
     cfg = config(tiny, UNUSED, flags)
     pretrain, pd = (train.make_student(name, cfg) for name in cfg.methods)
     steps = (0, 50, 100, 989, 995, 999)
-    weights = [float(pd.objective_at(step).keywords["scheduled"]["w_kd"]) for step in steps]
+    weights = [float(pd.objective_at(step, {}).keywords["scheduled"]["w_kd"]) for step in steps]
     assert weights == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
     # has no teacher whose weight could change
-    assert not pretrain.objective_at(50).keywords["scheduled"]
+    assert not pretrain.objective_at(50, {}).keywords["scheduled"]
+
+
+def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_path, monkeypatch):
+    page = (world.ROOT / "docs" / "objectives.md").read_text()
+    (code,) = re.findall(r"<!-- state -->\n```python\n(.*?)```", page, re.S)
+    namespace = losses.__dict__ | {"METHODS": {}}
+    exec(code, namespace)
+    monkeypatch.setitem(losses.METHODS, "balanced_kl", namespace["METHODS"]["balanced_kl"])
+    states = {}
+    for name, flags in {"whole": "", "stopped": "", "micro": "--micro_batch=1"}.items():
+        flags = f"--methods=balanced_kl --log_every_steps=1 {flags}"
+        if name == "stopped":
+            run(tmp_path / name, f"{flags} --max_steps=3")
+        run(tmp_path / name, flags)
+        last = tmp_path / name / "balanced_kl/checkpoints/step_00000006"
+        extras = last / "extras.safetensors"
+        states[name] = float(safetensors.torch.load_file(extras)["state.average"])
+    assert states["whole"] == states["stopped"] != 1.0
+    assert states["micro"] == pytest.approx(states["whole"], rel=1e-5)
+    bits = [final_bits(tmp_path / name, "balanced_kl") for name in ("whole", "stopped")]
+    assert bits[0] == bits[1]
+    average = 1.0
+    for record in with_key(tmp_path / "whole", "balanced_kl", "kd"):
+        average *= 0.9 + 0.1 * record["kd"]  # the KL of an update is its kd times the average
+    assert states["whole"] == pytest.approx(average, rel=1e-5)
 
 
 @torch.no_grad()

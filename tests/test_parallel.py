@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+import losses
 import train
 from lib import distributed, parallel
 from lib.files import read_json
@@ -30,6 +31,7 @@ FLAGS = (
     "--log_every_steps=3 --val_every_steps=2 --histogram_every_steps=2"
 )
 SHORT = f"{FLAGS} --methods=alra --max_steps=2"
+STATE = f"{FLAGS} --methods=balanced_kl --checkpoint_every_steps=4"
 FOREIGN = f"{FLAGS} --methods=alra --max_steps=1 --checkpoint_every_steps=1"
 ENDLESS = (
     f"{FLAGS} --methods=alra --max_steps=50000 --schedule_steps=50000 --val_every_steps=50000 "
@@ -67,6 +69,7 @@ def together(tiny, wide, tmp_path_factory):
         "stores": f"{FLAGS} --teacher_cache=True",
         "reads": f"{FLAGS} --teacher_cache=True",
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign",
+        "state": STATE,
         "bad": f"{FLAGS} --lr=0.0{{rank}}1",
     }
     four = {
@@ -139,6 +142,16 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
     lowered = "micro_batch=8: lowered to 4 for 2 processes; the result is the same"
     assert text.count(lowered) == 1
     assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
+
+
+@pytest.mark.slow
+def test_the_state_of_an_objective_is_that_of_one_process(together, wide, tmp_path, monkeypatch):
+    root, _ = together
+    monkeypatch.setattr(losses, "METHODS", dict(losses.METHODS))
+    world.add_objective_with_state()
+    assert train.distil(config(wide, tmp_path, STATE)) == 0
+    state = world.state_of(tmp_path, 4)
+    assert world.state_of(root / "state", 4) == pytest.approx(state, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -189,20 +189,15 @@ def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
 
 
 def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_path, monkeypatch):
-    page = (world.ROOT / "docs" / "objectives.md").read_text()
-    (code,) = re.findall(r"<!-- state -->\n```python\n(.*?)```", page, re.S)
-    namespace = losses.__dict__ | {"METHODS": {}}
-    exec(code, namespace)
-    monkeypatch.setitem(losses.METHODS, "balanced_kl", namespace["METHODS"]["balanced_kl"])
+    monkeypatch.setattr(losses, "METHODS", dict(losses.METHODS))
+    world.add_objective_with_state()
     states = {}
     for name, flags in {"whole": "", "stopped": "", "micro": "--micro_batch=1"}.items():
         flags = f"--methods=balanced_kl --log_every_steps=1 {flags}"
         if name == "stopped":
             run(tmp_path / name, f"{flags} --max_steps=3")
         run(tmp_path / name, flags)
-        last = tmp_path / name / "balanced_kl/checkpoints/step_00000006"
-        extras = last / "extras.safetensors"
-        states[name] = float(safetensors.torch.load_file(extras)["state.average"])
+        states[name] = world.state_of(tmp_path / name, 6)
     assert states["whole"] == states["stopped"] != 1.0
     assert states["micro"] == pytest.approx(states["whole"], rel=1e-5)
     bits = [final_bits(tmp_path / name, "balanced_kl") for name in ("whole", "stopped")]

@@ -27,8 +27,14 @@ def list_files(source: str) -> list[str]:
 
     path = Path(source).expanduser()
     names = [str(path)]
+    seen = set()
     if path.is_dir():
-        for folder, _, inside in os.walk(path, onerror=refuse, followlinks=True):
+        for folder, subfolders, inside in os.walk(path, onerror=refuse, followlinks=True):
+            if os.path.realpath(folder) in seen:  # as links in a circle lead back
+                inside.clear()
+                subfolders.clear()
+            seen.add(os.path.realpath(folder))
+            subfolders.sort()  # so that a folder with two names has the same one everywhere
             names.extend(os.path.join(folder, name) for name in inside)
     elif not path.exists():
         names = glob.glob(str(path), recursive=True)
@@ -43,6 +49,19 @@ def list_files(source: str) -> list[str]:
         skips = f"skips {len(others)} files with suffixes {kinds}, such as {others[0]}"
         print(f"source={source}: {skips}", file=sys.stderr)
     return files
+
+
+def check_each_once(source: str, files: list[str]) -> None:
+    """Raise `UserError` if two of the files hold one text: links, or one packed beside itself."""
+    file_of = {}
+    for file in files:
+        unpacked = re.sub(r"\.(gz|zst)$", "", file)
+        inode = os.stat(file)[1:3]  # with the device
+        for key in (unpacked, inode):
+            if key in file_of:
+                both = f"{file_of[key]} and {file}"
+                raise UserError(f"source={source}: {both} hold one text; name each file once")
+            file_of[key] = file
 
 
 def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:

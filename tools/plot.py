@@ -51,8 +51,8 @@ PANELS = {  # key in log.jsonl -> title; terms of other objectives follow
     "val_kl": "validation KL(teacher || student)",
     "val_agree": "validation top-1 agreement with teacher",
 }
-UNITS = dict.fromkeys(PANELS, "nats per token")
-UNITS |= {"d_u": "tokens", "support": "tokens", "val_agree": "share of tokens"}
+# All other panels are in nats per token.
+UNITS = {"d_u": "tokens", "support": "tokens", "val_agree": "share of tokens"}
 LEVELS = {  # key in log.jsonl -> label, line
     "val_teacher_ce": ("teacher", ":"),
     "val_teacher_entropy": ("teacher's entropy", "-."),
@@ -200,15 +200,14 @@ def draw_panel(axis, key, students):
             y, half = np.transpose(list(terms[key].values()))
             ys.append(y)
             gap = max(1, len(x) // 6)  # between markers
-            look = styles[name]
-            axis.plot(x, y, label=name, markevery=gap, **look)
-            bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 0.9, "capsize": 2.5}
-            axis.errorbar(x, y, half, errorevery=gap, **bars)
+            axis.plot(x, y, label=name, markevery=gap, **styles[name])
+            bars = {"fmt": "none", "capsize": 2.5, "elinewidth": 0.9, "errorevery": gap}
+            axis.errorbar(x, y, half, ecolor=styles[name]["color"], **bars)
     if key == "val_ce":
         draw_levels(axis, students)
-    unit = f" [{UNITS[key]}]" if key in UNITS else ""
-    axis.set(title=PANELS.get(key, f"term: {key}"), ylabel=key + unit)
-    axis.set_xlabel("nominal tokens seen")
+    axis.set(title=f"term: {key}", xlabel="nominal tokens seen", ylabel=key)
+    if key in PANELS:
+        axis.set(title=PANELS[key], ylabel=f"{key} [{UNITS.get(key, 'nats per token')}]")
     axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
     values = np.concatenate(ys)
     least = values.min()
@@ -258,8 +257,10 @@ def budget(logs: dict, path: Path) -> None:
             shares = counts[:-1] / max(n_below, 1)
             axis.plot(shares, label=label, color=color, linestyle=lines[stage])
         d_max = len(records_of["early"][0]["d_u_hist"]) - 1
-        axis.set_title(f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}")
-        axis.set(xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions")
+        title = f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}"
+        axis.set(
+            title=title, xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions"
+        )
         axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
         axis.legend()
     save(figure, path)
@@ -289,15 +290,22 @@ def anchoring(logs: dict, path: Path) -> None:
             edges = np.linspace(0, 1, len(counts) + 1)
             height = counts / counts.sum() * len(counts)
             density.stairs(height, edges, label=label, color=color, linewidth=1.5)
-        running = np.cumsum(n * values[key]) / np.cumsum(n)
+        running = (n * values[key]).cumsum() / n.cumsum()
         label += f", running mean: {running[-1]:.3f}"
         means.plot(values["step"], values[key], ".", color=color, markersize=4, alpha=0.5)
         means.plot(values["step"], running, color=color, label=label)
-    density.set_title(f"density over {n.sum():,} positions")
-    density.set(xlabel="teacher's probability", ylabel="density")
-    means.set_title("means over positions")
-    means.set(xlabel="step [updates]", ylabel="teacher's probability, or share")
-    means.set(ylim=(0, 1.3), yticks=np.linspace(0, 1, 6))
+    density.set(
+        title=f"density over {n.sum():,} positions",
+        xlabel="teacher's probability",
+        ylabel="density",
+    )
+    means.set(
+        title="means over positions",
+        xlabel="step [updates]",
+        ylabel="teacher's probability, or share",
+        ylim=(0, 1.3),
+        yticks=np.linspace(0, 1, 6),
+    )
     density.legend()
     means.legend()
     save(figure, path)
@@ -352,8 +360,8 @@ def sentence(text: str, folder: Path, path: Path) -> None:
                     cell.set_weight("bold")
                 if y > -2 and token not in z_s[u].topk(d_max).indices:
                     cell.set_color("red")
-        axis.set_title(f"{folder.name}, update {int(model.parent.name[5:]):,}")
-        axis.set(xlim=(-0.6, len(x) - 0.4), ylim=(d_max + 2.1, -3.2), xticks=())
+        title = f"{folder.name}, update {int(model.parent.name[5:]):,}"
+        axis.set(title=title, xlim=(-0.6, len(x) - 0.4), ylim=(d_max + 2.1, -3.2), xticks=())
         axis.set_yticks(list(ticks), ticks.values())
         axis.grid(False)
     legend = "coloured: local set, its mass below; bold: teacher's top-1; red: no proposal"

@@ -1,12 +1,12 @@
 """The bytes that a tokenizer's ids stand for, and checks that it loses no text."""
 
-import itertools
 import json
 import re
 import unicodedata
 from collections import Counter
 
 import tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.errors import UserError
 
@@ -24,7 +24,8 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
         expected = "expected a byte-level one, or one with byte fallback"
         raise ValueError(f"tokenizer: decoder {sorted(kinds)}: {expected}")
-    latin = byte_level_alphabet()
+    # byte-level vocabularies write printable bytes as themselves, others from U+0100 on
+    latin = {ord(written): chr(byte) for byte, written in bytes_to_unicode().items()}
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
@@ -39,19 +40,6 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
         else:
             pieces[i] = token.replace("▁", " ").encode()
     return pieces
-
-
-def byte_level_alphabet() -> dict[int, str]:
-    """Return the Latin-1 character, hence the byte, of each character of a byte-level vocabulary.
-
-    Printable bytes are written as themselves, all others as the characters from U+0100 on.
-    """
-    latin = {}
-    hidden = itertools.count(0x100)
-    for byte in range(256):
-        is_printable = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
-        latin[byte if is_printable else next(hidden)] = chr(byte)
-    return latin
 
 
 def leading_bos(tokenizer) -> int | None:

@@ -119,7 +119,7 @@ def run(copy, monkeypatch, capfd):
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         is_long = script == "study/compare.py" and "study/results/" not in command
         if is_long or script == "tools/bench.py":  # their own tests run them
-            return str(module.arguments([*argv, "--tiny"] if "gpu" in argv else argv))
+            return str(module.arguments([*argv, "--device=cpu"] if "gpu" in argv else argv))
         if script == "train.py" and argv != ["--help"]:
             cfg = configure.load(argv)
             shutil.rmtree(cfg.out_dir, ignore_errors=True)

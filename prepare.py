@@ -143,7 +143,7 @@ def write_rows(cfg, source, backend, table, state):
             if n_rows >= max_rows:
                 break
             commit(folder, state)
-    if not state["records"]:
+    if state["records"] == 0:
         raise UserError(f"source={cfg.source}: holds no record")
     for split in writers:
         add_ids(folder, state, split, table, [], last=True)
@@ -182,7 +182,7 @@ def open_source(cfg):
     return datasets.interleave_datasets(streams, shares, seed=0), facts
 
 
-def split_mixture(source: str) -> tuple[list[str], list[float]]:
+def split_mixture(source):
     """Return the parts of a mixture "a:7,b:3", and their shares of the whole, here 0.7 and 0.3.
 
     A source that is no mixture is its only part.
@@ -196,7 +196,7 @@ def split_mixture(source: str) -> tuple[list[str], list[float]]:
     return [part[1] for part in parts], (shares / shares.sum()).tolist()
 
 
-def open_part(name: str, cfg):
+def open_part(name, cfg):
     """Return a stream of documents, its facts, and the local files that it reads."""
     import datasets
 
@@ -215,7 +215,7 @@ def open_part(name: str, cfg):
     return stream, {"source": name, "sha256": digest}, files
 
 
-def open_hub(name: str, cfg):
+def open_hub(name, cfg):
     """Return a stream of the documents of a dataset on the hub, and its name with its commit."""
     import datasets
     import huggingface_hub
@@ -271,7 +271,7 @@ def read_batches(source, n_documents):
         yield batch, source.state_dict()
 
 
-def encode(backend, documents, state, max_bad_records) -> dict[str, list[int]]:
+def encode(backend, documents, state, max_bad_records):
     """Return the ids of the documents, each with BOS and EOS, by split.
 
     Counts the records in `state`, and lists those that cannot be read. Raises `UserError` if there
@@ -297,7 +297,7 @@ def encode(backend, documents, state, max_bad_records) -> dict[str, list[int]]:
     return ids_of
 
 
-def held_out(document, share) -> bool:
+def held_out(document, share):
     """Return whether a document is held out, by a hash of its name, else of its text."""
     key = document["name"] or document["text"]
     digest = hashlib.sha256(key.encode()).hexdigest()
@@ -326,7 +326,7 @@ FRESH = 16  # starts with a whole character that is neither a stop nor a closer
 GAP = 32  # contains whitespace, so that no word reaches back beyond it
 
 
-def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[int]:
+def row_ends(ids, table, row_len, last):
     """Return where the rows of a piece of the stream end, by the boundary rule (RULE_VERSION 1).
 
     The paper (appendix C, "Tokenization and Boundary-Aware Chunk Construction") fills a chunk and
@@ -355,7 +355,7 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     row. A cut depends on `row_len` + 1 ids of the stream and on nothing else: neither on batches
     nor on kills.
 
-    ids     [n] the stream from the start of a row on
+    ids     [n] an array: the stream from the start of a row on
     table   the class of each token, and its bytes
     last    whether the stream ends with these ids; otherwise up to row_len of them are left over
     ->      the end of each row (exclusive), where the next row starts
@@ -377,8 +377,8 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     return ends
 
 
-def ends_row(ids, flags, pieces, start: int, i: int) -> bool:
-    """Whether a row that begins at `start` may end after ids[i]."""
+def ends_row(ids, flags, pieces, start, i):
+    """Return whether a row that begins at `start` may end after ids[i]."""
     if flags[i] & (EOS | LINE):
         return True
     if not flags[i] & STOP:
@@ -401,7 +401,7 @@ def ends_row(ids, flags, pieces, start: int, i: int) -> bool:
     return not (is_label or is_initials or word.lower() in ABBREVIATIONS)
 
 
-def token_table(tokenizer) -> tuple[np.ndarray, list[bytes]]:
+def token_table(tokenizer):
     """Return the classes [V] uint8 of a tokenizer's tokens, and the bytes that each stands for."""
     pieces = token_bytes(tokenizer.backend_tokenizer)
     classes = np.array([token_class(piece) for piece in pieces], np.uint8)
@@ -409,7 +409,8 @@ def token_table(tokenizer) -> tuple[np.ndarray, list[bytes]]:
     return classes, pieces
 
 
-def token_class(piece: bytes) -> int:
+def token_class(piece):
+    """Return the class of a token that stands for these bytes."""
     if not piece:
         return 0
     text = piece.decode("utf-8", "replace")
@@ -475,7 +476,7 @@ def shorten(folder, state, split):
     os.truncate(file, size)
 
 
-def open_state(folder, recipe) -> dict | None:
+def open_state(folder, recipe):
     """Return the state of the unfinished work in a folder, or None if all rows are there.
 
     The state is what prepare.state holds: `recipe`, the number of `records` read, the `skipped`
@@ -503,7 +504,7 @@ def open_state(folder, recipe) -> dict | None:
     return new_state(file, recipe)
 
 
-def new_state(file, recipe) -> dict:
+def new_state(file, recipe):
     """Return the state before the first record.
 
     It is written before any row, as it marks the files beside it as ours.
@@ -571,11 +572,11 @@ def finish(folder, state):
     remove_work(folder)
 
 
-def splits(recipe) -> list[str]:
+def splits(recipe):
     return ["train", "val"] if recipe["val_rows"] or recipe["val_share"] else ["train"]
 
 
-def measure(file, recipe) -> tuple[dict, np.ndarray]:
+def measure(file, recipe):
     """Return counts and hashes of a rows file, and how often each id is a target [V + 1].
 
     The last of these is padding's.
@@ -607,7 +608,7 @@ def measure(file, recipe) -> tuple[dict, np.ndarray]:
     return facts, counts
 
 
-def measure_unigram(file, recipe, counts) -> dict:
+def measure_unigram(file, recipe, counts):
     """Return the CE of a model that knows token frequencies alone, and half its 95 % interval.
 
     A token's probability is its frequency among the training targets, with add-one smoothing. The
@@ -660,7 +661,7 @@ def show(path, first):
         print(f"⟦row {i}: {len(ids)} ids⟧{text}\n")
 
 
-def summary(folder, manifest) -> str:
+def summary(folder, manifest):
     facts = "{rows:,} rows, {tokens:,} tokens, {documents:,} documents, padding {padding_share:.1%}"
     if "unigram_ce" in manifest:
         facts += ", unigram CE {unigram_ce:.4f} ± {unigram_half:.4f} (95 % over rows)"

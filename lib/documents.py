@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import UserError, first_line
@@ -51,7 +50,7 @@ def list_files(source: str) -> list[str]:
     return files
 
 
-def check_each_once(source: str, files: list[str]) -> None:
+def check_each_once(source, files):
     """Raise `UserError` if two of the files hold one text: links, or one packed beside itself."""
     file_of = {}
     for file in files:
@@ -64,7 +63,7 @@ def check_each_once(source: str, files: list[str]) -> None:
             file_of[key] = file
 
 
-def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:
+def read_files(files: list[str], root: str, column: str):
     """Yield the documents of local files in this order. Only those of text files have names."""
     for file in files:
         name = os.path.relpath(file, root) if file.lower().endswith(".txt") else ""
@@ -75,7 +74,7 @@ def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:
                     yield document | {"name": name}
 
 
-def read_records(file: str, column: str) -> Iterator:
+def read_records(file, column):
     """Yield the records of a file as stored: lines of JSON, rows of parquet, or the path itself."""
     import pyarrow.parquet
 

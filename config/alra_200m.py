@@ -1,9 +1,8 @@
-# ALRA, the last row of both blocks of the paper's Table 1: students of 200M and of 500M.
+# ALRA with the 200M student: the first block of the paper's Table 1.
 #
 #   python prepare.py config/alra_200m.py     about 1.0B tokens, once for all runs of the paper
 #   python train.py config/alra_200m.py
 #   python eval.py out/alra_200m/alra
-#   python train.py config/alra_200m.py --student=500m --out_dir=out/alra_500m
 #
 # Any other method of losses.METHODS takes the same rows:
 #
@@ -11,10 +10,8 @@
 #
 # Teacher, data and optimisation are the defaults of configure.py: Qwen1.5-1.8B and
 # 126,400 updates * 16 rows * 512 inputs = 1.035B nominal tokens of Pile-Uncopyrighted.
-# We have not run this yet. The paper reports averages of 36.62 and 37.40 over nine tasks.
-# Computed, not measured; hours at 40 % of an H100's peak:
-#   200m  4.5e18 FLOP, 3.2 h
-#   500m  6.2e18 FLOP, 4.3 h
+# We have not run this yet. The paper reports an average of 36.62 over nine tasks.
+# Computed, not measured: 4.5e18 FLOP, 3.2 h at 40 % of an H100's peak.
 
 methods = ("alra",)
 student = "200m"

@@ -238,6 +238,7 @@ OPTIONS = {
     "teacher": "1.8b",
     "out": "out/bench.md",
 }
+TINY = {"n": 13, "rows": 2, "repeats": 1, "student": "mini", "teacher": "demo_teacher"}
 HEAD = "| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |"
 
 
@@ -245,14 +246,16 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("sections", nargs="+", choices=[*SECTIONS, "gpu"])
+    parser.add_argument("--tiny", action="store_true")
     for name, default in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    if "gpu" in argv:
+        parser.set_defaults(rows=8, device="cuda")
+    if "--tiny" in argv:
+        parser.set_defaults(**TINY)
     args = parser.parse_args(argv)
     if "gpu" in args.sections:
         args.sections = list(SECTIONS)
-        args.rows = 8
-        if args.device == "auto":
-            args.device = "cuda"
     args.device = pick_device(args.device)
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     return args

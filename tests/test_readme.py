@@ -262,7 +262,7 @@ def test_costs_above_a_config_are_computed(file):
     costs = {f"{4e-9 * (cfg.train_rows or 0) * (cfg.seq_len + 1):.1f} GB"}
     of_paper = cfg.teacher == configure.TEACHER
     for size in ("200m", "500m"):
-        if of_paper and f"#   {size}  " in header:
+        if of_paper and (size == cfg.student or f"#   {size}  " in header):
             teacher = flops_per_token(PRESETS["1.8b"], cfg.seq_len, False)
             student = flops_per_token(PRESETS[size], cfg.seq_len, True)
             n_tokens = cfg.max_steps * cfg.batch_rows * cfg.seq_len

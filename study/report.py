@@ -195,7 +195,7 @@ def beside_the_paper(results: tables.Figures) -> list[str]:
     body = []
     for title, split, names in LAYOUT:
         methods = [m for m in names if results.get(m)]
-        if len(methods) < 3:
+        if len(methods) < 4:
             continue
         ours = [-np.mean([x["ce"] for x in results[m].values()]) for m in methods]
         for size in ("200m", "500m"):
@@ -242,7 +242,7 @@ def trials(plan: dict) -> list[str]:
     n_trials = collections.Counter(x["method"] for x in plan["trials"])
     chosen = []
     for m, x in best.items():
-        chosen.append(f"{m}: {settings_text(x['settings'])} ({n_trials[m]} trials)")
+        chosen.append(f"- {m}: {settings_text(x['settings'])} ({n_trials[m]} trials)")
     seeds = ", ".join(map(str, range(0, TRIALS * plan.get("trial_seeds", 1), TRIALS)))
     return [
         "## Trials\n",
@@ -251,7 +251,7 @@ def trials(plan: dict) -> list[str]:
         "these seeds; the lowest chooses.\n",
         *tables.grid(["", *(f"{lr:g}" for lr in rates)], body),
         "",
-        f"Chosen: {'; '.join(chosen)}.\n\n{beyond(best, rates)}\n",
+        "\n".join(["Chosen:\n", *chosen, "", beyond(best, rates), ""]),
     ]
 
 

@@ -650,7 +650,7 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
     assert "No table of trials" in text
     row = "| mine | lr 0.003, pair none, w_kd 0.5 | 3e+09 | 0 | aaaaaaaaaaaa+b | def | 1 | 5.0000 |"
     assert row in text
-    assert text.count("\n| mine † | ") == 2  # in the tables of figures
+    assert "\n| mine † | " in text
     other = report_of(tmp_path, Spec(reference="mine@flops"))
     assert "| mine | +1.2500 ± 3.1766, p 0.1257 |" in other
 

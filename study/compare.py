@@ -103,8 +103,13 @@ def compare(spec: Spec, cfg: Config) -> None:
         if facts and is_scored(s, facts, n_rows):
             line["file"] = facts["file"]
         lines.append(line)
-    planned = {"config": dataclasses.asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
-    planned |= {"trial_seeds": spec.trial_seeds, "trials": trials, "students": lines}
+    planned = {
+        "config": dataclasses.asdict(cfg),
+        "trial_steps": spec.trial_steps or cfg.max_steps,
+        "trial_seeds": spec.trial_seeds,
+        "students": lines,
+        "trials": trials,
+    }
     files.write_json(spec.out / "report" / "plan.json", planned)
 
 
@@ -158,7 +163,7 @@ def try_points(points: list[tuple[str, dict]], cfg: Config, spec: Spec) -> list[
         seeds = range(0, TRIALS * spec.trial_seeds, TRIALS)
         members = [plan_student(method, cfg, seed, settings, label) for seed in seeds]
         students += members
-        trials.setdefault((*map(recipe, members),), {"method": method, "settings": settings})
+        trials.setdefault(tuple(map(recipe, members)), {"method": method, "settings": settings})
     train(students, cfg, spec)
     record = on_record(spec.out, cfg.accept_edits)
     ces = {key: facts["val_ce"] for key, facts in record.items() if "stopped" not in facts}
@@ -253,8 +258,8 @@ def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
     """
     judges = None if config["seed"] % TRIALS else config["val_max_rows"]
     others = {key: value for key, value in record.items() if key not in EDITS}
-    code = [] if accept_edits else [record.get(key) for key in EDITS]
-    return record_hash(others), config["max_steps"], judges, record_hash(code)
+    code = record_hash([record.get(key) for key in EDITS])
+    return record_hash(others), config["max_steps"], judges, accept_edits or code
 
 
 def on_record(out: Path, accept_edits: bool = False) -> dict[tuple, dict]:
@@ -352,8 +357,8 @@ def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec) -> None:
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, n_rows):
             folders.append(str(spec.out / "runs" / facts["folder"]))
-    flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}"]
-    flags += ["--tasks=none", f"--device={cfg.device}"]
+    flags = ["--tasks=none", f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}"]
+    flags.append(f"--device={cfg.device}")
     jobs = {}
     for part in chunks(folders, spec.per_run):
         jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, *flags]
@@ -386,14 +391,13 @@ def launch(jobs: dict[str, list[str]], spec: Spec) -> None:
 
 def watch(running: dict[subprocess.Popen, tuple[str, Path]]) -> None:
     """Wait for processes. Say how far they are: in a line on a terminal, else twice a minute."""
-    with tqdm(bar_format="{desc}", leave=False, disable=None) as bar:
+    with tqdm(bar_format="{desc}{bar}", leave=False, disable=None) as bar:
         for process in running:
             while process.poll() is None:
                 try:
                     process.wait(30 if bar.disable else 1)
                 except subprocess.TimeoutExpired:
-                    states = [f"{name}: {last_line(file)}" for name, file in running.values()]
-                    text = "; ".join(states)
+                    text = "; ".join(f"{run}: {last_line(file)}" for run, file in running.values())
                     bar.set_description_str(text)
                     if bar.disable:
                         print(text, flush=True)
@@ -416,7 +420,7 @@ def arguments(argv: list[str]) -> tuple[Spec, Config]:
     rest = []
     for word in argv:
         key, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or key not in KINDS:
+        if key not in KINDS:
             rest.append(word)
         elif key == "tune":
             flags[key] = (*flags.get(key, ()), text)
@@ -431,7 +435,7 @@ def arguments(argv: list[str]) -> tuple[Spec, Config]:
         elif word.startswith(("--seed=", "--out_dir=")):
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
-            for key in ("title", "tables", "fewer_seeds", "paper"):
+            for key in ("title", "tables", "fewer_seeds"):
                 keys.pop(key, None)
     unknown = keys.keys() - KINDS.keys()
     if unknown:

@@ -11,16 +11,11 @@ import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import numpy as np
 
 from lib.errors import UserError
 from lib.files import read_json, read_lines, reading
 from lib.settings import PositiveInt, checked
-from lib.stats import p_text
 from run import tables
-from run.paper import LAYOUT, PAPER
 
 TRIALS = 1000  # its multiples are the seeds of trials, 0 first; students have seeds below it
 
@@ -47,12 +42,6 @@ OTHERS = """\
 
 Students in `logs` that no table above has: of other settings, code or rows.
 """
-ORDERING = """\
-## The paper's ordering and ours
-
-Kendall's tau-b between the order of the paper's averages over tasks and ours by CE. p is of each \
-alone, and takes all averages as exact.
-"""
 CURVES = """\
 ## Training
 
@@ -68,14 +57,13 @@ class Spec:
 
     title: str = "Comparison"
     reference: str | None = None  # of differences; None: vanilla_kd, or the first method
-    seeds: Annotated[int, "1 to 999", lambda x: 0 < x < TRIALS] = 3  # from 1 on
+    seeds: typing.Annotated[int, "1 to 999", lambda x: 0 < x < TRIALS] = 3  # from 1 on
     fewer_seeds: dict = field(default_factory=dict)  # number by method
     rows: PositiveInt = 512  # held-out rows to score, after the `val_max_rows` that judge trials
     tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"
     trial_seeds: PositiveInt = 1  # over which a trial is averaged: 0, 1000, ..
     trial_steps: PositiveInt | None = None  # its schedule scaled; None: as of a student
     tables: tuple = ()  # (title, methods, reference), ..
-    paper: bool = False  # put our order of methods beside the paper's
     jobs: PositiveInt = 1  # runs at a time
     per_run: PositiveInt = 10**6  # students that share a run, at most
     out: Path = Path("out/compare")  # folder of runs, logs and report
@@ -86,11 +74,6 @@ class Spec:
             value = getattr(self, name)
             value = Path(f"{value}") if kind is Path else checked(name, value, kind)
             object.__setattr__(self, name, value)
-
-    def layout(self, methods: list[str]) -> list[tuple]:
-        """Return `tables`, or one table of all methods against the reference."""
-        default = "vanilla_kd" if "vanilla_kd" in methods else methods[0]
-        return list(self.tables) or [("Methods", methods, self.reference or default)]
 
 
 KINDS = typing.get_type_hints(Spec, include_extras=True)
@@ -104,7 +87,9 @@ def report(spec: Spec) -> tuple[list[str], str]:
         results[x["method"]][x["seed"]] = x
     edited = {x["method"] for x in students if "+" in str(x["git_commit"])}
     compared = []
-    for title, methods, reference in spec.layout(list(results)):
+    default = "vanilla_kd" if "vanilla_kd" in results else next(iter(results))
+    layout = spec.tables or [("Methods", results, spec.reference or default)]
+    for title, methods, reference in layout:
         shown = {m: results[m] for m in dict.fromkeys((*methods, reference)) if m in results}
         if not compared or (reference in shown and len(shown) > 1):
             table = "\n".join(tables.heldout(f"## {title}", shown, reference))
@@ -116,8 +101,6 @@ def report(spec: Spec) -> tuple[list[str], str]:
     tried = trials(plan)
     text = [*heading(spec, plan, students), *failed, *compared]
     text += [COSTS, *costs(students), OTHERS, *costs(others)]
-    if spec.paper:
-        text += beside_the_paper(results)
     text += [*tried, *figures(students, spec.out / "report")]
     (spec.out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
     return failed, "\n".join([compared[0], tried[-1], *failed])
@@ -125,8 +108,8 @@ def report(spec: Spec) -> tuple[list[str], str]:
 
 def read(out: Path) -> tuple[dict, list[dict], list[dict], list[str]]:
     """Return the plan; its students with facts, figures and log; others; lines of the missing."""
-    remedy = "run the same command without --report"
-    plan = read_json(out / "report" / "plan.json", ["students"], remedy)
+    file = out / "report" / "plan.json"
+    plan = read_json(file, ["students"], "run the same command without --report")
     made = {facts["file"]: facts for facts in map(first_line, sorted(out.glob("logs/*.jsonl")))}
     students = []
     failed = []
@@ -177,45 +160,25 @@ def costs(students: list[dict]) -> list[str]:
         flops = [f"{x.get(key, 0):.3g}" for key in ("student_flops", "teacher_flops")]
         key = x["method"], settings_text(settings), *flops, *commits
         rows.setdefault(key, []).append([f"{x['seed']}", f"{x.get('ce', math.nan):.4f}", x["file"]])
-    head = ["", "settings", "student FLOPs", "teacher FLOPs", "trained by", "scored by"]
-    body = []
-    for row, members in rows.items():
-        body.append([*row, *map(", ".join, zip(*members, strict=True))])
-    return [*tables.grid([*head, "seeds", "CE", "logs"], body), ""]
+    body = [[*row, *map(", ".join, zip(*members, strict=True))] for row, members in rows.items()]
+    head = [
+        *("", "settings", "student FLOPs", "teacher FLOPs", "trained by", "scored by"),
+        *("seeds", "CE", "logs"),
+    ]
+    return [*tables.grid(head, body), ""]
 
 
 def settings_text(settings: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def beside_the_paper(results: tables.Figures) -> list[str]:
-    """Return Kendall's tau-b between our order by CE and that of the paper's averages."""
-    from scipy.stats import kendalltau  # half a second, and only here
-
-    body = []
-    for title, split, names in LAYOUT:
-        methods = [m for m in names if results.get(m)]
-        if len(methods) < 4:
-            continue
-        ours = [-np.mean([x["ce"] for x in results[m].values()]) for m in methods]
-        for size in ("200m", "500m"):
-            theirs = [PAPER[size, split, m]["avg"] for m in methods]
-            pair = np.array([theirs, ours])
-            cells = []
-            for scores in (pair, pair[:, np.argsort(theirs)[1:-1]]):
-                tau = kendalltau(*scores)
-                cells.append(f"{tau.statistic:+.2f}, p {p_text(tau.pvalue)}")
-            body.append([title, size, *cells])
-    return [ORDERING, *tables.grid(["", "size", "tau", "without their best and worst"], body), ""]
-
-
 def best_trials(trials: list[dict]) -> dict[str, dict]:
     """Return by method the trial with the lowest CE, the first of equal ones."""
     best = {}
     for x in trials:
-        if x["val_ce"] is not None:
-            earlier = best.get(x["method"], x)
-            best[x["method"]] = min(earlier, x, key=lambda trial: trial["val_ce"])
+        m = x["method"]
+        if x["val_ce"] is not None and (m not in best or x["val_ce"] < best[m]["val_ce"]):
+            best[m] = x
     return best
 
 
@@ -243,12 +206,11 @@ def trials(plan: dict) -> list[str]:
     chosen = []
     for m, x in best.items():
         chosen.append(f"- {m}: {settings_text(x['settings'])} ({n_trials[m]} trials)")
-    seeds = ", ".join(map(str, range(0, TRIALS * plan.get("trial_seeds", 1), TRIALS)))
     return [
         "## Trials\n",
-        f"Trials have {plan['trial_steps']:,} updates and seed {seeds}. CE in nats per token over "
-        f"the first {plan['config']['val_max_rows']} held-out rows, which are not scored, and over "
-        "these seeds; the lowest chooses.\n",
+        f"Trials have {plan['trial_steps']:,} updates. CE in nats per token over the first "
+        f"{plan['config']['val_max_rows']} held-out rows, which are not scored; mean over the "
+        f"first {plan.get('trial_seeds', 1)} of the seeds 0, 1000, 2000, ..; the lowest chooses.\n",
         *tables.grid(["", *(f"{lr:g}" for lr in rates)], body),
         "",
         "\n".join(["Chosen:\n", *chosen, "", beyond(best, rates), ""]),

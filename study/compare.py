@@ -93,12 +93,12 @@ def compare(spec: Spec, cfg: Config) -> None:
         trials = run_trials(spec, cfg)
         chosen = {method: trial["settings"] for method, trial in best_trials(trials).items()}
         students = plan(spec, cfg, chosen)
-        train([s for s in students if name_of(s) in chosen or not trials], cfg, spec)
+        train([s for s in students if s.methods[0] in chosen or not trials], cfg, spec)
         score(students, n_rows, cfg, spec)
         record = on_record(spec.out, cfg.accept_edits)
     lines = []
     for s in students:
-        line = {"method": name_of(s), "seed": s.seed}
+        line = {"method": s.methods[0], "seed": s.seed}
         facts = record.get(recipe(s))
         if facts and is_scored(s, facts, n_rows):
             line["file"] = facts["file"]
@@ -222,10 +222,6 @@ def longer(cfg: Config, ratio: float, *keys: str) -> Config:
     return dataclasses.replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
-def name_of(student: Config) -> str:
-    return student.methods[0]
-
-
 def flops(cfg: Config) -> tuple[float, float]:
     """Return the FLOPs of a token: of a student in training, and of the teacher's forward pass."""
     student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
@@ -248,7 +244,7 @@ def teacher_flops(teacher: str, seq_len: int) -> float:
 
 @functools.cache
 def recipe(student: Config) -> tuple:
-    return key_of(made_by(student, name_of(student)), vars(student), student.accept_edits)
+    return key_of(made_by(student, student.methods[0]), vars(student), student.accept_edits)
 
 
 def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
@@ -331,7 +327,7 @@ def train(students: list[Config], cfg: Config, spec: Spec) -> None:
         )
     groups = {}
     for s in missing.values():
-        kind = "labelled" if "@" in name_of(s) else "plain"
+        kind = "labelled" if "@" in s.methods[0] else "plain"
         shared = dataclasses.replace(s, methods=(kind,), hyper={})
         groups.setdefault(shared, []).append(s)
     jobs = {}
@@ -357,11 +353,10 @@ def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec) -> None:
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, n_rows):
             folders.append(str(spec.out / "runs" / facts["folder"]))
-    flags = ["--tasks=none", f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}"]
-    flags.append(f"--device={cfg.device}")
+    flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
     jobs = {}
     for part in chunks(folders, spec.per_run):
-        jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, *flags]
+        jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, "--tasks=none", *flags]
     launch(jobs, spec)
 
 

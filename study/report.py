@@ -100,7 +100,9 @@ def report(spec: Spec) -> tuple[list[str], str]:
         compared.append(TWO_SEEDS)
     tried = trials(plan)
     text = [*heading(spec, plan, students), *failed, *compared]
-    text += [COSTS, *costs(students), OTHERS, *costs(others)]
+    text += [COSTS, *costs(students)]
+    if others:
+        text += [OTHERS, *costs(others)]
     text += [*tried, *figures(students, spec.out / "report")]
     (spec.out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
     return failed, "\n".join([compared[0], tried[-1], *failed])

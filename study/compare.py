@@ -52,6 +52,7 @@ from lib.errors import UserError
 from lib.files import read_json
 from lib.rows import open_rows
 from lib.settings import literal, parsed
+from losses import resolve
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
 from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
@@ -130,8 +131,11 @@ def try_objectives(spec: Spec, cfg: Config) -> None:
     """Try every objective on three positions, with all of its settings, before anything starts."""
     check_config(cfg)
     for method, values_of in values_to_try(spec.tune).items():
-        for settings in combinations(values_of):
-            check_config(plan_student(method or cfg.methods[0], cfg, 0, settings))
+        name = method or cfg.methods[0]
+        resolve(name)  # refuses an unknown name; a study may tune methods that --methods leaves out
+        if name in cfg.methods:
+            for settings in combinations(values_of):
+                check_config(plan_student(name, cfg, 0, settings))
 
 
 def combinations(values_of: dict[str, list]) -> list[dict]:
@@ -322,9 +326,8 @@ def train(students: list[Config], cfg: Config, spec: Spec) -> None:
     of_any_code = {key[:-1] for key in record}
     n_aside = sum(key[:-1] in of_any_code for key in missing)
     if n_aside:
-        print(
-            f"{n_aside} finished students of other code left aside; --accept_edits=True takes them"
-        )
+        remedy = "--accept_edits=True takes them as they are"
+        print(f"{n_aside} finished students of other code are left aside; {remedy}")
     groups = {}
     for s in missing.values():
         kind = "labelled" if "@" in s.methods[0] else "plain"

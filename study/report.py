@@ -23,7 +23,7 @@ INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds, not over texts: all are scored on the same \
 rows. Differences are paired by seed. p: paired t test, Holm-corrected over a table's rows, figure \
 by figure; intervals are not. **Best**, *second* of a column. †: a student was trained with \
-uncommitted edits, which `code.diff` in the folder of its run has.
+uncommitted edits; the folder of its run has them in `code.diff`, unless it is older than that.
 """
 TWO_SEEDS = """\
 Where there are two seeds, p and interval have one degree of freedom and say little: train more.
@@ -99,7 +99,21 @@ def report(spec: Spec) -> tuple[list[str], str]:
     if any(len(seeds) == 2 for seeds in results.values()):
         compared.append(TWO_SEEDS)
     tried = trials(plan)
-    text = [*heading(spec, plan, students), *failed, *compared]
+    config = plan["config"]
+    machines = {x["machine"] for x in students}
+    text = [
+        f"# {spec.title}\n",
+        "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
+        f"{len(students)} students of shape `{config['student']}`: "
+        f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
+        "inputs. Scored on:\n",
+        *tables.scored(students[0]),
+        f"\nMachine: {', '.join(sorted(machines))}. The first line of each student's log has the "
+        "versions of packages.\n",
+        INTERVALS,
+        *failed,
+        *compared,
+    ]
     text += [COSTS, *costs(students)]
     if others:
         text += [OTHERS, *costs(others)]
@@ -132,23 +146,6 @@ def first_line(file: Path) -> dict:
     """Return the facts of a student in OUT/logs, with the name of its file."""
     with reading(file), file.open() as lines:
         return json.loads(next(lines)) | {"file": file.name}
-
-
-def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
-    """Say who was compared on what, by which machine, and how to read the tables."""
-    config = plan["config"]
-    machines = {x["machine"] for x in students}
-    return [
-        f"# {spec.title}\n",
-        "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
-        f"{len(students)} students of shape `{config['student']}`: "
-        f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
-        "inputs. Scored on:\n",
-        *tables.scored(students[0]),
-        f"\nMachine: {', '.join(sorted(machines))}. The first line of each student's log has the "
-        "versions of packages.\n",
-        INTERVALS,
-    ]
 
 
 def costs(students: list[dict]) -> list[str]:

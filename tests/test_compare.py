@@ -109,12 +109,11 @@ def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch
 def test_a_trial_is_the_mean_over_its_seeds(tiny, tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(compare, "train", lambda students, *_: trained.extend(students))
-    stopped = {"stopped": WHY, "val_ce": 9.0}
 
     def on_record(*_) -> dict:
-        return {compare.recipe(s): {"val_ce": 4.0 + s.seed} for s in trained[:-1]} | {
-            compare.recipe(trained[-1]): stopped
-        }
+        record = {compare.recipe(s): {"val_ce": 4.0 + s.seed} for s in trained}
+        record[compare.recipe(trained[-1])]["stopped"] = WHY
+        return record
 
     monkeypatch.setattr(compare, "on_record", on_record)
     points = [("pd", {"lr": 1e-3}), ("pd", {"lr": 1e-2})]
@@ -287,7 +286,8 @@ def test_refusals(argv, message, tmp_path):
     ("--tad.beta=3", "settings of ['tad'], not among methods=('alra',)"),
     ("--methods=alra,tad --tad.top_k=9999", "tad: top_k=9999"),
 ])  # fmt: skip
-def test_what_cannot_run_is_found_before_anything_starts(argv, message, tmp_path):
+def test_what_cannot_run_is_found_before_anything_starts(argv, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "prepare", None)
     argv = ["config/demo.py", "--methods=alra", *argv.split(), f"--out={tmp_path}/out"]
     with pytest.raises(UserError, match=re.escape(message)):
         compare.main(argv)

@@ -148,7 +148,7 @@ def test_settings_of_several_sources_add_up(tmp_path):
 
 
 def test_settings_of_methods_that_are_not_run_are_left_out_unless_a_flag_has_them(tmp_path):
-    """Those of a flag are refused by `check_config`; see test_faults.py."""
+    """Those of a flag are refused by `check_config` (test_faults.py)."""
     hyper = {"alra": {"tau": 2.0}, "alra@a": {"d_max": 7}, "tad": {"beta": 1.0}}
     path = write(tmp_path, f"methods = ('alra', 'tad')\n{hyper = }\n")
     assert load([path, "--methods=alra@a"]).hyper.keys() == {"alra", "alra@a"}

@@ -497,8 +497,8 @@ def open_state(folder, recipe) -> dict | None:
     """
     file = folder / "prepare.state"
     if file.exists():
-        keys = ("recipe", "records", "writers", "skipped")
-        state = read_json(file, keys, f"move {folder} aside and start again")
+        kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
+        state = read_json(file, kinds, f"move {folder} aside and start again")
         if state["records"]:
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)

@@ -7,7 +7,7 @@ import sys
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configure import Config
+from configure import AFFECTS, Config
 from lib import parallel
 from lib.device import machine_facts, pick_device
 from lib.errors import UserError
@@ -52,7 +52,8 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
 
 def check_config(cfg: Config) -> None:
     """Check the config before any data is read. Raises `UserError`."""
-    parallel.check_agreement(methods=cfg.methods, seq_len=cfg.seq_len)
+    shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
+    parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         overrides = cfg.overrides_of(name)

@@ -107,7 +107,7 @@ def report(spec: Spec) -> tuple[list[str], str]:
 def read(out: Path) -> tuple[dict, list[dict]]:
     """Return the plan, and its students with facts, figures and log, or why they "stopped"."""
     remedy = "run the same command without --report"
-    plan = read_json(out / "report" / "plan.json", ["students"], remedy)
+    plan = read_json(out / "report" / "plan.json", {"students": list}, remedy)
     students = []
     for x in plan["students"]:
         if "file" in x:

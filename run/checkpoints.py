@@ -106,7 +106,9 @@ def check_folder(out: Path, cfg: Config) -> None:
         return
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
-        owner = facts.get("method", f"a run of methods={','.join(methods)}")
+        owner = f"a run of methods={','.join(methods)}"
+        if "method" in facts:
+            owner = f"the student {facts['method']}"
         raise UserError(f"out_dir={out}: the folder of {owner}; choose another out_dir")
 
 
@@ -375,7 +377,7 @@ def read_state(path: Path) -> dict:
         if state["step"]:
             changed += {"model/model.safetensors", "optimizer.safetensors"} - hashes.keys()
         if path.name != f"step_{state['step']:08d}":
-            changed.append(f"its name: it is of step {state['step']}")
+            changed.append(f"its name, as it is of step {state['step']}")
         if changed:
             raise UserError(f"{path}: {changed} not as it was saved")
     except UserError as error:

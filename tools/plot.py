@@ -346,7 +346,7 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     The student is that of the first, and of the last kept checkpoint.
     """
     kept = sorted(folder.glob("checkpoints/step_*/model"))
-    kinds = {"config": dict, "bos": int | None, "made_by": {folder.name: dict}}
+    kinds = {"config": dict, "bos": int | None, "made_by": dict}
     run = read_json(folder.parent / "run.json", kinds)
     overrides = configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name)
     method = resolve(folder.name, **overrides)
@@ -355,7 +355,7 @@ def sentence(text: str, folder: Path, path: Path) -> None:
         expected = "expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
         raise UserError(f"{folder}: {expected}")
     teacher = run["config"]["teacher"]
-    record = run["made_by"][folder.name]
+    record = run["made_by"].get(folder.name, {})
     check_content(teacher, "teacher_sha256", content_hash(teacher), record)
     tokenizer = load_tokenizer(str(kept[0]))
     first = tokenizer.eos_token_id if run["bos"] is None else run["bos"]

@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -86,10 +85,11 @@ def score(args) -> str:
     elif not names:
         problem = "--tasks none and no rows: nothing to score"
         raise UserError(f"{problem}; name a folder with val.bin by --rows DIR")
+    folders = dict.fromkeys(c.folder for c in checkpoints)
     with contextlib.ExitStack() as stack:
-        for c in checkpoints:
-            busy = f"{c.folder}: another eval.py is at work there; wait for its end"
-            stack.enter_context(locked(c.folder, busy))
+        for folder in folders:
+            busy = f"{folder}: another eval.py is at work there; wait for its end"
+            stack.enter_context(locked(folder, busy))
         if data_dir:
             figures = held_out_figures(checkpoints, rows, index, teacher, args, device)
             for c, results in zip(checkpoints, figures, strict=True):
@@ -100,7 +100,7 @@ def score(args) -> str:
                 file = write(f"scores_{args.split}", results, c, device)
                 if samples:
                     write_lines(file.with_suffix(".jsonl"), samples)
-    return show([str(c.folder) for c in checkpoints], args)
+    return show(list(map(str, folders)), args)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def open_heldout(
     bos = rows.manifest.get("bos")
     for c in checkpoints:
         n_positions = c.shape.max_position_embeddings
-        trained_bos = c.run.get("bos") if c.run else bos
+        trained_bos = c.run.get("bos", bos)
         if not args.rows:
             remedy = ", or name what to use by --rows"
             check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record, remedy)
@@ -325,8 +325,8 @@ def held_out_figures(
 ) -> list[dict]:
     """Return each checkpoint's figures over the rows of `index`, with their protocol."""
     n_vocab = rows.n_vocab
-    facts = dict(rows.levels)
-    protocol = {
+    levels = dict(rows.levels)
+    facts = {
         "dtype": args.dtype,
         "code": scoring_code("figures"),
         "n_rows": len(index),
@@ -335,8 +335,8 @@ def held_out_figures(
     }
     teacher = None
     if teacher_name:
-        facts["teacher"] = teacher_name
-        protocol["teacher_sha256"] = sha256 = content_hash(teacher_name)
+        levels["teacher"] = teacher_name
+        facts["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
                 remedy = ", or name what to use by --teacher"
@@ -352,7 +352,7 @@ def held_out_figures(
     n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
     models = [c.load(args.dtype, device) for c in checkpoints]  # one pass of the teacher for all
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
-    return [{"protocol": protocol, "figures": values | facts} for values in figures]
+    return [{"protocol": facts, "figures": values | levels | facts} for values in figures]
 
 
 def over_rows(
@@ -407,7 +407,7 @@ class Checkpoint:
     name: str  # as the user gave it
     source: str  # the model's folder
     folder: Path  # where its results go
-    run: dict | None  # facts of the student's training; None for other models
+    run: dict  # facts of the student's training; {} for other models
     shape: Qwen2Config
     weights_sha256: str  # of the fp32 weights, whatever --dtype
     tokenizer_sha256: str
@@ -415,7 +415,7 @@ class Checkpoint:
 
     @property
     def record(self) -> dict:
-        return self.run["made_by"] if self.run else {}
+        return self.run.get("made_by", {})
 
     def load(self, dtype: str, device: torch.device) -> Qwen2:
         give_back_memory()  # of earlier models
@@ -430,12 +430,7 @@ def open_checkpoints(args) -> list[Checkpoint]:
         raise UserError(f"no finished student: {named}; expected out/NAME or a model")
     if unfinished:
         say(f"left out, having no model: {', '.join(unfinished)}")
-    checkpoints = [open_checkpoint(path, args) for path in paths]
-    for a, b in itertools.combinations(checkpoints, 2):
-        if a.folder == b.folder:
-            problem = f"results of both would go to {a.folder}"
-            raise UserError(f"{a.name} and {b.name}: {problem}; score each with its own --out")
-    return checkpoints
+    return [open_checkpoint(path, args) for path in paths]
 
 
 def has_model(folder: Path) -> bool:
@@ -456,8 +451,8 @@ def open_checkpoint(name: str, args) -> Checkpoint:
     source = find_folder(name)
     if not (source / "config.json").is_file():
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    run = run_facts(source, RUN) or None
-    if run is None:
+    run = run_facts(source, RUN)
+    if not run:
         folder = Path("out", "eval", Path(name).resolve().name)
     elif (source.parent / "run.json").is_file():
         folder = source.parent
@@ -467,7 +462,7 @@ def open_checkpoint(name: str, args) -> Checkpoint:
         folder = Path("out", "eval", f"{run_name}_{method}_{step}")  # a checkpoint may be removed
     give_back_memory()
     model = Qwen2.from_pretrained(str(source))
-    sha256 = check_model(name, model, run or {})
+    sha256 = check_model(name, model, run)
     edits = decoder_edits(run["made_by"]) if run else []
     if edits and not args.accept_edits:
         problem = f"the decoder was edited since its training: {', '.join(edits)}"

@@ -166,15 +166,15 @@ def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
         ) from error
 
 
-def read_json(path: Path, kinds: dict | None = None, remedy: str = REMEDY) -> dict:
+def read_json(path: Path, kinds=(), remedy: str = REMEDY) -> dict:
     """Return the object in a JSON file. Raises `UserError` if it is broken, or not of `kinds`."""
     with reading(path, remedy):
         # int refuses NaN and Infinity
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
-    return check_kinds(value, kinds or {}, path, remedy)
+    return check_kinds(value, kinds, path, remedy)
 
 
-def read_lines(path: Path, kinds: dict | None = None, skip_broken: bool = False) -> list[dict]:
+def read_lines(path: Path, kinds=(), skip_broken: bool = False) -> list[dict]:
     """Return the records of a file of JSON lines, each of `kinds`; an empty list without a file.
 
     Leaves out a last line that was cut short. Raises `UserError` at a line that is broken, or
@@ -194,7 +194,7 @@ def read_lines(path: Path, kinds: dict | None = None, skip_broken: bool = False)
         try:
             with reading(where, remedy):
                 record = json.loads(line)
-            records.append(check_kinds(record, kinds or {}, where, remedy))
+            records.append(check_kinds(record, kinds, where, remedy))
         except UserError:
             if not skip_broken:
                 raise
@@ -234,7 +234,7 @@ def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
     if typing.get_origin(kinds) is dict:
         kinds = dict.fromkeys(value, typing.get_args(kinds)[1])
-    for key, kind in kinds.items():
+    for key, kind in dict(kinds).items():
         if key not in value:
             raise UserError(f"{where}: no {[key]} in it; {remedy}")
         if isinstance(kind, dict) or typing.get_origin(kind) is dict:

@@ -60,7 +60,7 @@ def resume(students: list[Student], run: Run) -> None:
     """
     cfg = run.cfg
     out = Path(cfg.out_dir)
-    check_folder(out, cfg)
+    starts = earlier_starts(out / "run.json", cfg)
     starting_points = [[s.init_sha256, *s.checkpoints()] for s in students]
     parallel.check_agreement(**{"first weights and checkpoints": starting_points})
     stop_steps = read_stops(students)
@@ -93,23 +93,27 @@ def resume(students: list[Student], run: Run) -> None:
 
                 s.services = services(s, run)
         files.truncate_lines(out / "teacher.jsonl", run.step - 1)
-        record_start(out / "run.json", run)
+        record_start(out / "run.json", starts, run)
     if live and not common:  # so that logs never exist without a checkpoint to resume from
         save_checkpoints(live, run)
 
 
-def check_folder(out: Path, cfg: Config) -> None:
-    """Raise `UserError` if a folder is that of a student, or of a run of other methods."""
+def earlier_starts(file: Path, cfg: Config) -> list[dict]:
+    """Return the starts in a run's run.json; none if it is missing or broken.
+
+    Raises `UserError` if it is that of a student, or of a run of other methods.
+    """
     try:
-        facts = read_json(out / "run.json", RUN_FILE)
-    except UserError:  # none, or a broken one
-        return
+        facts = read_json(file, RUN_FILE)
+    except UserError:
+        return []
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
         owner = f"a run of methods={','.join(methods)}"
         if "method" in facts:
             owner = f"the student {facts['method']}"
-        raise UserError(f"out_dir={out}: the folder of {owner}; choose another out_dir")
+        raise UserError(f"out_dir={cfg.out_dir}: the folder of {owner}; choose another out_dir")
+    return facts.get("starts", [])
 
 
 def has_begun(s: Student) -> bool:
@@ -201,22 +205,17 @@ def start_from(name: str, live: list[Student], run: Run) -> tuple[int, int]:
     return state["step"], state["valid_tokens"]
 
 
-def record_start(file: Path, run: Run) -> None:
-    """Write run.json, and add this start to its `starts`."""
-    starts = []
-    if file.is_file():
-        try:
-            starts = read_json(file, {"starts": list})["starts"]
-        except UserError:
-            files.set_aside(file)
+def record_start(file: Path, starts: list[dict], run: Run) -> None:
+    """Write run.json, and add this start to the earlier ones. A broken file is set aside."""
+    if file.is_file() and not starts:
+        files.set_aside(file)
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
         "host": platform.node(),
         "processes": parallel.world(),
     }
-    starts.append(start | run.facts)
-    files.write_json(file, run.facts | {"starts": starts})
+    files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
 
 
 def check_disk(students: list[Student], cfg: Config) -> str:

@@ -27,10 +27,10 @@ RUN = {
     "config": dict,
     "made_by": {"code": dict},
 }
-FILE = {"name": str, "run": dict | None, "protocol": dict, "weights_sha256": str}
-FIGURES_FILE = FILE | {"figures": {"ce": float, "n_targets": int}}
+FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
 TASK = {"acc": float, "n": int, "n_paper": int}
-SCORES_FILE = FILE | {"tasks": dict[str, TASK]}
+FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict[str, TASK]})
+FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": int}}
 # What is logged beside log.jsonl, under its keys in `read_log`.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
@@ -42,19 +42,12 @@ Figures = dict[str, dict[int | None, dict]]
 class Result(NamedTuple):
     """What is known of one model by one protocol."""
 
-    folder: Path
+    file: Path  # the newest
     kind: str  # "figures", or the split of scores
+    protocol: str
+    name: str
     run: dict  # facts of the student's training; {} for other models
-    values: dict  # figures with their protocol, or scores by task
-    content: dict  # of the newest file
-
-    @property
-    def protocol(self) -> str:
-        facts = []
-        for key, value in self.content["protocol"].items():
-            if value is not None:
-                facts.append(f"{key} {str(value)[:12]}")
-        return f"Protocol: {', '.join(facts)}."
+    values: dict  # figures over held-out rows, or scores by task
 
 
 def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc") -> str:
@@ -77,13 +70,13 @@ def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc")
     lines = []
     for student in dict.fromkeys(r.run.get("student") for r in results):
         lines += [f"## {student or 'other models'}", ""]
-        for kind in (*SUITES, "figures"):
+        for kind in FILES:
             groups = {}
             for r in results:
-                if r.run.get("student") == student and r.kind == kind:
+                if (r.run.get("student"), r.kind) == (student, kind):
                     groups.setdefault(r.protocol, []).append(r)
-            for group in groups.values():
-                lines += tables_of(group, reference, metric)
+            for protocol, group in groups.items():
+                lines += [*tables_of(group, reference, metric), f"Protocol: {protocol}.", ""]
     if missing:
         lines += [f"Left out, since not scored: {', '.join(missing)}.", ""]
     return "\n".join(lines)
@@ -92,28 +85,21 @@ def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc")
 def tables_of(group: list[Result], reference: str, metric: str) -> list[str]:
     """Return the tables of results of one kind and protocol."""
     check_comparable(group)
-    kind = group[0].kind
+    first = group[0]
     rows = by_method(group)
+    if first.kind == "figures":
+        return [*heldout("### Held-out rows", rows, reference), *scored(first.values), ""]
     lines = []
-    if kind == "figures":
-        lines += heldout("### Held-out rows", rows, reference)
-        lines += [*scored(group[0].values), ""]
-    else:
-        for title, base, methods in layouts(kind, rows, reference):
-            shown = {m: rows[m] for m in methods}
-            lines += accuracies(f"### {title}", group[0], shown, base, metric)
-    return [*lines, group[0].protocol, ""]
+    for title, base, methods in layouts(first.kind, rows, reference):
+        shown = {m: rows[m] for m in methods}
+        lines += accuracies(f"### {title}", first, shown, base, metric)
+    return lines
 
 
 # --- reading results
 
 
-def read_if_there(file: Path) -> dict:
-    """Return the object in a JSON file, or {} without a file."""
-    return read_json(file) if file.is_file() else {}
-
-
-def run_facts(model: Path, kinds: dict) -> dict:
+def run_facts(model: Path, kinds=()) -> dict:
     """Return the facts of the training behind a model's folder, or {} for other models.
 
     They are in run.json of a finished student, and in state.json of a checkpoint.
@@ -144,7 +130,7 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     missing = []
     for name in paths:
         path = Path(name)
-        facts = read_if_there(path / "run.json")
+        facts = run_facts(path / "model")
         students = []
         if facts and "method" not in facts:
             check_kinds(facts, RUN_FILE, path / "run.json")
@@ -163,39 +149,37 @@ def load(folder: Path) -> list[Result]:
 
     A student's are of the weights that its run.json names. Tasks of one protocol are united.
     """
-    contents = []
-    files = [*folder.glob("figures_*.json"), *folder.glob("scores_*.json")]
-    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
-        kind = file.stem.removeprefix("scores_").rpartition("_")[0]
-        content = read_json(file, FIGURES_FILE if kind == "figures" else SCORES_FILE)
-        if content["run"]:
-            check_kinds(content["run"], RUN, file)
-        contents.append((kind, content))
-    facts = read_if_there(folder / "run.json")
     results = {}
-    for kind, content in contents:
-        if content["weights_sha256"] != facts.get("weights_sha256", content["weights_sha256"]):
+    current = run_facts(folder / "model").get("weights_sha256")
+    for file in sorted(folder.glob("*_*.json"), key=lambda file: file.stat().st_mtime_ns):
+        kind = file.stem.removeprefix("scores_").rpartition("_")[0]
+        if kind not in FILES:
             continue
-        values = content.get("tasks")
-        if kind == "figures":
-            values = content["figures"] | content["protocol"]
-        key = (kind, str(content["protocol"]), content["weights_sha256"])
-        if key in results:
-            values = results[key].values | values
-        results[key] = Result(folder, kind, content["run"] or {}, values, content)
+        content = read_json(file, FILES[kind])
+        run = content["run"]
+        check_kinds(run, RUN if run else (), file)
+        sha256 = content["weights_sha256"]
+        facts = [f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None]
+        key = (kind, ", ".join(facts))
+        if current in (None, sha256):
+            earlier = results.get((*key, sha256))
+            values = content.get("figures") or content["tasks"]
+            if earlier:
+                values = earlier.values | values
+            results[*key, sha256] = Result(file, *key, content["name"], run, values)
     return list(results.values())
 
 
 def newest_figures(folder: Path) -> dict:
     """Return what the newest file of figures in a folder holds, or {}."""
-    figures = [r.content for r in load(folder) if r.kind == "figures"]
-    return figures[-1] if figures else {}
+    files = [r.file for r in load(folder) if r.kind == "figures"]
+    return read_json(files[-1]) if files else {}
 
 
 def method_of(result: Result) -> str:
     """Return the method with its overrides, or the name of a model that no run has made."""
     if not result.run:
-        return result.content["name"]
+        return result.name
     overrides = result.run["overrides"].items()
     return " ".join([result.run["method"], *(f"{key}={value}" for key, value in overrides)])
 
@@ -210,10 +194,11 @@ def by_method(results: list[Result]) -> Figures:
     for r in results:
         method = method_of(r)
         seed = r.run.get("seed")
-        other = folders.setdefault((method, seed), r.folder)
-        if other != r.folder:
+        folder = r.file.parent
+        other = folders.setdefault((method, seed), folder)
+        if other != folder:
             message = f"both hold {method} with seed {seed}; leave one out"
-            raise UserError(f"{other} and {r.folder} {message}")
+            raise UserError(f"{other} and {folder} {message}")
         rows.setdefault(method, {})[seed] = r.values
     return {m: rows[m] for m in dict.fromkeys((*NAMES, *rows)) if m in rows}
 
@@ -228,10 +213,10 @@ def check_comparable(results: list[Result]) -> None:
         for key, value in facts_of(r).items():
             if value is None:
                 continue
-            first, folder = seen.setdefault(key, (value, r.folder))
+            first, file = seen.setdefault(key, (value, r.file))
             if first != value:
-                message = f"differ in {key}: {str(first)[:12]} and {str(value)[:12]}"
-                raise UserError(f"{folder} and {r.folder} {message}; tabulate them apart")
+                message = f"differ in {key}: {first!s:.12} and {value!s:.12}"
+                raise UserError(f"{file.parent} and {r.file.parent} {message}; tabulate them apart")
 
 
 def facts_of(r: Result) -> dict:

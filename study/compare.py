@@ -265,7 +265,7 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
     folder = end.parent
     name = f"{folder.parent.name}/{folder.name}"
     scores = newest_figures(folder)
-    figures = scores.pop("figures", {}) | scores.get("protocol", {})
+    figures = scores.pop("figures", {})
     scores.pop("run", None)
     if name in filed and figures.items() <= filed[name].items():
         return

@@ -229,8 +229,9 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     stopped = reports.first_line(tmp_path / "logs" / "pretrain_seed1_ab.jsonl")
     assert stopped["stopped"] == WHY
     assert "teacher_flops" not in stopped
-    scores = {"name": "x", "run": None, "protocol": {"n_rows": 7}, "weights_sha256": "w"}
-    write_json(alra / "figures_0a.json", scores | {"figures": {"ce": 3.5, "n_targets": 2}})
+    scores = {"name": "x", "run": {}, "protocol": {}, "weights_sha256": "w"}
+    figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
+    write_json(alra / "figures_0a.json", scores | {"figures": figures})
     shutil.copytree(run, tmp_path / "runs" / "seed1_cd")  # other students of these names
     x = compare.on_record(tmp_path)[key]
     assert (x["file"], x["ce"], x["n_rows"]) == ("alra@x_seed1_ab.jsonl", 3.5, 7)

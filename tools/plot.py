@@ -365,12 +365,7 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     ticks = {-2.5: "token read", -1.5: "next in the text"}
     ticks |= {rank: rank + 1 for rank in range(0, d_max, 4)}
     ticks |= {d_max + 0.5: "teacher's mass", d_max + 1.5: "student's mass"}
-    font = {
-        "fontsize": 7,
-        "family": "monospace",
-        "ha": "center",
-        "va": "center",
-    }
+    font = {"fontsize": 7, "family": "monospace", "ha": "center", "va": "center"}
     figure, (axes,) = grid(1, 2, 1.2 + 0.8 * len(x), 1.9 + 0.15 * d_max)
     color = looks([folder.name])[folder.name]["color"]
     for axis, model in zip(axes, (kept[0], kept[-1]), strict=True):

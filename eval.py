@@ -51,6 +51,7 @@ from run.cache import open_cached
 from run.identity import (
     check_content,
     check_model,
+    check_vocabulary,
     content_hash,
     decoder_edits,
     record_hash,
@@ -435,11 +436,9 @@ def open_checkpoints(args) -> list[Checkpoint]:
 
 def has_model(folder: Path) -> bool:
     """Return whether a student has finished, or is in training and has a checkpoint."""
-    if (folder / "model" / "config.json").is_file():
-        return True
-    if (folder / "stopped.json").is_file():
+    if not folder.is_dir() or (folder / "stopped.json").is_file():
         return False
-    return any(folder.glob("checkpoints/step_*/model/config.json"))
+    return find_folder(str(folder)) != folder
 
 
 def open_checkpoint(name: str, args) -> Checkpoint:
@@ -468,11 +467,7 @@ def open_checkpoint(name: str, args) -> Checkpoint:
         problem = f"the decoder was edited since its training: {', '.join(edits)}"
         raise UserError(f"{name}: {problem}; --accept_edits scores it all the same")
     tokenizer = read_tokenizer(str(source))
-    n_vocab = len(model.head)
-    last_id = max(tokenizer.get_vocab().values())
-    if last_id >= n_vocab:
-        problem = f"vocabulary of {n_vocab:,}, but its tokenizer has ids up to {last_id:,}"
-        raise UserError(f"{name}: {problem}")
+    check_vocabulary(name, len(model.head), tokenizer)
     return Checkpoint(
         name,
         str(source),

@@ -167,13 +167,14 @@ def check_same_run(name: str, state: dict, checkpoint: Path, run: Run) -> None:
     if not changes:
         return
     phrases = "; ".join(list(changes.values())[:3])
-    if run.cfg.accept_edits and changes.keys() <= {*EDITS}:
+    only_edits = changes.keys() <= {*EDITS}
+    if run.cfg.accept_edits and only_edits:
         run.facts.setdefault("accepted_edits", {})[name] = phrases
         say(f"{name}: accepted edits; {phrases}")
         return
     remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it, and"
     remedy += " --student_weights starts anew from its weights"
-    if changes.keys() <= {*EDITS}:
+    if only_edits:
         remedy += "; --accept_edits=True takes the code as equal"
     raise UserError(f"{checkpoint}: contains a different run ({name}: {phrases}); {remedy}")
 

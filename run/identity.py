@@ -113,6 +113,15 @@ def check_content(name: str, key: str, sha256: str, record: dict, remedy: str = 
         raise UserError(f"{name}: {problem}; restore it{remedy}")
 
 
+def check_vocabulary(name: str, n_vocab: int, tokenizer) -> int:
+    """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
+    n_tokens = max(tokenizer.get_vocab().values()) + 1
+    if n_tokens > n_vocab:
+        problem = f"vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
+        raise UserError(f"{name}: {problem}; choose a larger one")
+    return n_tokens
+
+
 def check_model(name: str, model: Qwen2, facts: dict) -> str:
     """Return the hash of a model's weights.
 

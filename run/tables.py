@@ -159,14 +159,14 @@ def load(folder: Path) -> list[Result]:
         run = content["run"]
         check_kinds(run, RUN if run else (), file)
         sha256 = content["weights_sha256"]
+        if current not in (None, sha256):
+            continue
         facts = [f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None]
-        key = (kind, ", ".join(facts))
-        if current in (None, sha256):
-            earlier = results.get((*key, sha256))
-            values = content.get("figures") or content["tasks"]
-            if earlier:
-                values = earlier.values | values
-            results[*key, sha256] = Result(file, *key, content["name"], run, values)
+        key = (kind, ", ".join(facts), sha256)
+        values = content.get("figures") or content["tasks"]
+        if key in results:
+            values = results[key].values | values
+        results[key] = Result(file, kind, key[1], content["name"], run, values)
     return list(results.values())
 
 

@@ -627,7 +627,7 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     assert "nothing to score" in error(trained / "teacher")
     assert "--skip_rows 11: " in error(f"{alra} --skip_rows=11")
     small = save("small", dataclasses.replace(STUDENT, vocab_size=293), tokenizer)
-    assert "vocabulary of 293, but its tokenizer has ids up to 306" in error(small)
+    assert "vocabulary of 293, but the tokenizer has 307 tokens" in error(small)
     assert "small: vocabulary of 293" in error(f"{alra} --teacher={small}")
     narrow = save("narrow", dataclasses.replace(STUDENT, vocab_size=308), tokenizer)
     flags = f"--rows={data_dir} --teacher=none"

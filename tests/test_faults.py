@@ -336,7 +336,7 @@ CASES = [
     (SCORE, f"echo {{ > {ITEMS}", "lambada_openai"),
     (SCORE, f"echo [1] > {ITEMS}", "lambada_openai"),
     (SAMPLE, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
-    (SAMPLE, SMALLER, "vocabulary of 99, but its tokenizer has 257"),
+    (SAMPLE, SMALLER, "vocabulary of 99, but the tokenizer has 257"),
     (GO_ON, "echo { > stopped/prepare.state", "stopped/prepare.state: cannot be used"),
     (GO_ON, "echo {} > stopped/prepare.state", "stopped/prepare.state: no ..?recipe..?"),
     (GO_ON, ": > stopped/train.bin.tmp", "stopped/train.bin.tmp: "),

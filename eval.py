@@ -20,7 +20,6 @@ Dimension key: B batch, T time, N positions, V vocabulary, D width.
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import json
@@ -41,7 +40,7 @@ import configure
 from lib import metrics
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
-from lib.files import locked, write_json, write_lines
+from lib.files import write_json, write_lines
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash
 from lib.rows import IGNORE, Rows, open_rows
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
@@ -86,30 +85,22 @@ def score(args) -> str:
     elif not names:
         problem = "--tasks none and no rows: nothing to score"
         raise UserError(f"{problem}; name a folder with val.bin by --rows DIR")
-    folders = dict.fromkeys(c.folder for c in checkpoints)
-    with contextlib.ExitStack() as stack:
-        for folder in folders:
-            busy = f"{folder}: another eval.py is at work there; wait for its end"
-            stack.enter_context(locked(folder, busy))
-        if data_dir:
-            figures = held_out_figures(checkpoints, rows, index, teacher, args, device)
-            for c, results in zip(checkpoints, figures, strict=True):
-                write("figures", results, c, device)
-        if names:
-            for c in checkpoints:
-                results, samples = task_scores(c, items, args, device)
-                file = write(f"scores_{args.split}", results, c, device)
-                if samples:
-                    write_lines(file.with_suffix(".jsonl"), samples)
-    return show(list(map(str, folders)), args)
+    if data_dir:
+        figures = held_out_figures(checkpoints, rows, index, teacher, args, device)
+        for c, results in zip(checkpoints, figures, strict=True):
+            write("figures", results, c, device)
+    if names:
+        for c in checkpoints:
+            score_tasks(c, items, args, device)
+    return show([str(c.folder) for c in checkpoints], args)
 
 
 # ----------------------------------------------------------------------------------------------
 # the tasks
 
 
-def task_scores(c: "Checkpoint", items: dict[str, Items], args, device) -> tuple[dict, list[dict]]:
-    """Return a checkpoint's scores, and every item with its scores if `--log_samples`."""
+def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device: torch.device) -> None:
+    """Write a checkpoint's scores, and every item with its scores if `--log_samples`."""
     tokenizer = read_tokenizer(c.source)
     bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
     model = c.load(args.dtype, device)
@@ -126,7 +117,10 @@ def task_scores(c: "Checkpoint", items: dict[str, Items], args, device) -> tuple
         "max_length": args.max_length,
         "limit": args.limit,
     }
-    return {"protocol": protocol, "tasks": scores}, samples
+    results = {"protocol": protocol, "tasks": scores}
+    file = write(f"scores_{args.split}", results, c, device)
+    if samples:
+        write_lines(file.with_suffix(".jsonl"), samples)
 
 
 class Scorer(TemplateLM):
@@ -507,6 +501,7 @@ def write(kind: str, results: dict, c: Checkpoint, device: torch.device) -> Path
     tasks = results.get("tasks", {})
     items = {task: values["data_sha256"] for task, values in tasks.items()}
     file = c.folder / f"{kind}_{record_hash(made_from | items)[:8]}.json"
+    c.folder.mkdir(parents=True, exist_ok=True)
     facts = {"name": c.name, "accepted_edits": c.accepted_edits, "run": c.run}
     write_json(file, made_from | results | facts | machine_facts(device))
     print(file, flush=True)

@@ -109,10 +109,10 @@ def earlier_starts(file: Path, cfg: Config) -> list[dict]:
         return []
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
-        owner = f"a run of methods={','.join(methods)}"
-        if "method" in facts:
-            owner = f"the student {facts['method']}"
-        raise UserError(f"out_dir={cfg.out_dir}: the folder of {owner}; choose another out_dir")
+        owner = facts.get("method", ",".join(methods))
+        raise UserError(
+            f"out_dir={cfg.out_dir}: its run.json is of {owner}; choose another out_dir"
+        )
     return facts.get("starts", [])
 
 

@@ -109,10 +109,8 @@ def earlier_starts(file: Path, cfg: Config) -> list[dict]:
         return []
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
-        owner = facts.get("method", ",".join(methods))
-        raise UserError(
-            f"out_dir={cfg.out_dir}: its run.json is of {owner}; choose another out_dir"
-        )
+        problem = f"its run.json is of {facts.get('method', ','.join(methods))}"
+        raise UserError(f"out_dir={cfg.out_dir}: {problem}; choose another out_dir")
     return facts.get("starts", [])
 
 

@@ -210,26 +210,21 @@ def check_comparable(results: list[Result]) -> None:
     """
     seen = {}
     for r in results:
-        for key, value in facts_of(r).items():
+        record = r.run.get("made_by", {})
+        facts = {key: value for key, value in record.items() if key not in VARIES}
+        facts["step"] = r.run.get("step")
+        facts[f"init_sha256 of seed {r.run.get('seed')}"] = r.run.get("init_sha256")
+        if r.kind != "figures":
+            for task, values in r.values.items():
+                for key in ("data_sha256", "prompts_sha256", "version", "n"):
+                    facts[f"{key} of {task}, {r.kind}"] = values.get(key)
+        for key, value in facts.items():
             if value is None:
                 continue
-            first, file = seen.setdefault(key, (value, r.file))
+            first, folder = seen.setdefault(key, (value, r.file.parent))
             if first != value:
                 message = f"differ in {key}: {first!s:.12} and {value!s:.12}"
-                raise UserError(f"{file.parent} and {r.file.parent} {message}; tabulate them apart")
-
-
-def facts_of(r: Result) -> dict:
-    """Return the facts that must be equal in all rows of a table."""
-    record = r.run.get("made_by", {})
-    facts = {key: value for key, value in record.items() if key not in VARIES}
-    facts["step"] = r.run.get("step")
-    facts[f"init_sha256 of seed {r.run.get('seed')}"] = r.run.get("init_sha256")
-    if r.kind != "figures":
-        for task, values in r.values.items():
-            for key in ("data_sha256", "prompts_sha256", "version", "n"):
-                facts[f"{key} of {task}, {r.kind}"] = values.get(key)
-    return facts
+                raise UserError(f"{folder} and {r.file.parent} {message}; tabulate them apart")
 
 
 # --- tables

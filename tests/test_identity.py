@@ -46,7 +46,7 @@ COUNTED = {
 }
 SCORED = {  # of figures or of scores
     "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics._add_figures"),
-    "requests": ("eval.py", "0.75 * longest", "0.5 * longest", "eval.Scorer"),
+    "requests": ("eval.py", "// len(waiting", "// 2 // len(waiting", "eval.Scorer"),
     "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval.write_task"),
     "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens.token_bytes"),
 }

@@ -192,13 +192,6 @@ def test_results_of_several_protocols_and_commands(tmp_path):
     assert text.count("code other.") == 1
 
 
-def test_results_of_older_weights_are_left_out(tmp_path):
-    fake(tmp_path / "alra", "alra", ALL)
-    (tmp_path / "alra" / "run.json").write_text('{"method": "alra", "weights_sha256": "new"}')
-    with pytest.raises(UserError, match="alra: no results in it"):
-        table_of(tmp_path / "alra")
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "[1]", "{}", '{"name": "x", "run": 3}', '{"name": "x", "run": {"method": "alra"}}'],

@@ -111,7 +111,8 @@ def earlier_starts(file: Path, cfg: Config) -> list[dict]:
     if "method" in facts or {*methods} != {*cfg.methods}:
         problem = f"its run.json is of {facts.get('method', ','.join(methods))}"
         raise UserError(f"out_dir={cfg.out_dir}: {problem}; choose another out_dir")
-    return facts.get("starts", [])
+    starts = facts.get("starts")
+    return starts if isinstance(starts, list) else []
 
 
 def has_begun(s: Student) -> bool:

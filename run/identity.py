@@ -128,7 +128,7 @@ def check_model(name: str, model: Qwen2, facts: dict) -> str:
     Raises `UserError` if the facts of training that stand beside it are those of another model.
     """
     sha256 = weights_hash(model)
-    shape = facts.get("made_by", {}).get("shape", {})
+    shape = facts["made_by"]["shape"] if facts else {}
     same_shape = shape.items() <= dataclasses.asdict(model.config).items()
     if not same_shape or facts.get("weights_sha256", sha256) != sha256:
         problem = "its model/ is not the one that run.json describes"

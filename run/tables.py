@@ -25,7 +25,7 @@ RUN = {
     "overrides": dict,
     "step": int,
     "config": dict,
-    "made_by": {"code": dict},
+    "made_by": {"code": dict, "shape": dict},
 }
 FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
 TASK = {"acc": float, "n": int, "n_paper": int}

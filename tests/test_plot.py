@@ -252,7 +252,10 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
-    write(tmp_path / "run.json", [{"config": {"hyper": {}}, "bos": None, "made_by": {}}])
+    write(
+        tmp_path / "run.json",
+        [{"config": {"hyper": {}, "teacher": None}, "bos": None, "made_by": {}}],
+    )
     with pytest.raises(UserError, match=r"x: no log\.jsonl there or one folder below"):
         plot.main([f"{tmp_path}/x"])
     with pytest.raises(UserError, match="expected a student of ALRA with checkpoints"):

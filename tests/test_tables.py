@@ -41,9 +41,12 @@ def fake(folder, method, accs, seed=1234, split="heldout", student="200m", limit
     """
     teacher = None if method == "pretrain" else "teacher"
     made_by = {"methods": method, "seed": seed, "lr": 0.1, "clip": 0.5, "data_sha256": "data"}
-    made_by |= {"objective": method, "teacher_sha256": teacher, "code": {}} | changes.get(
-        "made_by", {}
-    )
+    made_by |= {
+        "objective": method,
+        "teacher_sha256": teacher,
+        "code": {},
+        "shape": {},
+    } | changes.get("made_by", {})
     run = {"method": method, "seed": seed, "student": student, "init_sha256": f"init{seed}"}
     run |= {"step": 7, "overrides": {}, "config": CONFIG, "made_by": made_by}
     protocol = {"lm_eval": "0.4.13", "dtype": "float32", "max_length": 512, "limit": limit}
@@ -214,7 +217,7 @@ def test_files_of_other_kinds_are_refused_in_one_line(tmp_path, text):
 
 def test_what_may_differ_between_rows(tmp_path):
     fake(tmp_path / "x", "pretrain", ALL)
-    made_by = dict.fromkeys(tables.VARIES, "other")
+    made_by = dict.fromkeys(tables.VARIES, "other") | {"shape": {"hidden_size": 1}}
     fake(tmp_path / "y", "alra", ALL, made_by=made_by, run={"config": {}})
     assert "ALRA" in table_of(tmp_path)
 

@@ -143,7 +143,7 @@ def write_run(
 ) -> Path:
     """Write a finished run without training: run.json, and each student's model, run.json, log."""
     about = {"seed": 1234, "student": "tiny", "overrides": {}, "bos": None, "step": 3}
-    about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "code": step_code()}}
+    about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "code": step_code(), "shape": {}}}
     log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)

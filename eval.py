@@ -80,12 +80,11 @@ def score(args) -> str:
         if names and args.max_length > n_positions:
             problem = f"{c.name} takes {n_positions} at most"
             raise UserError(f"--max_length {args.max_length}: {problem}")
-    if data_dir:
-        rows, index = open_heldout(data_dir, checkpoints, teacher, args)
-    elif not names:
+    if not names and not data_dir:
         problem = "--tasks none and no rows: nothing to score"
         raise UserError(f"{problem}; name a folder with val.bin by --rows DIR")
     if data_dir:
+        rows, index = open_heldout(data_dir, checkpoints, teacher, args)
         figures = held_out_figures(checkpoints, rows, index, teacher, args, device)
         for c, results in zip(checkpoints, figures, strict=True):
             write("figures", results, c, device)

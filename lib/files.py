@@ -228,15 +228,18 @@ def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:
     """Return a JSON object. Raises `UserError` if it is none, or lacks a key, or a kind is another.
 
     kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;
-           dict[str, kind] stands for an object of any keys
+           dict[str, kind] stands for an object of any keys, a tuple of keys for any kinds
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
     if typing.get_origin(kinds) is dict:
         kinds = dict.fromkeys(value, typing.get_args(kinds)[1])
-    for key, kind in dict(kinds).items():
+    for key in kinds:
         if key not in value:
             raise UserError(f"{where}: no {[key]} in it; {remedy}")
+        if isinstance(kinds, tuple):
+            continue
+        kind = kinds[key]
         if isinstance(kind, dict) or typing.get_origin(kind) is dict:
             check_kinds(value[key], kind, f"{where}: {key}", remedy)
             continue

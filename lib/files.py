@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import safetensors
-
 from lib.errors import UserError, first_line
 
 REMEDY = "move it aside, and the command that wrote it makes it again"
@@ -20,14 +18,15 @@ REMEDY = "move it aside, and the command that wrote it makes it again"
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write `path`, such as a full disk, into a one-line `UserError`."""
+    """Turn any failure to write `path`, such as a full disk, into a one-line `UserError`."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # each library has an error of its own
         new = working_name(path)
         shutil.rmtree(new, ignore_errors=True)  # free its space
-        new.unlink(missing_ok=True)
-        if not isinstance(error, OSError | safetensors.SafetensorError):
+        with contextlib.suppress(OSError):
+            new.unlink()
+        if isinstance(error, UserError):
             raise
         remedy = "free some space or check the permissions, then run the same command again"
         raise UserError(f"{path}: cannot be written ({error}); {remedy}") from error
@@ -56,7 +55,9 @@ def discard(path: Path) -> None:
     """
     for unfinished in path.parent.glob(working_name(Path("*"), "*").name):
         shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(path.rename(working_name(path, "old")), ignore_errors=True)
+    with writing(path):
+        old = path.rename(working_name(path, "old"))
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

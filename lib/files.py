@@ -101,7 +101,9 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
     busy    the error if another process holds the lock
     """
     lock_file = folder / ".alra-lock"
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_file.touch()
     with contextlib.ExitStack() as stack:
         while True:
             file = stack.enter_context(open(lock_file, "a+"))

@@ -412,10 +412,13 @@ def guard(main: Callable[[], int | None]) -> int:
 
     An error that the user can correct, and Ctrl-C, end in one line on stderr. Any other error
     prints its traceback, and adds it to a file in the run's folder if there is one.
+
+    Where torchrun may restart, only an error that nobody foresaw has a code other than 0: after a
+    signal, or a mistake of the user, it must not.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
-        return main() or 0
+        code = main() or 0
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
@@ -423,15 +426,19 @@ def guard(main: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except UserError as error:
-        print(f"UserError: {error}", file=sys.stderr)
-        return 1
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same
+            print(f"UserError: {error}", file=sys.stderr)
+        code = 1
     except Exception:
         rank = os.environ.get("RANK", 0)
         place = f"{platform.node()}, process {rank}, step {PROGRESS.get('step')}"
         text = f"{time.strftime('%FT%T%z')}, {place}\n{traceback.format_exc()}"
         print(text, file=sys.stderr)
         if "out" in PROGRESS:
-            with contextlib.suppress(OSError):
-                with open(f"{PROGRESS['out']}/traceback_{rank}.txt", "a") as file:
-                    file.write(text)
+            path = Path(PROGRESS["out"], f"traceback_{rank}.txt")
+            with contextlib.suppress(OSError), path.open("a") as file:
+                file.write(text)
         return 1
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        return 0
+    return code

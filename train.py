@@ -4,19 +4,21 @@
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
 The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM, SIGHUP and SIGUSR1 end
-the run after the current update: it saves a checkpoint and exits with code 75. The teacher's
-forward pass is computed once for all students. run/checkpoints.py describes the folder of a run.
+the run after the current update: it saves a checkpoint and exits with code 75. OUT/exit.json has
+the code too. The teacher's forward pass is computed once for all students. run/checkpoints.py
+describes the folder of a run.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,8 +34,8 @@ from configure import Config
 from lib import metrics, parallel
 from lib.checks import IGNORE
 from lib.device import mfu, peak_bytes, pick_device, repair_compile_cache
-from lib.errors import UserError
-from lib.files import locked
+from lib.errors import UserError, first_line
+from lib.files import locked, read_json, read_lines
 from lib.head import head_losses
 from lib.hf import weights_hash
 from lib.rows import Rows, read_ahead, row_order
@@ -216,7 +218,6 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # a thread may read ahead, but must not run a model
         stream = read_ahead(stream)
-    catch_signals()
     say_names(cfg)
     is_hidden = True if parallel.rank() > 0 else None  # None shows the bar on a terminal only
     bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
@@ -224,10 +225,21 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     run.began = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     next_save = run.began + pause
+    saved_step = run.step
     disk_error = None
-    stop = False
+    run.signals = received()  # from here on, an error of one process does not reach the others
+    configure.PROGRESS["step"] = run.step
+    validation_is_due = validation_is_missing(live, run)
 
-    while run.step < cfg.max_steps and live and not stop:
+    while live and not run.signals:
+        if validation_is_due:
+            validated = validate(live, teacher, val, cfg)
+            if validated:
+                log_validation(live, validated, val.levels, run)
+            else:
+                run.signals = received()
+        if run.signals or run.step == cfg.max_steps:
+            break
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
@@ -237,28 +249,45 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         # A signal may reach any process, and only process 0 looks at the clock:
         # summing tells every process.
         save_is_due = parallel.rank() == 0 and after > next_save
-        n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, STOP.is_set(), save_is_due)
+        n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, bool(RECEIVED), save_is_due)
         run.step += 1
+        configure.PROGRESS["step"] = run.step
         run.count_update(n_valid, after - before)
+        if stop:
+            run.signals = received()
         validation_is_due = is_due(cfg.val_every_steps, run)
         save = stop or save_is_due or is_due(cfg.checkpoint_every_steps, run)
         live = stop_diverged(live, run, check_weights=save or validation_is_due)
 
         if live and is_due(cfg.log_every_steps, run):
             log_terms(live, teacher, run)
-        if live and validation_is_due:
-            log_validation(live, validate(live, teacher, val, cfg), val.levels, run)
-        if live and save:
-            is_final = stop or run.step == cfg.max_steps
-            disk_error = try_save(live, disk_error, is_final, run)
+        if live and save:  # before a validation, in which the run may be killed
+            disk_error = try_save(live, disk_error, run)
+            if not disk_error:
+                saved_step = run.step
             next_save = time.perf_counter() + (0 if disk_error else pause)
         bar.update()
     bar.close()
+    if live and saved_step < run.step:
+        disk_error = save_checkpoints(live, run)
+        if disk_error:
+            parallel.raise_everywhere(disk_error)
 
 
 def is_due(every: int | None, run: Run) -> bool:
     """Return whether the step is a multiple of `every`, or the last step of the run."""
     return run.step == run.cfg.max_steps or (every is not None and run.step % every == 0)
+
+
+def validation_is_missing(live: list[Student], run: Run) -> bool:
+    """Return whether an earlier start saved a checkpoint of this step, but did not validate it."""
+    missing = False
+    if parallel.rank() == 0 and live and is_due(run.cfg.val_every_steps, run):
+        starts = read_json(Path(run.cfg.out_dir, "run.json"))["starts"]
+        log = read_lines(live[0].folder / "log.jsonl")
+        validated = {record["step"] for record in log if "val_ce" in record}
+        missing = run.step > starts[0]["step"] and run.step not in validated
+    return parallel.all_gather(missing)[0]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -337,7 +366,8 @@ def validate(
 ) -> dict[str, dict]:
     """Return each student's CE, KL(teacher || student) and top-1 agreement at temperature 1.
 
-    They are means per token over the first `val_max_rows` held-out rows.
+    They are means per token over the first `val_max_rows` held-out rows. Returns nothing if a
+    signal arrives.
     """
     n_rows = min(val.n, cfg.val_max_rows or val.n)
     head_t = teacher.head if teacher else None
@@ -346,6 +376,8 @@ def validate(
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.row_sums(models, head_t, batches, n_rows)
     validated = {}
+    if received():
+        return validated
     for s, sums_by_row in zip(live, sums, strict=True):
         parallel.sum_in_place(sums_by_row.values())
         totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
@@ -366,6 +398,8 @@ def validation_batches(
     # Sharded layers compute on all processes together, so every process makes as many batches as
     # process 0. A batch past the last row has no labels.
     for first in range(begin, begin + n_rows, parallel.world() * size):
+        if received():
+            return
         has_rows = first < n_rows
         index = np.arange(first, min(first + size, n_rows)) if has_rows else np.array([0])
         x, y, _ = val.batch(index, torch.device(cfg.device))
@@ -418,33 +452,36 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     counts |= dict.fromkeys(SINCE_LOG, 0)
 
 
-def try_save(
-    live: list[Student], earlier_error: UserError | None, is_final: bool, run: Run
-) -> UserError | None:
+def try_save(live: list[Student], earlier_error: UserError | None, run: Run) -> UserError | None:
     """Save a checkpoint of every student. Returns the error if it cannot be written.
 
-    A full disk does not end the run: the loop tries again after each update. Only the final
-    checkpoint raises the error.
+    A full disk does not end the run: the loop tries again after each update.
     """
     error = save_checkpoints(live, run)
-    if error and is_final:
-        raise error
     if error and not earlier_error:
         say(f"step {run.step}: no checkpoint; trying after each update from now on: {error}")
     return error
 
 
-STOP = threading.Event()  # set by a signal
+RECEIVED: list[str] = []  # names of the signals that this process has received
 TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
 
 
+def received() -> list[str]:
+    """Return the names of the signals that the processes have received."""
+    return list(itertools.chain(*parallel.all_gather(RECEIVED)))
+
+
 def catch_signals() -> None:
-    """From now on, SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run after the current update."""
-    STOP.clear()
+    """From now on, SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run.
+
+    It ends before the first update, after the current one, or between two batches of a validation.
+    """
+    RECEIVED.clear()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         if not under_nohup:
-            signal.signal(number, lambda *_: STOP.set())
+            signal.signal(number, lambda n, _: RECEIVED.append(signal.Signals(n).name))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -456,20 +493,63 @@ def distil(cfg: Config) -> int:
 
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
     """
+    catch_signals()
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     try:
-        preflight.check_config(cfg)
-        cfg = fit_micro_batch(cfg)
-        return train_students(cfg)
-    except torch.OutOfMemoryError as error:
-        remedy = "--shard=N"
-        if cfg.micro_batch > cfg.group:
-            remedy = f"a micro_batch below {cfg.micro_batch}"
-        remedy += ", --recompute=True, or fewer methods"
-        raise UserError(f"out of memory on {cfg.device}: set {remedy}") from error
+        with sole_run(cfg):
+            preflight.check_config(cfg)
+            cfg = fit_micro_batch(cfg)
+            try:
+                return train_students(cfg)
+            except torch.OutOfMemoryError as error:
+                remedy = "--shard=N"
+                if cfg.micro_batch > cfg.group:
+                    remedy = f"a micro_batch below {cfg.micro_batch}"
+                remedy += ", --recompute=True, or fewer methods"
+                raise UserError(f"out of memory on {cfg.device}: set {remedy}") from error
     finally:
         parallel.stop()
+
+
+@contextlib.contextmanager
+def sole_run(cfg: Config) -> Iterator[None]:
+    """Lock the folder of a run, and write exit.json if an error ends the run.
+
+    A `UserError` of one process ends all of them if they have not begun to train.
+    """
+    out = Path(cfg.out_dir)
+    busy = f"out_dir={out}: another train.py is running there"
+    lock = locked(out, f"{busy}; wait until it ends, or choose another out_dir")
+    progress = configure.PROGRESS
+    progress.clear()
+
+    def begin() -> None:
+        stack.enter_context(lock)
+        (out / "exit.json").unlink(missing_ok=True)
+
+    with contextlib.ExitStack() as stack:
+        parallel.on_first(begin)
+        progress["out"] = out
+        try:
+            yield
+        except Exception as error:
+            is_alone = "step" in progress and parallel.world() > 1
+            if not isinstance(error, UserError):
+                write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
+                raise
+            write_exit(cfg, 1, str(error))
+            if is_alone and not error.is_shared:
+                raise RuntimeError("an error of this process alone") from error
+            parallel.raise_everywhere(error)
+
+
+def write_exit(cfg: Config, code: int, why: str) -> None:
+    """Write OUT/exit.json, unless another process has written before why the run ends."""
+    step = configure.PROGRESS.get("step")
+    facts = {"code": code, "step": step, "max_steps": cfg.max_steps, "why": why}
+    with contextlib.suppress(OSError), Path(cfg.out_dir, "exit.json").open("x") as file:
+        json.dump(facts, file)
 
 
 def fit_micro_batch(cfg: Config) -> Config:
@@ -503,37 +583,35 @@ def train_students(cfg: Config) -> int:
     teacher = open_teacher(cfg, rows, val)
     students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
     run = Run(cfg, preflight.run_facts(cfg, rows, records))
-
-    lock = contextlib.nullcontext()
-    if parallel.rank() == 0:
-        busy = f"out_dir={cfg.out_dir}: another train.py is running there"
-        lock = locked(Path(cfg.out_dir), f"{busy}; wait until it ends, or choose another out_dir")
-    with lock:
-        loop(run, rows, val, teacher, students)
-        for s in students:
-            if not s.stopped and run.step == cfg.max_steps:
-                save_model(s, run)
+    loop(run, rows, val, teacher, students)
+    for s in students:
+        if not s.stopped and not run.signals:
+            save_model(s, run)
     return exit_code(students, run)
 
 
 def exit_code(students: list[Student], run: Run) -> int:
-    """Print the step that the run has reached, and return its exit code."""
-    stopped = [s for s in students if s.stopped]
+    """Print the step that the run has reached, write exit.json, and return the exit code."""
+    stopped = [f"{s.name} stopped at {s.stopped}" for s in students if s.stopped]
     all_stopped = len(stopped) == len(students)
     cfg = run.cfg
     reached = f"{cfg.out_dir}: step {run.step} of {cfg.max_steps}"
-    if run.step < cfg.max_steps and not all_stopped:
-        say(f"{reached}; the same command resumes")
-        return TRY_AGAIN
+    code = 1 if stopped else 0
+    why = "; ".join(stopped) or "finished"
+    if run.signals and not all_stopped:
+        reached += "; the same command resumes"
+        code = TRY_AGAIN
+        why = run.signals[0]
     say(reached)
-    if all_stopped:
-        print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    # A torchrun with restarts gets 0: after 1 it would start again, and the student would only stop
-    # once more.
-    if stopped and not restarts:
-        return 1
-    return 0
+    if parallel.rank() == 0:
+        write_exit(cfg, code, why)
+        if all_stopped:
+            print(f"{cfg.out_dir}: all students stopped; {stopped[0]}", file=sys.stderr)
+    n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
+        # this node's torchrun would wait five minutes for one that has received the signal itself
+        os.kill(os.getppid(), signal.SIGTERM)
+    return code
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 OUT/run.json             config, command, hashes of data and teacher, versions, machine; in `starts`
                          the same for each start
+OUT/exit.json            how the last start ended: its exit code, step, max_steps, and why
 OUT/teacher.jsonl        a record every histogram_every_steps
 OUT/METHOD/log.jsonl     a record every log_every_steps, and one for each validation
 OUT/METHOD/checkpoints/step_00001000/
@@ -227,34 +228,34 @@ def say_summary(students: list[Student], run: Run) -> None:
 def save_model(s: Student, run: Run) -> None:
     """Write the model for transformers, and then its provenance beside it."""
     weights = parallel.to_first(s.model.state_dict())
-    if parallel.rank() == 0:
+
+    def write() -> None:
         s.model.save_pretrained(s.folder / "model", s.tokenizer, weights)
         files.write_json(s.folder / "run.json", student_facts(s, run))
+
+    parallel.on_first(write)
     say(f"{s.name}: {s.folder / 'model'}")
 
 
 def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
     """Write a checkpoint of every student, then delete older ones.
 
-    Returns the error if one could not be written: then nothing is deleted.
+    Returns the error, on all processes, if one could not be written: then nothing is deleted.
     """
-    failed = None
-    for s in live:
-        groups = {}
-        if run.step:  # a checkpoint of step 0 has no tensors
-            groups = tensors_of(s)
-        state = student_facts(s, run)
-        state["sums"] = files.for_json(s.totals())
-        try:
-            if parallel.rank() == 0:
-                name = f"step_{run.step:08d}"
-                write_checkpoint(s.folder / "checkpoints" / name, groups, state, s)
-        except UserError as error:
-            failed = error
-    if parallel.rank() == 0 and not failed:
+    try:
         for s in live:
-            delete_older(s, run)
-    return failed
+            groups = {}
+            if run.step:  # a checkpoint of step 0 has no tensors
+                groups = tensors_of(s)
+            state = student_facts(s, run)
+            state["sums"] = files.for_json(s.totals())
+            path = s.folder / "checkpoints" / f"step_{run.step:08d}"
+            parallel.on_first(write_checkpoint, path, groups, state, s)
+        for s in live:
+            parallel.on_first(delete_older, s, run)
+    except UserError as error:
+        return error
+    return None
 
 
 def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
@@ -390,6 +391,5 @@ def stop(s: Student, run: Run) -> None:
         advice = f"to go on, --resume_from={checkpoints[-1]} with another out_dir and {smaller}"
     s.stopped = f"step {run.step}: {s.stopped}; {advice}"
     say(f"{s.name} stopped at {s.stopped}")
-    if parallel.rank() == 0:
-        facts = student_facts(s, run) | {"why": s.stopped}
-        files.write_json(s.folder / "stopped.json", facts)
+    facts = student_facts(s, run) | {"why": s.stopped}
+    parallel.on_first(files.write_json, s.folder / "stopped.json", facts)

@@ -69,6 +69,7 @@ class Run:
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     first_step: int = 0  # where this start began
     began: float = 0.0  # `time.perf_counter()` then
+    signals: list[str] = field(default_factory=list)  # that ended it before its end
     best_tok_per_sec: float = 0.0  # since then
     slowdown_said: bool = False
 

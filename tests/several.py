@@ -31,7 +31,7 @@ loop = train.loop
 
 def update_or_signal(students, teacher, stream, step, cfg):
     if cfg.out_dir.endswith("cut") and step == 1 == parallel.rank():
-        train.STOP.set()
+        train.RECEIVED.append("SIGTERM")
     return update(students, teacher, stream, step, cfg)
 
 
@@ -146,7 +146,7 @@ def main(nodes: list[str], todo: dict[int, list[list[str]]]) -> None:
         os.environ |= {"WORLD_SIZE": str(n), **place}
         children = []
         for rank in range(n):
-            os.environ["RANK"] = str(rank)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             children.append(fork(work, runs))
         codes = exit_codes(children)
         assert not any(codes), codes

@@ -1,7 +1,12 @@
 """Several processes compute what one computes, and survive or refuse what differs or is lost."""
 
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -252,3 +257,36 @@ def test_two_nodes_of_which_one_loses_its_process_twice_go_on_from_a_checkpoint(
     assert records(root / "nodes", "alra")[-1]["step"] <= step
     # an update that is lost or made twice: 1e-2
     assert distance(root / "nodes", tmp_path, "alra", step=step) < 1e-4
+
+
+STUBS = {
+    "srun": 'shift; exec "$@"',
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi',
+}
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
+    """A real torchrun under the script of docs/, whose signal comes from Slurm."""
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    places = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    job = {"JOB_ID": str(several.free_port() - 20000), "JOB_NODELIST": "x"}
+    job |= {"NNODES": "1", "GPUS_ON_NODE": "2"}
+    env = os.environ | {"PATH": ":".join(places), "PYTHONPATH": str(world.ROOT)}
+    env |= {f"SLURM_{key}": value for key, value in job.items()}
+    out = tmp_path / "out"
+    (tmp_path / "train.py").symlink_to(world.ROOT / "train.py")
+    command = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+    while not [*out.glob("alra/checkpoints/step_*[1-9]")]:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait() == 75
+    assert (tmp_path / "requeued").read_text() == f"requeue {job['JOB_ID']}\n"
+    end = read_json(out / "exit.json")
+    step = int(world.saved(out / "alra")[-1].removeprefix("step_"))
+    assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}

@@ -823,6 +823,7 @@ def test_a_signal_in_an_update_saves_after_it_and_exits_75(
     hook_update(interrupt)
     run(tmp_path, "--methods=alra", 75)
     assert ": step 3 of 6; the same command resumes" in capsys.readouterr().out
+    assert_end(tmp_path, 75, 3, "SIGTERM")
     assert steps_of(tmp_path / "alra") == [2, 3]
     run(tmp_path, "--methods=alra")
     starts = read_json(tmp_path / "run.json")["starts"]
@@ -830,6 +831,46 @@ def test_a_signal_in_an_update_saves_after_it_and_exits_75(
     assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
     # the line of step 4 is of updates on both sides
     assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+
+
+def assert_end(out: Path, code: int, step: int | None, why: str) -> None:
+    end = read_json(out / "exit.json")
+    assert end == {"code": code, "step": step, "max_steps": 6, "why": why}
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+def test_a_signal_while_a_run_loads_or_validates_ends_it_and_loses_nothing(
+    finished, tmp_path, monkeypatch, run, at
+):
+    """It comes in the middle of the validation of a step, or before the first update."""
+    batches = train.validation_batches
+    seen = []
+
+    def interrupted(val, *args):
+        for batch in batches(val, *args):
+            seen.append(batch[0])
+            if len(seen) == 4 * at // 3 - 2:  # 4 batches each
+                signal.raise_signal(signal.SIGUSR1)
+            yield batch
+
+    def load(*args):
+        if at == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        return preflight.open_teacher(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "validation_batches", interrupted)
+        patch.setattr(train, "open_teacher", load)
+        run(tmp_path, "--methods=alra --checkpoint_every_steps=none", 75)
+    assert_end(tmp_path, 75, at, "SIGUSR1")
+    assert len(seen) == max(0, 4 * at // 3 - 2)
+    assert steps_of(tmp_path / "alra")[-1] == at
+    assert not (tmp_path / "alra/model").exists()
+    for _ in range(2):
+        run(tmp_path, "--methods=alra")
+        assert_end(tmp_path, 0, 6, "finished")
+        assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+        assert untimed(tmp_path, "alra") == untimed(finished, "alra")
 
 
 def test_four_signals_stop_a_run_but_nohup_stays_nohup():

@@ -35,7 +35,7 @@ from lib import metrics, parallel
 from lib.checks import IGNORE
 from lib.device import mfu, peak_bytes, pick_device, repair_compile_cache
 from lib.errors import UserError, first_line
-from lib.files import locked, read_json, read_lines
+from lib.files import locked, read_lines
 from lib.head import head_losses
 from lib.hf import weights_hash
 from lib.rows import Rows, read_ahead, row_order
@@ -44,6 +44,7 @@ from run import preflight
 from run.checkpoints import resume, save_checkpoints, save_model, stop_diverged
 from run.identity import student_shape
 from run.log import (
+    UNWRITTEN,
     log_histograms,
     log_validation,
     record,
@@ -51,6 +52,7 @@ from run.log import (
     say_if_slower,
     say_names,
     say_values,
+    write_waiting,
 )
 from run.methods import compute_dtype, make_objective, method_lines
 from run.preflight import open_teacher
@@ -225,20 +227,18 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     run.began = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     next_save = run.began + pause
-    saved_step = run.step
     disk_error = None
-    run.signals = received()  # from here on, an error of one process does not reach the others
+    stop = received()  # from here on, an error of one process does not reach the others
     configure.PROGRESS["step"] = run.step
-    validation_is_due = validation_is_missing(live, run)
+    validation_is_due = parallel.on_first(validation_is_missing, live, run)
 
-    while live and not run.signals:
+    while live and not stop:
         if validation_is_due:
             validated = validate(live, teacher, val, cfg)
             if validated:
                 log_validation(live, validated, val.levels, run)
-            else:
-                run.signals = received()
-        if run.signals or run.step == cfg.max_steps:
+            stop = not validated
+        if stop or run.step == cfg.max_steps:
             break
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
@@ -253,8 +253,6 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         run.step += 1
         configure.PROGRESS["step"] = run.step
         run.count_update(n_valid, after - before)
-        if stop:
-            run.signals = received()
         validation_is_due = is_due(cfg.val_every_steps, run)
         save = stop or save_is_due or is_due(cfg.checkpoint_every_steps, run)
         live = stop_diverged(live, run, check_weights=save or validation_is_due)
@@ -263,15 +261,16 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
             log_terms(live, teacher, run)
         if live and save:  # before a validation, in which the run may be killed
             disk_error = try_save(live, disk_error, run)
-            if not disk_error:
-                saved_step = run.step
             next_save = time.perf_counter() + (0 if disk_error else pause)
         bar.update()
     bar.close()
-    if live and saved_step < run.step:
+    if live and run.step not in parallel.on_first(live[-1].checkpoints):
         disk_error = save_checkpoints(live, run)
         if disk_error:
             parallel.raise_everywhere(disk_error)
+    parallel.on_first(write_waiting)
+    if stop:
+        run.signals = received()
 
 
 def is_due(every: int | None, run: Run) -> bool:
@@ -280,14 +279,11 @@ def is_due(every: int | None, run: Run) -> bool:
 
 
 def validation_is_missing(live: list[Student], run: Run) -> bool:
-    """Return whether an earlier start saved a checkpoint of this step, but did not validate it."""
-    missing = False
-    if parallel.rank() == 0 and live and is_due(run.cfg.val_every_steps, run):
-        starts = read_json(Path(run.cfg.out_dir, "run.json"))["starts"]
-        log = read_lines(live[0].folder / "log.jsonl")
-        validated = {record["step"] for record in log if "val_ce" in record}
-        missing = run.step > starts[0]["step"] and run.step not in validated
-    return parallel.all_gather(missing)[0]
+    """Return whether the validation of this step was due, but was cut short."""
+    if not live or not run.step or not is_due(run.cfg.val_every_steps, run):
+        return False
+    log = read_lines(live[0].folder / "log.jsonl")
+    return not any("val_ce" in line and line["step"] == run.step for line in log)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -426,6 +422,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
         "mfu": utilisation,
         "mem_gib": peak_bytes(device) / 2**30,
         "eta_sec": sec_left,
+        "checkpoint_sec": run.checkpoint_sec,
         "time": round(time.time()),  # seconds since 1970
     }
     rate = learning_rate(run.step - 1, cfg)
@@ -450,6 +447,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     say_values(label, means, ["ce"], cfg)
     say_if_slower(tok_per_sec, run)
     counts |= dict.fromkeys(SINCE_LOG, 0)
+    run.checkpoint_sec = 0.0
 
 
 def try_save(live: list[Student], earlier_error: UserError | None, run: Run) -> UserError | None:
@@ -457,7 +455,9 @@ def try_save(live: list[Student], earlier_error: UserError | None, run: Run) -> 
 
     A full disk does not end the run: the loop tries again after each update.
     """
+    began = time.perf_counter()
     error = save_checkpoints(live, run)
+    run.checkpoint_sec += time.perf_counter() - began
     if error and not earlier_error:
         say(f"step {run.step}: no checkpoint; trying after each update from now on: {error}")
     return error
@@ -494,54 +494,43 @@ def distil(cfg: Config) -> int:
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
     """
     catch_signals()
+    UNWRITTEN.clear()
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    try:
-        with sole_run(cfg):
+    out = Path(cfg.out_dir)
+    configure.PROGRESS = {"out": out}
+    busy = f"out_dir={out}: another train.py is running there"
+    lock = locked(out, f"{busy}; wait until it ends, or choose another out_dir")
+    with contextlib.ExitStack() as stack:
+        stack.callback(parallel.stop)
+        parallel.on_first(stack.enter_context, lock)
+        (out / "exit.json").unlink(missing_ok=True)
+        try:
             preflight.check_config(cfg)
             cfg = fit_micro_batch(cfg)
-            try:
-                return train_students(cfg)
-            except torch.OutOfMemoryError as error:
-                remedy = "--shard=N"
-                if cfg.micro_batch > cfg.group:
-                    remedy = f"a micro_batch below {cfg.micro_batch}"
-                remedy += ", --recompute=True, or fewer methods"
-                raise UserError(f"out of memory on {cfg.device}: set {remedy}") from error
-    finally:
-        parallel.stop()
+            return train_students(cfg)
+        except torch.OutOfMemoryError:
+            remedy = "--shard=N"
+            if cfg.micro_batch > cfg.group:
+                remedy = f"a micro_batch below {cfg.micro_batch}"
+            remedy += ", --recompute=True, or fewer methods"
+            fail(UserError(f"out of memory on {cfg.device}: set {remedy}"), cfg)
+        except Exception as error:
+            fail(error, cfg)
 
 
-@contextlib.contextmanager
-def sole_run(cfg: Config) -> Iterator[None]:
-    """Lock the folder of a run, and write exit.json if an error ends the run.
+def fail(error: Exception, cfg: Config) -> None:
+    """Raise an error that ends a run, after writing it into exit.json.
 
     A `UserError` of one process ends all of them if they have not begun to train.
     """
-    out = Path(cfg.out_dir)
-    busy = f"out_dir={out}: another train.py is running there"
-    lock = locked(out, f"{busy}; wait until it ends, or choose another out_dir")
-    progress = configure.PROGRESS
-    progress.clear()
-
-    def begin() -> None:
-        stack.enter_context(lock)
-        (out / "exit.json").unlink(missing_ok=True)
-
-    with contextlib.ExitStack() as stack:
-        parallel.on_first(begin)
-        progress["out"] = out
-        try:
-            yield
-        except Exception as error:
-            is_alone = "step" in progress and parallel.world() > 1
-            if not isinstance(error, UserError):
-                write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
-                raise
-            write_exit(cfg, 1, str(error))
-            if is_alone and not error.is_shared:
-                raise RuntimeError("an error of this process alone") from error
-            parallel.raise_everywhere(error)
+    write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
+    if not isinstance(error, UserError):
+        raise error
+    is_alone = parallel.world() > 1 and "step" in configure.PROGRESS
+    if is_alone and not error.is_shared:
+        raise RuntimeError("an error of this process alone") from error
+    parallel.raise_everywhere(error)
 
 
 def write_exit(cfg: Config, code: int, why: str) -> None:

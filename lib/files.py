@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -112,6 +113,9 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
             except BlockingIOError as error:
                 file.seek(0)
                 raise UserError(f"{busy} ({file.read().strip()})") from error
+            except OSError as error:  # a file system without locks
+                only = f"start no second program in {folder} while this one runs"
+                print(f"{lock_file}: no lock ({error}); {only}", file=sys.stderr)
             # the process that held the lock may have deleted the file since it was opened
             if lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), lock_file.stat()):
                 break

@@ -87,14 +87,10 @@ class States:
 
     def write(self, index: np.ndarray, values: np.ndarray) -> None:
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
-        self._put(0, index, values)
-        self._put(self.values.size, index, self.checksums(index, values))
+        self.put(0, index, values)
+        self.put(self.values.size, index, self.checksums(index, values))
 
-    def forget(self, index: np.ndarray) -> None:
-        """Mark rows as missing."""
-        self._put(self.values.size, index, np.zeros(len(index), np.uint64))
-
-    def _put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
+    def put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
         # on a full disk this is an error; a write to a memmap would be a crash
         with self.storing(), self.file.open("r+b") as file:
             for row, part in zip(index.tolist(), parts, strict=True):
@@ -135,7 +131,8 @@ class CachedTeacher:
                 h = h.pin_memory()
             return h.to(self.head.device, non_blocking=True)
         if not self.body:
-            states.forget(index[bad])  # so that the next start loads the body, if this one cannot
+            # mark rows as missing, so that the next start loads the body if this one cannot
+            states.put(states.values.size, index[bad], np.zeros(bad.sum(), np.uint64))
             self.body = self.load(1)
         if not self.body:
             remedy = "the same command computes it anew"

@@ -20,6 +20,7 @@ import math
 import platform
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import safetensors.torch
@@ -34,7 +35,7 @@ from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import find_folder
 from run.identity import EDITS, file_hash, record_changes
-from run.log import say
+from run.log import say, write_waiting
 from run.methods import compute_dtype
 from run.students import COUNTS, Run, Student, step_of, student_facts
 
@@ -243,6 +244,7 @@ def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
     Returns the error, on all processes, if one could not be written: then nothing is deleted.
     """
     try:
+        parallel.on_first(write_waiting)  # a resumed run does not log these steps again
         for s in live:
             groups = {}
             if run.step:  # a checkpoint of step 0 has no tensors
@@ -265,8 +267,8 @@ def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
     for p, state in s.optimizer.state.items():
         for key, value in state.items():
             optimizer[f"{names[p]}/{key}"] = value
-    groups = {"model": parallel.to_first(s.model.state_dict())}
-    groups["optimizer"] = parallel.to_first(optimizer)
+    groups = {"optimizer": parallel.to_first(optimizer)}  # the largest first: see write_checkpoint
+    groups["model"] = parallel.to_first(s.model.state_dict())
     if s.extras:
         groups["extras"] = parallel.to_first(s.extras.state_dict())
     return groups
@@ -274,16 +276,17 @@ def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
 
 def write_checkpoint(path: Path, groups: dict[str, dict], state: dict, s: Student) -> None:
     """Write a folder with model/ for transformers, further groups of tensors, and state.json."""
-    with files.atomic_folder(path) as new:
+    hashes = {}
+    with files.atomic_folder(path) as new, ThreadPoolExecutor() as pool:
         for name, group in groups.items():
+            file = f"{name}.safetensors"
             if name == "model":
                 s.model.save_pretrained(new / "model", s.tokenizer, group)
+                file = "model/model.safetensors"
             else:
-                safetensors.torch.save_file(group, new / f"{name}.safetensors")
-        hashes = {}
-        for file in sorted(new.rglob("*.safetensors")):
-            hashes[str(file.relative_to(new))] = file_hash(file)
-        state["files_sha256"] = hashes
+                safetensors.torch.save_file(group, new / file)
+            hashes[file] = pool.submit(file_hash, new / file)  # while the next one is written
+        state["files_sha256"] = {file: sha.result() for file, sha in hashes.items()}
         files.write_json(new / "state.json", state)
 
 

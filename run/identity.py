@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from configure import AFFECTS, Config
+from lib import parallel
 from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
@@ -120,7 +121,8 @@ def content_hash(name: str | None) -> str | None:
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name}: no config.json in it; expected a model's folder or a checkpoint")
-    hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
+    files = [folder / "config.json", *weight_files(folder)]
+    hashes = parallel.once_per_node(lambda: [file_hash(file) for file in files])
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 

@@ -146,7 +146,7 @@ def main(nodes: list[str], todo: dict[int, list[list[str]]]) -> None:
         os.environ |= {"WORLD_SIZE": str(n), **place}
         children = []
         for rank in range(n):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
             children.append(fork(work, runs))
         codes = exit_codes(children)
         assert not any(codes), codes

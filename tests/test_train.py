@@ -658,7 +658,7 @@ NO_ROOM_EITHER = safetensors.SafetensorError(f"Error while serializing: I/O erro
     ("errors", "where", "steps"),  # errors: by the number of the file of tensors
     [
         ({3: NO_ROOM}, "", [5, 6]),  # at step 4 there is no room, after it there is
-        (dict.fromkeys((3, 4, 5, 6), NO_ROOM), "step_00000006.alra-new/model", [0, 2]),
+        (dict.fromkeys((3, 4, 5, 6), NO_ROOM), "checkpoints/step_00000006", [0, 2]),
         ({6: NO_ROOM_EITHER}, "model", [4, 6]),
     ],
 )

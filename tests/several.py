@@ -50,7 +50,10 @@ def work(runs: list[list[str]]) -> None:
     parallel.start(torch.device("cpu"))
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
-        codes = parallel.all_gather(configure.guard(lambda cfg=cfg: train.distil(cfg)))
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(int(cfg.out_dir.endswith("restarts")))
+        code = configure.guard(lambda cfg=cfg: train.distil(cfg))
+        del os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        codes = parallel.all_gather(code)
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)
     stop()

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -22,6 +23,8 @@ from lib import distributed, parallel
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
+from run import identity
+from run.identity import file_hash
 from tests import several, world
 from tests.world import V, config, final_bits, flags, read_jsonl, records, untimed
 
@@ -50,6 +53,7 @@ def wide(tiny, tmp_path_factory):
     tokenizer = load_tokenizer(world.DEMO)
     world.make_model(TEACHER).save_pretrained(root / "teacher", tokenizer)
     init_student(STUDENT).save_pretrained(root / "student")
+    (root / "data0").symlink_to(root / "data")
     torch.manual_seed(3)
     shape = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "vocab_size": V, "max_position_embeddings": 64}
@@ -73,6 +77,7 @@ def together(tiny, wide, tmp_path_factory):
         "reads": f"{FLAGS} --teacher_cache=True",
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign",
         "bad": f"{FLAGS} --lr=0.0{{rank}}1",
+        "bad_and_restarts": f"{FLAGS} --data_dir={wide}/data{{rank}}",
     }
     four = {
         "uneven": f"{SHORT} --shard=4",  # 4 does not divide the rows of these weights
@@ -146,6 +151,28 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
     assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
 
 
+@pytest.mark.parametrize(("place", "n_read"), [({}, 1), ({"GROUP_RANK": "1"}, 0)])
+def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch, place, n_read):
+    """Here process 1 of the second node, beside processes of the first one."""
+    digest = identity.content_hash(wide / "teacher")
+    read = mock.Mock(wraps=identity.file_hash)
+    monkeypatch.setattr(identity, "file_hash", read)
+    for key, value in (place | {"LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(key, value)
+
+    def all_gather(own):
+        others = [("0", ["x"]), ("0", None)]
+        if place:
+            files = ("config.json", "model.safetensors")
+            others.append(("1", [file_hash(wide / "teacher" / name) for name in files]))
+        return [*others, own]
+
+    monkeypatch.setattr(parallel, "all_gather", all_gather)
+    monkeypatch.setattr(parallel, "rank", lambda: 3)
+    assert identity.content_hash(wide / "teacher") == digest
+    assert read.call_count == 2 * n_read
+
+
 @pytest.mark.slow
 def test_two_processes_share_stored_hidden_states(together):
     root, text = together
@@ -208,12 +235,18 @@ def test_a_teacher_that_transformers_computes_is_sharded_too(together, wide, tmp
 
 
 @pytest.mark.slow
-def test_processes_that_differ_are_refused_before_anything_is_written(together):
+def test_processes_that_differ_are_refused_before_anything_is_written(together, wide):
     root, text = together
     problem = "vanilla_kd, lr: 0.001 on process 0, 0.011 on process 1"
-    assert text.count(f"UserError: {problem}; expected the same") == text.count("Error: ") == 1
+    assert text.count(f"UserError: {problem}; expected the same") == 1
     assert text.count("exit codes [1, 1]") == 1
     assert [path.name for path in (root / "bad").iterdir()] == ["exit.json"]
+    # process 1 has no rows: process 0 says so too, and torchrun must not restart
+    assert text.count("Error: ") == 2
+    problem = f"{wide}/data1: no train.bin with train.json; run prepare.py with the config"
+    assert f"UserError: {problem}\n" in text
+    end = read_json(root / "bad_and_restarts/exit.json")
+    assert end == {"code": 1, "step": None, "max_steps": 4, "why": f"UserError: {problem}"}
 
 
 def test_each_start_waits_as_long_as_it_is_told(monkeypatch):

@@ -13,7 +13,6 @@ Dimension key: B rows, T time, D width, V vocabulary, N positions.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -260,7 +259,10 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         if live and is_due(cfg.log_every_steps, run):
             log_terms(live, teacher, run)
         if live and save:  # before a validation, in which the run may be killed
-            disk_error = try_save(live, disk_error, run)
+            earlier_error = disk_error
+            disk_error = save_checkpoints(live, run)
+            if disk_error and not earlier_error:
+                say(f"step {run.step}: no checkpoint; trying after each update: {disk_error}")
             next_save = time.perf_counter() + (0 if disk_error else pause)
         bar.update()
     bar.close()
@@ -450,26 +452,13 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     run.checkpoint_sec = 0.0
 
 
-def try_save(live: list[Student], earlier_error: UserError | None, run: Run) -> UserError | None:
-    """Save a checkpoint of every student. Returns the error if it cannot be written.
-
-    A full disk does not end the run: the loop tries again after each update.
-    """
-    began = time.perf_counter()
-    error = save_checkpoints(live, run)
-    run.checkpoint_sec += time.perf_counter() - began
-    if error and not earlier_error:
-        say(f"step {run.step}: no checkpoint; trying after each update from now on: {error}")
-    return error
-
-
 RECEIVED: list[str] = []  # names of the signals that this process has received
 TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
 
 
 def received() -> list[str]:
-    """Return the names of the signals that the processes have received."""
-    return list(itertools.chain(*parallel.all_gather(RECEIVED)))
+    """Return the names of the signals that a process has received; all processes agree."""
+    return max(parallel.all_gather(RECEIVED))  # [] is the least
 
 
 def catch_signals() -> None:

@@ -101,16 +101,6 @@ def on_first(function: Callable, *args):
     return all_gather(value)[0]
 
 
-def once_per_node(function: Callable, *args):
-    """Call a function on the first process of each node. Returns its value on all of the node."""
-    node = os.environ.get("GROUP_RANK", rank())  # without torchrun each process calls it
-    value = None
-    if "GROUP_RANK" not in os.environ or os.environ["LOCAL_RANK"] == "0":
-        value = function(*args)
-    values = [other for place, other in all_gather((node, value)) if place == node]
-    return next(other for other in values if other is not None)
-
-
 def check_agreement(**facts) -> None:
     """Raise `UserError` on every process unless all of them hold the same facts."""
     first, *others = all_gather(facts)

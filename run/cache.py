@@ -14,7 +14,6 @@ is missing or damaged is computed; what cannot be stored is computed by the next
 
 import contextlib
 import dataclasses
-import math
 import os
 import shutil
 import sys
@@ -53,31 +52,16 @@ class States:
         key = record_hash(facts | {"rows": rows.manifest["sha256"]})[:12]
         self.file = source.with_name(f"teacher_{key}.{source.stem}.states")
         self.error: UserError | None = None  # why a row could not be stored
-        shape = (rows.n, (rows.ids.shape[1] - 1) * position_bytes)
-        n_values = math.prod(shape)
-        size = n_values + 8 * rows.n
+        row_bytes = (rows.ids.shape[1] - 1) * position_bytes
+        size = rows.n * (row_bytes + 8)
         if not self.file.is_file() or self.file.stat().st_size != size:
-            with self.storing(), self.file.open("ab"):
+            with writing(self.file), self.file.open("ab"):
                 # Missing rows take no space on the disk. A new size moves the checksums, so that
                 # every row of a file that was cut counts as missing.
                 os.truncate(self.file, size)
-        if self.error:
-            self.values = np.broadcast_to(np.uint8(0), shape)
-            self.sums = np.broadcast_to(np.uint64(0), rows.n)
-        else:  # both views also show what other processes write
-            self.values = np.memmap(self.file, np.uint8, "r", shape=shape)  # [n, M]
-            self.sums = np.memmap(self.file, np.uint64, "r", offset=n_values)  # [n]
-
-    @contextlib.contextmanager
-    def storing(self) -> Iterator[None]:
-        """Say the first error of writing the file, and go on: the cache can only help."""
-        try:
-            with writing(self.file):
-                yield
-        except UserError as error:
-            if not self.error:
-                say(f"teacher_cache: rows are not stored: {error}")
-            self.error = error
+        # both views also show what other processes write
+        self.values = np.memmap(self.file, np.uint8, "r", shape=(rows.n, row_bytes))  # [n, M]
+        self.sums = np.memmap(self.file, np.uint64, "r", offset=self.values.size)  # [n]
 
     def checksums(self, index: np.ndarray, values: np.ndarray) -> np.ndarray:
         sums = np.empty(len(index), np.uint64)
@@ -92,10 +76,15 @@ class States:
 
     def put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
         # on a full disk this is an error; a write to a memmap would be a crash
-        with self.storing(), self.file.open("r+b") as file:
-            for row, part in zip(index.tolist(), parts, strict=True):
-                file.seek(start + row * part.nbytes)
-                file.write(part)
+        try:
+            with writing(self.file), self.file.open("r+b") as file:
+                for row, part in zip(index.tolist(), parts, strict=True):
+                    file.seek(start + row * part.nbytes)
+                    file.write(part)
+        except UserError as error:
+            if not self.error:
+                say(f"teacher_cache: rows are not stored: {error}")
+            self.error = error
 
 
 class CachedTeacher:

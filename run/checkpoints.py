@@ -243,6 +243,7 @@ def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
 
     Returns the error, on all processes, if one could not be written: then nothing is deleted.
     """
+    began = time.perf_counter()
     try:
         parallel.on_first(write_waiting)  # a resumed run does not log these steps again
         for s in live:
@@ -257,6 +258,7 @@ def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
             parallel.on_first(delete_older, s, run)
     except UserError as error:
         return error
+    run.checkpoint_sec += time.perf_counter() - began
     return None
 
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import marshal
+import os
 import sys
 from pathlib import Path
 
@@ -121,9 +122,13 @@ def content_hash(name: str | None) -> str | None:
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name}: no config.json in it; expected a model's folder or a checkpoint")
-    files = [folder / "config.json", *weight_files(folder)]
-    hashes = parallel.once_per_node(lambda: [file_hash(file) for file in files])
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    hashes = []
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node reads them
+        hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
+    first, *others = filter(None, parallel.all_gather(hashes))
+    if any(other != first for other in others):
+        raise UserError(f"{name}: its files differ between nodes; copy them again")
+    return hashlib.sha256(" ".join(first).encode()).hexdigest()
 
 
 def file_hash(file: Path) -> str:

@@ -1,6 +1,5 @@
 """Stored hidden states give the bits of a run without them, whatever was killed or damaged."""
 
-import errno
 import os
 import re
 import shutil
@@ -156,10 +155,13 @@ def test_a_damaged_row_of_a_run_without_a_body_loads_it(world, tmp_path, forward
 def test_a_cache_that_cannot_be_written_ends_a_fill_but_no_run(
     world, tmp_path, monkeypatch, capsys
 ):
-    def fail(path, size):
-        raise OSError(errno.EROFS, "Read-only file system")
+    begin = cache.States.__init__
 
-    monkeypatch.setattr(os, "truncate", fail)
+    def begin_and_remove(self, *args):
+        begin(self, *args)
+        self.file.unlink()
+
+    monkeypatch.setattr(cache.States, "__init__", begin_and_remove)
     cfg = config(world, tmp_path, **CACHED | {"methods": "alra"})
     assert train.distil(cfg) == 0
     assert capsys.readouterr().out.count("teacher_cache: rows are not stored: ") == 2

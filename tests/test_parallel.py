@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -20,11 +19,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import train
 from lib import distributed, parallel
+from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
 from run import identity
-from run.identity import file_hash
 from tests import several, world
 from tests.world import V, config, final_bits, flags, read_jsonl, records, untimed
 
@@ -151,26 +150,19 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
     assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
 
 
-@pytest.mark.parametrize(("place", "n_read"), [({}, 1), ({"GROUP_RANK": "1"}, 0)])
-def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch, place, n_read):
-    """Here process 1 of the second node, beside processes of the first one."""
+def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
+    """Here the second process of a node, of two nodes with two processes each."""
     digest = identity.content_hash(wide / "teacher")
-    read = mock.Mock(wraps=identity.file_hash)
-    monkeypatch.setattr(identity, "file_hash", read)
-    for key, value in (place | {"LOCAL_RANK": "1"}).items():
-        monkeypatch.setenv(key, value)
-
-    def all_gather(own):
-        others = [("0", ["x"]), ("0", None)]
-        if place:
-            files = ("config.json", "model.safetensors")
-            others.append(("1", [file_hash(wide / "teacher" / name) for name in files]))
-        return [*others, own]
-
-    monkeypatch.setattr(parallel, "all_gather", all_gather)
-    monkeypatch.setattr(parallel, "rank", lambda: 3)
+    files = ("config.json", "model.safetensors")
+    first = [identity.file_hash(wide / "teacher" / name) for name in files]
+    monkeypatch.setattr(identity, "file_hash", lambda file: pytest.fail("read again"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    gathered = [first, [], first]
+    monkeypatch.setattr(parallel, "all_gather", lambda own: [*gathered, own])
     assert identity.content_hash(wide / "teacher") == digest
-    assert read.call_count == 2 * n_read
+    gathered[2] = first[::-1]
+    with pytest.raises(UserError, match="teacher: its files differ between nodes"):
+        identity.content_hash(wide / "teacher")
 
 
 @pytest.mark.slow

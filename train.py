@@ -226,7 +226,6 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     run.began = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     next_save = run.began + pause
-    disk_error = None
     stop = received()  # from here on, an error of one process does not reach the others
     configure.PROGRESS["step"] = run.step
     validation_is_due = parallel.on_first(validation_is_missing, live, run)
@@ -245,8 +244,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         before = time.perf_counter()
         n_valid = update(live, teacher, stream, run.step, cfg)
         after = time.perf_counter()
-        # A signal may reach any process, and only process 0 looks at the clock:
-        # summing tells every process.
+        # a signal may reach any process, and only process 0 looks at the clock: summing tells all
         save_is_due = parallel.rank() == 0 and after > next_save
         n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, bool(RECEIVED), save_is_due)
         run.step += 1
@@ -259,17 +257,17 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         if live and is_due(cfg.log_every_steps, run):
             log_terms(live, teacher, run)
         if live and save:  # before a validation, in which the run may be killed
-            earlier_error = disk_error
-            disk_error = save_checkpoints(live, run)
-            if disk_error and not earlier_error:
-                say(f"step {run.step}: no checkpoint; trying after each update: {disk_error}")
-            next_save = time.perf_counter() + (0 if disk_error else pause)
+            try:
+                save_checkpoints(live, run)
+                next_save = time.perf_counter() + pause
+            except UserError as error:  # a full disk does not end the run
+                if next_save:  # say it once
+                    say(f"step {run.step}: no checkpoint; trying after each update: {error}")
+                next_save = 0
         bar.update()
     bar.close()
     if live and run.step not in parallel.on_first(live[-1].checkpoints):
-        disk_error = save_checkpoints(live, run)
-        if disk_error:
-            parallel.raise_everywhere(disk_error)
+        save_checkpoints(live, run)
     parallel.on_first(write_waiting)
     if stop:
         run.signals = received()
@@ -514,12 +512,11 @@ def fail(error: Exception, cfg: Config) -> None:
     A `UserError` of one process ends all of them if they have not begun to train.
     """
     write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
-    if not isinstance(error, UserError):
-        raise error
-    is_alone = parallel.world() > 1 and "step" in configure.PROGRESS
-    if is_alone and not error.is_shared:
-        raise RuntimeError("an error of this process alone") from error
-    parallel.raise_everywhere(error)
+    if isinstance(error, UserError) and not error.is_shared:
+        if parallel.world() > 1 and "step" in configure.PROGRESS:
+            raise RuntimeError("an error of this process alone") from error
+        parallel.all_gather(error)  # the others wait there, or come to it next
+    raise error
 
 
 def write_exit(cfg: Config, code: int, why: str) -> None:

@@ -83,13 +83,6 @@ def all_gather(value) -> list:
     return values
 
 
-def raise_everywhere(error: UserError) -> None:
-    """Raise an error on all processes, which wait in `all_gather`, or come to it next."""
-    if not error.is_shared:
-        all_gather(error)
-    raise error
-
-
 def on_first(function: Callable, *args):
     """Call a function on the first process. All wait, and return its value or raise its error."""
     value = None

@@ -238,28 +238,24 @@ def save_model(s: Student, run: Run) -> None:
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
+def save_checkpoints(live: list[Student], run: Run) -> None:
     """Write a checkpoint of every student, then delete older ones.
 
-    Returns the error, on all processes, if one could not be written: then nothing is deleted.
+    Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
     """
     began = time.perf_counter()
-    try:
-        parallel.on_first(write_waiting)  # a resumed run does not log these steps again
-        for s in live:
-            groups = {}
-            if run.step:  # a checkpoint of step 0 has no tensors
-                groups = tensors_of(s)
-            state = student_facts(s, run)
-            state["sums"] = files.for_json(s.totals())
-            path = s.folder / "checkpoints" / f"step_{run.step:08d}"
-            parallel.on_first(write_checkpoint, path, groups, state, s)
-        for s in live:
-            parallel.on_first(delete_older, s, run)
-    except UserError as error:
-        return error
+    parallel.on_first(write_waiting)  # a resumed run does not log these steps again
+    for s in live:
+        groups = {}
+        if run.step:  # a checkpoint of step 0 has no tensors
+            groups = tensors_of(s)
+        state = student_facts(s, run)
+        state["sums"] = files.for_json(s.totals())
+        path = s.folder / "checkpoints" / f"step_{run.step:08d}"
+        parallel.on_first(write_checkpoint, path, groups, state, s)
+    for s in live:
+        parallel.on_first(delete_older, s, run)
     run.checkpoint_sec += time.perf_counter() - began
-    return None
 
 
 def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
@@ -374,9 +370,10 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
             if has_diverged:
                 s.stopped = s.stopped or "its weights are not finite"
             elif s.stopped:
-                failed = save_checkpoints([s], run)
-                if failed:
-                    s.stopped += f"; its last weights are lost: {failed}"
+                try:
+                    save_checkpoints([s], run)
+                except UserError as error:
+                    s.stopped += f"; its last weights are lost: {error}"
     for s in live:
         if s.stopped:
             stop(s, run)

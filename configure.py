@@ -18,7 +18,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -144,8 +144,6 @@ class Config:
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     # share of the schedule over which "wsd" lets the rate fall
     decay_share: PositiveFraction = 0.1
-    # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %, and w_ce = 1 - w_kd
-    w_kd_schedule: Literal["constant", "wsd"] = "constant"
 
     # ---- machine
 
@@ -274,6 +272,9 @@ def check_numbers(cfg: Config) -> None:
 def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config:
     """Return the config that config files and `--key=value` flags make, in their order.
 
+    A file may have settings of methods that the run does not train: they are left out. Those of a
+    flag stay, and are refused before the run.
+
     epilog  returns the lines that `--help` prints below the keys
     """
     if "-h" in argv or "--help" in argv:
@@ -283,12 +284,18 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
         expected = "expected one, such as config/alra_200m.py, or --KEY=VALUE"
         raise UserError(f"no config: {expected}; --help lists the keys")
     values = {}
+    flagged = set()  # methods that flags speak of
     for arg in argv:
         for name, value in read_argument(arg).items():
             if name == "hyper" and isinstance(value, dict):
+                if arg.startswith("--"):
+                    flagged |= value.keys()
                 value = merged(values.get("hyper", {}), value)
             values[name] = value
-    return Config(**values)
+    cfg = Config(**values)
+    used = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods), *flagged}
+    hyper = {name: settings for name, settings in cfg.hyper.items() if name in used}
+    return replace(cfg, hyper=hyper)
 
 
 def key_lines() -> list[str]:
@@ -396,6 +403,7 @@ SYNONYMS = {
     "steps": "max_steps with schedule_steps",
     "tau": "METHOD.tau, as in alra.tau",
     "temperature": "METHOD.tau, as in vanilla_kd.tau",
+    "w_kd_schedule": "methods=pd_wsd",
 }
 
 

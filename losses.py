@@ -12,10 +12,12 @@
 * The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are treated
   as constants.
 * Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
-  which checks and widens its inputs, and ends with `leave`, which sets ignored positions to 0.
+  which checks and widens its inputs, and ends with `leave`, which sets ignored positions to 0. If
+  it computes with `z_s` itself, rather than through lib/vocab.py, it calls `enter` with
+  `guard=True`: then ignored positions get a gradient of exactly 0.
 * Ties between equal logits are broken by the lower token index.
-* No input is changed, and equal calls give equal results. Random numbers come from a keyword
-  `generator`, which training seeds.
+* No input is changed, and equal calls give equal results. An objective of your own may also draw
+  random numbers or keep a state: docs/objectives.md shows how.
 * The result is the distillation term alone. `METHODS` has its weight and that of the causal
   language-modelling term.
 * An objective with parts returns a NamedTuple: `loss` [N] first. Training logs its other fields of
@@ -56,7 +58,7 @@ from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
 class AlraTerms(NamedTuple):
     """What `alra` returns. At ignored positions only `loss` has a meaning."""
 
-    loss: Tensor  # [N] mass + local + rest + lambda_pair * pair (Eq. 22); 0 where ignored
+    loss: Tensor  # [N] ALD + lambda_pair * pair (Eq. 22); 0 where ignored
     mass: Tensor  # [N] KL(b_t || b_s), Eq. 14
     local: Tensor  # [N] KL of the local conditionals, Eq. 14
     rest: Tensor  # [N] KL of the rest conditionals, Eq. 14
@@ -77,7 +79,11 @@ def alra(
     tau_p: Positive = 1.0,
     gamma: NonNegative = 5.0,
     lambda_pair: NonNegative = 1.0,
+    w_mass: NonNegative = 1.0,
+    w_local: NonNegative = 1.0,
+    w_rest: NonNegative = 1.0,
     eps: Positive = 1e-6,
+    coefficients: Literal["ald", "exact"] = "ald",
     anchor: Literal["teacher", "none", "label", "both"] = "teacher",
     pair: Literal["swpra", "pra_u", "pra"] = "swpra",
     budget: Literal["adaptive", "fixed"] = "adaptive",
@@ -97,13 +103,19 @@ def alra(
     tau              temperature of the distributions, also in SWPRA's weights (Eq. 2)
     tau_p            temperature of the pairs (Eq. 16)
     gamma            how fast SWPRA's weight falls with the student's probability gap (Eq. 19)
+    w_mass, w_local, w_rest
+                     factors of ALD's three divergences
     eps              added to the denominators of Eq. 8 and Eq. 20
+    coefficients     "ald": the three divergences count alike (Eq. 14); "exact": local counts
+                     alpha_t, the teacher's mass of I, and rest 1 - alpha_t, so that the three sum
+                     to the full KL (Eq. 13)
     anchor           what the candidate set must hold, by the paper's names of the variants:
                      "teacher" ALRA, the teacher's top-1; "none" ALRA-N; "label" ALRA-NG, the label;
                      "both" ALRA-G
     pair             the weight kappa: "swpra" Eq. 20; "pra_u" 1 / |pairs| and "pra" 1, Eq. 18
     budget           "adaptive" (Eq. 8); "fixed": the local set is the student's top d_max, in the
-                     student's order; `anchor` and `d_min` are unused (the Fixed-Budget rows)
+                     student's order; `anchor` and `d_min` are unused (the Fixed-Budget rows, which
+                     use "pra_u" too). To fix the budget alone, set d_min = d_max
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that
                      could move the weights would lower its loss by driving pairs apart
     """
@@ -160,7 +172,11 @@ def alra(
             weight = weight / weight.sum((1, 2), keepdim=True)
     aligned = (weight * pair_kl).sum((1, 2))  # Eq. 17
 
-    loss = leave(mass + local + rest + lambda_pair * aligned, valid)
+    if coefficients == "exact":
+        w_local = w_local * log_odds_t.sigmoid()  # alpha_t
+        w_rest = w_rest * (-log_odds_t).sigmoid()  # 1 - alpha_t
+    ald = w_mass * mass + w_local * local + w_rest * rest
+    loss = leave(ald + lambda_pair * aligned, valid)
     return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
 
 
@@ -282,15 +298,15 @@ def pd(
 
     There is no public code. Choices made here: the token that crosses top_p is kept; the student is
     normalised over the full vocabulary, which pushes down the tokens that are not kept; no tau^2.
-    PD's schedule of the weight is `w_kd_schedule`.
+    PD's schedule of the weight is the row "pd_wsd".
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 1 <= top_k <= z_s.shape[1]:
         raise UserError(f"top_k={top_k}: expected 1 to V")
     tokens = vocab.top(z_t, top_k)  # [N, top_k] largest first
     if top_p < 1:
-        tau_p = tau if truncate_on == "tempered" else 1.0
-        p_t = vocab.log_p(z_t, tokens, tau_p, valid).double().exp()
+        tau_cut = tau if truncate_on == "tempered" else 1.0
+        p_t = vocab.log_p(z_t, tokens, tau_cut, valid).double().exp()
         mass_before = p_t.cumsum(-1) - p_t
         kept = mass_before < top_p
     else:
@@ -497,7 +513,7 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
     if not 3 <= top_k <= z_s.shape[1]:
         raise UserError(f"top_k={top_k}: expected 3 to V")
-    once = upper(top_k, z_s.device).flatten()
+    is_pair = upper(top_k, z_s.device).flatten()  # a before b
     loss = 0.0
     for leader in (z_t, z_s):  # t-LD, s-LD
         tokens = vocab.top(leader, top_k)
@@ -505,7 +521,7 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
         in_s = z_s.gather(1, tokens) / tau
         d_t = differences(in_t).flatten(1)  # [N, k * k]
         d_s = differences(in_s).flatten(1)
-        loss = loss + kl(d_t, d_s, once)
+        loss = loss + kl(d_t, d_s, is_pair)
     return leave(loss, valid)
 
 
@@ -557,7 +573,9 @@ def jsd(
         x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
         student_part = -(1 - beta) * F.softplus(x) * ln_q.exp()
         value = (entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
-        return value, student_part
+        # x depends on ln q in both summands, and these two derivatives cancel
+        slope = student_part
+        return value, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y, tau)
 
@@ -713,13 +731,14 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         p = ln_p.exp()
         q = ln_q.exp()
         # With mixtures a and b the loss is sum a ln(a / b), and ln(a / b) lies between -bias and
-        # bias. Close to these limits it would lose precision by cancellation. So `rise` is its
-        # distance to the nearer limit, and x = bias - ln(a / b). The constant returns as bias * p,
-        # since p sums to 1.
-        side = 2 * (gap >= 0).to(gap.dtype) - 1
+        # bias. Close to these limits it would lose precision by cancellation. So compute x = bias -
+        # ln(a / b) from `rise`, the distance of ln(a / b) to the nearer limit. Then sum a ln(a / b)
+        # is bias - sum a x, and bias is written as bias * p, since p sums to 1.
+        side = 2 * (gap >= 0).to(gap.dtype) - 1  # 1 where p >= q, else -1
         rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
         x = side * rise + (1 + side) * bias
         value = bias * p - ((1 - lam) * p + lam * q) * x
+        # lam q ln(a / b) + lam q - (1 - lam) q a / b, less the multiple bias * lam of q
         slope = -lam * q * (x + torch.expm1(-x))
         return value, slope
 
@@ -794,7 +813,7 @@ def abkd(
         p_to_s = (s * ln_p).exp()  # p^s
         q_to_s = (s * ln_q).exp()
         where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
-        where_q_is_larger = q_to_s * _chord(s, alpha, -d.clamp(min=0))
+        where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
         if alpha:
             slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
         else:
@@ -847,7 +866,8 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     """
     ln_p = _log_softmax(z_t)
     p = ln_p.exp()
-    n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))  # to the last bit of ln p
+    # The interval is about 2**4 wide: this many halvings lead to the last bit of ln p.
+    n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
     # border, where the mass of the likelier tokens passes mu, is above it.
     # Each step keeps mass(ln_p >= low) > mu >= mass(ln_p >= border).
@@ -889,19 +909,11 @@ def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     return _sum_over_vocab(terms, z_s, z_t, y, tau)
 
 
-def taid(
-    z_s,
-    z_t,
-    y,
-    *,
-    t: UnitInterval = 0.4,
-    t_end: UnitInterval = 1.0,
-) -> Tensor:
+def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target.
 
-    t      share of the teacher: a number, or a tensor [] that is not checked. t = 1 is
-           KL(P_t || P_s); t = 0 has no gradient
-    t_end  value of t at the end of the schedule; training interpolates linearly. Not used here
+    t  share of the teacher: a number, or a tensor [] that is not checked. t = 1 is KL(P_t || P_s);
+       t = 0 has no gradient. Training raises it from 0.4 to 1 (see `METHODS`), unless you set it
 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Their
     adaptive schedule of t is left out. In runs of up to about 4,000 updates it moves more slowly
@@ -938,11 +950,24 @@ class Method(NamedTuple):
     hyper: dict = {}  # noqa: RUF012 (settings that differ from the objective's defaults)
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
-    moving: tuple[str, ...] = ()  # settings x that training interpolates linearly to x_end
+    # settings that change in training: function of progress (0 at the first update of the schedule,
+    # 1 at its end) -> value
+    moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
+    state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
 
     @property
     def has_teacher(self) -> bool:
         return self.fn is not cross_entropy
+
+
+def ramp(start: float, end: float) -> Callable[[float], float]:
+    """Return a function of progress that goes in a straight line from `start` to `end`."""
+    return lambda progress: start + (end - start) * progress
+
+
+def wsd(progress: float) -> float:
+    """Rise from 0 to 1 over the first 10 % of the schedule, fall to 0 over the last 1 %."""
+    return min(1.0, progress / 0.1, (1 - progress) / 0.01)
 
 
 def _fixed(d: int) -> Method:
@@ -955,6 +980,7 @@ METHODS: dict[str, Method] = {
     "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
     "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
     "pd": Method(pd),
+    "pd_wsd": Method(pd, moving={"w_kd": wsd}),  # w_ce is 1 - w_kd
     "atkd": Method(atkd),
     "rld": Method(rld),
     "ldrld": Method(ldrld, w_ce=0.5),
@@ -989,7 +1015,7 @@ METHODS: dict[str, Method] = {
     "abkd": Method(abkd),
     "akl": Method(akl),
     "todi": Method(todi, w_kd=0.5, w_ce=0.5),
-    "taid": Method(taid, moving=("t",)),
+    "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}),
     "topk_tail": Method(tad, {"beta": 0.0}),  # KL over the teacher's top K and one bucket
     "logit_std": Method(
         vanilla_kd,
@@ -1008,15 +1034,19 @@ HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
 
 def method_loss(
-    name: str, z_s, z_t, y, n_sequences: int = 1, **settings
+    name: str, z_s, z_t, y, n_sequences: int = 1, state: dict | None = None, **settings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Call a method in a training loop of your own.
 
     n_sequences  sequences of equal length in the batch, one after another; read by TAD
+    state        of an objective that keeps one; None: its first
     settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`
-    ->           mean loss, differentiable in z_s; detached means of its terms
+    ->           mean loss, differentiable in z_s; detached means of its terms, and the next state
+                 under state.KEY
     """
     method = with_sequences(resolve(name, **settings), n_sequences)
+    if method.state:
+        method = method._replace(hyper={**method.hyper, "state": state or method.state})
     loss, sums = mean_loss(method, z_s, z_t, y)
     n_valid = sums.pop("n_valid").clamp(min=1)
     return loss, {key: value / n_valid for key, value in sums.items()}
@@ -1027,12 +1057,14 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
 
     z_s, z_t, y  as for an objective: the positions of one forward batch
     ->           mean loss [], and a dict of sums: `loss`, `kd` (with a teacher), `ce`, the
-                 objective's parts, `n_valid`
+                 objective's parts, `n_valid`. The next state of an objective that keeps one is
+                 under state.KEY, times n_valid
 
     A term of weight 0 costs no gradient.
     """
     with_gradient = torch.is_grad_enabled()
     valid = y != IGNORE
+    state = {}
     uses_ce = _is_used(method.w_ce)
     with torch.set_grad_enabled(with_gradient and uses_ce):
         ce = cross_entropy(z_s, None, y)  # [N]
@@ -1046,6 +1078,7 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.set_grad_enabled(with_gradient and uses_kd):
             parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
         kd = parts.pop("loss")  # [N]
+        state = parts.pop("state", {})
         if uses_kd:
             loss = loss + method.w_kd * kd
         terms = {"kd": kd, "ce": ce, **parts}
@@ -1053,8 +1086,11 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     for key, value in {"loss": loss, **terms}.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
-    sums["n_valid"] = valid.sum()
-    return loss.sum() / valid.sum().clamp(min=1), sums
+    n_valid = valid.sum()
+    for key, value in state.items():
+        sums[f"state.{key}"] = value * n_valid
+    sums["n_valid"] = n_valid
+    return loss.sum() / n_valid.clamp(min=1), sums
 
 
 def _is_used(weight: float | Tensor) -> bool:
@@ -1096,7 +1132,8 @@ def resolve(name: str, **overrides) -> Method:
             weights[key] = value
         else:
             hyper[key] = value
-    return method._replace(hyper=hyper, **weights)
+    moving = {key: value for key, value in method.moving.items() if key not in overrides}
+    return method._replace(hyper=hyper, moving=moving, **weights)
 
 
 def settings(name: str) -> dict[str, object]:
@@ -1105,7 +1142,7 @@ def settings(name: str) -> dict[str, object]:
     hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key in default_settings(fn):
-        if key not in ("n_sequences", "generator"):  # the caller sets these two
+        if key not in ("n_sequences", "generator", "state"):  # the caller sets these
             kinds[key] = hints[key]
     return kinds
 

@@ -131,7 +131,8 @@ class Linear(nn.Linear):
 def linears(x: Tensor, *layers: Linear):
     """Return each layer's product with x, in a list or a tuple.
 
-    If a compiled model casts its weights, all are computed as one product, with fewer launches.
+    A compiled model that casts its weights to another dtype computes all of them as one product:
+    the cast copies the weights in any case, and one product needs fewer kernel launches.
     """
     is_cast = layers[0].weight.dtype != x.dtype
     if not (torch.compiler.is_compiling() and is_cast):
@@ -401,8 +402,9 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
 def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
     """Return the FLOPs of one token, forward, or forward and backward (three times as many).
 
-    They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up)
-    and 2 * H * K * T per layer for attention: two products of that size, halved by causality.
+    They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up),
+    and 2 * H * K * T per layer for attention. Attention has two products of 2 * H * K * T each, of
+    which causality leaves half.
     """
     d = shape.hidden_size
     k = shape.head_dim
@@ -521,10 +523,12 @@ def unsupported(hf: dict) -> str | None:
 def rope_of(hf: dict) -> dict:
     """Return the rope base and scaling of a config.json.
 
-    If it has several of them, the one that transformers uses wins.
+    Newer files keep both in `rope_parameters`. Older ones have `rope_theta` at the top, and the
+    rest in `rope_scaling`. Of several, the one that transformers uses wins: `rope_scaling` over
+    `rope_parameters`, and either of them over the top.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        rope = {"type": rope}
+        rope = {"type": rope}  # malformed; `unsupported` names it
     base = {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": rope.get("type", "default")}
     return base | rope

@@ -38,6 +38,7 @@ from lib.files import locked, read_lines
 from lib.head import head_losses
 from lib.hf import weights_hash
 from lib.rows import Rows, read_ahead, row_order
+from losses import resolve
 from model import Qwen2, flops_per_token, init_student
 from run import preflight
 from run.checkpoints import resume, save_checkpoints, save_model, stop_diverged
@@ -97,14 +98,19 @@ def make_student(
     For a loss term of your own you can add trainable modules to `extras`. A parameter group may
     have an `lr_factor` (default 1), by which `update` multiplies the student's learning rate.
     """
+    method = resolve(name)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
     torch.manual_seed(cfg.seed)
     extras = nn.ModuleDict()  # add your own modules here
     if cfg.compile:
         model.compile_layers()
+    if method.state:
+        extras["state"] = nn.Module()
+        for key, value in method.state.items():
+            extras["state"].register_buffer(key, value.clone())
     if cfg.shard > 1:
-        if len(extras):
+        if list(extras.parameters()):
             raise UserError(f"shard={cfg.shard}: not supported with extras")
         from lib.distributed import shard  # imported here, as few runs are sharded
 
@@ -170,7 +176,7 @@ def update(
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
-    objectives = [s.objective_at(step) for s in students]
+    objectives = [s.objective_at(step, s.state) for s in students]
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
     n_local = n_micro // parallel.world()
     n_valid = 0
@@ -188,14 +194,12 @@ def update(
             # gradients are summed over the processes once, during the last backward pass
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
                 (loss / n_micro).backward()  # the layers'; `head_losses` added the heads'
-            # a term is a mean over this micro-batch; times n it is a sum, for the mean in the log
-            for key, value in terms.items():
-                s.sums[key] = s.sums.get(key, 0.0) + value.double() * n
+            add_terms(s, terms, n)
         n_valid += n
     for handle in pending:
         handle.wait()
 
-    norms = [clip_gradients(s.parameters().values(), cfg.clip) for s in students]
+    norms = [clip_gradients(s.parameters_by_name().values(), cfg.clip) for s in students]
     norms = torch.stack(norms).tolist()  # the only host-device synchronisation of a step
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
@@ -204,10 +208,12 @@ def update(
             for group in s.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_factor", 1.0)
             s.optimizer.step()
+            advance_state(s, n_valid)
             s.skipped = 0
         else:
             count_skipped_update(s, step, cfg)
         s.optimizer.zero_grad(set_to_none=True)
+        s.next_state.clear()
     return n_valid
 
 
@@ -333,6 +339,32 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
+def add_terms(s: Student, terms: dict[str, Tensor], n: int) -> None:
+    """Add the terms of a micro-batch with n labels, which are means over them, to sums.
+
+    The sums give the means in the log, and the next state of an objective that keeps one.
+    """
+    for key, value in terms.items():
+        sums = s.sums
+        if key.startswith("state."):
+            sums = s.next_state
+            key = key.removeprefix("state.")
+        sums[key] = sums.get(key, 0.0) + value.double() * n
+
+
+def advance_state(s: Student, n_valid: int) -> None:
+    """Replace the state of an objective by the mean of what its forward batches returned.
+
+    The mean is over the labels of the update, on all processes.
+    """
+    if not s.state:
+        return
+    n = torch.tensor(float(n_valid), dtype=torch.float64, device=s.model.head.device)
+    parallel.sum_in_place([n, *s.next_state.values()])
+    for key, value in s.state.items():
+        value.copy_(torch.where(n > 0, s.next_state[key] / n, value))
+
+
 def count_skipped_update(s: Student, step: int, cfg: Config) -> None:
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
@@ -367,7 +399,7 @@ def validate(
     """
     n_rows = min(val.n, cfg.val_max_rows or val.n)
     head_t = teacher.head if teacher else None
-    with parallel.gathered_roots(s.model for s in live):
+    with parallel.gathered_roots(s.model for s in live):  # whole heads of sharded students
         models = [hidden_and_head(s, cfg) for s in live]
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.row_sums(models, head_t, batches, n_rows)

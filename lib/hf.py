@@ -98,9 +98,14 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return the sha256 of the names and bytes of all tensors. Equal hashes mean equal tensors."""
+    """Return the hash of a model's tensors."""
+    return tensors_hash(model.state_dict())
+
+
+def tensors_hash(tensors: dict[str, Tensor]) -> str:
+    """Return the sha256 of the names and bytes of tensors. Equal hashes mean equal tensors."""
     digest = hashlib.sha256()
-    for name, p in model.state_dict().items():
+    for name, p in tensors.items():
         p = parallel.full_tensor(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         flat = p.detach().cpu().contiguous().flatten()

@@ -3,6 +3,7 @@
 OUT/run.json             config, command, hashes of data and teacher, versions, machine; in `starts`
                          the same for each start
 OUT/exit.json            how the last start ended: its exit code, step, max_steps, and why
+OUT/code.diff            the uncommitted edits of the newest start that had any
 OUT/teacher.jsonl        a record every histogram_every_steps
 OUT/METHOD/log.jsonl     a record every log_every_steps, and one for each validation
 OUT/METHOD/checkpoints/step_00001000/
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
-from lib.device import gib
+from lib.device import gib, uncommitted_edits
 from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import find_folder
@@ -174,7 +175,10 @@ def start_from(name: str, live: list[Student]) -> tuple[int, int]:
 
 
 def record_start(file: Path, run: Run) -> None:
-    """Write run.json, and add this start to its `starts`."""
+    """Write run.json, and add this start to its `starts`; uncommitted edits go into code.diff."""
+    edits = uncommitted_edits()
+    if edits:
+        files.atomic_write(file.with_name("code.diff"), edits)
     starts = read_json(file).get("starts", []) if file.is_file() else []
     start = {
         "step": run.step,
@@ -260,7 +264,7 @@ def save_checkpoints(live: list[Student], run: Run) -> None:
 
 def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
     """Return weights, extras and optimizer state as whole tensors, on the first process only."""
-    names = {p: name for name, p in s.parameters().items()}
+    names = {p: name for name, p in s.parameters_by_name().items()}
     optimizer = {}
     for p, state in s.optimizer.state.items():
         for key, value in state.items():
@@ -341,7 +345,7 @@ def load_checkpoint(path: Path, s: Student) -> dict:
     with reading(path, problem), torch.no_grad():
         copy_tensors(groups["model"], s.model)
         copy_tensors(groups.get("extras", {}), s.extras)
-        parameters = s.parameters()
+        parameters = s.parameters_by_name()
         for key, value in groups.get("optimizer", {}).items():
             name, _, state_key = key.rpartition("/")
             p = parameters[name]
@@ -381,7 +385,7 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
 
 
 def has_finite_weights(s: Student) -> bool:
-    return all(all_finite(parallel.local(p)) for p in s.parameters().values())
+    return all(all_finite(parallel.local(p)) for p in s.parameters_by_name().values())
 
 
 def stop(s: Student, run: Run) -> None:

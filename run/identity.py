@@ -14,20 +14,24 @@ import json
 import marshal
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from configure import AFFECTS, Config
 from lib import parallel
 from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
-from lib.hf import find_folder, weight_files
+from lib.hf import find_folder, tensors_hash, weight_files
 from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-VARIES = ("methods", "hyper", "moving", "objective", "shape", "seed")  # between rows of one table
+# between rows of one table
+VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
 # What a training step passes through, from rows and first weights to the update.
 STEP = (
     "train.update",
@@ -53,7 +57,8 @@ def made_by(cfg: Config, name: str) -> dict:
     record |= {
         "methods": name.partition("@")[0],
         "hyper": all_settings(cfg, name),
-        "moving": method.moving,
+        "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
+        "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
         "code": step_code(),
         "shape": dataclasses.asdict(student_shape(cfg)),
@@ -78,6 +83,13 @@ def all_settings(cfg: Config, name: str) -> dict:
     values = chosen | default_settings(method.fn) | method.hyper
     values |= {"w_kd": method.w_kd, "w_ce": method.w_ce}
     return {key: values[key] for key in (*settings(name), *chosen)}
+
+
+def schedule_hash(value_at: Callable, cfg: Config) -> str:
+    """Return the sha256 of a moving setting's values over the whole schedule."""
+    n = cfg.schedule_steps
+    values = [float(value_at(step / n)) for step in range(n)]
+    return hashlib.sha256(np.array(values).tobytes()).hexdigest()
 
 
 def record_hash(record: dict) -> str:

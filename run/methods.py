@@ -29,6 +29,12 @@ from losses import (
     with_sequences,
 )
 
+# what the log has of every student, so that no part of an objective may be called so
+LOGGED = (
+    *("step", "nominal_tokens", "valid_tokens", "mean", "n_valid", "kd", "ce", "lr", "gnorm"),
+    *("tok_per_sec", "mfu", "mem_gib", "eta_sec", "time"),
+)
+
 # ----------------------------------------------------------------------------------------------
 # names and settings
 
@@ -38,26 +44,9 @@ def needs_teacher(name: str) -> bool:
     return resolve(name).has_teacher
 
 
-def scheduled_settings(
-    method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant"
-) -> dict[str, float]:
-    """Return the settings that change during a run, with their values in update `step`.
-
-    A setting x in the method's `moving` is interpolated linearly from x to x_end over `n_steps`.
-    w_kd_schedule="wsd" (PD) raises w_kd over the first 10 % of the steps and lowers it over the
-    last 1 %.
-    """
-    values = default_settings(method.fn) | method.hyper
-    scheduled = {}
-    for key in method.moving:
-        start = values[key]
-        end = values[f"{key}_end"]
-        scheduled[key] = start + (end - start) * step / n_steps
-    if w_kd_schedule == "wsd" and method.has_teacher:
-        rise = step / (0.1 * n_steps)
-        fall = (n_steps - step) / (0.01 * n_steps)
-        scheduled["w_kd"] = method.w_kd * min(1.0, rise, fall)
-    return scheduled
+def scheduled_settings(method: Method, step: int, n_steps: int) -> dict[str, float]:
+    """Return the settings that change during a run, with their values in update `step`."""
+    return {key: value_at(step / n_steps) for key, value_at in method.moving.items()}
 
 
 def method_lines() -> list[str]:
@@ -85,24 +74,27 @@ def compute_dtype(cfg: Config) -> torch.dtype:
     return torch.float32
 
 
-def make_objective(name: str, cfg: Config) -> Callable[[int], Callable]:
-    """Return a function: update -> the student's objective in it, as `head_losses` calls it.
+def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
+    """Return a function: update, state -> the student's objective, as `head_losses` calls it.
 
     The random numbers of a forward batch depend on its place in the update, and not on how the
-    update is divided into micro-batches and processes.
+    update is divided into micro-batches and processes. An objective that draws some is not
+    compiled.
     """
     overrides = cfg.overrides_of(name)
     method = resolve(name, **overrides)
-    loss_fn = make_loss_fn(name, cfg.group, cfg.compile, **overrides)
     is_random = "generator" in default_settings(method.fn)
+    loss_fn = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
 
-    def objective_at(step: int) -> Callable:
-        numbers = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
+    def objective_at(step: int, state: dict[str, Tensor]) -> Callable:
+        numbers = scheduled_settings(method, step, cfg.schedule_steps)
         scheduled = {}
         for key, value in numbers.items():
             # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
             # blocking host-to-device copy.
             scheduled[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
+        if state:
+            scheduled["state"] = state
         if not is_random:
             return functools.partial(loss_fn, scheduled=scheduled)
         first_row = parallel.rank() * cfg.batch_rows // parallel.world()
@@ -151,8 +143,8 @@ def evaluate(
     """Return the loss and sums of `mean_loss`, and the gradient with respect to z_s.
 
     gradient_dtype  None: no gradient is computed
-    scheduled       settings that replace the method's: tensors [], or a generator. If w_kd is among
-                    them, w_ce = 1 - w_kd
+    scheduled       settings that replace the method's: tensors [], a generator, or a state. If w_kd
+                    is among them, w_ce = 1 - w_kd
     """
     if scheduled:
         hyper = method.hyper | scheduled
@@ -186,16 +178,14 @@ def evaluate(
 # the trial before a run
 
 
-def check_settings(
-    name: str, V: int, w_kd_schedule: str = "constant", compile: bool = False, **overrides
-) -> None:
+def check_settings(name: str, V: int, **overrides) -> None:
     """Try the method on three positions at a vocabulary of V.
 
     Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
     """
     method = resolve(name, **overrides)
     try:
-        _try_method(method, V, w_kd_schedule, compile)
+        _try_method(method, V)
     except Exception as error:
         where = ""
         if not isinstance(error, UserError):
@@ -204,36 +194,33 @@ def check_settings(
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
-def _try_method(method: Method, V: int, w_kd_schedule: str, compile: bool) -> None:
+def _try_method(method: Method, V: int) -> None:
     w_kd = method.w_kd if method.has_teacher else 0.0
     if w_kd == 0 and method.w_ce == 0:
         raise UserError("both weights are zero; set w_kd or w_ce")
-    if w_kd_schedule == "wsd" and w_kd > 1:
-        raise UserError(f"w_kd={w_kd}: w_kd_schedule='wsd' sets w_ce = 1 - w_kd; set w_kd <= 1")
-    is_random = "generator" in default_settings(method.fn)
-    if compile and is_random:
-        raise UserError("it draws from a `generator`, so set --compile=False")
     if method.has_teacher:
         hyper = {**method.hyper, **scheduled_settings(method, 0, 1)}
-        _check_contract(functools.partial(method.fn, **hyper), is_random, V)
+        hyper.pop("w_kd", None)  # a weight, not a setting of the objective
+        _check_contract(method._replace(hyper=hyper), V)
 
 
-def _check_contract(fn: Callable, is_random: bool, V: int) -> None:
+def _check_contract(method: Method, V: int) -> None:
     """Check an objective on the labels 0 and V - 1 with an ignored position between them."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(2, 3, V, generator=generator)  # student's and teacher's logits
     y = torch.tensor([0, IGNORE, V - 1])
     z_wild = z * torch.tensor([1.0, 1e3, 1.0])[:, None]
     random_state = torch.get_rng_state()
-    first = _loss_and_gradient(fn, is_random, z, y)
-    wild = _loss_and_gradient(fn, is_random, z_wild, y)
-    again = _loss_and_gradient(fn, is_random, z, y)
+    first = _try_once(method, z, y)
+    wild = _try_once(method, z_wild, y)
+    _try_once(method, -z, y)  # what it keeps of these logits would change the next call
+    again = _try_once(method, z, y)
     if not first.isfinite().all():
         raise UserError("its loss or gradient is not finite at ordinary logits")
     drew = not torch.equal(torch.get_rng_state(), random_state)
     if drew or not torch.equal(first, again):
         remedy = "draw from a keyword `generator: torch.Generator | None = None`"
-        raise UserError(f"equal calls differ; keep no state, {remedy}")
+        raise UserError(f"equal calls differ; keep a state as docs/objectives.md shows, {remedy}")
     if not torch.equal(first, wild):
         raise UserError("ignored logits change other positions; use `valid_mean`")
 
@@ -243,20 +230,31 @@ def _check_unchanged(name: str, argument: Tensor, original: Tensor) -> None:
         raise UserError(f"{name} is changed in place; other students read it too: make a copy")
 
 
-def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> Tensor:
-    """Return the loss and its gradient, side by side  # [2, N, V] -> [N, 1 + V]"""
+def _try_once(method: Method, z: Tensor, y: Tensor) -> Tensor:
+    """Return loss, gradient and next state in one tensor  # z [2, N, V], y [N]"""
     z_s, z_t = z.clone()
     labels = y.clone()
-    keywords = {"generator": torch.Generator()} if is_random else {}
-    parts = parts_of(fn(z_s.requires_grad_(), z_t, labels, **keywords))
+    state = {key: value.clone() for key, value in method.state.items()}
+    keywords = {}
+    if "generator" in default_settings(method.fn):
+        keywords["generator"] = torch.Generator()
+    if state:
+        keywords["state"] = state
+    result = method.fn(z_s.requires_grad_(), z_t, labels, **method.hyper, **keywords)
+    parts = parts_of(result)
     loss = parts["loss"]
+    next_state = parts.pop("state", {})
+    shapes = {key: value.shape for key, value in next_state.items()}
+    expected = {key: value.shape for key, value in method.state.items()}
+    if shapes != expected or any(value.requires_grad for value in next_state.values()):
+        raise UserError(f"state: expected detached tensors of shapes {expected}, got {shapes}")
     if getattr(loss, "shape", None) != y.shape or loss[1] != 0:
         raise UserError(
             "expected one number per position, 0 where ignored: end with `return leave(.., valid)`"
         )
     for name, part in parts.items():
         got = tuple(part.shape) if isinstance(part, Tensor) else [part]
-        if name in ("kd", "ce", "mean", "n_valid"):
+        if name in LOGGED:
             raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
         if got[:1] != y.shape:
             raise UserError(
@@ -265,9 +263,12 @@ def _loss_and_gradient(fn: Callable, is_random: bool, z: Tensor, y: Tensor) -> T
     _check_unchanged("z_s", z_s, z[0])
     _check_unchanged("z_t", z_t, z[1])
     _check_unchanged("y", labels, y)
+    for key, value in state.items():
+        _check_unchanged(f"state[{key!r}]", value, method.state[key])
     (gradient,) = torch.autograd.grad(loss.sum(), z_s)
     if gradient[1].any():
         raise UserError("ignored positions have a gradient; use `valid_mean`, and `guard=True`")
     if torch.get_default_dtype() != z.dtype:
         raise UserError("torch's default dtype is changed; name a dtype instead")
-    return torch.cat([loss[:, None], gradient], 1).detach()
+    tensors = [loss.detach(), gradient, *next_state.values()]
+    return torch.cat([tensor.flatten() for tensor in tensors])

@@ -37,9 +37,15 @@ class Student:
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
-    objective_at: Callable | None = None  # update -> objective (run/methods.py)
+    objective_at: Callable | None = None  # update, state -> objective (run/methods.py)
+    next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
 
-    def parameters(self) -> dict[str, Tensor]:
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The state of the objective, which checkpoints hold as buffers of `extras`."""
+        return dict(self.extras.state.named_buffers()) if "state" in self.extras else {}
+
+    def parameters_by_name(self) -> dict[str, Tensor]:
         """Return the parameters of the model and of the extras by name."""
         extras = {f"extras.{name}": p for name, p in self.extras.named_parameters()}
         return dict(self.model.named_parameters()) | extras

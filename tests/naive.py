@@ -328,14 +328,30 @@ def alra_terms(
             "support": support[u],
             "tokens": chosen[u],
             "set": local,
+            "alpha_t": alpha_t,
         }
     return pieces
 
 
-def alra(z_s, z_t, y, lambda_pair=1.0, **settings):
+def alra(
+    z_s,
+    z_t,
+    y,
+    lambda_pair=1.0,
+    w_mass=1.0,
+    w_local=1.0,
+    w_rest=1.0,
+    coefficients="ald",
+    **settings,
+):
     losses = {}
     for u, t in alra_terms(z_s, z_t, y, **settings).items():
-        losses[u] = t["mass"] + t["local"] + t["rest"] + lambda_pair * t["pair"]
+        local = w_local * t["local"]
+        rest = w_rest * t["rest"]
+        if coefficients == "exact":  # Eq. 13
+            local = t["alpha_t"] * local
+            rest = (1 - t["alpha_t"]) * rest
+        losses[u] = w_mass * t["mass"] + local + rest + lambda_pair * t["pair"]
     return gather(z_s, losses)
 
 

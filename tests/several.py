@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import configure
 import train
 from lib import parallel
+from tests import world
 
 update = train.update
 loop = train.loop
@@ -143,6 +144,7 @@ def run_on_nodes(flags: list[str]) -> None:
 def main(nodes: list[str], todo: dict[int, list[list[str]]]) -> None:
     train.loop = count_and_loop
     train.update = update_or_signal
+    world.add_objective_with_state()
     beside = fork(run_on_nodes, nodes)
     for n, runs in todo.items():
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

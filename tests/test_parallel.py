@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+import losses
 import train
 from lib import distributed, parallel
 from lib.errors import UserError
@@ -37,6 +38,7 @@ FLAGS = (
     "--log_every_steps=3 --val_every_steps=2 --histogram_every_steps=2"
 )
 SHORT = f"{FLAGS} --methods=alra --max_steps=2"
+STATE = f"{FLAGS} --methods=balanced_kl --checkpoint_every_steps=4"
 FOREIGN = f"{FLAGS} --methods=alra --max_steps=1 --checkpoint_every_steps=1"
 ENDLESS = (
     f"{FLAGS} --methods=alra --max_steps=50000 --schedule_steps=50000 --val_every_steps=50000 "
@@ -75,6 +77,7 @@ def together(tiny, wide, tmp_path_factory):
         "stores": f"{FLAGS} --teacher_cache=True",
         "reads": f"{FLAGS} --teacher_cache=True",
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign",
+        "state": STATE,
         "bad": f"{FLAGS} --lr=0.0{{rank}}1",
         "bad_and_restarts": f"{FLAGS} --data_dir={wide}/data{{rank}}",
     }
@@ -163,6 +166,16 @@ def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
     gathered[2] = first[::-1]
     with pytest.raises(UserError, match="teacher: its files differ between nodes"):
         identity.content_hash(wide / "teacher")
+
+
+@pytest.mark.slow
+def test_the_state_of_an_objective_is_that_of_one_process(together, wide, tmp_path, monkeypatch):
+    root, _ = together
+    monkeypatch.setattr(losses, "METHODS", dict(losses.METHODS))
+    world.add_objective_with_state()
+    assert train.distil(config(wide, tmp_path, STATE)) == 0
+    state = world.state_of(tmp_path, 4)
+    assert world.state_of(root / "state", 4) == pytest.approx(state, rel=1e-6)
 
 
 @pytest.mark.slow

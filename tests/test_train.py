@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoTokenizer
 
 import configure
+import losses
 import train
 from configure import Config
 from lib import files, parallel
@@ -177,14 +178,33 @@ def test_padding_never_reaches_a_loss(tiny):
 
 
 def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
-    flags = "--w_kd_schedule=wsd --methods=pretrain,pd --schedule_steps=1000 --pd.w_kd=0.9"
-    cfg = config(tiny, UNUSED, flags)
-    pretrain, pd = (train.make_student(name, cfg) for name in cfg.methods)
-    steps = (0, 50, 100, 989, 995, 999)
-    weights = [float(pd.objective_at(step).keywords["scheduled"]["w_kd"]) for step in steps]
-    assert weights == pytest.approx([0.0, 0.45, 0.9, 0.9, 0.45, 0.09])
-    # has no teacher whose weight could change
-    assert not pretrain.objective_at(50).keywords["scheduled"]
+    student = train.make_student("pd_wsd", config(tiny, UNUSED, schedule_steps=1000))
+
+    def weight(step: int) -> float:
+        return float(student.objective_at(step, {}).keywords["scheduled"]["w_kd"])
+
+    weights = [weight(step) for step in (0, 50, 100, 989, 995, 999)]
+    assert weights == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.5, 0.1])
+
+
+def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(losses, "METHODS", dict(losses.METHODS))
+    world.add_objective_with_state()
+    states = {}
+    for name, flags in {"whole": "", "stopped": "", "micro": "--micro_batch=1"}.items():
+        flags = f"--methods=balanced_kl --log_every_steps=1 {flags}"
+        if name == "stopped":
+            run(tmp_path / name, f"{flags} --max_steps=3")
+        run(tmp_path / name, flags)
+        states[name] = world.state_of(tmp_path / name, 6)
+    assert states["whole"] == states["stopped"] != 1.0
+    assert states["micro"] == pytest.approx(states["whole"], rel=1e-5)
+    bits = [final_bits(tmp_path / name, "balanced_kl") for name in ("whole", "stopped")]
+    assert bits[0] == bits[1]
+    average = 1.0
+    for record in with_key(tmp_path / "whole", "balanced_kl", "kd"):
+        average *= 0.9 + 0.1 * record["kd"]  # the KL of an update is its kd times the average
+    assert states["whole"] == pytest.approx(average, rel=1e-5)
 
 
 @torch.no_grad()
@@ -967,7 +987,7 @@ CHANGES = """
     --seed=5 --seq_len=12 --shuffle=True --mask_after_eos=True --schedule_steps=7 --batch_rows=8
     --group=2 --lr=2e-2 --min_lr=1e-5 --warmup_steps=1 --beta1=0.8 --beta2=0.9 --adam_eps=1e-5
     --weight_decay=0.1 --decay_1d=False --clip=1 --lr_schedule=wsd --decay_share=0.2
-    --w_kd_schedule=wsd --dtype=float32
+    --dtype=float32
 """
 FREE = "--compile=True --micro_batch=4 --source=x --val_max_rows=3 --keep_checkpoints=5"
 

@@ -5,6 +5,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import configure
+import losses
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, quick_hash
 from model import Qwen2, Qwen2Config, init_student
@@ -135,6 +138,18 @@ def flags(world: Path, out: Path, text: str = "", **changes) -> list[str]:
 
 def config(world: Path, out: Path, text: str = "", **changes) -> configure.Config:
     return configure.load(flags(world, out, text, **changes))
+
+
+def add_objective_with_state() -> None:
+    """Add the one that docs/objectives.md shows, "balanced_kl", to the methods."""
+    page = (ROOT / "docs" / "objectives.md").read_text()
+    (code,) = re.findall(r"<!-- state -->\n```python\n(.*?)```", page, re.S)
+    exec(code, dict(losses.__dict__))
+
+
+def state_of(out: Path, step: int) -> float:
+    folder = out / "balanced_kl" / "checkpoints" / f"step_{step:08d}"
+    return float(safetensors.torch.load_file(folder / "extras.safetensors")["state.average"])
 
 
 def write_run(

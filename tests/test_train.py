@@ -784,6 +784,15 @@ def test_records_wait_for_room_on_the_disk(tmp_path, capsys):
     assert capsys.readouterr().out.count(message) == 1
 
 
+def test_no_checkpoint_is_ahead_of_its_log(finished, tmp_path, monkeypatch, capsys, run):
+    effects = [UserError("no room")] * 2 + [mock.DEFAULT] * 9
+    write = mock.Mock(wraps=log.files.append_line, side_effect=effects)
+    monkeypatch.setattr(log.files, "append_line", write)
+    run(tmp_path, "--methods=alra")
+    assert "step 2: no checkpoint; trying after each update: no room" in capsys.readouterr().out
+    assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+
+
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
     tmp_path, monkeypatch, capsys, hook_update, run
 ):

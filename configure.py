@@ -7,11 +7,13 @@ Flags `--key=value` follow; the last value of a key wins. An unknown key, a wron
 impossible combination raises `UserError`.
 """
 
+import contextlib
 import inspect
 import os
+import platform
 import re
 import sys
-import tempfile
+import time
 import traceback
 import types
 import typing
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from lib.errors import UserError, first_line, nearest
+from lib.errors import UserError, nearest
 from lib.settings import (
     Below1,
     NonNegative,
@@ -409,28 +411,42 @@ SYNONYMS = {
 # scripts
 
 
+# How far this process is, for what `guard` says of a crash: a run's folder `out`, and its `step`.
+PROGRESS: dict = {}
+
+
 def guard(main: Callable[[], int | None]) -> int:
     """Run a script's `main`, and return its exit code.
 
-    An error that the user can correct, and Ctrl-C, end in one line on stderr without a traceback.
+    An error that the user can correct, and Ctrl-C, end in one line on stderr. Any other error
+    prints its traceback, and adds it to a file in the run's folder if there is one.
+
+    Where torchrun may restart, only an error that nobody foresaw has a code other than 0: after a
+    signal, or a mistake of the user, it must not.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
-        return main() or 0
+        code = main() or 0
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError, MemoryError) as error:
-        text = error if isinstance(error, UserError) else first_line(error)
-        print(f"{type(error).__name__}: {text}", file=sys.stderr)
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same
+            print(f"UserError: {error}", file=sys.stderr)
+        code = 1
+    except Exception:
+        rank = os.environ.get("RANK", 0)
+        place = f"{platform.node()}, process {rank}, step {PROGRESS.get('step')}"
+        text = f"{time.strftime('%FT%T%z')}, {place}\n{traceback.format_exc()}"
+        print(text, file=sys.stderr)
+        if "out" in PROGRESS:
+            path = Path(PROGRESS["out"], f"traceback_{rank}.txt")
+            with contextlib.suppress(OSError), path.open("a") as file:
+                file.write(text)
         return 1
-    except Exception as error:  # unforeseen: one line here, the whole traceback in a file
-        file = Path(tempfile.mkstemp("-traceback.txt")[1])
-        file.write_text("".join(traceback.format_exception(error)))
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{at.filename}, line {at.lineno}; all of it in {file}"
-        print(f"{type(error).__name__}: {first_line(error)} ({where})", file=sys.stderr)
-        return 1
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        return 0
+    return code

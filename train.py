@@ -4,8 +4,9 @@
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
 The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM, SIGHUP and SIGUSR1 end
-the run after the current update: it saves a checkpoint and exits with code 75. The teacher's
-forward pass is computed once for all students. run/checkpoints.py describes the folder of a run.
+the run after the current update: it saves a checkpoint and exits with code 75. OUT/exit.json has
+the code too. The teacher's forward pass is computed once for all students. run/checkpoints.py
+describes the folder of a run.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions.
 """
@@ -13,10 +14,7 @@ Dimension key: B rows, T time, D width, V vocabulary, N positions.
 import contextlib
 import dataclasses
 import math
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,16 +31,17 @@ from lib import metrics, parallel
 from lib.checks import IGNORE
 from lib.device import mfu, peak_bytes, pick_device, repair_compile_cache
 from lib.errors import UserError
-from lib.files import locked
+from lib.files import locked, read_lines
 from lib.head import head_losses
 from lib.hf import weights_hash
 from lib.rows import Rows, read_ahead, row_order
 from losses import resolve
 from model import Qwen2, flops_per_token, init_student
-from run import preflight
+from run import ending, preflight
 from run.checkpoints import resume, save_checkpoints, save_model, stop_diverged
 from run.identity import student_shape
 from run.log import (
+    UNWRITTEN,
     log_histograms,
     log_validation,
     record,
@@ -50,6 +49,7 @@ from run.log import (
     say_if_slower,
     say_names,
     say_values,
+    write_waiting,
 )
 from run.methods import compute_dtype, make_objective, method_lines
 from run.preflight import open_teacher
@@ -220,9 +220,8 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     resume(students, run)
     live = [s for s in students if not s.stopped]
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if teacher and teacher.is_stored:  # a thread may read ahead, but must not run a model
+    if teacher and teacher.is_stored:  # a thread may read ahead, where no model runs
         stream = read_ahead(stream)
-    catch_signals()
     say_names(cfg)
     is_hidden = True if parallel.rank() > 0 else None  # None shows the bar on a terminal only
     bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
@@ -230,8 +229,9 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     run.began = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     next_save = run.began + pause
-    disk_error = None
-    stop = False
+    stop = ending.received()
+    if not stop and parallel.on_first(validation_is_missing, live, run):
+        stop = not validate_and_log(live, teacher, val, run)
 
     while run.step < cfg.max_steps and live and not stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
@@ -243,7 +243,8 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         # A signal may reach any process, and only process 0 looks at the clock:
         # summing tells every process.
         save_is_due = parallel.rank() == 0 and after > next_save
-        n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, STOP.is_set(), save_is_due)
+        has_signal = bool(ending.RECEIVED)
+        n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, has_signal, save_is_due)
         run.step += 1
         run.count_update(n_valid, after - before)
         validation_is_due = is_due(cfg.val_every_steps, run)
@@ -252,14 +253,16 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
 
         if live and is_due(cfg.log_every_steps, run):
             log_terms(live, teacher, run)
-        if live and validation_is_due:
-            log_validation(live, validate(live, teacher, val, cfg), val.levels, run)
-        if live and save:
-            is_final = stop or run.step == cfg.max_steps
-            disk_error = try_save(live, disk_error, is_final, run)
-            next_save = time.perf_counter() + (0 if disk_error else pause)
+        if live and save:  # before the validation, in which the run may be killed
+            saved = try_save(live, run, is_first_try=next_save > 0)
+            next_save = time.perf_counter() + pause if saved else 0
+        if live and validation_is_due and not stop:
+            stop = not validate_and_log(live, teacher, val, run)
         bar.update()
     bar.close()
+    write_rest(live, run)
+    if stop:
+        run.signals = ending.received()
 
 
 def is_due(every: int | None, run: Run) -> bool:
@@ -364,12 +367,29 @@ VALIDATION_FIGURES = {
 }
 
 
+def validation_is_missing(live: list[Student], run: Run) -> bool:
+    """Return whether the validation of this step was due, but was cut short."""
+    if not live or not run.step or not is_due(run.cfg.val_every_steps, run):
+        return False
+    log = read_lines(live[0].folder / "log.jsonl")
+    return not any("val_ce" in line and line["step"] == run.step for line in log)
+
+
+def validate_and_log(live: list[Student], teacher: Teacher | None, val: Rows, run: Run) -> bool:
+    """Validate all students, and log the figures. Returns False if a signal cuts it short."""
+    validated = validate(live, teacher, val, run.cfg)
+    if validated:
+        log_validation(live, validated, val.levels, run)
+    return bool(validated)
+
+
 def validate(
     live: list[Student], teacher: Teacher | None, val: Rows, cfg: Config
 ) -> dict[str, dict]:
     """Return each student's CE, KL(teacher || student) and top-1 agreement at temperature 1.
 
-    They are means per token over the first `val_max_rows` held-out rows.
+    They are means per token over the first `val_max_rows` held-out rows. Returns nothing if a
+    signal arrives.
     """
     n_rows = min(val.n, cfg.val_max_rows or val.n)
     head_t = teacher.head if teacher else None
@@ -378,6 +398,8 @@ def validate(
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.row_sums(models, head_t, batches, n_rows)
     validated = {}
+    if ending.received():
+        return validated
     for s, sums_by_row in zip(live, sums, strict=True):
         parallel.sum_in_place(sums_by_row.values())
         totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
@@ -398,6 +420,8 @@ def validation_batches(
     # Sharded layers compute on all processes together, so every process makes as many batches as
     # process 0. A batch past the last row has no labels.
     for first in range(begin, begin + n_rows, parallel.world() * size):
+        if ending.received():
+            return
         has_rows = first < n_rows
         index = np.arange(first, min(first + size, n_rows)) if has_rows else np.array([0])
         x, y, _ = val.batch(index, torch.device(cfg.device))
@@ -424,6 +448,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
         "mfu": utilisation,
         "mem_gib": peak_bytes(device) / 2**30,
         "eta_sec": sec_left,
+        "checkpoint_sec": run.checkpoint_sec,
         "time": round(time.time()),  # seconds since 1970
     }
     rate = learning_rate(run.step - 1, cfg)
@@ -448,35 +473,28 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     say_values(label, means, ["ce"], cfg)
     say_if_slower(tok_per_sec, run)
     counts |= dict.fromkeys(SINCE_LOG, 0)
+    run.checkpoint_sec = 0.0
 
 
-def try_save(
-    live: list[Student], earlier_error: UserError | None, is_final: bool, run: Run
-) -> UserError | None:
-    """Save a checkpoint of every student. Returns the error if it cannot be written.
+def write_rest(live: list[Student], run: Run) -> None:
+    """Write what a full disk has kept back. Raises `UserError` if it is still full."""
+    if live and run.step not in parallel.on_first(live[-1].checkpoints):
+        save_checkpoints(live, run)
+    parallel.on_first(write_waiting)
 
-    A full disk does not end the run: the loop tries again after each update. Only the final
-    checkpoint raises the error.
+
+def try_save(live: list[Student], run: Run, is_first_try: bool) -> bool:
+    """Save a checkpoint of every student. Returns whether it could be written.
+
+    A full disk does not end the run: the loop tries again after each update.
     """
-    error = save_checkpoints(live, run)
-    if error and is_final:
-        raise error
-    if error and not earlier_error:
-        say(f"step {run.step}: no checkpoint; trying after each update from now on: {error}")
-    return error
-
-
-STOP = threading.Event()  # set by a signal
-TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
-
-
-def catch_signals() -> None:
-    """From now on, SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run after the current update."""
-    STOP.clear()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-        if not under_nohup:
-            signal.signal(number, lambda *_: STOP.set())
+    try:
+        save_checkpoints(live, run)
+        return True
+    except UserError as error:
+        if is_first_try:
+            say(f"step {run.step}: no checkpoint; trying after each update: {error}")
+        return False
 
 
 # ----------------------------------------------------------------------------------------------
@@ -488,20 +506,30 @@ def distil(cfg: Config) -> int:
 
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
     """
+    ending.catch_signals()
+    UNWRITTEN.clear()
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    try:
-        preflight.check_config(cfg)
-        cfg = fit_micro_batch(cfg)
-        return train_students(cfg)
-    except torch.OutOfMemoryError as error:
-        remedy = "--shard=N"
-        if cfg.micro_batch > cfg.group:
-            remedy = f"a micro_batch below {cfg.micro_batch}"
-        remedy += ", --recompute=True, or fewer methods"
-        raise UserError(f"out of memory on {cfg.device}: set {remedy}") from error
-    finally:
-        parallel.stop()
+    out = Path(cfg.out_dir)
+    configure.PROGRESS = {"out": out}
+    busy = f"out_dir={out}: another train.py is running there"
+    lock = locked(out, f"{busy}; wait until it ends, or choose another out_dir")
+    with contextlib.ExitStack() as stack:
+        stack.callback(parallel.stop)
+        parallel.on_first(stack.enter_context, lock)
+        (out / "exit.json").unlink(missing_ok=True)
+        try:
+            preflight.check_config(cfg)
+            cfg = fit_micro_batch(cfg)
+            return train_students(cfg)
+        except torch.OutOfMemoryError:
+            remedy = "--shard=N"
+            if cfg.micro_batch > cfg.group:
+                remedy = f"a micro_batch below {cfg.micro_batch}"
+            remedy += ", --recompute=True, or fewer methods"
+            ending.fail(UserError(f"out of memory on {cfg.device}: set {remedy}"), cfg)
+        except Exception as error:
+            ending.fail(error, cfg)
 
 
 def fit_micro_batch(cfg: Config) -> Config:
@@ -535,37 +563,11 @@ def train_students(cfg: Config) -> int:
     teacher = open_teacher(cfg, rows, val)
     students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
     run = Run(cfg, preflight.run_facts(cfg, rows, records))
-
-    lock = contextlib.nullcontext()
-    if parallel.rank() == 0:
-        busy = f"out_dir={cfg.out_dir}: another train.py is running there"
-        lock = locked(Path(cfg.out_dir), f"{busy}; wait until it ends, or choose another out_dir")
-    with lock:
-        loop(run, rows, val, teacher, students)
-        for s in students:
-            if not s.stopped and run.step == cfg.max_steps:
-                save_model(s, run)
-    return exit_code(students, run)
-
-
-def exit_code(students: list[Student], run: Run) -> int:
-    """Print the step that the run has reached, and return its exit code."""
-    stopped = [s for s in students if s.stopped]
-    all_stopped = len(stopped) == len(students)
-    cfg = run.cfg
-    reached = f"{cfg.out_dir}: step {run.step} of {cfg.max_steps}"
-    if run.step < cfg.max_steps and not all_stopped:
-        say(f"{reached}; the same command resumes")
-        return TRY_AGAIN
-    say(reached)
-    if all_stopped:
-        print(f"{cfg.out_dir}: all students stopped; {stopped[0].stopped}", file=sys.stderr)
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    # A torchrun with restarts gets 0: after 1 it would start again, and the student would only stop
-    # once more.
-    if stopped and not restarts:
-        return 1
-    return 0
+    loop(run, rows, val, teacher, students)
+    for s in students:
+        if not s.stopped and not run.signals:
+            save_model(s, run)
+    return ending.exit_code(students, run)
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,8 @@ class UserError(ValueError):
     Its message says in one line what is wrong, what was expected and what to do.
     """
 
+    is_shared = False  # whether all processes of a run raise it (lib/parallel.py)
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if it has none."""

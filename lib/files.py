@@ -13,8 +13,6 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-import safetensors
-
 from lib.errors import UserError, first_line
 from lib.settings import checked
 
@@ -23,14 +21,15 @@ REMEDY = "move it aside, and the command that wrote it makes it again"
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write `path`, such as a full disk, into a one-line `UserError`."""
+    """Turn any failure to write `path`, such as a full disk, into a one-line `UserError`."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # each library has an error of its own
         new = working_name(path)
         shutil.rmtree(new, ignore_errors=True)  # free its space
-        new.unlink(missing_ok=True)
-        if not isinstance(error, OSError | safetensors.SafetensorError):
+        with contextlib.suppress(OSError):
+            new.unlink()
+        if isinstance(error, UserError):
             raise
         remedy = "free some space or check the permissions, then run the same command again"
         raise UserError(f"{path}: cannot be written ({error}); {remedy}") from error
@@ -59,7 +58,9 @@ def discard(path: Path) -> None:
     """
     for unfinished in path.parent.glob(working_name(Path("*"), "*").name):
         shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(path.rename(working_name(path, "old")), ignore_errors=True)
+    with writing(path):
+        old = path.rename(working_name(path, "old"))
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -103,7 +104,9 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
     busy    the error if another process holds the lock
     """
     lock_file = folder / ".alra-lock"
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_file.touch()
     with contextlib.ExitStack() as stack:
         while True:
             file = stack.enter_context(open(lock_file, "a+"))
@@ -112,6 +115,9 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
             except BlockingIOError as error:
                 file.seek(0)
                 raise UserError(f"{busy} ({file.read().strip()})") from error
+            except OSError as error:  # a file system without locks
+                only = f"start no second program in {folder} while this one runs"
+                print(f"{lock_file}: no lock ({error}); {only}", file=sys.stderr)
             # the process that held the lock may have deleted the file since it was opened
             if lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), lock_file.stat()):
                 break

@@ -5,7 +5,7 @@ A function that communicates must be called by all processes, in the same order.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -69,11 +69,29 @@ def all_reduce_sum(*numbers: Tensor | float) -> list[float]:
 
 
 def all_gather(value) -> list:
-    """Return the value of each process, by rank."""
+    """Return the value of each process, by rank.
+
+    Raises the `UserError` that a process passes in place of its value.
+    """
     values = [value] * world()
     if world() > 1:
         dist.all_gather_object(values, value)
+    for value in values:
+        if isinstance(value, UserError):
+            value.is_shared = True
+            raise value
     return values
+
+
+def on_first(function: Callable, *args):
+    """Call a function on the first process. All wait, and return its value or raise its error."""
+    value = None
+    if rank() == 0:
+        try:
+            value = function(*args)
+        except UserError as error:
+            value = error
+    return all_gather(value)[0]
 
 
 def check_agreement(**facts) -> None:

@@ -8,9 +8,11 @@ DATA_DIR/teacher_KEY.NAME.states   hidden states [rows, seq_len, D] of NAME.bin 
 
 Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. A row's
 uint64 is 0 while the row is missing, then 2**32 + a checksum of KEY, the row's number and its
-bytes. So nothing that a kill, a full disk or a copy leaves behind is taken for a complete row.
+bytes. So nothing that a kill, a full disk or a copy leaves behind is taken for a complete row. What
+is missing or damaged is computed; what cannot be stored is computed by the next run again.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -30,7 +32,7 @@ from configure import Config
 from lib import parallel
 from lib.device import gib, pick_device
 from lib.errors import UserError
-from lib.files import atomic_write, reading, writing
+from lib.files import atomic_write, writing
 from lib.hf import load_tokenizer
 from lib.rows import Rows, row_order
 from run.identity import content_hash, record_hash
@@ -49,6 +51,7 @@ class States:
         source = Path(rows.file)
         key = record_hash(facts | {"rows": rows.manifest["sha256"]})[:12]
         self.file = source.with_name(f"teacher_{key}.{source.stem}.states")
+        self.error: UserError | None = None  # why a row could not be stored
         row_bytes = (rows.ids.shape[1] - 1) * position_bytes
         size = rows.n * (row_bytes + 8)
         if not self.file.is_file() or self.file.stat().st_size != size:
@@ -68,31 +71,34 @@ class States:
 
     def write(self, index: np.ndarray, values: np.ndarray) -> None:
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
-        self._put(0, index, values)
-        self._put(self.values.size, index, self.checksums(index, values))
+        self.put(0, index, values)
+        self.put(self.values.size, index, self.checksums(index, values))
 
-    def forget(self, index: np.ndarray) -> None:
-        """Mark rows as missing."""
-        self._put(self.values.size, index, np.zeros(len(index), np.uint64))
-
-    def _put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
+    def put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
         # on a full disk this is an error; a write to a memmap would be a crash
-        with writing(self.file), self.file.open("r+b") as file:
-            for row, part in zip(index.tolist(), parts, strict=True):
-                file.seek(start + row * part.nbytes)
-                file.write(part)
+        try:
+            with writing(self.file), self.file.open("r+b") as file:
+                for row, part in zip(index.tolist(), parts, strict=True):
+                    file.seek(start + row * part.nbytes)
+                    file.write(part)
+        except UserError as error:
+            if not self.error:
+                say(f"teacher_cache: rows are not stored: {error}")
+            self.error = error
 
 
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache.
 
-    `body` computes the rows that are missing; None if there are none.
+    `body` computes the rows that are missing. If there are none it is None, and `load` loads it
+    when a stored row is damaged.
     """
 
-    def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None):
+    def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None, load):
         self.head = head
         self.states = states
         self.body = body
+        self.load = load
         self.is_stored = body is None
         # sharded layers compute on all processes together, even on those that could read
         self.always_computes = False
@@ -102,35 +108,29 @@ class CachedTeacher:
     def hidden(self, x: Tensor, rows: Rows, index: np.ndarray) -> Tensor:
         """Return the last hidden states [B, T, D] of rows `index`, whose inputs are x [B, T].
 
-        If any row is missing from the cache, the whole batch is recomputed and the row is stored.
+        If a row is missing from the cache or damaged, the whole batch is computed, and the row is
+        stored.
         """
         states = self.states[rows]
-        has_all = states.sums[index].all() and not self.always_computes
-        if has_all or not self.body:
-            h = self._read(x, states, index)
-            if h is not None:
-                return h
-        h = self.body.hidden(x)
-        missing = states.sums[index] == 0
-        if missing.any():
-            values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
-            states.write(index[missing], values[missing])
-        return h
-
-    def _read(self, x: Tensor, states: States, index: np.ndarray) -> Tensor | None:
-        """Return the stored hidden states of rows `index`, or None if one is damaged."""
         values = states.values[index]
-        damaged = index[states.checksums(index, values) != states.sums[index]]
-        if len(damaged):
-            states.forget(damaged)
-            if not self.body:
-                remedy = "the same command computes it anew"
-                raise UserError(f"{states.file}: row {damaged[0]} is damaged; {remedy}")
-            return None
-        h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
-        if self.head.is_cuda:
-            h = h.pin_memory()
-        return h.to(self.head.device, non_blocking=True)
+        bad = states.checksums(index, values) != states.sums[index]
+        if not bad.any() and not self.always_computes:
+            h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
+            if self.head.is_cuda:
+                h = h.pin_memory()
+            return h.to(self.head.device, non_blocking=True)
+        if not self.body:
+            # mark rows as missing, so that the next start loads the body if this one cannot
+            states.put(states.values.size, index[bad], np.zeros(bad.sum(), np.uint64))
+            self.body = self.load(1)
+        if not self.body:
+            remedy = "the same command computes it anew"
+            raise UserError(f"{states.file}: row {index[bad][0]} is damaged; {remedy}")
+        h = self.body.hidden(x)
+        if bad.any():
+            values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
+            states.write(index[bad], values[bad])
+        return h
 
     def flops_per_token(self, seq_len: int) -> float:
         return self.body.flops_per_token(seq_len) if self.body else 0.0
@@ -159,18 +159,19 @@ def open_cached(
     home: torch.device,
     vocab_size: int,
     wanted: RowBlocks,
-    load: Callable = lambda: None,
+    load: Callable = lambda *shard: None,
 ) -> CachedTeacher | None:
     """Return a teacher that reads the hidden states of `wanted` from the cache.
 
-    `load` is called for its body only if the head or some hidden states are missing. Returns None
-    if the body is needed and `load` returns None.
+    `load` is called for its body only if the head or some hidden states are missing; and in mid-run
+    by one process alone, with 1 for `shard`. Returns None if the body is needed and `load` returns
+    None.
     """
     first_file = next(iter(wanted)).file
     folder = Path(first_file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
-    head = read_head(head_file) if head_file.is_file() else None
+    head = read_head(head_file)
     body = None
     if any(parallel.all_gather(head is None)):  # all processes load it, or none does
         body = load()
@@ -180,7 +181,8 @@ def open_cached(
         head = body.whole_head.cpu().contiguous()
         if parallel.rank() == 0:
             saved = {"head": head, "checksum": torch.tensor(checksum_of(head))}
-            atomic_write(head_file, safetensors.torch.save(saved))
+            with contextlib.suppress(UserError):  # rows say so when they cannot be stored
+                atomic_write(head_file, safetensors.torch.save(saved))
 
     states = {rows: States(rows, facts, head.shape[1] * dtype.itemsize) for rows in wanted}
     missing_bytes = 0
@@ -190,7 +192,7 @@ def open_cached(
             missing_bytes += row_bytes * int((states[rows].sums[block] == 0).sum())
     if not body and not any(parallel.all_gather(missing_bytes)):
         say(f"teacher: its body is not loaded, as all hidden states are in {folder}")
-        return CachedTeacher(head[:vocab_size].to(home, copy=True), states, None)
+        return CachedTeacher(head[:vocab_size].to(home, copy=True), states, None, load)
     body = body or load()
     if not body:
         return None
@@ -199,16 +201,16 @@ def open_cached(
     if missing_bytes >= free:
         raise UserError(f"teacher_cache=True: {use}; leave it out, or choose another disk")
     say(f"teacher: {use}")
-    return CachedTeacher(body.head, states, body)
+    return CachedTeacher(body.head, states, body, load)
 
 
-def read_head(file: Path) -> Tensor:
-    remedy = "delete it, and it is written anew"
-    with reading(file, remedy):
+def read_head(file: Path) -> Tensor | None:
+    """Return the stored head, or None if there is none or it is damaged."""
+    with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
         saved = safetensors.torch.load_file(file)
-        if checksum_of(saved["head"]) != saved["checksum"]:
-            raise UserError(f"{file}: damaged; {remedy}")
-    return saved["head"]
+        if checksum_of(saved["head"]) == saved["checksum"]:
+            return saved["head"]
+    return None
 
 
 def checksum_of(head: Tensor) -> int:
@@ -246,12 +248,16 @@ def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
                 end += rank * size
             starts = range(rank * size, end, parallel.world() * size)
             label = f"teacher, {rows.file}, block {nth}"
-            for at in tqdm(starts, label, unit="batch", disable=rank > 0):
+            seconds = 0.1 if sys.stderr.isatty() else 30  # between lines
+            pace = {"mininterval": seconds, "maxinterval": 30, "disable": rank > 0}
+            for at in tqdm(starts, label, unit="batch", **pace):
                 index = missing[at : at + size]
                 if at >= len(missing):  # this process has no rows left
                     index = missing[:1]
                 x, _, _ = rows.batch(index, teacher.head.device)
                 teacher.hidden(x, rows, index)
+                if teacher.states[rows].error:
+                    raise teacher.states[rows].error
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 OUT/run.json             config, command, hashes of data and teacher, versions, machine; in `starts`
                          the same for each start
+OUT/exit.json            how the last start ended: its exit code, step, max_steps, and why
 OUT/code.diff            the uncommitted edits of the newest start that had any
 OUT/teacher.jsonl        a record every histogram_every_steps
 OUT/METHOD/log.jsonl     a record every log_every_steps, and one for each validation
@@ -20,6 +21,7 @@ import math
 import platform
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import safetensors.torch
@@ -27,6 +29,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import configure
 from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
@@ -37,7 +40,7 @@ from lib.hf import find_folder, weights_hash
 from lib.settings import NonNegativeInt
 from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
-from run.log import say
+from run.log import say, write_waiting
 from run.methods import compute_dtype
 from run.students import COUNTS, Run, Student, step_of, student_facts
 
@@ -97,6 +100,7 @@ def resume(students: list[Student], run: Run) -> None:
         record_start(out / "run.json", starts, run)
     if live and not common:  # so that logs never exist without a checkpoint to resume from
         save_checkpoints(live, run)
+    configure.PROGRESS["step"] = run.step
 
 
 def earlier_starts(file: Path, cfg: Config) -> list[dict]:
@@ -268,20 +272,23 @@ def say_summary(students: list[Student], run: Run) -> None:
 def save_model(s: Student, run: Run) -> None:
     """Write the model for transformers, and then its provenance beside it."""
     weights = parallel.to_first(s.model.state_dict())
+    parallel.on_first(write_model, s, weights, run)
+    say(f"{s.name}: {s.folder / 'model'}")
+
+
+def write_model(s: Student, weights: dict[str, Tensor], run: Run) -> None:
     folder = s.folder / "model"
-    if parallel.rank() == 0:
-        s.model.save_pretrained(folder, s.tokenizer, weights)
-        with torch.device("meta"):
-            model = Qwen2(s.model.config)
-        model.load_state_dict(weights, assign=True)
-        facts = student_facts(s, run) | {"weights_sha256": weights_hash(model)}
-        problem = differs_in_transformers(model, folder)
-        if problem:
-            facts["differs_in_transformers"] = problem
-            remedy = "save_folder in lib/hf.py must know what was edited in model.py"
-            say(f"{folder}: another model for transformers: {problem}; {remedy}")
-        files.write_json(s.folder / "run.json", facts)
-    say(f"{s.name}: {folder}")
+    s.model.save_pretrained(folder, s.tokenizer, weights)
+    with torch.device("meta"):
+        model = Qwen2(s.model.config)
+    model.load_state_dict(weights, assign=True)
+    facts = student_facts(s, run) | {"weights_sha256": weights_hash(model)}
+    problem = differs_in_transformers(model, folder)
+    if problem:
+        facts["differs_in_transformers"] = problem
+        remedy = "save_folder in lib/hf.py must know what was edited in model.py"
+        say(f"{folder}: another model for transformers: {problem}; {remedy}")
+    files.write_json(s.folder / "run.json", facts)
 
 
 @torch.no_grad()
@@ -299,28 +306,24 @@ def differs_in_transformers(model: Qwen2, folder: Path) -> str | None:
     return None if error < 1e-4 else f"its logits differ by {error:.2%}"
 
 
-def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
+def save_checkpoints(live: list[Student], run: Run) -> None:
     """Write a checkpoint of every student, then delete older ones.
 
-    Returns the error if one could not be written: then nothing is deleted.
+    Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
     """
-    failed = None
+    began = time.perf_counter()
+    parallel.on_first(write_waiting)  # a resumed run does not log these steps again
     for s in live:
         groups = {}
         if run.step:  # a checkpoint of step 0 has no tensors
             groups = tensors_of(s)
         state = student_facts(s, run)
         state["sums"] = files.for_json(s.totals())
-        try:
-            if parallel.rank() == 0:
-                name = f"step_{run.step:08d}"
-                write_checkpoint(s.folder / "checkpoints" / name, groups, state, s)
-        except UserError as error:
-            failed = error
-    if parallel.rank() == 0 and not failed:
-        for s in live:
-            delete_older(s, run)
-    return failed
+        path = s.folder / "checkpoints" / f"step_{run.step:08d}"
+        parallel.on_first(write_checkpoint, path, groups, state, s)
+    for s in live:
+        parallel.on_first(delete_older, s, run)
+    run.checkpoint_sec += time.perf_counter() - began
 
 
 def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
@@ -330,8 +333,8 @@ def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
     for p, state in s.optimizer.state.items():
         for key, value in state.items():
             optimizer[f"{names[p]}/{key}"] = value
-    groups = {"model": parallel.to_first(s.model.state_dict())}
-    groups["optimizer"] = parallel.to_first(optimizer)
+    groups = {"optimizer": parallel.to_first(optimizer)}  # the largest first: see write_checkpoint
+    groups["model"] = parallel.to_first(s.model.state_dict())
     if s.extras:
         groups["extras"] = parallel.to_first(s.extras.state_dict())
     return groups
@@ -339,16 +342,17 @@ def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
 
 def write_checkpoint(path: Path, groups: dict[str, dict], state: dict, s: Student) -> None:
     """Write a folder with model/ for transformers, further groups of tensors, and state.json."""
-    with files.atomic_folder(path) as new:
+    hashes = {}
+    with files.atomic_folder(path) as new, ThreadPoolExecutor() as pool:
         for name, group in groups.items():
+            file = f"{name}.safetensors"
             if name == "model":
                 s.model.save_pretrained(new / "model", s.tokenizer, group)
+                file = "model/model.safetensors"
             else:
-                safetensors.torch.save_file(group, new / f"{name}.safetensors")
-        hashes = {}
-        for file in sorted(new.rglob("*.safetensors")):
-            hashes[str(file.relative_to(new))] = file_hash(file)
-        state["files_sha256"] = hashes
+                safetensors.torch.save_file(group, new / file)
+            hashes[file] = pool.submit(file_hash, new / file)  # while the next one is written
+        state["files_sha256"] = {file: sha.result() for file, sha in hashes.items()}
         files.write_json(new / "state.json", state)
 
 
@@ -435,9 +439,10 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
             if has_diverged:
                 s.stopped = s.stopped or "its weights are not finite"
             elif s.stopped:
-                failed = save_checkpoints([s], run)
-                if failed:
-                    s.stopped += f"; its last weights are lost: {failed}"
+                try:
+                    save_checkpoints([s], run)
+                except UserError as error:
+                    s.stopped += f"; its last weights are lost: {error}"
     for s in live:
         if s.stopped:
             stop(s, run)
@@ -457,6 +462,5 @@ def stop(s: Student, run: Run) -> None:
         advice = f"to go on, --resume_from={checkpoints[-1]} with another out_dir and {smaller}"
     s.stopped = f"step {run.step}: {s.stopped}; {advice}"
     say(f"{s.name} stopped at {s.stopped}")
-    if parallel.rank() == 0:
-        facts = student_facts(s, run) | {"why": s.stopped}
-        files.write_json(s.folder / "stopped.json", facts)
+    facts = student_facts(s, run) | {"why": s.stopped}
+    parallel.on_first(files.write_json, s.folder / "stopped.json", facts)

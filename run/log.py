@@ -140,7 +140,7 @@ def record(s: Student, values: dict) -> None:
             del s.services[service]
 
 
-UNWRITTEN: dict[Path, list[dict]] = {}  # lines that a full disk keeps out of their files
+UNWRITTEN: list[tuple[Path, dict]] = []  # lines that a full disk keeps out of their files
 
 
 def append(path: Path, line: dict) -> None:
@@ -148,12 +148,16 @@ def append(path: Path, line: dict) -> None:
 
     If the file cannot be written, as on a full disk, the line waits for the next call.
     """
-    waiting = UNWRITTEN.setdefault(path, [])
-    waiting.append(line)
+    UNWRITTEN.append((path, line))
     try:
-        while waiting:
-            files.append_line(path, waiting[0])
-            waiting.pop(0)
+        write_waiting()
     except UserError as error:
-        if len(waiting) == 1:  # say it once
+        if len(UNWRITTEN) == 1:  # say it once
             say(str(error))
+
+
+def write_waiting() -> None:
+    """Write the lines that wait. Raises `UserError` if a file cannot be written."""
+    while UNWRITTEN:
+        files.append_line(*UNWRITTEN[0])
+        UNWRITTEN.pop(0)

@@ -37,8 +37,8 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
-    def load() -> Teacher:
-        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, cfg.shard)
+    def load(shard: int = cfg.shard) -> Teacher:
+        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, shard)
         if cfg.compile and teacher.native:
             teacher.model.compile_layers()
         return teacher

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+import configure
 from configure import Config
 from lib import metrics, parallel
 from model import Qwen2
@@ -75,10 +76,13 @@ class Run:
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     first_step: int = 0  # where this start began
     began: float = 0.0  # `time.perf_counter()` then
+    signals: list[str] = field(default_factory=list)  # that ended it before its end
     best_tok_per_sec: float = 0.0  # since then
     slowdown_said: bool = False
+    checkpoint_sec: float = 0.0  # that checkpoints have held the run since the last record
 
     def count_update(self, n_valid: float, seconds: float) -> None:
+        configure.PROGRESS["step"] = self.step
         self.counts["valid_tokens"] += n_valid
         self.counts["since_log_tokens"] += n_valid
         self.counts["since_log_steps"] += 1

@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import configure
 import train
 from lib import parallel
+from run import ending
 from tests import world
 
 update = train.update
@@ -32,7 +33,7 @@ loop = train.loop
 
 def update_or_signal(students, teacher, stream, step, cfg):
     if cfg.out_dir.endswith("cut") and step == 1 == parallel.rank():
-        train.STOP.set()
+        ending.RECEIVED.append("SIGTERM")
     return update(students, teacher, stream, step, cfg)
 
 
@@ -51,7 +52,10 @@ def work(runs: list[list[str]]) -> None:
     parallel.start(torch.device("cpu"))
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
-        codes = parallel.all_gather(configure.guard(lambda cfg=cfg: train.distil(cfg)))
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(int(cfg.out_dir.endswith("restarts")))
+        code = configure.guard(lambda cfg=cfg: train.distil(cfg))
+        del os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        codes = parallel.all_gather(code)
         if any(codes) and parallel.rank() == 1:
             print("exit codes", codes)
     stop()
@@ -148,7 +152,7 @@ def main(nodes: list[str], todo: dict[int, list[list[str]]]) -> None:
         os.environ |= {"WORLD_SIZE": str(n), **place}
         children = []
         for rank in range(n):
-            os.environ["RANK"] = str(rank)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
             children.append(fork(work, runs))
         codes = exit_codes(children)
         assert not any(codes), codes

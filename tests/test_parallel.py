@@ -1,7 +1,12 @@
 """Several processes compute what one computes, and survive or refuse what differs or is lost."""
 
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +20,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import losses
 import train
 from lib import distributed, parallel
+from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
+from run import identity
 from tests import several, world
 from tests.world import V, config, final_bits, flags, read_jsonl, records, untimed
 
@@ -47,6 +54,7 @@ def wide(tiny, tmp_path_factory):
     tokenizer = load_tokenizer(world.DEMO)
     world.make_model(TEACHER).save_pretrained(root / "teacher", tokenizer)
     init_student(STUDENT).save_pretrained(root / "student")
+    (root / "data0").symlink_to(root / "data")
     torch.manual_seed(3)
     shape = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "vocab_size": V, "max_position_embeddings": 64}
@@ -71,6 +79,7 @@ def together(tiny, wide, tmp_path_factory):
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign",
         "state": STATE,
         "bad": f"{FLAGS} --schedule_steps=11 --max_steps=1{{rank}}",
+        "bad_and_restarts": f"{FLAGS} --data_dir={wide}/data{{rank}}",
     }
     four = {
         "uneven": f"{SHORT} --shard=4",  # 4 does not divide the rows of these weights
@@ -142,6 +151,21 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
     lowered = "micro_batch=8: lowered to 4 for 2 processes; the result is the same"
     assert text.count(lowered) == 1
     assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
+
+
+def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
+    """Here the second process of a node, of two nodes with two processes each."""
+    digest = identity.content_hash(wide / "teacher")
+    files = ("config.json", "model.safetensors")
+    first = [identity.file_hash(wide / "teacher" / name) for name in files]
+    monkeypatch.setattr(identity, "file_hash", lambda file: pytest.fail("read again"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    gathered = [first, [], first]
+    monkeypatch.setattr(parallel, "all_gather", lambda own: [*gathered, own])
+    assert identity.content_hash(wide / "teacher") == digest
+    gathered[2] = first[::-1]
+    with pytest.raises(UserError, match="teacher: its files differ between nodes"):
+        identity.content_hash(wide / "teacher")
 
 
 @pytest.mark.slow
@@ -216,12 +240,18 @@ def test_a_teacher_that_transformers_computes_is_sharded_too(together, wide, tmp
 
 
 @pytest.mark.slow
-def test_processes_that_differ_are_refused_before_anything_is_written(together):
+def test_processes_that_differ_are_refused_before_anything_is_written(together, wide):
     root, text = together
     problem = "max_steps: 10 on process 0, 11 on process 1"
-    assert text.count(f"UserError: {problem}; expected the same") == text.count("Error: ") == 2
+    assert text.count(f"UserError: {problem}; expected the same") == 1
     assert text.count("exit codes [1, 1]") == 1
-    assert not (root / "bad").exists()
+    assert [path.name for path in (root / "bad").iterdir()] == ["exit.json"]
+    # process 1 has no rows: process 0 says so too, and torchrun must not restart
+    assert text.count("Error: ") == 2
+    problem = f"{wide}/data1: no train.bin with train.json; run prepare.py with the config"
+    assert f"UserError: {problem}\n" in text
+    end = read_json(root / "bad_and_restarts/exit.json")
+    assert end == {"code": 1, "step": None, "max_steps": 4, "why": f"UserError: {problem}"}
 
 
 def test_each_start_waits_as_long_as_it_is_told(monkeypatch):
@@ -265,3 +295,36 @@ def test_two_nodes_of_which_one_loses_its_process_twice_go_on_from_a_checkpoint(
     assert records(root / "nodes", "alra")[-1]["step"] <= step
     # an update that is lost or made twice: 1e-2
     assert distance(root / "nodes", tmp_path, "alra", step=step) < 1e-4
+
+
+STUBS = {
+    "srun": 'shift; exec "$@"',
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi',
+}
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
+    """A real torchrun under the script of docs/, whose signal comes from Slurm."""
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    places = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    job = {"JOB_ID": str(several.free_port() - 20000), "JOB_NODELIST": "x"}
+    job |= {"NNODES": "1", "GPUS_ON_NODE": "2"}
+    env = os.environ | {"PATH": ":".join(places), "PYTHONPATH": str(world.ROOT)}
+    env |= {f"SLURM_{key}": value for key, value in job.items()}
+    out = tmp_path / "out"
+    (tmp_path / "train.py").symlink_to(world.ROOT / "train.py")
+    command = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+    while not [*out.glob("alra/checkpoints/step_*[1-9]")]:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait() == 75
+    assert (tmp_path / "requeued").read_text() == f"requeue {job['JOB_ID']}\n"
+    end = read_json(out / "exit.json")
+    step = int(world.saved(out / "alra")[-1].removeprefix("step_"))
+    assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}

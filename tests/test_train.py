@@ -34,7 +34,7 @@ from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE, method_loss
 from model import MLP, Qwen2, Qwen2Config, flops_per_token, init_student
-from run import checkpoints, identity, log, preflight, students
+from run import checkpoints, ending, identity, log, preflight, students
 from run.methods import compute_dtype, make_objective
 from run.teacher import Teacher, load_teacher
 from tests import world
@@ -566,7 +566,7 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
 
     def fail(tensors, path, **options):
         names.append(path.parts[len(tmp_path.parts)])
-        if len(names) == 7:  # vanilla_kd has that of step 4, alra not yet
+        if len(names) in (7, 10):  # vanilla_kd has that of step 4, alra not yet
             raise OSError(errno.ENOSPC, "No space left on device")
         save(tensors, path, **options)
 
@@ -641,13 +641,13 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
         if step == 2:
             students[0].sums["loss"] *= math.nan
             if cfg.out_dir.endswith("cut"):
-                train.STOP.set()
+                ending.RECEIVED.append("SIGTERM")
 
     hook_update(before, after)
     flags = "--methods=alra --checkpoint_every_steps=1 --log_every_steps=4"
     whole = tmp_path / "whole"
     cut = tmp_path / "cut"
-    for out, code in ((whole, 0), (cut, train.TRY_AGAIN), (cut, 0)):
+    for out, code in ((whole, 0), (cut, ending.TRY_AGAIN), (cut, 0)):
         run(out, flags, code)
     assert untimed(whole, "alra") == untimed(cut, "alra")
     assert final_bits(whole, "alra") == final_bits(cut, "alra")
@@ -678,7 +678,7 @@ NO_ROOM_EITHER = safetensors.SafetensorError(f"Error while serializing: I/O erro
     ("errors", "where", "steps"),  # errors: by the number of the file of tensors
     [
         ({3: NO_ROOM}, "", [5, 6]),  # at step 4 there is no room, after it there is
-        ({3: NO_ROOM, 4: NO_ROOM_EITHER, 5: NO_ROOM}, "step_00000006.alra-new/model", [0, 2]),
+        (dict.fromkeys((3, 4, 5, 6), NO_ROOM), "checkpoints/step_00000006", [0, 2]),
         ({6: NO_ROOM_EITHER}, "model", [4, 6]),
     ],
 )
@@ -784,6 +784,15 @@ def test_records_wait_for_room_on_the_disk(tmp_path, capsys):
     assert capsys.readouterr().out.count(message) == 1
 
 
+def test_no_checkpoint_is_ahead_of_its_log(finished, tmp_path, monkeypatch, capsys, run):
+    effects = [UserError("no room")] * 2 + [mock.DEFAULT] * 9
+    write = mock.Mock(wraps=log.files.append_line, side_effect=effects)
+    monkeypatch.setattr(log.files, "append_line", write)
+    run(tmp_path, "--methods=alra")
+    assert "step 2: no checkpoint; trying after each update: no room" in capsys.readouterr().out
+    assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+
+
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
     tmp_path, monkeypatch, capsys, hook_update, run
 ):
@@ -843,6 +852,7 @@ def test_a_signal_in_an_update_saves_after_it_and_exits_75(
     hook_update(interrupt)
     run(tmp_path, "--methods=alra", 75)
     assert ": step 3 of 6; the same command resumes" in capsys.readouterr().out
+    assert_end(tmp_path, 75, 3, "SIGTERM")
     assert steps_of(tmp_path / "alra") == [2, 3]
     run(tmp_path, "--methods=alra")
     starts = read_json(tmp_path / "run.json")["starts"]
@@ -852,11 +862,51 @@ def test_a_signal_in_an_update_saves_after_it_and_exits_75(
     assert untimed(tmp_path, "alra") == untimed(finished, "alra")
 
 
+def assert_end(out: Path, code: int, step: int | None, why: str) -> None:
+    end = read_json(out / "exit.json")
+    assert end == {"code": code, "step": step, "max_steps": 6, "why": why}
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+def test_a_signal_while_a_run_loads_or_validates_ends_it_and_loses_nothing(
+    finished, tmp_path, monkeypatch, run, at
+):
+    """It comes in the middle of the validation of a step, or before the first update."""
+    batches = train.validation_batches
+    seen = []
+
+    def interrupted(val, *args):
+        for batch in batches(val, *args):
+            seen.append(batch[0])
+            if len(seen) == 4 * at // 3 - 2:  # 4 batches each
+                signal.raise_signal(signal.SIGUSR1)
+            yield batch
+
+    def load(*args):
+        if at == 0:
+            signal.raise_signal(signal.SIGUSR1)
+        return preflight.open_teacher(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "validation_batches", interrupted)
+        patch.setattr(train, "open_teacher", load)
+        run(tmp_path, "--methods=alra --checkpoint_every_steps=none", 75)
+    assert_end(tmp_path, 75, at, "SIGUSR1")
+    assert len(seen) == max(0, 4 * at // 3 - 2)
+    assert steps_of(tmp_path / "alra")[-1] == at
+    assert not (tmp_path / "alra/model").exists()
+    for _ in range(2):
+        run(tmp_path, "--methods=alra")
+        assert_end(tmp_path, 0, 6, "finished")
+        assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+        assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+
+
 def test_four_signals_stop_a_run_but_nohup_stays_nohup():
     def stops(sign) -> bool:
-        train.catch_signals()
+        ending.catch_signals()
         signal.raise_signal(sign)
-        return train.STOP.is_set()
+        return bool(ending.RECEIVED)
 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -187,7 +187,7 @@ def untimed(out: Path, method: str) -> list[dict]:
     """Return the records without what the clock and the machine decide."""
     lines = records(out, method)
     for record in lines:
-        for key in ("tok_per_sec", "eta_sec", "time", "mem_gib", "mfu"):
+        for key in ("tok_per_sec", "eta_sec", "time", "mem_gib", "mfu", "checkpoint_sec"):
             record.pop(key, None)
     return lines
 

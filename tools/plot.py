@@ -37,7 +37,9 @@ from run.tables import read_log
 from run.teacher import load_teacher
 
 # What a record of log.jsonl has beside an objective's terms and the figures of validations.
-LOGGED = "step nominal_tokens valid_tokens lr gnorm tok_per_sec mfu mem_gib eta_sec time"
+LOGGED = (
+    "step nominal_tokens valid_tokens lr gnorm tok_per_sec mfu mem_gib eta_sec checkpoint_sec time"
+)
 PANELS = {  # key in log.jsonl -> title; terms of other objectives follow
     "loss": "training loss",
     "ce": "training cross-entropy",

@@ -1,0 +1,87 @@
+"""How a run ends: by signals, by errors, or at its last update; and what a scheduler is told.
+
+OUT/exit.json has {code, step, max_steps, why} of the last start:
+
+    0   every student has reached the end
+    1   an error, or a student that stopped
+    75  a signal ended the run early: the same command resumes
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import configure
+from configure import Config
+from lib import parallel
+from lib.errors import UserError, first_line
+from run.log import say
+from run.students import Run, Student
+
+RECEIVED: list[str] = []  # names of the signals that this process has received
+TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
+
+
+def received() -> list[str]:
+    """Return the names of the signals that a process has received; all processes agree."""
+    return max(parallel.all_gather(RECEIVED))  # [] is the least
+
+
+def catch_signals() -> None:
+    """From now on, SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run.
+
+    It ends before the first update, after the current one, or between two batches of a validation.
+    """
+    RECEIVED.clear()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        if not under_nohup:
+            signal.signal(number, lambda n, _: RECEIVED.append(signal.Signals(n).name))
+
+
+def fail(error: Exception, cfg: Config) -> None:
+    """Raise an error that ends a run, after writing it into exit.json.
+
+    A `UserError` of one process ends all of them if they have not begun to train.
+    """
+    write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
+    if isinstance(error, UserError) and not error.is_shared:
+        if parallel.world() > 1 and "step" in configure.PROGRESS:
+            raise RuntimeError("an error of this process alone") from error
+        parallel.all_gather(error)  # the others wait there, or come to it next
+    raise error
+
+
+def write_exit(cfg: Config, code: int, why: str) -> None:
+    """Write OUT/exit.json, unless another process has written before why the run ends."""
+    step = configure.PROGRESS.get("step")
+    facts = {"code": code, "step": step, "max_steps": cfg.max_steps, "why": why}
+    with contextlib.suppress(OSError), Path(cfg.out_dir, "exit.json").open("x") as file:
+        json.dump(facts, file)
+
+
+def exit_code(students: list[Student], run: Run) -> int:
+    """Print the step that the run has reached, write exit.json, and return the exit code."""
+    stopped = [f"{s.name} stopped at {s.stopped}" for s in students if s.stopped]
+    all_stopped = len(stopped) == len(students)
+    cfg = run.cfg
+    reached = f"{cfg.out_dir}: step {run.step} of {cfg.max_steps}"
+    code = 1 if stopped else 0
+    why = "; ".join(stopped) or "finished"
+    if run.signals and not all_stopped:
+        reached += "; the same command resumes"
+        code = TRY_AGAIN
+        why = run.signals[0]
+    say(reached)
+    if parallel.rank() == 0:
+        write_exit(cfg, code, why)
+        if all_stopped:
+            print(f"{cfg.out_dir}: all students stopped; {stopped[0]}", file=sys.stderr)
+    n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
+        # this node's torchrun would wait five minutes for one that has received the signal itself
+        os.kill(os.getppid(), signal.SIGTERM)
+    return code

@@ -142,8 +142,6 @@ class Config:
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     # share of the schedule over which "wsd" lets the rate fall
     decay_share: PositiveFraction = 0.1
-    # "wsd": w_kd rises over 10 % of the schedule, falls in its last 1 %, and w_ce = 1 - w_kd
-    w_kd_schedule: Literal["constant", "wsd"] = "constant"
 
     # ---- machine
 
@@ -394,6 +392,7 @@ SYNONYMS = {
     "steps": "max_steps with schedule_steps",
     "tau": "METHOD.tau, as in alra.tau",
     "temperature": "METHOD.tau, as in vanilla_kd.tau",
+    "w_kd_schedule": "methods=pd_wsd",
 }
 
 

@@ -298,7 +298,7 @@ def pd(
 
     There is no public code. Choices made here: the token that crosses top_p is kept; the student is
     normalised over the full vocabulary, which pushes down the tokens that are not kept; no tau^2.
-    PD's schedule of the weight is `w_kd_schedule`.
+    PD's schedule of the weight is the row "pd_wsd".
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 1 <= top_k <= z_s.shape[1]:
@@ -965,6 +965,11 @@ def ramp(start: float, end: float) -> Callable[[float], float]:
     return lambda progress: start + (end - start) * progress
 
 
+def wsd(progress: float) -> float:
+    """Rise from 0 to 1 over the first 10 % of the schedule, fall to 0 over the last 1 %."""
+    return min(1.0, progress / 0.1, (1 - progress) / 0.01)
+
+
 def _fixed(d: int) -> Method:
     """ALD + PRA-U on the student's top d."""
     return Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"})
@@ -975,6 +980,7 @@ METHODS: dict[str, Method] = {
     "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
     "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
     "pd": Method(pd),
+    "pd_wsd": Method(pd, moving={"w_kd": wsd}),  # w_ce is 1 - w_kd
     "atkd": Method(atkd),
     "rld": Method(rld),
     "ldrld": Method(ldrld, w_ce=0.5),

@@ -30,7 +30,6 @@ import math
 import os
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -38,12 +37,12 @@ import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.documents import SUFFIXES, list_files, read_document, read_files
+from lib.documents import SUFFIXES, check_each_once, list_files, read_document, read_files
 from lib.errors import UserError, first_line
 from lib.files import flush, locked, read_json, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
-from lib.tokens import SAMPLE, check_round_trip, check_tokenizer, leading_bos, token_bytes
+from lib.tokens import SAMPLE, check_tokenizer, encode_texts, leading_bos, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
 BATCH_CHARS = 1 << 22  # of a batch; the state is saved after each, so a kill loses one at most
@@ -108,9 +107,7 @@ def prepare(cfg: Config) -> None:
             return
         if "complete" not in state:
             write_rows(cfg, source, tokenizer.backend_tokenizer, table, state)
-        for manifest in finish(folder, state):
-            print(summary(folder, manifest))
-        remove_work(folder)
+        finish(folder, state)
 
 
 def write_rows(cfg, source, backend, table, state):
@@ -120,44 +117,41 @@ def write_rows(cfg, source, backend, table, state):
     state  the progress that prepare.state holds (`open_state`); updated here
     """
     folder = Path(cfg.data_dir)
-    recipe = state["recipe"]
-    max_rows = None
+    writers = state["writers"]
+    max_rows = math.inf
     if cfg.train_rows is not None:
         max_rows = cfg.train_rows + cfg.val_rows
-    n_left = None
-    if cfg.n_documents is not None:
-        n_left = cfg.n_documents - state["records"]
+    n_left = cfg.n_documents
+    if n_left is not None:
+        n_left -= state["records"]
     backend.encode_special_tokens = True  # text is only text
     backend.no_truncation()
     backend.no_padding()
-    check_round_trip(backend, SAMPLE)
-    writers = {}
-    for split in splits(recipe):
-        resumed = state["writers"].get(split, {})
-        file = folder / f"{split}.bin.tmp"
-        writers[split] = RowWriter(file, table, recipe["row_len"], **resumed)
-    train = writers["train"]
+    encode_texts(backend, [SAMPLE])  # refuses a tokenizer that loses text
+    for split in writers:
+        shorten(folder, state, split)  # what was written after the last commit
     if "source" in state:
         source.load_state_dict(state["source"])
     with tqdm(total=max_rows, unit="row") as bar:
         for documents, position in read_ahead(read_batches(source, n_left)):
             ids = encode(backend, documents, state, cfg.max_bad_records)
-            for split, writer in writers.items():
-                writer.feed(ids[split])
-            bar.update(train.rows - bar.n)
+            for split in writers:
+                add_ids(folder, state, split, table, ids[split])
+            n_rows = writers["train"]["rows"]
+            bar.update(n_rows - bar.n)
             state["source"] = position
-            if max_rows and train.rows >= max_rows:  # `finish` shortens the file to `rows`
+            if n_rows >= max_rows:
                 break
-            commit(folder, state, writers)
-    if not state["records"]:
+            commit(folder, state)
+    if state["records"] == 0:
         raise UserError(f"source={cfg.source}: holds no record")
-    for writer in writers.values():
-        writer.feed([], last=True)
-    train.rows = min(train.rows, max_rows or train.rows)
+    for split in writers:
+        add_ids(folder, state, split, table, [], last=True)
+    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)
     if cfg.val_rows:
-        writers["val"].write(train.take_last(cfg.val_rows))
+        hold_out_rows(folder, state, cfg.val_rows)
     state["complete"] = True
-    commit(folder, state, writers)
+    commit(folder, state)
 
 
 # --- Text to documents
@@ -166,67 +160,79 @@ def write_rows(cfg, source, backend, table, state):
 def open_source(cfg):
     """Return a stream of the documents of `cfg.source`, and the facts of each of its parts.
 
-    The stream is a `datasets.IterableDataset`, whose state resumes it. A mixture "a:0.7,b:0.3"
-    draws from its parts with these probabilities, by a fixed seed, until one of them ends.
+    The stream is a `datasets.IterableDataset`, whose state resumes it. A mixture draws from its
+    parts with the probabilities of their shares, by a fixed seed, until one of them ends.
     """
     import datasets
 
-    parts = [re.fullmatch(SHARE, part) for part in cfg.source.split(",")]
-    if Path(cfg.source).expanduser().exists() or not any(parts):
-        parts = [(None, cfg.source, 1)]
-    if not all(parts):
-        raise UserError(
-            f"source={cfg.source}: expected a share above 0 for each, as in a:0.7,b:0.3"
-        )
+    names, shares = split_mixture(cfg.source)
     streams = []
     facts = []
-    uses = Counter()
-    for part in parts:
-        stream, fact, files = open_part(part[1], cfg)
+    files = []
+    for name in names:
+        stream, fact, files_of_part = open_part(name, cfg)
         streams.append(stream)
         facts.append(fact)
-        uses.update(map(os.path.realpath, files))
-    file, n_uses = uses.most_common(1)[0]
-    if n_uses > 1:
-        raise UserError(f"source={cfg.source}: reads {[file]} twice; name each file once")
-    if len(parts) == 1:
+        files += files_of_part
+    check_each_once(cfg.source, files)
+    if len(streams) == 1:
         return streams[0], facts
-    shares = np.array([float(part[2]) for part in parts])
-    shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
     return datasets.interleave_datasets(streams, shares, seed=0), facts
 
 
-def open_part(name: str, cfg):
-    """Return a stream of documents, its facts, and the names of what it reads."""
-    import datasets
-    import huggingface_hub
+def split_mixture(source):
+    """Return the parts of a mixture "a:7,b:3", and their shares of the whole, here 0.7 and 0.3.
 
-    column = cfg.source_text
+    A source that is no mixture is its only part.
+    """
+    parts = [re.fullmatch(SHARE, part) for part in source.split(",")]
+    if Path(source).expanduser().exists() or not any(parts):
+        return [source], [1.0]
+    if not all(parts):
+        raise UserError(f"source={source}: expected a share above 0 for each, as in a:0.7,b:0.3")
+    shares = np.array([float(part[2]) for part in parts])
+    return [part[1] for part in parts], (shares / shares.sum()).tolist()
+
+
+def open_part(name, cfg):
+    """Return a stream of documents, its facts, and the local files that it reads."""
+    import datasets
+
     is_file = Path(name).expanduser().exists() or name.endswith(SUFFIXES)
     if is_file or not re.fullmatch(HUB_ID, name):
         files = list_files(name)
         root = os.path.commonpath([os.path.dirname(file) for file in files])
         content = [(os.path.relpath(file, root), quick_hash(Path(file))) for file in files]
-        arguments = {"files": files, "root": root, "column": column}
+        arguments = {"files": files, "root": root, "column": cfg.source_text}
         stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
     else:
-        dataset, _, revision = name.partition("@")
-        try:
-            commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None).sha
-        except Exception as error:  # the class of a network failure changes with the library
-            reason = f"no local path, and no such dataset on the hub ({first_line(error)})"
-            raise UserError(f"source={dataset}: {reason}") from error
-        stream = datasets.load_dataset(
-            dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
-        )
-        stream = stream.select_columns([column]).map(lambda row: read_document(row, column))
-        files = [dataset]
-        name = content = f"{dataset}@{commit}"
-        print(f"source: {name}", file=sys.stderr)
+        files = []
+        stream, name = open_hub(name, cfg)
+        content = name
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return stream, {"source": name, "sha256": digest}, files
+
+
+def open_hub(name, cfg):
+    """Return a stream of the documents of a dataset on the hub, and its name with its commit."""
+    import datasets
+    import huggingface_hub
+
+    column = cfg.source_text
+    dataset, _, revision = name.partition("@")
+    try:
+        commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None).sha
+    except Exception as error:  # the class of a network failure changes with the library
+        reason = f"no local path, and no such dataset on the hub ({first_line(error)})"
+        raise UserError(f"source={dataset}: {reason}") from error
+    rows = datasets.load_dataset(
+        dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
+    )
+    print(f"source: {dataset}@{commit}", file=sys.stderr)
+    stream = rows.select_columns([column]).map(lambda row: read_document(row, column))
+    return stream, f"{dataset}@{commit}"
 
 
 # --- Documents to ids
@@ -265,8 +271,8 @@ def read_batches(source, n_documents):
         yield batch, source.state_dict()
 
 
-def encode(backend, documents, state, max_bad_records) -> dict[str, list]:
-    """Return the ids of each document, with BOS and EOS, as lists by split.
+def encode(backend, documents, state, max_bad_records):
+    """Return the ids of the documents, each with BOS and EOS, by split.
 
     Counts the records in `state`, and lists those that cannot be read. Raises `UserError` if there
     are more of these than `max_bad_records`.
@@ -275,30 +281,27 @@ def encode(backend, documents, state, max_bad_records) -> dict[str, list]:
     bos = [] if recipe["bos"] is None else [recipe["bos"]]
     eos = recipe["eos_id"]
     texts = [document["text"] for document in documents]
-    check_round_trip(backend, "".join(texts)[:2000])
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
     ids_of = {"train": [], "val": []}
-    for document, encoding in zip(documents, encodings, strict=True):
+    for document, ids in zip(documents, encode_texts(backend, texts), strict=True):
         if document["bad"]:
             problem = f"document {state['records']}: {document['bad']}"
             state["skipped"].append(problem)
             if len(state["skipped"]) > max_bad_records:
                 raise UserError(f"{problem}; or set max_bad_records above {max_bad_records}")
+        elif eos in ids:
+            raise UserError(f"tokenizer {recipe['tokenizer']}: a text contains its eos_token")
         else:
-            ids = np.array([*bos, *encoding.ids, eos], np.uint32)
-            if (ids == eos).sum() > 1:
-                raise UserError(f"tokenizer {recipe['tokenizer']}: a text contains its eos_token")
-            is_val = held_out(document, recipe["val_share"])
-            ids_of["val" if is_val else "train"].append(ids)
+            split = "val" if held_out(document, recipe["val_share"]) else "train"
+            ids_of[split] += [*bos, *ids, eos]
         state["records"] += 1
     return ids_of
 
 
-def held_out(document, share) -> bool:
+def held_out(document, share):
     """Return whether a document is held out, by a hash of its name, else of its text."""
     key = document["name"] or document["text"]
-    digest = hashlib.sha256(key.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return int(digest[:16], 16) < share * 2**64
 
 
 # --- Ids to rows
@@ -306,7 +309,7 @@ def held_out(document, share) -> bool:
 STOPS = ".!?…‼⁇⁈⁉؟۔।。！？｡"
 WIDE = "。！？｡"
 CLOSERS = "\"'”’»›)]}」』】》〉〕）］｝"
-UNDECIDED = CLOSERS + "\ufffd"  # an incomplete UTF-8 sequence decodes to U+FFFD
+INCOMPLETE = "\ufffd"  # what a part of a character's UTF-8 bytes decodes to
 WORDS = (  # abbreviations in lower case, without the last full stop
     "mr mrs ms mx dr prof rev fr hon gen col capt cmdr lt maj sgt gov sen rep pres st sr jr esq "
     "messrs mme mlle vs viz etc al ca cf approx resp incl excl ibid no nos vol vols ch chap sec "
@@ -317,14 +320,13 @@ ABBREVIATIONS = set(WORDS.split())
 # The class of a token is the sum of these bits.
 EOS = 1
 LINE = 2  # ends a line
-STOP = 4  # may end a sentence if whitespace follows; the tokens before it decide
-WIDE_STOP = 8  # may end a sentence even without whitespace after it
-SPACE = 16  # starts with whitespace
-FRESH = 32  # starts with a whole character that is neither a stop nor a closer
-GAP = 64  # contains whitespace, so that no word reaches back beyond it
+STOP = 4  # may end a sentence; the tokens around it decide
+SPACE = 8  # starts with whitespace
+FRESH = 16  # starts with a whole character that is neither a stop nor a closer
+GAP = 32  # contains whitespace, so that no word reaches back beyond it
 
 
-def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[int]:
+def row_ends(ids, table, row_len, last):
     """Return where the rows of a piece of the stream end, by the boundary rule (RULE_VERSION 1).
 
     The paper (appendix C, "Tokenization and Boundary-Aware Chunk Construction") fills a chunk and
@@ -353,25 +355,19 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     row. A cut depends on `row_len` + 1 ids of the stream and on nothing else: neither on batches
     nor on kills.
 
-    ids     [n] the stream from the start of a row on
+    ids     [n] an array: the stream from the start of a row on
     table   the class of each token, and its bytes
     last    whether the stream ends with these ids; otherwise up to row_len of them are left over
     ->      the end of each row (exclusive), where the next row starts
     """
     classes, pieces = table
-    flags = classes[ids]
-    token = flags[:-1]
-    following = flags[1:]
-    candidate = (token & (EOS | LINE)) > 0
-    candidate |= np.logical_and(token & STOP, following & SPACE)
-    candidate |= np.logical_and(token & WIDE_STOP, following & FRESH)
-    candidate = candidate.tolist()
-    start = 0
+    flags = classes[ids].tolist()
     ends = []
+    start = 0
     while start + row_len < len(ids):
         end = start + row_len
         for i in range(end - 1, start, -1):
-            if candidate[i] and ends_row(ids, flags, pieces, start, i):
+            if ends_row(ids, flags, pieces, start, i):
                 end = i + 1
                 break
         ends.append(end)
@@ -381,10 +377,12 @@ def row_ends(ids: np.ndarray, table: tuple, row_len: int, last: bool) -> list[in
     return ends
 
 
-def ends_row(ids, flags, pieces, start: int, i: int) -> bool:
-    """Whether a row that begins at `start` may end after ids[i], which is a candidate."""
+def ends_row(ids, flags, pieces, start, i):
+    """Return whether a row that begins at `start` may end after ids[i]."""
     if flags[i] & (EOS | LINE):
         return True
+    if not flags[i] & STOP:
+        return False
     first = i
     while first > start and not flags[first] & GAP:  # no word reaches back beyond whitespace
         first -= 1
@@ -403,7 +401,7 @@ def ends_row(ids, flags, pieces, start: int, i: int) -> bool:
     return not (is_label or is_initials or word.lower() in ABBREVIATIONS)
 
 
-def token_table(tokenizer) -> tuple[np.ndarray, list[bytes]]:
+def token_table(tokenizer):
     """Return the classes [V] uint8 of a tokenizer's tokens, and the bytes that each stands for."""
     pieces = token_bytes(tokenizer.backend_tokenizer)
     classes = np.array([token_class(piece) for piece in pieces], np.uint8)
@@ -411,22 +409,20 @@ def token_table(tokenizer) -> tuple[np.ndarray, list[bytes]]:
     return classes, pieces
 
 
-def token_class(piece: bytes) -> int:
+def token_class(piece):
+    """Return the class of a token that stands for these bytes."""
     if not piece:
         return 0
     text = piece.decode("utf-8", "replace")
     bits = 0
     if text[0].isspace():
         bits |= SPACE
-    if text[0] not in UNDECIDED + STOPS:
+    if text[0] not in STOPS + CLOSERS + INCOMPLETE:
         bits |= FRESH
     if re.search(rb"[ \t\n\r]", piece):
         bits |= GAP
-    last = text.rstrip(UNDECIDED)[-1:]
-    # if the token has closers alone, the last stop may be in an earlier token
-    if not last or last in WIDE:
-        bits |= WIDE_STOP
-    if not last or last in STOPS:
+    last = text.rstrip(CLOSERS + INCOMPLETE)[-1:]
+    if not last or last in STOPS:  # a token of closers alone follows a stop, perhaps
         bits |= STOP
     elif piece.rstrip(b" \t").endswith(b"\n"):
         bits |= LINE
@@ -436,84 +432,86 @@ def token_class(piece: bytes) -> int:
 # --- Rows to files
 
 
-class RowWriter:
-    """A rows file that grows: the number of rows written, and the ids of the row after them."""
-
-    def __init__(self, file, table, row_len, rows=0, rest=()):
-        self.file = file
-        self.table = table
-        self.row_len = row_len
-        self.rows = rows
-        self.rest = np.array(rest, np.uint32)
-        file.touch()
-        shorten(file, rows * row_len * 4)
-
-    def feed(self, documents: list[np.ndarray], last: bool = False):
-        """Write the complete rows. If these are the `last` documents, also the incomplete row."""
-        ids = np.concatenate([self.rest, *documents])
-        starts = np.array([0, *row_ends(ids, self.table, self.row_len, last)])
-        lengths = np.diff(starts)
-        rows = np.full((len(lengths), self.row_len), PAD, np.uint32)
-        rows[np.arange(self.row_len) < lengths[:, None]] = ids[: starts[-1]]
-        self.write(rows)
-        self.rest = ids[starts[-1] :].copy()
-
-    def write(self, rows: np.ndarray):
-        with writing(self.file), open(self.file, "ab") as file:
-            file.write(rows)
-        self.rows += len(rows)
-
-    def take_last(self, n: int) -> np.ndarray:
-        """Return the last n rows (all, if there are fewer), and remove them from the count."""
-        n = min(n, self.rows)
-        self.rows -= n
-        start = self.rows * self.row_len * 4
-        ids = np.fromfile(self.file, np.uint32, n * self.row_len, offset=start)
-        return ids.reshape(n, self.row_len)
-
-    def save(self) -> dict:
-        """Flush the rows to the disk. Return the state from which a new `RowWriter` continues."""
-        with writing(self.file):
-            flush(self.file)
-        return {"rows": self.rows, "rest": self.rest.tolist()}
+def add_ids(folder, state, split, table, ids, last=False):
+    """Write the rows that the next ids of a stream complete. If they are the last, write all."""
+    row_len = state["recipe"]["row_len"]
+    writer = state["writers"][split]
+    ids = np.array(writer["rest"] + ids, np.uint32)
+    starts = np.array([0, *row_ends(ids, table, row_len, last)])
+    lengths = np.diff(starts)
+    rows = np.full((len(lengths), row_len), PAD, np.uint32)
+    rows[np.arange(row_len) < lengths[:, None]] = ids[: starts[-1]]
+    add_rows(folder, state, split, rows)
+    writer["rest"] = ids[starts[-1] :].tolist()
 
 
-def shorten(file, size):
-    """Cut off what a killed run wrote after its last commit.
+def add_rows(folder, state, split, rows):
+    file = folder / f"{split}.bin.tmp"
+    with writing(file), open(file, "ab") as stored:
+        stored.write(rows)
+    state["writers"][split]["rows"] += len(rows)
 
-    Raises `UserError` if the file is shorter than its state says.
+
+def hold_out_rows(folder, state, n):
+    """Move the last n training rows (all, if there are fewer) to the held-out rows."""
+    train = state["writers"]["train"]
+    row_len = state["recipe"]["row_len"]
+    n_left = max(train["rows"] - n, 0)
+    ids = np.fromfile(folder / "train.bin.tmp", np.uint32, offset=n_left * row_len * 4)
+    rows = ids.reshape(-1, row_len)
+    add_rows(folder, state, "val", rows[: train["rows"] - n_left])
+    train["rows"] = n_left
+
+
+def shorten(folder, state, split):
+    """Cut a file of unfinished rows to the rows that the state counts.
+
+    Raises `UserError` if the file is shorter than that.
     """
+    file = folder / f"{split}.bin.tmp"
+    file.touch()
+    size = state["writers"][split]["rows"] * state["recipe"]["row_len"] * 4
     if file.stat().st_size < size:
-        raise UserError(f"{file}: too short for prepare.state; move {file.parent} aside")
+        raise UserError(f"{file}: too short for prepare.state; move {folder} aside")
     os.truncate(file, size)
 
 
-def open_state(folder, recipe) -> dict | None:
+def open_state(folder, recipe):
     """Return the state of the unfinished work in a folder, or None if all rows are there.
 
     The state is what prepare.state holds: `recipe`, the number of `records` read, the `skipped`
-    ones, the state of each of the `writers`, the position in the `source`, and at the end
-    `complete`. Raises `UserError` if the folder holds data of another recipe, or other files.
+    ones, the position in the `source`, and at the end `complete`. Its `writers` have, by split, the
+    number of `rows` written, and the `rest`: the ids of the row after them.
+
+    Raises `UserError` if the folder holds data of another recipe, or other files.
     """
     file = folder / "prepare.state"
     if file.exists():
         keys = ("recipe", "records", "writers", "skipped")
         state = read_json(file, keys, f"move {folder} aside and start again")
-        if state["records"]:
-            check_recipe(folder, state["recipe"], recipe)
-            print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
-            return state | {"recipe": recipe}  # names may differ
-    elif (folder / "train.json").exists():
+        if state["records"] == 0:  # nothing to lose, whatever the recipe was
+            return new_state(file, recipe)
+        check_recipe(folder, state["recipe"], recipe)
+        print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
+        return state | {"recipe": recipe}  # names may differ
+    if (folder / "train.json").exists():
         for split in splits(recipe):
             check_recipe(folder, open_rows(folder, split)[1], recipe)
         return None
-    else:
-        foreign = [name for name in FILES if (folder / name).exists()]
-        if foreign:
-            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
-    remove_work(folder)  # nothing was committed: start over
-    state = {"recipe": recipe, "records": 0, "writers": {}, "skipped": []}
-    write_json(file, state)  # first, as it marks the other files as ours
+    foreign = [name for name in FILES if (folder / name).exists()]
+    if foreign:
+        raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
+    return new_state(file, recipe)
+
+
+def new_state(file, recipe):
+    """Return the state before the first record.
+
+    It is written before any row, as it marks the files beside it as ours.
+    """
+    writers = {split: {"rows": 0, "rest": []} for split in splits(recipe)}
+    state = {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
+    write_json(file, state)
     return state
 
 
@@ -541,13 +539,16 @@ def check_recipe(folder, old, new):
         raise UserError(f"{folder}: {problem}. Set another data_dir, or move that folder aside")
 
 
-def commit(folder, state, writers):
+def commit(folder, state):
     """Flush the rows, then write the state that counts them."""
-    state["writers"] = {split: writer.save() for split, writer in writers.items()}
+    for split in state["writers"]:
+        file = folder / f"{split}.bin.tmp"
+        with writing(file):
+            flush(file)
     write_json(folder / "prepare.state", state)
 
 
-def finish(folder, state) -> list[dict]:
+def finish(folder, state):
     """Give the files their final names and write their manifests. Safe to repeat after a kill."""
     recipe = state["recipe"]
     for split, writer in state["writers"].items():
@@ -555,73 +556,80 @@ def finish(folder, state) -> list[dict]:
             remove_work(folder)  # resuming would end here again
             remedy = "--val_share=0 --val_rows=N holds out the last N rows"
             raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
-    manifests = []
-    for split, writer in state["writers"].items():
+    counts_of = {}
+    for split in state["writers"]:
         work = folder / f"{split}.bin.tmp"
         file = folder / f"{split}.bin"
         if work.exists():
-            shorten(work, writer["rows"] * recipe["row_len"] * 4)
+            shorten(folder, state, split)
             os.replace(work, file)
-        manifest = {"split": split, **recipe, "skipped": state["skipped"], **measure(file, recipe)}
+        facts, counts_of[split] = measure(file, recipe)
         if split == "val":
-            manifest |= measure_unigram(folder, recipe)
+            facts |= measure_unigram(file, recipe, counts_of["train"])
+        manifest = {"split": split, **recipe, "skipped": state["skipped"], **facts}
         write_json(folder / f"{split}.json", manifest)
-        manifests.append(manifest)
-    return manifests
+        print(summary(folder, manifest))
+    remove_work(folder)
 
 
-def splits(recipe) -> list[str]:
+def splits(recipe):
     return ["train", "val"] if recipe["val_rows"] or recipe["val_share"] else ["train"]
 
 
-def read_blocks(file, row_len):
-    """Yield ids [n, row_len], by plain reads: pages of np.memmap count as the process's memory."""
-    with open(file, "rb") as blocks:
-        while block := blocks.read(4096 * row_len * 4):
-            yield np.frombuffer(block, np.uint32).reshape(-1, row_len)
+def measure(file, recipe):
+    """Return counts and hashes of a rows file, and how often each id is a target [V + 1].
 
-
-def measure(file, recipe) -> dict:
-    """Return counts and hashes of a rows file."""
-    n_rows = n_tokens = n_eos = 0
+    The last of these is padding's.
+    """
+    row_len = recipe["row_len"]
+    n_vocab = recipe["vocab_size"]
+    counts = np.zeros(n_vocab + 1, np.int64)
+    n_rows = n_eos = 0
     digest = hashlib.sha256()
-    for block in read_blocks(file, recipe["row_len"]):
-        n_rows += len(block)
-        n_tokens += int((block != PAD).sum())
-        n_eos += int((block == recipe["eos_id"]).sum())
-        digest.update(block)
-    return {
+    with open(file, "rb") as blocks:  # pages of np.memmap would count as the process's memory
+        while block := blocks.read(4096 * row_len * 4):
+            digest.update(block)
+            ids = np.frombuffer(block, np.uint32).reshape(-1, row_len)
+            n_rows += len(ids)
+            n_eos += int((ids == recipe["eos_id"]).sum())
+            targets = np.minimum(ids[:, 1:], n_vocab)
+            counts += np.bincount(targets.ravel(), minlength=len(counts))
+    n_targets = int(counts[:n_vocab].sum())
+    n_tokens = n_targets + n_rows
+    facts = {
         "rows": n_rows,
         "tokens": n_tokens,
-        "valid_targets": n_tokens - n_rows,
-        "padding_share": 1 - n_tokens / (n_rows * recipe["row_len"]),
+        "valid_targets": n_targets,
+        "padding_share": 1 - n_tokens / (n_rows * row_len),
         "documents": n_eos,  # that end in these rows
         "sha256": digest.hexdigest(),
         "quick_sha256": quick_hash(file),
     }
+    return facts, counts
 
 
-def measure_unigram(folder, recipe) -> dict:
+def measure_unigram(file, recipe, counts):
     """Return the CE of a model that knows token frequencies alone, and half its 95 % interval.
 
     A token's probability is its frequency among the training targets, with add-one smoothing. The
     interval is over rows.
+
+    file    of the held-out rows
+    counts  of the training targets (`measure`)
     """
-    counts = np.ones(recipe["vocab_size"], np.int64)
-    for block in read_blocks(folder / "train.bin", recipe["row_len"]):
-        targets = block[:, 1:]
-        counts += np.bincount(targets[targets != PAD], minlength=len(counts))
-    nats = math.log(counts.sum()) - np.log(counts)
-    nats = np.append(nats, 0.0)  # [V + 1]; the last is padding's
-    sums = []
-    for block in read_blocks(folder / "val.bin", recipe["row_len"]):
-        targets = np.minimum(block[:, 1:], len(counts))
-        sums.append([nats[targets].sum(1), (targets < len(counts)).sum(1)])
-    ce, n = np.hstack(sums)  # [rows]
+    n_vocab = recipe["vocab_size"]
+    counts = counts + 1
+    nats = math.log(counts[:n_vocab].sum()) - np.log(counts)
+    nats[n_vocab] = 0  # of padding
+    rows = np.fromfile(file, np.uint32).reshape(-1, recipe["row_len"])
+    targets = np.minimum(rows[:, 1:], n_vocab)
+    ce = nats[targets].sum(1)  # [rows], of all targets of a row
+    n = (targets < n_vocab).sum(1)  # [rows], the number of them
     mean = ce.sum() / n.sum()
-    bessel = len(n) / max(len(n) - 1, 1)
-    spread = math.sqrt(bessel * ((ce - mean * n) ** 2).sum())
-    return {"unigram_ce": mean, "unigram_half": 1.96 * spread / n.sum()}
+    deviations = ce - mean * n
+    correction = len(n) / max(len(n) - 1, 1)  # Bessel's, for an unbiased variance
+    std = math.sqrt(correction * (deviations**2).sum())  # of the sum over all targets
+    return {"unigram_ce": mean, "unigram_half": 1.96 * std / n.sum()}
 
 
 # --- Finished rows
@@ -634,7 +642,7 @@ def verify(folder):
     for split in splits(open_rows(folder, "train")[1]):
         file = folder / f"{split}.bin"
         manifest = open_rows(folder, split)[1]
-        for key, value in measure(file, manifest).items():
+        for key, value in measure(file, manifest)[0].items():
             if value != manifest.get(key):
                 raise UserError(f"{file}: {key} is {value}, expected {manifest.get(key)}")
         print(f"{summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
@@ -653,7 +661,7 @@ def show(path, first):
         print(f"⟦row {i}: {len(ids)} ids⟧{text}\n")
 
 
-def summary(folder, manifest) -> str:
+def summary(folder, manifest):
     facts = "{rows:,} rows, {tokens:,} tokens, {documents:,} documents, padding {padding_share:.1%}"
     if "unigram_ce" in manifest:
         facts += ", unigram CE {unigram_ce:.4f} ± {unigram_half:.4f} (95 % over rows)"

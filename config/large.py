@@ -11,7 +11,13 @@
 # We have not run this.
 
 methods = ("alra",)
-student = "config/large_student.json"  # Qwen2.5-1.5B with the teacher's vocabulary: 1.54B
+# Qwen2.5-1.5B with the teacher's vocabulary: 1.54B
+student = """{
+    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2,
+    "vocab_size": 152064, "tie_word_embeddings": true, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "max_position_embeddings": 32768
+}"""
 teacher = "Qwen/Qwen2.5-32B"  # NAME@COMMIT pins a commit; run.json records the one used
 data_dir = "data/pile_large"
 n_documents = None

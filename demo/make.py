@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,7 +99,7 @@ def read_packages() -> Iterator[dict]:
             if terms and file.suffix in (".py", ".rst", ".md") and not UNWANTED.search(str(file)):
                 files[str(file)] = (file, f"{line} ({terms})")
     seen = set()
-    for name in tqdm(sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())):
+    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         file, package = files[name]
         try:
             text = file.read_text("utf-8")

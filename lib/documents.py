@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import UserError, first_line
@@ -27,8 +26,14 @@ def list_files(source: str) -> list[str]:
 
     path = Path(source).expanduser()
     names = [str(path)]
+    seen = set()
     if path.is_dir():
-        for folder, _, inside in os.walk(path, onerror=refuse, followlinks=True):
+        for folder, subfolders, inside in os.walk(path, onerror=refuse, followlinks=True):
+            if os.path.realpath(folder) in seen:  # as links in a circle lead back
+                inside.clear()
+                subfolders.clear()
+            seen.add(os.path.realpath(folder))
+            subfolders.sort()  # so that a folder with two names has the same one everywhere
             names.extend(os.path.join(folder, name) for name in inside)
     elif not path.exists():
         names = glob.glob(str(path), recursive=True)
@@ -45,7 +50,20 @@ def list_files(source: str) -> list[str]:
     return files
 
 
-def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:
+def check_each_once(source, files):
+    """Raise `UserError` if two of the files hold one text: links, or one packed beside itself."""
+    file_of = {}
+    for file in files:
+        unpacked = re.sub(r"\.(gz|zst)$", "", file)
+        inode = os.stat(file)[1:3]  # with the device
+        for key in (unpacked, inode):
+            if key in file_of:
+                both = f"{file_of[key]} and {file}"
+                raise UserError(f"source={source}: {both} hold one text; name each file once")
+            file_of[key] = file
+
+
+def read_files(files: list[str], root: str, column: str):
     """Yield the documents of local files in this order. Only those of text files have names."""
     for file in files:
         name = os.path.relpath(file, root) if file.lower().endswith(".txt") else ""
@@ -56,7 +74,7 @@ def read_files(files: list[str], root: str, column: str) -> Iterator[dict]:
                     yield document | {"name": name}
 
 
-def read_records(file: str, column: str) -> Iterator:
+def read_records(file, column):
     """Yield the records of a file as stored: lines of JSON, rows of parquet, or the path itself."""
     import pyarrow.parquet
 

@@ -10,15 +10,14 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lib.errors import UserError
 from lib.files import reading
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One benchmark: its place in the paper, and the fields that lm-eval's task file reads."""
 
     column: str  # the paper's heading
@@ -101,8 +100,7 @@ STORY_FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Items:
+class Items(NamedTuple):
     """The items of a task's set: where they come from, the fields that are read, and their hash."""
 
     source: str

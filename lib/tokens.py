@@ -1,12 +1,12 @@
 """The bytes that a tokenizer's ids stand for, and checks that it loses no text."""
 
-import itertools
 import json
 import re
 import unicodedata
 from collections import Counter
 
 import tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.errors import UserError
 
@@ -24,7 +24,8 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
         expected = "expected a byte-level one, or one with byte fallback"
         raise ValueError(f"tokenizer: decoder {sorted(kinds)}: {expected}")
-    latin = byte_level_alphabet()
+    # byte-level vocabularies write printable bytes as themselves, others from U+0100 on
+    latin = {ord(written): chr(byte) for byte, written in bytes_to_unicode().items()}
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
@@ -39,19 +40,6 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
         else:
             pieces[i] = token.replace("▁", " ").encode()
     return pieces
-
-
-def byte_level_alphabet() -> dict[int, str]:
-    """Return the Latin-1 character, hence the byte, of each character of a byte-level vocabulary.
-
-    Printable bytes are written as themselves, all others as the characters from U+0100 on.
-    """
-    latin = {}
-    hidden = itertools.count(0x100)
-    for byte in range(256):
-        is_printable = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
-        latin[byte if is_printable else next(hidden)] = chr(byte)
-    return latin
 
 
 def leading_bos(tokenizer) -> int | None:
@@ -87,25 +75,30 @@ def check_tokenizer(tokenizer, known: tokenizers.Tokenizer) -> None:
         rare_in_text = token.special or re.fullmatch(r"<.+>|\[.+\]", token.content)
         if (token.lstrip or token.rstrip) and not rare_in_text:
             remedy = "remove lstrip and rstrip in tokenizer.json"
-            raise UserError(f"tokenizer: loses the blanks around {[token.content]}; {remedy}")
+            raise UserError(f"tokenizer: loses the blanks around {token.content!r}; {remedy}")
     eos = tokenizer.eos_token
     if known.token_to_id(eos) is None:
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
 
 
-def check_round_trip(tokenizer: tokenizers.Tokenizer, text: str) -> None:
-    """Raise `UserError` if the ids of a text lose characters of it.
+def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text. Raises `UserError` if they lose characters of it.
 
     Case, Unicode's compatible forms and invisible characters do not count.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    decoded = tokenizer.decode(ids, skip_special_tokens=False)
-    missing = Counter(comparable(text)) - Counter(comparable(decoded))
-    lost = "".join(c for c in missing if c.isprintable() or c in "\n\t")
-    if lost:
-        remedy = "take one with all bytes in its vocabulary"
-        raise UserError(f"tokenizer: loses {lost!r} of {text!r:.80}; {remedy}")
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    ids = [encoding.ids for encoding in encodings]
+    decoded = backend.decode_batch(ids, skip_special_tokens=False)
+    for text, result in zip(texts, decoded, strict=True):
+        if result != text:
+            missing = Counter(comparable(text)) - Counter(comparable(result))
+            lost = "".join(c for c in missing if c.isprintable() or c in "\n\t")
+            if lost:
+                remedy = "take one with all bytes in its vocabulary"
+                raise UserError(f"tokenizer: loses {lost!r} of {text!r:.80}; {remedy}")
+    return ids
 
 
 def comparable(text: str) -> str:
+    text = text.replace("▁", " ")  # many tokenizers write a space so
     return unicodedata.normalize("NFKC", text).casefold()

@@ -44,20 +44,9 @@ def needs_teacher(name: str) -> bool:
     return resolve(name).has_teacher
 
 
-def scheduled_settings(
-    method: Method, step: int, n_steps: int, w_kd_schedule: str = "constant"
-) -> dict[str, float]:
-    """Return the settings that change during a run, with their values in update `step`.
-
-    They are those of the method's `moving`. w_kd_schedule="wsd" (PD) raises w_kd over the first
-    10 % of the steps and lowers it over the last 1 %.
-    """
-    scheduled = {key: value_at(step / n_steps) for key, value_at in method.moving.items()}
-    if w_kd_schedule == "wsd" and method.has_teacher:
-        rise = step / (0.1 * n_steps)
-        fall = (n_steps - step) / (0.01 * n_steps)
-        scheduled["w_kd"] = method.w_kd * min(1.0, rise, fall)
-    return scheduled
+def scheduled_settings(method: Method, step: int, n_steps: int) -> dict[str, float]:
+    """Return the settings that change during a run, with their values in update `step`."""
+    return {key: value_at(step / n_steps) for key, value_at in method.moving.items()}
 
 
 def method_lines() -> list[str]:
@@ -98,7 +87,7 @@ def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
     loss_fn = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
 
     def objective_at(step: int, state: dict[str, Tensor]) -> Callable:
-        numbers = scheduled_settings(method, step, cfg.schedule_steps, cfg.w_kd_schedule)
+        numbers = scheduled_settings(method, step, cfg.schedule_steps)
         scheduled = {}
         for key, value in numbers.items():
             # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
@@ -189,14 +178,14 @@ def evaluate(
 # the trial before a run
 
 
-def check_settings(name: str, V: int, w_kd_schedule: str = "constant", **overrides) -> None:
+def check_settings(name: str, V: int, **overrides) -> None:
     """Try the method on three positions at a vocabulary of V.
 
     Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
     """
     method = resolve(name, **overrides)
     try:
-        _try_method(method, V, w_kd_schedule)
+        _try_method(method, V)
     except Exception as error:
         where = ""
         if not isinstance(error, UserError):
@@ -205,14 +194,13 @@ def check_settings(name: str, V: int, w_kd_schedule: str = "constant", **overrid
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
-def _try_method(method: Method, V: int, w_kd_schedule: str) -> None:
+def _try_method(method: Method, V: int) -> None:
     w_kd = method.w_kd if method.has_teacher else 0.0
     if w_kd == 0 and method.w_ce == 0:
         raise UserError("both weights are zero; set w_kd or w_ce")
-    if w_kd_schedule == "wsd" and w_kd > 1:
-        raise UserError(f"w_kd={w_kd}: w_kd_schedule='wsd' sets w_ce = 1 - w_kd; set w_kd <= 1")
     if method.has_teacher:
         hyper = {**method.hyper, **scheduled_settings(method, 0, 1)}
+        hyper.pop("w_kd", None)  # a weight, not a setting of the objective
         _check_contract(method._replace(hyper=hyper), V)
 
 

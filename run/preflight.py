@@ -56,7 +56,7 @@ def check_config(cfg: Config) -> None:
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         overrides = cfg.overrides_of(name)
-        check_settings(name, shape.vocab_size, cfg.w_kd_schedule, **overrides)
+        check_settings(name, shape.vocab_size, **overrides)
     world = parallel.world()
     if cfg.batch_rows % (world * cfg.group):
         expected = f"expected their product to divide batch_rows={cfg.batch_rows}"

@@ -12,6 +12,7 @@ from run import methods
 from tools import bench
 
 FLAGS = ["--device=cpu", "--repeats=3"]
+TINY = ["--n=13", "--rows=2", "--repeats=1", "--student=mini", "--teacher=demo_teacher"]
 needs_peak = pytest.mark.skipif(not bench.PROCESS.exists(), reason="no peak memory is known here")
 
 
@@ -49,7 +50,7 @@ def test_the_memory_of_a_step_counts_all_that_it_holds(monkeypatch):
 
     for name in ("train_step", "transformers_step"):
         monkeypatch.setattr(bench, name, holding)
-    lines = bench.bench_step(bench.arguments(["step", "--tiny", *FLAGS]))
+    lines = bench.bench_step(bench.arguments(["step", *FLAGS, *TINY]))
     assert len(lines) == 4
     assert all(60 < int(line.split(" | ")[6]) < 80 for line in lines)
 
@@ -65,7 +66,7 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Qwen2, "compile_layers", lambda model: None)
     monkeypatch.setattr(bench.gc, "collect", lambda *_: 0)  # most of the time of a tiny case
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
-        bench.main(["gpu", "--tiny", "--device=cpu", f"--out={tmp_path / 'small.md'}"])
+        bench.main(["gpu", "--device=cpu", *TINY, f"--out={tmp_path / 'small.md'}"])
     assert len(compiled) == 2  # one for each method: `compile` reaches the objectives
     text = (tmp_path / "small.md").read_text()
     cells = [line.strip("| ").split(" | ")[:3] for line in text.splitlines()[4:]]

@@ -198,10 +198,10 @@ TABLES = {  # methods and updates of each table of the paper
 
 @pytest.mark.parametrize("size", ["200m", "500m"])
 def test_there_is_a_config_for_every_run_of_the_paper_with_its_numbers(size):
-    runs = {f"alra_{size}": (f"alra_{size}", [], "alra", 126_400)}
-    for name in MAIN[:-1]:
-        flags = [f"--methods={name}", f"--out_dir=out/{name}_{size}"]
-        runs[f"{name}_{size}"] = (f"alra_{size}", flags, name, 126_400)
+    runs = {}
+    for name in MAIN:
+        flags = [f"--methods={name}", f"--student={size}", f"--out_dir=out/{name}_{size}"]
+        runs[f"{name}_{size}"] = ("alra_200m", flags, name, 126_400)
     for name, (methods, steps) in TABLES.items():
         flags = [f"--student={size}", f"--out_dir=out/table_{name}_{size}"]
         runs[f"table_{name}_{size}"] = (f"table_{name}", flags, methods, steps)

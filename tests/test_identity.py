@@ -27,7 +27,7 @@ COUNTED = {
     "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "train.make_student"),
     "text loss": ("losses.py", "leave(-logp[", "leave(-1.5 * logp[", "losses.cross_entropy"),
     "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "losses.mean_loss"),
-    "schedule": ("run/methods.py", "0.1 * n", "0.2 * n", "run.methods.scheduled_settings"),
+    "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods.scheduled_settings"),
     "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows.shuffled"),
     "kernels": ("lib/graph.py", "def _is_pure(", "def _is_pure(*_, ", "lib.graph._is_pure"),
     "divergence": (

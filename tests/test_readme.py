@@ -26,6 +26,7 @@ import eval as ev
 import losses
 import train
 from lib import tasks
+from model import PRESETS, flops_per_token
 from tests.world import ROOT, read_jsonl
 
 README = (ROOT / "README.md").read_text()
@@ -118,7 +119,7 @@ def run(copy, monkeypatch, capfd):
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         is_long = script == "study/compare.py" and "study/results/" not in command
         if is_long or script == "tools/bench.py":  # their own tests run them
-            return str(module.arguments([*argv, "--tiny"] if "gpu" in argv else argv))
+            return str(module.arguments([*argv, "--device=cpu"] if "gpu" in argv else argv))
         if script == "train.py" and argv != ["--help"]:
             cfg = configure.load(argv)
             shutil.rmtree(cfg.out_dir, ignore_errors=True)
@@ -249,6 +250,27 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
             # the paper's studies of 550M tokens are scored on the validation sets
             split = "validation" if cfg.max_steps == 67_200 else "heldout"
             assert args.table or args.split == split
+
+
+COST = r"\d[\d.]*(?:e18 FLOP| G?FLOP| h| GiB| GB)\b"
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_costs_above_a_config_are_computed(file):
+    cfg = configure.load([str(file)])
+    header = file.read_text().split("\n\n")[0]
+    costs = {f"{4e-9 * (cfg.train_rows or 0) * (cfg.seq_len + 1):.1f} GB"}
+    of_paper = cfg.teacher == configure.TEACHER
+    for size in ("200m", "500m"):
+        if of_paper and (size == cfg.student or f"#   {size}  " in header):
+            teacher = flops_per_token(PRESETS["1.8b"], cfg.seq_len, False)
+            student = flops_per_token(PRESETS[size], cfg.seq_len, True)
+            n_tokens = cfg.max_steps * cfg.batch_rows * cfg.seq_len
+            flops = (teacher + len(cfg.methods) * student) * n_tokens
+            costs |= {f"{flops / 1e18:.1f}e18 FLOP", f"{flops / (0.4 * 989e12 * 3600):.1f} h"}
+    stated = set(re.findall(COST, header))
+    assert stated <= costs
+    assert stated or not of_paper
 
 
 def section(heading: str) -> str:

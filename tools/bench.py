@@ -249,14 +249,13 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true")
     for name, default in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    if "gpu" in argv:
+        parser.set_defaults(rows=8, device="cuda")
+    if "--tiny" in argv:
+        parser.set_defaults(**TINY)
     args = parser.parse_args(argv)
     if "gpu" in args.sections:
         args.sections = list(SECTIONS)
-        args.rows = 8
-        if not args.tiny:
-            pick_device("cuda")  # raises `UserError` if there is none
-    if args.tiny:
-        vars(args).update(TINY)
     args.device = pick_device(args.device)
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     return args

@@ -13,7 +13,6 @@ import argparse
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
@@ -22,7 +21,6 @@ import torch
 
 matplotlib.use("Agg")  # files only, no window
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,10 +34,6 @@ from losses import default_settings, resolve
 from run.paper import NAMES
 from run.tables import read_log
 from run.teacher import load_teacher
-
-Logs = dict[str, dict]  # name of a curve -> config and log (run/tables.py) of a student
-# name -> key of log.jsonl -> {nominal tokens: (mean over seeds, half of its 95 % interval or 0)}
-Curves = dict[str, dict[str, dict[int, tuple[float, float]]]]
 
 # What a record of log.jsonl has beside an objective's terms and the figures of validations.
 LOGGED = "step nominal_tokens valid_tokens lr gnorm tok_per_sec mfu mem_gib eta_sec time"
@@ -57,15 +51,15 @@ PANELS = {  # key in log.jsonl -> title; terms of other objectives follow
     "val_kl": "validation KL(teacher || student)",
     "val_agree": "validation top-1 agreement with teacher",
 }
-UNITS = dict.fromkeys(PANELS, "nats per token")
-UNITS |= {"d_u": "tokens", "support": "tokens", "val_agree": "share of tokens"}
+# All other panels are in nats per token.
+UNITS = {"d_u": "tokens", "support": "tokens", "val_agree": "share of tokens"}
 LEVELS = {  # key in log.jsonl -> label, line
     "val_teacher_ce": ("teacher", ":"),
     "val_teacher_entropy": ("teacher's entropy", "-."),
     "val_unigram_ce": ("unigram", "--"),
     "val_uniform_ce": ("ln V", (0, (1, 4))),
 }
-STYLE = {
+plt.rcParams |= {
     "font.size": 9,
     "axes.titlesize": 9.5,
     "legend.frameon": False,
@@ -74,16 +68,15 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-plt.rcParams.update(STYLE)
 
 # ----------------------------------------------------------------------------------------------
 # what is in the logs
 
 
-def read_logs(folders: list[Path]) -> Logs:
-    """Return the logs in folders of runs or methods, in the paper's order.
+def read_logs(folders: list[Path]) -> dict[str, dict]:
+    """Return config and log of each student in folders of runs or methods, in the paper's order.
 
-    Curves are named by method, or by folder if several folders are given.
+    They are named by method, or by folder if several folders are given.
     """
     students = []
     for top in folders:
@@ -96,13 +89,17 @@ def read_logs(folders: list[Path]) -> Logs:
     logs = {}
     for folder in students:
         name = folder.name if len(folders) == 1 else str(folder)
-        config = read_json(folder.parent / "run.json", ["config"])["config"]
-        logs[name] = {"config": config, "log": read_log(folder)}
+        run = read_json(folder.parent / "run.json", ["config"])
+        logs[name] = {"config": run["config"], "log": read_log(folder)}
     return logs
 
 
-def read_curves(seeds: list[Logs]) -> Curves:
-    """Return all numbers of the logs over the nominal tokens of training."""
+def read_curves(seeds: list[dict]) -> dict:
+    """Return all numbers of the logs (`read_logs`) of several seeds over the tokens of training.
+
+    -> name of a student -> key of log.jsonl -> {nominal tokens: (mean over seeds, half of its 95 %
+       interval or 0)}
+    """
     curves = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for seed, logs in enumerate(seeds):
         for name, student in logs.items():
@@ -136,7 +133,7 @@ def stages(records: list[dict]) -> dict[str, list[dict]]:
 # how they look
 
 
-def looks(names: Iterable[str]) -> dict[str, dict]:
+def looks(names) -> dict[str, dict]:
     """Return colour, line and marker by curve; no two curves share all three.
 
     The paper's methods have looks of their own; other curves take the next ones in their order.
@@ -153,13 +150,13 @@ def looks(names: Iterable[str]) -> dict[str, dict]:
     return styles
 
 
-def grid(rows: int, columns: int, width: float, height: float):
+def grid(rows, columns, width, height):
     """Return a figure of equal panels of these inches, and its axes [rows, columns]."""
     size = (width * columns, height * rows)
     return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
 
 
-def save(figure, path: Path) -> None:
+def save(figure, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -170,7 +167,7 @@ def save(figure, path: Path) -> None:
 # curves
 
 
-def curves(seeds: list[Logs], path: Path) -> None:
+def curves(seeds: list[dict], path: Path) -> None:
     """Draw every term of every student over the tokens of training, as means over seeds."""
     students = read_curves(seeds)
     logged = {}
@@ -193,7 +190,7 @@ def curves(seeds: list[Logs], path: Path) -> None:
     save(figure, path)
 
 
-def draw_panel(axis: Axes, key: str, students: Curves) -> None:
+def draw_panel(axis, key, students):
     """Draw one term of all students, with intervals over seeds as error bars."""
     ys = []
     styles = looks(students)
@@ -203,31 +200,18 @@ def draw_panel(axis: Axes, key: str, students: Curves) -> None:
             y, half = np.transpose(list(terms[key].values()))
             ys.append(y)
             gap = max(1, len(x) // 6)  # between markers
-            axis.plot(
-                x,
-                y,
-                label=name,
-                markevery=gap,
-                **styles[name],
-            )
-            axis.errorbar(
-                x,
-                y,
-                half,
-                fmt="none",
-                ecolor=styles[name]["color"],
-                elinewidth=0.9,
-                capsize=2.5,
-                errorevery=gap,
-            )
+            axis.plot(x, y, label=name, markevery=gap, **styles[name])
+            bars = {"fmt": "none", "capsize": 2.5, "elinewidth": 0.9, "errorevery": gap}
+            axis.errorbar(x, y, half, ecolor=styles[name]["color"], **bars)
     if key == "val_ce":
         draw_levels(axis, students)
-    unit = UNITS.get(key)
-    axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen")
-    axis.set_ylabel(f"{key} [{unit}]" if unit else key)
+    axis.set(title=f"term: {key}", xlabel="nominal tokens seen", ylabel=key)
+    if key in PANELS:
+        axis.set(title=PANELS[key], ylabel=f"{key} [{UNITS.get(key, 'nats per token')}]")
     axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
-    least = np.concatenate(ys).min()
-    if least > 0 and np.concatenate(ys).max() > 20 * least:
+    values = np.concatenate(ys)
+    least = values.min()
+    if least > 0 and values.max() > 20 * least:
         axis.set_yscale("log")
     elif least >= 0:  # an error bar or a margin may reach below
         axis.set_ylim(bottom=max(axis.get_ylim()[0], 0))
@@ -237,7 +221,7 @@ def draw_panel(axis: Axes, key: str, students: Curves) -> None:
         axis.set_ylim(top=1.03 * max(y.max() for y in ys if y[-1] <= limit))
 
 
-def draw_levels(axis: Axes, students: Curves) -> None:
+def draw_levels(axis, students):
     """Draw what a student's CE may be compared with."""
     for level, (label, line) in LEVELS.items():
         ends = [list(terms[level].values())[-1] for terms in students.values() if level in terms]
@@ -249,7 +233,7 @@ def draw_levels(axis: Axes, students: Curves) -> None:
 # the paper's Figures 3 and 4
 
 
-def budget(logs: Logs, path: Path) -> None:
+def budget(logs: dict, path: Path) -> None:
     """Draw the distribution of d_u below d_max, and say the share of positions below it.
 
     Both early and late in training, and with the teacher's own candidates.
@@ -264,26 +248,25 @@ def budget(logs: Logs, path: Path) -> None:
     figure, (axes,) = grid(1, len(parts), 4.6, 3.0)
     lines = {"early": "--", "late": "-", "teacher": ":"}
     for axis, (name, records_of) in zip(axes, parts.items(), strict=True):
-        colors = {"teacher": "black"}
         for stage, records in records_of.items():
             counts = np.sum([r["d_u_hist"] for r in records], 0)  # [d_max + 1]
             n_below = counts[:-1].sum()
             steps = f"step {records[0]['step']:,} to {records[-1]['step']:,}"
-            axis.plot(
-                counts[:-1] / max(n_below, 1),
-                label=f"{stage}, {steps}: {n_below / counts.sum():.1%} below",
-                color=colors.get(stage, looks(parts)[name]["color"]),
-                linestyle=lines[stage],
-            )
+            label = f"{stage}, {steps}: {n_below / counts.sum():.1%} below"
+            color = "black" if stage == "teacher" else looks(parts)[name]["color"]
+            shares = counts[:-1] / max(n_below, 1)
+            axis.plot(shares, label=label, color=color, linestyle=lines[stage])
         d_max = len(records_of["early"][0]["d_u_hist"]) - 1
-        axis.set_title(f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}")
-        axis.set(xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions")
+        title = f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}"
+        axis.set(
+            title=title, xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions"
+        )
         axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
         axis.legend()
     save(figure, path)
 
 
-def anchoring(logs: Logs, path: Path) -> None:
+def anchoring(logs: dict, path: Path) -> None:
     """Draw the teacher's probability of the label and of its own top-1, and their agreement.
 
     As a density, and as means of each step; agreement is the share where both are one token.
@@ -306,29 +289,23 @@ def anchoring(logs: Logs, path: Path) -> None:
             counts = values[f"{key}_hist"].sum(0)
             edges = np.linspace(0, 1, len(counts) + 1)
             height = counts / counts.sum() * len(counts)
-            density.stairs(
-                height,
-                edges,
-                label=label,
-                color=color,
-                linewidth=1.5,
-            )
-        running = np.cumsum(n * values[key]) / np.cumsum(n)
+            density.stairs(height, edges, label=label, color=color, linewidth=1.5)
+        running = (n * values[key]).cumsum() / n.cumsum()
         label += f", running mean: {running[-1]:.3f}"
-        means.plot(
-            values["step"],
-            values[key],
-            ".",
-            color=color,
-            markersize=4,
-            alpha=0.5,
-        )
+        means.plot(values["step"], values[key], ".", color=color, markersize=4, alpha=0.5)
         means.plot(values["step"], running, color=color, label=label)
-    density.set_title(f"density over {n.sum():,} positions")
-    density.set(xlabel="teacher's probability", ylabel="density")
-    means.set_title("means over positions")
-    means.set(xlabel="step [updates]", ylabel="teacher's probability, or share")
-    means.set(ylim=(0, 1.3), yticks=np.linspace(0, 1, 6))
+    density.set(
+        title=f"density over {n.sum():,} positions",
+        xlabel="teacher's probability",
+        ylabel="density",
+    )
+    means.set(
+        title="means over positions",
+        xlabel="step [updates]",
+        ylabel="teacher's probability, or share",
+        ylim=(0, 1.3),
+        yticks=np.linspace(0, 1, 6),
+    )
     density.legend()
     means.legend()
     save(figure, path)
@@ -360,12 +337,7 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     ticks = {-2.5: "token read", -1.5: "next in the text"}
     ticks |= {rank: rank + 1 for rank in range(0, d_max, 4)}
     ticks |= {d_max + 0.5: "teacher's mass", d_max + 1.5: "student's mass"}
-    font = {
-        "fontsize": 7,
-        "family": "monospace",
-        "ha": "center",
-        "va": "center",
-    }
+    font = {"fontsize": 7, "family": "monospace", "ha": "center", "va": "center"}
     figure, (axes,) = grid(1, 2, 1.2 + 0.8 * len(x), 1.9 + 0.15 * d_max)
     color = looks([folder.name])[folder.name]["color"]
     for axis, model in zip(axes, (kept[0], kept[-1]), strict=True):
@@ -388,12 +360,8 @@ def sentence(text: str, folder: Path, path: Path) -> None:
                     cell.set_weight("bold")
                 if y > -2 and token not in z_s[u].topk(d_max).indices:
                     cell.set_color("red")
-        axis.set_title(f"{folder.name}, update {int(model.parent.name[5:]):,}")
-        axis.set(
-            xlim=(-0.6, len(x) - 0.4),
-            ylim=(d_max + 2.1, -3.2),
-            xticks=(),
-        )
+        title = f"{folder.name}, update {int(model.parent.name[5:]):,}"
+        axis.set(title=title, xlim=(-0.6, len(x) - 0.4), ylim=(d_max + 2.1, -3.2), xticks=())
         axis.set_yticks(list(ticks), ticks.values())
         axis.grid(False)
     legend = "coloured: local set, its mass below; bold: teacher's top-1; red: no proposal"
@@ -411,7 +379,7 @@ def logits(model: Path | str, ids: torch.Tensor) -> torch.Tensor:
 # the command
 
 
-def draw_histograms(logs: Logs, out: Path) -> list[str]:
+def draw_histograms(logs: dict, out: Path) -> list[str]:
     """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
     for draw in (budget, anchoring):

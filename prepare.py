@@ -554,7 +554,8 @@ def finish(folder, state):
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # resuming would end here again
-            remedy = "--val_share=0 --val_rows=N holds out the last N rows"
+            remedy = "--val_share=0 --val_rows=N holds out the last N rows (3 rows: --val_rows=1)"
+            remedy += ", a smaller --seq_len makes more rows"
             raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
     counts_of = {}
     for split in state["writers"]:

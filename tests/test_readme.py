@@ -116,6 +116,8 @@ def run(copy, monkeypatch, capfd):
         command = re.sub(r"step_\d{8}", "step_00000002", command)
         words = shlex.split(re.sub(r"^(python|torchrun( --\S+)*) ", "", command))
         script, *argv = [name for word in words for name in (sorted(glob.glob(word)) or [word])]
+        if script.startswith("examples/"):
+            return "run by test_an_example_runs_from_any_folder"
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         is_long = script == "study/compare.py" and "study/results/" not in command
         if is_long or script == "tools/bench.py":  # their own tests run them
@@ -228,6 +230,18 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     assert "vanilla_kd" in run("python eval.py out/whole --tasks none")
     saved = safetensors.torch.load_file(cut / "model/model.safetensors")
     assert saved and not any("up" in name.split(".") for name in saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain_loop", "trainer"])
+def test_an_example_runs_from_any_folder(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(ROOT)])
+    monkeypatch.delitem(sys.modules, "losses")
+    runpy.run_path(str(ROOT / f"examples/{name}.py"))
+    printed = "".join(capfd.readouterr())
+    values = [float(x) for x in re.findall(r"\bloss[': ]+([\d.]+)", printed)]
+    assert len(values) > 4 and values[-1] < 0.9 * values[0]
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

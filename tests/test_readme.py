@@ -62,8 +62,9 @@ MORE = {
 def commands(text: str) -> list[str]:
     """Return indented commands and those in ```sh blocks.
 
-    What follows two spaces or stands in brackets explains them.
+    A backslash continues a line. What follows two spaces or stands in brackets explains a command.
     """
+    text = re.sub(r"\\\n +", "", text)
     script = r"(?:python|torchrun|make) (?=\S*[./]|\w+$|--)"
     lines = re.findall(rf"^ {{0,4}}({script}.+?)(?: {{2,}}.*| \[.*)?$", text, re.M)
     return [command for line in lines for command in line.split(" && ")]

@@ -226,7 +226,8 @@ def open_hub(name, cfg):
         commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None).sha
     except Exception as error:  # the class of a network failure changes with the library
         reason = f"no local path, and no such dataset on the hub ({first_line(error)})"
-        raise UserError(f"source={dataset}: {reason}") from error
+        remedy = "without a network: --source=demo/text.jsonl.zst"
+        raise UserError(f"source={dataset}: {reason}; {remedy}") from error
     rows = datasets.load_dataset(
         dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
     )

@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT))  # so that Python finds losses.py from any folder
 import losses  # noqa: E402
 
 FOLDER = ROOT / "demo/teacher"
-teacher = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+teacher = AutoModelForCausalLM.from_pretrained(FOLDER).float()
 torch.manual_seed(1)
 config = AutoConfig.from_pretrained(FOLDER, hidden_size=96)  # a student of half the width
-student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+student = AutoModelForCausalLM.from_config(config).float()
 optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
 
 text = (ROOT / "losses.py").read_text()

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # so that Python finds losses.py from any folder
 import losses  # noqa: E402
 
 FOLDER = ROOT / "demo/teacher"
-teacher = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+teacher = AutoModelForCausalLM.from_pretrained(FOLDER).float()
 
 
 class DistilTrainer(Trainer):
@@ -37,7 +37,7 @@ class DistilTrainer(Trainer):
 
 
 config = AutoConfig.from_pretrained(FOLDER, hidden_size=96)  # a student of half the width
-student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+student = AutoModelForCausalLM.from_config(config).float()
 text = (ROOT / "losses.py").read_text()
 ids = torch.tensor(AutoTokenizer.from_pretrained(FOLDER).encode(text))
 rows = [{"input_ids": row, "labels": row} for row in ids.split(128)[:80]]

@@ -28,6 +28,7 @@ import train
 from lib import tasks
 from model import PRESETS, flops_per_token
 from tests.world import ROOT, read_jsonl
+from tools import plot
 
 README = (ROOT / "README.md").read_text()
 # docs/compared.md names files of other projects
@@ -367,6 +368,12 @@ def test_the_choices_name_real_keys():
         assert key in losses.settings(method)
     flags = set(re.findall(r"`--(\w+)`", text))
     assert flags and flags <= vars(ev.arguments(["x"])).keys()
+
+
+def test_the_glossary_has_every_word_of_the_log():
+    page = (ROOT / "docs/learning.md").read_text()
+    for word in (*plot.LOGGED.split(), *plot.PANELS):
+        assert f"`{word}`" in page
 
 
 def test_every_ratio_of_speed_is_in_the_file_that_is_named():

@@ -16,7 +16,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -270,6 +270,9 @@ def check_numbers(cfg: Config) -> None:
 def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config:
     """Return the config that config files and `--key=value` flags make, in their order.
 
+    A file may have settings of methods that the run does not train: they are left out. Those of a
+    flag stay, and are refused before the run.
+
     epilog  returns the lines that `--help` prints below the keys
     """
     if "-h" in argv or "--help" in argv:
@@ -279,12 +282,18 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
         expected = "expected one, such as config/alra_200m.py, or --KEY=VALUE"
         raise UserError(f"no config: {expected}; --help lists the keys")
     values = {}
+    flagged = set()  # methods that flags speak of
     for arg in argv:
         for name, value in read_argument(arg).items():
             if name == "hyper" and isinstance(value, dict):
+                if arg.startswith("--"):
+                    flagged |= value.keys()
                 value = merged(values.get("hyper", {}), value)
             values[name] = value
-    return Config(**values)
+    cfg = Config(**values)
+    used = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods), *flagged}
+    hyper = {name: settings for name, settings in cfg.hyper.items() if name in used}
+    return replace(cfg, hyper=hyper)
 
 
 def key_lines() -> list[str]:

@@ -84,16 +84,21 @@ def device_name(device: torch.device) -> str:
 def machine_facts(device: torch.device) -> dict:
     """Return commit, versions and machine, which belong to every result.
 
-    A commit with uncommitted edits is marked by a hash of these. Reports of studies do not count.
+    A commit with uncommitted edits is marked by a hash of these, COMMIT+HASH.
     """
     commit = run_git("rev-parse", "HEAD").strip()
-    edits = run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
+    edits = uncommitted_edits()
     if edits:
         commit += f"+{hashlib.sha256(edits.encode()).hexdigest()[:12]}"
     versions = {"python": platform.python_version()}
     for module in (torch, transformers, np):
         versions[module.__name__] = module.__version__
     return {"git_commit": commit or None, "versions": versions, "machine": device_name(device)}
+
+
+def uncommitted_edits() -> str:
+    """Return what `git diff` says of the code. Reports of studies do not count."""
+    return run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
 
 
 def run_git(*arguments: str) -> str:

@@ -2,6 +2,7 @@
 
 OUT/run.json             config, command, hashes of data and teacher, versions, machine; in `starts`
                          the same for each start
+OUT/code.diff            the uncommitted edits of the newest start that had any
 OUT/teacher.jsonl        a record every histogram_every_steps
 OUT/METHOD/log.jsonl     a record every log_every_steps, and one for each validation
 OUT/METHOD/checkpoints/step_00001000/
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
-from lib.device import gib
+from lib.device import gib, uncommitted_edits
 from lib.errors import UserError
 from lib.files import read_json, reading
 from lib.hf import find_folder
@@ -172,7 +173,10 @@ def start_from(name: str, live: list[Student]) -> tuple[int, int]:
 
 
 def record_start(file: Path, run: Run) -> None:
-    """Write run.json, and add this start to its `starts`."""
+    """Write run.json, and add this start to its `starts`; uncommitted edits go into code.diff."""
+    edits = uncommitted_edits()
+    if edits:
+        files.atomic_write(file.with_name("code.diff"), edits)
     starts = read_json(file).get("starts", []) if file.is_file() else []
     start = {
         "step": run.step,

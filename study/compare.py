@@ -10,6 +10,7 @@ Flags, which override `_compare` of a config file, and their defaults:
     --seeds=3           seeds, from 1 on
     --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more; or none
     --trial_steps=N     updates of a trial; those of a student
+    --trial_seeds=1     seeds over which the CE of a trial is averaged: 0, 1000, 2000, ..
     --reference=METHOD  that differences are taken from; vanilla_kd, or the first
     --rows=512          held-out rows to score
     --jobs=1            runs at a time
@@ -17,9 +18,10 @@ Flags, which override `_compare` of a config file, and their defaults:
     --out=FOLDER        of runs, logs and report; out/compare_CONFIG
 
 All methods try the same rates; settings of its own a method tries at its best rate. Trials have
-seed 0, and the lowest CE over the first `val_max_rows` held-out rows wins; later rows are scored.
-Then come seeds 1, 2, ..: a seed gives the student's initial weights and the order of rows, the same
-for all methods. Students of one seed share a run, and so one pass of the teacher.
+seed 0, and with more seeds 1000, 2000, .., which no student has. The lowest CE over the first
+`val_max_rows` held-out rows wins; later rows are scored. Then come seeds 1, 2, ..: a seed gives the
+student's initial weights and the order of rows, the same for all methods. Students of one seed
+share a run, and so one pass of the teacher.
 
 OUT/runs has a folder for each run, with its weights. OUT/logs has a file for each student and each
 trial: facts and figures in the first line, then the log. The report is written from these files.
@@ -28,20 +30,18 @@ again, so after a kill the same command continues. The report names students wit
 the exit code is 1.
 """
 
-import argparse
 import dataclasses
 import functools
-import hashlib
 import itertools
 import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import transformers
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -51,14 +51,16 @@ from lib import files
 from lib.errors import UserError
 from lib.files import read_json
 from lib.rows import open_rows
-from lib.settings import literal
+from lib.settings import literal, parsed
+from losses import resolve
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
 from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
+from run.preflight import check_config
 from run.tables import read_if_there, read_log
 from run.teacher import Teacher, is_native
-from study.report import Spec, best_trials, first_line, report
+from study.report import KINDS, TRIALS, Spec, best_trials, first_line, report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -67,7 +69,11 @@ def main(argv: list[str]) -> int:
     spec, cfg = arguments(argv)
     if not spec.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
-        compare(spec, cfg)
+        try:
+            compare(spec, cfg)
+        except (KeyboardInterrupt, SystemExit):
+            print("stopped; the same command resumes")
+            raise
     failed, text = report(spec)
     print(f"\n{text}\n{spec.out / 'report' / 'README.md'}")
     return min(len(failed), 1)
@@ -75,38 +81,42 @@ def main(argv: list[str]) -> int:
 
 def compare(spec: Spec, cfg: Config) -> None:
     """Make trials, students and scores, and write down which files of OUT/logs the report reads."""
+    try_objectives(spec, cfg)
     for folder in ("logs", "runs", "report"):
         (spec.out / folder).mkdir(parents=True, exist_ok=True)
     with files.locked(spec.out, f"{spec.out}: another compare.py is at work there"):
         prepare(cfg, spec.out / "runs" / "config.py")
-        first = cfg.val_max_rows
-        n_rows = len(open_rows(cfg.data_dir, "val")[0])
-        if first is None or first >= n_rows:
-            message = f"val_max_rows={first}: these rows choose, later ones are scored"
-            raise UserError(f"{message}; {cfg.data_dir} has {n_rows}, set fewer")
-        n_rows = min(spec.rows, n_rows - first)
+        n_held_out = len(open_rows(cfg.data_dir, "val")[0])
+        n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
+        if n_rows < 1:
+            message = f"val_max_rows={cfg.val_max_rows}: these rows choose, later ones are scored"
+            raise UserError(f"{message}; {cfg.data_dir} has {n_held_out}, set fewer")
         trials = run_trials(spec, cfg)
         chosen = {method: trial["settings"] for method, trial in best_trials(trials).items()}
         students = plan(spec, cfg, chosen)
-        train([s for s in students if name_of(s) in chosen or not trials], spec)
-        score(students, n_rows, spec)
+        train([s for s in students if s.methods[0] in chosen or not trials], cfg, spec)
+        score(students, n_rows, cfg, spec)
         record = on_record(spec.out, cfg.accept_edits)
     lines = []
     for s in students:
-        line = {"method": name_of(s), "seed": s.seed}
+        line = {"method": s.methods[0], "seed": s.seed}
         facts = record.get(recipe(s))
         if facts and is_scored(s, facts, n_rows):
             line["file"] = facts["file"]
         lines.append(line)
-    planned = {"config": dataclasses.asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
-    planned |= {"students": lines, "trials": trials}
+    planned = {
+        "config": dataclasses.asdict(cfg),
+        "trial_steps": spec.trial_steps or cfg.max_steps,
+        "trial_seeds": spec.trial_seeds,
+        "students": lines,
+        "trials": trials,
+    }
     files.write_json(spec.out / "report" / "plan.json", planned)
 
 
 def prepare(cfg: Config, file: Path) -> None:
     files.atomic_write(file, config_text(cfg))
-    done = subprocess.run([sys.executable, ROOT / "prepare.py", file], check=False)
-    if done.returncode:
+    if subprocess.call([sys.executable, ROOT / "prepare.py", file]):
         raise UserError("prepare.py: made no rows; see its message above")
 
 
@@ -117,59 +127,81 @@ def config_text(cfg: Config) -> str:
 # --- what is tried, and what is trained
 
 
+def try_objectives(spec: Spec, cfg: Config) -> None:
+    """Try every objective on three positions, with all of its settings, before anything starts."""
+    check_config(cfg)
+    for method, values_of in values_to_try(spec.tune).items():
+        name = method or cfg.methods[0]
+        resolve(name)  # refuses an unknown name; a study may tune methods that --methods leaves out
+        if name in cfg.methods:
+            for settings in combinations(values_of):
+                check_config(plan_student(name, cfg, 0, settings))
+
+
+def combinations(values_of: dict[str, list]) -> list[dict]:
+    """Return all combinations of the values of some settings."""
+    products = itertools.product(*values_of.values())
+    return [dict(zip(values_of, values, strict=True)) for values in products]
+
+
 def run_trials(spec: Spec, cfg: Config) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
     cfg = longer(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
-    rates, choices = values_to_try(spec.tune)
-    points = [(method, {"lr": lr}) for method in cfg.methods for lr in rates]
+    choices = values_to_try(spec.tune)
+    rates = combinations(choices.get("", {"lr": ()}))
+    points = list(itertools.product(cfg.methods, rates))
     best = best_trials(try_points(points, cfg, spec))
     for method, trial in best.items():
-        values_of = choices.get(method, {})
-        for values in itertools.product(*values_of.values()):
-            settings = dict(zip(values_of, values, strict=True))
+        for settings in combinations(choices.get(method, {})):
             points.append((method, trial["settings"] | settings))
     return try_points(points, cfg, spec)
 
 
 def try_points(points: list[tuple[str, dict]], cfg: Config, spec: Spec) -> list[dict]:
-    """Train the trials that are not on record. Return method, settings and CE of each one."""
+    """Train the trials that are not on record. Return method, settings and mean CE of each one."""
     students = []
-    trials = {}
+    trials = {}  # recipes, one for each seed -> trial
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"
-        student = plan_student(method, cfg, 0, settings, label)
-        students.append(student)
-        trials.setdefault(recipe(student), {"method": method, "settings": settings})
-    train(students, spec)
+        seeds = range(0, TRIALS * spec.trial_seeds, TRIALS)
+        members = [plan_student(method, cfg, seed, settings, label) for seed in seeds]
+        students += members
+        trials.setdefault(tuple(map(recipe, members)), {"method": method, "settings": settings})
+    train(students, cfg, spec)
     record = on_record(spec.out, cfg.accept_edits)
-    for key, trial in trials.items():
-        facts = record.get(key, {})
-        trial["val_ce"] = None if "stopped" in facts else facts.get("val_ce")
+    ces = {key: facts["val_ce"] for key, facts in record.items() if "stopped" not in facts}
+    for recipes, trial in trials.items():
+        trial["val_ce"] = None
+        if ces.keys() >= {*recipes}:
+            trial["val_ce"] = sum(map(ces.get, recipes)) / len(recipes)
     return list(trials.values())
 
 
-def values_to_try(tune: Iterable[str]) -> tuple[list, dict[str, dict]]:
-    """Return the rates, and by method the values of its own settings."""
+def values_to_try(tune: tuple[str, ...]) -> dict[str, dict]:
+    """Return the values to try by method and setting; those of "" are the rates of all methods."""
     choices = {}
-    if list(tune) == ["none"]:
-        return [], choices
+    if tune == ("none",):
+        return choices
     for text in tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
-        choices.setdefault(method, {})[setting] = [literal(value) for value in values.split(",")]
-    rates = choices.pop("", {})
-    if tune and rates.keys() != {"lr"}:
+        values = [literal(value) for value in values.split(",")]
+        if len({*values}) < len(values):
+            raise UserError(f"--tune={text}: expected each value once")
+        choices.setdefault(method, {})[setting] = values
+    if choices and choices.get("", {}).keys() != {"lr"}:
         message = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
         raise UserError(f"--tune={' --tune='.join(tune)}: {message}")
-    return rates.get("lr", []), choices
+    return choices
 
 
 def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
     for name in cfg.methods:
-        for seed in range(1, spec.seeds_of(name) + 1):
+        n_seeds = min(spec.seeds, spec.fewer_seeds.get(name, spec.seeds))
+        for seed in range(1, n_seeds + 1):
             students.append(plan_student(name, cfg, seed, chosen.get(name, {})))
     return students
 
@@ -194,10 +226,6 @@ def longer(cfg: Config, ratio: float, *keys: str) -> Config:
     return dataclasses.replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
-def name_of(student: Config) -> str:
-    return student.methods[0]
-
-
 def flops(cfg: Config) -> tuple[float, float]:
     """Return the FLOPs of a token: of a student in training, and of the teacher's forward pass."""
     student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
@@ -220,20 +248,18 @@ def teacher_flops(teacher: str, seq_len: int) -> float:
 
 @functools.cache
 def recipe(student: Config) -> tuple:
-    return key_of(made_by(student, name_of(student)), vars(student), student.accept_edits)
+    return key_of(made_by(student, student.methods[0]), vars(student), student.accept_edits)
 
 
 def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
     """Return what identifies a student: its record, its updates, the rows that judge a trial.
 
-    With `accept_edits` the code of the record does not count.
+    Its code comes last, and does not count with `accept_edits`.
     """
-    judges = config["val_max_rows"]
-    if config["seed"] > 0:
-        judges = None
-    if accept_edits:
-        record = {key: value for key, value in record.items() if key not in EDITS}
-    return record_hash(record), config["max_steps"], judges
+    judges = None if config["seed"] % TRIALS else config["val_max_rows"]
+    others = {key: value for key, value in record.items() if key not in EDITS}
+    code = record_hash([record.get(key) for key in EDITS])
+    return record_hash(others), config["max_steps"], judges, accept_edits or code
 
 
 def on_record(out: Path, accept_edits: bool = False) -> dict[tuple, dict]:
@@ -248,8 +274,7 @@ def on_record(out: Path, accept_edits: bool = False) -> dict[tuple, dict]:
                 file_student(end, out, filed)
     record = {}
     for facts in filed.values():
-        key = key_of(facts["made_by"], facts["config"], accept_edits)
-        record.setdefault(key, facts)
+        record.setdefault(key_of(facts["made_by"], facts["config"], accept_edits), facts)
     return record
 
 
@@ -290,31 +315,29 @@ def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
 # --- runs
 
 
-def train(students: Iterable[Config], spec: Spec) -> None:
+def train(students: list[Config], cfg: Config, spec: Spec) -> None:
     """Train the students that are not on record.
 
     Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
     would take over settings of a METHOD beside it.
     """
-    accept_edits = any(s.accept_edits for s in students)
-    record = on_record(spec.out, accept_edits)
+    record = on_record(spec.out, cfg.accept_edits)
     missing = {recipe(s): s for s in students if recipe(s) not in record}
-    finished = {key_of(facts["made_by"], facts["config"], True) for facts in record.values()}
-    of_any_code = [recipe(dataclasses.replace(s, accept_edits=True)) for s in missing.values()]
-    n_aside = sum(key in finished for key in of_any_code)
+    of_any_code = {key[:-1] for key in record}
+    n_aside = sum(key[:-1] in of_any_code for key in missing)
     if n_aside:
         remedy = "--accept_edits=True takes them as they are"
         print(f"{n_aside} finished students of other code are left aside; {remedy}")
     groups = {}
     for s in missing.values():
-        shared = dataclasses.replace(s, methods=("any",), hyper={})
-        groups.setdefault((shared, "@" in name_of(s)), []).append(s)
+        kind = "labelled" if "@" in s.methods[0] else "plain"
+        shared = dataclasses.replace(s, methods=(kind,), hyper={})
+        groups.setdefault(shared, []).append(s)
     jobs = {}
-    for (shared, _), members in groups.items():
+    for shared, members in groups.items():
         for part in chunks(members, spec.per_run):
-            recipes = repr([recipe(s) for s in part])
-            sha = hashlib.sha256(recipes.encode()).hexdigest()[:8]
-            folder = spec.out / "runs" / f"seed{shared.seed}_{sha}"
+            sha = record_hash([recipe(s) for s in part])
+            folder = spec.out / "runs" / f"seed{shared.seed}_{sha[:8]}"
             hyper = {}
             for s in part:
                 hyper |= s.hyper
@@ -325,19 +348,18 @@ def train(students: Iterable[Config], spec: Spec) -> None:
     launch(jobs, spec)
 
 
-def score(students: list[Config], n_rows: int, spec: Spec) -> None:
+def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec) -> None:
     """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
-    record = on_record(spec.out, any(s.accept_edits for s in students))
+    record = on_record(spec.out, cfg.accept_edits)
     folders = []
     for s in students:
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, n_rows):
             folders.append(str(spec.out / "runs" / facts["folder"]))
-    rows = [f"--skip_rows={students[0].val_max_rows}", f"--max_rows={n_rows}"]
-    flags = ["--tasks=none", *rows, f"--device={students[0].device}"]
+    flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
     jobs = {}
     for part in chunks(folders, spec.per_run):
-        jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, *flags]
+        jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, "--tasks=none", *flags]
     launch(jobs, spec)
 
 
@@ -346,25 +368,42 @@ def chunks(items: list, size: int) -> list[list]:
 
 
 def launch(jobs: dict[str, list[str]], spec: Spec) -> None:
-    """Run the commands, `--jobs` at a time, and print the last line of each one's output."""
-    for names in chunks(list(jobs), spec.jobs):
+    """Run the commands, `--jobs` at a time, and say how far they are and how each one ended."""
+    for part in chunks(list(enumerate(jobs, 1)), spec.jobs):
         running = {}
         try:
-            for name in names:
+            for n, name in part:
                 script, *argv = jobs[name]
                 file = spec.out / "runs" / f"{name}.txt"
                 with file.open("a") as log:
                     command = [sys.executable, ROOT / script, *argv]
-                    running[file] = subprocess.Popen(command, stdout=log, stderr=log)
-            for process in running.values():
-                process.wait()
+                    process = subprocess.Popen(command, stdout=log, stderr=log)
+                running[process] = f"run {n} of {len(jobs)}, {name}", file
+            watch(running)
         finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
-            for process in running.values():
+            for process in running:
                 process.terminate()
-            for file, process in running.items():
-                code = process.wait()
-                last = file.read_text().strip().rpartition("\n")[2]
-                print(f"{file.stem}: exit code {code}: {last}", flush=True)
+            for process, (name, file) in running.items():
+                print(f"{name}: exit code {process.wait()}: {last_line(file)}", flush=True)
+
+
+def watch(running: dict[subprocess.Popen, tuple[str, Path]]) -> None:
+    """Wait for processes. Say how far they are: in a line on a terminal, else twice a minute."""
+    with tqdm(bar_format="{desc}{bar}", leave=False, disable=None) as bar:
+        for process in running:
+            while process.poll() is None:
+                try:
+                    process.wait(30 if bar.disable else 1)
+                except subprocess.TimeoutExpired:
+                    text = "; ".join(f"{run}: {last_line(file)}" for run, file in running.values())
+                    bar.set_description_str(text)
+                    if bar.disable:
+                        print(text, flush=True)
+
+
+def last_line(file: Path) -> str:
+    """Return the last line that a run has printed; train.py's have step and remaining time."""
+    return file.read_text().strip().rpartition("\n")[2]
 
 
 # --- flags
@@ -375,39 +414,31 @@ def arguments(argv: list[str]) -> tuple[Spec, Config]:
 
     With --methods, only those keys of `_compare` count that speak of no method.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawTextHelpFormatter,
-        usage="compare.py CONFIG [--KEY=VALUE ..] [flags]",
-    )
-    for key in ("seeds", "trial_steps", "rows", "jobs", "per_run"):
-        parser.add_argument(f"--{key}", type=int)
-    parser.add_argument("--tune", action="append")
-    parser.add_argument("--reference")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--report", action="store_true")
-    args, rest = parser.parse_known_args(argv)
+    flags = {}
+    rest = []
+    for word in argv:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if key not in KINDS:
+            rest.append(word)
+        elif key == "tune":
+            flags[key] = (*flags.get(key, ()), text)
+        else:
+            flags[key] = parsed(text if equals else "True", KINDS[key])
     cfg = configure.load(rest)
-    compared = {name.partition("@")[0] for name in cfg.methods}
     keys = {}
     for word in rest:
         if not word.startswith("--"):
-            keys.setdefault("out", Path("out", f"compare_{Path(word).stem}"))
+            keys.setdefault("out", f"out/compare_{Path(word).stem}")
             keys |= runpy.run_path(word).get("_compare", {})
-            continue
-        flag = word[2:].partition("=")[0]
-        method, dot, _ = flag.rpartition(".")
-        if flag in ("seed", "out_dir") or (dot and method.partition("@")[0] not in compared):
-            remedy = "compare that method; seeds and folder are --seeds=N and --out=FOLDER"
-            raise UserError(f"{word}: would have no effect; {remedy}")
-        if flag == "methods":
-            for key in ("title", "tables", "fewer_seeds", "paper"):
+        elif word.startswith(("--seed=", "--out_dir=")):
+            raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
+        elif word.startswith("--methods="):
+            for key in ("title", "tables", "fewer_seeds"):
                 keys.pop(key, None)
-    spec = Spec(**(keys | vars(args)))
-    values_to_try(spec.tune)
-    return spec, cfg
+    unknown = keys.keys() - KINDS.keys()
+    if unknown:
+        raise UserError(f"_compare: no such keys {sorted(unknown)}; expected {', '.join(KINDS)}")
+    return Spec(**(keys | flags)), cfg
 
 
 if __name__ == "__main__":

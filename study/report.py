@@ -5,41 +5,42 @@ method, its seed and the file of OUT/logs that holds it. Such a file has the stu
 figures in its first line, then what `read_log` in run/tables.py returns.
 """
 
-import itertools
+import collections
 import json
+import math
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from lib.errors import UserError
 from lib.files import read_json, read_lines, reading
-from lib.stats import FIGURES, p_text
+from lib.settings import PositiveInt, checked
 from run import tables
-from run.paper import LAYOUT, PAPER
+
+TRIALS = 1000  # its multiples are the seeds of trials, 0 first; students have seeds below it
 
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds, not over texts: all are scored on the same \
-rows. That of two is wide. Differences are paired by seed. p: paired t test, Holm-corrected over a \
-table's rows, figure by figure; intervals are not. **Best**, *second* of a column.
+rows. Differences are paired by seed. p: paired t test, Holm-corrected over a table's rows, figure \
+by figure; intervals are not. **Best**, *second* of a column. †: a student was trained with \
+uncommitted edits; the folder of its run has them in `code.diff`, unless it is older than that.
 """
-EQUAL_FLOPS = """\
-At equal FLOPs (@flops): a method without a teacher makes more updates, until student and teacher \
-have cost the same. Left out: validation, the optimizer, the objectives, and that students share a \
-pass of the teacher.
+TWO_SEEDS = """\
+Where there are two seeds, p and interval have one degree of freedom and say little: train more.
 """
 COSTS = """\
-## Settings and costs
+## Settings, costs and code
 
-FLOPs of a student: its own training, without the objective, and the teacher's forward passes as \
-if it shared them with no other.
+All settings of the objective, with its weights, of students with equal settings and code; \
+COMMIT+HASH has uncommitted edits. FLOPs of a student: its own training, without the objective, \
+and the teacher's forward passes as if it shared them with no other. @flops: a method without a \
+teacher makes more updates, until student and teacher have cost the same, without validation, \
+optimizer and objective.
 """
-ORDERING = """\
-## The paper's ordering and ours
+OTHERS = """\
+## Made at other settings
 
-Kendall's tau-b between the order of the paper's averages over tasks and the order by our figure, \
-over the seeds that all methods of the paper's table have here. p is of each alone, and takes all \
-averages as exact.
+Students in `logs` that no table above has: of other settings, code or rows.
 """
 CURVES = """\
 ## Training
@@ -56,68 +57,89 @@ class Spec:
 
     title: str = "Comparison"
     reference: str | None = None  # of differences; None: vanilla_kd, or the first method
-    seeds: int = 3  # from 1 on; seed 0 is the trials'
-    fewer_seeds: dict[str, int] = field(default_factory=dict)  # by method
-    rows: int = 512  # held-out rows that are scored, after the `val_max_rows` that judge trials
+    seeds: typing.Annotated[int, "1 to 999", lambda x: 0 < x < TRIALS] = 3  # from 1 on
+    fewer_seeds: dict = field(default_factory=dict)  # number by method
+    rows: PositiveInt = 512  # held-out rows to score, after the `val_max_rows` that judge trials
     tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"
-    trial_steps: int | None = None  # updates of a trial, its schedule scaled; None: as of a student
-    tables: tuple[tuple[str, tuple[str, ...], str], ...] = ()  # title, methods, reference
-    paper: bool = False  # put our order of methods beside the paper's
-    jobs: int = 1  # runs at a time
-    per_run: int = 10**6  # students that share a run, at most
+    trial_seeds: PositiveInt = 1  # over which a trial is averaged: 0, 1000, ..
+    trial_steps: PositiveInt | None = None  # its schedule scaled; None: as of a student
+    tables: tuple = ()  # (title, methods, reference), ..
+    jobs: PositiveInt = 1  # runs at a time
+    per_run: PositiveInt = 10**6  # students that share a run, at most
     out: Path = Path("out/compare")  # folder of runs, logs and report
     report: bool = False  # only write the report anew
 
-    def seeds_of(self, name: str) -> int:
-        return min(self.seeds, self.fewer_seeds.get(name, self.seeds))
+    def __post_init__(self):
+        for name, kind in KINDS.items():
+            value = getattr(self, name)
+            value = Path(f"{value}") if kind is Path else checked(name, value, kind)
+            object.__setattr__(self, name, value)
 
-    def layout(self, methods: list[str]) -> list[tuple]:
-        """Return `tables`, or one table of all methods against the reference."""
-        default = "vanilla_kd" if "vanilla_kd" in methods else methods[0]
-        return list(self.tables) or [("Methods", methods, self.reference or default)]
+
+KINDS = typing.get_type_hints(Spec, include_extras=True)
 
 
 def report(spec: Spec) -> tuple[list[str], str]:
     """Write the report. Return its lines of students without a result, and those for the screen."""
-    plan, students = read(spec.out)
-    results = {x["method"]: {} for x in students}  # method -> seed -> student
-    failed = []
+    plan, students, others, failed = read(spec.out)
+    results = {x["method"]: {} for x in plan["students"]}  # method -> seed -> student
     for x in students:
-        if "stopped" in x:
-            failed.append(f"- {x['method']} (seed {x['seed']}): {x['stopped']}")
-        else:
-            results[x["method"]][x["seed"]] = x
+        results[x["method"]][x["seed"]] = x
+    edited = {x["method"] for x in students if "+" in str(x["git_commit"])}
     compared = []
-    for title, methods, reference in spec.layout(list(results)):
+    default = "vanilla_kd" if "vanilla_kd" in results else next(iter(results))
+    layout = spec.tables or [("Methods", results, spec.reference or default)]
+    for title, methods, reference in layout:
         shown = {m: results[m] for m in dict.fromkeys((*methods, reference)) if m in results}
         if not compared or (reference in shown and len(shown) > 1):
-            compared.append(tables.heldout(f"## {title}", shown, reference))
+            table = "\n".join(tables.heldout(f"## {title}", shown, reference))
+            for m in edited:
+                table = table.replace(f"| {m} |", f"| {m} † |")
+            compared.append(table)
+    if any(len(seeds) == 2 for seeds in results.values()):
+        compared.append(TWO_SEEDS)
     tried = trials(plan)
-    text = heading(spec, plan, students)
-    if failed:
-        text += ["Without a result:\n", *failed, ""]
-    text += itertools.chain(*compared, costs(results))
-    if spec.paper:
-        text += beside_the_paper(results)
+    config = plan["config"]
+    machines = {x["machine"] for x in students}
+    text = [
+        f"# {spec.title}\n",
+        "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
+        f"{len(students)} students of shape `{config['student']}`: "
+        f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
+        "inputs. Scored on:\n",
+        *tables.scored(students[0]),
+        f"\nMachine: {', '.join(sorted(machines))}. The first line of each student's log has the "
+        "versions of packages.\n",
+        INTERVALS,
+        *failed,
+        *compared,
+    ]
+    text += [COSTS, *costs(students)]
+    if others:
+        text += [OTHERS, *costs(others)]
     text += [*tried, *figures(students, spec.out / "report")]
     (spec.out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
-    return failed, "\n".join([*compared[0], tried[-2], "", *failed])
+    return failed, "\n".join([compared[0], tried[-1], *failed])
 
 
-def read(out: Path) -> tuple[dict, list[dict]]:
-    """Return the plan, and its students with facts, figures and log, or why they "stopped"."""
-    remedy = "run the same command without --report"
-    plan = read_json(out / "report" / "plan.json", ["students"], remedy)
+def read(out: Path) -> tuple[dict, list[dict], list[dict], list[str]]:
+    """Return the plan; its students with facts, figures and log; others; lines of the missing."""
+    file = out / "report" / "plan.json"
+    plan = read_json(file, ["students"], "run the same command without --report")
+    made = {facts["file"]: facts for facts in map(first_line, sorted(out.glob("logs/*.jsonl")))}
     students = []
+    failed = []
     for x in plan["students"]:
-        if "file" in x:
-            facts, *log = read_lines(out / "logs" / x["file"])
-            students.append(facts | x | {"log": log})
+        facts = made.pop(x.get("file"), {"stopped": f"no result; see {out / 'runs'}/*.txt"})
+        if "stopped" in facts:
+            failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
-            students.append(x | {"stopped": f"no result; see {out / 'runs'}/*.txt"})
-    if all("stopped" in x for x in students):
-        raise UserError(f"{out}: no student has a result; the first: {students[0]['stopped']}")
-    return plan, students
+            log = read_lines(out / "logs" / x["file"])[1:]
+            students.append(facts | x | {"log": log})
+    if not students:
+        raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
+    others = [facts for facts in made.values() if facts["seed"] % TRIALS]
+    return plan, students, others, failed
 
 
 def first_line(file: Path) -> dict:
@@ -126,84 +148,27 @@ def first_line(file: Path) -> dict:
         return json.loads(next(lines)) | {"file": file.name}
 
 
-def heading(spec: Spec, plan: dict, students: list[dict]) -> list[str]:
-    """Say who was compared on what, by which machine, and how to read the tables."""
-    config = plan["config"]
-    seeds = ", ".join(map(str, sorted({x["seed"] for x in students})))
-    finished = [x for x in students if "stopped" not in x]
-    machines = {x["machine"] for x in finished}
-    commits = {x["git_commit"] or "none" for x in finished}
-    text = [
-        f"# {spec.title}\n",
-        "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
-        f"{len(students)} students of shape `{config['student']}`, seeds {seeds}: "
-        f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
-        "inputs. Scored on:\n",
-        *tables.scored(finished[0]),
-        f"\nMachine: {', '.join(sorted(machines))}. Commits: {', '.join(sorted(commits))}. The "
-        "first line of each student's log has its own, with the versions of packages.\n",
-        INTERVALS,
+def costs(students: list[dict]) -> list[str]:
+    """Return a table of what made the students, and what each one cost."""
+    rows = {}  # students of equal settings and commits
+    for x in students:
+        record = x["made_by"]
+        settings = {"lr": record["lr"]} | dict(sorted(record["hyper"].items()))
+        commits = [str(facts.get("git_commit")) for facts in (x, x["scores"])]
+        commits = [commit[:12] + commit[40:] for commit in commits]
+        flops = [f"{x.get(key, 0):.3g}" for key in ("student_flops", "teacher_flops")]
+        key = x["method"], settings_text(settings), *flops, *commits
+        rows.setdefault(key, []).append([f"{x['seed']}", f"{x.get('ce', math.nan):.4f}", x["file"]])
+    body = [[*row, *map(", ".join, zip(*members, strict=True))] for row, members in rows.items()]
+    head = [
+        *("", "settings", "student FLOPs", "teacher FLOPs", "trained by", "scored by"),
+        *("seeds", "CE", "logs"),
     ]
-    if any(x["method"].endswith("@flops") for x in students):
-        text.append(EQUAL_FLOPS)
-    return text
+    return [*tables.grid(head, body), ""]
 
 
-def costs(results: tables.Figures) -> list[str]:
-    """Return a table of each method's settings, its number of students, and the cost of one."""
-    body = []
-    for method, students in results.items():
-        if not students:
-            continue
-        x = next(iter(students.values()))
-        settings = []
-        for key, value in ({"lr": x["config"]["lr"]} | x["overrides"]).items():
-            settings.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
-        flops = [f"{x[key]:.3g}" if key in x else "–" for key in ("student_flops", "teacher_flops")]
-        body.append([method, ", ".join(settings), f"{len(students)}", *flops])
-    head = ["", "settings", "n", "student FLOPs", "teacher FLOPs"]
-    return [COSTS, *tables.grid(head, body), ""]
-
-
-def beside_the_paper(results: tables.Figures) -> list[str]:
-    """Return Kendall's tau-b between our order and that of the paper's averages, and the ranks."""
-    from scipy.stats import kendalltau, rankdata  # half a second, and only here
-
-    heads = []
-    taus = []
-    ranks = []
-    for title, split, names in LAYOUT:
-        methods = [m for m in names if results.get(m)]
-        common = set.intersection(*(set(results[m]) for m in methods)) if methods else set()
-        if len(methods) < 3 or not common:
-            continue
-        columns = {}  # heading -> scores of the methods, of which more is better
-        for size in ("200m", "500m"):
-            columns[f"paper {size}"] = [PAPER[size, split, m]["avg"] for m in methods]
-        for key in ("ce", "kl", "top1"):
-            figure = FIGURES[key]
-            means = [np.mean([results[m][seed][key] for seed in common]) for m in methods]
-            columns[f"our {figure.heading}"] = [figure.sense * mean for mean in means]
-        heads = list(columns)
-        for theirs, ours in itertools.product(heads[:2], heads[2:]):
-            pair = np.array([columns[theirs], columns[ours]])
-            inner = np.argsort(pair[0])[1:-1]
-            cells = []
-            for scores in (pair, pair[:, inner]):
-                text = "–"
-                if scores.shape[1] > 1:
-                    tau = kendalltau(*scores)
-                    text = f"{tau.statistic:+.2f}, p {p_text(tau.pvalue)}"
-                cells.append(text)
-            taus.append([title, theirs, ours, *cells])
-        places = [rankdata(np.negative(column), "min") for column in columns.values()]
-        for method, *row in zip(methods, *places, strict=True):
-            ranks.append([title, method, *(f"{place:.0f}" for place in row)])
-    if not taus:
-        return []
-    head = ["", "theirs", "ours", "tau", "without their best and worst"]
-    text = [ORDERING, *tables.grid(head, taus), "", "Ranks, 1 is best:", ""]
-    return [*text, *tables.grid(["", "method", *heads], ranks), ""]
+def settings_text(settings: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
 def best_trials(trials: list[dict]) -> dict[str, dict]:
@@ -217,35 +182,52 @@ def best_trials(trials: list[dict]) -> dict[str, dict]:
 
 
 def trials(plan: dict) -> list[str]:
-    """Return the table of trials: a line for a method and its settings, a column for each rate."""
+    """Return the table of trials: a line for a method and its settings, a column for each rate.
+
+    The last element says what was chosen, and what to try next.
+    """
     if not plan["trials"]:
         message = "No table of trials, as none or not all are on record"
-        return [f"{message}; the table of costs has rates and settings.", ""]
+        return [f"{message}; the table of settings has what was chosen.\n"]
     rates = sorted({x["settings"]["lr"] for x in plan["trials"]})
     best = best_trials(plan["trials"])
     rows = {}  # method and settings -> rate -> cell
     for x in plan["trials"]:
-        settings = [f" {key}={value}" for key, value in x["settings"].items() if key != "lr"]
+        settings = dict(x["settings"])
+        lr = settings.pop("lr")
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
         if x is best.get(x["method"]):
             text = f"**{text}**"
-        row = rows.setdefault(x["method"] + "".join(settings), dict.fromkeys(rates, "–"))
-        row[x["settings"]["lr"]] = text
-    at_end = [m for m, x in best.items() if x["settings"]["lr"] in (rates[0], rates[-1])]
+        name = f"{x['method']} {settings_text(settings)}".strip()
+        rows.setdefault(name, dict.fromkeys(rates, "–"))[lr] = text
+    body = [[name, *cells.values()] for name, cells in rows.items()]
+    n_trials = collections.Counter(x["method"] for x in plan["trials"])
+    chosen = []
+    for m, x in best.items():
+        chosen.append(f"- {m}: {settings_text(x['settings'])} ({n_trials[m]} trials)")
     return [
         "## Trials\n",
-        f"Trials have {plan['trial_steps']:,} updates and seed 0. CE in nats per token over the "
-        f"first {plan['config']['val_max_rows']} held-out rows, which are not scored; the lowest "
-        "chooses.\n",
-        *tables.grid(
-            ["", *(f"{lr:g}" for lr in rates)],
-            [[name, *cells.values()] for name, cells in rows.items()],
-        ),
+        f"Trials have {plan['trial_steps']:,} updates. CE in nats per token over the first "
+        f"{plan['config']['val_max_rows']} held-out rows, which are not scored; mean over the "
+        f"first {plan.get('trial_seeds', 1)} of the seeds 0, 1000, 2000, ..; the lowest chooses.\n",
+        *tables.grid(["", *(f"{lr:g}" for lr in rates)], body),
         "",
-        "Best at the lowest or highest rate tried, so that one beyond might do better: "
-        f"{', '.join(at_end) or 'none'}.",
-        "",
+        "\n".join(["Chosen:\n", *chosen, "", beyond(best, rates), ""]),
     ]
+
+
+def beyond(best: dict[str, dict], rates: list[float]) -> str:
+    """Say what to try next if a chosen rate is the lowest or highest of those tried."""
+    chosen = [x["settings"]["lr"] for x in best.values()]
+    wider = [f"{lr:g}" for lr in rates]
+    if rates[0] in chosen:
+        wider.insert(0, f"{rates[0] / 3:.2g}")
+    if rates[-1] in chosen:
+        wider.append(f"{rates[-1] * 3:.2g}")
+    if len(wider) == len(rates):
+        return "No chosen rate is the lowest or highest tried."
+    remedy = f"try --tune=lr={','.join(wider)} with the other --tune"
+    return f"A chosen rate is the lowest or highest tried, and one beyond may be better: {remedy}."
 
 
 def figures(students: list[dict], folder: Path) -> list[str]:
@@ -254,8 +236,7 @@ def figures(students: list[dict], folder: Path) -> list[str]:
 
     seeds = {}  # seed -> method -> student
     for x in students:
-        if "log" in x:
-            seeds.setdefault(x["seed"], {})[x["method"]] = x
+        seeds.setdefault(x["seed"], {})[x["method"]] = x
     plot.curves(list(seeds.values()), folder / "curves.png")
     drawn = ["curves", *plot.draw_histograms(seeds[min(seeds)], folder)]
     return [CURVES.format(min(seeds)), *(f"![{name}]({name}.png)\n" for name in drawn)]

@@ -61,7 +61,6 @@ _compare = {
         ("Variants of ALRA", _variants, "alra"),
         ("Pre-training at equal FLOPs", _kd, "pretrain@flops"),
     ),
-    "paper": True,
 }
 methods += (*_variants, "vanilla_kd@kl", "pretrain@flops")
 # KL alone, since ALRA has no cross-entropy either.

@@ -136,14 +136,25 @@ def test_a_setting_of_a_method_is_reached_by_its_name_and_no_other():
 def test_settings_of_several_sources_add_up(tmp_path):
     text = 'hyper = {"alra": {"gamma": 3.0, "d_max": 7}, "tad": {"beta": 1.0}}\n'
     path = write(tmp_path, text)
-    cfg = load([path, "--alra.gamma=9", "--pd.truncate_on=raw", "--alra.detach_weights=false"])
+    methods = "--methods=alra,tad"
+    cfg = load([path, "--alra.gamma=9", methods, "--alra.detach_weights=false"])
     alra = {"gamma": 9, "d_max": 7, "detach_weights": False}
-    assert cfg.hyper == {"alra": alra, "tad": {"beta": 1.0}, "pd": {"truncate_on": "raw"}}
+    assert cfg.hyper == {"alra": alra, "tad": {"beta": 1.0}}
     cfg = load([path, "--methods=alra,alra@a.1", "--alra@a.1.gamma=1", "--alra@a.1.lr=3e-4"])
     assert cfg.settings_of("alra@a.1") == {"gamma": 1, "d_max": 7, "lr": 3e-4}
     assert cfg.settings_of("alra")["gamma"] == 3
     assert cfg.overrides_of("alra@a.1") == {"gamma": 1, "d_max": 7}
     assert (cfg.lr_factor("alra@a.1"), cfg.lr_factor("alra")) == (3e-4 / 6e-4, 1.0)
+
+
+def test_settings_of_methods_that_are_not_run_are_left_out_unless_a_flag_has_them(tmp_path):
+    """Those of a flag are refused by `check_config` (test_faults.py)."""
+    hyper = {"alra": {"tau": 2.0}, "alra@a": {"d_max": 7}, "tad": {"beta": 1.0}}
+    path = write(tmp_path, f"methods = ('alra', 'tad')\n{hyper = }\n")
+    assert load([path, "--methods=alra@a"]).hyper.keys() == {"alra", "alra@a"}
+    assert load([path, "--methods=tad"]).hyper == {"tad": {"beta": 1.0}}
+    cfg = load([path, "--methods=tad", "--alra.gamma=9"])
+    assert cfg.hyper == {"alra": {"tau": 2.0, "gamma": 9}, "tad": {"beta": 1.0}}
 
 
 def test_guard_turns_what_a_user_can_mend_into_one_line(capsys):

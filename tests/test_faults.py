@@ -125,7 +125,7 @@ FLAGS = {
     "--methods=": "methods=.*expected at least one",
     "--methods=alra@../x": "expected METHOD or METHOD@LABEL",
     "--methods=alr": "no such method 'alr', did you mean 'alra'",
-    "--methods=pretrain": "settings of .*alra",
+    "--tad.beta=2": "settings of .*tad",
     "--alr.d_max=7": "alr",
     "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, d_max",
     "--alra.tau=0": "alra.tau=0.*: expected",

@@ -9,21 +9,19 @@ The folder of a run stands for its students. A student that is still in training
 newest checkpoint. A student's results go into its own folder, those of a checkpoint or of any other
 model into out/eval/NAME:
 
-    figures.json                the figures over held-out rows
-    scores_SPLIT.json           the scores of the tasks
-    scores_SPLIT_limitN.json    the scores of the first N items of each task
+    figures_KEY.json         the figures over held-out rows
+    scores_SPLIT_KEY.json    the scores of the tasks
 
-Each file is the result of one command. Prompts, choices and metrics are those of lm-eval's own task
-files; lib/tasks.py reads and checks the items.
+KEY is a hash of what makes a result: weights, protocol, rows and teacher or items, and the code
+that computes it. So a command replaces no results but its own. Prompts, choices and metrics are
+those of lm-eval's own task files; lib/tasks.py reads and checks the items.
 
 Dimension key: B batch, T time, N positions, V vocabulary, D width.
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -42,15 +40,23 @@ import configure
 from lib import metrics
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
-from lib.files import locked, read_json, write_json, write_lines
-from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
+from lib.files import write_json, write_lines
+from lib.hf import find_folder, load_tokenizer, tokenizer_hash
 from lib.rows import IGNORE, Rows, open_rows
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 from run.cache import open_cached
-from run.identity import content_hash
-from run.tables import FILE, RUN, run_facts, scores_name, students_of, tabulate
+from run.identity import (
+    check_content,
+    check_model,
+    check_vocabulary,
+    content_hash,
+    decoder_edits,
+    record_hash,
+    scoring_code,
+)
+from run.tables import RUN, run_facts, students_of, tabulate
 from run.teacher import Teacher, check_teacher, load_teacher
 
 HEAD_ROWS = 256  # positions whose logits exist at a time
@@ -74,35 +80,17 @@ def score(args) -> str:
         if names and args.max_length > n_positions:
             problem = f"{c.name} takes {n_positions} at most"
             raise UserError(f"--max_length {args.max_length}: {problem}")
-    scores_file = scores_name(args.split, args.limit)
-    files = [scores_file] if names else []
-    if data_dir:
-        rows, index = open_heldout(data_dir, checkpoints, teacher, args)
-        files.append("figures.json")
-    if not files:
+    if not names and not data_dir:
         problem = "--tasks none and no rows: nothing to score"
         raise UserError(f"{problem}; name a folder with val.bin by --rows DIR")
-    protocol = {
-        "dtype": args.dtype,
-        "lm_eval": version("lm_eval"),
-        "max_length": args.max_length,
-        "limit": args.limit,
-    }
-    with contextlib.ExitStack() as stack:
+    if data_dir:
+        rows, index = open_heldout(data_dir, checkpoints, teacher, args)
+        figures = held_out_figures(checkpoints, rows, index, teacher, args, device)
+        for c, results in zip(checkpoints, figures, strict=True):
+            write("figures", results, c, device)
+    if names:
         for c in checkpoints:
-            busy = f"{c.folder}: another eval.py is at work there; wait for its end"
-            stack.enter_context(locked(c.folder, busy))
-            check_results(c, files, protocol, names)
-        if data_dir:
-            figures = held_out_figures(checkpoints, rows, index, teacher, args, device)
-            for c, values in zip(checkpoints, figures, strict=True):
-                write(c.folder / "figures.json", c, device, {"dtype": args.dtype}, figures=values)
-        if names:
-            for c in checkpoints:
-                scores, samples = task_scores(c, items, args, device)
-                write(c.folder / scores_file, c, device, protocol, tasks=scores)
-                if samples:
-                    write_lines(c.folder / f"{scores_file}l", samples)
+            score_tasks(c, items, args, device)
     return show([str(c.folder) for c in checkpoints], args)
 
 
@@ -110,8 +98,8 @@ def score(args) -> str:
 # the tasks
 
 
-def task_scores(c: "Checkpoint", items: dict[str, Items], args, device) -> tuple[dict, list[dict]]:
-    """Return a checkpoint's scores by task, and every item with its scores if `--log_samples`."""
+def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device: torch.device) -> None:
+    """Write a checkpoint's scores, and every item with its scores if `--log_samples`."""
     tokenizer = read_tokenizer(c.source)
     bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
     model = c.load(args.dtype, device)
@@ -121,14 +109,24 @@ def task_scores(c: "Checkpoint", items: dict[str, Items], args, device) -> tuple
     for name, values in scores.items():
         for sample in values.pop("samples", ()):
             samples.append({"task": name, **sample})
-    return scores, samples
+    protocol = {
+        "dtype": args.dtype,
+        "code": scoring_code("tasks"),
+        "lm_eval": version("lm_eval"),
+        "max_length": args.max_length,
+        "limit": args.limit,
+    }
+    results = {"protocol": protocol, "tasks": scores}
+    file = write(f"scores_{args.split}", results, c, device)
+    if samples:
+        write_lines(file.with_suffix(".jsonl"), samples)
 
 
 class Scorer(TemplateLM):
     """lm-eval's view of a `Qwen2`: log-likelihoods as from lm-eval's own Hugging Face backend.
 
-    Requests are sorted by length, and each is one row; at most a quarter of a batch is padding. The
-    head runs only where a continuation is scored, in fp32.
+    Requests are sorted by length, and each is one row. The head runs only where a continuation is
+    scored, in fp32.
 
     bos  the id before each context, as before each document in training, or None
     """
@@ -175,12 +173,11 @@ class Scorer(TemplateLM):
         scores = {}
         with progress(total=len(waiting), desc="scoring", disable=disable_tqdm or None) as bar:
             while waiting:
-                longest = len(waiting[0][0])
-                n = max(1, self.batch_tokens // longest)
-                batch = [row for row in waiting[:n] if len(row[0]) > 0.75 * longest]
+                n = max(1, self.batch_tokens // len(waiting[0][0]))
+                batch = waiting[:n]
                 scores |= zip(batch, self._score(batch), strict=True)
                 bar.update(len(batch))
-                del waiting[: len(batch)]
+                del waiting[:n]
         return [scores[row] for row in rows]
 
     @torch.inference_mode()
@@ -287,9 +284,10 @@ def open_heldout(
     bos = rows.manifest.get("bos")
     for c in checkpoints:
         n_positions = c.shape.max_position_embeddings
-        trained_bos = c.run.get("bos") if c.run else bos
+        trained_bos = c.run.get("bos", bos)
         if not args.rows:
-            check_record(data_dir, "val_sha256", rows.manifest["sha256"], c, "--rows")
+            remedy = ", or name what to use by --rows"
+            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record, remedy)
         if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
             problem = f"rows of another tokenizer than that of {c.name}"
             raise UserError(f"{data_dir}: {problem}; prepare some with that one")
@@ -318,23 +316,24 @@ def held_out_figures(
     args,
     device: torch.device,
 ) -> list[dict]:
-    """Return each checkpoint's figures over the rows of `index`, and what was scored."""
+    """Return each checkpoint's figures over the rows of `index`, with their protocol."""
     n_vocab = rows.n_vocab
+    levels = dict(rows.levels)
     facts = {
+        "dtype": args.dtype,
+        "code": scoring_code("figures"),
         "n_rows": len(index),
         "skip_rows": args.skip_rows,
         "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest(),
-        **rows.levels,
     }
     teacher = None
     if teacher_name:
-        facts["teacher"] = teacher_name
-        facts["teacher_sha256"] = content_hash(teacher_name)
+        levels["teacher"] = teacher_name
+        facts["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
-                check_record(
-                    teacher_name, "teacher_sha256", facts["teacher_sha256"], c, "--teacher"
-                )
+                remedy = ", or name what to use by --teacher"
+                check_content(teacher_name, "teacher_sha256", sha256, c.record, remedy)
         dtype = getattr(torch, args.dtype)
         teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
         if teacher is None:
@@ -346,7 +345,7 @@ def held_out_figures(
     n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
     models = [c.load(args.dtype, device) for c in checkpoints]  # one pass of the teacher for all
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
-    return [values | facts for values in figures]
+    return [{"protocol": facts, "figures": values | levels | facts} for values in figures]
 
 
 def over_rows(
@@ -401,10 +400,15 @@ class Checkpoint:
     name: str  # as the user gave it
     source: str  # the model's folder
     folder: Path  # where its results go
-    run: dict | None  # facts of the student's training; None for other models
+    run: dict  # facts of the student's training; {} for other models
     shape: Qwen2Config
     weights_sha256: str  # of the fp32 weights, whatever --dtype
     tokenizer_sha256: str
+    accepted_edits: list[str]  # of the decoder since the student was trained
+
+    @property
+    def record(self) -> dict:
+        return self.run.get("made_by", {})
 
     def load(self, dtype: str, device: torch.device) -> Qwen2:
         give_back_memory()  # of earlier models
@@ -419,33 +423,27 @@ def open_checkpoints(args) -> list[Checkpoint]:
         raise UserError(f"no finished student: {named}; expected out/NAME or a model")
     if unfinished:
         say(f"left out, having no model: {', '.join(unfinished)}")
-    checkpoints = [open_checkpoint(path, args.out) for path in paths]
-    for a, b in itertools.combinations(checkpoints, 2):
-        if a.folder == b.folder:
-            problem = f"results of both would go to {a.folder}"
-            raise UserError(f"{a.name} and {b.name}: {problem}; score each with its own --out")
-    return checkpoints
+    return [open_checkpoint(path, args) for path in paths]
 
 
 def has_model(folder: Path) -> bool:
     """Return whether a student has finished, or is in training and has a checkpoint."""
-    if (folder / "model" / "config.json").is_file():
-        return True
-    if (folder / "stopped.json").is_file():
+    if not folder.is_dir() or (folder / "stopped.json").is_file():
         return False
-    return any(folder.glob("checkpoints/step_*/model/config.json"))
+    return find_folder(str(folder)) != folder
 
 
-def open_checkpoint(name: str, out: str | None) -> Checkpoint:
+def open_checkpoint(name: str, args) -> Checkpoint:
     """Open a student's folder, a checkpoint, a model's folder or a hub id, and hash its weights.
 
-    Raises `UserError` if its tokenizer has ids beyond its vocabulary.
+    Raises `UserError` if its tokenizer has ids beyond its vocabulary, or if the model or the
+    decoder is not that of its training.
     """
     source = find_folder(name)
     if not (source / "config.json").is_file():
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    run = run_facts(source, RUN) or None
-    if run is None:
+    run = run_facts(source, RUN)
+    if not run:
         folder = Path("out", "eval", Path(name).resolve().name)
     elif (source.parent / "run.json").is_file():
         folder = source.parent
@@ -455,20 +453,22 @@ def open_checkpoint(name: str, out: str | None) -> Checkpoint:
         folder = Path("out", "eval", f"{run_name}_{method}_{step}")  # a checkpoint may be removed
     give_back_memory()
     model = Qwen2.from_pretrained(str(source))
+    sha256 = check_model(name, model, run)
+    edits = decoder_edits(run["made_by"]) if run else []
+    if edits and not args.accept_edits:
+        problem = f"the decoder was edited since its training: {', '.join(edits)}"
+        raise UserError(f"{name}: {problem}; --accept_edits scores it all the same")
     tokenizer = read_tokenizer(str(source))
-    n_vocab = len(model.head)
-    last_id = max(tokenizer.get_vocab().values())
-    if last_id >= n_vocab:
-        problem = f"vocabulary of {n_vocab:,}, but its tokenizer has ids up to {last_id:,}"
-        raise UserError(f"{name}: {problem}")
+    check_vocabulary(name, len(model.head), tokenizer)
     return Checkpoint(
         name,
         str(source),
-        Path(out or folder),
+        Path(args.out or folder),
         run,
         model.config,
-        weights_hash(model),
+        sha256,
         tokenizer_hash(tokenizer),
+        edits,
     )
 
 
@@ -489,61 +489,31 @@ def shared_setting(
     return None if value == "none" else value
 
 
-def check_record(name: str, key: str, sha256: str, c: Checkpoint, flag: str) -> None:
-    """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
-    record = c.run["made_by"] if c.run else {}
-    if record.get(key) not in (None, sha256):
-        problem = f"its content has changed since {c.name} was trained"
-        raise UserError(f"{name}: {problem}; restore it, or name what to use by {flag}")
-
-
-def check_results(c: Checkpoint, files: list[str], protocol: dict, names: list[str]) -> None:
-    """Check that this command loses no results but those it would make again.
-
-    The results of a student's older weights are removed.
-
-    files  that the command will write
-    names  the tasks that it will score
-    """
-    for file in (*c.folder.glob("scores_*.json"), *c.folder.glob("figures.json")):
-        earlier = read_json(file, FILE)
-        remedy = "set another --out, or move it aside"
-        if earlier["weights_sha256"] != c.weights_sha256:
-            if not c.run or c.folder != Path(c.source).parent:
-                raise UserError(f"{file}: results of other weights than {c.name}; {remedy}")
-            file.unlink()
-            file.with_suffix(".jsonl").unlink(missing_ok=True)
-        elif file.name in files:
-            lost = sorted({*earlier.get("tasks", {})} - {*names})
-            for key, value in earlier["protocol"].items():
-                if protocol[key] != value:
-                    lost.append(f"{key}={value}")
-            if lost:
-                problem = f"holds results with {', '.join(lost)}, which this command would lose"
-                raise UserError(f"{file}: {problem}; {remedy}")
-
-
-def write(file: Path, c: Checkpoint, device: torch.device, protocol: dict, **results) -> None:
-    """Write a checkpoint's results with what they were made from."""
-    facts = {
-        "name": c.name,
+def write(kind: str, results: dict, c: Checkpoint, device: torch.device) -> Path:
+    """Write a checkpoint's results with what they were made from. Returns the file."""
+    made_from = {
         "weights_sha256": c.weights_sha256,
         "tokenizer_sha256": c.tokenizer_sha256,
-        "protocol": protocol,
+        "protocol": results["protocol"],
     }
-    write_json(file, facts | results | {"run": c.run, **machine_facts(device)})
+    tasks = results.get("tasks", {})
+    items = {task: values["data_sha256"] for task, values in tasks.items()}
+    file = c.folder / f"{kind}_{record_hash(made_from | items)[:8]}.json"
+    c.folder.mkdir(parents=True, exist_ok=True)
+    facts = {"name": c.name, "accepted_edits": c.accepted_edits, "run": c.run}
+    write_json(file, made_from | results | facts | machine_facts(device))
     print(file, flush=True)
+    return file
 
 
 def show(folders: list[str], args) -> str:
     """Return one table of the scored checkpoints, or one for each if they cannot be compared."""
-    table = functools.partial(tabulate, metric=args.metric, splits=[args.split], limit=args.limit)
     try:
-        return table(folders, args.reference)
+        return tabulate(folders, args.reference, args.metric)
     except UserError as error:
         if len(folders) == 1:
             raise
-        tables = [table([folder], "pretrain") for folder in folders]
+        tables = [tabulate([folder], "pretrain", args.metric) for folder in folders]
         return "\n".join([*tables, f"Each by itself: {error}"])
 
 
@@ -568,7 +538,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--data_dir", help="DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub")
     add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv or .jsonl")
     add("--any_items", action="store_true", help="also score items that are not the published ones")
-    add("--limit", type=int, help="first N items of each task; with --table: such scores")
+    add("--limit", type=int, help="first N items of each task")
     add("--rows", metavar="DIR", help="folder with val.bin, or none; default: the run's data_dir")
     add("--max_rows", type=int, default=512, help="number of held-out rows")
     add("--skip_rows", type=int, default=0, help="first rows, already used to choose settings")
@@ -585,6 +555,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--out", metavar="DIR", help="default: the student's folder, out/eval/NAME for other models"
     )
+    add("--accept_edits", action="store_true", help="also if the decoder was edited since training")
     add("--table", action="store_true", help="only print the tables of earlier results")
     add("--reference", default="pretrain", help="of tables: the method that gains start from")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="of tables")
@@ -599,7 +570,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     args = arguments(argv)
     if args.table:
-        print(tabulate(args.paths, args.reference, args.metric, limit=args.limit))
+        print(tabulate(args.paths, args.reference, args.metric))
     else:
         print(score(args))
 

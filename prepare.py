@@ -488,8 +488,8 @@ def open_state(folder, recipe):
     """
     file = folder / "prepare.state"
     if file.exists():
-        keys = ("recipe", "records", "writers", "skipped")
-        state = read_json(file, keys, f"move {folder} aside and start again")
+        kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
+        state = read_json(file, kinds, f"move {folder} aside and start again")
         if state["records"] == 0:  # nothing to lose, whatever the recipe was
             return new_state(file, recipe)
         check_recipe(folder, state["recipe"], recipe)

@@ -7,13 +7,16 @@ import math
 import os
 import platform
 import shutil
+import sys
 import time
-from collections.abc import Iterable, Iterator
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors
 
 from lib.errors import UserError, first_line
+from lib.settings import checked
 
 REMEDY = "move it aside, and the command that wrote it makes it again"
 
@@ -163,18 +166,19 @@ def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
         ) from error
 
 
-def read_json(path: Path, keys: Iterable[str] = (), remedy: str = REMEDY) -> dict:
-    """Return the object in a JSON file. Raises `UserError` if it is broken or lacks a key."""
+def read_json(path: Path, kinds=(), remedy: str = REMEDY) -> dict:
+    """Return the object in a JSON file. Raises `UserError` if it is broken, or not of `kinds`."""
     with reading(path, remedy):
         # int refuses NaN and Infinity
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
-    return check_keys(value, keys, path, remedy)
+    return check_kinds(value, kinds, path, remedy)
 
 
-def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict]:
-    """Return the records of a file of JSON lines, each with `keys`; an empty list without a file.
+def read_lines(path: Path, kinds=(), skip_broken: bool = False) -> list[dict]:
+    """Return the records of a file of JSON lines, each of `kinds`; an empty list without a file.
 
-    Leaves out a last line that was cut short.
+    Leaves out a last line that was cut short. Raises `UserError` at a line that is broken, or
+    leaves it out too.
     """
     if not path.is_file():
         return []
@@ -187,24 +191,57 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict]:
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         remedy = "correct or remove that line"
-        with reading(where, remedy):
-            record = json.loads(line)
-        records.append(check_keys(record, keys, where, remedy))
+        try:
+            with reading(where, remedy):
+                record = json.loads(line)
+            records.append(check_kinds(record, kinds, where, remedy))
+        except UserError:
+            if not skip_broken:
+                raise
     return records
 
 
 def truncate_lines(path: Path, step: int) -> None:
-    """Remove the records after `step`, and a last line that a kill cut short."""
-    if path.is_file():
-        records = read_lines(path, ["step"])
-        write_lines(path, [record for record in records if record["step"] <= step])
+    """Remove the records after `step`, and a last line that a kill cut short.
+
+    A file with other broken lines is set aside, and loses them.
+    """
+    if not path.is_file():
+        return
+    try:
+        records = read_lines(path, {"step": int})
+    except UserError:
+        set_aside(path)
+        records = read_lines(path, {"step": int}, skip_broken=True)
+    write_lines(path, [record for record in records if record["step"] <= step])
 
 
-def check_keys(value, keys: Iterable[str], where: Path | str, remedy: str = REMEDY) -> dict:
-    """Return a JSON object. Raises `UserError` if it is none, or lacks a key."""
+def set_aside(path: Path) -> None:
+    """Copy a broken file to a new name beside it, and say so."""
+    copies = [*path.parent.glob(f"{path.name}.broken*")]
+    copy = path.with_name(f"{path.name}.broken{len(copies)}")
+    shutil.copy(path, copy)
+    print(f"{path}: broken; it is kept as {copy.name}, and the run goes on", file=sys.stderr)
+
+
+def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:
+    """Return a JSON object. Raises `UserError` if it is none, or lacks a key, or a kind is another.
+
+    kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;
+           dict[str, kind] stands for an object of any keys
+    """
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
-    for key in keys:
+    if typing.get_origin(kinds) is dict:
+        kinds = dict.fromkeys(value, typing.get_args(kinds)[1])
+    for key, kind in dict(kinds).items():
         if key not in value:
             raise UserError(f"{where}: no {[key]} in it; {remedy}")
+        if isinstance(kind, dict) or typing.get_origin(kind) is dict:
+            check_kinds(value[key], kind, f"{where}: {key}", remedy)
+            continue
+        try:
+            checked(key, value[key], kind)
+        except UserError as error:
+            raise UserError(f"{where}: {error}; {remedy}") from error
     return value

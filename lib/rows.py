@@ -18,18 +18,19 @@ from torch import Tensor
 from lib.checks import IGNORE
 from lib.errors import UserError
 from lib.files import read_json
+from lib.settings import NonNegativeInt, PositiveInt
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 BLOCK = 1 << 20  # bytes read at a time
-MANIFEST = (  # what readers need of it
-    "rows",
-    "row_len",
-    "eos_id",
-    "bos",
-    "sha256",
-    "quick_sha256",
-    "tokenizer_sha256",
-)
+MANIFEST = {  # what readers need of it
+    "rows": NonNegativeInt,
+    "row_len": PositiveInt,
+    "eos_id": NonNegativeInt,
+    "bos": NonNegativeInt | None,
+    "sha256": str,
+    "quick_sha256": str,
+    "tokenizer_sha256": str,
+}
 
 
 def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:

@@ -24,19 +24,31 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+import transformers
 from torch import Tensor, nn
 
 from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, uncommitted_edits
-from lib.errors import UserError
+from lib.errors import UserError, first_line
 from lib.files import read_json, reading
-from lib.hf import find_folder
-from run.identity import EDITS, file_hash, record_changes
+from lib.hf import find_folder, weights_hash
+from lib.settings import NonNegativeInt
+from model import Qwen2
+from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say
 from run.methods import compute_dtype
 from run.students import COUNTS, Run, Student, step_of, student_facts
+
+STATE = {  # what is read of a checkpoint's state.json
+    "config": dict,
+    "made_by": {"shape": dict},
+    "sums": dict[str, float | None],
+    "step": NonNegativeInt,
+    "files_sha256": dict[str, str],
+    **dict.fromkeys(COUNTS, float),
+}
 
 # ----------------------------------------------------------------------------------------------
 # resuming
@@ -49,6 +61,7 @@ def resume(students: list[Student], run: Run) -> None:
     """
     cfg = run.cfg
     out = Path(cfg.out_dir)
+    starts = earlier_starts(out / "run.json", cfg)
     starting_points = [[s.init_sha256, *s.checkpoints()] for s in students]
     parallel.check_agreement(**{"first weights and checkpoints": starting_points})
     stop_steps = read_stops(students)
@@ -63,7 +76,7 @@ def resume(students: list[Student], run: Run) -> None:
         problem = "its students have no checkpoint in common"
         raise UserError(f"{out}: {problem}; restore one, or choose another out_dir")
     elif cfg.resume_from:
-        run.step, run.counts["valid_tokens"] = start_from(cfg.resume_from, live)
+        run.step, run.counts["valid_tokens"] = start_from(cfg.resume_from, live, run)
     if run.step > cfg.max_steps:
         raise UserError(
             f"max_steps={cfg.max_steps}: {out} is at step {run.step}; set at least that"
@@ -81,9 +94,26 @@ def resume(students: list[Student], run: Run) -> None:
 
                 s.services = services(s, run)
         files.truncate_lines(out / "teacher.jsonl", run.step - 1)
-        record_start(out / "run.json", run)
+        record_start(out / "run.json", starts, run)
     if live and not common:  # so that logs never exist without a checkpoint to resume from
         save_checkpoints(live, run)
+
+
+def earlier_starts(file: Path, cfg: Config) -> list[dict]:
+    """Return the starts in a run's run.json; none if it is missing or broken.
+
+    Raises `UserError` if it is that of a student, or of a run of other methods.
+    """
+    try:
+        facts = read_json(file, RUN_FILE)
+    except UserError:
+        return []
+    methods = facts["config"]["methods"]
+    if "method" in facts or {*methods} != {*cfg.methods}:
+        problem = f"its run.json is of {facts.get('method', ','.join(methods))}"
+        raise UserError(f"out_dir={cfg.out_dir}: {problem}; choose another out_dir")
+    starts = facts.get("starts")
+    return starts if isinstance(starts, list) else []
 
 
 def has_begun(s: Student) -> bool:
@@ -96,7 +126,7 @@ def read_stops(students: list[Student]) -> list[int]:
     for s in students:
         file = s.folder / "stopped.json"
         if file.is_file():
-            facts = read_json(file, ["why", "step"])
+            facts = read_json(file, {"why": str, "step": int})
             s.stopped = facts["why"]
             steps.append(facts["step"])
             say(f"{s.name} stopped at {s.stopped}")
@@ -137,13 +167,14 @@ def check_same_run(name: str, state: dict, checkpoint: Path, run: Run) -> None:
     if not changes:
         return
     phrases = "; ".join(list(changes.values())[:3])
-    if run.cfg.accept_edits and changes.keys() <= {*EDITS}:
+    only_edits = changes.keys() <= {*EDITS}
+    if run.cfg.accept_edits and only_edits:
         run.facts.setdefault("accepted_edits", {})[name] = phrases
         say(f"{name}: accepted edits; {phrases}")
         return
     remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it, and"
     remedy += " --student_weights starts anew from its weights"
-    if changes.keys() <= {*EDITS}:
+    if only_edits:
         remedy += "; --accept_edits=True takes the code as equal"
     raise UserError(f"{checkpoint}: contains a different run ({name}: {phrases}); {remedy}")
 
@@ -160,7 +191,7 @@ def restore(live: list[Student], step: int) -> dict:
     return {key: state[key] for key in COUNTS}
 
 
-def start_from(name: str, live: list[Student]) -> tuple[int, int]:
+def start_from(name: str, live: list[Student], run: Run) -> tuple[int, int]:
     """Load the checkpoint `resume_from` into every student. Returns its step and valid tokens."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
@@ -169,23 +200,29 @@ def start_from(name: str, live: list[Student]) -> tuple[int, int]:
         )
     for s in live:
         state = load_checkpoint(checkpoint, s)
+        changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
+        for key in changes.keys() & {"tokenizer_sha256", "batch_rows"}:
+            raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
     return state["step"], state["valid_tokens"]
 
 
-def record_start(file: Path, run: Run) -> None:
-    """Write run.json, and add this start to its `starts`; uncommitted edits go into code.diff."""
+def record_start(file: Path, starts: list[dict], run: Run) -> None:
+    """Write run.json, and add this start to the earlier ones; uncommitted edits go into code.diff.
+
+    A broken run.json is set aside.
+    """
     edits = uncommitted_edits()
     if edits:
         files.atomic_write(file.with_name("code.diff"), edits)
-    starts = read_json(file).get("starts", []) if file.is_file() else []
+    if file.is_file() and not starts:
+        files.set_aside(file)
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
         "host": platform.node(),
         "processes": parallel.world(),
     }
-    starts.append(start | run.facts)
-    files.write_json(file, run.facts | {"starts": starts})
+    files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
 
 
 def check_disk(students: list[Student], cfg: Config) -> str:
@@ -231,10 +268,35 @@ def say_summary(students: list[Student], run: Run) -> None:
 def save_model(s: Student, run: Run) -> None:
     """Write the model for transformers, and then its provenance beside it."""
     weights = parallel.to_first(s.model.state_dict())
+    folder = s.folder / "model"
     if parallel.rank() == 0:
-        s.model.save_pretrained(s.folder / "model", s.tokenizer, weights)
-        files.write_json(s.folder / "run.json", student_facts(s, run))
-    say(f"{s.name}: {s.folder / 'model'}")
+        s.model.save_pretrained(folder, s.tokenizer, weights)
+        with torch.device("meta"):
+            model = Qwen2(s.model.config)
+        model.load_state_dict(weights, assign=True)
+        facts = student_facts(s, run) | {"weights_sha256": weights_hash(model)}
+        problem = differs_in_transformers(model, folder)
+        if problem:
+            facts["differs_in_transformers"] = problem
+            remedy = "save_folder in lib/hf.py must know what was edited in model.py"
+            say(f"{folder}: another model for transformers: {problem}; {remedy}")
+        files.write_json(s.folder / "run.json", facts)
+    say(f"{s.name}: {folder}")
+
+
+@torch.no_grad()
+def differs_in_transformers(model: Qwen2, folder: Path) -> str | None:
+    """Return how the logits of a saved model differ in transformers by more than rounding."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    ids = torch.arange(16)[None] % len(model.head)
+    z = model(ids)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    try:
+        error = (load(folder, dtype=torch.float32)(ids).logits - z).norm() / z.norm()
+    except Exception as problem:  # whatever it is, training has ended well
+        return first_line(problem)
+    return None if error < 1e-4 else f"its logits differ by {error:.2%}"
 
 
 def save_checkpoints(live: list[Student], run: Run) -> UserError | None:
@@ -314,13 +376,14 @@ def read_state(path: Path) -> dict:
 
     Raises `BrokenError` unless every file of the checkpoint is as it was saved.
     """
-    keys = ("config", "made_by", "sums", "step", "files_sha256", *COUNTS)
     try:
-        state = read_json(path / "state.json", keys)
-        changed = []
-        for file, sha in state["files_sha256"].items():
-            if file_hash(path / file) != sha:
-                changed.append(file)
+        state = read_json(path / "state.json", STATE)
+        hashes = state["files_sha256"]
+        changed = [file for file, sha in hashes.items() if file_hash(path / file) != sha]
+        if state["step"]:
+            changed += {"model/model.safetensors", "optimizer.safetensors"} - hashes.keys()
+        if path.name != f"step_{state['step']:08d}":
+            changed.append(f"its name, as it is of step {state['step']}")
         if changed:
             raise UserError(f"{path}: {changed} not as it was saved")
     except UserError as error:

@@ -7,14 +7,14 @@ import sys
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configure import Config
+from configure import AFFECTS, Config
 from lib import parallel
 from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
 from model import student_config
-from run.identity import made_by, student_shape
+from run.identity import check_vocabulary, made_by, student_shape
 from run.log import say
 from run.methods import check_settings, compute_dtype, needs_teacher
 from run.teacher import Teacher, check_teacher, inherited, load_teacher
@@ -52,7 +52,8 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
 
 def check_config(cfg: Config) -> None:
     """Check the config before any data is read. Raises `UserError`."""
-    parallel.check_agreement(methods=cfg.methods, seq_len=cfg.seq_len)
+    shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
+    parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         overrides = cfg.overrides_of(name)
@@ -89,13 +90,9 @@ def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
         teacher_vocab = teacher_shape["vocab_size"]
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
-    ids = tokenizer.get_vocab()
-    check_initial_ids(cfg.student_weights, ids)
+    check_initial_ids(cfg.student_weights, tokenizer.get_vocab())
     check_number_of_rows(cfg, rows)
-    n_tokens = max(ids.values()) + 1
-    if n_tokens > student_vocab:
-        problem = f"vocabulary of {student_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
-        raise UserError(f"student={cfg.student}: {problem}; choose a larger one")
+    n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
     say_precision(cfg, val)
     if teacher_vocab != student_vocab:
         sizes = f"{teacher_vocab:,} of the teacher, {student_vocab:,} of the student"

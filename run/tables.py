@@ -5,99 +5,101 @@ method make one row with mean and 95 % interval. A table only holds rows that ca
 same initial weights per seed, data, budget, optimisation and scoring protocol.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from lib.errors import UserError
-from lib.files import read_json, read_lines
+from lib.files import check_kinds, read_json, read_lines
 from lib.metrics import levels
 from lib.stats import FIGURES, Figure, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
-from run.identity import VARIES
+from run.identity import RUN_FILE, VARIES
 from run.paper import LAYOUT, NAMES, PAPER, UPDATES
 
-# What is read of a student's run.json, and of the files of results.
-RUN = ("method", "student", "seed", "overrides", "step", "config", "made_by")
-FILE = ("name", "run", "protocol", "weights_sha256")
+# What is read of a student's run.json, and of files of results.
+RUN = {
+    "method": str,
+    "student": str,
+    "seed": int,
+    "overrides": dict,
+    "step": int,
+    "config": dict,
+    "made_by": {"code": dict, "shape": dict},
+}
+FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
+TASK = {"acc": float, "n": int, "n_paper": int}
+FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict[str, TASK]})
+FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": int}}
 # What is logged beside log.jsonl, under its keys in `read_log`.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 PERCENT = Figure("accuracy, %", +1, 100, 2)
-Figures = dict[str, dict[int | None, dict]]  # method -> seed -> figures over held-out rows, by name
+# method -> seed -> figures over held-out rows by name, or scores by task
+Figures = dict[str, dict[int | None, dict]]
 
 
 class Result(NamedTuple):
-    """What is known of one checkpoint."""
+    """What is known of one model by one protocol."""
 
-    folder: Path
+    file: Path  # the newest
+    kind: str  # "figures", or the split of scores
+    protocol: str
     name: str
     run: dict  # facts of the student's training; {} for other models
-    scores: dict[str, dict]  # split -> tasks and protocol
-    figures: dict  # over held-out rows, with their protocol; {} without
+    values: dict  # figures over held-out rows, or scores by task
 
 
-def scores_name(split: str, limit: int | None) -> str:
-    """Return the file name for scores of a set of tasks, or of the first `limit` items of each."""
-    return f"scores_{split}.json" if limit is None else f"scores_{split}_limit{limit}.json"
-
-
-def tabulate(
-    paths: list[str],
-    reference: str = "pretrain",
-    metric: str = "acc",
-    splits: Iterable[str] = tuple(SUITES),
-    limit: int | None = None,
-) -> str:
+def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc") -> str:
     """Return the tables of folders with results, as Markdown.
 
     reference  the method that gains are measured from, except in tables of the paper with their own
     metric     "acc", or "acc_norm" for the tasks that have it
-    splits     which sets of tasks to show
-    limit      show the scores of the first `limit` items
     """
-    files = {split: scores_name(split, limit) for split in splits}
-
-    def has_results(folder: Path) -> bool:
-        return any((folder / name).is_file() for name in ("figures.json", *files.values()))
-
-    folders, missing = students_of(paths, has_results)
-    results = [load(Path(folder), files) for folder in folders or paths]
+    folders, missing = students_of(paths, load)
+    results = []
+    for folder in folders or paths:
+        loaded = load(Path(folder))
+        if not loaded:
+            raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
+        results += loaded
     methods = {method_of(r) for r in results}
     if reference not in ("pretrain", *methods):
         expected = f"expected one of {', '.join(sorted(methods))}"
         raise UserError(f"--reference {reference}: {expected}")
     lines = []
     for student in dict.fromkeys(r.run.get("student") for r in results):
-        same_size = [r for r in results if r.run.get("student") == student]
-        check_comparable(same_size)
         lines += [f"## {student or 'other models'}", ""]
-        for split in files:
-            rows = by_method([r for r in same_size if split in r.scores])
-            for title, base, methods in layouts(split, rows, reference):
-                shown = {m: rows[m] for m in methods}
-                lines += accuracies(f"### {title}", split, shown, base, metric)
-        with_figures = [r for r in same_size if r.figures]
-        figures = {}
-        for m, seeds in by_method(with_figures).items():
-            figures[m] = {seed: r.figures for seed, r in seeds.items()}
-        if figures:
-            lines += heldout("### Held-out rows", figures, reference)
-            lines += [*scored(with_figures[0].figures), ""]
+        for kind in FILES:
+            groups = {}
+            for r in results:
+                if (r.run.get("student"), r.kind) == (student, kind):
+                    groups.setdefault(r.protocol, []).append(r)
+            for protocol, group in groups.items():
+                lines += [*tables_of(group, reference, metric), f"Protocol: {protocol}.", ""]
     if missing:
         lines += [f"Left out, since not scored: {', '.join(missing)}.", ""]
     return "\n".join(lines)
 
 
+def tables_of(group: list[Result], reference: str, metric: str) -> list[str]:
+    """Return the tables of results of one kind and protocol."""
+    check_comparable(group)
+    first = group[0]
+    rows = by_method(group)
+    if first.kind == "figures":
+        return [*heldout("### Held-out rows", rows, reference), *scored(first.values), ""]
+    lines = []
+    for title, base, methods in layouts(first.kind, rows, reference):
+        shown = {m: rows[m] for m in methods}
+        lines += accuracies(f"### {title}", first, shown, base, metric)
+    return lines
+
+
 # --- reading results
 
 
-def read_if_there(file: Path, keys: Iterable[str] = ()) -> dict:
-    """Return the object in a JSON file, or {} without a file."""
-    return read_json(file, keys) if file.is_file() else {}
-
-
-def run_facts(model: Path, keys: Iterable[str] = ()) -> dict:
+def run_facts(model: Path, kinds=()) -> dict:
     """Return the facts of the training behind a model's folder, or {} for other models.
 
     They are in run.json of a finished student, and in state.json of a checkpoint.
@@ -105,20 +107,20 @@ def run_facts(model: Path, keys: Iterable[str] = ()) -> dict:
     if model.name == "model":
         for name in ("run.json", "state.json"):
             if (model.parent / name).is_file():
-                return read_json(model.parent / name, keys)
+                return read_json(model.parent / name, kinds)
     return {}
 
 
 def read_log(folder: Path) -> list[dict]:
     """Return the records of a student's log.jsonl, then {step, key of PARTS} of each histogram."""
-    log = read_lines(folder / "log.jsonl", ["step"])
+    log = read_lines(folder / "log.jsonl", {"step": int})
     for part, path in PARTS.items():
-        for record in read_lines(folder / path, ["step"]):
+        for record in read_lines(folder / path, {"step": int}):
             log.append({"step": record["step"], part: record})
     return log
 
 
-def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[str], list[str]]:
+def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]:
     """Return the folders that paths stand for, and those of students that are not `done`.
 
     A folder stands for those inside that are `done`, as a run's for its students, or else for
@@ -128,10 +130,11 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
     missing = []
     for name in paths:
         path = Path(name)
-        facts = read_if_there(path / "run.json")
+        facts = run_facts(path / "model")
         students = []
-        if "method" not in facts:
-            students = [path / name for name in facts.get("config", {}).get("methods", ())]
+        if facts and "method" not in facts:
+            check_kinds(facts, RUN_FILE, path / "run.json")
+            students = [path / name for name in facts["config"]["methods"]]
         candidates = [*students, *sorted(path.glob("*/"))]
         inside = [str(folder) for folder in candidates if done(folder)]
         folders += inside
@@ -141,20 +144,36 @@ def students_of(paths: list[str], done: Callable[[Path], bool]) -> tuple[list[st
     return list(dict.fromkeys(folders)), missing
 
 
-def load(folder: Path, files: dict[str, str]) -> Result:
-    """Return the results in a folder. `files` has the name of the file with scores, by split."""
-    scores = {}
-    for split, name in files.items():
-        if (folder / name).is_file():
-            scores[split] = read_json(folder / name, (*FILE, "tasks"))
-    rows = read_if_there(folder / "figures.json", (*FILE, "figures"))
-    last = rows or next(reversed(scores.values()), None)
-    if last is None:
-        raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
-    figures = {}
-    if rows:
-        figures = rows["figures"] | {"dtype": rows["protocol"]["dtype"]}
-    return Result(folder, last["name"], last["run"] or {}, scores, figures)
+def load(folder: Path) -> list[Result]:
+    """Return the results in a folder, the newest last.
+
+    A student's are of the weights that its run.json names. Tasks of one protocol are united.
+    """
+    results = {}
+    current = run_facts(folder / "model").get("weights_sha256")
+    for file in sorted(folder.glob("*_*.json"), key=lambda file: file.stat().st_mtime_ns):
+        kind = file.stem.removeprefix("scores_").rpartition("_")[0]
+        if kind not in FILES:
+            continue
+        content = read_json(file, FILES[kind])
+        run = content["run"]
+        check_kinds(run, RUN if run else (), file)
+        sha256 = content["weights_sha256"]
+        if current not in (None, sha256):
+            continue
+        facts = [f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None]
+        key = (kind, ", ".join(facts), sha256)
+        values = content.get("figures") or content["tasks"]
+        if key in results:
+            values = results[key].values | values
+        results[key] = Result(file, kind, key[1], content["name"], run, values)
+    return list(results.values())
+
+
+def newest_figures(folder: Path) -> dict:
+    """Return what the newest file of figures in a folder holds, or {}."""
+    files = [r.file for r in load(folder) if r.kind == "figures"]
+    return read_json(files[-1]) if files else {}
 
 
 def method_of(result: Result) -> str:
@@ -165,50 +184,47 @@ def method_of(result: Result) -> str:
     return " ".join([result.run["method"], *(f"{key}={value}" for key, value in overrides)])
 
 
-def by_method(results: list[Result]) -> dict[str, dict[int | None, Result]]:
-    """Return method -> seed -> result, in the order of the paper's tables, others as they come."""
+def by_method(results: list[Result]) -> Figures:
+    """Return method -> seed -> values, in the order of the paper's tables, others as they come.
+
+    The newest one of a folder counts.
+    """
     rows = {}
+    folders = {}
     for r in results:
         method = method_of(r)
         seed = r.run.get("seed")
-        other = rows.setdefault(method, {}).setdefault(seed, r)
-        if other is not r:
+        folder = r.file.parent
+        other = folders.setdefault((method, seed), folder)
+        if other != folder:
             message = f"both hold {method} with seed {seed}; leave one out"
-            raise UserError(f"{other.folder} and {r.folder} {message}")
+            raise UserError(f"{other} and {folder} {message}")
+        rows.setdefault(method, {})[seed] = r.values
     return {m: rows[m] for m in dict.fromkeys((*NAMES, *rows)) if m in rows}
 
 
 def check_comparable(results: list[Result]) -> None:
     """Refuse results that differ in a fact that must be equal. A fact that is None does not apply.
 
-    What made students may differ in VARIES alone; updates and the protocol of scoring are equal.
+    What made students may differ in VARIES alone; updates and the items of tasks are equal.
     """
     seen = {}
     for r in results:
-        for key, value in facts_of(r).items():
+        record = r.run.get("made_by", {})
+        facts = {key: value for key, value in record.items() if key not in VARIES}
+        facts["step"] = r.run.get("step")
+        facts[f"init_sha256 of seed {r.run.get('seed')}"] = r.run.get("init_sha256")
+        if r.kind != "figures":
+            for task, values in r.values.items():
+                for key in ("data_sha256", "prompts_sha256", "version", "n"):
+                    facts[f"{key} of {task}, {r.kind}"] = values.get(key)
+        for key, value in facts.items():
             if value is None:
                 continue
-            first, folder = seen.setdefault(key, (value, r.folder))
+            first, folder = seen.setdefault(key, (value, r.file.parent))
             if first != value:
-                message = f"differ in {key}: {str(first)[:12]} and {str(value)[:12]}"
-                raise UserError(f"{folder} and {r.folder} {message}; tabulate them apart")
-
-
-def facts_of(r: Result) -> dict:
-    """Return the facts that must be equal in all rows of a table."""
-    record = r.run.get("made_by", {})
-    facts = {key: value for key, value in record.items() if key not in VARIES}
-    facts["step"] = r.run.get("step")
-    facts[f"init_sha256 of seed {r.run.get('seed')}"] = r.run.get("init_sha256")
-    for key in ("rows_sha256", "teacher_sha256", "dtype"):
-        facts[f"{key} of figures"] = r.figures.get(key)
-    for split, scores in r.scores.items():
-        for key, value in scores["protocol"].items():
-            facts[f"{key} of {split} scores"] = value
-        for task, values in scores["tasks"].items():
-            for key in ("data_sha256", "prompts_sha256", "version", "n"):
-                facts[f"{key} of {task}, {split}"] = values.get(key)
-    return facts
+                message = f"differ in {key}: {first!s:.12} and {value!s:.12}"
+                raise UserError(f"{folder} and {r.file.parent} {message}; tabulate them apart")
 
 
 # --- tables
@@ -276,22 +292,24 @@ def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list
     return shown or tables[: bool(rows)]
 
 
-def accuracies(title: str, split: str, rows: dict, base: str, metric: str) -> list[str]:
+def accuracies(title: str, first: Result, rows: Figures, base: str, metric: str) -> list[str]:
     """Return a table of the tasks that all have, their average and its gain.
 
     The paper's rows stand below ours.
     """
-    results = [r for seeds in rows.values() for r in seeds.values()]
+    students = [scores for seeds in rows.values() for scores in seeds.values()]
+    split = first.kind
+    run = first.run
     every = SUITES[split]
-    tasks = [t for t in every if all(t in r.scores[split]["tasks"] for r in results)]
+    tasks = [t for t in every if all(t in scores for scores in students)]
     if not tasks:
         return [f"{title}: no task in common, {split}", ""]
     columns = dict.fromkeys((*tasks, "avg"), PERCENT) | {"gain": PERCENT._replace(sense=0)}
     ours = {m: {key: {} for key in columns} for m in rows}
     for m, cells in ours.items():
-        for seed, r in rows[m].items():
+        for seed, scores in rows[m].items():
             for t in tasks:
-                values = r.scores[split]["tasks"][t]
+                values = scores[t]
                 cells[t][seed] = 100 * values.get(metric, values["acc"])
             cells["avg"][seed] = sum(cells[t][seed] for t in tasks) / len(tasks)
     references = ours.get(base, {"avg": {}})["avg"]
@@ -299,7 +317,6 @@ def accuracies(title: str, split: str, rows: dict, base: str, metric: str) -> li
         for seed, average in cells["avg"].items():
             if seed in references:
                 cells["gain"][seed] = average - references[seed]
-    run = results[0].run
     papers = {m: paper_numbers(run.get("student"), split, m, tasks) for m in (*rows, base)}
     body = []
     for m, texts in mark(ours, columns).items():
@@ -316,10 +333,10 @@ def accuracies(title: str, split: str, rows: dict, base: str, metric: str) -> li
     if metric != "acc":
         what += f", {metric} where a task has it"
     notes = [caption(seed_counts(rows))]
-    for t, values in results[0].scores[split]["tasks"].items():  # n is equal in all results
-        n = values["n"]
-        n_paper = values["n_paper"]
-        if n != n_paper and t in tasks:
+    for t in tasks:
+        n = students[0][t]["n"]  # equal in all
+        n_paper = students[0][t]["n_paper"]
+        if n != n_paper:
             notes.append(f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}.")
     if "step" in run and any(papers[m] for m in rows):
         steps = f"{run['step']:,} updates, the paper's after {UPDATES[split]:,}"

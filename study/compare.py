@@ -55,10 +55,17 @@ from lib.settings import literal, parsed
 from losses import resolve
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
-from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
+from run.identity import (
+    EDITS,
+    content_hash,
+    made_by,
+    record_hash,
+    scoring_code,
+    student_shape,
+)
 from run.methods import needs_teacher
 from run.preflight import check_config
-from run.tables import read_if_there, read_log
+from run.tables import newest_figures, read_log
 from run.teacher import Teacher, is_native
 from study.report import KINDS, TRIALS, Spec, best_trials, first_line, report
 
@@ -267,7 +274,7 @@ def on_record(out: Path, accept_edits: bool = False) -> dict[tuple, dict]:
     logs = sorted((out / "logs").glob("*.jsonl"))
     filed = {facts["folder"]: facts for facts in map(first_line, logs)}
     for run in sorted(out.glob("runs/*/run.json")):
-        methods = read_json(run, ["config"])["config"]["methods"]
+        methods = read_json(run, {"config": dict})["config"]["methods"]
         ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
         if len(ends) == len(methods):  # a run resumes as a whole
             for end in ends:
@@ -282,12 +289,12 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
     """Write a student's file in OUT/logs: facts and figures in a line, its log, its histograms."""
     folder = end.parent
     name = f"{folder.parent.name}/{folder.name}"
-    scores = read_if_there(folder / "figures.json")
+    scores = newest_figures(folder)
     figures = scores.pop("figures", {})
     scores.pop("run", None)
     if name in filed and figures.items() <= filed[name].items():
         return
-    facts = read_json(end, ("made_by", "config")) | figures
+    facts = read_json(end, {"made_by": dict, "config": dict}) | figures
     facts |= {"folder": name, "scores": scores}
     if "why" in facts:
         facts["stopped"] = facts.pop("why")
@@ -307,6 +314,8 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
 def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
     """Return whether a student's figures are over these rows and of this teacher, or it stopped."""
     expected = {"skip_rows": student.val_max_rows, "n_rows": n_rows}
+    if "code" in facts:  # committed studies have figures without it
+        expected |= {"code": scoring_code("figures"), "dtype": "float32"}
     if student.teacher:
         expected["teacher_sha256"] = content_hash(student.teacher)
     return "stopped" in facts or expected.items() <= facts.items()
@@ -357,6 +366,8 @@ def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec) -> None:
         if facts and not is_scored(s, facts, n_rows):
             folders.append(str(spec.out / "runs" / facts["folder"]))
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
+    if cfg.accept_edits:
+        flags.append("--accept_edits")
     jobs = {}
     for part in chunks(folders, spec.per_run):
         jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, "--tasks=none", *flags]

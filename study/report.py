@@ -125,7 +125,7 @@ def report(spec: Spec) -> tuple[list[str], str]:
 def read(out: Path) -> tuple[dict, list[dict], list[dict], list[str]]:
     """Return the plan; its students with facts, figures and log; others; lines of the missing."""
     file = out / "report" / "plan.json"
-    plan = read_json(file, ["students"], "run the same command without --report")
+    plan = read_json(file, {"students": list}, "run the same command without --report")
     made = {facts["file"]: facts for facts in map(first_line, sorted(out.glob("logs/*.jsonl")))}
     students = []
     failed = []

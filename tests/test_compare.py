@@ -21,7 +21,7 @@ import train
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_json, write_lines
 from lib.stats import Estimate, differences, estimate, holm
-from run.identity import made_by
+from run.identity import content_hash, made_by, scoring_code
 from study import compare
 from study import report as reports
 from study.report import Spec
@@ -246,12 +246,26 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     stopped = reports.first_line(tmp_path / "logs" / "pretrain_seed1_ab.jsonl")
     assert stopped["stopped"] == WHY
     assert "teacher_flops" not in stopped
-    write_json(alra / "figures.json", {"figures": {"ce": 3.5}, "run": facts, "protocol": 1})
+    scores = {"name": "x", "run": {}, "protocol": {}, "weights_sha256": "w"}
+    figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
+    write_json(alra / "figures_0a.json", scores | {"figures": figures})
     shutil.copytree(run, tmp_path / "runs" / "seed1_cd")  # other students of these names
     x = compare.on_record(tmp_path)[key]
-    assert (x["file"], x["ce"], x["scores"]) == ("alra@x_seed1_ab.jsonl", 3.5, {"protocol": 1})
+    assert (x["file"], x["ce"], x["n_rows"]) == ("alra@x_seed1_ab.jsonl", 3.5, 7)
+    assert x["scores"]["weights_sha256"] == "w"
     names = [f"{name}_seed1_{run}.jsonl" for name in ("alra@x", "pretrain") for run in ("ab", "cd")]
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == names
+
+
+def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
+    cfg = world.config(tiny, tmp_path, methods="pd", val_max_rows=4)
+    facts = {"skip_rows": 4, "n_rows": 3, "dtype": "float32", "code": scoring_code("figures")}
+    facts["teacher_sha256"] = content_hash(cfg.teacher)
+    assert compare.is_scored(cfg, facts, 3)
+    for key in facts:
+        assert not compare.is_scored(cfg, facts | {key: "another"}, 3), key
+    del facts["code"], facts["dtype"]  # of the committed studies
+    assert compare.is_scored(cfg, facts, 3)
 
 
 # --- flags

@@ -17,7 +17,7 @@ import configure
 import eval as ev
 from lib import tasks
 from lib.errors import UserError
-from lib.hf import load_tokenizer, tokenizer_hash
+from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import Rows
 from model import Qwen2, Qwen2Config
 from tests import world
@@ -455,8 +455,9 @@ def out(trained, tmp_path):
     return shutil.copytree(trained / "out", tmp_path / "run")
 
 
-def read(folder, name="figures.json"):
-    return json.loads((folder / name).read_text())
+def read(folder, name="figures_*.json"):
+    (file,) = folder.glob(name)
+    return json.loads(file.read_text())
 
 
 def test_from_checkpoints_to_tables(out, capsys):
@@ -474,7 +475,7 @@ def test_from_checkpoints_to_tables(out, capsys):
     left_out = f"Left out, since not scored: {out / 'tad'}."
     assert capsys.readouterr().out.split() == [*text.split(), *left_out.split()]
     facts = read(out / "alra", "run.json")
-    facts["made_by"] = {"data_sha256": "other"}
+    facts["made_by"]["data_sha256"] = "other"
     (out / "alra" / "run.json").write_text(json.dumps(facts))
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
@@ -485,11 +486,11 @@ def test_scores_of_a_few_items(out, data, capsys):
     flags = f"--data_dir={data} --any_items --limit=3 --log_samples --metric=acc_norm --rows=none"
     score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
     text = capsys.readouterr().out
-    scores = read(out / "alra", "scores_heldout_limit3.json")
+    scores = read(out / "alra", "scores_heldout_*.json")
     assert scores["protocol"]["limit"] == 3
     n_scored = {name: values["n"] for name, values in scores["tasks"].items()}
     assert n_scored == {"arc_easy": 3, "piqa": 3} and scores["tasks"]["piqa"]["n_rows"] == 7
-    assert len(world.read_jsonl(out / "alra" / "scores_heldout_limit3.jsonl")) == 6
+    assert len(list((out / "alra").glob("scores*.jsonl"))) == 1
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
 
 
@@ -515,7 +516,6 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
         ("{0}/run.json", "no finished student: .*run.json"),
         ("{0}/gone", "gone: no such folder"),
         ("{0}/alra --limit=1", "--limit 1"),
-        ("{0}/alra {0}/pretrain --out=z", "results of both would go to z; score each with"),
         ("{0}/alra --tasks=winogrande --split=validation", "no .'winogrande'. in the validation"),
     ],
 )
@@ -529,18 +529,21 @@ def test_slips_are_told_before_the_hub_is_asked(command, problem, out, monkeypat
         score(command.format(out))
 
 
-def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch):
-    """Its results have a place of their own, which another model of that name does not get."""
+def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch, capsys):
+    """Its results have a folder of their own; another model of that name replaces none."""
     monkeypatch.chdir(tmp_path)
     flags = f"--tasks=none --teacher=none --rows={Path(rows.file).parent}"
     score(f"{trained}/teacher {flags}")
-    assert [str(file) for file in Path().glob("out/**/*.json")] == ["out/eval/teacher/figures.json"]
-    figures = read(Path("out/eval/teacher"))
-    assert figures["run"] is None and "kl" not in figures["figures"]
+    (file,) = Path().glob("out/**/*.json")
+    figures = read(file.parent)
+    assert file.parent == Path("out/eval/teacher")
+    assert figures["run"] == {} and "kl" not in figures["figures"]
     tokenizer = load_tokenizer(str(trained / "teacher"))
     world.make_model(STUDENT, 3).save_pretrained(tmp_path / "teacher", tokenizer)
-    with pytest.raises(UserError, match=r"figures.json: results of other weights than teacher"):
-        score(f"teacher {flags}")
+    capsys.readouterr()
+    score(f"teacher {flags}")
+    assert capsys.readouterr().out.count("| teacher | ") == 1  # the one that was scored last
+    assert len([*file.parent.glob("figures_*.json")]) == 2
 
 
 def test_all_tasks_are_eight_without_a_file_of_storycloze(out, data, tmp_path, capsys):
@@ -550,30 +553,61 @@ def test_all_tasks_are_eight_without_a_file_of_storycloze(out, data, tmp_path, c
     assert "Avg. (8 of 9)" in capsys.readouterr().out
 
 
-def test_results_are_not_lost_to_a_smaller_command(out, data):
-    """A command replaces what it makes again; other weights make results of a student old."""
+def test_a_command_replaces_no_results_but_its_own(out, data, monkeypatch):
+    """Not those of other items, rows, teacher, protocol or code."""
     alra = out / "alra"
-    items = f"{alra} --rows=none --data_dir={data} --any_items --tasks=piqa"
-    figures = f"{alra} --tasks=none"
-    score(f"{items},arc_easy")
-    score(figures)
-    for command, lost in (
-        (items, "scores_heldout.json: holds results with arc_easy, which this"),
-        (f"{items},arc_easy --max_length=99", "holds results with max_length=512"),
-        (f"{items},arc_easy --dtype=bfloat16", "holds results with dtype=float32"),
-        (f"{figures} --dtype=bfloat16", "figures.json: holds results with dtype=float32"),
-    ):
-        with pytest.raises(UserError, match=lost):
-            score(command)
-    score(f"{figures} --max_rows=3")
-    assert read(alra)["figures"]["n_rows"] == 3
-    score(f"{items},arc_easy,winogrande")
-    score(f"{items} --limit=3 --log_samples")
-    assert len(read(alra, "scores_heldout.json")["tasks"]) == 3
-    shutil.copytree(out / "pretrain" / "model", alra / "model", dirs_exist_ok=True)
-    score(items)
-    files = {file.name for file in alra.iterdir()} - {".alra-lock"}
-    assert files == {"model", "run.json", "log.jsonl", "scores_heldout.json"}
+    items = shutil.copytree(data, out / "items")
+    file = items / "piqa" / "validation.jsonl"
+    world.write_jsonl(file, world.read_jsonl(file)[1:])
+    tasks_of = f"{alra} --rows=none --any_items --limit=3 --tasks=piqa --data_dir="
+    commands = [f"{tasks_of}{folder}" for folder in (items, data)]
+    commands += [f"{commands[1]} {flag}" for flag in ("--max_length=99", "--dtype=bfloat16")]
+    for flags in ("", "--max_rows=3", "--skip_rows=3 --max_rows=3", "--teacher=none"):
+        commands.append(f"{alra} --tasks=none {flags}")
+    written = {}
+    for n, command in enumerate([*commands, commands[1], commands[4]], 1):
+        if n > len(commands):
+            monkeypatch.setattr(ev, "scoring_code", lambda part: "other")
+        score(command)
+        files = {file: file.read_bytes() for file in alra.glob("*_*.json")}
+        assert len(files) == n and written.items() <= files.items(), command
+        written = files
+    score(command)
+    assert {*alra.glob("*_*.json")} == {*written}
+
+
+def test_another_model_or_decoder_than_the_trained_one_is_not_scored(out, capsys):
+    alra = out / "alra"
+    command = f"{alra} --tasks=none --teacher=none"
+    facts = read(alra, "run.json")
+    facts["made_by"]["shape"] = dataclasses.asdict(STUDENT)
+    facts["weights_sha256"] = weights_hash(world.make_model(STUDENT, 9, 7.0))
+    refused = "alra: its model/ is not the one that run.json describes"
+
+    def write_facts(**changes):
+        (alra / "run.json").write_text(json.dumps(facts | changes))
+
+    write_facts(weights_sha256="of another model")
+    with pytest.raises(UserError, match=refused):
+        score(command)
+    write_facts()
+    score(command)
+    config = alra / "model" / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace("1000000.0", "10000.0"))
+    with pytest.raises(UserError, match=refused):
+        score(command)
+    config.write_text(text)
+    code = facts["made_by"]["code"] | {"model.MLP": "another", "train.update": "another"}
+    write_facts(made_by=facts["made_by"] | {"code": code})
+    problem = "alra: the decoder was edited since its training: model.MLP; --accept_edits"
+    with pytest.raises(UserError, match=problem):
+        score(command)
+    score(f"{command} --accept_edits")
+    assert read(alra)["accepted_edits"] == ["model.MLP"]
+    write_facts(weights_sha256="of another model")
+    with pytest.raises(UserError, match="alra: no results in it"):
+        score(f"--table {alra}")
 
 
 def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data, tmp_path):
@@ -592,7 +626,7 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     assert "nothing to score" in error(trained / "teacher")
     assert "--skip_rows 11: " in error(f"{alra} --skip_rows=11")
     small = save("small", dataclasses.replace(STUDENT, vocab_size=293), tokenizer)
-    assert "vocabulary of 293, but its tokenizer has ids up to 306" in error(small)
+    assert "vocabulary of 293, but the tokenizer has 307 tokens" in error(small)
     assert "small: vocabulary of 293" in error(f"{alra} --teacher={small}")
     narrow = save("narrow", dataclasses.replace(STUDENT, vocab_size=308), tokenizer)
     flags = f"--rows={data_dir} --teacher=none"
@@ -606,7 +640,7 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     for key, name in (("val_sha256", data_dir), ("teacher_sha256", trained / "teacher")):
         changed = facts | {"made_by": facts["made_by"] | {key: "another"}}
         (alra / "run.json").write_text(json.dumps(changed))
-        assert f"{name}: its content has changed since {alra} was trained" in error(alra)
+        assert f"{name}: its content has changed since the student was trained" in error(alra)
     facts["config"]["data_dir"] = "elsewhere"
     (alra / "run.json").write_text(json.dumps(facts))
     problem = f"data_dir: {data_dir} in one run, elsewhere in another"

@@ -53,6 +53,7 @@ EVAL = "eval.py run/alra --tasks none --rows data --max_rows 4 --max_length 32 -
 SCORE = "eval.py run/alra --tasks lambada_openai --data_dir items --max_length 32 --device cpu"
 SAMPLE = "tools/sample.py run/alra --prompt a --tokens 2"
 STEP = "half/alra/checkpoints/step_00000003"
+BRANCH = f"{NEW} --methods=alra --resume_from={STEP}"
 WEIGHTS = "teacher/model.safetensors"
 MODEL = "run/alra/model/model.safetensors"
 NORM = "model.norm.weight"
@@ -127,7 +128,7 @@ FLAGS = {
     "--methods=alr": "no such method 'alr', did you mean 'alra'",
     "--tad.beta=2": "settings of .*tad",
     "--alr.d_max=7": "alr",
-    "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, d_max",
+    "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, coefficients",
     "--alra.tau=0": "alra.tau=0.*: expected",
     "--alra.tau=x": "alra.tau='x': expected float",
     "--alra.lr=1e999": "alra.lr=inf: expected",
@@ -240,15 +241,13 @@ INPUTS = {  # of a new run
     "sed -i s/eos_token/x/ teacher/tokenizer_config.json": "teacher: the tokenizer has no eos_tok",
 }
 FOLDERS = {  # of a run that was stopped
-    "echo { > half/run.json": "half/run.json: cannot be used .*move it aside",
     "rm -r half/alra/checkpoints": "half: its students have no checkpoint in common",
     "rm -r half/alra": "half: its students have no checkpoint in common",
-    "echo x > half/alra/log.jsonl": "half/alra/log.jsonl, line 1: cannot be used",
-    "echo {} > half/alra/log.jsonl": "half/alra/log.jsonl, line 1: no ..?step..?",
     "rm half/run.json; mkdir half/run.json; touch half/run.json/mine": (
         "half/run.json: cannot be written"
     ),
     "echo { > half/alra/stopped.json": "half/alra/stopped.json: cannot be used",
+    """echo '{"why": 3, "step": 1}' > half/alra/stopped.json""": "stopped.json: why=3: expected",
     edit(f"{STEP}/state.json", made_by__data_sha256="x"): (
         f"{STEP}: contains a different run .alra: data_sha256 was .x."
     ),
@@ -282,6 +281,9 @@ COMMANDS = {
         r"run/pretrain/checkpoints/step_00000004: contains a different run "
         r"\(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose"
     ),
+    f"{TRAIN} --out_dir=run/alra": "out_dir=run/alra: its run.json is of alra; choose another",
+    f"{HALF} --methods=alra": "out_dir=half: its run.json is of pretrain,alra; choose",
+    f"{BRANCH} --batch_rows=8": f"resume_from={STEP}: batch_rows was 4, now 8; expected the same",
     f"{EVAL} --out cfg.py": "cfg.py",
     f"{EVAL} --max_rows 0": "--max_rows 0: expected at least 1",
     f"{EVAL} --tasks lambada": "--tasks: no .'lambada'. in the heldout set, which has .*lambada_op",
@@ -312,6 +314,19 @@ CASES = [
     ),
     (f"{EVAL} --teacher other", PERMUTED, "teacher=other: its tokenizer gives 'a'"),
     (f"{EVAL} --teacher other", SHORT, "seq_len=16: teacher=other supports 8 positions"),
+    (BRANCH, edit(f"{STEP}/state.json", files_sha256={}), "step_00000003: .*not as it was saved"),
+    (BRANCH.replace("0003", "0004"), f"mv {STEP} {STEP[:-1]}4", "its name, as it is of step 3"),
+    (BRANCH, edit(f"{STEP}/state.json", made_by__tokenizer_sha256="x"), "tokenizer_sha256 was 'x'"),
+    (BRANCH, edit(f"{STEP}/state.json", sums={"ce": "x"}), "state.json: sums: ce='x': expected"),
+    (EVAL, "cp -r run/pretrain/model run/alra", "run/alra: its model/ is not the one that run"),
+    (
+        SAMPLE,
+        "cp -r run/pretrain/model run/alra",
+        "run/alra: its model/ is not the one that run",
+    ),
+    (SAMPLE, edit("run/alra/run.json", bos="x"), "run/alra/run.json: bos='x': expected int"),
+    (EVAL, edit("run/alra/run.json", seed=None), "run/alra/run.json: seed=None: expected int"),
+    (EVAL.replace("/alra", ""), edit("run/run.json", config=3), "run/run.json: config: expected a"),
     (EVAL, "cd run/alra; rm -r model checkpoints", "run/alra: no model/ in it"),
     (EVAL, f"truncate -s -100 {MODEL}", f"{MODEL}: "),
     (EVAL, tensor(MODEL, NORM, lambda x: x * float("nan")), f"{NORM} .*finite"),
@@ -321,7 +336,7 @@ CASES = [
     (SCORE, f"echo {{ > {ITEMS}", "lambada_openai"),
     (SCORE, f"echo [1] > {ITEMS}", "lambada_openai"),
     (SAMPLE, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
-    (SAMPLE, SMALLER, "vocabulary of 99, but its tokenizer has 257"),
+    (SAMPLE, SMALLER, "vocabulary of 99, but the tokenizer has 257"),
     (GO_ON, "echo { > stopped/prepare.state", "stopped/prepare.state: cannot be used"),
     (GO_ON, "echo {} > stopped/prepare.state", "stopped/prepare.state: no ..?recipe..?"),
     (GO_ON, ": > stopped/train.bin.tmp", "stopped/train.bin.tmp: "),
@@ -344,6 +359,11 @@ GO_ON_RIGHTLY = [  # afterwards `half` has become what `run` is
     f"cd half; for f in {FOREIGN}; do mkdir -p $(dirname $f); printf mine > $f; done",
     "cd half; echo process 7 > .alra-lock; truncate -s -1 alra/log.jsonl",
     """printf '{"step": 4, "lo' >> half/alra/log.jsonl""",
+    ": > half/run.json",
+    "sed -i '2a x' half/alra/log.jsonl",
+    "echo {} >> half/alra/log.jsonl",
+    edit(f"{STEP}/state.json", files_sha256={}),
+    "for m in pretrain alra; do cd half/$m/checkpoints; mv step_00000003 step_00000009; cd -; done",
     # a broken newest checkpoint is passed over for the one before
     f"rm -r {STEP}",
     f"rm {STEP}/state.json",
@@ -432,10 +452,15 @@ def end_of(out: str) -> tuple:
 
 
 @pytest.mark.parametrize("cause", GO_ON_RIGHTLY)
-def test_what_is_broken_without_loss_goes_on_rightly(cause, folder):
+def test_what_is_broken_without_loss_goes_on_rightly(cause, folder, capsys):
     apply(cause)
-    users = {name for name, content in contents(folder).items() if content == b"mine"}
+    before = contents(folder)
+    users = {name for name, content in before.items() if content == b"mine"}
     assert run(HALF) == 0 and end_of("half") == end_of("run")
+    for copy in folder.rglob("*.broken0"):
+        name = str(copy.relative_to(folder)).removesuffix(".broken0")
+        assert copy.read_bytes() == before[name]
+        assert f"{name}: broken; it is kept as {copy.name}" in capsys.readouterr().err
     assert all((folder / name).read_bytes() == b"mine" for name in users)
     assert not [*folder.rglob("*.alra-*")]
 
@@ -479,15 +504,14 @@ def test_an_unfinished_run_is_scored_and_sampled_by_a_checkpoint(name, steps, fo
     scored = re.findall(pattern, capsys.readouterr().err)
     assert [int(step) for _, step in scored] == steps
     for out, step in scored:
-        file = f"out/eval/{out.replace('/', '_')}_step_0000000{step}/figures.json"
-        assert json.loads((folder / file).read_text())["run"]["step"] == int(step)
+        place = folder / f"out/eval/{out.replace('/', '_')}_step_0000000{step}"
+        (file,) = place.glob("figures_*.json")
+        assert json.loads(file.read_text())["run"]["step"] == int(step)
     assert name == "half" or run(SAMPLE.replace("run/alra", name)) == 0
     assert contents(folder / "half") == before
 
 
-@pytest.mark.parametrize(
-    ("command", "place"), [(HALF, "half"), (EVAL, "run/alra"), (GO_ON, "stopped")]
-)
+@pytest.mark.parametrize(("command", "place"), [(HALF, "half"), (GO_ON, "stopped")])
 def test_a_folder_at_which_another_process_is_at_work_is_refused(command, place, folder, capsys):
     before = contents(folder)
     with files.locked(folder / place, RuntimeError()):

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import shutil
 import sys
@@ -43,6 +44,12 @@ COUNTED = {
         "losses.vanilla_kd",
     ),
 }
+SCORED = {  # of figures or of scores
+    "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics._add_figures"),
+    "requests": ("eval.py", "// len(waiting", "// 2 // len(waiting", "eval.Scorer"),
+    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval.write_task"),
+    "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens.token_bytes"),
+}
 NOT_COUNTED = {
     "a comment": ("train.py", "    n_valid = 0\n", "    # none yet\n\n    n_valid = 0\n"),
     "a docstring": ("losses.py", "Causal language modelling", "Language modelling"),
@@ -71,10 +78,14 @@ def project(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("edit", [*COUNTED.values(), *[(*e, None) for e in NOT_COUNTED.values()]])
+@pytest.mark.parametrize(
+    "edit", [*(COUNTED | SCORED).values(), *[(*e, None) for e in NOT_COUNTED.values()]]
+)
 def test_edits_that_can_change_a_number_are_known_by_definition(project, edit):
     name, old, new, definition = edit
-    begin = (*identity.STEP, "losses.vanilla_kd")
+    begin = [*identity.STEP, "losses.vanilla_kd"]
+    if edit in SCORED.values():
+        begin = [*itertools.chain(*identity.SCORING.values())]
 
     def hashes():
         code.read_source.cache_clear()
@@ -240,6 +251,8 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     assert bits[0] == bits[1]
     lines = records(tmp_path / "branch", "vanilla_kd")
     assert [line["step"] for line in lines if "ce" in line] == [5, 6]
+    ends = [read_json(tmp_path / out / "vanilla_kd/run.json") for out in ("whole", "branch")]
+    assert ends[0]["valid_tokens"] == ends[1]["valid_tokens"]
 
 
 def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):

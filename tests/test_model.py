@@ -333,7 +333,8 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(
     assert leading_bos(tokenizer) == bos
     if run is not None:
         run["bos"] = run["bos"] and bos
-        (tmp_path / "alra" / "run.json").write_text(json.dumps(run))
+        facts = run | {"made_by": {"shape": {}}}
+        (tmp_path / "alra" / "run.json").write_text(json.dumps(facts))
     generate = mock.Mock(side_effect=lambda model, prompt, *_: prompt)
     monkeypatch.setattr(sample, "generate", generate)
     for name in ("alra", "alra/model", ""):  # the last is the run's folder, with one student

@@ -70,7 +70,7 @@ def together(tiny, wide, tmp_path_factory):
         "reads": f"{FLAGS} --teacher_cache=True",
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign",
         "state": STATE,
-        "bad": f"{FLAGS} --lr=0.0{{rank}}1",
+        "bad": f"{FLAGS} --schedule_steps=11 --max_steps=1{{rank}}",
     }
     four = {
         "uneven": f"{SHORT} --shard=4",  # 4 does not divide the rows of these weights
@@ -218,7 +218,7 @@ def test_a_teacher_that_transformers_computes_is_sharded_too(together, wide, tmp
 @pytest.mark.slow
 def test_processes_that_differ_are_refused_before_anything_is_written(together):
     root, text = together
-    problem = "vanilla_kd, lr: 0.001 on process 0, 0.011 on process 1"
+    problem = "max_steps: 10 on process 0, 11 on process 1"
     assert text.count(f"UserError: {problem}; expected the same") == text.count("Error: ") == 2
     assert text.count("exit codes [1, 1]") == 1
     assert not (root / "bad").exists()

@@ -219,7 +219,11 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     for name, model in models.items():
         model.save_pretrained(tmp_path / name, tokenizer)
     config = {"teacher": str(tmp_path / "t"), "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
-    write(run / "run.json", [{"config": config, "bos": None}])
+    about = {"config": config, "bos": None}
+    write(run / "run.json", [about | {"made_by": {"alra@x": {"teacher_sha256": "of another"}}}])
+    with pytest.raises(UserError, match="/t: its content has changed since the student was"):
+        plot.main(["--sentence=import $x$ os", str(run / "alra@x")])
+    write(run / "run.json", [about | {"made_by": {}}])
     plot.main(["--sentence=import $x$ os", str(run / "alra@x")])
     text_ids = tokenizer.encode("import $x$ os", add_special_tokens=False)
     ids = torch.tensor([tokenizer.eos_token_id, *text_ids])
@@ -248,7 +252,10 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
-    write(tmp_path / "run.json", [{"config": {"hyper": {}}, "bos": None}])
+    write(
+        tmp_path / "run.json",
+        [{"config": {"hyper": {}, "teacher": None}, "bos": None, "made_by": {}}],
+    )
     with pytest.raises(UserError, match=r"x: no log\.jsonl there or one folder below"):
         plot.main([f"{tmp_path}/x"])
     with pytest.raises(UserError, match="expected a student of ALRA with checkpoints"):

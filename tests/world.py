@@ -23,6 +23,7 @@ import losses
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, quick_hash
 from model import Qwen2, Qwen2Config, init_student
+from run.identity import step_code
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real weights and texts, which few machines have
@@ -157,7 +158,7 @@ def write_run(
 ) -> Path:
     """Write a finished run without training: run.json, and each student's model, run.json, log."""
     about = {"seed": 1234, "student": "tiny", "overrides": {}, "bos": None, "step": 3}
-    about |= {"init_sha256": "i", "made_by": {"data_sha256": "d"}}
+    about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "code": step_code(), "shape": {}}}
     log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)
@@ -165,6 +166,7 @@ def write_run(
         (out / name / "run.json").write_text(json.dumps(about | names | facts))
         write_jsonl(out / name / "log.jsonl", [*log, {"step": 3, "val_ce": 2.0}])
     keys = {"data_dir": str(data_dir), "teacher": str(teacher), "batch_rows": 4, "seq_len": SEQ}
+    keys["methods"] = list(students)
     (out / "run.json").write_text(json.dumps({"config": keys}))
     return out
 

@@ -31,6 +31,7 @@ from lib.files import read_json
 from lib.hf import load_tokenizer
 from lib.stats import estimate
 from losses import default_settings, resolve
+from run.identity import check_content, content_hash
 from run.paper import NAMES
 from run.tables import read_log
 from run.teacher import load_teacher
@@ -89,7 +90,7 @@ def read_logs(folders: list[Path]) -> dict[str, dict]:
     logs = {}
     for folder in students:
         name = folder.name if len(folders) == 1 else str(folder)
-        run = read_json(folder.parent / "run.json", ["config"])
+        run = read_json(folder.parent / "run.json", {"config": dict})
         logs[name] = {"config": run["config"], "log": read_log(folder)}
     return logs
 
@@ -322,13 +323,18 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     The student is that of the first, and of the last kept checkpoint.
     """
     kept = sorted(folder.glob("checkpoints/step_*/model"))
-    run = read_json(folder.parent / "run.json", ["config", "bos"])
+    config = {"teacher": str | None, "hyper": dict}
+    kinds = {"config": config, "bos": int | None, "made_by": dict[str, dict]}
+    run = read_json(folder.parent / "run.json", kinds)
     overrides = configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name)
     method = resolve(folder.name, **overrides)
     settings = default_settings(method.fn) | method.hyper
     if not kept or "d_max" not in settings:
         expected = "expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
         raise UserError(f"{folder}: {expected}")
+    teacher = run["config"]["teacher"]
+    record = run["made_by"].get(folder.name, {})
+    check_content(teacher, "teacher_sha256", content_hash(teacher), record)
     tokenizer = load_tokenizer(str(kept[0]))
     first = tokenizer.eos_token_id if run["bos"] is None else run["bos"]
     ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
@@ -342,7 +348,7 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     color = looks([folder.name])[folder.name]["color"]
     for axis, model in zip(axes, (kept[0], kept[-1]), strict=True):
         z_s = logits(model, ids)
-        z_t = logits(run["config"]["teacher"], ids)[:, : z_s.shape[1]]
+        z_t = logits(teacher, ids)[:, : z_s.shape[1]]
         terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
         inside = torch.arange(d_max) < terms.d_u[:, None]
         axis.bar(x, terms.d_u.numpy(), 0.94, -0.5, color=color, alpha=0.35)

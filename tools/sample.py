@@ -20,6 +20,7 @@ import configure
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer
 from lib.tokens import leading_bos
+from run.identity import check_model, check_vocabulary
 from run.tables import run_facts
 from run.teacher import Teacher, load_teacher
 
@@ -74,12 +75,12 @@ def main(argv: list[str]) -> None:
     folder = find_student(args.checkpoint)
     tokenizer = load_tokenizer(str(folder))
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
-    n_tokens = max(tokenizer.get_vocab().values()) + 1
-    if n_tokens > len(model.head):
-        sizes = f"vocabulary of {len(model.head):,}, but its tokenizer has {n_tokens:,} tokens"
-        raise UserError(f"{folder}: {sizes}")
-    facts = run_facts(folder, ["bos"])
-    bos = facts["bos"] if facts else leading_bos(tokenizer)  # the id before its documents
+    check_vocabulary(args.checkpoint, len(model.head), tokenizer)
+    facts = run_facts(folder, {"bos": int | None, "made_by": {"shape": dict}})
+    bos = leading_bos(tokenizer)  # the id before its documents
+    if facts:
+        check_model(args.checkpoint, model.model, facts)
+        bos = facts["bos"]
     eos = tokenizer.eos_token_id
     first = eos if bos is None else bos
     prompt = [first, *tokenizer.encode(args.prompt, add_special_tokens=False)]

@@ -226,7 +226,8 @@ def open_hub(name, cfg):
         commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None).sha
     except Exception as error:  # the class of a network failure changes with the library
         reason = f"no local path, and no such dataset on the hub ({first_line(error)})"
-        raise UserError(f"source={dataset}: {reason}") from error
+        remedy = "without a network: --source=demo/text.jsonl.zst"
+        raise UserError(f"source={dataset}: {reason}; {remedy}") from error
     rows = datasets.load_dataset(
         dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
     )
@@ -554,7 +555,8 @@ def finish(folder, state):
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # resuming would end here again
-            remedy = "--val_share=0 --val_rows=N holds out the last N rows"
+            remedy = "--val_share=0 --val_rows=N holds out the last N rows (3 rows: --val_rows=1)"
+            remedy += ", a smaller --seq_len makes more rows"
             raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
     counts_of = {}
     for split in state["writers"]:

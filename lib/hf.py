@@ -63,9 +63,9 @@ def find_folder(name: str) -> Path:
             snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
         )
     except (OSError, HFValidationError) as error:
-        raise UserError(
-            f"{name}: no such local folder, and the hub refused it ({first_line(error)})"
-        ) from error
+        problem = f"no such local folder, and the hub refused it ({first_line(error)})"
+        remedy = "without a network: --teacher=demo/teacher --tokenizer=demo/teacher"
+        raise UserError(f"{name}: {problem}; {remedy}") from error
     return Path(folder)
 
 

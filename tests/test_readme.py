@@ -28,6 +28,7 @@ import train
 from lib import tasks
 from model import PRESETS, flops_per_token
 from tests.world import ROOT, read_jsonl
+from tools import plot
 
 README = (ROOT / "README.md").read_text()
 # docs/compared.md names files of other projects
@@ -62,8 +63,9 @@ MORE = {
 def commands(text: str) -> list[str]:
     """Return indented commands and those in ```sh blocks.
 
-    What follows two spaces or stands in brackets explains them.
+    A backslash continues a line. What follows two spaces or stands in brackets explains a command.
     """
+    text = re.sub(r"\\\n +", "", text)
     script = r"(?:python|torchrun|make) (?=\S*[./]|\w+$|--)"
     lines = re.findall(rf"^ {{0,4}}({script}.+?)(?: {{2,}}.*| \[.*)?$", text, re.M)
     return [command for line in lines for command in line.split(" && ")]
@@ -116,6 +118,8 @@ def run(copy, monkeypatch, capfd):
         command = re.sub(r"step_\d{8}", "step_00000002", command)
         words = shlex.split(re.sub(r"^(python|torchrun( --\S+)*) ", "", command))
         script, *argv = [name for word in words for name in (sorted(glob.glob(word)) or [word])]
+        if script.startswith("examples/"):
+            return "run by test_an_example_runs_from_any_folder"
         module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
         is_long = script == "study/compare.py" and "study/results/" not in command
         if is_long or script == "tools/bench.py":  # their own tests run them
@@ -228,6 +232,18 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     assert "vanilla_kd" in run("python eval.py out/whole --tasks none")
     saved = safetensors.torch.load_file(cut / "model/model.safetensors")
     assert saved and not any("up" in name.split(".") for name in saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain_loop", "trainer"])
+def test_an_example_runs_from_any_folder(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(ROOT)])
+    monkeypatch.delitem(sys.modules, "losses")
+    runpy.run_path(str(ROOT / f"examples/{name}.py"))
+    printed = "".join(capfd.readouterr())
+    values = [float(x) for x in re.findall(r"\bloss[': ]+([\d.]+)", printed)]
+    assert len(values) > 4 and values[-1] < 0.9 * values[0]
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
@@ -352,6 +368,12 @@ def test_the_choices_name_real_keys():
         assert key in losses.settings(method)
     flags = set(re.findall(r"`--(\w+)`", text))
     assert flags and flags <= vars(ev.arguments(["x"])).keys()
+
+
+def test_the_glossary_has_every_word_of_the_log():
+    page = (ROOT / "docs/learning.md").read_text()
+    for word in (*plot.LOGGED.split(), *plot.PANELS):
+        assert f"`{word}`" in page
 
 
 def test_every_ratio_of_speed_is_in_the_file_that_is_named():

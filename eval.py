@@ -40,7 +40,7 @@ import configure
 from lib import metrics
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
-from lib.files import write_json, write_lines
+from lib.files import write_json, write_lines, writing
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash
 from lib.rows import IGNORE, Rows, open_rows
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
@@ -76,6 +76,8 @@ def score(args) -> str:
     data_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
     teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
     for c in checkpoints:
+        with writing(c.folder):  # before anything is computed
+            c.folder.mkdir(parents=True, exist_ok=True)
         n_positions = c.shape.max_position_embeddings
         if names and args.max_length > n_positions:
             problem = f"{c.name} takes {n_positions} at most"
@@ -499,7 +501,6 @@ def write(kind: str, results: dict, c: Checkpoint, device: torch.device) -> Path
     tasks = results.get("tasks", {})
     items = {task: values["data_sha256"] for task, values in tasks.items()}
     file = c.folder / f"{kind}_{record_hash(made_from | items)[:8]}.json"
-    c.folder.mkdir(parents=True, exist_ok=True)
     facts = {"name": c.name, "accepted_edits": c.accepted_edits, "run": c.run}
     write_json(file, made_from | results | facts | machine_facts(device))
     print(file, flush=True)

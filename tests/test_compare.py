@@ -21,6 +21,7 @@ import train
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_json, write_lines
 from lib.stats import Estimate, differences, estimate, holm
+from run import ending
 from run.identity import content_hash, made_by, scoring_code
 from study import compare
 from study import report as reports
@@ -343,7 +344,7 @@ def argv(tiny, tmp_path_factory):
 def quiet(monkeypatch):
     for name in ("study.compare.prepare", "study.compare.signal.signal", "study.report.figures"):
         monkeypatch.setattr(name, lambda *a: [])
-    monkeypatch.setattr(train, "catch_signals", lambda: None)
+    monkeypatch.setattr(ending, "catch_signals", lambda: None)
 
 
 BEGUN = []

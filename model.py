@@ -481,6 +481,7 @@ def load_config(name: str) -> Qwen2Config:
     if rope["rope_type"] == "llama3":
         derived["rope_scaling"] = {key: rope.get(key) for key in ("rope_type", *LLAMA3)}
     defaults = {
+        "vocab_size": None,  # none: refused
         "tie_word_embeddings": False,
         "num_key_value_heads": hf.get("num_attention_heads"),
         "head_dim": 128 if kind == "qwen3" else None,
@@ -488,7 +489,10 @@ def load_config(name: str) -> Qwen2Config:
         "max_position_embeddings": 32_768,
     }
     values = defaults | hf | derived
-    fields = {field.name: values.get(field.name) for field in dataclasses.fields(Qwen2Config)}
+    fields = {}
+    for field in dataclasses.fields(Qwen2Config):
+        if field.name in values:  # a field that older files lack keeps its default
+            fields[field.name] = values[field.name]
     try:
         window = hf.get("sliding_window", 4096)
         if kind == "mistral" and window:

@@ -1,0 +1,27 @@
+"""Say whether the demo's held-out CEs lie where those of other seeds and machines did.
+
+python demo/check.py out/demo
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from run.tables import newest_figures
+
+# lowest and highest CE of four seeds, on an AMD EPYC with AVX2 and with AVX-512, and an Intel Xeon
+SEEN = {"pretrain": (5.80, 6.01), "vanilla_kd": (5.88, 5.96), "alra": (5.53, 5.60)}
+MARGIN = 0.1  # another machine may round differently
+
+
+def main(argv: list[str]) -> None:
+    for method, (low, high) in SEEN.items():
+        ce = newest_figures(Path(argv[0], method))["figures"]["ce"]
+        is_near = low - MARGIN <= ce <= high + MARGIN
+        verdict = "as expected" if is_near else "NOT as expected; please open an issue"
+        print(f"{method}: CE {ce:.2f}, {verdict} (seen: {low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,9 +12,10 @@
 * The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are treated
   as constants.
 * Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
-  which checks and widens its inputs, and ends with `leave`, which sets ignored positions to 0. If
-  it computes with `z_s` itself, rather than through lib/vocab.py, it calls `enter` with
-  `guard=True`: then ignored positions get a gradient of exactly 0.
+  which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
+  sets the loss at ignored positions to 0. If it computes with `z_s` itself, rather than through
+  lib/vocab.py, it calls `enter` with `guard=True`: then ignored positions get a gradient of
+  exactly 0.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
   random numbers or keep a state: docs/objectives.md shows how.
@@ -143,7 +144,7 @@ def alra(
     # R is that category, and the candidates outside I.
     split = vocab.split(z_s, z_t, tokens, tau, valid)
     x_s, x_t = _categories(split, tau)
-    in_local = F.pad(inside, (0, 1))
+    in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
     log_odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
     log_odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
     mass = binary_kl(log_odds_t, log_odds_s)  # Eq. 14, like the next two
@@ -155,8 +156,8 @@ def alra(
 
     both_inside = inside[:, :, None] & inside[:, None, :]
     pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
-    gap_s = differences(split.in_s / tau_p)
-    gap_t = differences(split.in_t / tau_p)
+    gap_s = differences(split.selected_s / tau_p)  # of raw logits: `split` tempers others alone
+    gap_t = differences(split.selected_t / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
         p_s = x_s.log_softmax(-1)[:, :-1].exp()  # [N, d_max] full-vocabulary probabilities at tau
@@ -185,9 +186,9 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
     The last column is the logsumexp of the other tokens' tempered logits.
     """
-    # in_s are raw logits, others_s is already at temperature tau
-    x_s = torch.cat([split.in_s / tau, split.others_s[:, None]], 1)
-    x_t = torch.cat([split.in_t / tau, split.others_t[:, None]], 1)
+    # selected_s are raw logits, others_s is already at temperature tau
+    x_s = torch.cat([split.selected_s / tau, split.others_s[:, None]], 1)
+    x_t = torch.cat([split.selected_t / tau, split.others_t[:, None]], 1)
     return x_s, x_t
 
 
@@ -253,8 +254,8 @@ def vanilla_kd(
                  et al. 2024). The loss is then independent of the scale of the student's logits, so
                  it needs the causal term
 
-    MiniPLM's code trains the cross-entropy form. That differs by the teacher's entropy and has the
-    same gradient.
+    The code of MiniPLM, a related method, trains the cross-entropy form. That differs by the
+    teacher's entropy and has the same gradient.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y, guard=standardize)
     if standardize:
@@ -367,8 +368,8 @@ def _target_split(z_s, z_t, token, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
     ->     [N] each
     """
     split = vocab.split(z_s, z_t, token[:, None], tau, valid)
-    log_odds_s = split.in_s[:, 0] / tau - split.others_s
-    log_odds_t = split.in_t[:, 0] / tau - split.others_t
+    log_odds_s = split.selected_s[:, 0] / tau - split.others_s
+    log_odds_t = split.selected_t[:, 0] / tau - split.others_t
     return log_odds_s, log_odds_t, split.others_kl
 
 
@@ -433,8 +434,8 @@ def ldrld(
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
     split = vocab.split(z_s, z_t, vocab.top(z_s, d), tau, valid)
-    x_s = split.in_s / tau  # [N, d] in the student's order
-    x_t = split.in_t / tau
+    x_s = split.selected_s / tau  # [N, d] in the student's order
+    x_t = split.selected_t / tau
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
     r = rank[:, None]
     q = rank[None, :]
@@ -528,9 +529,11 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # ----------------------------------------------------------------------------------------------
 # further objectives: sums over the vocabulary of a term of q = P_s and p = P_t
 #
-# `terms` returns each token's summand, and the slope: its derivative with respect to ln q. The
-# gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to the
-# slope changes nothing.
+# `terms` returns each token's summand, and the slope: its derivative with respect to ln q. Slopes
+# are written by hand, so that the backward pass needs the logits alone, and no graph over [N, V].
+# The gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to
+# the slope changes nothing. A constant of the loss is written as the constant times p, which sums
+# to 1 too.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -669,7 +672,8 @@ def adakd(
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
-    # Masked before and after the division: other positions must reach neither value nor gradient.
+    # Masked before and after the division: positions that are not among the hardest must reach
+    # neither the value nor the gradient of T, not even as 0 * inf.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor; tanh is -1 there in fp64
@@ -730,10 +734,10 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         gap = ln_p - ln_q
         p = ln_p.exp()
         q = ln_q.exp()
-        # With mixtures a and b the loss is sum a ln(a / b), and ln(a / b) lies between -bias and
-        # bias. Close to these limits it would lose precision by cancellation. So compute x = bias -
-        # ln(a / b) from `rise`, the distance of ln(a / b) to the nearer limit. Then sum a ln(a / b)
-        # is bias - sum a x, and bias is written as bias * p, since p sums to 1.
+        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. For
+        # large gaps ln(a / b) tends to -bias (p > q) or bias (p < q), where it would cancel. So it
+        # is computed from its distance to that limit: ln(a / b) is -bias - rise where p >= q, else
+        # bias + rise. With x = bias - ln(a / b), sum a ln(a / b) is bias - sum a x.
         side = 2 * (gap >= 0).to(gap.dtype) - 1  # 1 where p >= q, else -1
         rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
         x = side * rise + (1 + side) * bias
@@ -818,7 +822,7 @@ def abkd(
             slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
         else:
             slope = q_to_s * d
-        return where_p_is_larger + where_q_is_larger, slope
+        return where_p_is_larger + where_q_is_larger, slope  # the clamp makes each 0 elsewhere
 
     return _sum_over_vocab(terms, z_s, z_t, y)
 
@@ -834,7 +838,7 @@ def _chord(a, b, d) -> Tensor:
     return (e_a - e_b) / (a - b)
 
 
-def akl(z_s, z_t, y, *, mu: PositiveFraction = 0.5) -> Tensor:
+def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
     """AKL (Wu et al. 2024): forward and reverse KL, by the head's share of the student's error.
 
         head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu
@@ -980,7 +984,7 @@ METHODS: dict[str, Method] = {
     "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
     "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
     "pd": Method(pd),
-    "pd_wsd": Method(pd, moving={"w_kd": wsd}),  # w_ce is 1 - w_kd
+    "pd_wsd": Method(pd, moving={"w_kd": wsd}),  # training sets w_ce to 1 - w_kd
     "atkd": Method(atkd),
     "rld": Method(rld),
     "ldrld": Method(ldrld, w_ce=0.5),
@@ -1027,7 +1031,7 @@ METHODS: dict[str, Method] = {
 
 
 # ----------------------------------------------------------------------------------------------
-# a method in a training loop of your own
+# calling a method: in a training loop of your own (`method_loss`), and in train.py (`mean_loss`)
 
 # what people may mean by a name that is not in `METHODS`
 HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
@@ -1056,7 +1060,8 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
     z_s, z_t, y  as for an objective: the positions of one forward batch
-    ->           mean loss [], and a dict of sums: `loss`, `kd` (with a teacher), `ce`, the
+    ->           mean loss [], and a dict of sums over positions, of which lib/head.py makes means:
+                 `loss`, `kd` (with a teacher), `ce`, the
                  objective's parts, `n_valid`. The next state of an objective that keeps one is
                  under state.KEY, times n_valid
 
@@ -1138,7 +1143,7 @@ def resolve(name: str, **overrides) -> Method:
 
 def settings(name: str) -> dict[str, object]:
     """Return the settings that `resolve(name)` may override, with their kinds."""
-    fn = resolve(name).fn
+    fn = resolve(name).fn  # without overrides, `resolve` does not call `settings`
     hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key in default_settings(fn):

@@ -5,7 +5,7 @@ layers of RMSNorm, rotary grouped-query attention and SwiGLU. The families diffe
 q, k and v, in norms on q and k, and in the rotary angles. Modules carry the names of the Hugging
 Face checkpoint, so both have the same state dict (lib/hf.py reads and writes it).
 
-Precision on a GPU (`dtype="auto"`); on the CPU everything is fp32:
+Precision on a GPU, with the config's `dtype="auto"`; on the CPU everything is fp32:
 
     | number                                                        | dtype                      |
     |---------------------------------------------------------------|----------------------------|
@@ -481,7 +481,7 @@ def load_config(name: str) -> Qwen2Config:
     if rope["rope_type"] == "llama3":
         derived["rope_scaling"] = {key: rope.get(key) for key in ("rope_type", *LLAMA3)}
     defaults = {
-        "vocab_size": None,  # none: refused
+        "vocab_size": None,  # a file without one is refused, not given Qwen's
         "tie_word_embeddings": False,
         "num_key_value_heads": hf.get("num_attention_heads"),
         "head_dim": 128 if kind == "qwen3" else None,
@@ -491,10 +491,10 @@ def load_config(name: str) -> Qwen2Config:
     values = defaults | hf | derived
     fields = {}
     for field in dataclasses.fields(Qwen2Config):
-        if field.name in values:  # a field that older files lack keeps its default
+        if field.name in values:  # so a field that is added to Qwen2Config later has its default
             fields[field.name] = values[field.name]
     try:
-        window = hf.get("sliding_window", 4096)
+        window = hf.get("sliding_window", 4096)  # transformers' default for Mistral
         if kind == "mistral" and window:
             context = fields["max_position_embeddings"]
             fields["max_position_embeddings"] = min(context, window)

@@ -137,7 +137,7 @@ def write_rows(cfg, source, backend, table, state):
             ids = encode(backend, documents, state, cfg.max_bad_records)
             for split in writers:
                 add_ids(folder, state, split, table, ids[split])
-            n_rows = writers["train"]["rows"]
+            n_rows = writers["train"]["rows"]  # the last `val_rows` of them are held out at the end
             bar.update(n_rows - bar.n)
             state["source"] = position
             if n_rows >= max_rows:
@@ -147,7 +147,7 @@ def write_rows(cfg, source, backend, table, state):
         raise UserError(f"source={cfg.source}: holds no record")
     for split in writers:
         add_ids(folder, state, split, table, [], last=True)
-    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)
+    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)  # `finish` cuts the file
     if cfg.val_rows:
         hold_out_rows(folder, state, cfg.val_rows)
     state["complete"] = True
@@ -201,7 +201,7 @@ def open_part(name, cfg):
     import datasets
 
     is_file = Path(name).expanduser().exists() or name.endswith(SUFFIXES)
-    if is_file or not re.fullmatch(HUB_ID, name):
+    if is_file or not re.fullmatch(HUB_ID, name):  # such as a pattern, data/*.gz
         files = list_files(name)
         root = os.path.commonpath([os.path.dirname(file) for file in files])
         content = [(os.path.relpath(file, root), quick_hash(Path(file))) for file in files]
@@ -555,8 +555,8 @@ def finish(folder, state):
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # resuming would end here again
-            remedy = "--val_share=0 --val_rows=N holds out the last N rows (3 rows: --val_rows=1)"
-            remedy += ", a smaller --seq_len makes more rows"
+            remedy = "--val_share=0 --val_rows=N holds out the last N rows (1 of as few as 3)"
+            remedy += ", and a smaller --seq_len makes more rows"
             raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
     counts_of = {}
     for split in state["writers"]:

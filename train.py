@@ -167,9 +167,12 @@ def update(
     """Make one optimizer step of every student. Returns the number of labels of this process.
 
     An update has `batch_rows` rows, divided over the processes. A process runs the models on
-    `micro_batch` rows at a time. An objective sees `group` rows at a time, the paper's forward
-    batch. Its loss is the mean over its labels, and the update's loss is the mean over its forward
-    batches. So micro-batches and processes do not change the result.
+    `micro_batch` rows at a time, and an objective sees `group` of these at a time: the paper's
+    forward batch. The loss of a forward batch is the mean over its labels. The loss of an update is
+    the mean over all of its forward batches, so micro-batches and processes do not change it.
+
+    From here to an objective: `head_losses` (lib/head.py) computes the logits of a forward batch
+    and calls `evaluate` (run/methods.py), which calls `mean_loss` (losses.py) and its gradient.
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
@@ -190,7 +193,9 @@ def update(
         for s, (loss, terms) in zip(students, results, strict=True):
             # gradients are summed over the processes once, during the last backward pass
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
-                (loss / n_micro).backward()  # the layers'; `head_losses` added the heads'
+                # through the layers; `head_losses` has computed the head's gradient, which this
+                # call scales and adds
+                (loss / n_micro).backward()
             add_terms(s, terms, n)
         n_valid += n
     for handle in pending:
@@ -220,7 +225,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     resume(students, run)
     live = [s for s in students if not s.stopped]
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
-    if teacher and teacher.is_stored:  # a thread may read ahead, where no model runs
+    if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
     say_names(cfg)
     is_hidden = True if parallel.rank() > 0 else None  # None shows the bar on a terminal only
@@ -255,7 +260,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
             log_terms(live, teacher, run)
         if live and save:  # before the validation, in which the run may be killed
             saved = try_save(live, run, is_first_try=next_save > 0)
-            next_save = time.perf_counter() + pause if saved else 0
+            next_save = time.perf_counter() + pause if saved else 0  # 0: after the next update
         if live and validation_is_due and not stop:
             stop = not validate_and_log(live, teacher, val, run)
         bar.update()
@@ -312,7 +317,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
             for block in grad.flatten().split(1 << 20):
                 block_norms.append(torch.linalg.vector_norm(block, dtype=torch.float64))
         norm = torch.linalg.vector_norm(torch.stack(block_norms))
-    norm = parallel.reduce_norm(norm, parameters[0]).float()
+    norm = parallel.reduce_norm(norm, like=parameters[0]).float()
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -478,7 +483,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
 
 def write_rest(live: list[Student], run: Run) -> None:
     """Write what a full disk has kept back. Raises `UserError` if it is still full."""
-    if live and run.step not in parallel.on_first(live[-1].checkpoints):
+    if live and run.step not in parallel.on_first(live[-1].checkpoints):  # it is saved last
         save_checkpoints(live, run)
     parallel.on_first(write_waiting)
 
@@ -511,7 +516,7 @@ def distil(cfg: Config) -> int:
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     out = Path(cfg.out_dir)
-    configure.PROGRESS = {"out": out}
+    configure.PROGRESS = {"out": out}  # for the line above the traceback of a crash
     busy = f"out_dir={out}: another train.py is running there"
     lock = locked(out, f"{busy}; wait until it ends, or choose another out_dir")
     with contextlib.ExitStack() as stack:

@@ -29,8 +29,8 @@ class Split(NamedTuple):
     errors then scale with ln p, not with the logit.
     """
 
-    in_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
-    in_t: Tensor  # [N, k] teacher logits of the tokens, not tempered
+    selected_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
+    selected_t: Tensor  # [N, k] teacher logits of the tokens, not tempered
     others_s: Tensor  # [N] log sum exp(z_s / tau) over all other tokens; differentiable
     others_t: Tensor  # [N] the same of the teacher
     others_kl: Tensor  # [N] KL of the softmaxes over all other tokens; differentiable
@@ -124,13 +124,13 @@ class _Split(torch.autograd.Function):
         rest_kl = kl.to(z_s.dtype)
         rest_s = ln_s.to(z_s.dtype)
         rest_t = ln_t.to(z_t.dtype)
-        in_s = z_s.gather(1, tokens) - top_s
-        in_t = z_t.gather(1, tokens) - top_t
+        selected_s = z_s.gather(1, tokens) - top_s
+        selected_t = z_t.gather(1, tokens) - top_t
         ln_rest_t = rest_t.squeeze(1)
         ctx.save_for_backward(z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t)
-        ctx.mark_non_differentiable(in_t, ln_rest_t)
+        ctx.mark_non_differentiable(selected_t, ln_rest_t)
         ctx.tau = tau
-        return in_s, in_t, rest_s.squeeze(1), ln_rest_t, rest_kl.squeeze(1)
+        return selected_s, selected_t, rest_s.squeeze(1), ln_rest_t, rest_kl.squeeze(1)
 
     @staticmethod
     def backward(ctx, g_in, _, g_rest, __, g_kl):

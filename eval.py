@@ -34,7 +34,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
-from tqdm import tqdm
 
 import configure
 from lib import metrics
@@ -46,16 +45,9 @@ from lib.rows import IGNORE, Rows, open_rows
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
-from run.cache import open_cached
-from run.identity import (
-    check_content,
-    check_model,
-    check_vocabulary,
-    content_hash,
-    decoder_edits,
-    record_hash,
-    scoring_code,
-)
+from run.cache import open_cached, progress
+from run.identity import check_vocabulary, content_hash, record_hash
+from run.scoring import check_content, check_model, decoder_edits, scoring_code
 from run.tables import RUN, run_facts, students_of, tabulate
 from run.teacher import Teacher, check_teacher, load_teacher
 
@@ -288,8 +280,7 @@ def open_heldout(
         n_positions = c.shape.max_position_embeddings
         trained_bos = c.run.get("bos", bos)
         if not args.rows:
-            remedy = ", or name what to use by --rows"
-            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record, remedy)
+            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record)
         if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
             problem = f"rows of another tokenizer than that of {c.name}"
             raise UserError(f"{data_dir}: {problem}; prepare some with that one")
@@ -334,8 +325,7 @@ def held_out_figures(
         facts["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
-                remedy = ", or name what to use by --teacher"
-                check_content(teacher_name, "teacher_sha256", sha256, c.record, remedy)
+                check_content(teacher_name, "teacher_sha256", sha256, c.record)
         dtype = getattr(torch, args.dtype)
         teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
         if teacher is None:
@@ -516,12 +506,6 @@ def show(folders: list[str], args) -> str:
             raise
         tables = [tabulate([folder], "pretrain", args.metric) for folder in folders]
         return "\n".join([*tables, f"Each by itself: {error}"])
-
-
-def progress(*args, **kwargs) -> tqdm:
-    """Return a progress bar with ETA; without a terminal, one line of it every half minute."""
-    seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*args, mininterval=seconds, maxinterval=30, **kwargs)
 
 
 def say(text: str) -> None:

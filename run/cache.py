@@ -248,9 +248,7 @@ def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
                 end += rank * size
             starts = range(rank * size, end, parallel.world() * size)
             label = f"teacher, {rows.file}, block {nth}"
-            seconds = 0.1 if sys.stderr.isatty() else 30  # between lines
-            pace = {"mininterval": seconds, "maxinterval": 30, "disable": rank > 0}
-            for at in tqdm(starts, label, unit="batch", **pace):
+            for at in progress(starts, label, unit="batch", disable=rank > 0):
                 index = missing[at : at + size]
                 if at >= len(missing):  # this process has no rows left
                     index = missing[:1]
@@ -258,6 +256,12 @@ def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
                 teacher.hidden(x, rows, index)
                 if teacher.states[rows].error:
                     raise teacher.states[rows].error
+
+
+def progress(*args, **kwargs) -> tqdm:
+    """Return a progress bar with ETA; without a terminal, one line of it every half minute."""
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(*args, mininterval=seconds, maxinterval=30, **kwargs)
 
 
 def main(argv: list[str]) -> int:

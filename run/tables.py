@@ -14,7 +14,7 @@ from lib.files import check_kinds, read_json, read_lines
 from lib.metrics import levels
 from lib.stats import FIGURES, Figure, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
-from run.identity import RUN_FILE, VARIES
+from run.identity import RUN_FILE
 from run.paper import LAYOUT, NAMES, PAPER, UPDATES
 
 # What is read of a student's run.json, and of files of results.
@@ -34,6 +34,8 @@ FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": 
 # What is logged beside log.jsonl, under its keys in `read_log`.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
+# what made students may differ in this between the rows of a table
+VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
 PERCENT = Figure("accuracy, %", +1, 100, 2)
 # method -> seed -> figures over held-out rows by name, or scores by task
 Figures = dict[str, dict[int | None, dict]]

@@ -55,16 +55,10 @@ from lib.settings import literal, parsed
 from losses import resolve
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
-from run.identity import (
-    EDITS,
-    content_hash,
-    made_by,
-    record_hash,
-    scoring_code,
-    student_shape,
-)
+from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
 from run.preflight import check_config
+from run.scoring import scoring_code
 from run.tables import newest_figures, read_log
 from run.teacher import Teacher, is_native
 from study.report import KINDS, TRIALS, Spec, best_trials, first_line, report

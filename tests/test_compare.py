@@ -22,7 +22,8 @@ from lib.errors import UserError
 from lib.files import read_json, read_lines, write_json, write_lines
 from lib.stats import Estimate, differences, estimate, holm
 from run import ending
-from run.identity import content_hash, made_by, scoring_code
+from run.identity import content_hash, made_by
+from run.scoring import scoring_code
 from study import compare
 from study import report as reports
 from study.report import Spec

@@ -31,8 +31,9 @@ from lib.files import read_json
 from lib.hf import load_tokenizer
 from lib.stats import estimate
 from losses import default_settings, resolve
-from run.identity import check_content, content_hash
+from run.identity import content_hash
 from run.paper import NAMES
+from run.scoring import check_content
 from run.tables import read_log
 from run.teacher import load_teacher
 

@@ -85,7 +85,10 @@ def score(args) -> str:
     if names:
         for c in checkpoints:
             score_tasks(c, items, args, device)
-    return show([str(c.folder) for c in checkpoints], args)
+    try:
+        return tabulate([str(c.folder) for c in checkpoints], args.reference, args.metric)
+    except UserError as error:  # the results are written
+        return f"no table: {error}"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -495,17 +498,6 @@ def write(kind: str, results: dict, c: Checkpoint, device: torch.device) -> Path
     write_json(file, made_from | results | facts | machine_facts(device))
     print(file, flush=True)
     return file
-
-
-def show(folders: list[str], args) -> str:
-    """Return one table of the scored checkpoints, or one for each if they cannot be compared."""
-    try:
-        return tabulate(folders, args.reference, args.metric)
-    except UserError as error:
-        if len(folders) == 1:
-            raise
-        tables = [tabulate([folder], "pretrain", args.metric) for folder in folders]
-        return "\n".join([*tables, f"Each by itself: {error}"])
 
 
 def say(text: str) -> None:

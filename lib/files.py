@@ -180,11 +180,10 @@ def read_json(path: Path, kinds=(), remedy: str = REMEDY) -> dict:
     return check_kinds(value, kinds, path, remedy)
 
 
-def read_lines(path: Path, kinds=(), skip_broken: bool = False) -> list[dict]:
+def read_lines(path: Path, kinds=()) -> list[dict]:
     """Return the records of a file of JSON lines, each of `kinds`; an empty list without a file.
 
-    Leaves out a last line that was cut short. Raises `UserError` at a line that is broken, or
-    leaves it out too.
+    Leaves out a last line that was cut short. Raises `UserError` at any other broken line.
     """
     if not path.is_file():
         return []
@@ -197,20 +196,16 @@ def read_lines(path: Path, kinds=(), skip_broken: bool = False) -> list[dict]:
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         remedy = "correct or remove that line"
-        try:
-            with reading(where, remedy):
-                record = json.loads(line)
-            records.append(check_kinds(record, kinds, where, remedy))
-        except UserError:
-            if not skip_broken:
-                raise
+        with reading(where, remedy):
+            record = json.loads(line)
+        records.append(check_kinds(record, kinds, where, remedy))
     return records
 
 
 def truncate_lines(path: Path, step: int) -> None:
     """Remove the records after `step`, and a last line that a kill cut short.
 
-    A file with other broken lines is set aside, and loses them.
+    A file with other broken lines is set aside.
     """
     if not path.is_file():
         return
@@ -218,16 +213,15 @@ def truncate_lines(path: Path, step: int) -> None:
         records = read_lines(path, {"step": int})
     except UserError:
         set_aside(path)
-        records = read_lines(path, {"step": int}, skip_broken=True)
-    write_lines(path, [record for record in records if record["step"] <= step])
+    else:
+        write_lines(path, [record for record in records if record["step"] <= step])
 
 
 def set_aside(path: Path) -> None:
-    """Copy a broken file to a new name beside it, and say so."""
-    copies = [*path.parent.glob(f"{path.name}.broken*")]
-    copy = path.with_name(f"{path.name}.broken{len(copies)}")
-    shutil.copy(path, copy)
-    print(f"{path}: broken; it is kept as {copy.name}, and the run goes on", file=sys.stderr)
+    """Rename a broken file, and say so."""
+    n_aside = len([*path.parent.glob(f"{path.name}.broken*")])
+    aside = path.rename(f"{path}.broken{n_aside}")
+    print(f"{path}: broken; it is kept as {aside.name}, and the run goes on", file=sys.stderr)
 
 
 def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:

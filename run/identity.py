@@ -160,11 +160,8 @@ def file_hash(file: Path) -> str:
 
 @functools.cache
 def _file_hash(file: Path, size: int, mtime_ns: int) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------

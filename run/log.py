@@ -57,18 +57,18 @@ def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
 
 
 def say_if_slower(tok_per_sec: float, run: Run) -> None:
-    """Print once what to do if a run on the CPU falls below a third of its best speed.
+    """Print what to do if a run on the CPU falls below a third of its best speed.
 
     Threads wait for each other after every operation, so one that shares its core delays all.
     """
-    is_slow = tok_per_sec < run.best_tok_per_sec / 3
-    run.best_tok_per_sec = max(run.best_tok_per_sec, tok_per_sec)
-    has_threads = run.cfg.device == "cpu" and torch.get_num_threads() > 1
-    if is_slow and has_threads and not run.slowdown_said:
-        run.slowdown_said = True
-        speeds = f"{tok_per_sec:,.0f} tok/s after {run.best_tok_per_sec:,.0f}"
-        remedy = "if other programs use these cores, Ctrl-C and resume with OMP_NUM_THREADS=1"
-        say(f"step {run.step}: {speeds}; {remedy}, which changes last digits")
+    best = run.best_tok_per_sec
+    run.best_tok_per_sec = max(best, tok_per_sec)
+    if tok_per_sec < best / 3 and run.cfg.device == "cpu" and torch.get_num_threads() > 1:
+        run.best_tok_per_sec = tok_per_sec  # so that it is said once
+        remedy = (
+            "if other programs use these cores, resume with OMP_NUM_THREADS=1 (other last digits)"
+        )
+        say(f"step {run.step}: {tok_per_sec:,.0f} tok/s after {best:,.0f}; {remedy}")
 
 
 def log_validation(
@@ -131,9 +131,9 @@ def record(s: Student, values: dict) -> None:
         return
     values = files.for_json(values)
     append(s.folder / "log.jsonl", values)
-    for service, send in list(s.services.items()):
+    for service, connected in list(s.services.items()):
         try:
-            send(values)
+            connected()(values)
         except Exception as error:  # whatever it is, log.jsonl has the record
             why = first_line(error)
             say(f"{s.name}: left out {service} from step {values['step']} on: {why}")

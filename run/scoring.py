@@ -30,9 +30,7 @@ def check_content(name: str, key: str, sha256: str, record: dict) -> None:
     """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
     if record.get(key) not in (None, sha256):
         problem = "its content has changed since the student was trained with it"
-        raise UserError(
-            f"{name}: {problem}; restore it, or let eval.py's --rows or --teacher name it"
-        )
+        raise UserError(f"{name}: {problem}; restore it, or name another by --rows or --teacher")
 
 
 def check_model(name: str, model: Qwen2, facts: dict) -> str:

@@ -217,7 +217,7 @@ INPUTS = {  # of a new run
     f"rm {WEIGHTS}": "teacher: no model.safetensors",
     f"truncate -s -100 {WEIGHTS}": f"{WEIGHTS}: cannot be used",
     f"printf '%99s' > {WEIGHTS}": f"{WEIGHTS}: cannot be used",
-    f"rm {WEIGHTS}; touch teacher/pytorch_model.bin": "pytorch_model.bin.* is a pickle",
+    f"rm {WEIGHTS}; touch teacher/pytorch_model.bin": "no model.safetensors; convert a pickle",
     tensor(WEIGHTS, NORM, lambda x: x * float("nan")): f"{WEIGHTS}: {NORM} .*finite",
     tensor(WEIGHTS, NORM, lambda x: None): f"teacher: missing tensor {NORM}",
     tensor(WEIGHTS, "more", lambda x: torch.ones(1)): f"{WEIGHTS}: .*more",
@@ -459,7 +459,11 @@ def test_what_is_broken_without_loss_goes_on_rightly(cause, folder, capsys):
     apply(cause)
     before = contents(folder)
     users = {name for name, content in before.items() if content == b"mine"}
-    assert run(HALF) == 0 and end_of("half") == end_of("run")
+    models, steps = end_of("run")
+    assert run(HALF) == 0
+    if [*folder.glob("half/alra/log.jsonl.broken0")]:
+        steps = [step for step in steps if step > 3]  # a new log begins
+    assert end_of("half") == (models, steps)
     for copy in folder.rglob("*.broken0"):
         name = str(copy.relative_to(folder)).removesuffix(".broken0")
         assert copy.read_bytes() == before[name]

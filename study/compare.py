@@ -41,7 +41,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -393,17 +392,14 @@ def launch(jobs: dict[str, list[str]], spec: Spec) -> None:
 
 
 def watch(running: dict[subprocess.Popen, tuple[str, Path]]) -> None:
-    """Wait for processes. Say how far they are: in a line on a terminal, else twice a minute."""
-    with tqdm(bar_format="{desc}{bar}", leave=False, disable=None) as bar:
-        for process in running:
-            while process.poll() is None:
-                try:
-                    process.wait(30 if bar.disable else 1)
-                except subprocess.TimeoutExpired:
-                    text = "; ".join(f"{run}: {last_line(file)}" for run, file in running.values())
-                    bar.set_description_str(text)
-                    if bar.disable:
-                        print(text, flush=True)
+    """Wait for processes, and say twice a minute how far they are."""
+    for process in running:
+        while process.poll() is None:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                for run, file in running.values():
+                    print(f"{run}: {last_line(file)}", flush=True)
 
 
 def last_line(file: Path) -> str:

@@ -65,8 +65,8 @@ def score(args) -> str:
         say(STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     items = read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
-    data_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
-    teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
+    data_dir = shared_setting(args.rows, "data_dir", checkpoints)
+    teacher = shared_setting(args.teacher, "teacher", checkpoints)
     for c in checkpoints:
         with writing(c.folder):  # before anything is computed
             c.folder.mkdir(parents=True, exist_ok=True)
@@ -467,9 +467,7 @@ def open_checkpoint(name: str, args) -> Checkpoint:
     )
 
 
-def shared_setting(
-    flag: str, value: str | None, key: str, checkpoints: list[Checkpoint]
-) -> str | None:
+def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
     """Return the value of a flag, or else the setting of the runs, which must agree.
 
     None stands for a setting that no run has, and for "none".
@@ -479,7 +477,7 @@ def shared_setting(
         values = list(filter(None, settings))
         if len(values) > 1:
             problem = f"{' in one run, '.join(values)} in another"
-            raise UserError(f"{key}: {problem}; score them apart, or set {flag}")
+            raise UserError(f"{key}: {problem}; score them apart, or set --rows or --teacher")
         value = values[0] if values else None
     return None if value == "none" else value
 

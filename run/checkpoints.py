@@ -73,7 +73,7 @@ def resume(students: list[Student], run: Run) -> None:
     elif common:
         run.step = newest_complete(live, common, run)
         run.counts = restore(live, run.step)
-    elif any(map(has_begun, live)):
+    elif any((s.folder / "log.jsonl").exists() for s in live):
         problem = "its students have no checkpoint in common"
         raise UserError(f"{out}: {problem}; restore one, or choose another out_dir")
     elif cfg.resume_from:
@@ -115,10 +115,6 @@ def earlier_starts(file: Path, cfg: Config) -> list[dict]:
         problem = f"its run.json is of {facts.get('method', ','.join(methods))}"
         raise UserError(f"out_dir={cfg.out_dir}: {problem}; choose another out_dir")
     return facts.get("starts", [])
-
-
-def has_begun(s: Student) -> bool:
-    return (s.folder / "log.jsonl").exists() or (s.folder / "model").exists()
 
 
 def read_stops(students: list[Student]) -> list[int]:

@@ -294,7 +294,6 @@ COMMANDS = {
     "tools/sample.py nowhere": "nowhere: no such folder",
     f"{SAMPLE} --temperature=nan": "--temperature",
     f"{SAMPLE} --temperature=1e-45": "--temperature",
-    f"{SAMPLE} --prompt=\udcff": "--prompt",
     f"{PREPARE} --source=nowhere": "nowhere",
     f"{PREPARE} --source=nowhere/x.jsonl": "source=nowhere/x.jsonl: no such file",
     f"{PREPARE} --source=cfg.py": "cfg.py",

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(str(folder))
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
     check_vocabulary(args.checkpoint, len(model.head), tokenizer)
-    facts = run_facts(folder, {"bos": int | None, "made_by": {"shape": dict}})
+    facts = run_facts(folder, {"bos": int | None, "made_by": dict})
     bos = leading_bos(tokenizer)  # the id before its documents
     if facts:
         check_model(args.checkpoint, model.model, facts)

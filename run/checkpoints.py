@@ -425,12 +425,11 @@ def has_finite_weights(s: Student) -> bool:
 
 def stop(s: Student, run: Run) -> None:
     """Write stopped.json, and print how the student can continue."""
-    smaller = f"a smaller lr than {run.cfg.lr * s.lr_factor:g}"
-    advice = f"try {smaller}"
-    checkpoints = list(s.checkpoints().values())
-    if checkpoints:
-        advice = f"to go on, --resume_from={checkpoints[-1]} with another out_dir and {smaller}"
-    s.stopped = f"step {run.step}: {s.stopped}; {advice}"
+    newest = max(s.checkpoints().values(), default="CHECKPOINT")
+    remedy = f"--resume_from={newest} with another out_dir and a smaller lr"
+    s.stopped = (
+        f"step {run.step}: {s.stopped}; to go on, {remedy} than {run.cfg.lr * s.lr_factor:g}"
+    )
     say(f"{s.name} stopped at {s.stopped}")
     facts = student_facts(s, run) | {"why": s.stopped}
     parallel.on_first(files.write_json, s.folder / "stopped.json", facts)

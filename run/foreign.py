@@ -68,6 +68,10 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
     if config.is_encoder_decoder:
         expected = "expected a decoder-only model"
         raise UserError(f"{name}: {config.model_type} is an encoder-decoder; {expected}")
+    if getattr(config.get_text_config(), "final_logit_softcapping", None):
+        # a cap changes small logits by less than the rounding that `check_logits` allows
+        problem = "final_logit_softcapping: its logits are not hidden states times head"
+        raise UserError(f"{name}: {problem}; choose another teacher")
     return config
 
 

@@ -139,8 +139,6 @@ def content_hash(name: str | None) -> str | None:
     if name is None:
         return None
     folder = find_folder(name)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{name}: no config.json in it; expected a model's folder or a checkpoint")
     hashes = []
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node reads them
         hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
@@ -153,7 +151,7 @@ def content_hash(name: str | None) -> str | None:
 def file_hash(file: Path) -> str:
     """Return the sha256 of a file. A process reads it again only if its size or time changes."""
     if not file.is_file():
-        raise UserError(f"{file}: no such file")
+        raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
     return _file_hash(file, file.stat().st_size, file.stat().st_mtime_ns)
 
 

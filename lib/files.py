@@ -98,7 +98,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def locked(folder: Path, busy: str) -> Iterator[None]:
     """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
-    The lock is on a file, which says who holds it, since NFS shows locks of files to all hosts.
+    The lock is on a file, which says who held it last, since NFS shows locks of files to all hosts.
 
     busy    the error if another process holds the lock
     """
@@ -106,26 +106,19 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_file.touch()
-    with contextlib.ExitStack() as stack:
-        while True:
-            file = stack.enter_context(open(lock_file, "a+"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise UserError(f"{busy} ({file.read().strip()})") from error
-            except OSError as error:  # a file system without locks
-                only = f"start no second program in {folder} while this one runs"
-                print(f"{lock_file}: no lock ({error}); {only}", file=sys.stderr)
-            # the process that held the lock may have deleted the file since it was opened
-            if lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), lock_file.stat()):
-                break
-        file.truncate(0)
+    with lock_file.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{busy} ({file.read().strip()})") from error
+        except OSError as error:  # a file system without locks
+            only = f"start no second program in {folder} while this one runs"
+            print(f"{lock_file}: no lock ({error}); {only}", file=sys.stderr)
+        file.truncate()
         file.write(
             f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
         )
         file.flush()
-        stack.callback(lock_file.unlink, missing_ok=True)
         yield
 
 

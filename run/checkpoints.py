@@ -43,7 +43,6 @@ from run.methods import compute_dtype
 from run.students import COUNTS, Run, Student, step_of, student_facts
 
 STATE = {  # what is read of a checkpoint's state.json
-    "config": dict,
     "made_by": dict,
     "sums": dict,
     "step": NonNegativeInt,

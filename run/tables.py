@@ -129,10 +129,9 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     missing = []
     for name in paths:
         path = Path(name)
-        facts = run_facts(path / "model")
+        facts = run_facts(path / "model", {"config": dict})
         students = []
         if facts and "method" not in facts:
-            check_kinds(facts, {"config": dict}, path / "run.json")
             students = [path / name for name in facts["config"]["methods"]]
         candidates = [*students, *sorted(path.glob("*/"))]
         inside = [str(folder) for folder in candidates if done(folder)]

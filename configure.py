@@ -63,48 +63,48 @@ class Config:
     # names of losses.METHODS, or METHOD@LABEL; all share one teacher forward pass
     methods: tuple[str, ...] = ("alra",)
     # shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json (or its folder)
-    student: str = key("200m", affects="paths")
+    student: str = key("200m", "paths")
     # local folder or hub id that every student starts from; None: weights drawn from `seed`
-    student_weights: str | None = key(None, affects="paths")
+    student_weights: str | None = key(None, "paths")
     # local folder or hub id, as owner/name@revision; None: no teacher, for methods without one
-    teacher: str | None = key(TEACHER, affects="paths")
+    teacher: str | None = key(TEACHER, "paths")
     # local folder or hub id; None: the teacher's
-    tokenizer: str | None = key(None, affects="paths")
+    tokenizer: str | None = key(None, "paths")
     # checkpoint that a new run continues, out/NAME/METHOD/checkpoints/step_..; None: start anew
-    resume_from: str | None = key(None, affects="paths")
+    resume_from: str | None = key(None, "paths")
     # random seed of the initial weights, and of the order of rows with `shuffle`
     seed: NonNegativeInt = 1234
 
     # ---- data (prepare.py writes it, train.py reads it)
 
     # folder of train.bin, train.json, val.bin and val.json
-    data_dir: str = key("data/pile", affects="paths")
+    data_dir: str = key("data/pile", "paths")
     # hub dataset; local file, folder or glob; or a mixture of them, "a:0.7,b:0.3"
-    source: str = key(CORPUS, affects="data")
+    source: str = key(CORPUS, "data")
     # configuration of a hub dataset, like FineWeb-Edu's sample-10BT; None: its default
-    source_config: str | None = key(None, affects="data")
+    source_config: str | None = key(None, "data")
     # split of a hub dataset
-    source_split: str = key("train", affects="data")
+    source_split: str = key("train", "data")
     # column or field that holds the text, in every source
-    source_text: str = key("text", affects="data")
+    source_text: str = key("text", "data")
     # records to read at most, in the source's own order; None: all
-    n_documents: PositiveInt | None = key(2_000_000, affects="data")
+    n_documents: PositiveInt | None = key(2_000_000, "data")
     # training rows to write: 126,400 updates * 16 rows; None: all that the documents give
-    train_rows: PositiveInt | None = key(2_022_400, affects="data")
+    train_rows: PositiveInt | None = key(2_022_400, "data")
     # held-out rows: the last of the stream, so of the last file; prefer val_share for your own text
-    val_rows: NonNegativeInt = key(2_048, affects="data")
+    val_rows: NonNegativeInt = key(2_048, "data")
     # share of documents held out by hash, instead of val_rows
-    val_share: Below1 = key(0.0, affects="data")
+    val_share: Below1 = key(0.0, "data")
     # unreadable records that prepare.py may skip; 0: it stops at the first
-    max_bad_records: NonNegativeInt = key(0, affects="data")
+    max_bad_records: NonNegativeInt = key(0, "data")
     # "auto": each document begins with the BOS that the tokenizer itself adds, if any; or "none"
-    bos: Literal["auto", "none"] = key("auto", affects="data")
+    bos: Literal["auto", "none"] = key("auto", "data")
     # model inputs per row; a stored row has up to seq_len + 1 ids
     seq_len: PositiveInt = 512
     # visit rows in a random order drawn from `seed`, a new one for each pass
     shuffle: bool = False
     # go through the rows again if the updates need more than there are
-    repeat_rows: bool = key(False, affects="data")
+    repeat_rows: bool = key(False, "data")
     # leave the token after an EOS (a document's first token, or its BOS) out of the loss
     mask_after_eos: bool = False
 
@@ -117,7 +117,7 @@ class Config:
     # rows per update
     batch_rows: PositiveInt = 16
     # rows per forward pass; affects speed and memory, never the result; None: all of a process
-    micro_batch: PositiveInt | None = key(None, affects="speed")
+    micro_batch: PositiveInt | None = key(None, "speed")
     # rows per forward batch (the paper's T_B), over which batch statistics are computed
     group: PositiveInt = 1
     # peak learning rate
@@ -139,7 +139,7 @@ class Config:
     # largest gradient norm of a student
     clip: Positive = 0.5
     # updates in a row without a finite gradient that a student may skip; after one more it stops
-    max_skipped_updates: NonNegativeInt = key(10, affects="log")
+    max_skipped_updates: NonNegativeInt = key(10, "log")
     # "cosine" to min_lr; "wsd": stays at lr, then falls linearly to min_lr; "constant": stays at lr
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     # share of the schedule over which "wsd" lets the rate fall
@@ -148,48 +148,48 @@ class Config:
     # ---- machine
 
     # "cpu", "cuda" or "cuda:1"; "auto": cuda if there is one, else cpu
-    device: str = key("auto", affects="speed")
+    device: str = key("auto", "speed")
     # device of the teacher; None: the students'
-    teacher_device: str | None = key(None, affects="speed")
+    teacher_device: str | None = key(None, "speed")
     # "float32" or "bfloat16", of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # store the teacher's hidden states beside the rows, once, and read them from then on
-    teacher_cache: bool = key(False, affects="speed")
+    teacher_cache: bool = key(False, "speed")
     # compute the students' activations again in the backward pass: less memory, more time
-    recompute: bool = key(False, affects="speed")
+    recompute: bool = key(False, "speed")
     # torch.compile the objectives and the decoder layers; needs a C or C++ compiler
-    compile: bool = key(False, affects="speed")
+    compile: bool = key(False, "speed")
     # processes over which the weights of students and teacher are sharded; 1: not sharded
-    shard: PositiveInt = key(1, affects="speed")
+    shard: PositiveInt = key(1, "speed")
     # minutes that a process waits for another one before the run ends
-    timeout_minutes: Positive = key(30.0, affects="speed")
+    timeout_minutes: Positive = key(30.0, "speed")
 
     # ---- the run
 
     # folder of the run, in which each student has a folder of its own
-    out_dir: str = key("out/alra_200m", affects="paths")
+    out_dir: str = key("out/alra_200m", "paths")
     # updates between records of the log
-    log_every_steps: PositiveInt = key(10, affects="log")
+    log_every_steps: PositiveInt = key(10, "log")
     # updates between histograms of d_u and of teacher probabilities; None: no histograms
-    histogram_every_steps: PositiveInt | None = key(None, affects="log")
+    histogram_every_steps: PositiveInt | None = key(None, "log")
     # write the records of the log for TensorBoard too
-    tensorboard: bool = key(False, affects="log")
+    tensorboard: bool = key(False, "log")
     # Weights & Biases project that gets the records of the log too; None: no project
-    wandb_project: str | None = key(None, affects="log")
+    wandb_project: str | None = key(None, "log")
     # updates between validations; there is always one at the end
-    val_every_steps: PositiveInt = key(1_000, affects="log")
+    val_every_steps: PositiveInt = key(1_000, "log")
     # rows of val.bin that a validation reads; None: all
-    val_max_rows: PositiveInt | None = key(512, affects="log")
+    val_max_rows: PositiveInt | None = key(512, "log")
     # minutes between checkpoints; there is always one at the end; None: not by time
-    checkpoint_every_minutes: Positive | None = key(30.0, affects="log")
+    checkpoint_every_minutes: Positive | None = key(30.0, "log")
     # updates between checkpoints; None: not by updates
-    checkpoint_every_steps: PositiveInt | None = key(None, affects="log")
+    checkpoint_every_steps: PositiveInt | None = key(None, "log")
     # newest checkpoints to keep; older ones are deleted
-    keep_checkpoints: PositiveInt = key(2, affects="log")
+    keep_checkpoints: PositiveInt = key(2, "log")
     # keep checkpoints at multiples of this many updates too; None: the newest alone
-    keep_every_steps: PositiveInt | None = key(None, affects="log")
+    keep_every_steps: PositiveInt | None = key(None, "log")
     # take students as equal if only code was edited since, for an edit known to change no number
-    accept_edits: bool = key(False, affects="log")
+    accept_edits: bool = key(False, "log")
 
     # ---- settings of the methods
 
@@ -273,7 +273,7 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
     """Return the config that config files and `--key=value` flags make, in their order.
 
     A file may have settings of methods that the run does not train: they are left out. Those of a
-    flag stay, and are refused before the run.
+    flag are refused.
 
     epilog  returns the lines that `--help` prints below the keys
     """
@@ -293,8 +293,12 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
                 value = merged(values.get("hyper", {}), value)
             values[name] = value
     cfg = Config(**values)
-    used = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods), *flagged}
-    hyper = {name: settings for name, settings in cfg.hyper.items() if name in used}
+    trained = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
+    unused = sorted(flagged - trained)
+    if unused:
+        remedy = "add the method, or remove its settings"
+        raise UserError(f"settings of {unused}, not among methods={cfg.methods}; {remedy}")
+    hyper = {name: settings for name, settings in cfg.hyper.items() if name in trained}
     return replace(cfg, hyper=hyper)
 
 
@@ -389,16 +393,10 @@ SYNONYMS = {
     "kd": "methods=vanilla_kd",
     "learning_rate": "lr",
     "loss": "methods",
-    "max_iters": "max_steps with schedule_steps",
     "max_length": "seq_len",
     "max_lr": "lr",
-    "method": "methods",
-    "micro_batch_size": "micro_batch",
     "model": "student",
-    "num_epochs": "max_steps with repeat_rows",
-    "output_dir": "out_dir",
     "perplexity": "exp(CE), of the CE that eval.py prints",
-    "ppl": "exp(CE), of the CE that eval.py prints",
     "resume": "the same command again, which resumes, or resume_from for a new run",
     "steps": "max_steps with schedule_steps",
     "tau": "METHOD.tau, as in alra.tau",

@@ -34,7 +34,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
-from tqdm import tqdm
 
 import configure
 from lib import metrics
@@ -46,16 +45,9 @@ from lib.rows import IGNORE, Rows, open_rows
 from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
-from run.cache import open_cached
-from run.identity import (
-    check_content,
-    check_model,
-    check_vocabulary,
-    content_hash,
-    decoder_edits,
-    record_hash,
-    scoring_code,
-)
+from run.cache import open_cached, progress
+from run.identity import check_vocabulary, content_hash, record_hash
+from run.scoring import check_content, check_model, decoder_edits, scoring_code
 from run.tables import RUN, run_facts, students_of, tabulate
 from run.teacher import Teacher, check_teacher, load_teacher
 
@@ -73,8 +65,8 @@ def score(args) -> str:
         say(STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     items = read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
-    data_dir = shared_setting("--rows", args.rows, "data_dir", checkpoints)
-    teacher = shared_setting("--teacher", args.teacher, "teacher", checkpoints)
+    data_dir = shared_setting(args.rows, "data_dir", checkpoints)
+    teacher = shared_setting(args.teacher, "teacher", checkpoints)
     for c in checkpoints:
         with writing(c.folder):  # before anything is computed
             c.folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +85,10 @@ def score(args) -> str:
     if names:
         for c in checkpoints:
             score_tasks(c, items, args, device)
-    return show([str(c.folder) for c in checkpoints], args)
+    try:
+        return tabulate([str(c.folder) for c in checkpoints], args.reference, args.metric)
+    except UserError as error:  # the results are written
+        return f"no table: {error}"
 
 
 # ----------------------------------------------------------------------------------------------
@@ -288,8 +283,7 @@ def open_heldout(
         n_positions = c.shape.max_position_embeddings
         trained_bos = c.run.get("bos", bos)
         if not args.rows:
-            remedy = ", or name what to use by --rows"
-            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record, remedy)
+            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record)
         if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
             problem = f"rows of another tokenizer than that of {c.name}"
             raise UserError(f"{data_dir}: {problem}; prepare some with that one")
@@ -334,8 +328,7 @@ def held_out_figures(
         facts["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
-                remedy = ", or name what to use by --teacher"
-                check_content(teacher_name, "teacher_sha256", sha256, c.record, remedy)
+                check_content(teacher_name, "teacher_sha256", sha256, c.record)
         dtype = getattr(torch, args.dtype)
         teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
         if teacher is None:
@@ -474,9 +467,7 @@ def open_checkpoint(name: str, args) -> Checkpoint:
     )
 
 
-def shared_setting(
-    flag: str, value: str | None, key: str, checkpoints: list[Checkpoint]
-) -> str | None:
+def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
     """Return the value of a flag, or else the setting of the runs, which must agree.
 
     None stands for a setting that no run has, and for "none".
@@ -486,7 +477,7 @@ def shared_setting(
         values = list(filter(None, settings))
         if len(values) > 1:
             problem = f"{' in one run, '.join(values)} in another"
-            raise UserError(f"{key}: {problem}; score them apart, or set {flag}")
+            raise UserError(f"{key}: {problem}; score them apart, or set --rows or --teacher")
         value = values[0] if values else None
     return None if value == "none" else value
 
@@ -505,23 +496,6 @@ def write(kind: str, results: dict, c: Checkpoint, device: torch.device) -> Path
     write_json(file, made_from | results | facts | machine_facts(device))
     print(file, flush=True)
     return file
-
-
-def show(folders: list[str], args) -> str:
-    """Return one table of the scored checkpoints, or one for each if they cannot be compared."""
-    try:
-        return tabulate(folders, args.reference, args.metric)
-    except UserError as error:
-        if len(folders) == 1:
-            raise
-        tables = [tabulate([folder], "pretrain", args.metric) for folder in folders]
-        return "\n".join([*tables, f"Each by itself: {error}"])
-
-
-def progress(*args, **kwargs) -> tqdm:
-    """Return a progress bar with ETA; without a terminal, one line of it every half minute."""
-    seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*args, mininterval=seconds, maxinterval=30, **kwargs)
 
 
 def say(text: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PRINTS = ("say", "print")
+PRINTS = ("say(", "print(")
 # fields of a node that only some versions of Python have, or that say nothing
 LEFT_OUT = ("ctx", "kind", "type_comment", "type_params")
 
@@ -115,15 +115,10 @@ def dump(node: object) -> str:
         return f"[{', '.join(map(dump, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    if isinstance(node, ast.Raise) or is_print(node):
+    is_print = isinstance(node, ast.Expr) and ast.unparse(node).startswith(PRINTS)
+    if isinstance(node, ast.Raise) or is_print:
         return ""
     fields = {key: value for key, value in ast.iter_fields(node) if key not in LEFT_OUT}
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
         fields["body"] = node.body[1:]
     return f"{type(node).__name__}({', '.join(map(dump, fields.values()))})"
-
-
-def is_print(node: ast.AST) -> bool:
-    """Return whether a statement is a call that prints."""
-    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return is_call and getattr(node.value.func, "id", None) in PRINTS

@@ -47,10 +47,7 @@ def pick_device(name: str) -> torch.device:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     n = torch.cuda.device_count()
     if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
-        cards = f"with one of this machine's {n} CUDA devices"
-        if n == 0:
-            cards = "but torch finds no CUDA device"
-        raise UserError(f"device={name}: expected cpu, or cuda {cards}")
+        raise UserError(f"device={name}: expected cpu, or cuda; torch finds {n} CUDA devices")
     if name == "cpu":
         keep_memory()
     return torch.device(name)

@@ -9,7 +9,6 @@ import platform
 import shutil
 import sys
 import time
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +98,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def locked(folder: Path, busy: str) -> Iterator[None]:
     """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
-    The lock is on a file, which says who holds it, since NFS shows locks of files to all hosts.
+    The lock is on a file, which says who held it last, since NFS shows locks of files to all hosts.
 
     busy    the error if another process holds the lock
     """
@@ -107,26 +106,19 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_file.touch()
-    with contextlib.ExitStack() as stack:
-        while True:
-            file = stack.enter_context(open(lock_file, "a+"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise UserError(f"{busy} ({file.read().strip()})") from error
-            except OSError as error:  # a file system without locks
-                only = f"start no second program in {folder} while this one runs"
-                print(f"{lock_file}: no lock ({error}); {only}", file=sys.stderr)
-            # the process that held the lock may have deleted the file since it was opened
-            if lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), lock_file.stat()):
-                break
-        file.truncate(0)
+    with lock_file.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{busy} ({file.read().strip()})") from error
+        except OSError as error:  # a file system without locks
+            only = f"start no second program in {folder} while this one runs"
+            print(f"{lock_file}: no lock ({error}); {only}", file=sys.stderr)
+        file.truncate()
         file.write(
             f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
         )
         file.flush()
-        stack.callback(lock_file.unlink, missing_ok=True)
         yield
 
 
@@ -180,11 +172,10 @@ def read_json(path: Path, kinds=(), remedy: str = REMEDY) -> dict:
     return check_kinds(value, kinds, path, remedy)
 
 
-def read_lines(path: Path, kinds=(), skip_broken: bool = False) -> list[dict]:
+def read_lines(path: Path, kinds=()) -> list[dict]:
     """Return the records of a file of JSON lines, each of `kinds`; an empty list without a file.
 
-    Leaves out a last line that was cut short. Raises `UserError` at a line that is broken, or
-    leaves it out too.
+    Leaves out a last line that was cut short. Raises `UserError` at any other broken line.
     """
     if not path.is_file():
         return []
@@ -197,20 +188,16 @@ def read_lines(path: Path, kinds=(), skip_broken: bool = False) -> list[dict]:
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         remedy = "correct or remove that line"
-        try:
-            with reading(where, remedy):
-                record = json.loads(line)
-            records.append(check_kinds(record, kinds, where, remedy))
-        except UserError:
-            if not skip_broken:
-                raise
+        with reading(where, remedy):
+            record = json.loads(line)
+        records.append(check_kinds(record, kinds, where, remedy))
     return records
 
 
 def truncate_lines(path: Path, step: int) -> None:
     """Remove the records after `step`, and a last line that a kill cut short.
 
-    A file with other broken lines is set aside, and loses them.
+    A file with other broken lines is set aside.
     """
     if not path.is_file():
         return
@@ -218,34 +205,27 @@ def truncate_lines(path: Path, step: int) -> None:
         records = read_lines(path, {"step": int})
     except UserError:
         set_aside(path)
-        records = read_lines(path, {"step": int}, skip_broken=True)
-    write_lines(path, [record for record in records if record["step"] <= step])
+    else:
+        write_lines(path, [record for record in records if record["step"] <= step])
 
 
 def set_aside(path: Path) -> None:
-    """Copy a broken file to a new name beside it, and say so."""
-    copies = [*path.parent.glob(f"{path.name}.broken*")]
-    copy = path.with_name(f"{path.name}.broken{len(copies)}")
-    shutil.copy(path, copy)
-    print(f"{path}: broken; it is kept as {copy.name}, and the run goes on", file=sys.stderr)
+    """Rename a broken file, and say so."""
+    n_aside = len([*path.parent.glob(f"{path.name}.broken*")])
+    aside = path.rename(f"{path}.broken{n_aside}")
+    print(f"{path}: broken; it is kept as {aside.name}, and the run goes on", file=sys.stderr)
 
 
 def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:
     """Return a JSON object. Raises `UserError` if it is none, or lacks a key, or a kind is another.
 
-    kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;
-           dict[str, kind] stands for an object of any keys
+    kinds  {key: kind}, where a kind is one of lib/settings.py, or dict
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
-    if typing.get_origin(kinds) is dict:
-        kinds = dict.fromkeys(value, typing.get_args(kinds)[1])
     for key, kind in dict(kinds).items():
         if key not in value:
             raise UserError(f"{where}: no {[key]} in it; {remedy}")
-        if isinstance(kind, dict) or typing.get_origin(kind) is dict:
-            check_kinds(value[key], kind, f"{where}: {key}", remedy)
-            continue
         try:
             checked(key, value[key], kind)
         except UserError as error:

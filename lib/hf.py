@@ -258,8 +258,5 @@ def weight_files(folder: Path) -> list[Path]:
         with reading(index):
             shards = set(read_json(index)["weight_map"].values())
             return [folder / Path(shard).name for shard in sorted(shards)]
-    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt*")]
-    hint = ""
-    if pickles:
-        hint = f"; {pickles[0].name} is a pickle, which can run code: convert it to safetensors"
-    raise UserError(f"{folder}: no model.safetensors{hint}")
+    remedy = "convert a pickle (*.bin, *.pt), which can run code, to safetensors"
+    raise UserError(f"{folder}: no model.safetensors; {remedy}")

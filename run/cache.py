@@ -15,7 +15,6 @@ is missing or damaged is computed; what cannot be stored is computed by the next
 import contextlib
 import dataclasses
 import os
-import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -196,11 +195,7 @@ def open_cached(
     body = body or load()
     if not body:
         return None
-    free = shutil.disk_usage(folder).free
-    use = f"hidden states take {gib(missing_bytes)} more of disk in {folder}, {gib(free)} are free"
-    if missing_bytes >= free:
-        raise UserError(f"teacher_cache=True: {use}; leave it out, or choose another disk")
-    say(f"teacher: {use}")
+    say(f"teacher: hidden states take {gib(missing_bytes)} more of disk in {folder}")
     return CachedTeacher(body.head, states, body, load)
 
 
@@ -248,9 +243,7 @@ def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
                 end += rank * size
             starts = range(rank * size, end, parallel.world() * size)
             label = f"teacher, {rows.file}, block {nth}"
-            seconds = 0.1 if sys.stderr.isatty() else 30  # between lines
-            pace = {"mininterval": seconds, "maxinterval": 30, "disable": rank > 0}
-            for at in tqdm(starts, label, unit="batch", **pace):
+            for at in progress(starts, label, unit="batch", disable=rank > 0):
                 index = missing[at : at + size]
                 if at >= len(missing):  # this process has no rows left
                     index = missing[:1]
@@ -258,6 +251,12 @@ def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
                 teacher.hidden(x, rows, index)
                 if teacher.states[rows].error:
                     raise teacher.states[rows].error
+
+
+def progress(*args, **kwargs) -> tqdm:
+    """Return a progress bar with ETA; without a terminal, one line of it every half minute."""
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(*args, mininterval=seconds, maxinterval=30, **kwargs)
 
 
 def main(argv: list[str]) -> int:

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import configure
@@ -66,20 +65,17 @@ def write_exit(cfg: Config, code: int, why: str) -> None:
 def exit_code(students: list[Student], run: Run) -> int:
     """Print the step that the run has reached, write exit.json, and return the exit code."""
     stopped = [f"{s.name} stopped at {s.stopped}" for s in students if s.stopped]
-    all_stopped = len(stopped) == len(students)
     cfg = run.cfg
     reached = f"{cfg.out_dir}: step {run.step} of {cfg.max_steps}"
     code = 1 if stopped else 0
     why = "; ".join(stopped) or "finished"
-    if run.signals and not all_stopped:
+    if run.signals and len(stopped) < len(students):
         reached += "; the same command resumes"
         code = TRY_AGAIN
         why = run.signals[0]
     say(reached)
     if parallel.rank() == 0:
         write_exit(cfg, code, why)
-        if all_stopped:
-            print(f"{cfg.out_dir}: all students stopped; {stopped[0]}", file=sys.stderr)
     n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
         # this node's torchrun would wait five minutes for one that has received the signal itself

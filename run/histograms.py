@@ -32,9 +32,39 @@ def histograms(
              `p_top1_hist` (50 equal bins of [0, 1]); and for each student whose objective has a
              budget, how many positions have each budget
     """
+    hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
+    n = 0
+    sums = {}
+    counts = {}
     with parallel.gathered_roots(s.model for s in live):
         students = objectives_with_budget(live, cfg)
-        return _histograms(teacher, students, batches, cfg)
+        for x, y, h_t in _forward_batches(batches, cfg.group):
+            labels = y.flatten()
+            valid = labels != IGNORE
+            n = n + valid.sum()
+            z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
+            teacher_sums = _teacher_sums(z_t[valid], labels[valid])
+            for key, value in teacher_sums.items():
+                sums[key] = sums.get(key, 0) + value
+            terms = {"": alra(z_t, z_t, labels, **hyper)}  # the teacher as its own student
+            for name, (hidden, head, objective) in students.items():
+                h_s = hidden(x).flatten(0, 1)
+                z_s = logits_of(h_s, head)
+                terms[name] = objective(z_s, z_t, labels)
+            for name, result in terms.items():
+                n_bins = result.tokens.shape[1] + 1
+                budgets = torch.bincount(result.d_u[valid], minlength=n_bins)
+                counts[name] = counts.get(name, 0) + budgets
+    parallel.sum_in_place([n, *sums.values(), *counts.values()])
+    n = int(n)
+    counts = {name: count.tolist() for name, count in counts.items()}
+    record = {"n": n, "d_u_hist": counts.pop("")}
+    for key, value in sums.items():
+        if value.ndim:
+            record[key] = value.tolist()
+        else:
+            record[key] = float(value) / n
+    return record, counts
 
 
 def objectives_with_budget(live: list[Student], cfg: Config) -> dict[str, tuple]:
@@ -49,42 +79,6 @@ def objectives_with_budget(live: list[Student], cfg: Config) -> dict[str, tuple]
             hidden, head = hidden_and_head(s, cfg)
             students[s.name] = hidden, head, objective
     return students
-
-
-def _histograms(
-    teacher: Teacher, students: dict[str, tuple], batches: Iterable, cfg: Config
-) -> tuple[dict, dict]:
-    hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
-    n = 0
-    sums = {}
-    counts = {}
-    for x, y, h_t in _forward_batches(batches, cfg.group):
-        labels = y.flatten()
-        valid = labels != IGNORE
-        n = n + valid.sum()
-        z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
-        teacher_sums = _teacher_sums(z_t[valid], labels[valid])
-        for key, value in teacher_sums.items():
-            sums[key] = sums.get(key, 0) + value
-        terms = {"": alra(z_t, z_t, labels, **hyper)}  # the teacher as its own student
-        for name, (hidden, head, objective) in students.items():
-            h_s = hidden(x).flatten(0, 1)
-            z_s = logits_of(h_s, head)
-            terms[name] = objective(z_s, z_t, labels)
-        for name, result in terms.items():
-            n_bins = result.tokens.shape[1] + 1
-            budgets = torch.bincount(result.d_u[valid], minlength=n_bins)
-            counts[name] = counts.get(name, 0) + budgets
-    parallel.sum_in_place([n, *sums.values(), *counts.values()])
-    n = int(n)
-    counts = {name: count.tolist() for name, count in counts.items()}
-    record = {"n": n, "d_u_hist": counts.pop("")}
-    for key, value in sums.items():
-        if value.ndim:
-            record[key] = value.tolist()
-        else:
-            record[key] = float(value) / n
-    return record, counts
 
 
 def _forward_batches(batches: Iterable, group: int) -> Iterable[tuple]:

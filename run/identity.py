@@ -24,15 +24,12 @@ from lib import parallel
 from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
-from lib.hf import find_folder, tensors_hash, weight_files, weights_hash
+from lib.hf import find_folder, tensors_hash, weight_files
 from losses import default_settings, resolve, settings
-from model import Qwen2, Qwen2Config, student_config
+from model import Qwen2Config, student_config
 from run.teacher import inherited
 
-RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read of a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# between rows of one table
-VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
 # What a training step passes through, from rows and first weights to the update.
 STEP = (
     "train.update",
@@ -45,13 +42,8 @@ STEP = (
 NOT_FOLLOWED = (
     *("configure", "lib.device", "lib.errors", "lib.files", "lib.hf", "lib.settings"),
     *("run.cache", "run.checkpoints", "run.identity", "run.log", "run.preflight", "run.students"),
-    *("losses.METHODS", "losses.HINTS", "model.PRESETS", "eval.progress"),
+    *("losses.METHODS", "losses.HINTS", "model.PRESETS"),
 )
-# What figures over held-out rows pass through, and scores of tasks.
-SCORING = {
-    "figures": ("eval.over_rows", "eval.byte_lengths", "run.teacher.load_teacher"),
-    "tasks": ("eval.Scorer", "eval.benchmarks"),
-}
 
 
 def made_by(cfg: Config, name: str) -> dict:
@@ -120,13 +112,6 @@ def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     return phrases
 
 
-def check_content(name: str, key: str, sha256: str, record: dict, remedy: str = "") -> None:
-    """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
-    if record.get(key) not in (None, sha256):
-        problem = "its content has changed since the student was trained with it"
-        raise UserError(f"{name}: {problem}; restore it{remedy}")
-
-
 def check_vocabulary(name: str, n_vocab: int, tokenizer) -> int:
     """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
     n_tokens = max(tokenizer.get_vocab().values()) + 1
@@ -134,20 +119,6 @@ def check_vocabulary(name: str, n_vocab: int, tokenizer) -> int:
         problem = f"vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
         raise UserError(f"{name}: {problem}; choose a larger one")
     return n_tokens
-
-
-def check_model(name: str, model: Qwen2, facts: dict) -> str:
-    """Return the hash of a model's weights.
-
-    Raises `UserError` if the facts of training that stand beside it are those of another model.
-    """
-    sha256 = weights_hash(model)
-    shape = facts["made_by"]["shape"] if facts else {}
-    same_shape = shape.items() <= dataclasses.asdict(model.config).items()
-    if not same_shape or facts.get("weights_sha256", sha256) != sha256:
-        problem = "its model/ is not the one that run.json describes"
-        raise UserError(f"{name}: {problem}; the train.py command of that run writes it again")
-    return sha256
 
 
 def student_shape(cfg: Config) -> Qwen2Config:
@@ -168,8 +139,6 @@ def content_hash(name: str | None) -> str | None:
     if name is None:
         return None
     folder = find_folder(name)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{name}: no config.json in it; expected a model's folder or a checkpoint")
     hashes = []
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node reads them
         hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
@@ -182,17 +151,14 @@ def content_hash(name: str | None) -> str | None:
 def file_hash(file: Path) -> str:
     """Return the sha256 of a file. A process reads it again only if its size or time changes."""
     if not file.is_file():
-        raise UserError(f"{file}: no such file")
+        raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
     return _file_hash(file, file.stat().st_size, file.stat().st_mtime_ns)
 
 
 @functools.cache
 def _file_hash(file: Path, size: int, mtime_ns: int) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -225,17 +191,6 @@ def objective_code(name: str) -> dict[str, str]:
             used = used_paths(row, "losses", read_source(ROOT / "losses.py"))
             hashes |= closure(used, NOT_FOLLOWED) | {f"losses.METHODS[{name}]": tree_hash(row)}
     return {path: sha for path, sha in hashes.items() if path not in step_code()}
-
-
-def scoring_code(part: str) -> str:
-    """Return the hash of the definitions that a part of SCORING passes through."""
-    return record_hash(closure(SCORING[part], NOT_FOLLOWED))[:8]
-
-
-def decoder_edits(record: dict) -> list[str]:
-    """Return the definitions of the decoder that were edited since a student was trained."""
-    decoder = closure(["model.Qwen2"], NOT_FOLLOWED)
-    return [path for path, sha in decoder.items() if record["code"].get(path) != sha]
 
 
 def row_of(name: str) -> ast.expr | None:

@@ -14,7 +14,6 @@ from lib.files import check_kinds, read_json, read_lines
 from lib.metrics import levels
 from lib.stats import FIGURES, Figure, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
-from run.identity import RUN_FILE, VARIES
 from run.paper import LAYOUT, NAMES, PAPER, UPDATES
 
 # What is read of a student's run.json, and of files of results.
@@ -25,15 +24,15 @@ RUN = {
     "overrides": dict,
     "step": int,
     "config": dict,
-    "made_by": {"code": dict, "shape": dict},
+    "made_by": dict,
 }
 FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
-TASK = {"acc": float, "n": int, "n_paper": int}
-FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict[str, TASK]})
-FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": int}}
+FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict}) | {"figures": FILE | {"figures": dict}}
 # What is logged beside log.jsonl, under its keys in `read_log`.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
+# what made students may differ in this between the rows of a table
+VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
 PERCENT = Figure("accuracy, %", +1, 100, 2)
 # method -> seed -> figures over held-out rows by name, or scores by task
 Figures = dict[str, dict[int | None, dict]]
@@ -130,10 +129,9 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     missing = []
     for name in paths:
         path = Path(name)
-        facts = run_facts(path / "model")
+        facts = run_facts(path / "model", {"config": dict})
         students = []
         if facts and "method" not in facts:
-            check_kinds(facts, RUN_FILE, path / "run.json")
             students = [path / name for name in facts["config"]["methods"]]
         candidates = [*students, *sorted(path.glob("*/"))]
         inside = [str(folder) for folder in candidates if done(folder)]

@@ -41,7 +41,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -55,16 +54,10 @@ from lib.settings import literal, parsed
 from losses import resolve
 from model import flops_per_token, load_config
 from run.foreign import foreign_config
-from run.identity import (
-    EDITS,
-    content_hash,
-    made_by,
-    record_hash,
-    scoring_code,
-    student_shape,
-)
+from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
 from run.preflight import check_config
+from run.scoring import scoring_code
 from run.tables import newest_figures, read_log
 from run.teacher import Teacher, is_native
 from study.report import KINDS, TRIALS, Spec, best_trials, first_line, report
@@ -399,17 +392,14 @@ def launch(jobs: dict[str, list[str]], spec: Spec) -> None:
 
 
 def watch(running: dict[subprocess.Popen, tuple[str, Path]]) -> None:
-    """Wait for processes. Say how far they are: in a line on a terminal, else twice a minute."""
-    with tqdm(bar_format="{desc}{bar}", leave=False, disable=None) as bar:
-        for process in running:
-            while process.poll() is None:
-                try:
-                    process.wait(30 if bar.disable else 1)
-                except subprocess.TimeoutExpired:
-                    text = "; ".join(f"{run}: {last_line(file)}" for run, file in running.values())
-                    bar.set_description_str(text)
-                    if bar.disable:
-                        print(text, flush=True)
+    """Wait for processes, and say twice a minute how far they are."""
+    for process in running:
+        while process.poll() is None:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                for run, file in running.values():
+                    print(f"{run}: {last_line(file)}", flush=True)
 
 
 def last_line(file: Path) -> str:

@@ -23,9 +23,7 @@ INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds, not over texts: all are scored on the same \
 rows. Differences are paired by seed. p: paired t test, Holm-corrected over a table's rows, figure \
 by figure; intervals are not. **Best**, *second* of a column. †: a student was trained with \
-uncommitted edits; the folder of its run has them in `code.diff`, unless it is older than that.
-"""
-TWO_SEEDS = """\
+uncommitted edits; the folder of its run has them in `code.diff`, unless it is older than that. \
 Where there are two seeds, p and interval have one degree of freedom and say little: train more.
 """
 COSTS = """\
@@ -96,8 +94,6 @@ def report(spec: Spec) -> tuple[list[str], str]:
             for m in edited:
                 table = table.replace(f"| {m} |", f"| {m} † |")
             compared.append(table)
-    if any(len(seeds) == 2 for seeds in results.values()):
-        compared.append(TWO_SEEDS)
     tried = trials(plan)
     config = plan["config"]
     machines = {x["machine"] for x in students}

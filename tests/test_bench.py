@@ -87,5 +87,5 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch, capsys):
 def test_a_missing_card_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match=r"device=cuda.*: .*torch finds no CUDA device"):
+    with pytest.raises(UserError, match=r"device=cuda.*: .*torch finds 0 CUDA devices"):
         bench.main(["gpu"])

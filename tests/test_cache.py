@@ -240,12 +240,3 @@ def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
         forward.rows.clear()
         assert train.distil(configure.load(argv)) == 0
         assert not forward.rows
-
-
-def test_what_the_disk_has_no_room_for_is_refused(world, monkeypatch):
-    cfg = config(world, "unused", teacher_cache=True)
-    rows = [preflight.open_data(cfg, name) for name in ("train", "val")]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=31 * ROW))
-    message = "teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
-    with pytest.raises(UserError, match=message):
-        preflight.open_teacher(cfg, *rows)

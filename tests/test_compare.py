@@ -22,7 +22,8 @@ from lib.errors import UserError
 from lib.files import read_json, read_lines, write_json, write_lines
 from lib.stats import Estimate, differences, estimate, holm
 from run import ending
-from run.identity import content_hash, made_by, scoring_code
+from run.identity import content_hash, made_by
+from run.scoring import scoring_code
 from study import compare
 from study import report as reports
 from study.report import Spec
@@ -539,16 +540,11 @@ class Process:
             raise subprocess.TimeoutExpired("", timeout)
 
 
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_it_says_how_far_runs_are(on_terminal, tmp_path, monkeypatch, capsys):
+def test_it_says_how_far_runs_are(tmp_path, capsys):
     file = tmp_path / "seed1.txt"
     file.write_text("begun\nstep 10/20  eta 00:30\n")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: on_terminal)
-    compare.watch({Process(45 if not on_terminal else 2): ("run 2 of 4, seed1", file)})
-    out, err = capsys.readouterr()
-    text = "run 2 of 4, seed1: step 10/20  eta 00:30"
-    assert out == ("" if on_terminal else f"{text}\n")
-    assert (text in err) == on_terminal
+    compare.watch({Process(45): ("run 2 of 4, seed1", file)})
+    assert capsys.readouterr().out == "run 2 of 4, seed1: step 10/20  eta 00:30\n"
 
 
 def compare_here(argv: list[str]) -> None:

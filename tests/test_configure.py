@@ -129,7 +129,7 @@ def test_every_field_is_read_somewhere():
 def test_a_setting_of_a_method_is_reached_by_its_name_and_no_other():
     for method in METHODS:
         for key in settings(method):
-            assert load([f"--{method}.{key}=3"]).hyper == {method: {key: 3}}
+            assert load([f"--methods={method}", f"--{method}.{key}=3"]).hyper == {method: {key: 3}}
             with pytest.raises(UserError, match=re.escape(f"no such key {key!r}")):
                 load([f"--{key}=3"])
 
@@ -149,13 +149,12 @@ def test_settings_of_several_sources_add_up(tmp_path):
 
 
 def test_settings_of_methods_that_are_not_run_are_left_out_unless_a_flag_has_them(tmp_path):
-    """Those of a flag are refused by `check_config` (test_faults.py)."""
     hyper = {"alra": {"tau": 2.0}, "alra@a": {"d_max": 7}, "tad": {"beta": 1.0}}
     path = write(tmp_path, f"methods = ('alra', 'tad')\n{hyper = }\n")
     assert load([path, "--methods=alra@a"]).hyper.keys() == {"alra", "alra@a"}
     assert load([path, "--methods=tad"]).hyper == {"tad": {"beta": 1.0}}
-    cfg = load([path, "--methods=tad", "--alra.gamma=9"])
-    assert cfg.hyper == {"alra": {"tau": 2.0, "gamma": 9}, "tad": {"beta": 1.0}}
+    with pytest.raises(UserError, match=r"settings of \['alra'\], not among methods"):
+        load([path, "--methods=tad", "--alra.gamma=9"])
 
 
 def test_guard_leaves_the_traceback_of_what_nobody_foresaw(capsys, tmp_path, monkeypatch):

@@ -217,7 +217,7 @@ INPUTS = {  # of a new run
     f"rm {WEIGHTS}": "teacher: no model.safetensors",
     f"truncate -s -100 {WEIGHTS}": f"{WEIGHTS}: cannot be used",
     f"printf '%99s' > {WEIGHTS}": f"{WEIGHTS}: cannot be used",
-    f"rm {WEIGHTS}; touch teacher/pytorch_model.bin": "pytorch_model.bin.* is a pickle",
+    f"rm {WEIGHTS}; touch teacher/pytorch_model.bin": "no model.safetensors; convert a pickle",
     tensor(WEIGHTS, NORM, lambda x: x * float("nan")): f"{WEIGHTS}: {NORM} .*finite",
     tensor(WEIGHTS, NORM, lambda x: None): f"teacher: missing tensor {NORM}",
     tensor(WEIGHTS, "more", lambda x: torch.ones(1)): f"{WEIGHTS}: .*more",
@@ -294,7 +294,6 @@ COMMANDS = {
     "tools/sample.py nowhere": "nowhere: no such folder",
     f"{SAMPLE} --temperature=nan": "--temperature",
     f"{SAMPLE} --temperature=1e-45": "--temperature",
-    f"{SAMPLE} --prompt=\udcff": "--prompt",
     f"{PREPARE} --source=nowhere": "nowhere",
     f"{PREPARE} --source=nowhere/x.jsonl": "source=nowhere/x.jsonl: no such file",
     f"{PREPARE} --source=cfg.py": "cfg.py",
@@ -319,7 +318,7 @@ CASES = [
     (BRANCH, edit(f"{STEP}/state.json", files_sha256={}), "step_00000003: .*not as it was saved"),
     (BRANCH.replace("0003", "0004"), f"mv {STEP} {STEP[:-1]}4", "its name, as it is of step 3"),
     (BRANCH, edit(f"{STEP}/state.json", made_by__tokenizer_sha256="x"), "tokenizer_sha256 was 'x'"),
-    (BRANCH, edit(f"{STEP}/state.json", sums={"ce": "x"}), "state.json: sums: ce='x': expected"),
+    (BRANCH, edit(f"{STEP}/state.json", sums="x"), "state.json: sums='x': expected dict"),
     (EVAL, "cp -r run/pretrain/model run/alra", "run/alra: its model/ is not the one that run"),
     (
         SAMPLE,
@@ -328,7 +327,11 @@ CASES = [
     ),
     (SAMPLE, edit("run/alra/run.json", bos="x"), "run/alra/run.json: bos='x': expected int"),
     (EVAL, edit("run/alra/run.json", seed=None), "run/alra/run.json: seed=None: expected int"),
-    (EVAL.replace("/alra", ""), edit("run/run.json", config=3), "run/run.json: config: expected a"),
+    (
+        EVAL.replace("/alra", ""),
+        edit("run/run.json", config=3),
+        "run/run.json: config=3: expected dict",
+    ),
     (EVAL, "cd run/alra; rm -r model checkpoints", "run/alra: no model/ in it"),
     (EVAL, f"truncate -s -100 {MODEL}", f"{MODEL}: "),
     (EVAL, tensor(MODEL, NORM, lambda x: x * float("nan")), f"{NORM} .*finite"),
@@ -417,7 +420,7 @@ def folder(pristine, monkeypatch):
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    paths = sorted(folder.rglob("*"))
+    paths = [p for p in sorted(folder.rglob("*")) if p.name != ".alra-lock"]
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
 
 
@@ -459,13 +462,17 @@ def test_what_is_broken_without_loss_goes_on_rightly(cause, folder, capsys):
     apply(cause)
     before = contents(folder)
     users = {name for name, content in before.items() if content == b"mine"}
-    assert run(HALF) == 0 and end_of("half") == end_of("run")
+    models, steps = end_of("run")
+    assert run(HALF) == 0
+    if [*folder.glob("half/alra/log.jsonl.broken0")]:
+        steps = [step for step in steps if step > 3]  # a new log begins
+    assert end_of("half") == (models, steps)
     for copy in folder.rglob("*.broken0"):
         name = str(copy.relative_to(folder)).removesuffix(".broken0")
         assert copy.read_bytes() == before[name]
         assert f"{name}: broken; it is kept as {copy.name}" in capsys.readouterr().err
     assert all((folder / name).read_bytes() == b"mine" for name in users)
-    assert not [*folder.rglob("*.alra-*")]
+    assert not [*folder.rglob("*.alra-[no]*")]
 
 
 @pytest.mark.parametrize(
@@ -591,7 +598,7 @@ def test_a_run_that_ends_while_it_loads_is_one_line(
 ):
     monkeypatch.setattr(train, "open_teacher", mock.Mock(side_effect=error))
     assert run(NEW) == code and capsys.readouterr().err == f"{message}\n"
-    assert not {path.name for path in (folder / "new").iterdir()} - {"exit.json"}
+    assert not {path.name for path in (folder / "new").iterdir()} - {"exit.json", ".alra-lock"}
 
 
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(folder, monkeypatch, capsys):

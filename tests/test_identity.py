@@ -19,7 +19,7 @@ from lib import code, device
 from lib.errors import UserError
 from lib.files import read_json
 from losses import METHODS, Method
-from run import identity, methods
+from run import identity, methods, scoring
 from tests.world import ROOT, config, final_bits, records
 
 # edits of the project's files: file, old text, new text, and the definition that they change
@@ -85,7 +85,7 @@ def test_edits_that_can_change_a_number_are_known_by_definition(project, edit):
     name, old, new, definition = edit
     begin = [*identity.STEP, "losses.vanilla_kd"]
     if edit in SCORED.values():
-        begin = [*itertools.chain(*identity.SCORING.values())]
+        begin = [*itertools.chain(*scoring.SCORING.values())]
 
     def hashes():
         code.read_source.cache_clear()

@@ -245,7 +245,7 @@ def test_processes_that_differ_are_refused_before_anything_is_written(together, 
     problem = "max_steps: 10 on process 0, 11 on process 1"
     assert text.count(f"UserError: {problem}; expected the same") == 1
     assert text.count("exit codes [1, 1]") == 1
-    assert [path.name for path in (root / "bad").iterdir()] == ["exit.json"]
+    assert [path.name for path in (root / "bad").glob("[!.]*")] == ["exit.json"]
     # process 1 has no rows: process 0 says so too, and torchrun must not restart
     assert text.count("Error: ") == 2
     problem = f"{wide}/data1: no train.bin with train.json; run prepare.py with the config"

@@ -31,8 +31,9 @@ from lib.files import read_json
 from lib.hf import load_tokenizer
 from lib.stats import estimate
 from losses import default_settings, resolve
-from run.identity import check_content, content_hash
+from run.identity import content_hash
 from run.paper import NAMES
+from run.scoring import check_content
 from run.tables import read_log
 from run.teacher import load_teacher
 
@@ -325,8 +326,7 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     The student is that of the first, and of the last kept checkpoint.
     """
     kept = sorted(folder.glob("checkpoints/step_*/model"))
-    config = {"teacher": str | None, "hyper": dict}
-    kinds = {"config": config, "bos": int | None, "made_by": dict[str, dict]}
+    kinds = {"config": dict, "bos": int | None, "made_by": dict}
     run = read_json(folder.parent / "run.json", kinds)
     overrides = configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name)
     method = resolve(folder.name, **overrides)

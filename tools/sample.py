@@ -8,7 +8,6 @@ most likely token each time; --top_k draws from the most likely ones alone (0: f
 """
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -20,7 +19,8 @@ import configure
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer
 from lib.tokens import leading_bos
-from run.identity import check_model, check_vocabulary
+from run.identity import check_vocabulary
+from run.scoring import check_model
 from run.tables import run_facts
 from run.teacher import Teacher, load_teacher
 
@@ -43,17 +43,6 @@ def generate(model: Teacher, ids: list[int], eos: int, args) -> list[int]:
     return ids
 
 
-def find_student(path: str) -> Path:
-    """Return the model's folder of a path, which may be that of a run with one student."""
-    students = [path]
-    for folder in sorted(Path(path).glob("*")):
-        if folder.is_dir() and find_folder(str(folder)).name == "model":
-            students.append(str(folder))
-    if len(students) > 2:
-        raise UserError(f"{path}: has several students; choose one: {', '.join(students[1:])}")
-    return find_folder(students[-1])
-
-
 def main(argv: list[str]) -> None:
     layout = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
@@ -69,14 +58,12 @@ def main(argv: list[str]) -> None:
         raise UserError(
             "expected a --temperature of 0, or of 0.001 to 1000, --top_k >= 0, and --tokens >= 1"
         )
-    if re.search("[\ud800-\udfff]", args.prompt):
-        raise UserError("--prompt: expected UTF-8")
 
-    folder = find_student(args.checkpoint)
+    folder = find_folder(args.checkpoint)
     tokenizer = load_tokenizer(str(folder))
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
     check_vocabulary(args.checkpoint, len(model.head), tokenizer)
-    facts = run_facts(folder, {"bos": int | None, "made_by": {"shape": dict}})
+    facts = run_facts(folder, {"bos": int | None, "made_by": dict})
     bos = leading_bos(tokenizer)  # the id before its documents
     if facts:
         check_model(args.checkpoint, model.model, facts)

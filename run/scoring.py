@@ -1,0 +1,47 @@
+"""What eval.py and tools check before they use a model, and the code that scores it."""
+
+import dataclasses
+
+from lib.code import closure
+from lib.errors import UserError
+from lib.hf import weights_hash
+from model import Qwen2
+from run.identity import NOT_FOLLOWED, record_hash
+
+# What figures over held-out rows pass through, and scores of tasks.
+SCORING = {
+    "figures": ("eval.over_rows", "eval.byte_lengths", "run.teacher.load_teacher"),
+    "tasks": ("eval.Scorer", "eval.benchmarks"),
+}
+
+
+def scoring_code(part: str) -> str:
+    """Return the hash of the definitions that a part of SCORING passes through."""
+    return record_hash(closure(SCORING[part], NOT_FOLLOWED))[:8]
+
+
+def decoder_edits(record: dict) -> list[str]:
+    """Return the definitions of the decoder that were edited since a student was trained."""
+    decoder = closure(["model.Qwen2"], NOT_FOLLOWED)
+    return [path for path, sha in decoder.items() if record.get("code", {}).get(path) != sha]
+
+
+def check_content(name: str, key: str, sha256: str, record: dict) -> None:
+    """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
+    if record.get(key) not in (None, sha256):
+        problem = "its content has changed since the student was trained with it"
+        raise UserError(f"{name}: {problem}; restore it, or name another by --rows or --teacher")
+
+
+def check_model(name: str, model: Qwen2, facts: dict) -> str:
+    """Return the hash of a model's weights.
+
+    Raises `UserError` if the facts of training that stand beside it are those of another model.
+    """
+    sha256 = weights_hash(model)
+    shape = facts["made_by"].get("shape", {}) if facts else {}
+    same_shape = shape.items() <= dataclasses.asdict(model.config).items()
+    if not same_shape or facts.get("weights_sha256", sha256) != sha256:
+        problem = "its model/ is not the one that run.json describes"
+        raise UserError(f"{name}: {problem}; the train.py command of that run writes it again")
+    return sha256

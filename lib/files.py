@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 import time
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -219,13 +220,19 @@ def set_aside(path: Path) -> None:
 def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:
     """Return a JSON object. Raises `UserError` if it is none, or lacks a key, or a kind is another.
 
-    kinds  {key: kind}, where a kind is one of lib/settings.py, or dict
+    kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;
+           dict[str, kind] stands for an object of any keys
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
+    if typing.get_origin(kinds) is dict:
+        kinds = dict.fromkeys(value, typing.get_args(kinds)[1])
     for key, kind in dict(kinds).items():
         if key not in value:
             raise UserError(f"{where}: no {[key]} in it; {remedy}")
+        if isinstance(kind, dict) or typing.get_origin(kind) is dict:
+            check_kinds(value[key], kind, f"{where}: {key}", remedy)
+            continue
         try:
             checked(key, value[key], kind)
         except UserError as error:

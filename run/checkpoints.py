@@ -26,6 +26,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+import transformers
 from torch import Tensor, nn
 
 import configure
@@ -33,20 +34,21 @@ from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, uncommitted_edits
-from lib.errors import UserError
+from lib.errors import UserError, first_line
 from lib.files import read_json, reading
 from lib.hf import find_folder, tensors_hash
 from lib.settings import NonNegativeInt
-from run.identity import EDITS, file_hash, record_changes
+from model import Qwen2, Qwen2Config
+from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say, write_waiting
 from run.methods import compute_dtype
 from run.students import COUNTS, Run, Student, step_of, student_facts
 
 STATE = {  # what is read of a checkpoint's state.json
-    "made_by": dict,
-    "sums": dict,
+    "made_by": {"shape": dict},
+    "sums": dict[str, float | None],
     "step": NonNegativeInt,
-    "files_sha256": dict,
+    "files_sha256": dict[str, str],
     **dict.fromkeys(COUNTS, float),
 }
 
@@ -106,7 +108,7 @@ def earlier_starts(file: Path, cfg: Config) -> list[dict]:
     Raises `UserError` if it is that of a student, or of a run of other methods.
     """
     try:
-        facts = read_json(file, {"config": dict})
+        facts = read_json(file, RUN_FILE)
     except UserError:
         return []
     methods = facts["config"]["methods"]
@@ -272,7 +274,30 @@ def write_model(s: Student, weights: dict[str, Tensor], run: Run) -> None:
     folder = s.folder / "model"
     s.model.save_pretrained(folder, s.tokenizer, weights)
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(weights)}
+    problem = differs_in_transformers(folder, s.model.config, weights)
+    if problem:
+        facts["differs_in_transformers"] = problem
+        remedy = "save_folder in lib/hf.py must know what was edited in model.py"
+        say(f"{folder}: another model for transformers: {problem}; {remedy}")
     files.write_json(s.folder / "run.json", facts)
+
+
+@torch.no_grad()
+def differs_in_transformers(folder: Path, shape: Qwen2Config, weights: dict) -> str | None:
+    """Return how the logits of a saved model differ in transformers by more than rounding."""
+    with torch.device("meta"):
+        model = Qwen2(shape)
+    model.load_state_dict(weights, assign=True)
+    ids = torch.arange(16)[None] % shape.vocab_size
+    z = model(ids)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    try:
+        error = (load(folder, dtype=torch.float32)(ids).logits - z).norm() / z.norm()
+    except Exception as problem:  # whatever it is, training has ended well
+        return first_line(problem)
+    return None if error < 1e-4 else f"its logits differ by {error:.2%}"
 
 
 def save_checkpoints(live: list[Student], run: Run) -> None:
@@ -367,7 +392,7 @@ def read_state(path: Path) -> dict:
 def load_checkpoint(path: Path, s: Student) -> dict:
     """Restore a student's weights, extras and optimizer. Returns the checkpoint's state."""
     state = read_state(path)
-    if state["made_by"].get("shape") != dataclasses.asdict(s.model.config):
+    if state["made_by"]["shape"] != dataclasses.asdict(s.model.config):
         remedy = "set --student to it, or choose another checkpoint"
         raise UserError(f"{path}: a student of another shape; {remedy}")
     groups = {}

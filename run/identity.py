@@ -29,6 +29,7 @@ from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
+RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read of a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
 # What a training step passes through, from rows and first weights to the update.
 STEP = (

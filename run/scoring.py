@@ -23,7 +23,7 @@ def scoring_code(part: str) -> str:
 def decoder_edits(record: dict) -> list[str]:
     """Return the definitions of the decoder that were edited since a student was trained."""
     decoder = closure(["model.Qwen2"], NOT_FOLLOWED)
-    return [path for path, sha in decoder.items() if record.get("code", {}).get(path) != sha]
+    return [path for path, sha in decoder.items() if record["code"].get(path) != sha]
 
 
 def check_content(name: str, key: str, sha256: str, record: dict) -> None:
@@ -39,7 +39,7 @@ def check_model(name: str, model: Qwen2, facts: dict) -> str:
     Raises `UserError` if the facts of training that stand beside it are those of another model.
     """
     sha256 = weights_hash(model)
-    shape = facts["made_by"].get("shape", {}) if facts else {}
+    shape = facts["made_by"]["shape"] if facts else {}
     same_shape = shape.items() <= dataclasses.asdict(model.config).items()
     if not same_shape or facts.get("weights_sha256", sha256) != sha256:
         problem = "its model/ is not the one that run.json describes"

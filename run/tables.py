@@ -14,6 +14,7 @@ from lib.files import check_kinds, read_json, read_lines
 from lib.metrics import levels
 from lib.stats import FIGURES, Figure, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
+from run.identity import RUN_FILE
 from run.paper import LAYOUT, NAMES, PAPER, UPDATES
 
 # What is read of a student's run.json, and of files of results.
@@ -24,7 +25,7 @@ RUN = {
     "overrides": dict,
     "step": int,
     "config": dict,
-    "made_by": dict,
+    "made_by": {"code": dict, "shape": dict},
 }
 FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
 FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict}) | {"figures": FILE | {"figures": dict}}
@@ -129,7 +130,7 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     missing = []
     for name in paths:
         path = Path(name)
-        facts = run_facts(path / "model", {"config": dict})
+        facts = run_facts(path / "model", RUN_FILE)
         students = []
         if facts and "method" not in facts:
             students = [path / name for name in facts["config"]["methods"]]

@@ -33,7 +33,7 @@ from lib.files import read_json
 from lib.hf import find_folder, weights_hash
 from lib.rows import PAD, row_order
 from losses import IGNORE, method_loss
-from model import Qwen2, Qwen2Config, flops_per_token, init_student
+from model import MLP, Qwen2, Qwen2Config, flops_per_token, init_student
 from run import checkpoints, ending, identity, log, preflight, students
 from run.methods import compute_dtype, make_objective
 from run.teacher import Teacher, load_teacher
@@ -1059,3 +1059,23 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
         batches = [(x, x.clone(), 15, teacher.hidden(x))] * 2
         train.update(students, teacher, iter(batches), 0, cfg)
     assert asked == {"tolist": 1}
+
+
+def test_a_decoder_that_transformers_does_not_compute_is_told(tiny, tmp_path, monkeypatch, capsys):
+    """Here another activation."""
+    forward = MLP.forward
+    flags = "--methods=pretrain --max_steps=1"
+
+    def gelu(self, x):
+        return self.down_proj(torch.nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+    for change in (gelu, forward):
+        monkeypatch.setattr(MLP, "forward", change)
+        assert train.distil(config(tiny, tmp_path, flags)) == 0
+        facts = read_json(tmp_path / "pretrain/run.json")
+        model = tmp_path / "pretrain/model"
+        assert facts["weights_sha256"] == weights_hash(Qwen2.from_pretrained(str(model)))
+        problem = facts.get("differs_in_transformers", "")
+        assert bool(re.fullmatch(r"its logits differ by \d+\.\d+%", problem)) == (change == gelu)
+        line = f"{model}: another model for transformers: {problem}; "
+        assert (line in capsys.readouterr().out) == (change == gelu)

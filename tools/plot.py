@@ -326,7 +326,8 @@ def sentence(text: str, folder: Path, path: Path) -> None:
     The student is that of the first, and of the last kept checkpoint.
     """
     kept = sorted(folder.glob("checkpoints/step_*/model"))
-    kinds = {"config": dict, "bos": int | None, "made_by": dict}
+    config = {"teacher": str | None, "hyper": dict}
+    kinds = {"config": config, "bos": int | None, "made_by": dict[str, dict]}
     run = read_json(folder.parent / "run.json", kinds)
     overrides = configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name)
     method = resolve(folder.name, **overrides)

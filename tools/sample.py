@@ -8,6 +8,7 @@ most likely token each time; --top_k draws from the most likely ones alone (0: f
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -63,13 +64,15 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(str(folder))
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
     check_vocabulary(args.checkpoint, len(model.head), tokenizer)
-    facts = run_facts(folder, {"bos": int | None, "made_by": dict})
+    facts = run_facts(folder, {"bos": int | None, "made_by": {"shape": dict}})
     bos = leading_bos(tokenizer)  # the id before its documents
     if facts:
         check_model(args.checkpoint, model.model, facts)
         bos = facts["bos"]
     eos = tokenizer.eos_token_id
     first = eos if bos is None else bos
+    if re.search("[\ud800-\udfff]", args.prompt):
+        raise UserError("--prompt: expected UTF-8")
     prompt = [first, *tokenizer.encode(args.prompt, add_special_tokens=False)]
     torch.manual_seed(args.seed)
     ids = generate(model, prompt, eos, args)

@@ -20,7 +20,18 @@ from lib.rows import row_order
 from run import cache, preflight, teacher
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
-from tests.world import SEQ, config, final_bits, flags, read_jsonl, start, untimed, write_text
+from tests.world import (
+    SEQ,
+    assert_same,
+    config,
+    final_bits,
+    flags,
+    read_jsonl,
+    refusal,
+    start,
+    untimed,
+    write_text,
+)
 
 KEYS = {"methods": "vanilla_kd,alra", "shuffle": True, "histogram_every_steps": 2}
 CACHED = KEYS | {"teacher_cache": True}
@@ -143,7 +154,7 @@ def test_a_damaged_row_of_a_run_without_a_body_loads_it(world, tmp_path, forward
     for out in (tmp_path, tmp_path / "reads", tmp_path / "plain"):
         keys = KEYS if out.name == "plain" else CACHED
         assert train.distil(config(world, out, **keys)) == 0
-        assert final_bits(out, "alra") == final_bits(tmp_path, "alra")
+        assert_same(out, tmp_path, "alra")
         assert sum(forward.rows) == 24 or out.name == "plain"  # the second run reads
 
 
@@ -155,7 +166,7 @@ def test_a_fill_ends_where_a_row_cannot_be_stored(world, monkeypatch):
         self.file.unlink()
 
     monkeypatch.setattr(cache.States, "__init__", begin_and_remove)
-    with pytest.raises(UserError, match="states: cannot be written"):
+    with refusal("states: cannot be written"):
         cache.fill_cache(config(world, "unused", **CACHED))
 
 
@@ -173,7 +184,7 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     short = shutil.copytree(world / "teacher", world / "short") / "config.json"
     text = re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text())
     short.write_text(text)
-    with pytest.raises(UserError, match="short supports 4 positions; set a smaller one"):
+    with refusal("short supports 4 positions; set a smaller one"):
         cache.fill_cache(config(world, "unused", **CACHED, teacher=short.parent))
 
 
@@ -247,5 +258,5 @@ def test_what_the_disk_has_no_room_for_is_refused(world, monkeypatch):
     rows = [preflight.open_data(cfg, name) for name in ("train", "val")]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=31 * ROW))
     message = "teacher_cache=True: hidden states take 0.0 MiB more of disk in .*data, .* free"
-    with pytest.raises(UserError, match=message):
+    with refusal(message):
         preflight.open_teacher(cfg, *rows)

@@ -10,7 +10,7 @@ import configure
 import train
 from configure import Config, UserError, load
 from losses import METHODS, settings
-from tests.world import ROOT
+from tests.world import ROOT, read_table, refusal
 
 
 def write(folder: Path, text: str) -> str:
@@ -31,28 +31,31 @@ def test_files_then_flags(tmp_path):
     assert cfg.hyper == {"alra": {"tau": 2, "anchor": "none"}}
 
 
-REFUSALS = {
+REFUSALS = """
+--zzzz=1 => --zzzz=1: no such key 'zzzz'; a method's
+--learning-rate=1 => no such key 'learning-rate', did you mean lr? --help
+--kd=1 => no such key 'kd', did you mean methods=vanilla_kd?
+--epochs=1 => no such key 'epochs', did you mean max_steps with repeat_rows?
+--steps=1 => no such key 'steps', did you mean max_steps with
+--temperature=1 => no such key 'temperature', did you mean METHOD.tau
+--resume=1 => no such key 'resume', did you mean the same command again
+--perplexity=1 => no such key 'perplexity', did you mean exp(CE)
+--batch_size=1 => no such key 'batch_size', did you mean batch_rows?
+--dropout=1 => no such key 'dropout'; a method's
+--minillm=1 => no such key 'minillm'; a method's
+--anchor=top => --anchor=top: no such key 'anchor'
+--alra.gamma => --alra.gamma: expected --alra.gamma=VALUE
+--max_steps=1.5 => max_steps=1.5: expected int
+--compile=1 => compile=1: expected bool
+--seed=True => seed=True: expected int
+--dtype=int8 => dtype='int8': expected 'auto' or 'float32' or 'bfloat16'
+--methods=alra@a,alra@a => duplicate 'alra@a'
+--alra@g1.lr=fast => alra@g1.lr='fast': expected float more than 0
+config/alra_200n.py => no such config file (*.py), did you mean config/alra_200m.py?
+"""
+# no flag, and files
+FILES = {
     "": "no config: expected one, such as config/alra_200m.py, or --KEY=VALUE; --help",
-    "--zzzz=1": "--zzzz=1: no such key 'zzzz'; a method's",
-    "--learning-rate=1": "no such key 'learning-rate', did you mean lr? --help",
-    "--kd=1": "no such key 'kd', did you mean methods=vanilla_kd?",
-    "--epochs=1": "no such key 'epochs', did you mean max_steps with repeat_rows?",
-    "--steps=1": "no such key 'steps', did you mean max_steps with",
-    "--temperature=1": "no such key 'temperature', did you mean METHOD.tau",
-    "--resume=1": "no such key 'resume', did you mean the same command again",
-    "--perplexity=1": "no such key 'perplexity', did you mean exp(CE)",
-    "--batch_size=1": "no such key 'batch_size', did you mean batch_rows?",
-    "--dropout=1": "no such key 'dropout'; a method's",
-    "--minillm=1": "no such key 'minillm'; a method's",
-    "--anchor=top": "--anchor=top: no such key 'anchor'",
-    "--alra.gamma": "--alra.gamma: expected --alra.gamma=VALUE",
-    "--max_steps=1.5": "max_steps=1.5: expected int",
-    "--compile=1": "compile=1: expected bool",
-    "--seed=True": "seed=True: expected int",
-    "--dtype=int8": "dtype='int8': expected 'auto' or 'float32' or 'bfloat16'",
-    "--methods=alra@a,alra@a": "duplicate 'alra@a'",
-    "--alra@g1.lr=fast": "alra@g1.lr='fast': expected float more than 0",
-    "config/alra_200n.py": "no such config file (*.py), did you mean config/alra_200m.py?",
     "lr = '1e-3'\n": "lr='1e-3': expected float",
     "def lr():\n    return 1\n": "lr=<function",
     "methods = ('alra', 3)\n": "methods=('alra', 3): expected names",
@@ -60,14 +63,14 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("argument", REFUSALS)
-def test_refusals(argument, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("argument", "message"), [*read_table(REFUSALS), *FILES.items()])
+def test_refusals(argument, message, monkeypatch, tmp_path):
     """Those that tests/test_faults.py does not have; what ends in a newline is a file."""
     monkeypatch.chdir(ROOT)
     argv = [argument] if argument else []
     if argument.endswith("\n"):
         argv = [write(tmp_path, argument)]
-    with pytest.raises(UserError, match=re.escape(REFUSALS[argument])):
+    with refusal(re.escape(message)):
         load(argv)
 
 
@@ -90,7 +93,7 @@ def test_each_number_has_its_bound(keys, refused, taken):
     # so that no key contradicts another
     base = {"max_steps": 1, "warmup_steps": 0, "val_rows": 0, "min_lr": 1e-9}
     for key in keys.split():
-        with pytest.raises(UserError, match=rf"^{key}=-?[\d.na]+: expected "):
+        with refusal(rf"^{key}=-?[\d.na]+: expected "):
             Config(**{**base, key: refused})
         Config(**{**base, key: taken})
 
@@ -130,7 +133,7 @@ def test_a_setting_of_a_method_is_reached_by_its_name_and_no_other():
     for method in METHODS:
         for key in settings(method):
             assert load([f"--{method}.{key}=3"]).hyper == {method: {key: 3}}
-            with pytest.raises(UserError, match=re.escape(f"no such key {key!r}")):
+            with refusal(re.escape(f"no such key {key!r}")):
                 load([f"--{key}=3"])
 
 

@@ -17,11 +17,14 @@ import configure
 import eval as ev
 from lib import tasks
 from lib.errors import UserError
+from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import Rows
-from model import Qwen2, Qwen2Config
+from model import Qwen2
 from tests import world
+from tests.test_metrics import STUDENT, TEACHER
 from tests.test_tables import cells
+from tests.world import refusal
 
 SHARED = world.SHARED / "data"
 needs_shared = pytest.mark.skipif(
@@ -29,8 +32,6 @@ needs_shared = pytest.mark.skipif(
 )
 WORDS = "the cat saw a dog under old trees while rain on seven boats 13 quiet"
 CONFIG = dataclasses.asdict(configure.Config())
-STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
-TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
 
 ARC = (
     '{"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, '
@@ -95,7 +96,6 @@ def lengthen(value, rng, key=""):
 
 
 def write_items(folder, task, split, rows):
-    (folder / task).mkdir(parents=True, exist_ok=True)
     world.write_jsonl(folder / task / f"{split}.jsonl", rows)
 
 
@@ -201,7 +201,7 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, bos, data, tmp_path
             score(command)
         else:
             problem = f"rows with bos={rows_bos}, but .* was trained on rows with bos={bos}"
-            with pytest.raises(UserError, match=problem):
+            with refusal(problem):
                 score(command)
     assert set(used) == {bos}
 
@@ -239,7 +239,7 @@ def test_scores_are_fp32_whatever_the_backbone(tokenizer):
 
 @pytest.mark.parametrize("pair", [("the cat", ""), (" \n", "cat"), ("the cat", " dog" * 13)])
 def test_requests_without_an_answer_are_refused(student, tokenizer, pair):
-    with pytest.raises(UserError, match="expected a context"):
+    with refusal("expected a context"):
         score_pairs(ev.Scorer(student, tokenizer, max_length=7), pair)
 
 
@@ -376,7 +376,7 @@ def test_items_that_are_not_the_published_ones_are_refused(data):
     file = f"{data}/piqa/validation.jsonl"
     hashes = r"sha256 \w+, expected d82bc2d775ca"
     problem = rf"{file}: 7 items that are not .*of piqa \({hashes}\); --any_items"
-    with pytest.raises(UserError, match=problem):
+    with refusal(problem):
         tasks.read_items(["piqa"], "heldout", str(data))
     assert tasks.read_items(["hellaswag"], "validation", str(data))  # its hash is not known
 
@@ -415,7 +415,7 @@ def test_broken_items_are_refused_by_file(file, content, problem, tmp_path):
         path.write_bytes(content)
     name = "piqa" if file == PIQA else "storycloze_2016"
     story = str(path) if "story" in file else None
-    with pytest.raises(UserError, match=problem.format(path)):
+    with refusal(problem.format(path)):
         tasks.read_items([name], "heldout", str(tmp_path), story, True)
 
 
@@ -440,12 +440,12 @@ def trained(tmp_path_factory, tokenizer, rows):
     world.make_model(TEACHER, 6, 7.0).save_pretrained(folder / "teacher", tokenizer)
     students = {"pretrain": world.make_model(STUDENT, 5, 7.0)}
     students["alra"] = world.make_model(STUDENT, 9, 7.0)
-    keys = {"data_dir": str(Path(rows.file).parent), "teacher": str(folder / "teacher")}
+    keys = {"data_dir": str(Path(rows.file).parent), "teacher": f"{folder}/teacher"}
     config = CONFIG | keys
     world.write_run(folder / "out", students, tokenizer, *keys.values(), config=config)
     config["methods"] = ["tad", "pretrain", "alra"]
-    (folder / "out" / "run.json").write_text(json.dumps({"config": config}))
-    (folder / "out" / "tad").mkdir()
+    write_json(folder / "out/run.json", {"config": config})
+    (folder / "out/tad").mkdir()
     return folder
 
 
@@ -457,7 +457,7 @@ def out(trained, tmp_path):
 
 def read(folder, name="figures_*.json"):
     (file,) = folder.glob(name)
-    return json.loads(file.read_text())
+    return read_json(file)
 
 
 def test_from_checkpoints_to_tables(out, capsys):
@@ -476,7 +476,7 @@ def test_from_checkpoints_to_tables(out, capsys):
     assert capsys.readouterr().out.split() == [*text.split(), *left_out.split()]
     facts = read(out / "alra", "run.json")
     facts["made_by"]["data_sha256"] = "other"
-    (out / "alra" / "run.json").write_text(json.dumps(facts))
+    write_json(out / "alra/run.json", facts)
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
     assert text.count("### Held-out rows") == 2 and "differ in data_sha256: d and other" in text
@@ -525,7 +525,7 @@ def test_slips_are_told_before_the_hub_is_asked(command, problem, out, monkeypat
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=problem):
+    with refusal(problem):
         score(command.format(out))
 
 
@@ -538,7 +538,7 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch, capsys
     figures = read(file.parent)
     assert file.parent == Path("out/eval/teacher")
     assert figures["run"] == {} and "kl" not in figures["figures"]
-    tokenizer = load_tokenizer(str(trained / "teacher"))
+    tokenizer = load_tokenizer(f"{trained}/teacher")
     world.make_model(STUDENT, 3).save_pretrained(tmp_path / "teacher", tokenizer)
     capsys.readouterr()
     score(f"teacher {flags}")
@@ -557,7 +557,7 @@ def test_a_command_replaces_no_results_but_its_own(out, data, monkeypatch):
     """Not those of other items, rows, teacher, protocol or code."""
     alra = out / "alra"
     items = shutil.copytree(data, out / "items")
-    file = items / "piqa" / "validation.jsonl"
+    file = items / "piqa/validation.jsonl"
     world.write_jsonl(file, world.read_jsonl(file)[1:])
     tasks_of = f"{alra} --rows=none --any_items --limit=3 --tasks=piqa --data_dir="
     commands = [f"{tasks_of}{folder}" for folder in (items, data)]
@@ -585,28 +585,28 @@ def test_another_model_or_decoder_than_the_trained_one_is_not_scored(out, capsys
     refused = "alra: its model/ is not the one that run.json describes"
 
     def write_facts(**changes):
-        (alra / "run.json").write_text(json.dumps(facts | changes))
+        write_json(alra / "run.json", facts | changes)
 
     write_facts(weights_sha256="of another model")
-    with pytest.raises(UserError, match=refused):
+    with refusal(refused):
         score(command)
     write_facts()
     score(command)
-    config = alra / "model" / "config.json"
+    config = alra / "model/config.json"
     text = config.read_text()
     config.write_text(text.replace("1000000.0", "10000.0"))
-    with pytest.raises(UserError, match=refused):
+    with refusal(refused):
         score(command)
     config.write_text(text)
     code = facts["made_by"]["code"] | {"model.MLP": "another", "train.update": "another"}
     write_facts(made_by=facts["made_by"] | {"code": code})
     problem = "alra: the decoder was edited since its training: model.MLP; --accept_edits"
-    with pytest.raises(UserError, match=problem):
+    with refusal(problem):
         score(command)
     score(f"{command} --accept_edits")
     assert read(alra)["accepted_edits"] == ["model.MLP"]
     write_facts(weights_sha256="of another model")
-    with pytest.raises(UserError, match="alra: no results in it"):
+    with refusal("alra: no results in it"):
         score(f"--table {alra}")
 
 
@@ -620,7 +620,7 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
         world.make_model(shape).save_pretrained(tmp_path / name, tokenizer)
         return tmp_path / name
 
-    tokenizer = load_tokenizer(str(trained / "teacher"))
+    tokenizer = load_tokenizer(f"{trained}/teacher")
     data_dir = Path(rows.file).parent
     alra = out / "alra"
     assert "nothing to score" in error(trained / "teacher")
@@ -639,10 +639,10 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     facts = read(alra, "run.json")
     for key, name in (("val_sha256", data_dir), ("teacher_sha256", trained / "teacher")):
         changed = facts | {"made_by": facts["made_by"] | {key: "another"}}
-        (alra / "run.json").write_text(json.dumps(changed))
+        write_json(alra / "run.json", changed)
         assert f"{name}: its content has changed since the student was trained" in error(alra)
     facts["config"]["data_dir"] = "elsewhere"
-    (alra / "run.json").write_text(json.dumps(facts))
+    write_json(alra / "run.json", facts)
     problem = f"data_dir: {data_dir} in one run, elsewhere in another"
     assert f"{problem}; score them apart, or set --rows" in error(out)
 
@@ -650,5 +650,5 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
 def test_a_max_length_is_checked_where_tasks_are_scored(out, data):
     flags = "--max_length=601 --teacher=none"
     score(f"{out}/alra {flags} --tasks=none")
-    with pytest.raises(UserError, match=r"--max_length 601: .*alra takes 600 at most"):
+    with refusal(r"--max_length 601: .*alra takes 600 at most"):
         score(f"{out}/alra {flags} --tasks=piqa --data_dir={data} --any_items")

@@ -6,7 +6,6 @@ function), and a pattern of the line on stderr. Nothing else may change.
 
 import errno
 import importlib
-import json
 import os
 import re
 import resource
@@ -70,14 +69,14 @@ def edit(name: str, **keys):
     """Set keys of a JSON file; `a__b` is b inside a."""
 
     def change() -> None:
-        value = json.loads(Path(name).read_text())
+        value = files.read_json(Path(name))
         for key, new in keys.items():
             *path, last = key.split("__")
             inside = value
             for part in path:
                 inside = inside[part]
             inside[last] = new
-        Path(name).write_text(json.dumps(value))
+        files.write_json(Path(name), value)
 
     return change
 
@@ -116,57 +115,51 @@ def apply(cause) -> None:
         cause()
 
 
-FLAGS = {
-    "nowhere.py": "nowhere.py: no such config file",
-    "--lr=nan": "lr='?nan'?: expected",
-    "--lr=x": "lr='?x'?: expected float",
-    "--lr": "--lr: expected --lr=VALUE",
-    "--lrr=1": "no such key 'lrr', did you mean '?lr",
-    "--clip=1e999": "clip=inf: expected",
-    f"--seed={10**30}": "seed=10+: expected",
-    "--batch_rows=1000000000000": "batch_rows=1000000000000: expected at most",
-    "--methods=": "methods=.*expected at least one",
-    "--methods=alra@../x": "expected METHOD or METHOD@LABEL",
-    "--methods=alr": "no such method 'alr', did you mean 'alra'",
-    "--tad.beta=2": "settings of .*tad",
-    "--alr.d_max=7": "alr",
-    "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, coefficients",
-    "--alra.tau=0": "alra.tau=0.*: expected",
-    "--alra.tau=x": "alra.tau='x': expected float",
-    "--alra.lr=1e999": "alra.lr=inf: expected",
-    "--alra.pair=prau": "alra.pair='prau': expected 'swpra' or",
-    "--alra.d_max=259": "alra: d_max=259: expected 2 <= d_max < V",
-    "--hyper=3": "hyper",
-    "--device=gpu": "device=gpu: expected cpu",
-    "--device=cuda": "device=cuda:0: expected cpu, or cuda",
-    "--seq_len=12": "seq_len=12: data has rows for seq_len=16",
-    "--max_steps=5000 --schedule_steps=5000": (
-        r"max_steps=5000: needs 20,000 rows, data has (\d+); "
-        r"set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True"
-    ),
-    "--teacher=none": "teacher=None: .*learns from one",
-    "--teacher=none --methods=pretrain --hyper={} --alra.d_max=7": "alra",
-    "--teacher=nowhere": "nowhere: no such folder",
-    "--student=demmo": r"student=demmo: expected a preset \(.*; did you mean 'demo'\?",
-    "--student=16x1x3": "num_attention_heads=3: expected a divisor of hidden_size=16",
-    """'--student={"hidden_size": 16, "layers": 1}'""": "expected hidden_size, num_hidden_layers",
-    """'--student={"hidden_size": 16, "num_attention_heads": 2}'""": "num_hidden_layers",
-    "--student_weights=teacher": "student_weights=teacher: not of the shape of student=student",
-    "--data_dir=text": "text: no train.bin with train.json",
-    "--micro_batch=3": "micro_batch=3: expected a divisor",
-    "--group=2 --micro_batch=1": "micro_batch=1: expected a multiple",
-    "--group=3": "group=3: expected a divisor",
-    "--shard=2": "shard=2: expected a divisor",
-    "--shard=2 --teacher_device=cpu": "teacher_device=cpu: not supported with shard=2",
-    "--min_lr=1": "min_lr=1.0: expected at most",
-    "--warmup_steps=4": "warmup_steps=4: expected less",
-    "--max_steps=5": "max_steps=5: expected at most schedule_steps=4",
-    "--val_share=0.1": "val_rows=5 with val_share=0.1",
-    "--out_dir=cfg.py": "cfg.py",
-    f"--resume_from={STEP} --max_steps=2": "max_steps=2: new is at step 3; set at least that",
-    f"--resume_from={STEP} --student=16x1x2": "a student of another shape",
-    "--resume_from=half/alra": "resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch",
-}
+FLAGS = r"""
+nowhere.py => nowhere.py: no such config file
+--lr=nan => lr='?nan'?: expected
+--lr=x => lr='?x'?: expected float
+--lr => --lr: expected --lr=VALUE
+--lrr=1 => no such key 'lrr', did you mean '?lr
+--clip=1e999 => clip=inf: expected
+--seed=1000000000000000000000000000000 => seed=10+: expected
+--batch_rows=1000000000000 => batch_rows=1000000000000: expected at most
+--methods= => methods=.*expected at least one
+--methods=alra@../x => expected METHOD or METHOD@LABEL
+--methods=alr => no such method 'alr', did you mean 'alra'
+--tad.beta=2 => settings of .*tad
+--alr.d_max=7 => alr
+--alra.d_mx=7 => alra takes no d_mx; it takes anchor, budget, coefficients
+--alra.tau=0 => alra.tau=0.*: expected
+--alra.tau=x => alra.tau='x': expected float
+--alra.lr=1e999 => alra.lr=inf: expected
+--alra.pair=prau => alra.pair='prau': expected 'swpra' or
+--alra.d_max=259 => alra: d_max=259: expected 2 <= d_max < V
+--hyper=3 => hyper
+--device=gpu => device=gpu: expected cpu
+--device=cuda => device=cuda:0: expected cpu, or cuda
+--seq_len=12 => seq_len=12: data has rows for seq_len=16
+--teacher=none => teacher=None: .*learns from one
+--teacher=none --methods=pretrain --hyper={} --alra.d_max=7 => alra
+--teacher=nowhere => nowhere: no such folder
+--student=demmo => student=demmo: expected a preset \(.*; did you mean 'demo'\?
+--student=16x1x3 => num_attention_heads=3: expected a divisor of hidden_size=16
+'--student={"hidden_size": 16, "layers": 1}' => expected hidden_size, num_hidden_layers
+'--student={"hidden_size": 16, "num_attention_heads": 2}' => num_hidden_layers
+--student_weights=teacher => student_weights=teacher: not of the shape of student=student
+--data_dir=text => text: no train.bin with train.json
+--micro_batch=3 => micro_batch=3: expected a divisor
+--group=2 --micro_batch=1 => micro_batch=1: expected a multiple
+--group=3 => group=3: expected a divisor
+--shard=2 => shard=2: expected a divisor
+--shard=2 --teacher_device=cpu => teacher_device=cpu: not supported with shard=2
+--min_lr=1 => min_lr=1.0: expected at most
+--warmup_steps=4 => warmup_steps=4: expected less
+--max_steps=5 => max_steps=5: expected at most schedule_steps=4
+--val_share=0.1 => val_rows=5 with val_share=0.1
+--out_dir=cfg.py => cfg.py
+--resume_from=half/alra => resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch
+"""
 CONFIGS = {
     "import sys; sys.exit(0)": "does not run: SystemExit",
     "lr = = 1": "does not run: SyntaxError",
@@ -278,6 +271,12 @@ SMALLER = (
     tensor(MODEL, "model.embed_tokens.weight", lambda x: x[:99].clone()),
 )
 COMMANDS = {
+    f"{NEW} --max_steps=5000 --schedule_steps=5000": (
+        r"max_steps=5000: needs 20,000 rows, data has (\d+); "
+        r"set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True"
+    ),
+    f"{NEW} --resume_from={STEP} --max_steps=2": "max_steps=2: new is at step 3; set at least that",
+    f"{NEW} --resume_from={STEP} --student=16x1x2": "a student of another shape",
     f"{HALF} --max_steps=2": "max_steps=2: half is at step 3",
     f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9": (
         r"run/pretrain/checkpoints/step_00000004: contains a different run "
@@ -349,7 +348,7 @@ CASES = [
     ),
     ("prepare.py --verify data", edit("data/train.json", sha256="x"), "train.bin: sha256 is"),
     *((command, (), message) for command, message in COMMANDS.items()),
-    *((f"{NEW} {flag}", (), message) for flag, message in FLAGS.items()),
+    *((f"{NEW} {flag}", (), message) for flag, message in world.read_table(FLAGS)),
     *((f"{NEW} bad.py", f'printf "{text}" > bad.py', CONFIGS[text]) for text in CONFIGS),
     *((NEW, cause, message) for cause, message in INPUTS.items()),
     *((HALF, cause, message) for cause, message in FOLDERS.items()),
@@ -509,7 +508,7 @@ def test_an_unfinished_run_is_scored_and_sampled_by_a_checkpoint(name, steps, fo
     for out, step in scored:
         place = folder / f"out/eval/{out.replace('/', '_')}_step_0000000{step}"
         (file,) = place.glob("figures_*.json")
-        assert json.loads(file.read_text())["run"]["step"] == int(step)
+        assert files.read_json(file)["run"]["step"] == int(step)
     assert name == "half" or run(SAMPLE.replace("run/alra", name)) == 0
     assert contents(folder / "half") == before
 
@@ -560,7 +559,7 @@ def test_a_disk_that_is_full_in_mid_run_and_free_again_costs_nothing(
         assert output.out.count("teacher_cache: rows are not stored") == 1
         assert run(command) == 0 and end_of("new") == end_of("run")
         for method in ("pretrain", "alra"):
-            assert world.untimed(Path("new"), method) == world.untimed(Path("run"), method)
+            world.assert_same(Path("new"), Path("run"), method, 4)
         shell("rm -r new")
 
 

@@ -14,7 +14,7 @@ from lib.rows import IGNORE
 from model import Qwen2Config
 from tests import world
 
-STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311)
+STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
 TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
 
 

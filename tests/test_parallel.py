@@ -20,13 +20,22 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import losses
 import train
 from lib import distributed, parallel
-from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
 from run import identity
 from tests import several, world
-from tests.world import V, config, final_bits, flags, read_jsonl, records, untimed
+from tests.world import (
+    V,
+    assert_same,
+    config,
+    final_bits,
+    flags,
+    read_jsonl,
+    records,
+    refusal,
+    untimed,
+)
 
 # Each part of its weights on 2 processes is a multiple of 16 numbers: AdamW rounds the rest of a
 # vector register otherwise.
@@ -107,7 +116,7 @@ def alone(wide, tmp_path_factory):
 
 def vector(run: Path, method: str, kind: str, step: int) -> torch.Tensor:
     """All weights of a checkpoint, or all moments, in a row."""
-    folder = run / method / "checkpoints" / f"step_{step:08d}"
+    folder = run / method / f"checkpoints/step_{step:08d}"
     file = folder / "model/model.safetensors"
     if kind == "optimizer":
         file = folder / "optimizer.safetensors"
@@ -150,7 +159,7 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
             assert_close(*first, 1e-8)
     lowered = "micro_batch=8: lowered to 4 for 2 processes; the result is the same"
     assert text.count(lowered) == 1
-    assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
+    assert read_json(root / "shard/run.json")["config"]["micro_batch"] == 4
 
 
 def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
@@ -164,7 +173,7 @@ def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
     monkeypatch.setattr(parallel, "all_gather", lambda own: [*gathered, own])
     assert identity.content_hash(wide / "teacher") == digest
     gathered[2] = first[::-1]
-    with pytest.raises(UserError, match="teacher: its files differ between nodes"):
+    with refusal("teacher: its files differ between nodes"):
         identity.content_hash(wide / "teacher")
 
 
@@ -183,7 +192,7 @@ def test_two_processes_share_stored_hidden_states(together):
     root, text = together
     for name in ("stores", "reads"):
         for method in METHODS:
-            assert final_bits(root / name, method, 4) == final_bits(root / "sums", method, 4)
+            assert_same(root / name, root / "sums", method, 4)
     assert "process 1: 0 of CachedTeacher in reads" in text
     assert "process 1: 0 of CachedTeacher in stores" not in text
 
@@ -221,7 +230,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
     shutil.copytree(root / "shard", by_one)
     for method in METHODS:
         assert final_bits(root / "cut", method, 4) == final_bits(root / "shard", method, 4)
-        shutil.rmtree(by_one / method / "checkpoints" / "step_00000004")
+        shutil.rmtree(by_one / method / "checkpoints/step_00000004")
     assert train.distil(config(wide, by_one, FLAGS)) == 0
     for method in METHODS:
         assert distance(root / "shard", by_one, method) < 1e-6

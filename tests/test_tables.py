@@ -9,8 +9,9 @@ import pytest
 
 import configure
 from lib import tasks
-from lib.errors import UserError
+from lib.files import read_json, write_json
 from run import tables
+from tests.world import refusal
 
 CONFIG = dataclasses.asdict(configure.Config())
 
@@ -60,7 +61,7 @@ def fake(folder, method, accs, seed=1234, split="heldout", student="200m", limit
     result = {"name": str(folder), "run": run | changes.get("run", {}), "tasks": scores}
     result |= {"weights_sha256": str(folder), "protocol": protocol | changes.get("protocol", {})}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"scores_{split}_{len(accs):08}.json").write_text(json.dumps(result))
+    write_json(folder / f"scores_{split}_{len(accs):08}.json", result)
 
 
 ALL = {t: 20.0 + i for i, t in enumerate(tables.COLUMNS)}
@@ -175,7 +176,7 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
 def test_what_cannot_be_compared(tmp_path, change, named):
     fake(tmp_path / "x", "pretrain", ALL)
     fake(tmp_path / "y", "alra", ALL, **change)
-    with pytest.raises(UserError, match=f"{tmp_path}/x and {tmp_path}/y differ in {named}"):
+    with refusal(f"{tmp_path}/x and {tmp_path}/y differ in {named}"):
         table_of(tmp_path)
 
 
@@ -203,15 +204,15 @@ def test_files_of_other_kinds_are_refused_in_one_line(tmp_path, text):
     """Older, newer or damaged ones; the last by a number that is a text."""
     fake(tmp_path, "alra", {"piqa": 30.0})
     (file,) = tmp_path.glob("scores_*.json")
-    content = json.loads(file.read_text())
+    content = read_json(file)
     if text.startswith('{"name'):
         text = json.dumps(content | json.loads(text))
     file.write_text(text)
-    with pytest.raises(UserError, match=f"{file}: .*move it aside, and the command that wrote it"):
+    with refusal(f"{file}: .*move it aside, and the command that wrote it"):
         table_of(tmp_path)
     content["tasks"]["piqa"]["acc"] = "0.3"
-    file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"{file}: tasks: piqa: acc='0.3': expected float"):
+    write_json(file, content)
+    with refusal(f"{file}: tasks: piqa: acc='0.3': expected float"):
         table_of(tmp_path)
 
 
@@ -225,15 +226,15 @@ def test_what_may_differ_between_rows(tmp_path):
 def test_one_place_for_each_student(tmp_path):
     for name in ("a", "b"):
         fake(tmp_path / name / "alra", "alra", ALL)
-    with pytest.raises(UserError, match="both hold alra with seed 1234"):
+    with refusal("both hold alra with seed 1234"):
         table_of(tmp_path / "a", tmp_path / "b")
-    fake(tmp_path / "b" / "alra", "alra", ALL, run={"overrides": {"d_max": 9}})
+    fake(tmp_path / "b/alra", "alra", ALL, run={"overrides": {"d_max": 9}})
     text = table_of(tmp_path / "a", tmp_path / "b", tmp_path / "a/alra")
     assert cells(text, "alra d_max=9")[1] == "20.00"
 
 
 def test_a_folder_without_scores_is_refused(tmp_path):
-    fake(tmp_path / "a" / "alra", "alra", ALL)
+    fake(tmp_path / "a/alra", "alra", ALL)
     for path in (tmp_path, tmp_path / "c"):
-        with pytest.raises(UserError, match=f"{path}: no results in it; first: python eval.py"):
+        with refusal(f"{path}: no results in it; first: python eval.py"):
             table_of(tmp_path / "a", path)

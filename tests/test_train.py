@@ -38,7 +38,18 @@ from run import checkpoints, ending, identity, log, preflight, students
 from run.methods import compute_dtype, make_objective
 from run.teacher import Teacher, load_teacher
 from tests import world
-from tests.world import DEMO, SEQ, STUDENT, V, config, final_bits, records, saved, untimed
+from tests.world import (
+    DEMO,
+    SEQ,
+    STUDENT,
+    V,
+    assert_same,
+    config,
+    final_bits,
+    records,
+    refusal,
+    saved,
+)
 
 UNUSED = Path("unused")
 CPU = torch.device("cpu")
@@ -140,7 +151,7 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny, monkey
     student = train.make_student("alra", config(tiny, UNUSED, seed=5))
     assert student.init_sha256 == weights_hash(init_student(STUDENT, 5))
     home = torch.device("meta")
-    teacher = load_teacher(str(tiny / "teacher"), torch.float32, CPU, home)
+    teacher = load_teacher(f"{tiny}/teacher", torch.float32, CPU, home)
     h = teacher.hidden(torch.zeros(1, 3, dtype=torch.int64))
     assert teacher.head.device == h.device == home
 
@@ -199,8 +210,7 @@ def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_pat
         states[name] = world.state_of(tmp_path / name, 6)
     assert states["whole"] == states["stopped"] != 1.0
     assert states["micro"] == pytest.approx(states["whole"], rel=1e-5)
-    bits = [final_bits(tmp_path / name, "balanced_kl") for name in ("whole", "stopped")]
-    assert bits[0] == bits[1]
+    assert_same(tmp_path / "whole", tmp_path / "stopped", "balanced_kl")
     average = 1.0
     for record in with_key(tmp_path / "whole", "balanced_kl", "kd"):
         average *= 0.9 + 0.1 * record["kd"]  # the KL of an update is its kd times the average
@@ -362,7 +372,7 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
 
 
 def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, capsys, run):
-    first = finished / "alra" / "model"
+    first = finished / "alra/model"
     flags = f"--student={first} --student_weights={first} --seed=99 --methods=pretrain"
     model = train.make_student("pretrain", config(tiny, tmp_path, flags)).model
     tensors = safetensors.torch.load_file(first / "model.safetensors")
@@ -370,7 +380,7 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_pa
     for name, p in model.named_parameters():
         assert p.requires_grad and torch.equal(tensors[name], p), name
     run(tmp_path, flags)
-    sha = read_json(tmp_path / "pretrain" / "run.json")["init_sha256"]
+    sha = read_json(tmp_path / "pretrain/run.json")["init_sha256"]
     assert sha == weights_hash(model) and sha[:12] in capsys.readouterr().out
     # it had learnt something
     ces = [with_key(out, "pretrain", "val_ce")[0]["val_ce"] for out in (finished, tmp_path)]
@@ -420,8 +430,8 @@ def test_the_log_is_the_mean_over_all_tokens_since_the_last_line(tiny, finished,
 def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
     val = open_rows(tiny, "val")
     x, y, _ = first_rows(val, 7)
-    p_s, labels = log_p(Qwen2.from_pretrained(str(finished / "alra" / "model")), x, y)
-    p_t, _ = log_p(Qwen2.from_pretrained(str(tiny / "teacher")), x, y)
+    p_s, labels = log_p(Qwen2.from_pretrained(f"{finished}/alra/model"), x, y)
+    p_t, _ = log_p(Qwen2.from_pretrained(f"{tiny}/teacher"), x, y)
     expected = {
         "val_ce": -p_s.gather(1, labels),
         "val_kl": (p_t.exp() * (p_t - p_s)).sum(-1),
@@ -505,7 +515,7 @@ def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, capsys, ru
         assert record["lr"] == keys.get("lr", 1e-2)
         cells += rf" +{record['ce']:.4f}"
     assert len(re.findall(rf" eta .* \|{cells}\n", output)) == 1
-    facts = read_json(many / "alra@slow" / "run.json")
+    facts = read_json(many / "alra@slow/run.json")
     assert facts["method"] == "alra@slow"
     assert facts["overrides"] == {"tau": 2.0, "d_max": 7, "gamma": 1.0, "lr": 5e-3}
 
@@ -551,7 +561,7 @@ def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
         replace(a, b)
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(UserError, match="Input/output error"):
+    with refusal("Input/output error"):
         init_student(STUDENT, 2).save_pretrained(path)
     kept = path if path.exists() else tmp_path / ".m.alra-old"
     assert weights_hash(Qwen2.from_pretrained(str(kept))) == weights_hash(model)
@@ -570,7 +580,7 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
             raise OSError(errno.ENOSPC, "No space left on device")
         save(tensors, path, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
+    with monkeypatch.context() as patch, refusal("No space left"):
         patch.setattr(safetensors.torch, "save_file", fail)
         run(tmp_path, flags, max_steps=4)
     assert names[-3:] == ["vanilla_kd", "vanilla_kd", "alra"]
@@ -602,7 +612,7 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     flags = f"--methods=vanilla_kd,alra --vanilla_kd.lr=0.005 --max_skipped_updates={limit}"
     run(out, flags, int(stops))
     output = capsys.readouterr().out
-    assert final_bits(out, "alra") == final_bits(finished, "alra")
+    assert_same(out, finished, "alra")
     step = 4
     reason = "2 updates in a row skipped; gradient norm nan, not finite: the gradient alone"
     if broken == "weights":
@@ -611,11 +621,11 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     else:
         assert "vanilla_kd, step 4: skipped the update, 2 in a row; gradient norm nan" in output
         assert torch.equal(weights[2], weights[3])
-    model = out / "vanilla_kd" / "model"
+    model = out / "vanilla_kd/model"
     assert model.exists() != stops
     if not stops:
         return
-    checkpoint = out / "vanilla_kd" / "checkpoints" / f"step_{step // 2 * 2:08d}"
+    checkpoint = out / f"vanilla_kd/checkpoints/step_{step // 2 * 2:08d}"
     hint = f"to go on, --resume_from={checkpoint} with another out_dir and a smaller lr than 0.005"
     line = f"vanilla_kd stopped at step {step}: {reason}; {hint}"
     assert line in output
@@ -649,12 +659,11 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
     cut = tmp_path / "cut"
     for out, code in ((whole, 0), (cut, ending.TRY_AGAIN), (cut, 0)):
         run(out, flags, code)
-    assert untimed(whole, "alra") == untimed(cut, "alra")
-    assert final_bits(whole, "alra") == final_bits(cut, "alra")
+    assert_same(whole, cut, "alra")
     assert with_key(whole, "alra", "loss")[0]["loss"] is None
     run(tmp_path / "stopped", f"{flags} --max_skipped_updates=0 --keep_checkpoints=1", 1)
     # its last weights, and those that it had in common with the others
-    assert steps_of(tmp_path / "stopped" / "alra") == [2, 3]
+    assert steps_of(tmp_path / "stopped/alra") == [2, 3]
 
 
 def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before(
@@ -703,7 +712,7 @@ def test_a_full_disk_costs_no_checkpoint_that_it_has_room_for(
     assert not [*student.rglob(".*")]  # its room is free again
     assert steps_of(student) == steps
     run(tmp_path, "--methods=alra")
-    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
+    assert_same(tmp_path, finished, "alra")
     assert (student / "model/model.safetensors").is_file()
     assert read_json(student / "run.json")["step"] == 6
 
@@ -790,7 +799,7 @@ def test_no_checkpoint_is_ahead_of_its_log(finished, tmp_path, monkeypatch, caps
     monkeypatch.setattr(log.files, "append_line", write)
     run(tmp_path, "--methods=alra")
     assert "step 2: no checkpoint; trying after each update: no room" in capsys.readouterr().out
-    assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+    assert_same(tmp_path, finished, "alra")
 
 
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
@@ -829,7 +838,7 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(
     line = f"alra: left out Weights & Biases from {message}"
     assert capsys.readouterr().out.count(line) == 1
     assert send.call_count == 4 * (fails == "log")
-    assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+    assert_same(tmp_path, finished, "alra")
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tmp_path, monkeypatch, run):
@@ -837,29 +846,9 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tmp_path,
     usage = types.SimpleNamespace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = "take up to 2.6 MiB of disk, 2.6 MiB are free; choose another disk"
-    with pytest.raises(UserError, match=message):
+    with refusal(message):
         run(tmp_path, "--methods=pretrain")
     run(tmp_path, "--methods=pretrain --keep_checkpoints=1 --max_steps=1")
-
-
-def test_a_signal_in_an_update_saves_after_it_and_exits_75(
-    finished, tmp_path, hook_update, capsys, run
-):
-    def interrupt(students, step, cfg):
-        if step == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    hook_update(interrupt)
-    run(tmp_path, "--methods=alra", 75)
-    assert ": step 3 of 6; the same command resumes" in capsys.readouterr().out
-    assert_end(tmp_path, 75, 3, "SIGTERM")
-    assert steps_of(tmp_path / "alra") == [2, 3]
-    run(tmp_path, "--methods=alra")
-    starts = read_json(tmp_path / "run.json")["starts"]
-    assert [start["step"] for start in starts] == [0, 3]
-    assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
-    # the line of step 4 is of updates on both sides
-    assert untimed(tmp_path, "alra") == untimed(finished, "alra")
 
 
 def assert_end(out: Path, code: int, step: int | None, why: str) -> None:
@@ -867,39 +856,50 @@ def assert_end(out: Path, code: int, step: int | None, why: str) -> None:
     assert end == {"code": code, "step": step, "max_steps": 6, "why": why}
 
 
-@pytest.mark.parametrize("at", [0, 3, 6])
-def test_a_signal_while_a_run_loads_or_validates_ends_it_and_loses_nothing(
-    finished, tmp_path, monkeypatch, run, at
+# as it loads; in the third update; in the middle of a validation of 4 batches
+@pytest.mark.parametrize(("at", "n_seen"), [(0, 0), (3, 0), (3, 2), (6, 6)])
+def test_a_signal_ends_a_run_after_the_update_and_loses_nothing(
+    finished, tmp_path, monkeypatch, capsys, hook_update, run, at, n_seen
 ):
-    """It comes in the middle of the validation of a step, or before the first update."""
+    """The line of step 4 is of updates on both sides."""
     batches = train.validation_batches
     seen = []
+
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGUSR1)
 
     def interrupted(val, *args):
         for batch in batches(val, *args):
             seen.append(batch[0])
-            if len(seen) == 4 * at // 3 - 2:  # 4 batches each
-                signal.raise_signal(signal.SIGUSR1)
+            if len(seen) == n_seen:
+                interrupt()
             yield batch
 
     def load(*args):
         if at == 0:
-            signal.raise_signal(signal.SIGUSR1)
+            interrupt()
         return preflight.open_teacher(*args)
 
+    def before(students, step, cfg):
+        if (at, n_seen, step) == (3, 0, 2):
+            interrupt()
+
+    hook_update(before)
     with monkeypatch.context() as patch:
         patch.setattr(train, "validation_batches", interrupted)
         patch.setattr(train, "open_teacher", load)
         run(tmp_path, "--methods=alra --checkpoint_every_steps=none", 75)
+    assert f": step {at} of 6; the same command resumes" in capsys.readouterr().out
     assert_end(tmp_path, 75, at, "SIGUSR1")
-    assert len(seen) == max(0, 4 * at // 3 - 2)
+    assert len(seen) == n_seen
     assert steps_of(tmp_path / "alra")[-1] == at
     assert not (tmp_path / "alra/model").exists()
     for _ in range(2):
         run(tmp_path, "--methods=alra")
         assert_end(tmp_path, 0, 6, "finished")
-        assert final_bits(tmp_path, "alra") == final_bits(finished, "alra")
-        assert untimed(tmp_path, "alra") == untimed(finished, "alra")
+        assert_same(tmp_path, finished, "alra")
+    starts = read_json(tmp_path / "run.json")["starts"]
+    assert [start["step"] for start in starts][:2] == [0, at]
 
 
 def test_four_signals_stop_a_run_but_nohup_stays_nohup():
@@ -932,21 +932,21 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
     for out in (cut, whole):
         run(out, long, max_steps=end)
     for method in methods:
-        assert final_bits(cut, method, end) == final_bits(whole, method, end), method
+        assert_same(cut, whole, method, end)
 
 
 def test_histograms_hold_every_position(tiny, tmp_path, run):
     flags = "--methods=vanilla_kd,alra --histogram_every_steps=3 --checkpoint_every_steps=3"
     run(tmp_path, flags, max_steps=4)
     # as a kill leaves it: update 3 is made again
-    shutil.rmtree(tmp_path / "alra" / "checkpoints" / "step_00000004")
+    shutil.rmtree(tmp_path / "alra/checkpoints/step_00000004")
     run(tmp_path, flags)
     teacher = world.read_jsonl(tmp_path / "teacher.jsonl")
-    student = world.read_jsonl(tmp_path / "alra" / "histograms.jsonl")
+    student = world.read_jsonl(tmp_path / "alra/histograms.jsonl")
     assert [r["step"] for r in teacher] == [r["step"] for r in student] == [0, 3]
-    assert not (tmp_path / "vanilla_kd" / "histograms.jsonl").exists()
+    assert not (tmp_path / "vanilla_kd/histograms.jsonl").exists()
     x, y, n = open_rows(tiny).batch(np.arange(12, 16), CPU)
-    logp, labels = log_p(Qwen2.from_pretrained(str(tiny / "teacher")), x, y)
+    logp, labels = log_p(Qwen2.from_pretrained(f"{tiny}/teacher"), x, y)
     p = logp.exp()
     expected = {
         "p_label": p.gather(1, labels),
@@ -988,7 +988,7 @@ def test_micro_batch_is_lowered_to_what_fits_the_processes(
         assert train.fit_micro_batch(cfg).micro_batch == fitting
         return
     message = f"{processes} processes with group=4: expected their product to divide"
-    with pytest.raises(UserError, match=message):
+    with refusal(message):
         preflight.check_config(cfg)
 
 
@@ -1008,7 +1008,7 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
         return identity.made_by(config(tiny, finished, flags), "alra")
 
     record = made_by()
-    assert record == read_json(finished / "alra" / "run.json")["made_by"]
+    assert record == read_json(finished / "alra/run.json")["made_by"]
     names = {"--student=32x1x2": "shape", f"--student_weights={tiny}/student": "student_weights"}
     names |= dict.fromkeys(("--alra.gamma=1", "--alra.w_ce=0.5", "--alra.lr=1e-3"), "hyper")
     changed_keys = {flag: re.match(r"--(\w+)", flag)[1] for flag in CHANGES.split()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import re
@@ -84,6 +85,11 @@ def test_holm(ps, corrected):
 
 
 # --- what is planned
+
+
+def make_folders(out: Path) -> None:
+    for name in ("logs", "runs", "report"):
+        (out / name).mkdir(exist_ok=True)
 
 
 def planned(*argv: str) -> tuple[Spec, list[configure.Config]]:
@@ -170,7 +176,7 @@ def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_
     argv = ["--seeds=2", f"--data_dir={tiny}/data", f"--methods={','.join(STUDY.methods[:-2])}"]
     labelled = ["--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3"]
     students = [*planned(*argv)[1], *planned(*argv, *labelled)[1]]
-    (tmp_path / "runs").mkdir()
+    make_folders(tmp_path)
     launched = []
     monkeypatch.setattr(compare, "launch", lambda jobs, spec: launched.append(jobs))
     for per_run in (99, 7):
@@ -209,8 +215,7 @@ def test_students_of_edited_code_are_left_aside_or_accepted(
     cfg = compare.plan_student("pd", world.config(tiny, tmp_path, flags), 1, {})
     facts = {"folder": "x/pd", "config": vars(cfg), "made_by": made_by(cfg, "pd")}
     facts["made_by"]["code"]["train.update"] = "edited"
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "runs").mkdir()
+    make_folders(tmp_path)
     write_lines(tmp_path / "logs/pd_seed1.jsonl", [facts])
     launched = []
     monkeypatch.setattr(compare, "launch", lambda jobs, spec: launched.extend(jobs))
@@ -221,7 +226,7 @@ def test_students_of_edited_code_are_left_aside_or_accepted(
 
 def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "flops", lambda cfg: (2.0, 3.0))
-    (tmp_path / "logs").mkdir()
+    make_folders(tmp_path)
     run = tmp_path / "runs/seed1_ab"
     alra, pretrain = run / "alra@x", run / "pretrain"
     for folder in (alra, pretrain):
@@ -462,7 +467,7 @@ def test_what_cannot_be_made_or_scored_is_in_the_report(argv, begun, tmp_path, m
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
     """The first job would take an hour; the second waits for its turn, and never begins."""
-    (tmp_path / "runs").mkdir()
+    make_folders(tmp_path)
     script = "import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(3600)"
     (tmp_path / "sleep.py").write_text(script)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -489,7 +494,7 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
 
 def test_jobs_run_at_a_time(tmp_path, monkeypatch, capsys):
     """Each of two jobs ends once the other has begun."""
-    (tmp_path / "runs").mkdir()
+    make_folders(tmp_path)
     script = """
 import pathlib, sys, time
 mine, other = map(pathlib.Path, sys.argv[1:])
@@ -565,23 +570,23 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
 # --- the report
 
 
+FACTS = """{
+"teacher": "demo/teacher", "teacher_ce": 2.0, "teacher_entropy": 1.5, "n_rows": 3, "n_targets": 77,
+"uniform_ce": 8.3, "unigram_ce": 6.1, "top5": 0.5, "ece": 0.1, "step": 300,
+"machine": "a machine", "git_commit": "abc", "scores": {"git_commit": "def"},
+"config": {"lr": 1.0, "batch_rows": 4, "seq_len": 8}, "overrides": {"lr": 0.003},
+"made_by": {"lr": 0.01, "hyper": {"w_kd": 0.5, "pair": "none", "lr": 0.003}}
+}"""
+
+
 def made_up(out: Path, ces: dict[str, list[float]], trials: list[dict] = (), **first) -> None:
     """Write results of these methods, a CE per seed. `first` overrides facts of the first student.
 
     KL is 1 less than CE; agreement is 1 less a tenth of it.
     """
-    facts = {"overrides": {"lr": 0.003}, "top5": 0.5, "ece": 0.1, "n_rows": 3, "n_targets": 77}
-    facts |= {"teacher": "demo/teacher", "teacher_ce": 2.0, "teacher_entropy": 1.5, "step": 300}
-    facts |= {"machine": "a machine", "git_commit": "abc", "scores": {"git_commit": "def"}}
-    facts["made_by"] = {"lr": 0.01, "hyper": {"w_kd": 0.5, "pair": "none", "lr": 0.003}}
-    facts |= {
-        "uniform_ce": 8.3,
-        "unigram_ce": 6.1,
-        "config": {"lr": 1.0, "batch_rows": 4, "seq_len": 8},
-    }
+    facts = json.loads(FACTS)
     shutil.rmtree(out / "logs", ignore_errors=True)
-    for folder in ("logs", "report"):
-        (out / folder).mkdir(exist_ok=True)
+    make_folders(out)
     students = []
     first = {"git_commit": None} | first  # as without git
     for method, values in ces.items():

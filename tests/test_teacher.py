@@ -20,7 +20,7 @@ from lib.hf import load_tokenizer, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.foreign import check_logits
 from run.teacher import INHERITED, inherited, load_teacher
-from tests.world import DEMO, V, config, refusal, write_text
+from tests.world import DEMO, V, config, read_table, refusal, write_text
 
 SMALL = {
     "hidden_size": 24,
@@ -41,30 +41,38 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-NATIVE = {
-    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3, biased": ("qwen3", {"head_dim": 6, "attention_bias": True}),
-    "llama 3": ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}),
-    "smollm2": ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "mistral": ("mistral", {"sliding_window": None, "head_dim": 8}),
-}
-FOREIGN = {
-    "pythia": ("gpt_neox", {"num_key_value_heads": 4}),
-    "olmo 2": ("olmo2", {}),
-    "smollm 3": ("smollm3", {}),
-    "gemma 3": ("gemma3_text", {"head_dim": 8, "sliding_window": 8}),
-    "phi 3": ("phi3", {}),
-    "mixture of experts": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "mamba": ("mamba", {"state_size": 4}),
-    "gpt 2": ("gpt2", {}),
-    "mistral with a window": ("mistral", {"sliding_window": 8}),
-}
-REFUSED = {
-    "a head with a bias": ("phi", {}, "its head has a bias"),
-    "Gemma 2": ("gemma2", {"head_dim": 8}, "final_logit_softcapping=30.0"),
-    "Cohere": ("cohere", {}, "logit_scale=0.0625"),
-    "Granite": ("granite", {"logits_scaling": 8.0}, "logits_scaling=8.0"),
-}
+
+
+def read_models(text: str) -> dict[str, tuple]:
+    """Read lines of a name, a family, and keys of its config."""
+    rows = read_table(text)
+    return {name: (family, json.loads(keys), *more) for name, family, keys, *more in rows}
+
+
+NATIVE = read_models("""
+qwen3 => qwen3 => {"head_dim": 16, "tie_word_embeddings": true}
+qwen3, biased => qwen3 => {"head_dim": 6, "attention_bias": true}
+smollm2 => llama => {"tie_word_embeddings": true, "rms_norm_eps": 1e-5}
+mistral => mistral => {"sliding_window": null, "head_dim": 8}
+""")
+NATIVE["llama 3"] = ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}})
+FOREIGN = read_models("""
+pythia => gpt_neox => {"num_key_value_heads": 4}
+olmo 2 => olmo2 => {}
+smollm 3 => smollm3 => {}
+gemma 3 => gemma3_text => {"head_dim": 8, "sliding_window": 8}
+phi 3 => phi3 => {}
+mixture of experts => olmoe => {"num_experts": 4, "num_experts_per_tok": 2}
+mamba => mamba => {"state_size": 4}
+gpt 2 => gpt2 => {}
+mistral with a window => mistral => {"sliding_window": 8}
+""")
+REFUSED = read_models("""
+a head with a bias => phi => {} => its head has a bias
+Gemma 2 => gemma2 => {"head_dim": 8} => final_logit_softcapping=30.0
+Cohere => cohere => {} => logit_scale=0.0625
+Granite => granite => {"logits_scaling": 8.0} => logits_scaling=8.0
+""")
 NOT_A_PRODUCT = "its logits are not hidden states times head; choose another teacher"
 IDS = torch.randint(0, V, (3, 29), generator=torch.Generator().manual_seed(5))
 

@@ -55,7 +55,7 @@ def test_the_memory_of_a_step_counts_all_that_it_holds(monkeypatch):
     assert all(60 < int(line.split(" | ")[6]) < 80 for line in lines)
 
 
-def test_one_command_runs_every_section(tmp_path, monkeypatch, capsys):
+def test_one_command_runs_every_section(tmp_path, monkeypatch, printed):
     """Nothing is compiled, which would take a minute; test_head.py compiles."""
     compiled = []
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch, capsys):
         ["step", "alra", "vanilla_kd"],
     ]
     assert text.startswith("Commit ") and f"'torch': '{torch.__version__}'" in text
-    assert "tokens/s" in text and capsys.readouterr().out.endswith(f"{text}\n")
+    assert "tokens/s" in text and printed().endswith(f"{text}\n")
     assert [signal.getsignal(number) for number in signals] == handlers
 
 

@@ -59,14 +59,14 @@ def forward(monkeypatch):
 
 
 def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
-    world, tmp_path, monkeypatch, forward, capsys
+    world, tmp_path, monkeypatch, forward, printed
 ):
     def results(name, **keys):
         out = tmp_path / name
         forward.rows.clear()
         assert train.distil(config(world, out, **keys)) == 0
         ev.main([str(out), "--tasks=none"])
-        tables = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", capsys.readouterr().out)
+        tables = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", printed())
         assert len(tables) == 2
         students = [(final_bits(out, m), untimed(out, m)) for m in ("vanilla_kd", "alra")]
         return students, read_jsonl(out / "teacher.jsonl"), tables

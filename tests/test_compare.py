@@ -209,7 +209,7 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     ("accept", "n_jobs", "said"), [("False", 1, "1 finished"), ("True", 0, "")]
 )
 def test_students_of_edited_code_are_left_aside_or_accepted(
-    accept, n_jobs, said, tiny, tmp_path, monkeypatch, capsys
+    accept, n_jobs, said, tiny, tmp_path, monkeypatch, printed
 ):
     flags = f"--methods=pd --accept_edits={accept}"
     cfg = compare.plan_student("pd", world.config(tiny, tmp_path, flags), 1, {})
@@ -221,7 +221,7 @@ def test_students_of_edited_code_are_left_aside_or_accepted(
     monkeypatch.setattr(compare, "launch", lambda jobs, spec: launched.extend(jobs))
     compare.train([cfg], cfg, Spec(out=tmp_path))
     assert len(launched) == n_jobs
-    assert capsys.readouterr().out.startswith(said)
+    assert printed().startswith(said)
 
 
 def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
@@ -465,7 +465,7 @@ def test_what_cannot_be_made_or_scored_is_in_the_report(argv, begun, tmp_path, m
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
+def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, printed):
     """The first job would take an hour; the second waits for its turn, and never begins."""
     make_folders(tmp_path)
     script = "import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(3600)"
@@ -487,12 +487,12 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit if sign == signal.SIGTERM else KeyboardInterrupt):
         compare.main([])
     assert not second.exists()
-    text = capsys.readouterr().out
+    text = printed()
     assert f"run 1 of 2, first: exit code {-signal.SIGTERM}" in text  # ended, and waited for
     assert "the same command resumes" in text
 
 
-def test_jobs_run_at_a_time(tmp_path, monkeypatch, capsys):
+def test_jobs_run_at_a_time(tmp_path, monkeypatch, printed):
     """Each of two jobs ends once the other has begun."""
     make_folders(tmp_path)
     script = """
@@ -509,7 +509,7 @@ for _ in range(1000):
     a, b = tmp_path / "a", tmp_path / "b"
     jobs = {x.name: ["wait.py", str(x), str(y)] for x, y in ((a, b), (b, a))}
     compare.launch(jobs, Spec(out=tmp_path, jobs=2))
-    text = capsys.readouterr().out
+    text = printed()
     assert re.findall("^run ([12]) of 2, ([ab]): exit code 1: done$", text, re.M) == [
         ("1", "a"),
         ("2", "b"),

@@ -99,10 +99,10 @@ def test_each_number_has_its_bound(keys, refused, taken):
         Config(**{**base, key: taken})
 
 
-def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
+def test_help_says_every_key_with_its_comment_and_the_methods(printed):
     with pytest.raises(SystemExit) as ended:
         load(["config/demo.py", "--help"], lambda: ("alra: gamma=5.0", "beta_kd: no settings"))
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed().splitlines()
     assert ended.value.code == 0
     assert lines[-2:] == ["alra: gamma=5.0", "beta_kd: no settings"]
     assert "  --methods=alra" in lines
@@ -112,10 +112,10 @@ def test_help_says_every_key_with_its_comment_and_the_methods(capsys):
         assert re.fullmatch(r" {6}\S.+", lines[n + 1]), name
 
 
-def test_train_says_its_methods_and_their_settings(capsys):
+def test_train_says_its_methods_and_their_settings(printed):
     with pytest.raises(SystemExit):
         train.main(["-h"])
-    methods = capsys.readouterr().out.split("--hyper={}")[1]
+    methods = printed().split("--hyper={}")[1]
     assert "        alra_u: w_kd=1.0, w_ce=0.0 {'pair': 'pra_u'}\n" in methods
     assert "\n    alra: d_min=3, " in methods
     words = set(re.findall(r"\w+", methods))

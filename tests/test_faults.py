@@ -6,7 +6,6 @@ function), and a pattern of the line on stderr. Nothing else may change.
 
 import errno
 import importlib
-import json
 import os
 import re
 import resource
@@ -66,19 +65,6 @@ def shell(command: str) -> None:
     subprocess.run(command, shell=True, check=True)
 
 
-def edit(name: str, *changes: str) -> None:
-    """Set keys of a JSON file: "a.b=3" sets b inside a."""
-    value = files.read_json(Path(name))
-    for change in changes:
-        keys, _, new = change.partition("=")
-        *path, last = keys.split(".")
-        inside = value
-        for part in path:
-            inside = inside[part]
-        inside[last] = json.loads(new)
-    files.write_json(Path(name), value)
-
-
 def tensor(name: str, key: str, new):
     """Replace a tensor by what `new` makes of it; None removes it."""
 
@@ -97,7 +83,7 @@ def fill_rows(name: str, token: int):
     def change() -> None:
         file = Path(f"data/{name}.bin")
         np.full(file.stat().st_size // 4, token, np.uint32).tofile(file)
-        edit(f"data/{name}.json", f'quick_sha256="{quick_hash(file)}"')
+        world.edit(f"data/{name}.json", f'quick_sha256="{quick_hash(file)}"')
 
     return change
 
@@ -105,7 +91,7 @@ def fill_rows(name: str, token: int):
 def apply(cause) -> None:
     """Break the copy: "set" and `edit`'s arguments, a shell's command, a function, or several."""
     if isinstance(cause, str) and cause.startswith("set "):
-        edit(*cause.split()[1:])
+        world.edit(*cause.split()[1:])
     elif isinstance(cause, str):
         shell(cause)
     elif isinstance(cause, tuple):

@@ -193,7 +193,7 @@ def mine(z_s, z_t, y):
 """
 
 
-def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, capsys):
+def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed):
     """Its helper is edited half-way, and after the end. The message names three ways on."""
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -216,7 +216,7 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, capsys)
             go(edited, "a", max_steps=steps)
     assert go("# a comment\n" + MINE, "a", max_steps=4) == 0
     assert go(edited, "a", accept_edits=True) == 0 and len(records(tmp_path / "a", "mine")) == 7
-    assert "mine: accepted edits; edited since: mine.helper" in capsys.readouterr().out
+    assert "mine: accepted edits; edited since: mine.helper" in printed()
     facts = read_json(tmp_path / "a/run.json")
     assert facts["accepted_edits"] == {"mine": "edited since: mine.helper"}
     keys = {"methods": "mine", "max_steps": 1}

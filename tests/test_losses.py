@@ -470,7 +470,9 @@ rld: tau=1.0, tau_conf=1.0, alpha=1.0, beta=1.0
 ldrld: tau=1.0, d=15, alpha=1.0, beta=1.0, pair_reduction='mean'
 tad: tau=1.0, top_k=10, beta=2.0, norm='sequence'
 bild: tau=3.0, top_k=8
-alra: d_min=3, d_max=25, gamma=5.0, tau=1.0, tau_p=1.0, lambda_pair=1.0, eps=1e-6
+alra: d_min=3, d_max=25, gamma=5.0, tau=1.0, tau_p=1.0, lambda_pair=1.0, eps=1e-6, \
+    anchor='teacher', pair='swpra', budget='adaptive', detach_weights=True, \
+    coefficients='ald', w_mass=1.0, w_local=1.0, w_rest=1.0
 alra_n: anchor='none'
 alra_ng: anchor='label'
 alra_g: anchor='both'
@@ -478,9 +480,6 @@ alra_r: pair='pra'
 alra_u: pair='pra_u'
 """)
 )
-PAPER["alra"] |= {"anchor": "teacher", "pair": "swpra"}
-PAPER["alra"] |= {"budget": "adaptive", "detach_weights": True}
-PAPER["alra"] |= {"coefficients": "ald", "w_mass": 1.0, "w_local": 1.0, "w_rest": 1.0}
 for d in (3, 7, 9, 15, 19, 25):
     PAPER[f"fixed_{d}"] = {"budget": "fixed", "d_max": d, "pair": "pra_u"}
 # (w_kd, w_ce), where they are not (1, 0)

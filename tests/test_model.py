@@ -324,7 +324,7 @@ def assert_read_as_ours(folder: Path) -> PreTrainedTokenizerFast:
     ("run", "first"), [(None, "<s>"), ({"bos": 256}, "<s>"), ({"bos": None}, world.EOS)]
 )
 def test_a_sample_begins_as_the_documents_of_its_training_did(
-    run, first, tmp_path, monkeypatch, capsys
+    run, first, tmp_path, monkeypatch, printed
 ):
     tokenizer = with_qwens_splits(bos="<s>")
     student = init_student(Qwen2Config(12, 17, 1, 2, 1, vocab_size=307))
@@ -342,7 +342,7 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(
     ids = tokenizer.encode("if x", add_special_tokens=False)
     prompts = [call.args[1] for call in generate.call_args_list]
     assert prompts == [[tokenizer.convert_tokens_to_ids(first), *ids]] * 3
-    assert capsys.readouterr().out == "if x\n" * 3
+    assert printed() == "if x\n" * 3
     (tmp_path / "pd").symlink_to(tmp_path / "alra")
     with refusal(r"several students; choose one: .*alra, .*pd$"):
         sample.main([str(tmp_path)])

@@ -318,22 +318,21 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    places = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
-    job = {"JOB_ID": str(several.free_port() - 20000), "JOB_NODELIST": "x"}
-    job |= {"NNODES": "1", "GPUS_ON_NODE": "2"}
-    env = os.environ | {"PATH": ":".join(places), "PYTHONPATH": str(world.ROOT)}
-    env |= {f"SLURM_{key}": value for key, value in job.items()}
+    places = f"PATH={tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job_id = several.free_port() - 20000
+    job = f"SLURM_JOB_ID={job_id} SLURM_JOB_NODELIST=x SLURM_NNODES=1 SLURM_GPUS_ON_NODE=2"
     out = tmp_path / "out"
     (tmp_path / "train.py").symlink_to(world.ROOT / "train.py")
-    command = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
+    script = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
+    command = ["env", places, *job.split(), *script]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
     while not [*out.glob("alra/checkpoints/step_*[1-9]")]:
         assert process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
     assert process.wait() == 75
-    assert (tmp_path / "requeued").read_text() == f"requeue {job['JOB_ID']}\n"
+    assert (tmp_path / "requeued").read_text() == f"requeue {job_id}\n"
     end = read_json(out / "exit.json")
     step = int(world.saved(out / "alra")[-1].removeprefix("step_"))
     assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}

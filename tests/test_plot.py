@@ -254,7 +254,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
         plot.main([f"{tmp_path}/tad", "--sentence=x"])
 
 
-def test_samples_are_a_function_of_the_seed(tmp_path, capsys):
+def test_samples_are_a_function_of_the_seed(tmp_path, printed):
     """And temperature 0 takes the most likely token."""
     tokenizer = load_tokenizer(world.DEMO)
     model = world.make_model(world.STUDENT)
@@ -262,7 +262,7 @@ def test_samples_are_a_function_of_the_seed(tmp_path, capsys):
 
     def text(*flags: str) -> str:
         sample.main([f"{tmp_path}/mine", "--prompt=def ", "--tokens=9", *flags])
-        return capsys.readouterr().out.removesuffix("\n")
+        return printed().removesuffix("\n")
 
     assert text("--seed=1") == text("--seed=1") != text("--seed=2")
     ids = [tokenizer.eos_token_id, *tokenizer.encode("def ", add_special_tokens=False)]

@@ -737,9 +737,9 @@ def test_quick_hash_sees_every_byte_of_a_small_file_and_both_ends_of_a_large_one
         ("--show 6 {}/val.bin", f"{EOS}\n\n"),
     ],
 )
-def test_command_line(command, line, small, capsys):
+def test_command_line(command, line, small, printed):
     assert prepare.main(command.format(small.rows).split()) == 0
-    assert line in capsys.readouterr().out
+    assert line in printed()
 
 
 def test_the_demos_text_is_the_one_that_was_measured():

@@ -175,7 +175,7 @@ def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
         student_config("512x8x4")
 
 
-def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, tmp_path, capsys):
+def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, tmp_path, printed):
     """The same bits as from a teacher and a student without the padding."""
     shape = Qwen2Config(16, 24, 1, 2, 2, vocab_size=V + 7, max_position_embeddings=64)
     folder = tmp_path / "student"
@@ -193,7 +193,7 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
         out = tmp_path / f"{pad_t}-{pad_s}"
         assert train.distil(config(tiny, out, f"{flags} {models}")) == 0
         sizes = f"vocabulary: {V + pad_t:,} of the teacher, {V + pad_s:,} of the student: cut to"
-        assert (sizes in capsys.readouterr().out) == (pad_t != pad_s)
+        assert (sizes in printed()) == (pad_t != pad_s)
         students.append(Qwen2.from_pretrained(f"{out}/alra"))
     assert [s.config.vocab_size for s in students] == [V, V, V, V + 5]
     assert len({weights_hash(s) for s in students[:3]}) == 1

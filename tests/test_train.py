@@ -371,7 +371,7 @@ def test_the_clip_has_the_right_norm_of_millions_of_equal_gradients():
             assert (p.grad / (g * scale) - 1).abs().max() < 1e-5
 
 
-def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, capsys, run):
+def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_path, printed, run):
     first = finished / "alra/model"
     flags = f"--student={first} --student_weights={first} --seed=99 --methods=pretrain"
     model = train.make_student("pretrain", config(tiny, tmp_path, flags)).model
@@ -381,7 +381,7 @@ def test_a_student_goes_on_from_the_bits_that_a_run_saved(tiny, finished, tmp_pa
         assert p.requires_grad and torch.equal(tensors[name], p), name
     run(tmp_path, flags)
     sha = read_json(tmp_path / "pretrain/run.json")["init_sha256"]
-    assert sha == weights_hash(model) and sha[:12] in capsys.readouterr().out
+    assert sha == weights_hash(model) and sha[:12] in printed()
     # it had learnt something
     ces = [with_key(out, "pretrain", "val_ce")[0]["val_ce"] for out in (finished, tmp_path)]
     assert ces[1] < ces[0]
@@ -448,12 +448,12 @@ def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
     assert figures == {"val_ce": pytest.approx(mean_ce(student.model, val, 3)[0], rel=1e-6)}
 
 
-def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_path, capsys, run):
+def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_path, printed, run):
     data = shutil.copytree(tiny / "data", tmp_path / "data")
     world.write_rows(data, "val", 7, seed=2, unigram_ce=5.25, unigram_half=0.5)
     flags = f"--data_dir={data} --val_max_rows=5 --max_steps=2 --schedule_steps=40 --methods=alra"
     run(tmp_path / "run", flags)
-    output = capsys.readouterr().out
+    output = printed()
     ln_v = math.log(V)
     for words in (
         "2 updates of 4 rows are 0.08 passes over 97 rows",
@@ -466,21 +466,21 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
     assert levels.items() <= records(tmp_path / "run", "alra")[-1].items()
     for ce, n in ((5.2, 0), (5.3, 1)):
         log.say_levels(levels | {"val_teacher_ce": ce})
-        assert capsys.readouterr().out.count("warning") == n
+        assert printed().count("warning") == n
 
 
 @pytest.mark.parametrize(
     ("threads", "device", "steps"), [(2, "cpu", ["3"]), (1, "cpu", []), (2, "cuda", [])]
 )
 def test_a_run_below_a_third_of_its_best_speed_says_once_what_to_do(
-    threads, device, steps, monkeypatch, capsys
+    threads, device, steps, monkeypatch, printed
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     slowed = students.Run(types.SimpleNamespace(device=device), {})
     for slowed.step, speed in enumerate((300, 900, 301, 299, 200, 1200, 90)):
         log.say_if_slower(speed, slowed)
     pattern = r"step (\d+): 299 tok/s after 900; .*OMP_NUM_THREADS=1"
-    assert re.findall(pattern, capsys.readouterr().out) == steps
+    assert re.findall(pattern, printed()) == steps
 
 
 def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatch, run):
@@ -497,7 +497,7 @@ def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatc
     assert checkpoint.call_count == 6 * 2
 
 
-def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, capsys, run):
+def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, printed, run):
     """Two have labels: `alra@slow` has its method's tau, and its own gamma and rate."""
     of_alra = {"alra.tau": 2.0, "alra.d_max": 7}
     of_slow = {"alra@slow.gamma": 1.0, "alra@slow.lr": 5e-3}
@@ -505,7 +505,7 @@ def test_each_of_many_students_has_the_bits_of_its_solo_run(tmp_path, capsys, ru
     solo["alra@slow"] = {**of_alra, "alra.gamma": 1.0, "lr": 5e-3, "min_lr": 3e-5}
     many = tmp_path / "many"
     run(many, methods=",".join(solo), max_steps=2, **of_alra, **of_slow)
-    output = capsys.readouterr().out
+    output = printed()
     cells = ""  # of a row in the terminal for all students
     for name, keys in solo.items():
         method = name.partition("@")[0]
@@ -568,7 +568,7 @@ def test_a_rename_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
 
 
 def test_no_checkpoint_is_removed_before_every_student_has_the_next(
-    tmp_path, monkeypatch, capsys, run
+    tmp_path, monkeypatch, printed, run
 ):
     flags = "--methods=vanilla_kd,alra --keep_checkpoints=1"
     save = safetensors.torch.save_file
@@ -586,12 +586,12 @@ def test_no_checkpoint_is_removed_before_every_student_has_the_next(
     assert names[-3:] == ["vanilla_kd", "vanilla_kd", "alra"]
     assert steps_of(tmp_path / "vanilla_kd") == [2, 4]
     run(tmp_path, flags)
-    assert f"{tmp_path}: step 2 of 6" in capsys.readouterr().out
+    assert f"{tmp_path}: step 2 of 6" in printed()
 
 
 @pytest.mark.parametrize(("limit", "broken"), [(2, "gradient"), (1, "gradient"), (9, "weights")])
 def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
-    finished, tmp_path, hook_update, capsys, run, limit, broken
+    finished, tmp_path, hook_update, printed, run, limit, broken
 ):
     """Bad gradients, of which one or two in a row may be, or weights that are not finite."""
     out = tmp_path / "out"
@@ -611,7 +611,7 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     stops = limit < 2 or broken == "weights"
     flags = f"--methods=vanilla_kd,alra --vanilla_kd.lr=0.005 --max_skipped_updates={limit}"
     run(out, flags, int(stops))
-    output = capsys.readouterr().out
+    output = printed()
     assert_same(out, finished, "alra")
     step = 4
     reason = "2 updates in a row skipped; gradient norm nan, not finite: the gradient alone"
@@ -630,7 +630,7 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     line = f"vanilla_kd stopped at step {step}: {reason}; {hint}"
     assert line in output
     run(out, flags, 1)  # reported again, not tried again
-    assert line in capsys.readouterr().out and not model.exists()
+    assert line in printed() and not model.exists()
     lower = tmp_path / "lower"
     name = "vanilla_kd@lower"
     run(lower, f"--methods={name} --{name}.lr=1e-3 --resume_from={checkpoint}")
@@ -667,7 +667,7 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
 
 
 def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before(
-    tmp_path, monkeypatch, capsys, run
+    tmp_path, monkeypatch, printed, run
 ):
     monkeypatch.setattr(train, "clip_gradients", lambda parameters, limit: torch.tensor(math.nan))
     effects = [mock.DEFAULT, UserError("no room")]
@@ -675,7 +675,7 @@ def test_a_stopped_student_whose_last_checkpoint_fails_is_sent_to_the_one_before
     monkeypatch.setattr(checkpoints, "write_checkpoint", write)
     run(tmp_path, "--methods=pretrain --max_skipped_updates=0", 1)
     hint = r"its last weights are lost: no room; to go on, --resume_from=\S*/step_00000000 with"
-    assert re.search(f"stopped at step 1: 1 updates .* {hint}", capsys.readouterr().out)
+    assert re.search(f"stopped at step 1: 1 updates .* {hint}", printed())
 
 
 FULL = "No space left on device"
@@ -781,7 +781,7 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch,
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_records_wait_for_room_on_the_disk(tmp_path, capsys):
+def test_records_wait_for_room_on_the_disk(tmp_path, printed):
     file = tmp_path / "log.jsonl"
     file.symlink_to("/dev/full")
     for step in range(4):
@@ -790,20 +790,20 @@ def test_records_wait_for_room_on_the_disk(tmp_path, capsys):
         log.append(file, {"step": step})
     assert [r["step"] for r in world.read_jsonl(file)] == [0, 1, 2, 3]
     message = f"{file}: cannot be written ([Errno 28] {FULL}); free some space or check"
-    assert capsys.readouterr().out.count(message) == 1
+    assert printed().count(message) == 1
 
 
-def test_no_checkpoint_is_ahead_of_its_log(finished, tmp_path, monkeypatch, capsys, run):
+def test_no_checkpoint_is_ahead_of_its_log(finished, tmp_path, monkeypatch, printed, run):
     effects = [UserError("no room")] * 2 + [mock.DEFAULT] * 9
     write = mock.Mock(wraps=log.files.append_line, side_effect=effects)
     monkeypatch.setattr(log.files, "append_line", write)
     run(tmp_path, "--methods=alra")
-    assert "step 2: no checkpoint; trying after each update: no room" in capsys.readouterr().out
+    assert "step 2: no checkpoint; trying after each update: no room" in printed()
     assert_same(tmp_path, finished, "alra")
 
 
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
-    tmp_path, monkeypatch, capsys, hook_update, run
+    tmp_path, monkeypatch, printed, hook_update, run
 ):
     ces = iter([8.3, 8.4, math.nan])  # ln V is 8.32
     validate = train.validate
@@ -818,7 +818,7 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
     hook_update(after=after)
     run(tmp_path, "--methods=alra --log_every_steps=1 --val_every_steps=2")
     pattern = r"alra, step (\d): held-out CE (\S+) exceeds ln V = 8.32"
-    warnings = re.findall(pattern, capsys.readouterr().out)
+    warnings = re.findall(pattern, printed())
     assert warnings == [("4", "8.40"), ("6", "nan")]
     assert {r["kd"] for r in with_key(tmp_path, "alra", "kd")} == {None}
 
@@ -827,7 +827,7 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
     ("fails", "message"), [("open", "step 2 on: 'key'"), ("log", "step 6 on: no network")]
 )
 def test_a_service_that_fails_is_left_out_and_the_run_goes_on(
-    finished, tmp_path, monkeypatch, capsys, run, fails, message
+    finished, tmp_path, monkeypatch, printed, run, fails, message
 ):
     send = mock.Mock(side_effect=[None, None, None, RuntimeError("no network\nmore")])
     init = mock.Mock(return_value=mock.Mock(log=send))
@@ -836,7 +836,7 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     run(tmp_path, "--methods=alra --wandb_project=p")
     line = f"alra: left out Weights & Biases from {message}"
-    assert capsys.readouterr().out.count(line) == 1
+    assert printed().count(line) == 1
     assert send.call_count == 4 * (fails == "log")
     assert_same(tmp_path, finished, "alra")
 
@@ -859,7 +859,7 @@ def assert_end(out: Path, code: int, step: int | None, why: str) -> None:
 # as it loads; in the third update; in the middle of a validation of 4 batches
 @pytest.mark.parametrize(("at", "n_seen"), [(0, 0), (3, 0), (3, 2), (6, 6)])
 def test_a_signal_ends_a_run_after_the_update_and_loses_nothing(
-    finished, tmp_path, monkeypatch, capsys, hook_update, run, at, n_seen
+    finished, tmp_path, monkeypatch, printed, hook_update, run, at, n_seen
 ):
     """The line of step 4 is of updates on both sides."""
     batches = train.validation_batches
@@ -889,7 +889,7 @@ def test_a_signal_ends_a_run_after_the_update_and_loses_nothing(
         patch.setattr(train, "validation_batches", interrupted)
         patch.setattr(train, "open_teacher", load)
         run(tmp_path, "--methods=alra --checkpoint_every_steps=none", 75)
-    assert f": step {at} of 6; the same command resumes" in capsys.readouterr().out
+    assert f": step {at} of 6; the same command resumes" in printed()
     assert_end(tmp_path, 75, at, "SIGUSR1")
     assert len(seen) == n_seen
     assert steps_of(tmp_path / "alra")[-1] == at
@@ -1061,7 +1061,7 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
     assert asked == {"tolist": 1}
 
 
-def test_a_decoder_that_transformers_does_not_compute_is_told(tiny, tmp_path, monkeypatch, capsys):
+def test_a_decoder_that_transformers_does_not_compute_is_told(tiny, tmp_path, monkeypatch, printed):
     """Here another activation."""
     forward = MLP.forward
     flags = "--methods=pretrain --max_steps=1"
@@ -1078,4 +1078,4 @@ def test_a_decoder_that_transformers_does_not_compute_is_told(tiny, tmp_path, mo
         problem = facts.get("differs_in_transformers", "")
         assert bool(re.fullmatch(r"its logits differ by \d+\.\d+%", problem)) == (change == gelu)
         line = f"{model}: another model for transformers: {problem}; "
-        assert (line in capsys.readouterr().out) == (change == gelu)
+        assert (line in printed()) == (change == gelu)

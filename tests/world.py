@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 import configure
 import losses
 from lib.errors import UserError
-from lib.files import write_json
+from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, quick_hash
 from model import Qwen2, Qwen2Config, init_student
@@ -209,6 +209,19 @@ def assert_same(a: Path, b: Path, method: str, step: int = 6) -> None:
     """Compare the last weights and moments of two runs, and their logs, to the last bit."""
     assert final_bits(a, method, step) == final_bits(b, method, step), method
     assert untimed(a, method) == untimed(b, method)
+
+
+def edit(file: Path | str, *changes: str) -> None:
+    """Set keys of a JSON file: "a.b=3" sets b inside a."""
+    value = read_json(Path(file))
+    for change in changes:
+        keys, _, new = change.partition("=")
+        *path, last = keys.split(".")
+        inside = value
+        for part in path:
+            inside = inside[part]
+        inside[last] = json.loads(new)
+    write_json(Path(file), value)
 
 
 def read_table(text: str) -> list[list[str]]:

@@ -12,6 +12,7 @@ from tests.world import refusal
 from tools import bench
 
 FLAGS = ["--device=cpu", "--repeats=3"]
+FUSED = bench.arguments(["fused", *FLAGS])
 TINY = ["--n=13", "--rows=2", "--repeats=1", "--student=mini", "--teacher=demo_teacher"]
 needs_peak = pytest.mark.skipif(not bench.PROCESS.exists(), reason="no peak memory is known here")
 
@@ -25,7 +26,7 @@ def test_ratios_are_those_of_the_rounds(monkeypatch):
         clock[0] += sec
 
     cases = {"slow": lambda: advance(next(slow)), "fast": lambda: advance(2.0)}
-    results = bench.measure(cases, bench.arguments(["fused", *FLAGS]))
+    results = bench.measure(cases, FUSED)
     assert results["slow"]["sec"] == [6.0, 8.0, 3.0]
     results["slow"]["mib"] = [9.0] * 3
     results["fast"]["mib"] = [6.0] * 3
@@ -38,7 +39,7 @@ def test_ratios_are_those_of_the_rounds(monkeypatch):
 @needs_peak
 def test_memory_is_the_peak_and_not_what_is_left():
     cases = {"case": lambda: torch.ones(64 * 2**18).sum() and None}  # 64 MiB
-    results = bench.measure(cases, bench.arguments(["fused", *FLAGS]))
+    results = bench.measure(cases, FUSED)
     assert all(60 < mib < 80 for mib in results["case"]["mib"])
 
 

@@ -28,18 +28,18 @@ from study import compare
 from study import report as reports
 from study.report import Spec
 from tests import world
-from tests.world import read_table, refusal
+from tests.world import ROOT, read_table, refusal
 from tools import plot
 
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t with two degrees of freedom, closed form
-STUDY = configure.load([str(world.ROOT / "study/small.py")])
-RESULTS = world.ROOT / "study/results"
+STUDY = configure.load([f"{ROOT}/study/small.py"])
+RESULTS = ROOT / "study/results"
 WHY = "step 3: gradient norm inf"
 
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
-    monkeypatch.chdir(world.ROOT)
+    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -761,9 +761,7 @@ def test_a_committed_study_is_what_its_plan_says(study):
 @pytest.mark.parametrize(("config", "study"), [("small", "small"), ("smollm2", "smollm2")])
 def test_a_committed_study_is_written_anew_byte_for_byte(config, study, tmp_path):
     out = shutil.copytree(RESULTS / study, tmp_path / study)
-    locked = (
-        f"matplotlib=={matplotlib.__version__}\n" in (world.ROOT / "requirements.lock").read_text()
-    )
+    locked = f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.lock").read_text()
     before = {}
     for file in (out / "report").iterdir():
         if file.suffix != ".png" or locked:  # another matplotlib draws other pixels
@@ -775,7 +773,7 @@ def test_a_committed_study_is_written_anew_byte_for_byte(config, study, tmp_path
 
 
 def test_readme_quotes_the_reports():
-    readme = (world.ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     for study in ("small", "smollm2"):
         assert f"](study/results/{study}/report/README.md)" in readme
     report = (RESULTS / "small/report/README.md").read_text()

@@ -76,6 +76,6 @@ def test_the_commands_are_read():
     for script, *argv in lines:
         assert (ROOT / script).is_file()
         if script in ("prepare.py", "train.py"):
-            configure.load([str(ROOT / argv[0]), *argv[1:]])
+            configure.load([f"{ROOT}/{argv[0]}", *argv[1:]])
         elif script == "eval.py":
             ev.arguments(argv)

@@ -482,23 +482,26 @@ alra_u: pair='pra_u'
 )
 for d in (3, 7, 9, 15, 19, 25):
     PAPER[f"fixed_{d}"] = {"budget": "fixed", "d_max": d, "pair": "pra_u"}
-# (w_kd, w_ce), where they are not (1, 0)
-WEIGHTS = {
-    "pretrain": (0.0, 1.0),
-    "vanilla_kd": (0.5, 0.5),
-    "ldrld": (1.0, 0.5),
-    "tad": (0.5, 0.5),
-    "dkd": (1.0, 1.0),
-    "sekd": (0.9, 0.1),
-    "todi": (0.5, 0.5),
-    "logit_std": (9.0, 0.1),
-}
+# where they are not 1 and 0
+WEIGHTS = dict(
+    read_settings("""
+pretrain: w_kd=0.0, w_ce=1.0
+vanilla_kd: w_kd=0.5, w_ce=0.5
+ldrld: w_kd=1.0, w_ce=0.5
+tad: w_kd=0.5, w_ce=0.5
+dkd: w_kd=1.0, w_ce=1.0
+sekd: w_kd=0.9, w_ce=0.1
+todi: w_kd=0.5, w_ce=0.5
+logit_std: w_kd=9.0, w_ce=0.1
+""")
+)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_table_is_that_of_the_paper(name):
     row = METHODS[name]
-    assert (row.w_kd, row.w_ce) == WEIGHTS.get(name, (1.0, 0.0))
+    weights = WEIGHTS.get(name, {"w_kd": 1.0, "w_ce": 0.0})
+    assert {"w_kd": row.w_kd, "w_ce": row.w_ce} == weights
     if name in PAPER:
         settings = losses.default_settings(row.fn) | row.hyper
         settings.pop("n_sequences", None)

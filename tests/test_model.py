@@ -120,7 +120,7 @@ def test_presets_have_the_papers_parameter_counts(name, n):
 
 @needs_shared
 def test_the_teachers_preset_is_the_teachers_config():
-    assert load_config(str(QWEN / "config.json")) == PRESETS["1.8b"]
+    assert load_config(f"{QWEN}/config.json") == PRESETS["1.8b"]
 
 
 def test_students_come_from_the_seed_alone():
@@ -166,20 +166,19 @@ def test_a_second_head_and_a_bias_of_the_output_are_read_only_where_they_change_
     refuse(tmp_path / "b", f"{bias} is not zero")
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type='gpt2', expected one of qwen2, qwen3, llama, mistral"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"model_type": "llama"}, "model.layers.0.self_attn.k_proj.bias"),
-        ({"hidden_size": None}, "hidden_size"),
-    ],
-)
-def test_other_architectures_are_refused_by_name(folder, keys, message):
-    path = folder / "config.json"
-    write_json(path, read_json(path) | keys)
+OTHERS = """
+model_type="gpt2" => model_type='gpt2', expected one of qwen2, qwen3, llama, mistral
+rope_scaling={"type": "linear", "factor": 2.0} => rope scaling
+hidden_act="gelu" => hidden_act='gelu', expected 'silu'
+use_sliding_window=true => use_sliding_window=True
+model_type="llama" => model.layers.0.self_attn.k_proj.bias
+hidden_size=null => hidden_size
+"""
+
+
+@pytest.mark.parametrize(("change", "message"), world.read_table(OTHERS))
+def test_other_architectures_are_refused_by_name(folder, change, message):
+    world.edit(folder / "config.json", change)
     refuse(folder, message)
 
 

@@ -8,8 +8,7 @@ import losses
 from lib.files import write_json
 from lib.hf import load_tokenizer
 from run.paper import NAMES
-from tests import world
-from tests.world import refusal, write_jsonl
+from tests.world import DEMO, STUDENT, make_model, refusal, write_jsonl, write_run
 from tools import plot, sample
 from train import VALIDATION_FIGURES
 
@@ -204,12 +203,12 @@ def test_anchoring_counts_by_hand(logged, drawn):
 
 
 def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
-    tokenizer = load_tokenizer(world.DEMO)
+    tokenizer = load_tokenizer(DEMO)
     run = tmp_path / "run"
-    models = {"t": world.make_model()}
+    models = {"t": make_model()}
     for step in (2, 9):
         name = f"run/alra@x/checkpoints/step_{step:08d}/model"
-        models[name] = world.make_model(world.STUDENT, seed=step)
+        models[name] = make_model(STUDENT, seed=step)
     for name, model in models.items():
         model.save_pretrained(tmp_path / name, tokenizer)
     config = {"teacher": f"{tmp_path}/t", "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
@@ -256,9 +255,9 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
 
 def test_samples_are_a_function_of_the_seed(tmp_path, printed):
     """And temperature 0 takes the most likely token."""
-    tokenizer = load_tokenizer(world.DEMO)
-    model = world.make_model(world.STUDENT)
-    world.write_run(tmp_path, {"mine": model}, tokenizer, tmp_path, tmp_path)
+    tokenizer = load_tokenizer(DEMO)
+    model = make_model(STUDENT)
+    write_run(tmp_path, {"mine": model}, tokenizer, tmp_path, tmp_path)
 
     def text(*flags: str) -> str:
         sample.main([f"{tmp_path}/mine", "--prompt=def ", "--tokens=9", *flags])

@@ -15,32 +15,23 @@ from transformers import AutoModelForCausalLM
 import configure
 import prepare
 import train
-from lib.files import read_json, write_json
+from lib.files import write_json
 from lib.hf import load_tokenizer, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.foreign import check_logits
 from run.teacher import INHERITED, inherited, load_teacher
-from tests.world import DEMO, V, config, read_table, refusal, write_text
+from tests.world import DEMO, V, config, edit, read_table, refusal, write_text
 
-SMALL = {
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": V,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+SMALL = json.loads("""{
+"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4,
+"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 64,
+"initializer_range": 0.3, "pad_token_id": 0
+}""")
 ONE_LAYER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = json.loads("""{
+"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+"original_max_position_embeddings": 32
+}""")
 
 
 def read_models(text: str) -> dict[str, tuple]:
@@ -109,11 +100,6 @@ def check_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def edit_config(folder: str, **keys) -> None:
-    file = Path(folder) / "config.json"
-    write_json(file, read_json(file) | keys)
-
-
 @pytest.mark.parametrize("kind", NATIVE)
 def test_native_families_have_transformers_logits_before_and_after_saving(kind, make, tmp_path):
     folder = make(*NATIVE[kind])
@@ -122,7 +108,7 @@ def test_native_families_have_transformers_logits_before_and_after_saving(kind, 
         for layer in model.model.layers:
             nn.init.zeros_(layer.self_attn.o_proj.bias)
         model.save_pretrained(folder)
-    edit_config(folder, rope_theta=77.0)  # that of `rope_parameters` counts
+    edit(f"{folder}/config.json", "rope_theta=77.0")  # that of `rope_parameters` counts
     expected = transformers_logits(folder)
     ours = Qwen2.from_pretrained(folder)
     check_close(ours(IDS), expected)
@@ -228,17 +214,17 @@ def test_a_foreign_model_is_tried_on_a_few_tokens(change, message):
         check_logits("x", model)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"num_hidden_layers": 1}, r"has no place for tensor model.layers.1\..* \(11 in all\)"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000, but its safetensors have 25"),
-        ({"rope_parameters": 3}, "config.json: cannot be used"),
-    ],
-)
-def test_a_config_that_does_not_fit_the_tensors_is_refused(keys, message, make):
+UNFIT = r"""
+num_hidden_layers=1 => has no place for tensor model.layers.1\..* \(11 in all\)
+num_hidden_layers=1000000 => num_hidden_layers=1000000, but its safetensors have 25
+rope_parameters=3 => config.json: cannot be used
+"""
+
+
+@pytest.mark.parametrize(("change", "message"), read_table(UNFIT))
+def test_a_config_that_does_not_fit_the_tensors_is_refused(change, message, make):
     folder = make(*FOREIGN["olmo 2"])
-    edit_config(folder, **keys)
+    edit(f"{folder}/config.json", change)
     with refusal(message):
         load(folder)
 

@@ -30,7 +30,7 @@ from run.identity import step_code
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real weights and texts, which few machines have
-DEMO = str(ROOT / "demo/teacher")  # the tokenizer of all rows here unless another is named
+DEMO = f"{ROOT}/demo/teacher"  # the tokenizer of all rows here unless another is named
 EOS = "<|endoftext|>"
 BOS = "<s>"
 V = 4096

@@ -17,6 +17,12 @@ TINY = ["--n=13", "--rows=2", "--repeats=1", "--student=mini", "--teacher=demo_t
 needs_peak = pytest.mark.skipif(not bench.PROCESS.exists(), reason="no peak memory is known here")
 
 
+@pytest.fixture(autouse=True)
+def no_gc(monkeypatch):
+    """Most of the time of a tiny case."""
+    monkeypatch.setattr(bench.gc, "collect", lambda *_: 0)
+
+
 def test_ratios_are_those_of_the_rounds(monkeypatch):
     clock = [0.0]
     slow = iter([99.0, 6.0, 8.0, 3.0])  # the warm-up and three rounds
@@ -65,7 +71,6 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch, printed):
     monkeypatch.setattr(methods, "_compiled", forgetful)
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
     monkeypatch.setattr(Qwen2, "compile_layers", lambda model: None)
-    monkeypatch.setattr(bench.gc, "collect", lambda *_: 0)  # most of the time of a tiny case
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
         bench.main(["gpu", "--device=cpu", *TINY, f"--out={tmp_path / 'small.md'}"])
     assert len(compiled) == 2  # one for each method: `compile` reaches the objectives

@@ -234,7 +234,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     run.began = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     next_save = run.began + pause
-    stop = ending.received()
+    stop = ending.signals_anywhere()
     if not stop and parallel.on_first(validation_is_missing, live, run):
         stop = not validate_and_log(live, teacher, val, run)
 
@@ -267,7 +267,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     bar.close()
     write_rest(live, run)
     if stop:
-        run.signals = ending.received()
+        run.signals = ending.signals_anywhere()
 
 
 def is_due(every: int | None, run: Run) -> bool:
@@ -403,7 +403,7 @@ def validate(
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.row_sums(models, head_t, batches, n_rows)
     validated = {}
-    if ending.received():
+    if ending.signals_anywhere():
         return validated
     for s, sums_by_row in zip(live, sums, strict=True):
         parallel.sum_in_place(sums_by_row.values())
@@ -425,7 +425,7 @@ def validation_batches(
     # Sharded layers compute on all processes together, so every process makes as many batches as
     # process 0. A batch past the last row has no labels.
     for first in range(begin, begin + n_rows, parallel.world() * size):
-        if ending.received():
+        if ending.signals_anywhere():
             return
         has_rows = first < n_rows
         index = np.arange(first, min(first + size, n_rows)) if has_rows else np.array([0])

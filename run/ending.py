@@ -12,6 +12,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import configure
 from configure import Config
@@ -24,7 +25,7 @@ RECEIVED: list[str] = []  # names of the signals that this process has received
 TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
 
 
-def received() -> list[str]:
+def signals_anywhere() -> list[str]:
     """Return the names of the signals that a process has received; all processes agree."""
     return max(parallel.all_gather(RECEIVED))  # [] is the least
 
@@ -41,7 +42,7 @@ def catch_signals() -> None:
             signal.signal(number, lambda n, _: RECEIVED.append(signal.Signals(n).name))
 
 
-def fail(error: Exception, cfg: Config) -> None:
+def fail(error: Exception, cfg: Config) -> NoReturn:
     """Raise an error that ends a run, after writing it into exit.json.
 
     A `UserError` of one process ends all of them if they have not begun to train.

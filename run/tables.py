@@ -130,9 +130,10 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     missing = []
     for name in paths:
         path = Path(name)
-        facts = run_facts(path / "model", RUN_FILE)
+        facts = run_facts(path / "model", {"config": dict})
         students = []
         if facts and "method" not in facts:
+            check_kinds(facts, RUN_FILE, path / "run.json")
             students = [path / name for name in facts["config"]["methods"]]
         candidates = [*students, *sorted(path.glob("*/"))]
         inside = [str(folder) for folder in candidates if done(folder)]

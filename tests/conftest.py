@@ -29,6 +29,12 @@ def handlers():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def printed(capsys):
+    """printed() -> what was printed since it was last called."""
+    return lambda: capsys.readouterr().out
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """data/, teacher/ and student/ of tests/world.py; a test that changes them takes a copy."""

@@ -20,7 +20,18 @@ from lib.rows import row_order
 from run import cache, preflight, teacher
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
-from tests.world import SEQ, config, final_bits, flags, read_jsonl, start, untimed, write_text
+from tests.world import (
+    SEQ,
+    assert_same,
+    config,
+    final_bits,
+    flags,
+    read_jsonl,
+    refusal,
+    start,
+    untimed,
+    write_text,
+)
 
 KEYS = {"methods": "vanilla_kd,alra", "shuffle": True, "histogram_every_steps": 2}
 CACHED = KEYS | {"teacher_cache": True}
@@ -48,14 +59,14 @@ def forward(monkeypatch):
 
 
 def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
-    world, tmp_path, monkeypatch, forward, capsys
+    world, tmp_path, monkeypatch, forward, printed
 ):
     def results(name, **keys):
         out = tmp_path / name
         forward.rows.clear()
         assert train.distil(config(world, out, **keys)) == 0
         ev.main([str(out), "--tasks=none"])
-        tables = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", capsys.readouterr().out)
+        tables = re.findall(r"(?m)^\| (?:vanilla_kd|alra) .*", printed())
         assert len(tables) == 2
         students = [(final_bits(out, m), untimed(out, m)) for m in ("vanilla_kd", "alra")]
         return students, read_jsonl(out / "teacher.jsonl"), tables
@@ -143,7 +154,7 @@ def test_a_damaged_row_of_a_run_without_a_body_loads_it(world, tmp_path, forward
     for out in (tmp_path, tmp_path / "reads", tmp_path / "plain"):
         keys = KEYS if out.name == "plain" else CACHED
         assert train.distil(config(world, out, **keys)) == 0
-        assert final_bits(out, "alra") == final_bits(tmp_path, "alra")
+        assert_same(out, tmp_path, "alra")
         assert sum(forward.rows) == 24 or out.name == "plain"  # the second run reads
 
 
@@ -155,7 +166,7 @@ def test_a_fill_ends_where_a_row_cannot_be_stored(world, monkeypatch):
         self.file.unlink()
 
     monkeypatch.setattr(cache.States, "__init__", begin_and_remove)
-    with pytest.raises(UserError, match="states: cannot be written"):
+    with refusal("states: cannot be written"):
         cache.fill_cache(config(world, "unused", **CACHED))
 
 
@@ -173,7 +184,7 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     short = shutil.copytree(world / "teacher", world / "short") / "config.json"
     text = re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text())
     short.write_text(text)
-    with pytest.raises(UserError, match="short supports 4 positions; set a smaller one"):
+    with refusal("short supports 4 positions; set a smaller one"):
         cache.fill_cache(config(world, "unused", **CACHED, teacher=short.parent))
 
 

@@ -17,11 +17,14 @@ import configure
 import eval as ev
 from lib import tasks
 from lib.errors import UserError
+from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import Rows
-from model import Qwen2, Qwen2Config
+from model import Qwen2
 from tests import world
+from tests.test_metrics import STUDENT, TEACHER
 from tests.test_tables import cells
+from tests.world import make_model, read_jsonl, refusal
 
 SHARED = world.SHARED / "data"
 needs_shared = pytest.mark.skipif(
@@ -29,8 +32,6 @@ needs_shared = pytest.mark.skipif(
 )
 WORDS = "the cat saw a dog under old trees while rain on seven boats 13 quiet"
 CONFIG = dataclasses.asdict(configure.Config())
-STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
-TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
 
 ARC = (
     '{"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, '
@@ -95,7 +96,6 @@ def lengthen(value, rng, key=""):
 
 
 def write_items(folder, task, split, rows):
-    (folder / task).mkdir(parents=True, exist_ok=True)
     world.write_jsonl(folder / task / f"{split}.jsonl", rows)
 
 
@@ -112,7 +112,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def student():
-    return world.make_model(STUDENT, 5, 7.0)
+    return make_model(STUDENT, 5, 7.0)
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +185,9 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, bos, data, tmp_path
     tokenizer = make_tokenizer(bos="<s>")
     out = tmp_path / "out"
     if facts is None:
-        world.make_model(STUDENT).save_pretrained(out / "alra", tokenizer)
+        make_model(STUDENT).save_pretrained(out / "alra", tokenizer)
     else:
-        students = {"alra": world.make_model(STUDENT)}
+        students = {"alra": make_model(STUDENT)}
         world.write_run(out, students, tokenizer, tmp_path, tmp_path, config={}, **facts)
     used = []
     scorer = ev.Scorer
@@ -201,7 +201,7 @@ def test_a_student_is_scored_with_the_bos_of_its_rows(facts, bos, data, tmp_path
             score(command)
         else:
             problem = f"rows with bos={rows_bos}, but .* was trained on rows with bos={bos}"
-            with pytest.raises(UserError, match=problem):
+            with refusal(problem):
                 score(command)
     assert set(used) == {bos}
 
@@ -227,7 +227,7 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
 
 
 def test_scores_are_fp32_whatever_the_backbone(tokenizer):
-    half = world.make_model(STUDENT, 5, 7.0).to(torch.bfloat16)
+    half = make_model(STUDENT, 5, 7.0).to(torch.bfloat16)
     request = (("", ""), [5, 7, 11, 13], [17, 19, 23])
     ((score, _),) = ev.Scorer(half, tokenizer)._loglikelihood_tokens([request], True)
 
@@ -239,7 +239,7 @@ def test_scores_are_fp32_whatever_the_backbone(tokenizer):
 
 @pytest.mark.parametrize("pair", [("the cat", ""), (" \n", "cat"), ("the cat", " dog" * 13)])
 def test_requests_without_an_answer_are_refused(student, tokenizer, pair):
-    with pytest.raises(UserError, match="expected a context"):
+    with refusal("expected a context"):
         score_pairs(ev.Scorer(student, tokenizer, max_length=7), pair)
 
 
@@ -338,7 +338,7 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
     for name in names:
         config = load_yaml(tasks.task_file(name), resolve_func=False)
         split = tasks.TASKS[name].heldout[0]
-        rows = world.read_jsonl(data / name / f"{split}.jsonl")
+        rows = read_jsonl(data / name / f"{split}.jsonl")
         part = config.get("dataset_name") or "default"
         write_like_the_hub(tmp_path / config["dataset_path"], rows, part, split)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -360,7 +360,7 @@ def test_every_source_gives_the_same_items(data, tmp_path, monkeypatch):
 
 def test_storycloze_from_a_file_of_its_own(data, tmp_path):
     """With the headings and texts of its authors."""
-    rows = world.read_jsonl(data / "storycloze_2016/test.jsonl")
+    rows = read_jsonl(data / "storycloze_2016/test.jsonl")
     file = tmp_path / "cloze.csv"
     with file.open("w", newline="", encoding="utf-8-sig") as out:
         writer = csv.writer(out)
@@ -376,7 +376,7 @@ def test_items_that_are_not_the_published_ones_are_refused(data):
     file = f"{data}/piqa/validation.jsonl"
     hashes = r"sha256 \w+, expected d82bc2d775ca"
     problem = rf"{file}: 7 items that are not .*of piqa \({hashes}\); --any_items"
-    with pytest.raises(UserError, match=problem):
+    with refusal(problem):
         tasks.read_items(["piqa"], "heldout", str(data))
     assert tasks.read_items(["hellaswag"], "validation", str(data))  # its hash is not known
 
@@ -385,7 +385,7 @@ def test_items_that_are_not_the_published_ones_are_refused(data):
 @pytest.mark.parametrize("known", tasks.PUBLISHED)
 def test_the_published_items_are_those_that_are_known(known):
     name, split = known.split("/")
-    assert tasks.read_items([name], split, str(SHARED / "eval"))
+    assert tasks.read_items([name], split, f"{SHARED}/eval")
 
 
 PIQA = "piqa/validation.jsonl"
@@ -415,7 +415,7 @@ def test_broken_items_are_refused_by_file(file, content, problem, tmp_path):
         path.write_bytes(content)
     name = "piqa" if file == PIQA else "storycloze_2016"
     story = str(path) if "story" in file else None
-    with pytest.raises(UserError, match=problem.format(path)):
+    with refusal(problem.format(path)):
         tasks.read_items([name], "heldout", str(tmp_path), story, True)
 
 
@@ -437,15 +437,15 @@ def test_bytes_of_tokens(tokenizer):
 def trained(tmp_path_factory, tokenizer, rows):
     """What train.py leaves: two finished students, an unfinished one, and the teacher."""
     folder = tmp_path_factory.mktemp("run")
-    world.make_model(TEACHER, 6, 7.0).save_pretrained(folder / "teacher", tokenizer)
-    students = {"pretrain": world.make_model(STUDENT, 5, 7.0)}
-    students["alra"] = world.make_model(STUDENT, 9, 7.0)
-    keys = {"data_dir": str(Path(rows.file).parent), "teacher": str(folder / "teacher")}
+    make_model(TEACHER, 6, 7.0).save_pretrained(folder / "teacher", tokenizer)
+    students = {"pretrain": make_model(STUDENT, 5, 7.0)}
+    students["alra"] = make_model(STUDENT, 9, 7.0)
+    keys = {"data_dir": str(Path(rows.file).parent), "teacher": f"{folder}/teacher"}
     config = CONFIG | keys
     world.write_run(folder / "out", students, tokenizer, *keys.values(), config=config)
     config["methods"] = ["tad", "pretrain", "alra"]
-    (folder / "out" / "run.json").write_text(json.dumps({"config": config}))
-    (folder / "out" / "tad").mkdir()
+    write_json(folder / "out/run.json", {"config": config})
+    (folder / "out/tad").mkdir()
     return folder
 
 
@@ -457,7 +457,7 @@ def out(trained, tmp_path):
 
 def read(folder, name="figures_*.json"):
     (file,) = folder.glob(name)
-    return json.loads(file.read_text())
+    return read_json(file)
 
 
 def test_from_checkpoints_to_tables(out, capsys):
@@ -474,58 +474,64 @@ def test_from_checkpoints_to_tables(out, capsys):
     score(f"--table {out}")
     left_out = f"Left out, since not scored: {out / 'tad'}."
     assert capsys.readouterr().out.split() == [*text.split(), *left_out.split()]
-    facts = read(out / "alra", "run.json")
-    facts["made_by"]["data_sha256"] = "other"
-    (out / "alra" / "run.json").write_text(json.dumps(facts))
+    world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
-    assert text.count("### Held-out rows") == 2 and "differ in data_sha256: d and other" in text
+    assert "no table: " in text and "differ in data_sha256: d and other" in text
 
 
-def test_scores_of_a_few_items(out, data, capsys):
-    flags = f"--data_dir={data} --any_items --limit=3 --log_samples --metric=acc_norm --rows=none"
+def test_scores_of_a_few_items(out, data, tmp_path, printed):
+    no_stories = shutil.copytree(data, tmp_path / "eval")
+    flags = (
+        f"--data_dir={no_stories} --any_items --limit=3 --log_samples --metric=acc_norm --rows=none"
+    )
     score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
-    text = capsys.readouterr().out
+    text = printed()
     scores = read(out / "alra", "scores_heldout_*.json")
     assert scores["protocol"]["limit"] == 3
     n_scored = {name: values["n"] for name, values in scores["tasks"].items()}
     assert n_scored == {"arc_easy": 3, "piqa": 3} and scores["tasks"]["piqa"]["n_rows"] == 7
     assert len(list((out / "alra").glob("scores*.jsonl"))) == 1
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
+    with refusal("--max_length 601: .*alra takes 600 at most"):
+        score(f"{out}/alra --max_length=601 {flags}")
+    shutil.rmtree(no_stories / "storycloze_2016")
+    score(f"{out}/alra {flags}")
+    assert "Avg. (8 of 9)" in printed()  # all tasks, without that file
 
 
 def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
     """Of student and teacher: the figures are equal to the last bit in that dtype alone."""
-    score(f"{out}/pretrain --tasks=none --dtype=bfloat16")
+    score(f"{out}/pretrain --tasks=none --dtype=bfloat16 --max_length=601")  # of tasks alone
     results = read(out / "pretrain")
     assert results["protocol"]["dtype"] == "bfloat16"
     n_bytes = ev.byte_lengths(tokenizer, 311)
     for dtype in (torch.bfloat16, torch.float32):
-        student = world.make_model(STUDENT, 5, 7.0).to(dtype)
-        model = world.make_model(TEACHER, 6, 7.0).to(dtype)
+        student = make_model(STUDENT, 5, 7.0).to(dtype)
+        model = make_model(TEACHER, 6, 7.0).to(dtype)
         teacher = ev.Teacher(model, torch.device("cpu"))
         (expected,) = ev.over_rows([student], teacher, rows, np.arange(rows.n), n_bytes, 4096)
         for key in ("ce", "kl", "teacher_ce"):
             assert (results["figures"][key] == expected[key]) == (dtype == torch.bfloat16), key
 
 
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        ("{0}/tad", "tad: no model/ in it, and no checkpoint; has its training begun?"),
-        ("{0}/run.json", "no finished student: .*run.json"),
-        ("{0}/gone", "gone: no such folder"),
-        ("{0}/alra --limit=1", "--limit 1"),
-        ("{0}/alra --tasks=winogrande --split=validation", "no .'winogrande'. in the validation"),
-    ],
-)
+SLIPS = """
+{0}/tad => tad: no model/ in it, and no checkpoint; has its training begun?
+{0}/run.json => no finished student: .*run.json
+{0}/gone => gone: no such folder
+{0}/alra --limit=1 => --limit 1
+{0}/alra --tasks=winogrande --split=validation => no .'winogrande'. in the validation
+"""
+
+
+@pytest.mark.parametrize(("command", "problem"), world.read_table(SLIPS))
 def test_slips_are_told_before_the_hub_is_asked(command, problem, out, monkeypatch):
     def refuse(*args, **keys):
         pytest.fail("asked the hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=problem):
+    with refusal(problem):
         score(command.format(out))
 
 
@@ -538,27 +544,20 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch, capsys
     figures = read(file.parent)
     assert file.parent == Path("out/eval/teacher")
     assert figures["run"] == {} and "kl" not in figures["figures"]
-    tokenizer = load_tokenizer(str(trained / "teacher"))
-    world.make_model(STUDENT, 3).save_pretrained(tmp_path / "teacher", tokenizer)
+    tokenizer = load_tokenizer(f"{trained}/teacher")
+    make_model(STUDENT, 3).save_pretrained(tmp_path / "teacher", tokenizer)
     capsys.readouterr()
     score(f"teacher {flags}")
     assert capsys.readouterr().out.count("| teacher | ") == 1  # the one that was scored last
     assert len([*file.parent.glob("figures_*.json")]) == 2
 
 
-def test_all_tasks_are_eight_without_a_file_of_storycloze(out, data, tmp_path, capsys):
-    no_stories = shutil.copytree(data, tmp_path / "eval")
-    shutil.rmtree(no_stories / "storycloze_2016")
-    score(f"{out}/alra --data_dir={no_stories} --any_items --rows=none --limit=2")
-    assert "Avg. (8 of 9)" in capsys.readouterr().out
-
-
 def test_a_command_replaces_no_results_but_its_own(out, data, monkeypatch):
     """Not those of other items, rows, teacher, protocol or code."""
     alra = out / "alra"
     items = shutil.copytree(data, out / "items")
-    file = items / "piqa" / "validation.jsonl"
-    world.write_jsonl(file, world.read_jsonl(file)[1:])
+    file = items / "piqa/validation.jsonl"
+    world.write_jsonl(file, read_jsonl(file)[1:])
     tasks_of = f"{alra} --rows=none --any_items --limit=3 --tasks=piqa --data_dir="
     commands = [f"{tasks_of}{folder}" for folder in (items, data)]
     commands += [f"{commands[1]} {flag}" for flag in ("--max_length=99", "--dtype=bfloat16")]
@@ -581,32 +580,29 @@ def test_another_model_or_decoder_than_the_trained_one_is_not_scored(out, capsys
     command = f"{alra} --tasks=none --teacher=none"
     facts = read(alra, "run.json")
     facts["made_by"]["shape"] = dataclasses.asdict(STUDENT)
-    facts["weights_sha256"] = weights_hash(world.make_model(STUDENT, 9, 7.0))
+    facts["weights_sha256"] = weights_hash(make_model(STUDENT, 9, 7.0))
     refused = "alra: its model/ is not the one that run.json describes"
 
     def write_facts(**changes):
-        (alra / "run.json").write_text(json.dumps(facts | changes))
+        write_json(alra / "run.json", facts | changes)
 
-    write_facts(weights_sha256="of another model")
-    with pytest.raises(UserError, match=refused):
-        score(command)
     write_facts()
     score(command)
-    config = alra / "model" / "config.json"
+    config = alra / "model/config.json"
     text = config.read_text()
     config.write_text(text.replace("1000000.0", "10000.0"))
-    with pytest.raises(UserError, match=refused):
+    with refusal(refused):
         score(command)
     config.write_text(text)
     code = facts["made_by"]["code"] | {"model.MLP": "another", "train.update": "another"}
     write_facts(made_by=facts["made_by"] | {"code": code})
     problem = "alra: the decoder was edited since its training: model.MLP; --accept_edits"
-    with pytest.raises(UserError, match=problem):
+    with refusal(problem):
         score(command)
     score(f"{command} --accept_edits")
     assert read(alra)["accepted_edits"] == ["model.MLP"]
     write_facts(weights_sha256="of another model")
-    with pytest.raises(UserError, match="alra: no results in it"):
+    with refusal("alra: no results in it"):
         score(f"--table {alra}")
 
 
@@ -617,10 +613,10 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
         return str(caught.value)
 
     def save(name, shape, tokenizer):
-        world.make_model(shape).save_pretrained(tmp_path / name, tokenizer)
+        make_model(shape).save_pretrained(tmp_path / name, tokenizer)
         return tmp_path / name
 
-    tokenizer = load_tokenizer(str(trained / "teacher"))
+    tokenizer = load_tokenizer(f"{trained}/teacher")
     data_dir = Path(rows.file).parent
     alra = out / "alra"
     assert "nothing to score" in error(trained / "teacher")
@@ -636,19 +632,9 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     assert "rows of another tokenizer than that of" in error(f"{other} {flags}")
     short = save("short", dataclasses.replace(STUDENT, max_position_embeddings=4), tokenizer)
     assert "rows of 13 inputs" in error(f"{short} {flags}")
-    facts = read(alra, "run.json")
-    for key, name in (("val_sha256", data_dir), ("teacher_sha256", trained / "teacher")):
-        changed = facts | {"made_by": facts["made_by"] | {key: "another"}}
-        (alra / "run.json").write_text(json.dumps(changed))
+    for key, name in (("teacher", trained / "teacher"), ("val", data_dir)):
+        world.edit(alra / "run.json", f'made_by.{key}_sha256="another"')
         assert f"{name}: its content has changed since the student was trained" in error(alra)
-    facts["config"]["data_dir"] = "elsewhere"
-    (alra / "run.json").write_text(json.dumps(facts))
+    world.edit(alra / "run.json", 'config.data_dir="elsewhere"')
     problem = f"data_dir: {data_dir} in one run, elsewhere in another"
     assert f"{problem}; score them apart, or set --rows" in error(out)
-
-
-def test_a_max_length_is_checked_where_tasks_are_scored(out, data):
-    flags = "--max_length=601 --teacher=none"
-    score(f"{out}/alra {flags} --tasks=none")
-    with pytest.raises(UserError, match=r"--max_length 601: .*alra takes 600 at most"):
-        score(f"{out}/alra {flags} --tasks=piqa --data_dir={data} --any_items")

@@ -6,7 +6,6 @@ function), and a pattern of the line on stderr. Nothing else may change.
 
 import errno
 import importlib
-import json
 import os
 import re
 import resource
@@ -66,22 +65,6 @@ def shell(command: str) -> None:
     subprocess.run(command, shell=True, check=True)
 
 
-def edit(name: str, **keys):
-    """Set keys of a JSON file; `a__b` is b inside a."""
-
-    def change() -> None:
-        value = json.loads(Path(name).read_text())
-        for key, new in keys.items():
-            *path, last = key.split("__")
-            inside = value
-            for part in path:
-                inside = inside[part]
-            inside[last] = new
-        Path(name).write_text(json.dumps(value))
-
-    return change
-
-
 def tensor(name: str, key: str, new):
     """Replace a tensor by what `new` makes of it; None removes it."""
 
@@ -100,14 +83,16 @@ def fill_rows(name: str, token: int):
     def change() -> None:
         file = Path(f"data/{name}.bin")
         np.full(file.stat().st_size // 4, token, np.uint32).tofile(file)
-        edit(f"data/{name}.json", quick_sha256=quick_hash(file))()
+        world.edit(f"data/{name}.json", f'quick_sha256="{quick_hash(file)}"')
 
     return change
 
 
 def apply(cause) -> None:
-    """Break the copy: a command of the shell, a function, or several of them."""
-    if isinstance(cause, str):
+    """Break the copy: "set" and `edit`'s arguments, a shell's command, a function, or several."""
+    if isinstance(cause, str) and cause.startswith("set "):
+        world.edit(*cause.split()[1:])
+    elif isinstance(cause, str):
         shell(cause)
     elif isinstance(cause, tuple):
         for step in cause:
@@ -116,81 +101,60 @@ def apply(cause) -> None:
         cause()
 
 
-FLAGS = {
-    "nowhere.py": "nowhere.py: no such config file",
-    "--lr=nan": "lr='?nan'?: expected",
-    "--lr=x": "lr='?x'?: expected float",
-    "--lr": "--lr: expected --lr=VALUE",
-    "--lrr=1": "no such key 'lrr', did you mean '?lr",
-    "--clip=1e999": "clip=inf: expected",
-    f"--seed={10**30}": "seed=10+: expected",
-    "--batch_rows=1000000000000": "batch_rows=1000000000000: expected at most",
-    "--methods=": "methods=.*expected at least one",
-    "--methods=alra@../x": "expected METHOD or METHOD@LABEL",
-    "--methods=alr": "no such method 'alr', did you mean 'alra'",
-    "--tad.beta=2": "settings of .*tad",
-    "--alr.d_max=7": "alr",
-    "--alra.d_mx=7": "alra takes no d_mx; it takes anchor, budget, coefficients",
-    "--alra.tau=0": "alra.tau=0.*: expected",
-    "--alra.tau=x": "alra.tau='x': expected float",
-    "--alra.lr=1e999": "alra.lr=inf: expected",
-    "--alra.pair=prau": "alra.pair='prau': expected 'swpra' or",
-    "--alra.d_max=259": "alra: d_max=259: expected 2 <= d_max < V",
-    "--hyper=3": "hyper",
-    "--device=gpu": "device=gpu: expected cpu",
-    "--device=cuda": "device=cuda:0: expected cpu, or cuda",
-    "--seq_len=12": "seq_len=12: data has rows for seq_len=16",
-    "--max_steps=5000 --schedule_steps=5000": (
-        r"max_steps=5000: needs 20,000 rows, data has (\d+); "
-        r"set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True"
-    ),
-    "--teacher=none": "teacher=None: .*learns from one",
-    "--teacher=none --methods=pretrain --hyper={} --alra.d_max=7": "alra",
-    "--teacher=nowhere": "nowhere: no such folder",
-    "--student=demmo": r"student=demmo: expected a preset \(.*; did you mean 'demo'\?",
-    "--student=16x1x3": "num_attention_heads=3: expected a divisor of hidden_size=16",
-    """'--student={"hidden_size": 16, "layers": 1}'""": "expected hidden_size, num_hidden_layers",
-    """'--student={"hidden_size": 16, "num_attention_heads": 2}'""": "num_hidden_layers",
-    "--student_weights=teacher": "student_weights=teacher: not of the shape of student=student",
-    "--data_dir=text": "text: no train.bin with train.json",
-    "--micro_batch=3": "micro_batch=3: expected a divisor",
-    "--group=2 --micro_batch=1": "micro_batch=1: expected a multiple",
-    "--group=3": "group=3: expected a divisor",
-    "--shard=2": "shard=2: expected a divisor",
-    "--shard=2 --teacher_device=cpu": "teacher_device=cpu: not supported with shard=2",
-    "--min_lr=1": "min_lr=1.0: expected at most",
-    "--warmup_steps=4": "warmup_steps=4: expected less",
-    "--max_steps=5": "max_steps=5: expected at most schedule_steps=4",
-    "--val_share=0.1": "val_rows=5 with val_share=0.1",
-    "--out_dir=cfg.py": "cfg.py",
-    f"--resume_from={STEP} --max_steps=2": "max_steps=2: new is at step 3; set at least that",
-    f"--resume_from={STEP} --student=16x1x2": "a student of another shape",
-    "--resume_from=half/alra": "resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch",
-}
-CONFIGS = {
-    "import sys; sys.exit(0)": "does not run: SystemExit",
-    "lr = = 1": "does not run: SyntaxError",
-    "raise KeyError(3)": "does not run: KeyError: 3",
-    "x = 1": "no such key 'x'",
-    "import nowhere": "does not run: ModuleNotFoundError",
-    r"lr = '\377'": "does not run",
-}
+FLAGS = r"""
+nowhere.py => nowhere.py: no such config file
+--lr=nan => lr='?nan'?: expected
+--lr=x => lr='?x'?: expected float
+--lr => --lr: expected --lr=VALUE
+--lrr=1 => no such key 'lrr', did you mean '?lr
+--clip=1e999 => clip=inf: expected
+--seed=1000000000000000000000000000000 => seed=10+: expected
+--batch_rows=1000000000000 => batch_rows=1000000000000: expected at most
+--methods= => methods=.*expected at least one
+--methods=alra@../x => expected METHOD or METHOD@LABEL
+--methods=alr => no such method 'alr', did you mean 'alra'
+--tad.beta=2 => settings of .*tad
+--alr.d_max=7 => alr
+--alra.d_mx=7 => alra takes no d_mx; it takes anchor, budget, coefficients
+--alra.tau=0 => alra.tau=0.*: expected
+--alra.tau=x => alra.tau='x': expected float
+--alra.lr=1e999 => alra.lr=inf: expected
+--alra.pair=prau => alra.pair='prau': expected 'swpra' or
+--alra.d_max=259 => alra: d_max=259: expected 2 <= d_max < V
+--hyper=3 => hyper
+--device=gpu => device=gpu: expected cpu
+--device=cuda => device=cuda:0: expected cpu, or cuda
+--seq_len=12 => seq_len=12: data has rows for seq_len=16
+--teacher=none => teacher=None: .*learns from one
+--teacher=none --methods=pretrain --hyper={} --alra.d_max=7 => alra
+--teacher=nowhere => nowhere: no such folder
+--student=demmo => student=demmo: expected a preset \(.*; did you mean 'demo'\?
+--student=16x1x3 => num_attention_heads=3: expected a divisor of hidden_size=16
+'--student={"hidden_size": 16, "layers": 1}' => expected hidden_size, num_hidden_layers
+'--student={"hidden_size": 16, "num_attention_heads": 2}' => num_hidden_layers
+--student_weights=teacher => student_weights=teacher: not of the shape of student=student
+--data_dir=text => text: no train.bin with train.json
+--micro_batch=3 => micro_batch=3: expected a divisor
+--group=2 --micro_batch=1 => micro_batch=1: expected a multiple
+--group=3 => group=3: expected a divisor
+--shard=2 => shard=2: expected a divisor
+--shard=2 --teacher_device=cpu => teacher_device=cpu: not supported with shard=2
+--min_lr=1 => min_lr=1.0: expected at most
+--warmup_steps=4 => warmup_steps=4: expected less
+--max_steps=5 => max_steps=5: expected at most schedule_steps=4
+--val_share=0.1 => val_rows=5 with val_share=0.1
+--out_dir=cfg.py => cfg.py
+--resume_from=half/alra => resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch
+"""
 INPUTS = {  # of a new run
-    "echo { > data/train.json": "data/train.json: cannot be used",
     "echo [1] > data/train.json": (
         "data/train.json: expected a JSON object, got list; .*prepare it again"
     ),
     "sed -i s/rows/x/ data/train.json": "data/train.json: no ..?rows..? in it; .*prepare it again",
-    "truncate -s -100 data/train.bin": "data/train.bin: [0-9,]+ bytes, expected [0-9,]+",
-    edit("data/train.json", quick_sha256="0"): (
+    'set data/train.json quick_sha256="0"': (
         "data/train.bin: not the bytes that train.json describes"
     ),
-    (": > data/train.bin", edit("data/train.json", rows=0)): "data/train.bin: 0 bytes, expected",
-    "rm data/val.bin": "data: no val.bin with val.json",
-    edit("data/val.json", tokenizer_sha256="x"): "data: tokenizer_sha256 differs in train.json",
-    edit("data/val.json", eos_id=3): "data: eos_id differs in train.json and val.json",
-    edit("data/val.json", bos=3): "data: bos differs in train.json and val.json",
-    edit("data/val.json", vocab_size=300): "data: vocab_size differs in train.json and val.json",
+    (": > data/train.bin", "set data/train.json rows=0"): "data/train.bin: 0 bytes, expected",
     "cd data; cp train.bin val.bin; cp train.json val.json": "data: val.bin has the rows of train",
     """sed -i 's/"eos_id": 0/"eos_id": 3/' data/*.json""": (
         "data: eos_id=3, the tokenizer has 0; prepare it again"
@@ -199,18 +163,13 @@ INPUTS = {  # of a new run
         "tokenizer teacher: not the one that data was prepared with"
     ),
     fill_rows("train", 259): "data/train.bin: an id beyond the vocabulary of 259",
-    "rm -r data; touch data": "data: no train.bin",
     # models
     "echo { > teacher/config.json": "teacher.*: cannot be used",
     "echo {} > teacher/config.json": "teacher.*: .*model_type",
-    edit("student/config.json", num_key_value_heads=3): "num_key_value_heads=",
-    edit("student/config.json", head_dim=3): "head_dim=",
-    edit("student/config.json", max_position_embeddings=8): "the student supports 8 positions",
-    edit("teacher/config.json", max_position_embeddings=8): "teacher=teacher supports 8 positions",
-    edit("student/config.json", vocab_size=100): (
+    "set student/config.json vocab_size=100": (
         "student=student: vocabulary of 100, but the tokenizer has 257 tokens"
     ),
-    edit("teacher/config.json", vocab_size=100): (
+    "set teacher/config.json vocab_size=100": (
         "teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens"
     ),
     "rm teacher/config.json": "teacher.*config.json",
@@ -226,14 +185,10 @@ INPUTS = {  # of a new run
         f"{WEIGHTS}: {NORM} is I32; expected weights that are not quantized"
     ),
     tensor(WEIGHTS, NORM, lambda x: x.to(torch.float8_e4m3fn)): f"{WEIGHTS}: {NORM} is F8_E4M3",
-    edit("teacher/config.json", head_dim=0): "config.json: head_dim=0: expected int 1 or more",
-    edit("teacher/config.json", hidden_size="x"): "teacher/config.json: hidden_size='x'",
-    edit("teacher/config.json", rope_scaling="x"): "teacher/config.json: ",
-    edit("teacher/config.json", rope_scaling={"rope_type": "llama3", "factor": 2}): (
+    'set teacher/config.json rope_scaling={"rope_type":"llama3","factor":2}': (
         "teacher/config.json: rope_scaling.low_freq_factor=None: expected"
     ),
-    edit("teacher/config.json", num_hidden_layers=10**6): "num_hidden_layers=1000000, but",
-    edit("teacher/config.json", quantization_config={"bits": 4}): (
+    'set teacher/config.json quantization_config={"bits":4}': (
         "teacher: config.json has a quantization_config"
     ),
     f"""rm {WEIGHTS}; echo '{{"weight_map": {{"a": "x"}}}}' > {WEIGHTS}.index.json""": "teacher/x",
@@ -243,70 +198,121 @@ INPUTS = {  # of a new run
     "sed -i s/eos_token/x/ teacher/tokenizer_config.json": "teacher: the tokenizer has no eos_tok",
 }
 FOLDERS = {  # of a run that was stopped
-    "rm -r half/alra/checkpoints": "half: its students have no checkpoint in common",
-    "rm -r half/alra": "half: its students have no checkpoint in common",
     "rm half/run.json; mkdir half/run.json; touch half/run.json/mine": (
         "half/run.json: cannot be written"
     ),
-    "echo { > half/alra/stopped.json": "half/alra/stopped.json: cannot be used",
-    """echo '{"why": 3, "step": 1}' > half/alra/stopped.json""": "stopped.json: why=3: expected",
-    edit(f"{STEP}/state.json", made_by__data_sha256="x"): (
+    f'set {STEP}/state.json made_by.data_sha256="x"': (
         f"{STEP}: contains a different run .alra: data_sha256 was .x."
     ),
-    edit(f"{STEP}/state.json", made_by__teacher_sha256="x"): ".alra: teacher_sha256 was .x.",
     "cd half; rm -r alra/checkpoints; cp -r pretrain/checkpoints alra": (
         "a different run .alra: methods was .pretrain., now .alra."
     ),
 }
-SOURCES = {  # a file, and the command that writes it
-    "a.jsonl": "echo {",
-    "b.jsonl": r"printf '\377'",
-    "c.jsonl": "echo {}",
-    "d.jsonl": """echo '{"text": 3}'""",
-    "e.jsonl": ":",
-    "f.jsonl.zst": "printf %99s",
-    "g.parquet": "printf %99s",
-    "h.txt": r"printf '\377'",
-}
-PERMUTED = (
-    "cp -r teacher other",
-    edit("other/tokenizer.json", model__vocab__a=66, model__vocab__b=65),
-)
-SHORT = ("cp -r teacher other", edit("other/config.json", max_position_embeddings=8))
+OTHER = "cp -r teacher other"
+PERMUTED = (OTHER, "set other/tokenizer.json model.vocab.a=66 model.vocab.b=65")
+SHORT = (OTHER, "set other/config.json max_position_embeddings=8")
 SMALLER = (
-    edit("run/alra/model/config.json", vocab_size=99),
+    "set run/alra/model/config.json vocab_size=99",
     tensor(MODEL, "model.embed_tokens.weight", lambda x: x[:99].clone()),
 )
-COMMANDS = {
-    f"{HALF} --max_steps=2": "max_steps=2: half is at step 3",
-    f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9": (
-        r"run/pretrain/checkpoints/step_00000004: contains a different run "
-        r"\(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose"
-    ),
-    f"{TRAIN} --out_dir=run/alra": "out_dir=run/alra: its run.json is of alra; choose another",
-    f"{HALF} --methods=alra": "out_dir=half: its run.json is of pretrain,alra; choose",
-    f"{BRANCH} --batch_rows=8": f"resume_from={STEP}: batch_rows was 4, now 8; expected the same",
-    f"{EVAL} --out cfg.py": "cfg.py",
-    f"{EVAL} --max_rows 0": "--max_rows 0: expected at least 1",
-    f"{EVAL} --tasks lambada": "--tasks: no .'lambada'. in the heldout set, which has .*lambada_op",
-    "eval.py --table nowhere": "nowhere",
-    "tools/plot.py nowhere": "nowhere",
-    "tools/sample.py nowhere": "nowhere: no such folder",
-    f"{SAMPLE} --temperature=nan": "--temperature",
-    f"{SAMPLE} --temperature=1e-45": "--temperature",
-    f"{PREPARE} --source=nowhere": "nowhere",
-    f"{PREPARE} --source=nowhere/x.jsonl": "source=nowhere/x.jsonl: no such file",
-    f"{PREPARE} --source=cfg.py": "cfg.py",
-    f"{PREPARE} --teacher=none": "tokenizer=None, teacher=None",
-    f"{PREPARE} --val_rows=1000": "leave no row for train",
-    "prepare.py cfg.py --seq_len=8": "data: holds data of another recipe",
-    f"{GO_ON} --seq_len=8": "stopped: holds data of another recipe",
-    "prepare.py --verify nowhere": "nowhere: no train.bin with train.json",
-    "prepare.py --verify stopped": "stopped: not finished",
-    "prepare.py --show 9999 data": "--show 9999: expected a row from 0",
-    "prepare.py --show x data": "--show x data: expected",
-}
+COMMANDS = rf"""
+{NEW} --resume_from={STEP} --max_steps=2 => max_steps=2: new is at step 3; set at least that
+{NEW} --resume_from={STEP} --student=16x1x2 => a student of another shape
+{HALF} --max_steps=2 => max_steps=2: half is at step 3
+{TRAIN} --out_dir=run/alra => out_dir=run/alra: its run.json is of alra; choose another
+{HALF} --methods=alra => out_dir=half: its run.json is of pretrain,alra; choose
+{BRANCH} --batch_rows=8 => resume_from={STEP}: batch_rows was 4, now 8; expected the same
+{EVAL} --out cfg.py => cfg.py
+{EVAL} --max_rows 0 => --max_rows 0: expected at least 1
+{EVAL} --tasks lambada => --tasks: no .'lambada'. in the heldout set, which has .*lambada_op
+eval.py --table nowhere => nowhere
+tools/plot.py nowhere => nowhere
+tools/sample.py nowhere => nowhere: no such folder
+{SAMPLE} --temperature=nan => --temperature
+{SAMPLE} --temperature=1e-45 => --temperature
+{PREPARE} --source=nowhere => nowhere
+{PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
+{PREPARE} --source=cfg.py => cfg.py
+{PREPARE} --teacher=none => tokenizer=None, teacher=None
+{PREPARE} --val_rows=1000 => leave no row for train
+prepare.py cfg.py --seq_len=8 => data: holds data of another recipe
+{GO_ON} --seq_len=8 => stopped: holds data of another recipe
+prepare.py --verify nowhere => nowhere: no train.bin with train.json
+prepare.py --verify stopped => stopped: not finished
+prepare.py --show 9999 data => --show 9999: expected a row from 0
+prepare.py --show x data => --show x data: expected
+"""
+# a command, what is broken before it, and the message
+BROKEN = rf"""
+{NEW} => echo {{ > data/train.json => data/train.json: cannot be used
+{NEW} => truncate -s -100 data/train.bin => data/train.bin: [0-9,]+ bytes, expected [0-9,]+
+{NEW} => rm data/val.bin => data: no val.bin with val.json
+{NEW} => rm -r data; touch data => data: no train.bin
+{HALF} => rm -r half/alra/checkpoints => half: its students have no checkpoint in common
+{HALF} => rm -r half/alra => half: its students have no checkpoint in common
+{HALF} => echo {{ > half/alra/stopped.json => half/alra/stopped.json: cannot be used
+{HALF} => echo '{{"why": 3, "step": 1}}' > half/alra/stopped.json => stopped.json: why=3: expected
+{EVAL} => cp -r run/pretrain/model run/alra => run/alra: its model/ is not the one that run
+{SAMPLE} => cp -r run/pretrain/model run/alra => run/alra: its model/ is not the one that run
+{EVAL} => cd run/alra; rm -r model checkpoints => run/alra: no model/ in it
+{EVAL} => truncate -s -100 {MODEL} => {MODEL}:
+{EVAL} => echo {{ > run/alra/run.json => run/alra/run.json: cannot be used
+{EVAL} => rm data/val.bin => data: no val.bin
+{SCORE} => echo {{ > {ITEMS} => lambada_openai
+{SCORE} => echo [1] > {ITEMS} => lambada_openai
+{SAMPLE} => echo {{ > run/alra/run.json => run/alra/run.json: cannot be used
+{GO_ON} => echo {{ > stopped/prepare.state => stopped/prepare.state: cannot be used
+{GO_ON} => echo {{}} > stopped/prepare.state => stopped/prepare.state: no ..?recipe..?
+{GO_ON} => : > stopped/train.bin.tmp => stopped/train.bin.tmp:
+{NEW} bad.py => printf "import sys; sys.exit(0)" > bad.py => does not run: SystemExit
+{NEW} bad.py => printf "lr = = 1" > bad.py => does not run: SyntaxError
+{NEW} bad.py => printf "raise KeyError(3)" > bad.py => does not run: KeyError: 3
+{NEW} bad.py => printf "x = 1" > bad.py => no such key 'x'
+{NEW} bad.py => printf "import nowhere" > bad.py => does not run: ModuleNotFoundError
+{NEW} bad.py => printf "lr = '\377'" > bad.py => does not run
+{PREPARE} --source=a.jsonl => echo {{ > a.jsonl => a.jsonl
+{PREPARE} --source=b.jsonl => printf '\377' > b.jsonl => b.jsonl
+{PREPARE} --source=c.jsonl => echo {{}} > c.jsonl => c.jsonl
+{PREPARE} --source=d.jsonl => echo '{{"text": 3}}' > d.jsonl => d.jsonl
+{PREPARE} --source=e.jsonl => : > e.jsonl => e.jsonl
+{PREPARE} --source=f.jsonl.zst => printf %99s > f.jsonl.zst => f.jsonl.zst
+{PREPARE} --source=g.parquet => printf %99s > g.parquet => g.parquet
+{PREPARE} --source=h.txt => printf '\377' > h.txt => h.txt
+{NEW} => set data/val.json tokenizer_sha256="x" => data: tokenizer_sha256 differs in train.json
+{NEW} => set data/val.json eos_id=3 => data: eos_id differs in train.json and val.json
+{NEW} => set data/val.json bos=3 => data: bos differs in train.json and val.json
+{NEW} => set data/val.json vocab_size=300 => data: vocab_size differs in train.json and val.json
+{NEW} => set student/config.json num_key_value_heads=3 => num_key_value_heads=
+{NEW} => set student/config.json head_dim=3 => head_dim=
+{NEW} => set student/config.json max_position_embeddings=8 => the student supports 8 positions
+{NEW} => set teacher/config.json max_position_embeddings=8 => teacher=teacher supports 8 positions
+{NEW} => set teacher/config.json head_dim=0 => config.json: head_dim=0: expected int 1 or more
+{NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'
+{NEW} => set teacher/config.json rope_scaling="x" => teacher/config.json:
+{NEW} => set teacher/config.json num_hidden_layers=1000000 => num_hidden_layers=1000000, but
+{HALF} => set {STEP}/state.json made_by.teacher_sha256="x" => .alra: teacher_sha256 was .x.
+{BRANCH} => set {STEP}/state.json files_sha256={{}} => step_00000003: .*not as it was saved
+{BRANCH} => set {STEP}/state.json made_by.tokenizer_sha256="x" => tokenizer_sha256 was 'x'
+{BRANCH} => set {STEP}/state.json sums={{"ce":"x"}} => state.json: sums: ce='x': expected
+{SAMPLE} => set run/alra/run.json bos="x" => run/alra/run.json: bos='x': expected int
+{EVAL} => set run/alra/run.json seed=null => run/alra/run.json: seed=None: expected int
+prepare.py --verify data => set data/train.json sha256="x" => train.bin: sha256 is
+"""
 CASES = [
+    *world.read_table(BROKEN),
+    (
+        f"{NEW} --max_steps=5000 --schedule_steps=5000",
+        (),
+        r"max_steps=5000: needs 20,000 rows, data has (\d+); "
+        r"set --max_steps=\d+ --schedule_steps=\d+, or set --repeat_rows=True",
+    ),
+    (
+        f"{TRAIN} --lr=2e-2 --clip=1 --beta1=0.8 --beta2=0.9",
+        (),
+        r"run/pretrain/checkpoints/step_00000004: contains a different run "
+        r"\(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose",
+    ),
+    (f"{SAMPLE} --prompt=\udcff", (), "--prompt"),
     (f"{NEW} --student=other --student_weights=other", PERMUTED, "its tokenizer has other ids"),
     (
         f"{NEW} --teacher=other --tokenizer=teacher",
@@ -315,66 +321,44 @@ CASES = [
     ),
     (f"{EVAL} --teacher other", PERMUTED, "teacher=other: its tokenizer gives 'a'"),
     (f"{EVAL} --teacher other", SHORT, "seq_len=16: teacher=other supports 8 positions"),
-    (BRANCH, edit(f"{STEP}/state.json", files_sha256={}), "step_00000003: .*not as it was saved"),
     (BRANCH.replace("0003", "0004"), f"mv {STEP} {STEP[:-1]}4", "its name, as it is of step 3"),
-    (BRANCH, edit(f"{STEP}/state.json", made_by__tokenizer_sha256="x"), "tokenizer_sha256 was 'x'"),
-    (BRANCH, edit(f"{STEP}/state.json", sums={"ce": "x"}), "state.json: sums: ce='x': expected"),
-    (EVAL, "cp -r run/pretrain/model run/alra", "run/alra: its model/ is not the one that run"),
-    (
-        SAMPLE,
-        "cp -r run/pretrain/model run/alra",
-        "run/alra: its model/ is not the one that run",
-    ),
-    (SAMPLE, edit("run/alra/run.json", bos="x"), "run/alra/run.json: bos='x': expected int"),
-    (EVAL, edit("run/alra/run.json", seed=None), "run/alra/run.json: seed=None: expected int"),
-    (EVAL.replace("/alra", ""), edit("run/run.json", config=3), "run/run.json: config: expected a"),
-    (EVAL, "cd run/alra; rm -r model checkpoints", "run/alra: no model/ in it"),
-    (EVAL, f"truncate -s -100 {MODEL}", f"{MODEL}: "),
+    (EVAL.replace("/alra", ""), "set run/run.json config=3", "run/run.json: config: expected a"),
     (EVAL, tensor(MODEL, NORM, lambda x: x * float("nan")), f"{NORM} .*finite"),
-    (EVAL, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
-    (EVAL, "rm data/val.bin", "data: no val.bin"),
     (EVAL, fill_rows("val", 1000), "data/val.bin: .*id"),
-    (SCORE, f"echo {{ > {ITEMS}", "lambada_openai"),
-    (SCORE, f"echo [1] > {ITEMS}", "lambada_openai"),
-    (SAMPLE, "echo { > run/alra/run.json", "run/alra/run.json: cannot be used"),
     (SAMPLE, SMALLER, "vocabulary of 99, but the tokenizer has 257"),
-    (GO_ON, "echo { > stopped/prepare.state", "stopped/prepare.state: cannot be used"),
-    (GO_ON, "echo {} > stopped/prepare.state", "stopped/prepare.state: no ..?recipe..?"),
-    (GO_ON, ": > stopped/train.bin.tmp", "stopped/train.bin.tmp: "),
     (
         "prepare.py --verify data",
         "truncate -s -4 data/train.bin",
         "data/train.bin: [0-9,]+ bytes, expected .*prepare it again",
     ),
-    ("prepare.py --verify data", edit("data/train.json", sha256="x"), "train.bin: sha256 is"),
-    *((command, (), message) for command, message in COMMANDS.items()),
-    *((f"{NEW} {flag}", (), message) for flag, message in FLAGS.items()),
-    *((f"{NEW} bad.py", f'printf "{text}" > bad.py', CONFIGS[text]) for text in CONFIGS),
+    *((command, (), message) for command, message in world.read_table(COMMANDS)),
+    *((f"{NEW} {flag}", (), message) for flag, message in world.read_table(FLAGS)),
     *((NEW, cause, message) for cause, message in INPUTS.items()),
     *((HALF, cause, message) for cause, message in FOLDERS.items()),
-    *((f"{PREPARE} --source={name}", f"{SOURCES[name]} > {name}", name) for name in SOURCES),
 ]
 FOREIGN = "run.json.new alra/model.tmp/x alra/model.old/x alra/checkpoints/step_00000004.tmp/x"
-GO_ON_RIGHTLY = [  # afterwards `half` has become what `run` is
-    "cd half; rm run.json; cd alra/checkpoints; mkdir step_00000006.bak; touch step_00000009",
-    f"cd half; for f in {FOREIGN}; do mkdir -p $(dirname $f); printf mine > $f; done",
-    "cd half; echo process 7 > .alra-lock; truncate -s -1 alra/log.jsonl",
-    """printf '{"step": 4, "lo' >> half/alra/log.jsonl""",
-    ": > half/run.json",
-    "sed -i '2a x' half/alra/log.jsonl",
-    "echo {} >> half/alra/log.jsonl",
-    edit(f"{STEP}/state.json", files_sha256={}),
-    "for m in pretrain alra; do cd half/$m/checkpoints; mv step_00000003 step_00000009; cd -; done",
-    # a broken newest checkpoint is passed over for the one before
-    f"rm -r {STEP}",
-    f"rm {STEP}/state.json",
-    f"echo {{ > {STEP}/state.json",
-    f"sed -i s/sums/x/ {STEP}/state.json",
-    f"cp {STEP.replace('3', '2')}/model/model.safetensors {STEP}/model",
-    f"rm {STEP}/model/model.safetensors",
-    f"rm {STEP}/optimizer.safetensors",
-    f"truncate -s -100 {STEP}/model/model.safetensors",
-    f"truncate -s -100 {STEP}/optimizer.safetensors",
+# afterwards `half` has become what `run` is; a broken newest checkpoint is passed over
+GO_ON_RIGHTLY = rf"""
+cd half; rm run.json; cd alra/checkpoints; mkdir step_00000006.bak; touch step_00000009
+cd half; for f in {FOREIGN}; do mkdir -p $(dirname $f); printf mine > $f; done
+cd half; echo process 7 > .alra-lock; truncate -s -1 alra/log.jsonl
+printf '{{"step": 4, "lo' >> half/alra/log.jsonl
+: > half/run.json
+sed -i '2a x' half/alra/log.jsonl
+echo {{}} >> half/alra/log.jsonl
+set {STEP}/state.json files_sha256={{}}
+for m in pretrain alra; do cd half/$m/checkpoints; mv step_00000003 step_00000009; cd -; done
+rm -r {STEP}
+rm {STEP}/state.json
+echo {{ > {STEP}/state.json
+sed -i s/sums/x/ {STEP}/state.json
+cp half/alra/checkpoints/step_00000002/model/model.safetensors {STEP}/model
+rm {STEP}/model/model.safetensors
+rm {STEP}/optimizer.safetensors
+truncate -s -100 {STEP}/model/model.safetensors
+truncate -s -100 {STEP}/optimizer.safetensors
+"""
+CHANGED = [
     tensor(f"{STEP}/model/model.safetensors", NORM, lambda x: x + 1),
     tensor(f"{STEP}/optimizer.safetensors", f"{NORM}/exp_avg", lambda x: x + 1),
 ]
@@ -453,7 +437,7 @@ def end_of(out: str) -> tuple:
     return models, [line["step"] for line in world.records(Path(out), "alra")]
 
 
-@pytest.mark.parametrize("cause", GO_ON_RIGHTLY)
+@pytest.mark.parametrize("cause", [*GO_ON_RIGHTLY.strip().splitlines(), *CHANGED])
 def test_what_is_broken_without_loss_goes_on_rightly(cause, folder, capsys):
     apply(cause)
     before = contents(folder)
@@ -512,7 +496,7 @@ def test_an_unfinished_run_is_scored_and_sampled_by_a_checkpoint(name, steps, fo
     for out, step in scored:
         place = folder / f"out/eval/{out.replace('/', '_')}_step_0000000{step}"
         (file,) = place.glob("figures_*.json")
-        assert json.loads(file.read_text())["run"]["step"] == int(step)
+        assert files.read_json(file)["run"]["step"] == int(step)
     assert name == "half" or run(SAMPLE.replace("run/alra", name)) == 0
     assert contents(folder / "half") == before
 
@@ -563,7 +547,7 @@ def test_a_disk_that_is_full_in_mid_run_and_free_again_costs_nothing(
         assert output.out.count("teacher_cache: rows are not stored") == 1
         assert run(command) == 0 and end_of("new") == end_of("run")
         for method in ("pretrain", "alra"):
-            assert world.untimed(Path("new"), method) == world.untimed(Path("run"), method)
+            world.assert_same(Path("new"), Path("run"), method, 4)
         shell("rm -r new")
 
 

@@ -11,7 +11,7 @@ from tests.golden_table import BARS, call, cases, names
 
 VECTORS = golden_table.read()
 # what FOLDER was thinned from
-LARGER = Path(__file__).resolve().parents[2] / "shared" / "golden"
+LARGER = Path(__file__).resolve().parents[2] / "shared/golden"
 
 
 def is_near(v):

@@ -16,11 +16,10 @@ import torch
 import losses
 import train
 from lib import code, device
-from lib.errors import UserError
 from lib.files import read_json
 from losses import METHODS, Method
 from run import identity, methods, scoring
-from tests.world import ROOT, config, final_bits, records
+from tests.world import ROOT, config, final_bits, records, refusal
 
 # edits of the project's files: file, old text, new text, and the definition that they change
 COUNTED = {
@@ -194,7 +193,7 @@ def mine(z_s, z_t, y):
 """
 
 
-def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, capsys):
+def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed):
     """Its helper is edited half-way, and after the end. The message names three ways on."""
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -208,16 +207,16 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, capsys)
 
     edited = MINE.replace("square()", "abs()")
     assert go(MINE, "a", max_steps=3) == 0
-    refusal = (
+    problem = (
         r"a different run \(mine: edited since: mine.helper\); choose another out_dir; "
         ".*--resume_from=.* --student_weights.* --accept_edits=True"
     )
     for steps in (6, 3):
-        with pytest.raises(UserError, match=refusal):
+        with refusal(problem):
             go(edited, "a", max_steps=steps)
     assert go("# a comment\n" + MINE, "a", max_steps=4) == 0
     assert go(edited, "a", accept_edits=True) == 0 and len(records(tmp_path / "a", "mine")) == 7
-    assert "mine: accepted edits; edited since: mine.helper" in capsys.readouterr().out
+    assert "mine: accepted edits; edited since: mine.helper" in printed()
     facts = read_json(tmp_path / "a/run.json")
     assert facts["accepted_edits"] == {"mine": "edited since: mine.helper"}
     keys = {"methods": "mine", "max_steps": 1}
@@ -225,7 +224,7 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, capsys)
     cfg = config(tiny, tmp_path / "b", **keys)  # the second way on
     assert train.distil(cfg) == 0
     monkeypatch.setitem(METHODS, "mine", METHODS["mine"]._replace(w_ce=0.5))
-    with pytest.raises(UserError, match=r"mine: hyper was .*'w_ce': 0.0.*, now .*'w_ce': 0.5"):
+    with refusal(r"mine: hyper was .*'w_ce': 0.0.*, now .*'w_ce': 0.5"):
         train.distil(cfg)
 
 

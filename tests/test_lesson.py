@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import configure
 import eval as ev
 import losses
+from tests.test_losses import case
 from tests.test_readme import commands
 from tests.world import ROOT
 
@@ -22,15 +23,11 @@ BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", LESSON, re.S))
 @pytest.mark.parametrize(("n", "v"), [(1, 26), (7, 31), (23, 1009)])
 @pytest.mark.parametrize(("name", "n_lines"), [("vanilla_kd", 10), ("alra", 35)])
 def test_the_losses_on_the_board_are_those_of_losses_py(name, n_lines, n, v, ties):
-    generator = torch.Generator().manual_seed(n)
-    z_s = 3 * torch.randn(n, v, generator=generator, dtype=torch.float64)
-    z_t = 3 * torch.randn(n, v, generator=generator, dtype=torch.float64)
+    z_s, z_t, y = case(n, n, v, student=3.0, ignored=range(1, n, 3))
     if ties:
         z_s = z_s.round()
         z_t = z_t.round()
     z_s.requires_grad_()
-    y = torch.randint(v, (n,), generator=generator)
-    y[1::3] = losses.IGNORE
     assert 3 < len(BLOCKS[name].splitlines()) <= n_lines
     names = {"torch": torch, "F": torch.nn.functional}
     exec(BLOCKS[name], names)
@@ -41,19 +38,11 @@ def test_the_losses_on_the_board_are_those_of_losses_py(name, n_lines, n, v, tie
     assert_close(torch.autograd.grad(board, z_s), expected, rtol=0, atol=1e-9)
 
 
-def test_a_trainer_steps_along_the_gradient_of_alra(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        initializer_range=1.0,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    torch.manual_seed(1)
-    student = transformers.LlamaForCausalLM(config).eval()
-    teacher = transformers.LlamaForCausalLM(config).eval()
-    ids = torch.randint(61, (9,)).tolist()
+def test_a_trainer_steps_along_the_gradient_of_alra(tiny, tmp_path):
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    student = load(tiny / "student")
+    teacher = load(tiny / "teacher")
+    ids = [*range(9)]
     x = torch.tensor([ids, ids])
     z_s = student(x).logits[:, :-1].flatten(0, 1)
     z_t = teacher(x).logits[:, :-1].flatten(0, 1)
@@ -72,15 +61,8 @@ def test_a_trainer_steps_along_the_gradient_of_alra(tmp_path):
         disable_tqdm=True,
         learning_rate=1e-3,
     )
-    names = {
-        "torch": torch,
-        "transformers": transformers,
-        "losses": losses,
-        "student": student,
-        "teacher": teacher,
-        "args": args,
-        "rows": [{"input_ids": ids, "labels": [losses.IGNORE, *ids[1:]]}] * 8,
-    }
+    rows = [{"input_ids": ids, "labels": [losses.IGNORE, *ids[1:]]}] * 8
+    names = globals() | locals()
     exec(BLOCKS["trainer"], names)
     first, second, _ = names["trainer"].state.log_history
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-3)
@@ -94,6 +76,6 @@ def test_the_commands_are_read():
     for script, *argv in lines:
         assert (ROOT / script).is_file()
         if script in ("prepare.py", "train.py"):
-            configure.load([str(ROOT / argv[0]), *argv[1:]])
+            configure.load([f"{ROOT}/{argv[0]}", *argv[1:]])
         elif script == "eval.py":
             ev.arguments(argv)

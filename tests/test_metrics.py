@@ -12,20 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lib import metrics
 from lib.rows import IGNORE
 from model import Qwen2Config
-from tests import world
+from tests.world import make_model
 
-STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311)
+STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
 TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="module")
 def student():
-    return world.make_model(STUDENT, 5, 7.0)
+    return make_model(STUDENT, 5, 7.0)
 
 
 @pytest.fixture(scope="module")
 def teacher():
-    return world.make_model(TEACHER, 6, 7.0)
+    return make_model(TEACHER, 6, 7.0)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_figures_equal_plain_loops(student, teacher, batch):
 
 
 def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, batch):
-    other = world.make_model(STUDENT, 8, 7.0)
+    other = make_model(STUDENT, 8, 7.0)
     (alone,) = sums_of([student], teacher, batch)
     _, both = sums_of([other, student], teacher, batch)
     (bare,) = sums_of([student], None, batch, 1)
@@ -113,7 +113,7 @@ def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, batch)
 
 
 def test_a_certain_student_falls_into_the_last_bin(batch):
-    certain = world.make_model(STUDENT, 5, 900.0)
+    certain = make_model(STUDENT, 5, 900.0)
     gap = sums_of([certain], None, batch)[0]["gap"][0]
     z = certain(batch[0][:1])[0]
     assert (z.softmax(-1).amax(-1) == 1).any()  # exactly, in fp32

@@ -16,17 +16,17 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lib.errors import UserError
+from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, rotary
 from tests import world
 from tests.test_losses import assert_near
-from tests.world import DEMO, ROOT, SHARED
+from tests.world import DEMO, ROOT, SHARED, refusal
 from tools import bench, sample
 
-STORIES = SHARED / "data" / "stories260k"
-QWEN = SHARED / "data" / "qwen1.5-1.8b"
+STORIES = SHARED / "data/stories260k"
+QWEN = SHARED / "data/qwen1.5-1.8b"
 needs_shared = pytest.mark.skipif(not STORIES.is_dir(), reason="no real weights on this machine")
 
 SMALL = Qwen2Config(24, 37, 3, 4, 4, vocab_size=101, rope_theta=1e4)
@@ -120,7 +120,7 @@ def test_presets_have_the_papers_parameter_counts(name, n):
 
 @needs_shared
 def test_the_teachers_preset_is_the_teachers_config():
-    assert load_config(str(QWEN / "config.json")) == PRESETS["1.8b"]
+    assert load_config(f"{QWEN}/config.json") == PRESETS["1.8b"]
 
 
 def test_students_come_from_the_seed_alone():
@@ -148,7 +148,7 @@ def edit_weights(folder: Path, edit) -> None:
 
 
 def refuse(folder: Path, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
+    with refusal(re.escape(message)):
         load(folder)
 
 
@@ -166,20 +166,19 @@ def test_a_second_head_and_a_bias_of_the_output_are_read_only_where_they_change_
     refuse(tmp_path / "b", f"{bias} is not zero")
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type='gpt2', expected one of qwen2, qwen3, llama, mistral"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', expected 'silu'"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"model_type": "llama"}, "model.layers.0.self_attn.k_proj.bias"),
-        ({"hidden_size": None}, "hidden_size"),
-    ],
-)
-def test_other_architectures_are_refused_by_name(folder, keys, message):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+OTHERS = """
+model_type="gpt2" => model_type='gpt2', expected one of qwen2, qwen3, llama, mistral
+rope_scaling={"type": "linear", "factor": 2.0} => rope scaling
+hidden_act="gelu" => hidden_act='gelu', expected 'silu'
+use_sliding_window=true => use_sliding_window=True
+model_type="llama" => model.layers.0.self_attn.k_proj.bias
+hidden_size=null => hidden_size
+"""
+
+
+@pytest.mark.parametrize(("change", "message"), world.read_table(OTHERS))
+def test_other_architectures_are_refused_by_name(folder, change, message):
+    world.edit(folder / "config.json", change)
     refuse(folder, message)
 
 
@@ -202,7 +201,7 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
     pythia = ("EleutherAI/pythia-410m", "step1000")
     assert asked == [("owner/name", None), pythia, ("owner/name", "refs/pr/1")]
     message = r"owner/gone: no such local folder, and the hub refused it \(offline\)"
-    with pytest.raises(UserError, match=message):
+    with refusal(message):
         find_folder("owner/gone")
 
 
@@ -211,7 +210,7 @@ def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp
     cache = tmp_path / "models--owner--name"  # the hub's own layout, without a network
     shutil.copytree(folder, cache / "snapshots" / commit)
     (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(commit)
+    (cache / "refs/main").write_text(commit)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name in ("owner/name", "owner/name@main", f"owner/name@{commit}"):
@@ -257,7 +256,7 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 def qwens(n: int = 999) -> PreTrainedTokenizerFast:
     """Qwen's own tokenizer with `n` of its tokens: transformers parses 151,646 in seconds."""
-    facts = json.loads((QWEN / "tokenizer.json").read_text())
+    facts = read_json(QWEN / "tokenizer.json")
     vocab = {token: i for token, i in facts["model"]["vocab"].items() if i < n}
     merges = [pair for pair in facts["model"]["merges"] if "".join(pair).replace(" ", "") in vocab]
     facts["model"] |= {"vocab": vocab, "merges": merges}
@@ -291,7 +290,7 @@ def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp
     assert tokenizer_hash(ours) == tokenizer_hash(tokenizer)
     assert ours(NASTY).input_ids == tokenizer(NASTY).input_ids
     assert weights_hash(load(tmp_path)) == weights_hash(model)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     eos = tokenizer.eos_token_id
     bos = tokenizer.bos_token_id
     assert config["model_type"] == kind
@@ -324,17 +323,17 @@ def assert_read_as_ours(folder: Path) -> PreTrainedTokenizerFast:
     ("run", "first"), [(None, "<s>"), ({"bos": 256}, "<s>"), ({"bos": None}, world.EOS)]
 )
 def test_a_sample_begins_as_the_documents_of_its_training_did(
-    run, first, tmp_path, monkeypatch, capsys
+    run, first, tmp_path, monkeypatch, printed
 ):
     tokenizer = with_qwens_splits(bos="<s>")
     student = init_student(Qwen2Config(12, 17, 1, 2, 1, vocab_size=307))
-    student.save_pretrained(tmp_path / "alra" / "model", tokenizer)
+    student.save_pretrained(tmp_path / "alra/model", tokenizer)
     bos = tokenizer.bos_token_id
     assert leading_bos(tokenizer) == bos
     if run is not None:
         run["bos"] = run["bos"] and bos
         facts = run | {"made_by": {"shape": {}}}
-        (tmp_path / "alra" / "run.json").write_text(json.dumps(facts))
+        write_json(tmp_path / "alra/run.json", facts)
     generate = mock.Mock(side_effect=lambda model, prompt, *_: prompt)
     monkeypatch.setattr(sample, "generate", generate)
     for name in ("alra", "alra/model"):
@@ -342,7 +341,7 @@ def test_a_sample_begins_as_the_documents_of_its_training_did(
     ids = tokenizer.encode("if x", add_special_tokens=False)
     prompts = [call.args[1] for call in generate.call_args_list]
     assert prompts == [[tokenizer.convert_tokens_to_ids(first), *ids]] * 2
-    assert capsys.readouterr().out == "if x\n" * 2
+    assert printed() == "if x\n" * 2
 
 
 def test_transformers_reads_the_demos_teacher_as_we_do():

@@ -20,13 +20,22 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import losses
 import train
 from lib import distributed, parallel
-from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
 from run import identity
 from tests import several, world
-from tests.world import V, config, final_bits, flags, read_jsonl, records, untimed
+from tests.world import (
+    V,
+    assert_same,
+    config,
+    final_bits,
+    flags,
+    read_jsonl,
+    records,
+    refusal,
+    untimed,
+)
 
 # Each part of its weights on 2 processes is a multiple of 16 numbers: AdamW rounds the rest of a
 # vector register otherwise.
@@ -107,7 +116,7 @@ def alone(wide, tmp_path_factory):
 
 def vector(run: Path, method: str, kind: str, step: int) -> torch.Tensor:
     """All weights of a checkpoint, or all moments, in a row."""
-    folder = run / method / "checkpoints" / f"step_{step:08d}"
+    folder = run / method / f"checkpoints/step_{step:08d}"
     file = folder / "model/model.safetensors"
     if kind == "optimizer":
         file = folder / "optimizer.safetensors"
@@ -150,7 +159,7 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
             assert_close(*first, 1e-8)
     lowered = "micro_batch=8: lowered to 4 for 2 processes; the result is the same"
     assert text.count(lowered) == 1
-    assert read_json(root / "shard" / "run.json")["config"]["micro_batch"] == 4
+    assert read_json(root / "shard/run.json")["config"]["micro_batch"] == 4
 
 
 def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
@@ -164,7 +173,7 @@ def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
     monkeypatch.setattr(parallel, "all_gather", lambda own: [*gathered, own])
     assert identity.content_hash(wide / "teacher") == digest
     gathered[2] = first[::-1]
-    with pytest.raises(UserError, match="teacher: its files differ between nodes"):
+    with refusal("teacher: its files differ between nodes"):
         identity.content_hash(wide / "teacher")
 
 
@@ -183,7 +192,7 @@ def test_two_processes_share_stored_hidden_states(together):
     root, text = together
     for name in ("stores", "reads"):
         for method in METHODS:
-            assert final_bits(root / name, method, 4) == final_bits(root / "sums", method, 4)
+            assert_same(root / name, root / "sums", method, 4)
     assert "process 1: 0 of CachedTeacher in reads" in text
     assert "process 1: 0 of CachedTeacher in stores" not in text
 
@@ -221,7 +230,7 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
     shutil.copytree(root / "shard", by_one)
     for method in METHODS:
         assert final_bits(root / "cut", method, 4) == final_bits(root / "shard", method, 4)
-        shutil.rmtree(by_one / method / "checkpoints" / "step_00000004")
+        shutil.rmtree(by_one / method / "checkpoints/step_00000004")
     assert train.distil(config(wide, by_one, FLAGS)) == 0
     for method in METHODS:
         assert distance(root / "shard", by_one, method) < 1e-6
@@ -309,22 +318,21 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    places = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
-    job = {"JOB_ID": str(several.free_port() - 20000), "JOB_NODELIST": "x"}
-    job |= {"NNODES": "1", "GPUS_ON_NODE": "2"}
-    env = os.environ | {"PATH": ":".join(places), "PYTHONPATH": str(world.ROOT)}
-    env |= {f"SLURM_{key}": value for key, value in job.items()}
+    places = f"PATH={tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job_id = several.free_port() - 20000
+    job = f"SLURM_JOB_ID={job_id} SLURM_JOB_NODELIST=x SLURM_NNODES=1 SLURM_GPUS_ON_NODE=2"
     out = tmp_path / "out"
     (tmp_path / "train.py").symlink_to(world.ROOT / "train.py")
-    command = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
+    script = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
+    command = ["env", places, *job.split(), *script]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
     while not [*out.glob("alra/checkpoints/step_*[1-9]")]:
         assert process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
     assert process.wait() == 75
-    assert (tmp_path / "requeued").read_text() == f"requeue {job['JOB_ID']}\n"
+    assert (tmp_path / "requeued").read_text() == f"requeue {job_id}\n"
     end = read_json(out / "exit.json")
     step = int(world.saved(out / "alra")[-1].removeprefix("step_"))
     assert end == {"code": 75, "step": step, "max_steps": 50000, "why": "SIGTERM"}

@@ -1,23 +1,16 @@
 """Figures and samples: their numbers, that no two methods look alike, and what is refused."""
 
-import json
-
 import matplotlib.pyplot as plt
 import pytest
 import torch
 
 import losses
-from lib.errors import UserError
+from lib.files import write_json
 from lib.hf import load_tokenizer
 from run.paper import NAMES
-from tests import world
+from tests.world import DEMO, STUDENT, make_model, refusal, write_jsonl, write_run
 from tools import plot, sample
 from train import VALIDATION_FIGURES
-
-
-def write(path, records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture
@@ -86,16 +79,16 @@ def run(tmp_path):
     for i, method in enumerate(("pretrain", "alra", "fixed_7", "mine")):
         records = [{"step": s, "ce": 5.0 / s + i, "loss": 1.0, **rates} for s in (1, 2, 3)]
         records[0] |= terms.get(method, {})
-        write(out / method / "log.jsonl", [*records, {**validated, "val_ce": 2.0 + i}])
-    write(out / "run.json", [{"config": {"batch_rows": 4, "seq_len": 10}}])
+        write_jsonl(out / method / "log.jsonl", [*records, {**validated, "val_ce": 2.0 + i}])
+    write_json(out / "run.json", {"config": {"batch_rows": 4, "seq_len": 10}})
     return out
 
 
 @pytest.fixture
 def logged(run):
     """The same, with histograms."""
-    (run / "alra" / "histograms.jsonl").write_text(ADAPTIVE)
-    (run / "fixed_7" / "histograms.jsonl").write_text(FIXED)
+    (run / "alra/histograms.jsonl").write_text(ADAPTIVE)
+    (run / "fixed_7/histograms.jsonl").write_text(FIXED)
     (run / "teacher.jsonl").write_text(TEACHER.replace(",\n", ","))
     return run
 
@@ -103,7 +96,7 @@ def logged(run):
 def test_curves_have_the_numbers_of_the_logs(run, drawn, capsys):
     plot.main([str(run)])
     captured = capsys.readouterr()
-    assert captured.out.split() == [str(run / "curves.png")]
+    assert captured.out.split() == [f"{run}/curves.png"]
     for line, figure in zip(captured.err.splitlines(), ("budget", "anchoring"), strict=True):
         assert line.startswith(f"no {figure}.png: ") and "--histogram_every_steps=N" in line
     axes = {}
@@ -156,14 +149,14 @@ def test_every_term_and_every_validation_figure_has_a_panel():
 
 
 def test_curves_of_several_folders_are_named_by_folder(run, tmp_path):
-    other = tmp_path / "other" / "alra"
-    write(other / "log.jsonl", [{"step": 1, "ce": 9.0}, {"step": 1, "ce": 7.0}])
+    other = tmp_path / "other/alra"
+    write_jsonl(other / "log.jsonl", [{"step": 1, "ce": 9.0}, {"step": 1, "ce": 7.0}])
     with (other / "log.jsonl").open("a") as file:
         file.write('{"step": 2, "c')  # being written
-    write(other.parent / "run.json", [{"config": {"batch_rows": 3, "seq_len": 7}}])
+    write_json(other.parent / "run.json", {"config": {"batch_rows": 3, "seq_len": 7}})
     assert list(plot.read_logs([run])) == ["pretrain", "alra", "fixed_7", "mine"]
     logs = plot.read_logs([other, run])
-    assert list(logs)[:3] == [str(run / "pretrain"), str(other), str(run / "alra")]
+    assert list(logs)[:3] == [f"{run}/pretrain", str(other), f"{run}/alra"]
     assert plot.read_curves([logs])[str(other)]["ce"] == {21: (7.0, 0.0)}  # the last line of a step
 
 
@@ -192,13 +185,13 @@ def test_budget_counts_by_hand(logged, drawn):
 
 
 def test_the_teachers_d_max_may_be_another_one(logged, drawn):
-    write(logged / "teacher.jsonl", [{"step": 0, "d_u_hist": list(range(9))}])
+    write_jsonl(logged / "teacher.jsonl", [{"step": 0, "d_u_hist": list(range(9))}])
     plot.budget(plot.read_logs([logged]), logged / "budget.png")
     assert "d_{max}$ = 7" in drawn["budget.png"].axes[0].get_title()
 
 
 def test_anchoring_counts_by_hand(logged, drawn):
-    plot.anchoring(plot.read_logs([logged]), logged / "a" / "b" / "anchoring.png")
+    plot.anchoring(plot.read_logs([logged]), logged / "a/b/anchoring.png")
     density, means = drawn["anchoring.png"].axes
     of_label, of_top_1 = (patch.get_data().values for patch in density.patches)
     assert of_label == pytest.approx([1.5, 0.5])
@@ -210,21 +203,21 @@ def test_anchoring_counts_by_hand(logged, drawn):
 
 
 def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
-    tokenizer = load_tokenizer(world.DEMO)
+    tokenizer = load_tokenizer(DEMO)
     run = tmp_path / "run"
-    models = {"t": world.make_model()}
+    models = {"t": make_model()}
     for step in (2, 9):
         name = f"run/alra@x/checkpoints/step_{step:08d}/model"
-        models[name] = world.make_model(world.STUDENT, seed=step)
+        models[name] = make_model(STUDENT, seed=step)
     for name, model in models.items():
         model.save_pretrained(tmp_path / name, tokenizer)
-    config = {"teacher": str(tmp_path / "t"), "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
+    config = {"teacher": f"{tmp_path}/t", "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
     about = {"config": config, "bos": None}
-    write(run / "run.json", [about | {"made_by": {"alra@x": {"teacher_sha256": "of another"}}}])
-    with pytest.raises(UserError, match="/t: its content has changed since the student was"):
-        plot.main(["--sentence=import $x$ os", str(run / "alra@x")])
-    write(run / "run.json", [about | {"made_by": {}}])
-    plot.main(["--sentence=import $x$ os", str(run / "alra@x")])
+    write_json(run / "run.json", about | {"made_by": {"alra@x": {"teacher_sha256": "of another"}}})
+    with refusal("/t: its content has changed since the student was"):
+        plot.main(["--sentence=import $x$ os", f"{run}/alra@x"])
+    write_json(run / "run.json", about | {"made_by": {}})
+    plot.main(["--sentence=import $x$ os", f"{run}/alra@x"])
     text_ids = tokenizer.encode("import $x$ os", add_special_tokens=False)
     ids = torch.tensor([tokenizer.eos_token_id, *text_ids])
     z_t, *students = (m.hidden(ids[None, :-1])[0] @ m.head.T for m in models.values())
@@ -252,25 +245,23 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
-    write(
-        tmp_path / "run.json",
-        [{"config": {"hyper": {}, "teacher": None}, "bos": None, "made_by": {}}],
-    )
-    with pytest.raises(UserError, match=r"x: no log\.jsonl there or one folder below"):
+    config = {"hyper": {}, "teacher": None}
+    write_json(tmp_path / "run.json", {"config": config, "bos": None, "made_by": {}})
+    with refusal(r"x: no log\.jsonl there or one folder below"):
         plot.main([f"{tmp_path}/x"])
-    with pytest.raises(UserError, match="expected a student of ALRA with checkpoints"):
+    with refusal("expected a student of ALRA with checkpoints"):
         plot.main([f"{tmp_path}/tad", "--sentence=x"])
 
 
-def test_samples_are_a_function_of_the_seed(tmp_path, capsys):
+def test_samples_are_a_function_of_the_seed(tmp_path, printed):
     """And temperature 0 takes the most likely token."""
-    tokenizer = load_tokenizer(world.DEMO)
-    model = world.make_model(world.STUDENT)
-    world.write_run(tmp_path, {"mine": model}, tokenizer, tmp_path, tmp_path)
+    tokenizer = load_tokenizer(DEMO)
+    model = make_model(STUDENT)
+    write_run(tmp_path, {"mine": model}, tokenizer, tmp_path, tmp_path)
 
     def text(*flags: str) -> str:
-        sample.main([str(tmp_path / "mine"), "--prompt=def ", "--tokens=9", *flags])
-        return capsys.readouterr().out.removesuffix("\n")
+        sample.main([f"{tmp_path}/mine", "--prompt=def ", "--tokens=9", *flags])
+        return printed().removesuffix("\n")
 
     assert text("--seed=1") == text("--seed=1") != text("--seed=2")
     ids = [tokenizer.eos_token_id, *tokenizer.encode("def ", add_special_tokens=False)]
@@ -278,5 +269,5 @@ def test_samples_are_a_function_of_the_seed(tmp_path, capsys):
         z = model.hidden(torch.tensor([ids]))[0, -1] @ model.head.T
         ids.append(int(z.argmax()))
     assert text("--temperature=0") == text("--top_k=1") == tokenizer.decode(ids[1:])
-    with pytest.raises(UserError, match="expected a --temperature of 0, or"):
+    with refusal("expected a --temperature of 0, or"):
         sample.main(["x", "--temperature=-1"])

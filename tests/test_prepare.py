@@ -31,12 +31,12 @@ from transformers import PreTrainedTokenizerFast
 import prepare
 from configure import Config
 from lib import rows
-from lib.errors import UserError
+from lib.files import read_json, write_json, write_lines
 from lib.hf import load_tokenizer
 from lib.rows import PAD
 from lib.tokens import SAMPLE, check_tokenizer, encode_texts, leading_bos
 from tests.naive_rows import SHORT_FORMS, naive_rows
-from tests.world import EOS, ROOT, SHARED, kill_when, make_tokenizer
+from tests.world import EOS, ROOT, SHARED, kill_when, make_tokenizer, refusal
 
 FRAGMENTS = r"""
 Mr. Smith|Dr. No. 7|e.g. this|i.e. that|etc. and|U.S. law|J. R. R. Tolkien|Ph.D. thesis|vs. them
@@ -215,7 +215,7 @@ def with_template(single):
 
 @pytest.mark.parametrize("single", ["<s> <s> $A", "< $A"])
 def test_a_tokenizer_that_adds_more_than_a_bos_is_refused(single):
-    with pytest.raises(UserError, match="at most one special token before it: set bos=none"):
+    with refusal("at most one special token before it: set bos=none"):
         leading_bos(with_template(single))
 
 
@@ -232,7 +232,7 @@ def test_each_document_begins_with_the_id_that_the_tokenizer_adds(single, key, s
     assert [leading_bos(tokenizer)] == (ids or [None])
     first = ids if key == "auto" and before != [EOS] else []
     texts = ["<s> is text. " + text for text in small.texts]
-    source = write_jsonl(tmp_path / "t.jsonl", texts)
+    source = write_texts(tmp_path / "t.jsonl", texts)
     small.prepare(tmp_path / "a", f"--source={source} --bos={key} --tokenizer={tmp_path}/t")
     assert joined(rows_in(tmp_path / "a")) == stream_of(texts, tokenizer, first)
     assert [manifest(tmp_path / "a", "val")["bos"]] == (first or [None])
@@ -247,7 +247,7 @@ class Small:
         tokenizer_of("byte_level")[0].save_pretrained(self.tokenizer)
         self.texts = [nasty_text(rng, rng.choice([0, 1, 30, 90])) for _ in range(83)]
         self.texts[5] = "x" + EOS + "y"
-        self.source = write_jsonl(folder / "t.jsonl", self.texts)
+        self.source = write_texts(folder / "t.jsonl", self.texts)
         self.rows = folder / "rows"
         self.prepare(self.rows)
 
@@ -268,8 +268,8 @@ def small(tmp_path_factory):
     return Small(tmp_path_factory.mktemp("small"))
 
 
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def write_texts(path, texts):
+    write_lines(path, [{"text": text} for text in texts])
     return path
 
 
@@ -283,7 +283,7 @@ def rows_in(folder):
 
 
 def manifest(folder, split):
-    return json.loads((folder / f"{split}.json").read_text())
+    return read_json(folder / f"{split}.json")
 
 
 def files_of(folder):
@@ -292,7 +292,7 @@ def files_of(folder):
 
 def n_records(folder):
     """Records that the last commit of an unfinished run has counted."""
-    return json.loads((folder / "prepare.state").read_text())["records"]
+    return read_json(folder / "prepare.state")["records"]
 
 
 def documents(source, **keys):
@@ -407,15 +407,15 @@ def test_a_path_is_not_looked_for_on_the_hub(name, monkeypatch, tmp_path):
     info = Mock(side_effect=RuntimeError("404: Not Found\nmore"))
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=HUB if name == "pyhton" else "no such file"):
+    with refusal(HUB if name == "pyhton" else "no such file"):
         documents(name)
     assert info.called == (name == "pyhton")
 
 
 def test_several_sources_are_mixed_by_their_shares(small, tmp_path):
     one = small.texts[:60]
-    a = write_jsonl(tmp_path / "a.jsonl", one)
-    b = write_jsonl(tmp_path / "b.jsonl", [text + " two" for text in small.texts])
+    a = write_texts(tmp_path / "a.jsonl", one)
+    b = write_texts(tmp_path / "b.jsonl", [text + " two" for text in small.texts])
     texts, facts = documents(f"{a}:7,{b}:3")
     assert [text for text in texts if text in one] == one
     others = [text.removesuffix(" two") for text in texts if text not in one]
@@ -426,7 +426,7 @@ def test_several_sources_are_mixed_by_their_shares(small, tmp_path):
 
 @pytest.mark.parametrize("source", ["a:0.7,b", "a:0,b:1", "a:0.0,b:.5"])
 def test_each_part_of_a_mixture_has_a_share(source):
-    with pytest.raises(UserError, match="expected a share above 0"):
+    with refusal("expected a share above 0"):
         documents(source)
 
 
@@ -442,8 +442,8 @@ def crash(*args):
     "split", ["--val_rows=0 --val_share=0.3 --n_documents=11", "--train_rows=30"]
 )
 def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch):
-    a = write_jsonl(tmp_path / "a.jsonl", small.texts[:9])
-    b = write_jsonl(tmp_path / "b.jsonl", small.texts[::-1][:9])
+    a = write_texts(tmp_path / "a.jsonl", small.texts[:9])
+    b = write_texts(tmp_path / "b.jsonl", small.texts[::-1][:9])
     flags = f"--source={a}:2,{b}:1 {split}"
     monkeypatch.setattr(prepare, "BATCH_CHARS", 3000)
     monkeypatch.setattr(os, "fsync", lambda file: None)
@@ -538,7 +538,7 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
         ("sources was", f"--source={changed}"),
         ("sources was", f"--source={small.source}:1,{changed}:2"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refusal(message):
             small.prepare(folder, flag)
     assert files_of(folder) == content
     small.prepare(folder, f"--source={shutil.copy(small.source, tmp_path)}")
@@ -561,7 +561,7 @@ BAD = {
 def test_sources_that_cannot_be_read_are_named(name, small, tmp_path):
     content, message = BAD[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name}.*{message}"):
+    with refusal(f"{name}.*{message}"):
         small.prepare(tmp_path / "a", f"--source={tmp_path / name}")
 
 
@@ -573,7 +573,7 @@ def test_bad_records_are_skipped_up_to_a_number_and_named(small, tmp_path, monke
     source = tmp_path / "t.jsonl"
     source.write_bytes(b"\n".join(lines))
     message = r"t.jsonl, record 62: .*no 'text'.*set max_bad_records above 2"
-    with pytest.raises(UserError, match=message):
+    with refusal(message):
         small.prepare(tmp_path / "a", f"--source={source} --max_bad_records=2")
     assert 20 < n_records(tmp_path / "a") < 62
     small.prepare(tmp_path / "a", f"--source={source} --max_bad_records=3")  # resumes
@@ -614,15 +614,15 @@ def test_a_text_is_not_read_twice(source, tree):
         os.link(tree / "d/d.txt", tree / "h" / name)
     for name in ("a.jsonl", "a.jsonl.gz"):
         (tree / "z" / name).touch()
-    with pytest.raises(UserError, match="hold one text; name each file once"):
+    with refusal("hold one text; name each file once"):
         documents(source.format(tree))
 
 
 def test_a_subfolder_that_cannot_be_read_is_named(tree, monkeypatch):
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scandir(re.sub(".*sub$", "/denied", path)))
-    with pytest.raises(UserError, match=r"source=.*t: .*/denied"):
-        documents(str(tree / "t"))
+    with refusal(r"source=.*t: .*/denied"):
+        documents(f"{tree}/t")
 
 
 @pytest.mark.parametrize(
@@ -631,13 +631,13 @@ def test_a_subfolder_that_cannot_be_read_is_named(tree, monkeypatch):
 def test_files_of_something_else_are_left_alone(name, small, tmp_path):
     (tmp_path / name).write_bytes(b"mine")
     message = rf"contains \['{name}'\], not of prepare.py"
-    with pytest.raises(UserError, match="leave no row" if name == "other.tmp" else message):
+    with refusal("leave no row" if name == "other.tmp" else message):
         small.prepare(tmp_path, "--n_documents=1")
     assert files_of(tmp_path) == {name: b"mine"}
 
 
 def test_too_little_text_for_a_split_leaves_the_folder_free(small, tmp_path):
-    with pytest.raises(UserError, match="2 records leave no row for val"):
+    with refusal("2 records leave no row for val"):
         small.prepare(tmp_path, "--n_documents=2 --val_rows=0 --val_share=1e-6")
     assert not files_of(tmp_path)
 
@@ -677,13 +677,13 @@ def test_a_tokenizer_that_loses_text_is_refused_by_what_is_lost(message, small, 
     change, eos = LOSSY[message]
     folder = shutil.copytree(small.tokenizer, tmp_path / "t")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        facts = json.loads((folder / name).read_text())
+        facts = read_json(folder / name)
         if name == "tokenizer.json":
             change(facts)
         else:
             facts["eos_token"] = eos
-        (folder / name).write_text(json.dumps(facts))
-    with pytest.raises(UserError, match=message):
+        write_json(folder / name, facts)
+    with refusal(message):
         small.prepare(tmp_path / "a", f"--tokenizer={folder}")
 
 
@@ -704,7 +704,7 @@ def test_a_character_that_is_lost_late_in_a_batch_is_seen():
     model["merges"] = [pair for pair in model["merges"] if "q" not in "".join(pair)]
     backend = tokenizers.Tokenizer.from_str(json.dumps(facts))
     assert len(encode_texts(backend, [SAMPLE, "x" * 9999])) == 2
-    with pytest.raises(UserError, match="loses 'q' of 'y"):
+    with refusal("loses 'q' of 'y"):
         encode_texts(backend, ["x" * 9999, "y" * 9999 + "q"])
 
 
@@ -737,9 +737,9 @@ def test_quick_hash_sees_every_byte_of_a_small_file_and_both_ends_of_a_large_one
         ("--show 6 {}/val.bin", f"{EOS}\n\n"),
     ],
 )
-def test_command_line(command, line, small, capsys):
+def test_command_line(command, line, small, printed):
     assert prepare.main(command.format(small.rows).split()) == 0
-    assert line in capsys.readouterr().out
+    assert line in printed()
 
 
 def test_the_demos_text_is_the_one_that_was_measured():

@@ -9,8 +9,9 @@ import pytest
 
 import configure
 from lib import tasks
-from lib.errors import UserError
+from lib.files import read_json, write_json
 from run import tables
+from tests.world import edit, read_table, refusal
 
 CONFIG = dataclasses.asdict(configure.Config())
 
@@ -34,10 +35,10 @@ def test_the_papers_numbers_agree_with_themselves():
     assert len(tables.PAPER) == 2 * (9 + 2 + 10)  # the last: budget and anchoring share one alra
 
 
-def fake(folder, method, accs, seed=1234, split="heldout", student="200m", limit=None, **changes):
-    """Write the scores of a made-up student. `accs` has the accuracies by task, in %.
+def fake(folder, method, accs, norms=(), seed=1234, split="heldout", student="200m", limit=None):
+    """Write the scores of a made-up student, and return the file.
 
-    changes  of facts by section: run, made_by, protocol, task; norms: accuracies of another metric
+    `accs` has the accuracies by task, in %; `norms` has those of another metric, of some tasks.
     """
     teacher = None if method == "pretrain" else "teacher"
     made_by = {"methods": method, "seed": seed, "lr": 0.1, "clip": 0.5, "data_sha256": "data"}
@@ -46,7 +47,7 @@ def fake(folder, method, accs, seed=1234, split="heldout", student="200m", limit
         "teacher_sha256": teacher,
         "code": {},
         "shape": {},
-    } | changes.get("made_by", {})
+    }
     run = {"method": method, "seed": seed, "student": student, "init_sha256": f"init{seed}"}
     run |= {"step": 7, "overrides": {}, "config": CONFIG, "made_by": made_by}
     protocol = {"lm_eval": "0.4.13", "dtype": "float32", "max_length": 512, "limit": limit}
@@ -54,13 +55,15 @@ def fake(folder, method, accs, seed=1234, split="heldout", student="200m", limit
     for t, acc in accs.items():
         n_paper = getattr(tasks.TASKS[t], split)[1]
         scores[t] = {"acc": acc / 100, "n": 500, "n_paper": n_paper, "version": 1.0}
-        scores[t] |= {"data_sha256": t, "prompts_sha256": t} | changes.get("task", {})
-    for t, norm in changes.get("norms", {}).items():
+        scores[t] |= {"data_sha256": t, "prompts_sha256": t}
+    for t, norm in norms:
         scores[t]["acc_norm"] = norm / 100
-    result = {"name": str(folder), "run": run | changes.get("run", {}), "tasks": scores}
-    result |= {"weights_sha256": str(folder), "protocol": protocol | changes.get("protocol", {})}
+    result = {"name": str(folder), "run": run, "tasks": scores}
+    result |= {"weights_sha256": str(folder), "protocol": protocol}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"scores_{split}_{len(accs):08}.json").write_text(json.dumps(result))
+    file = folder / f"scores_{split}_{len(accs):08}.json"
+    write_json(file, result)
+    return file
 
 
 ALL = {t: 20.0 + i for i, t in enumerate(tables.COLUMNS)}
@@ -110,7 +113,7 @@ Protocol: lm_eval 0.4.13, dtype float32, max_length 512.
 
 def test_acc_norm_where_a_task_has_it_and_scores_of_first_items(tmp_path):
     for method, norm in (("pretrain", 50), ("alra", 60)):
-        fake(tmp_path / method, method, ALL, norms={"piqa": norm, "arc_easy": norm})
+        fake(tmp_path / method, method, ALL, [("piqa", norm), ("arc_easy", norm)])
         fake(tmp_path / method, method, {"piqa": 77.0}, limit=60)
     text = table_of(tmp_path, metric="acc_norm")
     assert "### Main results: accuracy in %, acc_norm where a task has it, heldout" in text
@@ -163,19 +166,22 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
     assert cells(text, "ALRA")[-1] == "+1.00 ± 0.00"  # seed by seed, not mean by mean
 
 
-@pytest.mark.parametrize(("change", "named"), [
-    ({"run": {"init_sha256": "other"}}, "init_sha256 of seed 1234"),
-    ({"run": {"step": 8}}, "step: 7 and 8"),
-    ({"task": {"prompts_sha256": "other"}}, "prompts_sha256 of arc_challenge"),
-    ({"task": {"n": 5}}, "n of arc_challenge, heldout: 500 and 5"),
-    ({"made_by": {"lr": "other"}}, "lr: .* and other"),
-    ({"made_by": {"clip": "other"}}, "clip: .* and other"),
-    ({"made_by": {"data_sha256": "other"}}, "data_sha256: .* and other"),
-])  # fmt: skip
+DIFFER = """
+run.init_sha256="other" => init_sha256 of seed 1234
+run.step=8 => step: 7 and 8
+tasks.arc_challenge.prompts_sha256="other" => prompts_sha256 of arc_challenge
+tasks.arc_challenge.n=5 => n of arc_challenge, heldout: 500 and 5
+run.made_by.lr="other" => lr: .* and other
+run.made_by.clip="other" => clip: .* and other
+run.made_by.data_sha256="other" => data_sha256: .* and other
+"""
+
+
+@pytest.mark.parametrize(("change", "named"), read_table(DIFFER))
 def test_what_cannot_be_compared(tmp_path, change, named):
     fake(tmp_path / "x", "pretrain", ALL)
-    fake(tmp_path / "y", "alra", ALL, **change)
-    with pytest.raises(UserError, match=f"{tmp_path}/x and {tmp_path}/y differ in {named}"):
+    edit(fake(tmp_path / "y", "alra", ALL), change)
+    with refusal(f"{tmp_path}/x and {tmp_path}/y differ in {named}"):
         table_of(tmp_path)
 
 
@@ -185,8 +191,8 @@ def test_results_of_several_protocols_and_commands(tmp_path):
         folder = tmp_path / method
         fake(folder, method, {"piqa": 30.0})
         fake(folder, method, {"arc_easy": 40.0, "winogrande": 50.0})
-        changes = {"protocol": {"code": "other"}, "task": {"n": 5}}
-        fake(folder, method, dict.fromkeys(tables.SUITES["validation"], 60.0), **changes)
+        file = fake(folder, method, dict.fromkeys(tables.SUITES["validation"], 60.0))
+        edit(file, 'protocol.code="other"', "tasks.piqa.n=5")
     text = table_of(tmp_path)
     assert [cells(text, "ALRA", nth)[1:5] for nth in (0, 1)] == [
         ["40.00", "30.00", "50.00", "40.00"],
@@ -202,33 +208,38 @@ def test_results_of_several_protocols_and_commands(tmp_path):
 def test_files_of_other_kinds_are_refused_in_one_line(tmp_path, text):
     fake(tmp_path, "alra", {"piqa": 30.0})
     (file,) = tmp_path.glob("scores_*.json")
-    content = json.loads(file.read_text())
+    content = read_json(file)
     if text.startswith('{"name'):
         text = json.dumps(content | json.loads(text))
     file.write_text(text)
-    with pytest.raises(UserError, match=f"{file}: .*move it aside, and the command that wrote it"):
+    with refusal(f"{file}: .*move it aside, and the command that wrote it"):
+        table_of(tmp_path)
+    content["tasks"]["piqa"]["acc"] = "0.3"
+    write_json(file, content)
+    with refusal(f"{file}: tasks: piqa: acc='0.3': expected float"):
         table_of(tmp_path)
 
 
 def test_what_may_differ_between_rows(tmp_path):
     fake(tmp_path / "x", "pretrain", ALL)
-    made_by = dict.fromkeys(tables.VARIES, "other") | {"shape": {"hidden_size": 1}}
-    fake(tmp_path / "y", "alra", ALL, made_by=made_by, run={"config": {}})
+    varied = [f'run.made_by.{key}="other"' for key in tables.VARIES]
+    shape = 'run.made_by.shape={"hidden_size": 1}'
+    edit(fake(tmp_path / "y", "alra", ALL), *varied, shape, "run.config={}")
     assert "ALRA" in table_of(tmp_path)
 
 
 def test_one_place_for_each_student(tmp_path):
     for name in ("a", "b"):
         fake(tmp_path / name / "alra", "alra", ALL)
-    with pytest.raises(UserError, match="both hold alra with seed 1234"):
+    with refusal("both hold alra with seed 1234"):
         table_of(tmp_path / "a", tmp_path / "b")
-    fake(tmp_path / "b" / "alra", "alra", ALL, run={"overrides": {"d_max": 9}})
+    edit(fake(tmp_path / "b/alra", "alra", ALL), "run.overrides.d_max=9")
     text = table_of(tmp_path / "a", tmp_path / "b", tmp_path / "a/alra")
     assert cells(text, "alra d_max=9")[1] == "20.00"
 
 
 def test_a_folder_without_scores_is_refused(tmp_path):
-    fake(tmp_path / "a" / "alra", "alra", ALL)
+    fake(tmp_path / "a/alra", "alra", ALL)
     for path in (tmp_path, tmp_path / "c"):
-        with pytest.raises(UserError, match=f"{path}: no results in it; first: python eval.py"):
+        with refusal(f"{path}: no results in it; first: python eval.py"):
             table_of(tmp_path / "a", path)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -20,6 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 import configure
 import losses
+from lib.errors import UserError
+from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, quick_hash
 from model import Qwen2, Qwen2Config, init_student
@@ -27,7 +30,7 @@ from run.identity import step_code
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real weights and texts, which few machines have
-DEMO = str(ROOT / "demo" / "teacher")  # the tokenizer of all rows here unless another is named
+DEMO = f"{ROOT}/demo/teacher"  # the tokenizer of all rows here unless another is named
 EOS = "<|endoftext|>"
 BOS = "<s>"
 V = 4096
@@ -77,7 +80,6 @@ def hash_of_tokenizer(name: str) -> str:
 def write_text(file: Path, n: int = 40, seed: int = 1) -> Path:
     """Write documents of 30 words with ends of lines and sentences, as jsonl."""
     words = np.random.default_rng(seed).choice(["one", "two ", "a line.\n", "So? "], (n, 30))
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(file, [{"text": " ".join(document)} for document in words])
     return file
 
@@ -104,7 +106,7 @@ def write_rows(
     manifest |= {"sha256": f"{name}{seed}", "quick_sha256": quick_hash(file)}
     if not facts.get("tokenizer_sha256"):
         facts["tokenizer_sha256"] = hash_of_tokenizer(str(tokenizer))
-    (folder / f"{name}.json").write_text(json.dumps(manifest | facts))
+    write_json(folder / f"{name}.json", manifest | facts)
     return ids
 
 
@@ -143,13 +145,13 @@ def config(world: Path, out: Path, text: str = "", **changes) -> configure.Confi
 
 def add_objective_with_state() -> None:
     """Add the one that docs/objectives.md shows, "balanced_kl", to the methods."""
-    page = (ROOT / "docs" / "objectives.md").read_text()
+    page = (ROOT / "docs/objectives.md").read_text()
     (code,) = re.findall(r"<!-- state -->\n```python\n(.*?)```", page, re.S)
     exec(code, dict(losses.__dict__))
 
 
 def state_of(out: Path, step: int) -> float:
-    folder = out / "balanced_kl" / "checkpoints" / f"step_{step:08d}"
+    folder = out / f"balanced_kl/checkpoints/step_{step:08d}"
     return float(safetensors.torch.load_file(folder / "extras.safetensors")["state.average"])
 
 
@@ -163,15 +165,16 @@ def write_run(
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)
         names = {"method": name, "made_by_sha256": name}
-        (out / name / "run.json").write_text(json.dumps(about | names | facts))
+        write_json(out / name / "run.json", about | names | facts)
         write_jsonl(out / name / "log.jsonl", [*log, {"step": 3, "val_ce": 2.0}])
     keys = {"data_dir": str(data_dir), "teacher": str(teacher), "batch_rows": 4, "seq_len": SEQ}
     keys["methods"] = list(students)
-    (out / "run.json").write_text(json.dumps({"config": keys}))
+    write_json(out / "run.json", {"config": keys})
     return out
 
 
 def write_jsonl(file: Path, records: Iterable[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -197,9 +200,38 @@ def saved(folder: Path) -> list[str]:
 
 
 def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
-    folder = out / method / "checkpoints" / f"step_{step:08d}"
-    model = folder / "model" / "model.safetensors"
+    folder = out / method / f"checkpoints/step_{step:08d}"
+    model = folder / "model/model.safetensors"
     return model.read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+
+
+def assert_same(a: Path, b: Path, method: str, step: int = 6) -> None:
+    """Compare the last weights and moments of two runs, and their logs, to the last bit."""
+    assert final_bits(a, method, step) == final_bits(b, method, step), method
+    assert untimed(a, method) == untimed(b, method)
+
+
+def edit(file: Path | str, *changes: str) -> None:
+    """Set keys of a JSON file: "a.b=3" sets b inside a."""
+    value = read_json(Path(file))
+    for change in changes:
+        keys, _, new = change.partition("=")
+        *path, last = keys.split(".")
+        inside = value
+        for part in path:
+            inside = inside[part]
+        inside[last] = json.loads(new)
+    write_json(Path(file), value)
+
+
+def read_table(text: str) -> list[list[str]]:
+    """Read lines such as "flags => message"."""
+    return [line.split(" => ") for line in text.splitlines() if line]
+
+
+def refusal(pattern: str):
+    """Expect a `UserError` that has the pattern in it."""
+    return pytest.raises(UserError, match=pattern)
 
 
 # Each process is a fork of one that has imported all this, and done nothing.

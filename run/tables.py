@@ -28,7 +28,9 @@ RUN = {
     "made_by": {"code": dict, "shape": dict},
 }
 FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
-FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict}) | {"figures": FILE | {"figures": dict}}
+TASK = {"acc": float, "n": int, "n_paper": int}
+FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict[str, TASK]})
+FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": int}}
 # What is logged beside log.jsonl, under its keys in `read_log`.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 

@@ -90,7 +90,13 @@ def machine_facts(device: torch.device) -> dict:
     versions = {"python": platform.python_version()}
     for module in (torch, transformers, np):
         versions[module.__name__] = module.__version__
-    return {"git_commit": commit or None, "versions": versions, "machine": device_name(device)}
+    return {
+        "git_commit": commit or None,
+        "versions": versions,
+        "machine": device_name(device),
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # both change how sums are rounded
+        "threads": torch.get_num_threads(),
+    }
 
 
 def uncommitted_edits() -> str:

@@ -129,7 +129,10 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
         remedy = "set --repeat_rows=True, or prepare more rows"
         n_steps = rows.n // cfg.batch_rows
         if n_steps:
-            remedy = f"set --max_steps={n_steps} --schedule_steps={n_steps}, or {remedy}"
+            shorter = f"--max_steps={n_steps} --schedule_steps={n_steps}"
+            if cfg.warmup_steps > n_steps // 2:
+                shorter += f" --warmup_steps={n_steps // 10}"
+            remedy = f"set {shorter}, or {remedy}"
         problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
         raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
     passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"

@@ -134,7 +134,8 @@ def alra(
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
         relative = support / (valid_mean(support, valid) + eps)  # Eq. 7 in the denominator
-        d_u = (d_min + (d_max - d_min) * relative).round()  # Eq. 8
+        # Eq. 8: a position of average support or more has d_max
+        d_u = (d_min + (d_max - d_min) * relative).round()
         d_u = d_u.clamp(d_min, d_max).long()
     else:
         d_u = tokens.new_full((N,), d_max)
@@ -156,7 +157,7 @@ def alra(
 
     both_inside = inside[:, :, None] & inside[:, None, :]
     pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
-    gap_s = differences(split.selected_s / tau_p)  # of raw logits: `split` tempers others alone
+    gap_s = differences(split.selected_s / tau_p)  # selected_s are raw logits
     gap_t = differences(split.selected_t / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
@@ -533,7 +534,7 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # are written by hand, so that the backward pass needs the logits alone, and no graph over [N, V].
 # The gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to
 # the slope changes nothing. A constant of the loss is written as the constant times p, which sums
-# to 1 too.
+# to 1 too, or passed as `plus`.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -735,10 +736,11 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         p = ln_p.exp()
         q = ln_q.exp()
         # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. For
-        # large gaps ln(a / b) tends to -bias (p > q) or bias (p < q), where it would cancel. So it
-        # is computed from its distance to that limit: ln(a / b) is -bias - rise where p >= q, else
-        # bias + rise. With x = bias - ln(a / b), sum a ln(a / b) is bias - sum a x.
+        # large gaps ln(a / b) tends to -bias (p > q) or to bias (p < q), and computed directly it
+        # would lose its small distance to that limit.
         side = 2 * (gap >= 0).to(gap.dtype) - 1  # 1 where p >= q, else -1
+        # ln(a / b) is -bias - rise where p >= q, else bias + rise. With x = bias - ln(a / b) the
+        # loss is bias - sum a x.
         rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
         x = side * rise + (1 + side) * bias
         value = bias * p - ((1 - lam) * p + lam * q) * x
@@ -874,18 +876,18 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
     # border, where the mass of the likelier tokens passes mu, is above it.
-    # Each step keeps mass(ln_p >= low) > mu >= mass(ln_p >= border).
+    # Each step keeps mass(ln_p >= low) > mu >= mass(ln_p >= high).
     low = math.log1p(-mu) - math.log(p.shape[1])
     low = torch.full_like(ln_p[:, :1], low)
-    border = torch.zeros_like(low)
+    high = torch.zeros_like(low)
     for _ in range(n_halvings):
-        middle = (low + border) / 2
+        middle = (low + high) / 2
         mass = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True)
         over = mass > mu
         low = torch.where(over, middle, low)
-        border = torch.where(over, border, middle)
+        high = torch.where(over, high, middle)
     is_top = z_t == z_t.amax(-1, keepdim=True)
-    in_head = (ln_p >= border) | is_top
+    in_head = (ln_p >= high) | is_top
     error = (p - _log_softmax(z_s).exp()).abs()
     head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
     total = error.sum(-1, keepdim=True)
@@ -1046,7 +1048,7 @@ def method_loss(
     state        of an objective that keeps one; None: its first
     settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`
     ->           mean loss, differentiable in z_s; detached means of its terms, and the next state
-                 under state.KEY
+                 under state.KEY (zeros if no label is valid: then keep the old one)
     """
     method = with_sequences(resolve(name, **settings), n_sequences)
     if method.state:

@@ -17,8 +17,8 @@ Precision on a GPU, with the config's `dtype="auto"`; on the CPU everything is f
     | losses: a few numbers per position                            | fp32, some of them fp64    |
     | gradient of the logits, as an operand of the head's products  | bf16                       |
 
-`hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm` and the rotary angles
-follow it.
+`hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm`, and the cosines and sines
+of the rotary angles follow it.
 
 Dimension key: B batch, T time, D width, H query heads, G key/value heads, K width of a head,
 V vocabulary.
@@ -491,7 +491,7 @@ def load_config(name: str) -> Qwen2Config:
     values = defaults | hf | derived
     fields = {}
     for field in dataclasses.fields(Qwen2Config):
-        if field.name in values:  # so a field that is added to Qwen2Config later has its default
+        if field.name in values:  # else the default of Qwen2Config, or the TypeError below
             fields[field.name] = values[field.name]
     try:
         window = hf.get("sliding_window", 4096)  # transformers' default for Mistral

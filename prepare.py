@@ -289,7 +289,7 @@ def encode(backend, documents, state, max_bad_records):
             state["skipped"].append(problem)
             if len(state["skipped"]) > max_bad_records:
                 raise UserError(f"{problem}; or set max_bad_records above {max_bad_records}")
-        elif eos in ids:
+        elif eos in ids:  # an EOS that is an ordinary token; a special one is never in a text
             raise UserError(f"tokenizer {recipe['tokenizer']}: a text contains its eos_token")
         else:
             split = "val" if held_out(document, recipe["val_share"]) else "train"
@@ -555,7 +555,9 @@ def finish(folder, state):
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # resuming would end here again
-            remedy = "--val_share=0 --val_rows=N holds out the last N rows (1 of as few as 3)"
+            remedy = (
+                "--val_share=0 --val_rows=N holds out the last N rows (for 3 rows in all, N = 1)"
+            )
             remedy += ", and a smaller --seq_len makes more rows"
             raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
     counts_of = {}

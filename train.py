@@ -167,8 +167,8 @@ def update(
     """Make one optimizer step of every student. Returns the number of labels of this process.
 
     An update has `batch_rows` rows, divided over the processes. A process runs the models on
-    `micro_batch` rows at a time, and an objective sees `group` of these at a time: the paper's
-    forward batch. The loss of a forward batch is the mean over its labels. The loss of an update is
+    `micro_batch` rows at a time, and an objective sees `group` of these rows: the paper's forward
+    batch. The loss of a forward batch is the mean over its labels. The loss of an update is
     the mean over all of its forward batches, so micro-batches and processes do not change it.
 
     From here to an objective: `head_losses` (lib/head.py) computes the logits of a forward batch
@@ -193,8 +193,8 @@ def update(
         for s, (loss, terms) in zip(students, results, strict=True):
             # gradients are summed over the processes once, during the last backward pass
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
-                # through the layers; `head_losses` has computed the head's gradient, which this
-                # call scales and adds
+                # Backward through the layers. It also adds the head's gradient, which `head_losses`
+                # has stored, scaled by 1 / n_micro.
                 (loss / n_micro).backward()
             add_terms(s, terms, n)
         n_valid += n
@@ -282,7 +282,8 @@ def is_due(every: int | None, run: Run) -> bool:
 def learning_rate(step: int, cfg: Config) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
-    It rises linearly to `lr` at the last warm-up update, then follows `lr_schedule`:
+    It rises linearly to `lr` at the last warm-up update, then follows `lr_schedule`, which a run
+    never exceeds (`configure.check_numbers`):
 
     cosine    falls to `min_lr` at the schedule's last update
     wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`
@@ -350,6 +351,7 @@ def advance_state(s: Student, n_valid: int) -> None:
 
 def count_skipped_update(s: Student, step: int, cfg: Config) -> None:
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
+    # sums since the last record, in which the first bad update stays until then
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
     causes = ", ".join(bad_terms) or "the gradient alone"
     reason = f"gradient norm {s.gnorm}, not finite: {causes}"
@@ -477,13 +479,14 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means, ["ce"], cfg)
     say_if_slower(tok_per_sec, run)
-    counts |= dict.fromkeys(SINCE_LOG, 0)
+    counts.update(dict.fromkeys(SINCE_LOG, 0))
     run.checkpoint_sec = 0.0
 
 
 def write_rest(live: list[Student], run: Run) -> None:
     """Write what a full disk has kept back. Raises `UserError` if it is still full."""
-    if live and run.step not in parallel.on_first(live[-1].checkpoints):  # it is saved last
+    # the last student is saved last
+    if live and run.step not in parallel.on_first(live[-1].checkpoints):
         save_checkpoints(live, run)
     parallel.on_first(write_waiting)
 
@@ -534,7 +537,7 @@ def distil(cfg: Config) -> int:
             remedy += ", --recompute=True, or fewer methods"
             ending.fail(UserError(f"out of memory on {cfg.device}: set {remedy}"), cfg)
         except Exception as error:
-            ending.fail(error, cfg)
+            ending.fail(error, cfg)  # raises it
 
 
 def fit_micro_batch(cfg: Config) -> Config:

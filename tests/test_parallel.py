@@ -320,7 +320,7 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
         (tmp_path / name).chmod(0o755)
     places = f"PATH={tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job_id = several.free_port() - 20000
-    job = f"SLURM_JOB_ID={job_id} SLURM_JOB_NODELIST=x SLURM_NNODES=1 SLURM_GPUS_ON_NODE=2"
+    job = f"SLURM_JOB_ID={job_id} SLURM_JOB_NODELIST=x SLURM_NNODES=1 SLURM_GPUS_ON_NODE=1"
     out = tmp_path / "out"
     (tmp_path / "train.py").symlink_to(world.ROOT / "train.py")
     script = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]

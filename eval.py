@@ -122,8 +122,8 @@ def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device: torch.de
 class Scorer(TemplateLM):
     """lm-eval's view of a `Qwen2`: log-likelihoods as from lm-eval's own Hugging Face backend.
 
-    Requests are sorted by length, and each is one row. The head runs only where a continuation is
-    scored, in fp32.
+    Requests are sorted by length, and each is one row; at most a quarter of a batch is padding. The
+    head runs only where a continuation is scored, in fp32.
 
     bos  the id before each context, as before each document in training, or None
     """
@@ -170,11 +170,12 @@ class Scorer(TemplateLM):
         scores = {}
         with progress(total=len(waiting), desc="scoring", disable=disable_tqdm or None) as bar:
             while waiting:
-                n = max(1, self.batch_tokens // len(waiting[0][0]))
-                batch = waiting[:n]
+                longest = len(waiting[0][0])
+                n = max(1, self.batch_tokens // longest)
+                batch = [row for row in waiting[:n] if len(row[0]) > 0.75 * longest]
                 scores |= zip(batch, self._score(batch), strict=True)
                 bar.update(len(batch))
-                del waiting[:n]
+                del waiting[: len(batch)]
         return [scores[row] for row in rows]
 
     @torch.inference_mode()

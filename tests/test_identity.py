@@ -45,7 +45,7 @@ COUNTED = {
 }
 SCORED = {  # of figures or of scores
     "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics._add_figures"),
-    "requests": ("eval.py", "// len(waiting", "// 2 // len(waiting", "eval.Scorer"),
+    "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "eval.Scorer"),
     "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval.write_task"),
     "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens.token_bytes"),
 }

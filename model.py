@@ -17,8 +17,8 @@ Precision on a GPU, with the config's `dtype="auto"`; on the CPU everything is f
     | losses: a few numbers per position                            | fp32, some of them fp64    |
     | gradient of the logits, as an operand of the head's products  | bf16                       |
 
-`hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm`, and the cosines and sines
-of the rotary angles follow it.
+`hidden(dtype=...)` sets the dtype of the activations. `Linear`, `RMSNorm`, and the cosines and
+sines of the rotary angles follow it.
 
 Dimension key: B batch, T time, D width, H query heads, G key/value heads, K width of a head,
 V vocabulary.

@@ -639,7 +639,7 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
 
 
 def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
-    tmp_path, hook_update, run
+    tmp_path, hook_update, run, capsys
 ):
     """A checkpoint between two lines of the log, here by a signal, keeps what the next will say."""
 
@@ -662,6 +662,7 @@ def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
     assert_same(whole, cut, "alra")
     assert with_key(whole, "alra", "loss")[0]["loss"] is None
     run(tmp_path / "stopped", f"{flags} --max_skipped_updates=0 --keep_checkpoints=1", 1)
+    assert "stopped: all students stopped; alra stopped at step 3" in capsys.readouterr().err
     # its last weights, and those that it had in common with the others
     assert steps_of(tmp_path / "stopped/alra") == [2, 3]
 

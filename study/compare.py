@@ -90,7 +90,8 @@ def compare(spec: Spec, cfg: Config) -> None:
         n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
         if n_rows < 1:
             message = f"val_max_rows={cfg.val_max_rows}: these rows choose, later ones are scored"
-            raise UserError(f"{message}; {cfg.data_dir} has {n_held_out}, set fewer")
+            remedy = f"set --val_max_rows={n_held_out // 2}"
+            raise UserError(f"{message}; {cfg.data_dir} has {n_held_out}: {remedy}")
         trials = run_trials(spec, cfg)
         chosen = {method: trial["settings"] for method, trial in best_trials(trials).items()}
         students = plan(spec, cfg, chosen)

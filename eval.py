@@ -46,10 +46,10 @@ from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, r
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 from run.cache import open_cached, progress
-from run.identity import check_vocabulary, content_hash, record_hash
+from run.identity import content_hash, record_hash
 from run.scoring import check_content, check_model, decoder_edits, scoring_code
 from run.tables import RUN, run_facts, students_of, tabulate
-from run.teacher import Teacher, check_teacher, load_teacher
+from run.teacher import Teacher, check_teacher, check_vocabulary, load_teacher
 
 HEAD_ROWS = 256  # positions whose logits exist at a time
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB

@@ -113,15 +113,6 @@ def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     return phrases
 
 
-def check_vocabulary(name: str, n_vocab: int, tokenizer) -> int:
-    """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
-    n_tokens = max(tokenizer.get_vocab().values()) + 1
-    if n_tokens > n_vocab:
-        problem = f"vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
-        raise UserError(f"{name}: {problem}; choose a larger one")
-    return n_tokens
-
-
 def student_shape(cfg: Config) -> Qwen2Config:
     """Return the students' shape, with at most as many tokens as the teacher's vocabulary has."""
     teacher_shape = inherited(cfg.teacher)

@@ -29,11 +29,12 @@ from losses import (
     with_sequences,
 )
 
-# what the log has of every student, so that no part of an objective may be called so
+# What a record of log.jsonl has beside an objective's terms and the figures of validations.
 LOGGED = (
-    *("step", "nominal_tokens", "valid_tokens", "mean", "n_valid", "kd", "ce", "lr", "gnorm"),
-    *("tok_per_sec", "mfu", "mem_gib", "eta_sec", "time"),
+    *("step", "nominal_tokens", "valid_tokens", "lr", "gnorm", "tok_per_sec", "mfu", "mem_gib"),
+    *("eta_sec", "checkpoint_sec", "time"),
 )
+RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # no part of an objective is called so
 
 # ----------------------------------------------------------------------------------------------
 # names and settings
@@ -254,7 +255,7 @@ def _try_once(method: Method, z: Tensor, y: Tensor) -> Tensor:
         )
     for name, part in parts.items():
         got = tuple(part.shape) if isinstance(part, Tensor) else [part]
-        if name in LOGGED:
+        if name in RESERVED:
             raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
         if got[:1] != y.shape:
             raise UserError(

@@ -14,10 +14,10 @@ from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
 from model import student_config
-from run.identity import check_vocabulary, made_by, student_shape
+from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, compute_dtype, needs_teacher
-from run.teacher import Teacher, check_teacher, inherited, load_teacher
+from run.teacher import Teacher, check_teacher, check_vocabulary, inherited, load_teacher
 
 
 def open_data(cfg: Config, name: str) -> Rows:

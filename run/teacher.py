@@ -101,11 +101,8 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
             f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller one"
         )
     ids = tokenizer.get_vocab()
-    vocab_size = shape["vocab_size"]
-    n_tokens = max(ids.values()) + 1
-    if n_tokens > vocab_size:
-        problem = f"vocabulary of {vocab_size:,}, but the tokenizer has {n_tokens:,} tokens"
-        raise UserError(f"teacher={name}: {problem}; logits are matched token by token")
+    reason = "logits are matched token by token"
+    check_vocabulary(f"teacher={name}", shape["vocab_size"], tokenizer, reason)
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
     if file.is_file() and str(file.parent) != tokenizer.name_or_path:
@@ -114,6 +111,17 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
             if teacher_ids.get(token) != ids[token]:
                 theirs = f"its tokenizer gives {token!r} id {teacher_ids.get(token)}"
                 raise UserError(f"teacher={name}: {theirs}, that of the rows {ids[token]}")
+
+
+def check_vocabulary(
+    name: str, n_vocab: int, tokenizer, remedy: str = "choose a larger one"
+) -> int:
+    """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
+    n_tokens = max(tokenizer.get_vocab().values()) + 1
+    if n_tokens > n_vocab:
+        problem = f"vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
+        raise UserError(f"{name}: {problem}; {remedy}")
+    return n_tokens
 
 
 def inherited(name: str | None) -> dict | None:

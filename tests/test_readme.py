@@ -372,7 +372,7 @@ def test_the_choices_name_real_keys():
 
 def test_the_glossary_has_every_word_of_the_log():
     page = (ROOT / "docs/learning.md").read_text()
-    for word in (*plot.LOGGED.split(), *plot.PANELS):
+    for word in (*plot.LOGGED, *plot.PANELS):
         assert f"`{word}`" in page
 
 

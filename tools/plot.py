@@ -32,15 +32,12 @@ from lib.hf import load_tokenizer
 from lib.stats import estimate
 from losses import default_settings, resolve
 from run.identity import content_hash
+from run.methods import LOGGED
 from run.paper import NAMES
 from run.scoring import check_content
 from run.tables import read_log
 from run.teacher import load_teacher
 
-# What a record of log.jsonl has beside an objective's terms and the figures of validations.
-LOGGED = (
-    "step nominal_tokens valid_tokens lr gnorm tok_per_sec mfu mem_gib eta_sec checkpoint_sec time"
-)
 PANELS = {  # key in log.jsonl -> title; terms of other objectives follow
     "loss": "training loss",
     "ce": "training cross-entropy",
@@ -178,7 +175,7 @@ def curves(seeds: list[dict], path: Path) -> None:
     for terms in students.values():
         logged |= terms
     panels = [key for key in PANELS if key in logged]
-    panels += [key for key in logged if key not in {*PANELS, *LEVELS, *LOGGED.split()}]
+    panels += [key for key in logged if key not in {*PANELS, *LEVELS, *LOGGED}]
     columns = min(len(panels), 3)
     figure, axes = grid(-(-len(panels) // columns), columns, 3.9, 2.7)
     handles = {}

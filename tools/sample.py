@@ -20,10 +20,9 @@ import configure
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer
 from lib.tokens import leading_bos
-from run.identity import check_vocabulary
 from run.scoring import check_model
 from run.tables import run_facts
-from run.teacher import Teacher, load_teacher
+from run.teacher import Teacher, check_vocabulary, load_teacher
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ Flags, which override `_compare` of a config file, and their defaults:
     --per_run=N         students that share a run, at most; all
     --out=FOLDER        of runs, logs and report; out/compare_CONFIG
 
-All methods try the same rates; settings of its own a method tries at its best rate. Trials have
+All methods try the same rates; settings of its own a method tries at its best rate. A method whose
+`lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have
 seed 0, and with more seeds 1000, 2000, .., which no student has. The lowest CE over the first
 `val_max_rows` held-out rows wins; later rows are scored. Then come seeds 1, 2, ..: a seed gives the
 student's initial weights and the order of rows, the same for all methods. Students of one seed
@@ -95,7 +96,7 @@ def compare(spec: Spec, cfg: Config) -> None:
         trials = run_trials(spec, cfg)
         chosen = {method: trial["settings"] for method, trial in best_trials(trials).items()}
         students = plan(spec, cfg, chosen)
-        train([s for s in students if s.methods[0] in chosen or not trials], cfg, spec)
+        train([s for s in students if "lr" in s.settings_of(s.methods[0]) or not trials], cfg, spec)
         score(students, n_rows, cfg, spec)
         record = on_record(spec.out, cfg.accept_edits)
     lines = []
@@ -151,7 +152,8 @@ def run_trials(spec: Spec, cfg: Config) -> list[dict]:
     cfg = longer(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     choices = values_to_try(spec.tune)
     rates = combinations(choices.get("", {"lr": ()}))
-    points = list(itertools.product(cfg.methods, rates))
+    tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
+    points = list(itertools.product(tuned, rates))
     best = best_trials(try_points(points, cfg, spec))
     for method, trial in best.items():
         for settings in combinations(choices.get(method, {})):

@@ -4,7 +4,8 @@
 #   python study/compare.py study/small.py --jobs=2 --per_run=5
 #
 # What differs from the paper's appendix E beside the sizes, and why:
-#   learning rate   chosen by trials of a quarter of the updates, and one setting of eight methods
+#   learning rate   chosen by trials of a quarter of the updates, and one setting of eight methods;
+#                   the rows that change one thing about ALRA have its rate
 #   warm-up         100 updates of 2,100; 512 of 126,400 would be nine
 #   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order
 #
@@ -39,10 +40,22 @@ _variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
 _others = ("pretrain", "pd", "atkd", "rld", "ldrld", "tad", "bild")
 _others += ("vanilla_kd@kl", "pretrain@flops")
 _kd = ("pretrain", "vanilla_kd", "vanilla_kd@kl", "alra")
+_alra = {"lr": 1.73e-3, "gamma": 5}  # as the trials of ALRA chose
+hyper = {
+    "vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1},  # KL alone: ALRA has no cross-entropy either
+    "alra@exact": _alra | {"coefficients": "exact"},  # Eq. 13 instead of Eq. 14
+    "alra@budget_9": _alra | {"d_min": 9, "d_max": 9},
+    "alra@ce": _alra | {"w_kd": 0.5, "w_ce": 0.5},
+    "alra_n@same": _alra,  # no anchor
+    "alra_u@same": _alra,  # uniform weights of pairs
+    "alra@no_pairs": _alra | {"lambda_pair": 0},
+    "alra@budget_25": _alra | {"d_min": 25, "d_max": 25},
+}
+_parts = tuple(hyper)[1:]
 _compare = {
     "title": "The nine methods at a small scale",
     "seeds": 8,  # of vanilla KD and ALRA, for an interval below 0.1 nats
-    "fewer_seeds": dict.fromkeys(_others, 5) | dict.fromkeys(_variants, 3),
+    "fewer_seeds": dict.fromkeys((*_others, *_parts), 5) | dict.fromkeys(_variants, 3),
     "trial_steps": 525,
     "tune": (
         "lr=1e-3,1.15e-3,1.32e-3,1.73e-3,2.28e-3,3e-3",
@@ -62,6 +75,4 @@ _compare = {
         ("Pre-training at equal FLOPs", _kd, "pretrain@flops"),
     ),
 }
-methods += (*_variants, "vanilla_kd@kl", "pretrain@flops")
-# KL alone, since ALRA has no cross-entropy either.
-hyper = {"vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1}}
+methods += (*_variants, "vanilla_kd@kl", *_parts, "pretrain@flops")

@@ -108,7 +108,9 @@ def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch
 
     monkeypatch.setattr(compare, "try_points", try_points)
     tune = ["--tune=lr=1e-3,1e-2", "--tune=alra.gamma=1,5", "--tune=alra.tau=1,2"]
-    spec, cfg = compare.arguments(["study/small.py", "--methods=alra,pd", *tune])
+    # rld has a rate already, so it is not tried
+    argv = ["study/small.py", "--methods=alra,pd,rld", "--rld.lr=0.1", *tune]
+    spec, cfg = compare.arguments(argv)
     compare.run_trials(spec, cfg)
     rates = [(m, {"lr": lr}) for m in ("alra", "pd") for lr in (1e-3, 1e-2)]
     own = [("alra", {"lr": 1e-2, "gamma": g, "tau": t}) for g in (1, 5) for t in (1, 2)]
@@ -144,12 +146,12 @@ def test_a_study_has_methods_with_fewer_seeds():
     spec, students = planned()
     seeds = {m: [s.seed for s in students if s.methods == (m,)] for m in STUDY.methods}
     assert seeds == {m: [*range(1, spec.fewer_seeds.get(m, 8) + 1)] for m in STUDY.methods}
-    assert len(students) == 2 * 8 + 9 * 5 + 4 * 3
+    assert len(students) == 2 * 8 + (9 + 7) * 5 + 4 * 3
     assert {s.seed for s in students if s.histogram_every_steps} == {1}
 
 
 def test_flags_override_a_study():
-    assert len(planned("--seeds=2")[1]) == 15 * 2
+    assert len(planned("--seeds=2")[1]) == 22 * 2
     spec, students = planned("--methods=pd,tad", "--tune=none")  # the tables are of other methods
     assert {s.methods for s in students} == {("pd",), ("tad",)}
     assert (spec.tables, compare.values_to_try(spec.tune), spec.seeds) == ((), {}, 8)
@@ -174,7 +176,7 @@ def test_equal_flops_mean_more_updates_without_a_teacher():
 
 
 def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_path, monkeypatch):
-    argv = ["--seeds=2", f"--data_dir={tiny}/data", f"--methods={','.join(STUDY.methods[:-2])}"]
+    argv = ["--seeds=2", f"--data_dir={tiny}/data", f"--methods={','.join(STUDY.methods[:13])}"]
     labelled = ["--methods=alra@x", "--alra.detach_weights=False", "--alra@x.tau=3"]
     students = [*planned(*argv)[1], *planned(*argv, *labelled)[1]]
     make_folders(tmp_path)
@@ -184,7 +186,7 @@ def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_
         compare.train(students, STUDY, Spec(out=tmp_path, per_run=per_run))
     runs = [configure.load(argv) for _, *argv in launched[0].values()]
     assert [(cfg.seed, len(cfg.methods)) for cfg in runs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
-    assert runs[0].methods == STUDY.methods[:-2]
+    assert runs[0].methods == STUDY.methods[:13]
     assert [cfg.out_dir for cfg in runs] == [f"{tmp_path}/runs/{name}" for name in launched[0]]
     assert runs[2].settings_of("alra@x") == {"detach_weights": False, "tau": 3}
     sizes = [len(configure.load(argv).methods) for _, *argv in launched[1].values()]

@@ -134,11 +134,17 @@ def test_a_student_far_above_the_others_does_not_flatten_their_curves(tmp_path, 
         logs = {}
         for name, y in {"a": 3.0, "b": 3.3, "far": 6.0}.items():
             log = [{"step": 1, "val_ce": y + 1 + spread}, {"step": 2, "val_ce": y + spread}]
+            log[1] |= {"val_teacher_ce": 2.0, "val_uniform_ce": 8.0}
             logs[name] = {"config": {"batch_rows": 4, "seq_len": 10}, "log": log}
         seeds.append(logs)
     plot.curves(seeds, tmp_path / "c.png")
     top = pytest.approx(1.03 * 4.3)  # intervals may reach beyond both ends
-    assert drawn["c.png"].axes[0].get_ylim() == (0, top)
+    axis = drawn["c.png"].axes[0]
+    assert axis.get_ylim() == (0, top)
+    names = {"a", "b", "far", "teacher", "ln V (above the panel)"}
+    assert set(lines(axis)) == names
+    (legend,) = drawn["c.png"].legends
+    assert names == {text.get_text() for text in legend.get_texts()}
 
 
 def test_every_term_and_every_validation_figure_has_a_panel():

@@ -219,7 +219,12 @@ def draw_panel(axis, key, students):
     if key in ("val_ce", "val_kl"):
         # A student that stays far above the others leaves through the top, as may ln V.
         limit = 1.5 * np.median([y[-1] for y in ys])
-        axis.set_ylim(top=1.03 * max(y.max() for y in ys if y[-1] <= limit))
+        top = 1.03 * max(y.max() for y in ys if y[-1] <= limit)
+        axis.set_ylim(top=top)
+        for line in axis.lines:
+            label = line.get_label()
+            if label not in students and line.get_ydata()[0] > top:  # a level
+                line.set_label(f"{label} (above the panel)")
 
 
 def draw_levels(axis, students):

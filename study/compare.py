@@ -18,11 +18,11 @@ Flags, which override `_compare` of a config file, and their defaults:
     --out=FOLDER        of runs, logs and report; out/compare_CONFIG
 
 All methods try the same rates; settings of its own a method tries at its best rate. A method whose
-`lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have
-seed 0, and with more seeds 1000, 2000, .., which no student has. The lowest CE over the first
-`val_max_rows` held-out rows wins; later rows are scored. Then come seeds 1, 2, ..: a seed gives the
-student's initial weights and the order of rows, the same for all methods. Students of one seed
-share a run, and so one pass of the teacher.
+`lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have seed 0, and with more seeds
+1000, 2000, .., which no student has. The lowest CE over the first `val_max_rows` held-out rows
+wins; later rows are scored. Then come seeds 1, 2, ..: a seed gives the student's initial weights
+and the order of rows, the same for all methods. Students of one seed share a run, and so one pass
+of the teacher.
 
 OUT/runs has a folder for each run, with its weights. OUT/logs has a file for each student and each
 trial: facts and figures in the first line, then the log. The report is written from these files.

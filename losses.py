@@ -95,10 +95,10 @@ def alra(
         loss[u] = KL(b_t || b_s) + KL(p~_t,I || p~_s,I) + KL(p~_t,R || p~_s,R)       ALD, Eq. 14
                   + lambda_pair * sum_{i<j in I} kappa_ij KL(r_t(i,j) || r_s(i,j))   SWPRA, Eq. 17
 
-    I is the position's local set, the first d_u tokens of the candidate set C; R is the rest of the
-    vocabulary. C starts as the student's top d_max. If the teacher's top-1 token is missing, it
-    replaces the lowest-ranked of them (Eq. 4). Then C is sorted by teacher logit (Eq. 5).
-    Divergences run from teacher to student.
+    The candidate set C starts as the student's top d_max (Eq. 4). If the teacher's top-1 token is
+    missing, it replaces the lowest-ranked of them (Eq. 5). Then C is sorted by teacher logit. The
+    local set I has the first d_u tokens of C (Eq. 9); R is the rest of the vocabulary. Divergences
+    run from teacher to student.
 
     d_min, d_max     smallest and largest local budget, tokens; 2 <= d_min <= d_max < V
     tau              temperature of the distributions, also in SWPRA's weights (Eq. 2)
@@ -115,8 +115,8 @@ def alra(
                      "both" ALRA-G
     pair             the weight kappa: "swpra" Eq. 20; "pra_u" 1 / |pairs| and "pra" 1, Eq. 18
     budget           "adaptive" (Eq. 8); "fixed": the local set is the student's top d_max, in the
-                     student's order; `anchor` and `d_min` are unused (the Fixed-Budget rows, which
-                     use "pra_u" too). To fix the budget alone, set d_min = d_max
+                     student's order, and `anchor` and `d_min` are unused. The paper's Fixed-Budget
+                     variants have "pra_u" too. d_min = d_max fixes the budget, and keeps the rest
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that
                      could move the weights would lower its loss by driving pairs apart
     """
@@ -130,10 +130,10 @@ def alra(
     tokens = vocab.top(z_s, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
         tokens = _anchored(tokens, z_t, y, anchor)
-        tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, Eq. 5
+        tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
-        relative = support / (valid_mean(support, valid) + eps)  # Eq. 7 in the denominator
+        relative = support / (valid_mean(support, valid) + eps)  # the mean is Eq. 7
         # Eq. 8: a position of average support or more has d_max
         d_u = (d_min + (d_max - d_min) * relative).round()
         d_u = d_u.clamp(d_min, d_max).long()
@@ -157,7 +157,7 @@ def alra(
 
     both_inside = inside[:, :, None] & inside[:, None, :]
     pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
-    gap_s = differences(split.selected_s / tau_p)  # selected_s are raw logits
+    gap_s = differences(split.selected_s / tau_p)  # selected_s are not divided by tau yet
     gap_t = differences(split.selected_t / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
@@ -187,7 +187,7 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
     The last column is the logsumexp of the other tokens' tempered logits.
     """
-    # selected_s are raw logits, others_s is already at temperature tau
+    # selected_s are not divided by tau yet, and others_s is
     x_s = torch.cat([split.selected_s / tau, split.others_s[:, None]], 1)
     x_t = torch.cat([split.selected_t / tau, split.others_t[:, None]], 1)
     return x_s, x_t
@@ -195,20 +195,20 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _anchored(tokens, z_t, y, anchor) -> Tensor:
-    """Put each missing anchor in the place of the lowest-ranked proposal that is not an anchor.
+    """Replace the lowest-ranked proposal that is no anchor by each missing anchor (Eq. 5).
 
     tokens  [N, k]  the student's proposals, best first
-    ->      [N, k]  as many distinct tokens (Eq. 5)
+    ->      [N, k]  as many distinct tokens
     """
     top_1 = vocab.top(z_t, 1)[:, 0]  # a_u
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
-    place = torch.arange(tokens.shape[1], device=tokens.device)
+    place = torch.arange(tokens.shape[1], device=tokens.device)  # 0 is the best
     for a in anchors:
         missing = (tokens != a[:, None]).all(-1, keepdim=True)
         differs = [tokens != other[:, None] for other in anchors]
         free = torch.stack(differs).all(0)  # [N, k] tokens that are no anchors
-        lowest = torch.where(free, place, -1).argmax(-1, keepdim=True)
-        tokens = torch.where(missing & (place == lowest), a[:, None], tokens)
+        last_free = torch.where(free, place, -1).amax(-1, keepdim=True)
+        tokens = torch.where(missing & (place == last_free), a[:, None], tokens)
     return tokens
 
 
@@ -311,7 +311,7 @@ def pd(
         p_t = vocab.log_p(z_t, tokens, tau_cut, valid).double().exp()
         mass_before = p_t.cumsum(-1) - p_t
         kept = mass_before < top_p
-    else:
+    else:  # not by the comparison, as mass_before may be rounded up to 1
         kept = torch.ones_like(tokens, dtype=torch.bool)
     x_t = z_t.gather(1, tokens) / tau
     x_t = x_t.masked_fill(~kept, -math.inf)
@@ -533,8 +533,8 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # `terms` returns each token's summand, and the slope: its derivative with respect to ln q. Slopes
 # are written by hand, so that the backward pass needs the logits alone, and no graph over [N, V].
 # The gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to
-# the slope changes nothing. A constant of the loss is written as the constant times p, which sums
-# to 1 too, or passed as `plus`.
+# the slope changes nothing. A constant of the loss is passed as `plus`. Where it cancels against
+# the other summands token by token, it is written as the constant times p, which sums to 1 too.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -571,12 +571,13 @@ def jsd(
     if beta == 1:
         return reverse_kl(z_s, z_t, y, tau=tau)
     ln_odds = math.log(beta) - math.log1p(-beta)
-    entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
+    weight_entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
 
     def terms(ln_q, ln_p):
         x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
+        # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x)
         student_part = -(1 - beta) * F.softplus(x) * ln_q.exp()
-        value = (entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
+        value = (weight_entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
         # x depends on ln q in both summands, and these two derivatives cancel
         slope = student_part
         return value, slope
@@ -737,14 +738,13 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         q = ln_q.exp()
         # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. For
         # large gaps ln(a / b) tends to -bias (p > q) or to bias (p < q), and computed directly it
-        # would lose its small distance to that limit.
-        side = 2 * (gap >= 0).to(gap.dtype) - 1  # 1 where p >= q, else -1
-        # ln(a / b) is -bias - rise where p >= q, else bias + rise. With x = bias - ln(a / b) the
-        # loss is bias - sum a x.
-        rise = F.softplus(-side * gap - bias) - F.softplus(-side * gap + bias)
-        x = side * rise + (1 + side) * bias
+        # would lose its small distance to that limit. So it is -bias - rise where p >= q, else
+        # bias + rise. With x = bias - ln(a / b) the loss is bias - sum a x.
+        rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
+        x = torch.where(gap >= 0, 2 * bias + rise, -rise)
         value = bias * p - ((1 - lam) * p + lam * q) * x
-        # lam q ln(a / b) + lam q - (1 - lam) q a / b, less the multiple bias * lam of q
+        # lam q ln(a / b) + lam q - (1 - lam) q a / b, less the multiple bias * lam of q;
+        # (1 - lam) a / b = lam exp(-x)
         slope = -lam * q * (x + torch.expm1(-x))
         return value, slope
 
@@ -762,7 +762,7 @@ def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     ln_odds = math.log1p(-lam) - math.log(lam)
 
     def terms(ln_q, ln_p):
-        x = ln_q - ln_p + ln_odds
+        x = ln_q - ln_p + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
         p = ln_p.exp()
         value = -p * F.softplus(x)
         slope = -p * x.sigmoid()
@@ -782,7 +782,7 @@ def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     ln_odds = math.log1p(-lam) - math.log(lam)
 
     def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds
+        x = ln_p - ln_q + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
         q = ln_q.exp()
         value = -q * F.softplus(x)
         slope = q * (x.sigmoid() - F.softplus(x))
@@ -804,12 +804,11 @@ def abkd(
         loss[u] = -1 / (alpha beta)
                   sum_i [p_i^alpha q_i^beta - (alpha / s) p_i^s - (beta / s) q_i^s]
 
-    with s = alpha + beta. (1, 0) is KL(P_t || P_s), and (0, 1) is KL(P_s || P_t). If alpha, beta or
-    s is 0, the loss is the limit; the authors' code is off by a factor of the other exponent there.
+    with s = alpha + beta. alpha = 1 with beta = 0 is KL(P_t || P_s), and alpha = 0 with beta = 1 is
+    KL(P_s || P_t). If alpha, beta or s is 0, the loss is the limit, which the authors' code misses.
 
-    For precision, each summand (>= 0) is computed from the larger of p and q. For q <= p it is
-    p^s (E_s(d) - E_beta(d)) / alpha, with d = ln q - ln p and E_k(d) = (e^(k d) - 1) / k, which is
-    `_chord`, since s - beta = alpha. Otherwise the roles are swapped. The slope is
+    For precision, each summand (>= 0) is computed from the larger of p and q. With d = ln q - ln p
+    it is p^s _chord(s, beta, d) where q <= p, else q^s _chord(s, alpha, -d). The slope is
     q^beta (q^alpha - p^alpha) / alpha.
     """
     s = alpha + beta
@@ -875,10 +874,10 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     # The interval is about 2**4 wide: this many halvings lead to the last bit of ln p.
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
-    # border, where the mass of the likelier tokens passes mu, is above it.
-    # Each step keeps mass(ln_p >= low) > mu >= mass(ln_p >= high).
-    low = math.log1p(-mu) - math.log(p.shape[1])
-    low = torch.full_like(ln_p[:, :1], low)
+    # border, where the mass of the likelier tokens passes mu, is above it. Each step keeps
+    # mass(ln_p >= low) > mu, and mass(ln_p >= high) <= mu unless the teacher's top-1 has it all.
+    ln_least = math.log1p(-mu) - math.log(p.shape[1])
+    low = torch.full_like(ln_p[:, :1], ln_least)
     high = torch.zeros_like(low)
     for _ in range(n_halvings):
         middle = (low + high) / 2
@@ -957,7 +956,7 @@ class Method(NamedTuple):
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
     # settings that change in training: function of progress (0 at the first update of the schedule,
-    # 1 at its end) -> value
+    # 1 at its end) -> value; if w_kd is one of them, w_ce is 1 - w_kd
     moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
     state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
 
@@ -986,7 +985,7 @@ METHODS: dict[str, Method] = {
     "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
     "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
     "pd": Method(pd),
-    "pd_wsd": Method(pd, moving={"w_kd": wsd}),  # training sets w_ce to 1 - w_kd
+    "pd_wsd": Method(pd, moving={"w_kd": wsd}),
     "atkd": Method(atkd),
     "rld": Method(rld),
     "ldrld": Method(ldrld, w_ce=0.5),
@@ -1046,7 +1045,8 @@ def method_loss(
 
     n_sequences  sequences of equal length in the batch, one after another; read by TAD
     state        of an objective that keeps one; None: its first
-    settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`
+    settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`;
+                 those in `moving` do not change by themselves here
     ->           mean loss, differentiable in z_s; detached means of its terms, and the next state
                  under state.KEY (zeros if no label is valid: then keep the old one)
     """
@@ -1063,9 +1063,9 @@ def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
 
     z_s, z_t, y  as for an objective: the positions of one forward batch
     ->           mean loss [], and a dict of sums over positions, of which lib/head.py makes means:
-                 `loss`, `kd` (with a teacher), `ce`, the
-                 objective's parts, `n_valid`. The next state of an objective that keeps one is
-                 under state.KEY, times n_valid
+                 `loss`, `kd` (with a teacher), `ce`, the objective's parts, `n_valid`. The next
+                 state of an objective that keeps one is under state.KEY, times n_valid: an update
+                 takes the mean over its forward batches, weighted by their labels
 
     A term of weight 0 costs no gradient.
     """

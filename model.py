@@ -79,7 +79,8 @@ class Qwen2Config:
 
     def __post_init__(self):
         for key, kind in typing.get_type_hints(Qwen2Config, include_extras=True).items():
-            object.__setattr__(self, key, checked(key, getattr(self, key), kind))
+            value = checked(key, getattr(self, key), kind)  # an int may become a float
+            object.__setattr__(self, key, value)
         d = self.hidden_size
         h = self.num_attention_heads
         g = self.num_key_value_heads
@@ -101,8 +102,8 @@ class Qwen2Config:
 
 
 # The paper's table of architectures, then the demo's. If there is a teacher, `student_config`
-# replaces vocabulary, rope base, norm epsilon and context by the teacher's. The paper states
-# only the vocabulary; the others are Qwen1.5's.
+# replaces vocabulary, rope base, norm epsilon and context by the teacher's. Of these four the
+# paper states the vocabulary alone; the defaults of the others are Qwen1.5's.
 _DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
     # D, width of the MLP, layers, H, G
@@ -403,8 +404,8 @@ def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
     """Return the FLOPs of one token, forward, or forward and backward (three times as many).
 
     They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up),
-    and 2 * H * K * T per layer for attention. Attention has two products of 2 * H * K * T each, of
-    which causality leaves half.
+    and 2 * H * K * T per layer for attention: two products of 2 * H * K * T each, of which
+    causality needs half.
     """
     d = shape.hidden_size
     k = shape.head_dim
@@ -433,12 +434,13 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **teacher)
     sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
-    if not sizes and not shape.startswith("{"):
-        if "/" not in shape and not Path(shape).exists():
-            near = nearest(shape, PRESETS)
-            hint = f"; did you mean {near!r}?" if near else ""
-            expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}"
-            raise UserError(f"student={shape}: {expected}")
+    is_name = not sizes and not shape.startswith("{")
+    if is_name and "/" not in shape and not Path(shape).exists():
+        near = nearest(shape, PRESETS)
+        hint = f"; did you mean {near!r}?" if near else ""
+        expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}"
+        raise UserError(f"student={shape}: {expected}")
+    if is_name:
         return load_config(shape)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     expected = f"expected {', '.join(keys)}, and other keys of config.json"
@@ -494,10 +496,10 @@ def load_config(name: str) -> Qwen2Config:
         if field.name in values:  # else the default of Qwen2Config, or the TypeError below
             fields[field.name] = values[field.name]
     try:
-        window = hf.get("sliding_window", 4096)  # transformers' default for Mistral
-        if kind == "mistral" and window:
+        if kind == "mistral":
             context = fields["max_position_embeddings"]
-            fields["max_position_embeddings"] = min(context, window)
+            window = hf.get("sliding_window", 4096)  # transformers' default
+            fields["max_position_embeddings"] = min(context, window or context)
         return Qwen2Config(**fields)
     except (UserError, TypeError) as error:
         raise UserError(f"{path}: {error}") from error
@@ -534,5 +536,5 @@ def rope_of(hf: dict) -> dict:
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         rope = {"type": rope}  # malformed; `unsupported` names it
-    base = {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": rope.get("type", "default")}
-    return base | rope
+    kind = rope.get("type", "default")  # the older name of rope_type
+    return {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": kind} | rope

@@ -98,8 +98,8 @@ def make_student(
     method = resolve(name)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
-    torch.manual_seed(cfg.seed)
-    extras = nn.ModuleDict()  # add your own modules here
+    torch.manual_seed(cfg.seed)  # of the first weights of your own modules
+    extras = nn.ModuleDict()  # add them here
     if cfg.compile:
         model.compile_layers()
     if method.state:
@@ -194,7 +194,7 @@ def update(
             # gradients are summed over the processes once, during the last backward pass
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
                 # Backward through the layers. It also adds the head's gradient, which `head_losses`
-                # has stored, scaled by 1 / n_micro.
+                # has stored. Here both are scaled by 1 / n_micro.
                 (loss / n_micro).backward()
             add_terms(s, terms, n)
         n_valid += n
@@ -234,6 +234,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
     run.began = time.perf_counter()
     pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
     next_save = run.began + pause
+    save_failed = False
     stop = ending.signals_anywhere()
     if not stop and parallel.on_first(validation_is_missing, live, run):
         stop = not validate_and_log(live, teacher, val, run)
@@ -247,7 +248,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         after = time.perf_counter()
         # A signal may reach any process, and only process 0 looks at the clock:
         # summing tells every process.
-        save_is_due = parallel.rank() == 0 and after > next_save
+        save_is_due = save_failed or (parallel.rank() == 0 and after > next_save)
         has_signal = bool(ending.RECEIVED)
         n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, has_signal, save_is_due)
         run.step += 1
@@ -259,15 +260,15 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         if live and is_due(cfg.log_every_steps, run):
             log_terms(live, teacher, run)
         if live and save:  # before the validation, in which the run may be killed
-            saved = try_save(live, run, is_first_try=next_save > 0)
-            next_save = time.perf_counter() + pause if saved else 0  # 0: after the next update
+            save_failed = not try_save(live, run, is_first_try=not save_failed)
+            next_save = time.perf_counter() + pause
         if live and validation_is_due and not stop:
             stop = not validate_and_log(live, teacher, val, run)
         bar.update()
     bar.close()
     write_rest(live, run)
     if stop:
-        run.signals = ending.signals_anywhere()
+        run.signals = ending.signals_anywhere()  # their names
 
 
 def is_due(every: int | None, run: Run) -> bool:
@@ -282,8 +283,8 @@ def is_due(every: int | None, run: Run) -> bool:
 def learning_rate(step: int, cfg: Config) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
-    It rises linearly to `lr` at the last warm-up update, then follows `lr_schedule`, which a run
-    never exceeds (`configure.check_numbers`):
+    It rises linearly to `lr` at the last warm-up update, then follows `lr_schedule`. No run is
+    longer than its schedule, of `schedule_steps` updates:
 
     cosine    falls to `min_lr` at the schedule's last update
     wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`
@@ -318,13 +319,13 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
             for block in grad.flatten().split(1 << 20):
                 block_norms.append(torch.linalg.vector_norm(block, dtype=torch.float64))
         norm = torch.linalg.vector_norm(torch.stack(block_norms))
-    norm = parallel.reduce_norm(norm, like=parameters[0]).float()
+    norm = parallel.reduce_norm(norm, like=parameters[0]).float()  # over sharded parts
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 def add_terms(s: Student, terms: dict[str, Tensor], n: int) -> None:
-    """Add the terms of a micro-batch with n labels, which are means over them, to sums.
+    """Add n times each term to its sum. A term is a mean over the n labels of a micro-batch.
 
     The sums give the means in the log, and the next state of an objective that keeps one.
     """
@@ -351,7 +352,7 @@ def advance_state(s: Student, n_valid: int) -> None:
 
 def count_skipped_update(s: Student, step: int, cfg: Config) -> None:
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
-    # sums since the last record, in which the first bad update stays until then
+    # the sums are since the last record, so one bad update is named until the next record
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
     causes = ", ".join(bad_terms) or "the gradient alone"
     reason = f"gradient norm {s.gnorm}, not finite: {causes}"
@@ -485,9 +486,10 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
 
 def write_rest(live: list[Student], run: Run) -> None:
     """Write what a full disk has kept back. Raises `UserError` if it is still full."""
-    # the last student is saved last
-    if live and run.step not in parallel.on_first(live[-1].checkpoints):
-        save_checkpoints(live, run)
+    if live:
+        steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
+        if run.step not in steps:
+            save_checkpoints(live, run)
     parallel.on_first(write_waiting)
 
 
@@ -519,12 +521,12 @@ def distil(cfg: Config) -> int:
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     out = Path(cfg.out_dir)
-    configure.PROGRESS = {"out": out}  # for the line above the traceback of a crash
+    configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
     busy = f"out_dir={out}: another train.py is running there"
     lock = locked(out, f"{busy}; wait until it ends, or choose another out_dir")
     with contextlib.ExitStack() as stack:
         stack.callback(parallel.stop)
-        parallel.on_first(stack.enter_context, lock)
+        parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
         (out / "exit.json").unlink(missing_ok=True)
         try:
             preflight.check_config(cfg)
@@ -543,7 +545,8 @@ def distil(cfg: Config) -> int:
 def fit_micro_batch(cfg: Config) -> Config:
     """Return the config with a `micro_batch` that divides each process's share of an update.
 
-    If it is None, a micro-batch is the whole share.
+    It is the largest such multiple of `group` that is at most the `micro_batch` of the config, if
+    that is set.
     """
     share = cfg.batch_rows // parallel.world()
     limit = min(cfg.micro_batch or share, share)
@@ -559,8 +562,8 @@ def train_students(cfg: Config) -> int:
     """Check the inputs, train, and save the models. Returns the exit code."""
     rows = preflight.open_data(cfg, "train")
     val = preflight.open_data(cfg, "val")
-    tokenizer = preflight.check_data(cfg, rows, val)
-    records = preflight.agreed_records(cfg)
+    tokenizer = preflight.checked_tokenizer(cfg, rows, val)
+    records = preflight.agreed_records(cfg)  # what makes each student
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         rate = learning_rate(cfg.max_steps - 1, cfg)
         end = f"the rate ends at {rate:.1e} of {cfg.lr:.1e}"

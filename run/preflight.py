@@ -72,8 +72,8 @@ def check_config(cfg: Config) -> None:
         raise UserError(f"seq_len={cfg.seq_len}: the student supports {n_positions} positions")
 
 
-def check_data(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
-    """Check that rows, tokenizer and vocabularies fit each other. Returns the tokenizer."""
+def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
+    """Return the tokenizer, after checks that rows, tokenizer and vocabularies fit each other."""
     name = cfg.tokenizer or cfg.teacher
     if not name:
         raise UserError("tokenizer=None with teacher=None: set the tokenizer of the rows")

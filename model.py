@@ -129,23 +129,6 @@ class Linear(nn.Linear):
         return F.linear(x, weight, self.bias.to(x.dtype))
 
 
-def linears(x: Tensor, *layers: Linear):
-    """Return each layer's product with x, in a list or a tuple.
-
-    A compiled model that casts its weights to another dtype computes all of them as one product:
-    the cast copies the weights in any case, and one product needs fewer kernel launches.
-    """
-    is_cast = layers[0].weight.dtype != x.dtype
-    if not (torch.compiler.is_compiling() and is_cast):
-        return [layer(x) for layer in layers]
-    weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
-    bias = None
-    if layers[0].bias is not None:
-        bias = torch.cat([layer.bias.to(x.dtype) for layer in layers])
-    widths = [layer.out_features for layer in layers]
-    return F.linear(x, weight, bias).split(widths, -1)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -209,10 +192,9 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
-        q = q.view(heads).transpose(1, 2)  # [B, H, T, K]
-        k = k.view(heads).transpose(1, 2)  # [B, G, T, K]
-        v = v.view(heads).transpose(1, 2)
+        q = self.q_proj(x).view(heads).transpose(1, 2)  # [B, H, T, K]
+        k = self.k_proj(x).view(heads).transpose(1, 2)  # [B, G, T, K]
+        v = self.v_proj(x).view(heads).transpose(1, 2)
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -235,8 +217,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(f, d, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = linears(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):

@@ -11,11 +11,12 @@ mixture. A record that cannot be read stops the command, unless `max_bad_records
 "<|endoftext|>" gets the ids of those characters. An EOS follows each document. A BOS stands before
 it if the tokenizer itself adds one to a text (unless that BOS is the EOS, or `bos="none"`).
 
-**Ids to rows.** The ids of all documents form one stream. `row_ends`, the boundary rule, cuts it
-into rows of at most `row_len` = seq_len + 1 ids; concatenated, they are the stream again. It
-ends with the documents, or at `train_rows` + `val_rows` rows. Its last `val_rows` rows go to
-val.bin, all others to train.bin. With `val_share` instead, whole documents are held out by a hash
-of their names (of their text if they have none). They form a second stream.
+**Ids to rows.** The ids of all documents form one stream. `row_ends`, the boundary rule, cuts the
+stream into rows of at most `row_len` = seq_len + 1 ids. Concatenated, the rows are the stream
+again. Cutting stops after the last document, or as soon as there are `train_rows` + `val_rows`
+rows. The last `val_rows` rows go to val.bin, all others to train.bin. With `val_share` instead,
+whole documents are held out by a hash of their names (of their text if they have no names). These
+documents form a second stream.
 
 **Rows to files.** `<data_dir>/train.bin` and `val.bin` hold uint32 ids [rows, row_len], with PAD in
 the unused tail of a row. The manifests `train.json` and `val.json` say where the rows come from and
@@ -33,24 +34,22 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 from tqdm import tqdm
 
 from configure import Config, guard, load
-from lib.documents import SUFFIXES, check_each_once, list_files, read_document, read_files
-from lib.errors import UserError, first_line
-from lib.files import flush, locked, read_json, write_json, writing
+from lib.documents import SUFFIXES, list_files, read_document, read_files
+from lib.errors import UserError
+from lib.files import flush, locked, read_json, reading, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
-from lib.tokens import SAMPLE, check_tokenizer, encode_texts, leading_bos, token_bytes
+from lib.tokens import check_tokenizer, encode_texts, leading_bos, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
-BATCH_CHARS = 1 << 22  # of a batch; the state is saved after each, so a kill loses one at most
+BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
-SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # a part of a mixture, NAME:SHARE, where SHARE > 0
+SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
 CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
-FILES = ("train.bin", "train.json", "val.bin", "val.json", *WORK_FILES)
 RECIPE_KEYS = (
     "source_config",
     "source_text",
@@ -84,7 +83,6 @@ def prepare(cfg: Config) -> None:
     overwritten.
     """
     tokenizer, tokenizer_name = open_tokenizer(cfg)
-    table = token_table(tokenizer)
     source, facts = open_source(cfg)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     eos = tokenizer.eos_token_id
@@ -95,7 +93,7 @@ def prepare(cfg: Config) -> None:
         "rule_version": RULE_VERSION,
         "tokenizer": tokenizer_name,
         "tokenizer_sha256": tokenizer_hash(tokenizer),
-        "vocab_size": len(table[0]),
+        "vocab_size": max(tokenizer.get_vocab().values()) + 1,
         "bos": None if bos == eos else bos,
         "eos_id": eos,
     }
@@ -106,14 +104,13 @@ def prepare(cfg: Config) -> None:
             print(f"{folder}: already prepared with the same settings; --verify checks it")
             return
         if "complete" not in state:
-            write_rows(cfg, source, tokenizer.backend_tokenizer, table, state)
-        finish(folder, state)
+            write_rows(cfg, source, tokenizer, state)
+        finish(folder, state, cfg.source)
 
 
-def write_rows(cfg, source, backend, table, state):
+def write_rows(cfg, source, tokenizer, state):
     """Read, tokenize, cut and write until all rows exist or the documents end.
 
-    table  classes and bytes of tokens (`token_table`)
     state  the progress that prepare.state holds (`open_state`); updated here
     """
     folder = Path(cfg.data_dir)
@@ -121,15 +118,14 @@ def write_rows(cfg, source, backend, table, state):
     max_rows = math.inf
     if cfg.train_rows is not None:
         max_rows = cfg.train_rows + cfg.val_rows
-    n_left = cfg.n_documents
-    if n_left is not None:
-        n_left -= state["records"]
+    n_left = (cfg.n_documents or sys.maxsize) - state["records"]  # documents to read at most
+    table = token_table(tokenizer)
+    backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # text is only text
     backend.no_truncation()
     backend.no_padding()
-    encode_texts(backend, [SAMPLE])  # refuses a tokenizer that loses text
     for split in writers:
-        shorten(folder, state, split)  # what was written after the last commit
+        shorten(folder, state, split)  # removes the rows that a kill left after the last commit
     if "source" in state:
         source.load_state_dict(state["source"])
     with tqdm(total=max_rows, unit="row") as bar:
@@ -137,17 +133,16 @@ def write_rows(cfg, source, backend, table, state):
             ids = encode(backend, documents, state, cfg.max_bad_records)
             for split in writers:
                 add_ids(folder, state, split, table, ids[split])
-            n_rows = writers["train"]["rows"]  # the last `val_rows` of them are held out at the end
+            n_rows = writers["train"]["rows"]  # of which the last `val_rows` are held out below
             bar.update(n_rows - bar.n)
             state["source"] = position
             if n_rows >= max_rows:
-                break
+                break  # no commit yet: a state must not count the rows beyond max_rows, cut below
             commit(folder, state)
-    if state["records"] == 0:
-        raise UserError(f"source={cfg.source}: holds no record")
     for split in writers:
         add_ids(folder, state, split, table, [], last=True)
-    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)  # `finish` cuts the file
+    writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)
+    shorten(folder, state, "train")
     if cfg.val_rows:
         hold_out_rows(folder, state, cfg.val_rows)
     state["complete"] = True
@@ -168,13 +163,10 @@ def open_source(cfg):
     names, shares = split_mixture(cfg.source)
     streams = []
     facts = []
-    files = []
     for name in names:
-        stream, fact, files_of_part = open_part(name, cfg)
+        stream, fact = open_part(name, cfg)
         streams.append(stream)
         facts.append(fact)
-        files += files_of_part
-    check_each_once(cfg.source, files)
     if len(streams) == 1:
         return streams[0], facts
     for fact, share in zip(facts, shares, strict=True):
@@ -188,7 +180,7 @@ def split_mixture(source):
     A source that is no mixture is its only part.
     """
     parts = [re.fullmatch(SHARE, part) for part in source.split(",")]
-    if Path(source).expanduser().exists() or not any(parts):
+    if not any(parts):
         return [source], [1.0]
     if not all(parts):
         raise UserError(f"source={source}: expected a share above 0 for each, as in a:0.7,b:0.3")
@@ -197,7 +189,7 @@ def split_mixture(source):
 
 
 def open_part(name, cfg):
-    """Return a stream of documents, its facts, and the local files that it reads."""
+    """Return a stream of the documents of a source, and its name with a hash of its content."""
     import datasets
 
     is_file = Path(name).expanduser().exists() or name.endswith(SUFFIXES)
@@ -208,11 +200,10 @@ def open_part(name, cfg):
         arguments = {"files": files, "root": root, "column": cfg.source_text}
         stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
     else:
-        files = []
         stream, name = open_hub(name, cfg)
-        content = name
+        content = name  # the commit in it stands for the content
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return stream, {"source": name, "sha256": digest}, files
+    return stream, {"source": name, "sha256": digest}
 
 
 def open_hub(name, cfg):
@@ -222,16 +213,12 @@ def open_hub(name, cfg):
 
     column = cfg.source_text
     dataset, _, revision = name.partition("@")
-    try:
+    remedy = "expected a file or a hub dataset; without a network: --source=demo/text.jsonl.zst"
+    with reading(f"source={dataset}", remedy):
         commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None).sha
-    except Exception as error:  # the class of a network failure changes with the library
-        reason = f"no local path, and no such dataset on the hub ({first_line(error)})"
-        remedy = "without a network: --source=demo/text.jsonl.zst"
-        raise UserError(f"source={dataset}: {reason}; {remedy}") from error
-    rows = datasets.load_dataset(
-        dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
-    )
-    print(f"source: {dataset}@{commit}", file=sys.stderr)
+        rows = datasets.load_dataset(
+            dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
+        )
     stream = rows.select_columns([column]).map(lambda row: read_document(row, column))
     return stream, f"{dataset}@{commit}"
 
@@ -240,25 +227,20 @@ def open_hub(name, cfg):
 
 
 def open_tokenizer(cfg):
-    """Return the tokenizer and its name (for a hub id, with its commit).
-
-    Raises `UserError` for a tokenizer that loses text.
-    """
+    """Return the tokenizer and its name (for a hub id, with its commit)."""
     name = cfg.tokenizer or cfg.teacher
     if not name:
         raise UserError("tokenizer=None, teacher=None: expected a folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
-    eos = tokenizer.eos_token
-    if re.search(CHAT, eos):
-        problem = f"its eos_token {eos}, which will end documents, ends turns of a chat"
+    if re.search(CHAT, tokenizer.eos_token):
+        problem = f"its EOS {tokenizer.eos_token}, which will end documents, ends turns of a chat"
         print(f"warning: {name}: {problem}; take the base model's", file=sys.stderr)
-    file = find_folder(name) / "tokenizer.json"
-    check_tokenizer(tokenizer, tokenizers.Tokenizer.from_file(str(file)))
+    check_tokenizer(tokenizer, find_folder(name) / "tokenizer.json")
     return tokenizer, pinned(name)
 
 
 def read_batches(source, n_documents):
-    """Yield the next documents in batches, each with the state of the source after it."""
+    """Yield the next documents in batches, each with the source's position after the batch."""
     batch = []
     size = 0
     for document in itertools.islice(source, n_documents):
@@ -288,9 +270,12 @@ def encode(backend, documents, state, max_bad_records):
             problem = f"document {state['records']}: {document['bad']}"
             state["skipped"].append(problem)
             if len(state["skipped"]) > max_bad_records:
-                raise UserError(f"{problem}; or set max_bad_records above {max_bad_records}")
-        elif eos in ids:  # an EOS that is an ordinary token; a special one is never in a text
-            raise UserError(f"tokenizer {recipe['tokenizer']}: a text contains its eos_token")
+                remedy = f"correct it, or set max_bad_records above {max_bad_records}"
+                raise UserError(f"{problem}; {remedy}")
+        elif eos in ids:  # of a tokenizer whose EOS is an ordinary token
+            raise UserError(
+                "tokenizer: a text contains its eos_token; take one whose eos_token is special"
+            )
         else:
             split = "val" if held_out(document, recipe["val_share"]) else "train"
             ids_of[split] += [*bos, *ids, eos]
@@ -333,15 +318,15 @@ def row_ends(ids, table, row_len, last):
     The paper (appendix C, "Tokenization and Boundary-Aware Chunk Construction") fills a chunk and
     searches backward for its latest acceptable boundary: an EOS, a newline, or the end of a
     sentence that passes checks against abbreviations. It leaves open what those checks are. Here
-    the next `row_len` ids of the stream are cut after the latest id that ends at
+    a row is cut after the latest of the next `row_len` ids of the stream that ends
 
-      1. an EOS; or
+      1. a document: it is an EOS; or
       2. a line: the token's text, without trailing spaces and tabs, ends in a line feed. So CR LF
-         counts, a lone CR does not, and the two are never parted; or
-      3. a sentence: the text up to here ends in STOPS and then any number of CLOSERS, and the next
-         token of the stream (the one after the window, if need be) starts with whitespace. Where
-         the last stop is in WIDE no whitespace is needed, as those scripts write none: the next
-         token must then start with a whole character that is not in STOPS or CLOSERS.
+         counts, and a lone CR does not; or
+      3. a sentence: the text up to this id ends in STOPS and then any number of CLOSERS, and the
+         next token of the stream (for the last of the `row_len` ids, the one after them) starts
+         with whitespace. If the last stop is in WIDE, whose scripts write no whitespace, the next
+         token may start with any whole character that is not in STOPS or CLOSERS.
          A single "." does not end a sentence after some words. A *word* is what stands before the
          full stop, back to the first character that is neither a letter, a digit nor a full stop,
          or to the start of the document or row. These words are
@@ -353,8 +338,7 @@ def row_ends(ids, table, row_len, last):
 
     Without a boundary the row keeps all `row_len` ids. A boundary after the first id of a row does
     not count, since a row of one id has no target. What is left when the stream ends is the last
-    row. A cut depends on `row_len` + 1 ids of the stream and on nothing else: neither on batches
-    nor on kills.
+    row. A cut depends on the next `row_len` + 1 ids of the stream alone, not on batches or kills.
 
     ids     [n] an array: the stream from the start of a row on
     table   the class of each token, and its bytes
@@ -391,8 +375,11 @@ def ends_row(ids, flags, pieces, start, i):
     text = piece.decode("utf-8", "replace").rstrip(CLOSERS)
     head = text.rstrip(STOPS)
     stops = text[len(head) :]
-    following = flags[i + 1]
-    if not stops or not (following & SPACE or (stops[-1] in WIDE and following & FRESH)):
+    if not stops:
+        return False
+    following = flags[i + 1]  # `row_ends` searches a window only if an id stands after it
+    is_apart = following & SPACE or (stops[-1] in WIDE and following & FRESH)
+    if not is_apart:
         return False
     if stops != ".":
         return True
@@ -423,7 +410,7 @@ def token_class(piece):
     if re.search(rb"[ \t\n\r]", piece):
         bits |= GAP
     last = text.rstrip(CLOSERS + INCOMPLETE)[-1:]
-    if not last or last in STOPS:  # a token of closers alone follows a stop, perhaps
+    if not last or last in STOPS:  # the stop before closers may be in an earlier token
         bits |= STOP
     elif piece.rstrip(b" \t").endswith(b"\n"):
         bits |= LINE
@@ -434,13 +421,14 @@ def token_class(piece):
 
 
 def add_ids(folder, state, split, table, ids, last=False):
-    """Write the rows that the next ids of a stream complete. If they are the last, write all."""
+    """Add ids to a stream, and write the rows that are complete; after its last ids, all rows."""
     row_len = state["recipe"]["row_len"]
     writer = state["writers"][split]
     ids = np.array(writer["rest"] + ids, np.uint32)
     starts = np.array([0, *row_ends(ids, table, row_len, last)])
     lengths = np.diff(starts)
     rows = np.full((len(lengths), row_len), PAD, np.uint32)
+    # fills the rows in order, lengths[i] ids each
     rows[np.arange(row_len) < lengths[:, None]] = ids[: starts[-1]]
     add_rows(folder, state, split, rows)
     writer["rest"] = ids[starts[-1] :].tolist()
@@ -459,9 +447,8 @@ def hold_out_rows(folder, state, n):
     row_len = state["recipe"]["row_len"]
     n_left = max(train["rows"] - n, 0)
     ids = np.fromfile(folder / "train.bin.tmp", np.uint32, offset=n_left * row_len * 4)
-    rows = ids.reshape(-1, row_len)
-    add_rows(folder, state, "val", rows[: train["rows"] - n_left])
-    train["rows"] = n_left
+    add_rows(folder, state, "val", ids.reshape(-1, row_len))
+    train["rows"] = n_left  # `finish` cuts the file, as a kill before the commit needs the rows
 
 
 def shorten(folder, state, split):
@@ -480,9 +467,14 @@ def shorten(folder, state, split):
 def open_state(folder, recipe):
     """Return the state of the unfinished work in a folder, or None if all rows are there.
 
-    The state is what prepare.state holds: `recipe`, the number of `records` read, the `skipped`
-    ones, the position in the `source`, and at the end `complete`. Its `writers` have, by split, the
-    number of `rows` written, and the `rest`: the ids of the row after them.
+    The state is what prepare.state holds:
+
+    recipe    everything that determines the rows
+    records   the number of records read
+    skipped   a message for each record that could not be read
+    source    the position in the source
+    writers   by split, the number of `rows` written, and the `rest`: the ids of the row after them
+    complete  there if all rows are written
 
     Raises `UserError` if the folder holds data of another recipe, or other files.
     """
@@ -490,29 +482,22 @@ def open_state(folder, recipe):
     if file.exists():
         kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
         state = read_json(file, kinds, f"move {folder} aside and start again")
-        if state["records"] == 0:  # nothing to lose, whatever the recipe was
-            return new_state(file, recipe)
-        check_recipe(folder, state["recipe"], recipe)
-        print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
-        return state | {"recipe": recipe}  # names may differ
-    if (folder / "train.json").exists():
+        if state["records"] > 0:
+            check_recipe(folder, state["recipe"], recipe)
+            print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
+            return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
+    elif (folder / "train.json").exists():
         for split in splits(recipe):
             check_recipe(folder, open_rows(folder, split)[1], recipe)
         return None
-    foreign = [name for name in FILES if (folder / name).exists()]
-    if foreign:
-        raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
-    return new_state(file, recipe)
-
-
-def new_state(file, recipe):
-    """Return the state before the first record.
-
-    It is written before any row, as it marks the files beside it as ours.
-    """
+    else:
+        names = ("train.bin", "val.bin", "val.json", *WORK_FILES)
+        foreign = [name for name in names if (folder / name).exists()]
+        if foreign:
+            raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
     writers = {split: {"rows": 0, "rest": []} for split in splits(recipe)}
     state = {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
-    write_json(file, state)
+    write_json(file, state)  # before any row, so that this file marks the others as ours
     return state
 
 
@@ -549,17 +534,15 @@ def commit(folder, state):
     write_json(folder / "prepare.state", state)
 
 
-def finish(folder, state):
+def finish(folder, state, source):
     """Give the files their final names and write their manifests. Safe to repeat after a kill."""
     recipe = state["recipe"]
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # resuming would end here again
-            remedy = (
-                "--val_share=0 --val_rows=N holds out the last N rows (for 3 rows in all, N = 1)"
-            )
-            remedy += ", and a smaller --seq_len makes more rows"
-            raise UserError(f"{state['records']:,} records leave no row for {split}; {remedy}")
+            problem = f"source={source}: {state['records']:,} records leave no row for {split}"
+            remedy = "--val_share=0 --val_rows=N holds out the last N rows"
+            raise UserError(f"{problem}; {remedy}, and a smaller --seq_len makes more rows")
     counts_of = {}
     for split in state["writers"]:
         work = folder / f"{split}.bin.tmp"
@@ -581,9 +564,9 @@ def splits(recipe):
 
 
 def measure(file, recipe):
-    """Return counts and hashes of a rows file, and how often each id is a target [V + 1].
+    """Return counts and hashes of a rows file, and the number of targets by id [V + 1].
 
-    The last of these is padding's.
+    Padding counts as id V.
     """
     row_len = recipe["row_len"]
     n_vocab = recipe["vocab_size"]
@@ -596,10 +579,10 @@ def measure(file, recipe):
             ids = np.frombuffer(block, np.uint32).reshape(-1, row_len)
             n_rows += len(ids)
             n_eos += int((ids == recipe["eos_id"]).sum())
-            targets = np.minimum(ids[:, 1:], n_vocab)
+            targets = np.minimum(ids[:, 1:], n_vocab)  # PAD, above all ids, becomes V
             counts += np.bincount(targets.ravel(), minlength=len(counts))
     n_targets = int(counts[:n_vocab].sum())
-    n_tokens = n_targets + n_rows
+    n_tokens = n_targets + n_rows  # the first id of a row is no target
     facts = {
         "rows": n_rows,
         "tokens": n_tokens,
@@ -616,7 +599,8 @@ def measure_unigram(file, recipe, counts):
     """Return the CE of a model that knows token frequencies alone, and half its 95 % interval.
 
     A token's probability is its frequency among the training targets, with add-one smoothing. The
-    interval is over rows.
+    interval takes the rows, not their targets, as independent. A CE is the sum over rows divided by
+    the number of targets, so that its standard error is that of a ratio estimator.
 
     file    of the held-out rows
     counts  of the training targets (`measure`)
@@ -628,19 +612,17 @@ def measure_unigram(file, recipe, counts):
     rows = np.fromfile(file, np.uint32).reshape(-1, recipe["row_len"])
     targets = np.minimum(rows[:, 1:], n_vocab)
     ce = nats[targets].sum(1)  # [rows], of all targets of a row
-    n = (targets < n_vocab).sum(1)  # [rows], the number of them
+    n = (targets < n_vocab).sum(1)  # [rows], the number of targets
     mean = ce.sum() / n.sum()
-    deviations = ce - mean * n
-    correction = len(n) / max(len(n) - 1, 1)  # Bessel's, for an unbiased variance
-    std = math.sqrt(correction * (deviations**2).sum())  # of the sum over all targets
-    return {"unigram_ce": mean, "unigram_half": 1.96 * std / n.sum()}
+    error = np.linalg.norm(ce - mean * n) / n.sum()
+    return {"unigram_ce": mean, "unigram_half": 1.96 * error}
 
 
 # --- Finished rows
 
 
 def verify(folder):
-    """Hash and count everything again. `UserError` names the first difference."""
+    """Hash and count everything again. Raises `UserError` at the first difference."""
     if (folder / "prepare.state").exists():
         raise UserError(f"{folder}: not finished; the command that began it resumes it")
     for split in splits(open_rows(folder, "train")[1]):
@@ -652,10 +634,9 @@ def verify(folder):
         print(f"{summary(folder, manifest)}: as the manifest says, sha256 {manifest['sha256']}")
 
 
-def show(path, first):
-    """Print five rows of a folder, or of one of its .bin files, as text, each with its length."""
-    file = path if path.suffix == ".bin" else path / "train.bin"
-    rows, manifest = open_rows(file.parent, file.stem)
+def show(folder, first):
+    """Print five training rows as text, each with its length."""
+    rows, manifest = open_rows(folder, "train")
     if first >= len(rows):
         raise UserError(f"--show {first}: expected a row from 0 to {len(rows) - 1}")
     tokenizer = load_tokenizer(manifest["tokenizer"])

@@ -1,7 +1,10 @@
 """The documents of local files: JSON lines (also gzip or zstd), parquet, or one text a file.
 
-A document is {"name", "text", "bad"}: its name, empty unless it is a file of its own; its text; and
-why it has none, empty for a good one.
+A document is a dict:
+
+name   path of a text file; empty if the document is a record of a larger file
+text   empty if the record cannot be read
+bad    why it cannot be read; empty for a good record
 """
 
 import glob
@@ -19,10 +22,13 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 
 
 def list_files(source: str) -> list[str]:
-    """Return the files of a local file, folder or glob. Reports those with other suffixes."""
+    """Return the files of a local file, folder or glob. Prints a note on those it leaves out.
+
+    Raises `UserError` if two of the files hold one text: a link, or one packed beside itself.
+    """
 
     def refuse(error):
-        raise UserError(f"source={source}: {error}") from error
+        raise UserError(f"source={source}: {error}")
 
     path = Path(source).expanduser()
     names = [str(path)]
@@ -44,34 +50,28 @@ def list_files(source: str) -> list[str]:
         expected = f"no such file, or no regular file there that ends in {', '.join(SUFFIXES)}"
         raise UserError(f"source={source}: {expected}")
     if others:
-        kinds = sorted({Path(name).suffix for name in others})
-        skips = f"skips {len(others)} files with suffixes {kinds}, such as {others[0]}"
+        skips = f"skips {len(others)} files with other suffixes, such as {others[0]}"
         print(f"source={source}: {skips}", file=sys.stderr)
-    return files
-
-
-def check_each_once(source, files):
-    """Raise `UserError` if two of the files hold one text: links, or one packed beside itself."""
     file_of = {}
     for file in files:
-        unpacked = re.sub(r"\.(gz|zst)$", "", file)
-        inode = os.stat(file)[1:3]  # with the device
-        for key in (unpacked, inode):
-            if key in file_of:
-                both = f"{file_of[key]} and {file}"
-                raise UserError(f"source={source}: {both} hold one text; name each file once")
-            file_of[key] = file
+        unpacked = re.sub(r"\.(gz|zst)$", "", os.path.realpath(file))
+        other = file_of.setdefault(unpacked, file)
+        if other != file:
+            raise UserError(f"source={source}: {other} and {file} hold one text; keep one of them")
+    return files
 
 
 def read_files(files: list[str], root: str, column: str):
     """Yield the documents of local files in this order. Only those of text files have names."""
     for file in files:
-        name = os.path.relpath(file, root) if file.lower().endswith(".txt") else ""
         with reading(file, "download or write it again"):
             for number, record in enumerate(read_records(file, column), 1):
-                if record != b"":
-                    document = read_document(record, column, f"{file}, record {number}: ")
-                    yield document | {"name": name}
+                if record == b"":
+                    continue
+                document = read_document(record, column, f"{file}, record {number}: ")
+                if isinstance(record, Path):
+                    document["name"] = os.path.relpath(file, root)
+                yield document
 
 
 def read_records(file, column):
@@ -85,8 +85,7 @@ def read_records(file, column):
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024, columns=[column]):
             yield from batch.to_pylist()
     else:
-        compression = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
-        with io.BufferedReader(pyarrow.input_stream(file, compression=compression)) as lines:
+        with io.BufferedReader(pyarrow.input_stream(file)) as lines:  # unpacks by the file's suffix
             yield from map(bytes.strip, lines)
 
 
@@ -95,16 +94,11 @@ def read_document(record, column: str, where: str = "") -> dict:
     text = bad = ""
     try:
         if isinstance(record, Path):
-            content = record.read_bytes()
-            if b"\0" in content:
-                raise ValueError("contains NUL bytes, as UTF-16 does; expected UTF-8")
-            record = {column: content.decode("utf-8-sig")}
+            record = {column: record.read_bytes().decode("utf-8-sig")}
         if isinstance(record, bytes):
             record = json.loads(record)
-        value = record[column]
-        if not isinstance(value, str):
-            raise TypeError(f"expected text, got {type(value).__name__}")
-        text = re.sub("[\ud800-\udfff]", "\ufffd", value)  # lone surrogates, which JSON can spell
+        # replaces lone surrogates, which JSON can spell; raises TypeError for what is no text
+        text = re.sub("[\ud800-\udfff]", "\ufffd", record[column])
     except LookupError as error:
         bad = f"{where}cannot be read: no {error}; source_text names the field"
     except (ValueError, TypeError, RecursionError) as error:

@@ -28,8 +28,6 @@ HUB_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
     "tokenizer*",
-    "vocab.json",
-    "merges.txt",
 )
 
 # a branch resolves to one commit per process
@@ -51,7 +49,7 @@ def find_folder(name: str) -> Path:
                 return candidate
         return folder
     repository, _, revision = name.partition("@")
-    if repository.count("/") != 1 or name[0] in "./~" or folder.parent.is_dir():
+    if repository.count("/") != 1 or folder.parent.is_dir():
         raise UserError(
             f"{name}: no such folder; a hub id is 'owner/name' or 'owner/name@revision'"
         )

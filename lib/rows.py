@@ -55,7 +55,7 @@ def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
 
 
 class Rows:
-    """A rows file as batches. The same index gives the same row on every process."""
+    """The rows of a file, as batches for a model. An index means the same row on every process."""
 
     def __init__(self, folder: str, name: str, seq_len: int, mask_after_eos: bool, n_vocab: int):
         self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
@@ -85,7 +85,7 @@ class Rows:
             raise UserError(
                 f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}"
             )
-        x = ids.masked_fill(is_pad, self.eos)[:, :-1].contiguous()  # no label sees the padding
+        x = ids.masked_fill(is_pad, self.eos)[:, :-1].contiguous()  # padding follows all labels
         y = ids.masked_fill(is_pad, IGNORE)[:, 1:].contiguous()
         if self.mask_after_eos:
             y[ids[:, :-1] == self.eos] = IGNORE
@@ -99,7 +99,7 @@ class Rows:
 def quick_hash(file: Path) -> str:
     """Return the sha256 of a file's size and of 64 blocks of 1 MiB spread over it.
 
-    Up to 64 MiB that is the whole file.
+    Of a file of up to 64 MiB, all blocks are read, one after the other.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -113,7 +113,8 @@ def quick_hash(file: Path) -> str:
 def row_order(step: int, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> np.ndarray:
     """Return the indices of the rows of update `step`, a pure function of the step.
 
-    Rows come in stored order; with a seed, each pass shuffles them anew.
+    Rows come in stored order; with a seed, each pass shuffles them anew. A batch may contain the
+    last rows of a pass and the first ones of the next.
     """
     places = np.arange(step * batch_rows, (step + 1) * batch_rows)
     nth_pass, place = np.divmod(places, n_rows)
@@ -152,7 +153,7 @@ def shuffled(i: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
 def read_ahead(items: Iterator) -> Iterator:
     """Yield the items of an iterator. A thread makes the next one while the caller uses this one.
 
-    An item that is empty ends it.
+    Stops at the first item that is empty.
     """
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(next, items, None)

@@ -34,7 +34,7 @@ from lib import rows
 from lib.files import read_json, write_json, write_lines
 from lib.hf import load_tokenizer
 from lib.rows import PAD
-from lib.tokens import SAMPLE, check_tokenizer, encode_texts, leading_bos
+from lib.tokens import encode_texts, leading_bos
 from tests.naive_rows import SHORT_FORMS, naive_rows
 from tests.world import EOS, ROOT, SHARED, kill_when, make_tokenizer, refusal
 
@@ -324,7 +324,7 @@ def test_unigram_ce_is_that_of_the_training_rows_frequencies(small):
     nats = -np.log(counts / counts.sum())
     rows = [nats[row[1:]] for row in stored(small.rows / "val.bin")]
     mean = np.concatenate(rows).mean()
-    spread = np.std([(row - mean).sum() for row in rows], ddof=1) * math.sqrt(len(rows))
+    spread = math.sqrt(sum((row - mean).sum() ** 2 for row in rows))
     assert val["unigram_ce"] == pytest.approx(mean)
     assert val["unigram_half"] == pytest.approx(1.96 * spread / sum(map(len, rows)))
     line = prepare.summary(small.rows, val)
@@ -382,7 +382,7 @@ def test_a_lone_surrogate_becomes_a_replacement_character(tmp_path):
     assert documents(tmp_path / "s.jsonl", source_text="body")[0] == ["a\ufffdb 🙂 \\ud800"]
 
 
-def test_a_hub_dataset_is_read_at_one_commit(monkeypatch, capsys):
+def test_a_hub_dataset_is_read_at_one_commit(monkeypatch):
     info = Mock(return_value=huggingface_hub.DatasetInfo(id="someone/corpus", sha="c0ffee"))
     rows = [{"content": "one", "text": "two"}]
     load = Mock(return_value=datasets.IterableDataset.from_generator(lambda: iter(rows)))
@@ -391,13 +391,12 @@ def test_a_hub_dataset_is_read_at_one_commit(monkeypatch, capsys):
     keys = {"source_config": "sample-10BT", "source_text": "content", "source_split": "dev"}
     texts, facts = documents("someone/corpus@v1.0", **keys)
     assert texts == ["one"] and facts[0]["source"] == "someone/corpus@c0ffee"
-    assert "source: someone/corpus@c0ffee\n" in capsys.readouterr().err
     info.assert_called_once_with("someone/corpus", revision="v1.0")
     keys = {"split": "dev", "streaming": True, "revision": "c0ffee"}
     load.assert_called_once_with("someone/corpus", "sample-10BT", **keys)
 
 
-HUB = r"no local path, and no such dataset .* \(404: Not Found\)"
+HUB = r"source=pyhton: .*\(RuntimeError: 404: Not Found\); expected a file or a hub dataset"
 
 
 @pytest.mark.parametrize(
@@ -439,7 +438,7 @@ def crash(*args):
 
 
 @pytest.mark.parametrize(
-    "split", ["--val_rows=0 --val_share=0.3 --n_documents=11", "--train_rows=30"]
+    "split", ["--val_rows=0 --val_share=0.3 --n_documents=11", "--train_rows=30", ""]
 )
 def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch):
     a = write_texts(tmp_path / "a.jsonl", small.texts[:9])
@@ -551,8 +550,8 @@ BAD = {
     "column.jsonl": (GOOD + b'{"content": "a"}\n', "record 2: .* no 'text'; source_text names"),
     "list.jsonl": (b"[1]\n", "record 1"),
     "deep.jsonl": (GOOD + b'{"text":' + b"[" * 200_000 + b"\n", "record 2: cannot be read"),
-    "null.JSONL": (GOOD + b'{"text": null}\n', "record 2: cannot be read: expected text, got None"),
-    "wide.txt": ("a".encode("utf-16-le"), "record 1: .* contains NUL bytes, as UTF-16 does"),
+    "null.JSONL": (GOOD + b'{"text": null}\n', "record 2: cannot be read: expected string .*None"),
+    "wide.txt": ("a".encode("utf-16"), "record 1: cannot be read: 'utf-8' codec"),
     "torn.jsonl.gz": (TORN, "cannot be used"),
 }
 
@@ -596,7 +595,7 @@ def tree(tmp_path):
 
 def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tree, capsys):
     assert documents(tree / "t")[0] == ["a", "d", "c"]
-    skips = r"skips 2 files with suffixes \['.csv', '.md'\], such as .*/t/x.md\n"
+    skips = r"skips 2 files with other suffixes, such as .*/t/x.md\n"
     assert re.search(skips, capsys.readouterr().err)
 
 
@@ -606,16 +605,13 @@ def test_links_in_circles_are_followed_once(tree):
     assert documents(tree / "t")[0] == ["a", "d", "c"]
 
 
-@pytest.mark.parametrize("source", ["{0}/t:1,{0}/d/d.txt:1", "{0}/d:1,{0}/d:1", "{0}/h", "{0}/z"])
-def test_a_text_is_not_read_twice(source, tree):
-    (tree / "h").mkdir()
-    (tree / "z").mkdir()
-    for name in ("1.txt", "2.txt"):
-        os.link(tree / "d/d.txt", tree / "h" / name)
-    for name in ("a.jsonl", "a.jsonl.gz"):
-        (tree / "z" / name).touch()
-    with refusal("hold one text; name each file once"):
-        documents(source.format(tree))
+def test_a_text_is_not_read_twice(tree):
+    (tree / "d/link.txt").symlink_to("d.txt")
+    (tree / "t/sub/a.jsonl").touch()
+    (tree / "t/sub/a.jsonl.gz").touch()
+    for folder in ("d", "t/sub"):
+        with refusal("hold one text; keep one of them"):
+            documents(tree / folder)
 
 
 def test_a_subfolder_that_cannot_be_read_is_named(tree, monkeypatch):
@@ -655,7 +651,7 @@ def dropout(facts):
 def strips(facts):
     """Add a token that takes the blanks after it along."""
     keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    token = {"id": 420, "content": "foo", **dict.fromkeys(keys, False), "rstrip": True}
+    token = {"id": 420, "content": "cat", **dict.fromkeys(keys, False), "rstrip": True}
     facts["added_tokens"].append(token)
 
 
@@ -663,12 +659,12 @@ ASCII = "ĠĊĉč" + "".join(map(chr, range(33, 127)))
 META = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 LOSSY = {  # by what is lost: a change of a good tokenizer.json, and the eos_token
     "dropout=0.5 draws other ids": (dropout, EOS),
-    "loses '.*ï.*你": (only(ASCII), EOS),
-    "loses '.*ï.*你.* of": (only("▁\n\t\r" + ASCII, pre_tokenizer=META, decoder=META), EOS),
+    "loses '文.*ü": (only(ASCII), EOS),
+    "loses '文.*ü.*' of": (only("▁\n\t\r" + ASCII, pre_tokenizer=META, decoder=META), EOS),
     "lacks its eos_token '</s>'": (len, "</s>"),
-    "blanks around 'foo'": (strips, EOS),
-    "t: a text contains its eos_token": (len, "a"),
-    "t: a text contains its eos": (len, "Ġthe"),
+    "loses ' ' of": (strips, EOS),
+    "a text contains its eos_token": (len, "a"),
+    "a text contains its eos": (len, "Ġthe"),
 }
 
 
@@ -693,8 +689,7 @@ def test_tokenizers_that_keep_text_are_taken(name):
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     if name == "NFKC":
         backend.normalizer = tokenizers.normalizers.NFKC()
-    check_tokenizer(tokenizer, backend)
-    encode_texts(backend, [SAMPLE + "e\u0301 ﬁ ℡ \u200b ▁"])
+    encode_texts(backend, ["  naïve Straße:\n\n\tif\r\n    你 नमस्ते 🙂 ½ e\u0301 ﬁ ℡ \u200b ▁"])
 
 
 def test_a_character_that_is_lost_late_in_a_batch_is_seen():
@@ -703,7 +698,7 @@ def test_a_character_that_is_lost_late_in_a_batch_is_seen():
     model["vocab"] = {piece: i for piece, i in model["vocab"].items() if "q" not in piece}
     model["merges"] = [pair for pair in model["merges"] if "q" not in "".join(pair)]
     backend = tokenizers.Tokenizer.from_str(json.dumps(facts))
-    assert len(encode_texts(backend, [SAMPLE, "x" * 9999])) == 2
+    assert len(encode_texts(backend, ["y", "x" * 9999])) == 2
     with refusal("loses 'q' of 'y"):
         encode_texts(backend, ["x" * 9999, "y" * 9999 + "q"])
 
@@ -734,7 +729,7 @@ def test_quick_hash_sees_every_byte_of_a_small_file_and_both_ends_of_a_large_one
     [
         ("--verify {}", "as the manifest says, sha256 "),
         ("--show 0 {}", "⟦row 4: "),
-        ("--show 6 {}/val.bin", f"{EOS}\n\n"),
+        ("--show 6 {}", f"{EOS}\n\n"),
     ],
 )
 def test_command_line(command, line, small, printed):

@@ -47,7 +47,10 @@ def tiny(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """Slow tests first, so that no worker is left with one of them at the end."""
+    """Slow tests first, so that no worker is left with one of them at the end.
+
+    They all go to the first worker. So it alone starts the server of world.py's processes.
+    """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -156,6 +156,7 @@ with FakeTensorMode(), Watch():
 """
 
 
+@pytest.mark.slow
 def test_every_method_stays_on_its_device_in_narrow_numbers(tmp_path):
     """No CPU tensor, no sort, no fp64 over the vocabulary, on a device that is not there."""
     process = world.start(exec, STANDIN, {"ROWS": ROWS}, out=tmp_path / "output")

@@ -508,6 +508,7 @@ def prepare_and_stop(flags, folder):
     prepare.main(flags)
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_same_command_gives_the_same_bytes(small, tmp_path):
     stopped = tmp_path / "a/stopped"
     kill_when(stopped.exists, prepare_and_stop, small.flags(tmp_path / "a"), tmp_path / "a")

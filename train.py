@@ -264,6 +264,8 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
             next_save = time.perf_counter() + pause
         if live and validation_is_due and not stop:
             stop = not validate_and_log(live, teacher, val, run)
+        if run.step == run.first_step + 1:
+            run.began = time.perf_counter()  # the first update may compile
         bar.update()
     bar.close()
     write_rest(live, run)
@@ -387,7 +389,7 @@ def validate_and_log(live: list[Student], teacher: Teacher | None, val: Rows, ru
     """Validate all students, and log the figures. Returns False if a signal cuts it short."""
     validated = validate(live, teacher, val, run.cfg)
     if validated:
-        log_validation(live, validated, val.levels, run)
+        log_validation(live, validated, val, run)
     return bool(validated)
 
 
@@ -444,7 +446,8 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     cfg = run.cfg
     counts = run.counts
     device = torch.device(cfg.device)
-    sec_per_step = (time.perf_counter() - run.began) / (run.step - run.first_step)
+    n_timed = max(run.step - run.first_step - 1, 1)  # all but the first update
+    sec_per_step = (time.perf_counter() - run.began) / n_timed
     sec_left = sec_per_step * (cfg.max_steps - run.step)
     tok_per_sec = counts["since_log_steps"] * cfg.batch_rows * cfg.seq_len / counts["since_log_sec"]
     flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)

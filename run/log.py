@@ -64,34 +64,47 @@ def say_if_slower(tok_per_sec: float, run: Run) -> None:
     run.best_tok_per_sec = max(best, tok_per_sec)
     if tok_per_sec < best / 3 and run.cfg.device == "cpu" and torch.get_num_threads() > 1:
         run.best_tok_per_sec = tok_per_sec  # so that it is said once
-        remedy = (
-            "if other programs use these cores, resume with OMP_NUM_THREADS=1 (other last digits)"
+        say(
+            f"step {run.step}: {tok_per_sec:,.0f} tok/s after {best:,.0f}; if other programs use "
+            "these cores, resume with OMP_NUM_THREADS=1 (other last digits)"
         )
-        say(f"step {run.step}: {tok_per_sec:,.0f} tok/s after {best:,.0f}; {remedy}")
 
 
-def log_validation(
-    live: list[Student],
-    validated: dict[str, dict],
-    rows_levels: dict[str, float],
-    run: Run,
-) -> None:
+def log_validation(live: list[Student], validated: dict[str, dict], val, run: Run) -> None:
     """Print and record the results of a validation; the first time with the reference CEs.
 
-    rows_levels  reference CEs of a uniform guess and of a unigram model (`Rows.levels`)
+    val  the held-out rows (`Rows`)
     """
-    levels = {f"val_{key}": ce for key, ce in rows_levels.items()}
-    keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in validated[live[0].name]]
-    say_values(f"step {run.step}", validated, keys, run.cfg)
+    first, *_ = validated.values()
+    levels = {f"val_{key}": ce for key, ce in val.levels.items()}
+    n_rows = min(val.n, run.cfg.val_max_rows or val.n)
+    keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in first]
+    say_values(f"step {run.step}, {n_rows:,} held-out rows", validated, keys, run.cfg)
     if run.step <= run.first_step + run.cfg.val_every_steps:
-        say_levels(validated[live[0].name] | levels)
+        say_levels(first | levels)
     for s in live:
-        record(s, {"step": run.step, **validated[s.name], **levels})
-        ce = validated[s.name]["val_ce"]
+        figures = validated[s.name]
+        record(s, {"step": run.step} | figures | levels)
+        say_if_overfitting(s, run)
+        ce = figures["val_ce"]
         uniform = levels["val_uniform_ce"]
         if not ce < uniform:
-            problem = f"held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, that of a uniform guess"
-            say(f"{s.name}, step {run.step}: {problem}; if it was lower before, try a smaller lr")
+            say(
+                f"{s.name}, step {run.step}: held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, "
+                "that of a uniform guess; if it was lower before, try a smaller lr"
+            )
+
+
+def say_if_overfitting(s: Student, run: Run) -> None:
+    """Print what to do if the held-out CE has risen three times in a row, once in a start."""
+    records = files.read_lines(s.folder / "log.jsonl")
+    ces = [line["val_ce"] for line in records if line.get("val_ce")][-4:]
+    if not s.told and len(ces) == 4 and ces == sorted(set(ces)):
+        s.told = True
+        say(
+            f"{s.name}, step {run.step}: held-out CE rose in three validations in a row, likely "
+            "from overfitting; begin again with more text, or with fewer passes (max_steps)"
+        )
 
 
 def say_levels(values: dict[str, float]) -> None:
@@ -101,8 +114,10 @@ def say_levels(values: dict[str, float]) -> None:
     # rows files of older versions lack unigram_ce
     teacher_ce = levels.get("teacher_ce", 0)
     if teacher_ce > levels.get("unigram_ce", levels["uniform_ce"]):
-        problem = "worse than a unigram model, so a low KL to it means little"
-        say(f"warning: the teacher's held-out CE is {teacher_ce:.2f}, {problem}")
+        say(
+            f"warning: the teacher's held-out CE is {teacher_ce:.2f}, worse than a unigram model, "
+            "so a low KL to it means little"
+        )
 
 
 def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:
@@ -114,19 +129,15 @@ def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: 
     from run.histograms import histograms  # few runs need it
 
     of_teacher, budgets = histograms(live, teacher, batches, run.cfg)
-    if parallel.rank() != 0:
-        return
     out = Path(run.cfg.out_dir)
     append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
     for name, counts in budgets.items():
-        line = {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts}
-        append(out / name / "histograms.jsonl", line)
+        file = out / name / "histograms.jsonl"
+        append(file, {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts})
 
 
 def record(s: Student, values: dict) -> None:
     """Add a record to a student's log, with None for a value that is not finite."""
-    if parallel.rank() != 0:
-        return
     values = files.for_json(values)
     append(s.folder / "log.jsonl", values)
     for service, connected in list(s.services.items()):
@@ -138,14 +149,16 @@ def record(s: Student, values: dict) -> None:
             del s.services[service]
 
 
-UNWRITTEN: list[tuple[Path, dict]] = []  # lines that a full disk keeps out of their files
+UNWRITTEN = []  # (path, line): lines that a full disk keeps out of their files
 
 
 def append(path: Path, line: dict) -> None:
-    """Add a line to a JSON lines file.
+    """Add a line to a JSON lines file, on the first process.
 
     If the file cannot be written, as on a full disk, the line waits for the next call.
     """
+    if parallel.rank() != 0:
+        return
     UNWRITTEN.append((path, line))
     try:
         write_waiting()

@@ -37,6 +37,7 @@ class Student:
     gnorm: float = 0.0
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
+    told: bool = False  # in this start, that its held-out CE rises
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     objective_at: Callable | None = None  # update, state -> objective (run/methods.py)
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
@@ -75,7 +76,7 @@ class Run:
     step: int = 0  # updates done so far
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     first_step: int = 0  # where this start began
-    began: float = 0.0  # `time.perf_counter()` then
+    began: float = 0.0  # `time.perf_counter()` then, or after the first update
     signals: list[str] = field(default_factory=list)  # that ended it before its end
     best_tok_per_sec: float = 0.0  # since then
     checkpoint_sec: float = 0.0  # that checkpoints have held the run since the last record

@@ -10,7 +10,6 @@ needs checkpoints, and shows the first and the last one. A method looks the same
 """
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 matplotlib.use("Agg")  # files only, no window
 import matplotlib.pyplot as plt
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -39,21 +38,21 @@ from run.tables import read_log
 from run.teacher import load_teacher
 
 PANELS = {  # key in log.jsonl -> title; terms of other objectives follow
-    "loss": "training loss",
-    "ce": "training cross-entropy",
-    "kd": "distillation term, each method's own",
-    "mass": "ALRA: mass term",
-    "local": "ALRA: local term",
-    "rest": "ALRA: rest term",
-    "pair": "ALRA: pair term",
-    "d_u": "ALRA: mean local budget $d_u$",
-    "support": "ALRA: mean effective support",
-    "val_ce": "validation cross-entropy",
-    "val_kl": "validation KL(teacher || student)",
-    "val_agree": "validation top-1 agreement with teacher",
+    "ce": "cross-entropy, nats/token: held-out (marked) and training (thin)",
+    "loss": "training loss, nats/token",
+    "val_kl": "held-out KL(teacher || student), nats/token",
+    "val_agree": "held-out top-1 agreement with teacher",
+    "gnorm": "gradient norm before clipping",
+    "lr": "learning rate",
+    "kd": "each method's distillation term, nats/token",
+    "mass": "ALRA: mass term, nats/token",
+    "local": "ALRA: local term, nats/token",
+    "rest": "ALRA: rest term, nats/token",
+    "pair": "ALRA: pair term, nats/token",
+    "d_u": "ALRA: mean local budget $d_u$, tokens",
+    "support": "ALRA: mean effective support, tokens",
 }
-# All other panels are in nats per token.
-UNITS = {"d_u": "tokens", "support": "tokens", "val_agree": "share of tokens"}
+HELD_OUT = {"ce": "val_ce"}  # drawn in the same panel
 LEVELS = {  # key in log.jsonl -> label, line
     "val_teacher_ce": ("teacher", ":"),
     "val_teacher_entropy": ("teacher's entropy", "-."),
@@ -61,6 +60,7 @@ LEVELS = {  # key in log.jsonl -> label, line
     "val_uniform_ce": ("ln V", (0, (1, 4))),
 }
 plt.rcParams |= {
+    "figure.constrained_layout.use": True,
     "font.size": 9,
     "axes.titlesize": 9.5,
     "legend.frameon": False,
@@ -75,14 +75,14 @@ plt.rcParams |= {
 
 
 def read_logs(folders: list[Path]) -> dict[str, dict]:
-    """Return config and log of each student in folders of runs or methods, in the paper's order.
+    """Return run.json and log of each student in folders of runs or methods, in the paper's order.
 
     They are named by method, or by folder if several folders are given.
     """
     students = []
     for top in folders:
-        files = [top / "log.jsonl", *sorted(top.glob("*/log.jsonl"))]
-        students += [file.parent for file in files if file.is_file()]
+        files = [*top.glob("log.jsonl"), *sorted(top.glob("*/log.jsonl"))]
+        students += [file.parent for file in files]
     if not students:
         problem = "no log.jsonl there or one folder below; expected a run's folder"
         raise UserError(f"{', '.join(map(str, folders))}: {problem}")
@@ -91,15 +91,14 @@ def read_logs(folders: list[Path]) -> dict[str, dict]:
     for folder in students:
         name = folder.name if len(folders) == 1 else str(folder)
         run = read_json(folder.parent / "run.json", {"config": dict})
-        logs[name] = {"config": run["config"], "log": read_log(folder)}
+        logs[name] = run | {"log": read_log(folder)}
     return logs
 
 
 def read_curves(seeds: list[dict]) -> dict:
     """Return all numbers of the logs (`read_logs`) of several seeds over the tokens of training.
 
-    -> name of a student -> key of log.jsonl -> {nominal tokens: (mean over seeds, half of its 95 %
-       interval or 0)}
+    -> name of a student -> key of log.jsonl -> nominal tokens -> {seed: number}
     """
     curves = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for seed, logs in enumerate(seeds):
@@ -110,24 +109,12 @@ def read_curves(seeds: list[dict]) -> dict:
                 for key, value in record.items():
                     if isinstance(value, int | float):
                         curves[name][key][tokens][seed] = value  # a step's last record counts
-    for terms in curves.values():
-        for curve in terms.values():
-            for tokens, by_seed in curve.items():
-                e = estimate(by_seed)
-                curve[tokens] = (e.mean, e.half or 0.0)
     return curves
 
 
 def histograms(student: dict, part: str) -> list[dict]:
     """Return the records of a student's "histogram", or of its "teacher"."""
     return [record[part] for record in student["log"] if part in record]
-
-
-def stages(records: list[dict]) -> dict[str, list[dict]]:
-    """Return the first and the last tenth of the records, without step 0."""
-    records = records[1:] or records
-    n = math.ceil(len(records) / 10)
-    return {"early": records[:n], "late": records[-n:]}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -146,15 +133,8 @@ def looks(names) -> dict[str, dict]:
             "linestyle": ("-", "--", "-.", ":")[(i + i // 20) % 4],
             "marker": "os^vDPX*h<>pd"[i % 13],
             "markersize": 4.5,
-            "linewidth": 1.4,
         }
     return styles
-
-
-def grid(rows, columns, width, height):
-    """Return a figure of equal panels of these inches, and its axes [rows, columns]."""
-    size = (width * columns, height * rows)
-    return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
 
 
 def save(figure, path):
@@ -171,75 +151,71 @@ def save(figure, path):
 def curves(seeds: list[dict], path: Path) -> None:
     """Draw every term of every student over the tokens of training, as means over seeds."""
     students = read_curves(seeds)
-    logged = {}
+    logged = {"ce": {}}  # the first record may be a validation
     for terms in students.values():
         logged |= terms
-    panels = [key for key in PANELS if key in logged]
-    panels += [key for key in logged if key not in {*PANELS, *LEVELS, *LOGGED}]
-    columns = min(len(panels), 3)
-    figure, axes = grid(-(-len(panels) // columns), columns, 3.9, 2.7)
+    undrawn = {*LOGGED, *LEVELS, "val_ce"} - {"gnorm", "lr"}
+    keys = [key for key in PANELS | logged if key in logged.keys() - undrawn]
+    n_rows = (len(keys) + 4) // 3  # the first one is of CE alone
+    figure = plt.figure(figsize=(13, 2.7 * n_rows))
     handles = {}
-    for axis, key in zip(axes.flat, panels, strict=False):
-        draw_panel(axis, key, students)
+    for i, key in enumerate(keys):
+        axis = figure.add_subplot(n_rows, 3, i + 3 if i else (1, 3))
+        draw_panel(axis, key, students, logged)
         lines, labels = axis.get_legend_handles_labels()
         handles |= zip(labels, lines, strict=True)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    inches = 0.6 + 0.075 * max(map(len, handles))  # of a label, about
-    n_labels = max(1, int(figure.get_figwidth() / inches))
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=n_labels)
+    figure.legend(handles.values(), handles, loc="outside right upper")
     save(figure, path)
 
 
-def draw_panel(axis, key, students):
-    """Draw one term of all students, with intervals over seeds as error bars."""
-    ys = []
+def draw_panel(axis, key, students, logged):
+    """Draw one term of all students, with intervals over seeds as error bars.
+
+    The panel of CE also has the reference CEs in `logged`.
+    """
+    ys = defaultdict(list)
     styles = looks(students)
     for name, terms in students.items():
-        if key in terms:
-            x = list(terms[key])
-            y, half = np.transpose(list(terms[key].values()))
-            ys.append(y)
-            gap = max(1, len(x) // 6)  # between markers
-            axis.plot(x, y, label=name, markevery=gap, **styles[name])
-            bars = {"fmt": "none", "capsize": 2.5, "elinewidth": 0.9, "errorevery": gap}
-            axis.errorbar(x, y, half, ecolor=styles[name]["color"], **bars)
-    if key == "val_ce":
-        draw_levels(axis, students)
-    axis.set(title=f"term: {key}", xlabel="nominal tokens seen", ylabel=key)
-    if key in PANELS:
-        axis.set(title=PANELS[key], ylabel=f"{key} [{UNITS.get(key, 'nats per token')}]")
-    axis.xaxis.set(major_locator=MaxNLocator(5), major_formatter=EngFormatter(sep=""))
-    values = np.concatenate(ys)
+        for part in (key, HELD_OUT.get(key)):
+            if part in terms:
+                _, y, half, *_ = zip(*map(estimate, terms[part].values()), strict=True)
+                half = [h or 0 for h in half]
+                ys[name].extend(y)
+                gap = len(y) // 6 or 1  # between markers
+                line, *_ = axis.errorbar(
+                    [*terms[part]], y, half, markevery=gap, errorevery=gap, **styles[name]
+                )
+                line.set_label(name)
+                if part == "ce":
+                    line.set(marker="", linewidth=0.8)
+    top = None
+    if key in ("ce", "val_kl"):
+        # A student that stays far above the others leaves through the top, as may ln V, and as
+        # may the first tenth of each curve.
+        limit = 1.5 * np.median([y[-1] for y in ys.values()])
+        top = 1.03 * max(max(y[len(y) // 10 :]) for y in ys.values() if y[-1] <= limit)
+    for level, (label, dash) in LEVELS.items():
+        if key == "ce" and level in logged:
+            *_, last = logged[level].values()
+            ce = estimate(last).mean
+            if ce > top:
+                label += " (above the panel)"
+            axis.axhline(ce, color="black", linestyle=dash, label=label)
+    values = np.concatenate([*ys.values()])
     least = values.min()
-    if least > 0 and values.max() > 20 * least:
+    if key != "lr" and values.max() > 20 * least > 0:
         axis.set_yscale("log")
-    elif least >= 0:  # an error bar or a margin may reach below
-        axis.set_ylim(bottom=max(axis.get_ylim()[0], 0))
-    if key in ("val_ce", "val_kl"):
-        # A student that stays far above the others leaves through the top, as may ln V.
-        limit = 1.5 * np.median([y[-1] for y in ys])
-        top = 1.03 * max(y.max() for y in ys if y[-1] <= limit)
-        axis.set_ylim(top=top)
-        for line in axis.lines:
-            label = line.get_label()
-            if label not in students and line.get_ydata()[0] > top:  # a level
-                line.set_label(f"{label} (above the panel)")
-
-
-def draw_levels(axis, students):
-    """Draw what a student's CE may be compared with."""
-    for level, (label, line) in LEVELS.items():
-        ends = [list(terms[level].values())[-1] for terms in students.values() if level in terms]
-        if ends:
-            axis.axhline(round(ends[-1][0], 4), color="black", linestyle=line, label=label)
+    bottom = max(axis.get_ylim()[0], min(least, 0))  # an error bar or a margin may reach below
+    axis.set_ylim(bottom, top)
+    axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen", ylabel=key)
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 # ----------------------------------------------------------------------------------------------
 # the paper's Figures 3 and 4
 
 
-def budget(logs: dict, path: Path) -> None:
+def budget(logs, path):
     """Draw the distribution of d_u below d_max, and say the share of positions below it.
 
     Both early and late in training, and with the teacher's own candidates.
@@ -248,10 +224,17 @@ def budget(logs: dict, path: Path) -> None:
     for name, student in logs.items():
         records = histograms(student, "histogram")
         if any(sum(r["d_u_hist"][:-1]) for r in records):
-            parts[name] = stages(records) | {"teacher": histograms(student, "teacher")}
+            records = records[1:] or records  # without step 0
+            tenth = -(-len(records) // 10)  # rounded up
+            parts[name] = {
+                "early": records[:tenth],
+                "late": records[-tenth:],
+                "teacher": histograms(student, "teacher"),
+            }
     if not parts:
         raise UserError("no d_u below d_max; train ALRA with --histogram_every_steps=N")
-    figure, (axes,) = grid(1, len(parts), 4.6, 3.0)
+    n = len(parts)
+    figure, (axes,) = plt.subplots(1, n, figsize=(4.6 * n, 3.0), squeeze=False)
     lines = {"early": "--", "late": "-", "teacher": ":"}
     for axis, (name, records_of) in zip(axes, parts.items(), strict=True):
         for stage, records in records_of.items():
@@ -263,16 +246,17 @@ def budget(logs: dict, path: Path) -> None:
             shares = counts[:-1] / max(n_below, 1)
             axis.plot(shares, label=label, color=color, linestyle=lines[stage])
         d_max = len(records_of["early"][0]["d_u_hist"]) - 1
-        title = f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}"
         axis.set(
-            title=title, xlabel="local budget $d_u$ [tokens]", ylabel="share of these positions"
+            title=f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}",
+            xlabel="local budget $d_u$ [tokens]",
+            ylabel="share of these positions",
         )
         axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
         axis.legend()
     save(figure, path)
 
 
-def anchoring(logs: dict, path: Path) -> None:
+def anchoring(logs, path):
     """Draw the teacher's probability of the label and of its own top-1, and their agreement.
 
     As a density, and as means of each step; agreement is the share where both are one token.
@@ -284,18 +268,19 @@ def anchoring(logs: dict, path: Path) -> None:
         raise UserError("no record of a teacher; train with --histogram_every_steps=N")
     values = {key: np.array([r[key] for r in records]) for key in records[0]}
     n = values["n"]
-    figure, ((density, means),) = grid(1, 2, 5.2, 3.4)
-    lines = {
-        "p_label": ("label", "0.5"),
-        "p_top1": ("teacher's top-1", "black"),
-        "agree": ("top-1 is the label", "tab:blue"),
-    }
-    for key, (label, color) in lines.items():
+    figure, (density, means) = plt.subplots(1, 2, figsize=(10.4, 3.4))
+    lines = (
+        ("p_label", "label", "0.5"),
+        ("p_top1", "teacher's top-1", "black"),
+        ("agree", "top-1 is the label", "tab:blue"),
+    )
+    for key, label, color in lines:
         if key != "agree":
             counts = values[f"{key}_hist"].sum(0)
-            edges = np.linspace(0, 1, len(counts) + 1)
             height = counts / counts.sum() * len(counts)
-            density.stairs(height, edges, label=label, color=color, linewidth=1.5)
+            density.stairs(
+                height, np.linspace(0, 1, len(counts) + 1), label=label, color=color, linewidth=1.5
+            )
         running = (n * values[key]).cumsum() / n.cumsum()
         label += f", running mean: {running[-1]:.3f}"
         means.plot(values["step"], values[key], ".", color=color, markersize=4, alpha=0.5)
@@ -322,34 +307,37 @@ def anchoring(logs: dict, path: Path) -> None:
 
 
 @torch.no_grad()
-def sentence(text: str, folder: Path, path: Path) -> None:
+def sentence(text, folder, path):
     """Draw what ALRA chooses at each token of a text, which is its forward batch.
 
     The student is that of the first, and of the last kept checkpoint.
     """
     kept = sorted(folder.glob("checkpoints/step_*/model"))
-    config = {"teacher": str | None, "hyper": dict}
-    kinds = {"config": config, "bos": int | None, "made_by": dict[str, dict]}
-    run = read_json(folder.parent / "run.json", kinds)
+    run = read_json(folder.parent / "run.json", {"config": dict, "made_by": dict})
     overrides = configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name)
     method = resolve(folder.name, **overrides)
     settings = default_settings(method.fn) | method.hyper
     if not kept or "d_max" not in settings:
-        expected = "expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
-        raise UserError(f"{folder}: {expected}")
+        raise UserError(
+            f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
+        )
     teacher = run["config"]["teacher"]
-    record = run["made_by"].get(folder.name, {})
-    check_content(teacher, "teacher_sha256", content_hash(teacher), record)
+    check_content(
+        teacher, "teacher_sha256", content_hash(teacher), run["made_by"].get(folder.name, {})
+    )
     tokenizer = load_tokenizer(str(kept[0]))
     first = tokenizer.eos_token_id if run["bos"] is None else run["bos"]
     ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
     d_max = settings["d_max"]
     x = np.arange(len(ids) - 1)
-    ticks = {-2.5: "token read", -1.5: "next in the text"}
+    ticks = {
+        -2.5: "token read",
+        -1.5: "next in the text",
+        d_max + 0.5: "teacher's mass",
+        d_max + 1.5: "student's mass",
+    }
     ticks |= {rank: rank + 1 for rank in range(0, d_max, 4)}
-    ticks |= {d_max + 0.5: "teacher's mass", d_max + 1.5: "student's mass"}
-    font = {"fontsize": 7, "family": "monospace", "ha": "center", "va": "center"}
-    figure, (axes,) = grid(1, 2, 1.2 + 0.8 * len(x), 1.9 + 0.15 * d_max)
+    figure, axes = plt.subplots(1, 2, figsize=(2.4 + 1.6 * len(x), 1.9 + 0.15 * d_max))
     color = looks([folder.name])[folder.name]["color"]
     for axis, model in zip(axes, (kept[0], kept[-1]), strict=True):
         z_s = logits(model, ids)
@@ -360,27 +348,41 @@ def sentence(text: str, folder: Path, path: Path) -> None:
         for z, y, shade in ((z_t, d_max + 0.5, "0.6"), (z_s, d_max + 1.5, color)):
             p = (z / settings["tau"]).softmax(-1).gather(1, terms.tokens)
             mass = (p * inside).sum(-1).numpy()
-            bars = axis.barh([y] * len(x), 0.64 * mass, 0.8, x - 0.47, color=shade)
+            bars = axis.barh(y, 0.64 * mass, left=x - 0.47, color=shade)
             axis.bar_label(bars, [f"{m:.0%}" for m in mass], fontsize=7, padding=1)
         for u in x:
             column = {-2.5: ids[u], -1.5: ids[u + 1], **dict(enumerate(terms.tokens[u]))}
             for y, token in column.items():
                 word = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
-                cell = axis.text(u, y, word, parse_math=False, **font)
+                cell = axis.text(
+                    u,
+                    y,
+                    word,
+                    size=7,
+                    family="monospace",
+                    ha="center",
+                    va="center",
+                    parse_math=False,
+                )
                 if token == z_t[u].argmax():
                     cell.set_weight("bold")
                 if y > -2 and token not in z_s[u].topk(d_max).indices:
                     cell.set_color("red")
-        title = f"{folder.name}, update {int(model.parent.name[5:]):,}"
-        axis.set(title=title, xlim=(-0.6, len(x) - 0.4), ylim=(d_max + 2.1, -3.2), xticks=())
+        axis.set(
+            title=f"{folder.name}, update {int(model.parent.name[5:]):,}",
+            xlim=(-0.6, len(x) - 0.4),
+            ylim=(d_max + 2.1, -3.2),
+            xticks=(),
+        )
         axis.set_yticks(list(ticks), ticks.values())
         axis.grid(False)
-    legend = "coloured: local set, its mass below; bold: teacher's top-1; red: no proposal"
-    figure.supxlabel(legend, fontsize=8)
+    figure.supxlabel(
+        "coloured: local set, its mass below; bold: teacher's top-1; red: no proposal", fontsize=8
+    )
     save(figure, path)
 
 
-def logits(model: Path | str, ids: torch.Tensor) -> torch.Tensor:
+def logits(model, ids):
     """Return the logits [N, V] of the ids after the first."""
     teacher = load_teacher(str(model), torch.float32, torch.device("cpu"))
     return teacher.hidden(ids[None, :-1])[0] @ teacher.head.T
@@ -408,7 +410,7 @@ def main(argv: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--sentence", metavar="TEXT")
+    parser.add_argument("--sentence")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     out = args.out or args.folders[0]

@@ -46,7 +46,6 @@ from run.log import (
     log_validation,
     record,
     say,
-    say_if_slower,
     say_names,
     say_values,
     write_waiting,
@@ -482,7 +481,6 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means, ["ce"], cfg)
-    say_if_slower(tok_per_sec, run)
     counts.update(dict.fromkeys(SINCE_LOG, 0))
     run.checkpoint_sec = 0.0
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from configure import Config
@@ -53,21 +52,6 @@ def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
         width = max(len(name), 6) + 2
         line += f"{cells.get(name, ''):>{width}}"
     say(line)
-
-
-def say_if_slower(tok_per_sec: float, run: Run) -> None:
-    """Print what to do if a run on the CPU falls below a third of its best speed.
-
-    Threads wait for each other after every operation, so one that shares its core delays all.
-    """
-    best = run.best_tok_per_sec
-    run.best_tok_per_sec = max(best, tok_per_sec)
-    if tok_per_sec < best / 3 and run.cfg.device == "cpu" and torch.get_num_threads() > 1:
-        run.best_tok_per_sec = tok_per_sec  # so that it is said once
-        say(
-            f"step {run.step}: {tok_per_sec:,.0f} tok/s after {best:,.0f}; if other programs use "
-            "these cores, resume with OMP_NUM_THREADS=1 (other last digits)"
-        )
 
 
 def log_validation(live: list[Student], validated: dict[str, dict], val, run: Run) -> None:

@@ -470,20 +470,6 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
         assert printed().count("warning") == n
 
 
-@pytest.mark.parametrize(
-    ("threads", "device", "steps"), [(2, "cpu", ["3"]), (1, "cpu", []), (2, "cuda", [])]
-)
-def test_a_run_below_a_third_of_its_best_speed_says_once_what_to_do(
-    threads, device, steps, monkeypatch, printed
-):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    slowed = students.Run(types.SimpleNamespace(device=device), {})
-    for slowed.step, speed in enumerate((300, 900, 301, 299, 200, 1200, 90)):
-        log.say_if_slower(speed, slowed)
-    pattern = r"step (\d+): 299 tok/s after 900; .*OMP_NUM_THREADS=1"
-    assert re.findall(pattern, printed()) == steps
-
-
 def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatch, run):
     """Recomputed activations, a teacher on its own device, more lines and checkpoints, a cut."""
     checkpoint = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)

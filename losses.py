@@ -107,16 +107,17 @@ def alra(
     w_mass, w_local, w_rest
                      factors of ALD's three divergences
     eps              added to the denominators of Eq. 8 and Eq. 20
-    coefficients     "ald": the three divergences count alike (Eq. 14); "exact": local counts
-                     alpha_t, the teacher's mass of I, and rest 1 - alpha_t, so that the three sum
-                     to the full KL (Eq. 13)
+    coefficients     of the three divergences: "ald" 1 each (Eq. 14); "exact" 1 for mass, alpha_t
+                     for local and 1 - alpha_t for rest, where alpha_t is the teacher's mass of I:
+                     then they sum to the full KL (Eq. 13)
     anchor           what the candidate set must hold, by the paper's names of the variants:
                      "teacher" ALRA, the teacher's top-1; "none" ALRA-N; "label" ALRA-NG, the label;
                      "both" ALRA-G
     pair             the weight kappa: "swpra" Eq. 20; "pra_u" 1 / |pairs| and "pra" 1, Eq. 18
     budget           "adaptive" (Eq. 8); "fixed": the local set is the student's top d_max, in the
                      student's order, and `anchor` and `d_min` are unused. The paper's Fixed-Budget
-                     variants have "pra_u" too. d_min = d_max fixes the budget, and keeps the rest
+                     variants have "pra_u" too. To fix the budget alone, keep "adaptive" and set
+                     d_min = d_max
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that
                      could move the weights would lower its loss by driving pairs apart
     """
@@ -216,8 +217,8 @@ def _anchored(tokens, z_t, y, anchor) -> Tensor:
 def _effective_support(in_t, tau) -> Tensor:
     """Return exp of the teacher's entropy within the candidate set (Eq. 6)  # [N, k] -> [N]
 
-    In fp64, which costs nothing at this size: the budget is then the same integer at any precision
-    of the logits.
+    In fp64, which costs nothing at this size: equal logits then have equal budgets, whether they
+    are held in fp32 or fp64.
     """
     log_rho = (in_t.double() / tau).log_softmax(-1)
     entropy = -(log_rho.exp() * log_rho).sum(-1)
@@ -533,8 +534,8 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # `terms` returns each token's summand, and the slope: its derivative with respect to ln q. Slopes
 # are written by hand, so that the backward pass needs the logits alone, and no graph over [N, V].
 # The gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to
-# the slope changes nothing. A constant of the loss is passed as `plus`. Where it cancels against
-# the other summands token by token, it is written as the constant times p, which sums to 1 too.
+# the slope changes nothing. A constant of the loss is passed as `plus`; in `jsd` and `bdl` it is
+# the constant times p, which sums to 1 too, so that it cancels within each token.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -678,7 +679,7 @@ def adakd(
     # neither the value nor the gradient of T, not even as 0 * inf.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
-    ratio = ratio.clamp(min=1e-8)  # the authors' floor; tanh is -1 there in fp64
+    ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 even in fp64
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
@@ -738,13 +739,13 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         q = ln_q.exp()
         # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. For
         # large gaps ln(a / b) tends to -bias (p > q) or to bias (p < q), and computed directly it
-        # would lose its small distance to that limit. So it is -bias - rise where p >= q, else
-        # bias + rise. With x = bias - ln(a / b) the loss is bias - sum a x.
+        # would lose its small distance to that limit. So ln(a / b) is computed as -bias - rise
+        # where p >= q, else as bias + rise. With x = bias - ln(a / b) the loss is bias - sum a x.
         rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
         x = torch.where(gap >= 0, 2 * bias + rise, -rise)
         value = bias * p - ((1 - lam) * p + lam * q) * x
-        # lam q ln(a / b) + lam q - (1 - lam) q a / b, less the multiple bias * lam of q;
-        # (1 - lam) a / b = lam exp(-x)
+        # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
+        # lam exp(-x). bias lam q, a multiple of q, is left out.
         slope = -lam * q * (x + torch.expm1(-x))
         return value, slope
 
@@ -875,7 +876,7 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
     # border, where the mass of the likelier tokens passes mu, is above it. Each step keeps
-    # mass(ln_p >= low) > mu, and mass(ln_p >= high) <= mu unless the teacher's top-1 has it all.
+    # mass(ln_p >= low) > mu, and mass(ln_p >= high) <= mu unless one token has probability 1.
     ln_least = math.log1p(-mu) - math.log(p.shape[1])
     low = torch.full_like(ln_p[:, :1], ln_least)
     high = torch.zeros_like(low)

@@ -5,7 +5,7 @@ layers of RMSNorm, rotary grouped-query attention and SwiGLU. The families diffe
 q, k and v, in norms on q and k, and in the rotary angles. Modules carry the names of the Hugging
 Face checkpoint, so both have the same state dict (lib/hf.py reads and writes it).
 
-Precision on a GPU, with the config's `dtype="auto"`; on the CPU everything is fp32:
+Precision of training on a GPU, if configure.py's `dtype` is "auto"; on the CPU all is fp32:
 
     | number                                                        | dtype                      |
     |---------------------------------------------------------------|----------------------------|
@@ -292,7 +292,7 @@ class Qwen2(nn.Module):
         return self.lm_head.weight
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Return the logits  # [B, T] -> [B, T, V]"""
+        """Return the logits, in the dtype of the weights  # [B, T] -> [B, T, V]"""
         return F.linear(self.hidden(idx), self.head)
 
     def compile_layers(self) -> None:
@@ -474,7 +474,7 @@ def load_config(name: str) -> Qwen2Config:
     values = defaults | hf | derived
     fields = {}
     for field in dataclasses.fields(Qwen2Config):
-        if field.name in values:  # else the default of Qwen2Config, or the TypeError below
+        if field.name in values:  # one that is missing is the TypeError below
             fields[field.name] = values[field.name]
     try:
         if kind == "mistral":

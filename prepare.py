@@ -137,7 +137,7 @@ def write_rows(cfg, source, tokenizer, state):
             bar.update(n_rows - bar.n)
             state["source"] = position
             if n_rows >= max_rows:
-                break  # no commit yet: a state must not count the rows beyond max_rows, cut below
+                break  # no commit yet: it would count rows beyond max_rows, which are cut below
             commit(folder, state)
     for split in writers:
         add_ids(folder, state, split, table, [], last=True)
@@ -448,7 +448,8 @@ def hold_out_rows(folder, state, n):
     n_left = max(train["rows"] - n, 0)
     ids = np.fromfile(folder / "train.bin.tmp", np.uint32, offset=n_left * row_len * 4)
     add_rows(folder, state, "val", ids.reshape(-1, row_len))
-    train["rows"] = n_left  # `finish` cuts the file, as a kill before the commit needs the rows
+    # `finish` cuts the file: until the commit the stored state counts these rows
+    train["rows"] = n_left
 
 
 def shorten(folder, state, split):
@@ -482,7 +483,7 @@ def open_state(folder, recipe):
     if file.exists():
         kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
         state = read_json(file, kinds, f"move {folder} aside and start again")
-        if state["records"] > 0:
+        if state["records"] > 0:  # else begin anew, maybe with another recipe
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new

@@ -97,8 +97,8 @@ def make_student(
     method = resolve(name)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
-    torch.manual_seed(cfg.seed)  # of the first weights of your own modules
-    extras = nn.ModuleDict()  # add them here
+    torch.manual_seed(cfg.seed)  # for the initial weights of modules that you add to `extras`
+    extras = nn.ModuleDict()
     if cfg.compile:
         model.compile_layers()
     if method.state:
@@ -353,7 +353,7 @@ def advance_state(s: Student, n_valid: int) -> None:
 
 def count_skipped_update(s: Student, step: int, cfg: Config) -> None:
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
-    # the sums are since the last record, so one bad update is named until the next record
+    # sums run since the last record, so a term that was bad once is named until the next one
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
     causes = ", ".join(bad_terms) or "the gradient alone"
     reason = f"gradient norm {s.gnorm}, not finite: {causes}"
@@ -489,7 +489,7 @@ def write_rest(live: list[Student], run: Run) -> None:
     """Write what a full disk has kept back. Raises `UserError` if it is still full."""
     if live:
         steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
-        if run.step not in steps:
+        if run.step not in steps:  # `try_save` has failed
             save_checkpoints(live, run)
     parallel.on_first(write_waiting)
 
@@ -564,7 +564,7 @@ def train_students(cfg: Config) -> int:
     rows = preflight.open_data(cfg, "train")
     val = preflight.open_data(cfg, "val")
     tokenizer = preflight.checked_tokenizer(cfg, rows, val)
-    records = preflight.agreed_records(cfg)  # what makes each student
+    records = preflight.agreed_records(cfg)  # by student: what determines its weights
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         rate = learning_rate(cfg.max_steps - 1, cfg)
         end = f"the rate ends at {rate:.1e} of {cfg.lr:.1e}"

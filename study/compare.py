@@ -429,9 +429,9 @@ def arguments(argv: list[str]) -> tuple:
     if unknown:
         raise UserError(f"_compare: no such keys {sorted(unknown)}; expected {', '.join(KINDS)}")
     keys |= flags
-    out = Path(keys.pop("out", "out/compare"))
+    out = keys.pop("out", "out/compare")
     values = {key: checked(key, value, KINDS[key]) for key, value in keys.items()}
-    return Spec(out=out, **values), cfg
+    return Spec(out=Path(f"{out}"), **values), cfg
 
 
 if __name__ == "__main__":

@@ -153,6 +153,7 @@ def test_a_study_has_methods_with_fewer_seeds():
 
 def test_flags_override_a_study():
     assert len(planned("--seeds=2")[1]) == 21 * 2
+    assert planned("--out=3")[0].out == Path("3")
     spec, students = planned("--methods=pd,tad", "--tune=none")  # the tables are of other methods
     assert {s.methods for s in students} == {("pd",), ("tad",)}
     assert (spec.tables, compare.values_to_try(spec.tune), spec.seeds) == ((), {}, 8)

@@ -84,5 +84,5 @@ def holm(ps: list[float | None]) -> list[float | None]:
 
 def p_text(p: float | None) -> str:
     if p is None:
-        return "–"
-    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+        return ""
+    return ", p < 0.0001" if p < 1e-4 else f", p {p:.4f}"

@@ -1,6 +1,6 @@
 """The paper's numbers: its tables, and the names and order of their rows."""
 
-from lib.tasks import COLUMNS
+from lib.tasks import COLUMNS, SUITES
 
 # The main table: accuracy in %, its average over the tasks, and the gain over pretrain.
 _MAIN = """\
@@ -82,3 +82,33 @@ for (title, split), rows in _AVERAGES.items():
         for size, average in zip(("200m", "500m"), averages, strict=True):
             PAPER.setdefault((size, split, method), {"avg": float(average)})
     LAYOUT.append((title, split, tuple(methods)))
+
+
+def paper_row(
+    student: str | None, split: str, method: str, base: str, tasks: list[str]
+) -> list[str]:
+    """Return the paper's cells of a method: tasks, average, gain over `base`; [] if it has none."""
+    numbers = paper_numbers(student, split, method, tasks)
+    reference = paper_numbers(student, split, base, tasks)
+    if not numbers:
+        return []
+    cells = [f"{numbers[key]:.2f}" if key in numbers else "–" for key in (*tasks, "avg")]
+    gain = "–"
+    if method == base:
+        gain = "Ref."
+    elif base == "pretrain" and "gain" in numbers:
+        gain = f"{numbers['gain']:+.2f}"  # as the paper prints it
+    elif reference:
+        gain = f"{numbers['avg'] - reference['avg']:+.2f}"
+    return [*cells, gain]
+
+
+def paper_numbers(student: str | None, split: str, method: str, tasks: list[str]) -> dict:
+    """Return the paper's numbers, with an average over these tasks where some are missing."""
+    numbers = PAPER.get((student, split, method), {})
+    if tasks == SUITES[split]:
+        return numbers
+    numbers = {t: numbers[t] for t in tasks if t in numbers}
+    if numbers:
+        numbers["avg"] = sum(numbers.values()) / len(tasks)
+    return numbers

@@ -5,6 +5,7 @@ method make one row with mean and 95 % interval. A table only holds rows that ca
 same initial weights per seed, data, budget, optimisation and scoring protocol.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from lib.metrics import levels
 from lib.stats import FIGURES, Figure, differences, estimate, p_text
 from lib.tasks import COLUMNS, SUITES
 from run.identity import RUN_FILE
-from run.paper import LAYOUT, NAMES, PAPER, UPDATES
+from run.paper import LAYOUT, NAMES, UPDATES, paper_row
 
 # What is read of a student's run.json, and of files of results.
 RUN = {
@@ -36,9 +37,7 @@ PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 # what made students may differ in this between the rows of a table
 VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
-PERCENT = Figure("accuracy, %", +1, 100, 2)
-# method -> seed -> figures over held-out rows by name, or scores by task
-Figures = dict[str, dict[int | None, dict]]
+PERCENT = Figure("accuracy, %", sense=+1, factor=1, digits=2)
 
 
 class Result(NamedTuple):
@@ -47,7 +46,7 @@ class Result(NamedTuple):
     file: Path  # the newest
     kind: str  # "figures", or the split of scores
     protocol: str
-    name: str
+    method: str  # with its overrides, or the name of a model that no run has made
     run: dict  # facts of the student's training; {} for other models
     values: dict  # figures over held-out rows, or scores by task
 
@@ -65,7 +64,7 @@ def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc")
         if not loaded:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
         results += loaded
-    methods = {method_of(r) for r in results}
+    methods = {r.method for r in results}
     if reference not in ("pretrain", *methods):
         expected = f"expected one of {', '.join(sorted(methods))}"
         raise UserError(f"--reference {reference}: {expected}")
@@ -92,8 +91,7 @@ def tables_of(group: list[Result], reference: str, metric: str) -> list[str]:
     if first.kind == "figures":
         return [*heldout("### Held-out rows", rows, reference), *scored(first.values), ""]
     lines = []
-    for title, base, methods in layouts(first.kind, rows, reference):
-        shown = {m: rows[m] for m in methods}
+    for title, base, shown in layouts(first.kind, rows, reference):
         lines += accuracies(f"### {title}", first, shown, base, metric)
     return lines
 
@@ -132,17 +130,20 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     missing = []
     for name in paths:
         path = Path(name)
-        facts = run_facts(path / "model", {"config": dict})
+        facts = run_facts(path / "model")
         students = []
         if facts and "method" not in facts:
             check_kinds(facts, RUN_FILE, path / "run.json")
             students = [path / name for name in facts["config"]["methods"]]
-        candidates = [*students, *sorted(path.glob("*/"))]
-        inside = [str(folder) for folder in candidates if done(folder)]
+        inside = []
+        for folder in dict.fromkeys((*students, *sorted(path.glob("*/")))):
+            if done(folder):
+                inside.append(str(folder))
+            elif folder in students:
+                missing.append(str(folder))
         folders += inside
         if not (inside or students or path.is_file()):
             folders.append(name)  # unchanged, since ./a/b is not a hub id
-        missing += [str(folder) for folder in students if not done(folder)]
     return list(dict.fromkeys(folders)), missing
 
 
@@ -153,22 +154,24 @@ def load(folder: Path) -> list[Result]:
     """
     results = {}
     current = run_facts(folder / "model").get("weights_sha256")
-    for file in sorted(folder.glob("*_*.json"), key=lambda file: file.stat().st_mtime_ns):
+    for file in sorted(folder.glob("*_*.json"), key=os.path.getmtime):
         kind = file.stem.removeprefix("scores_").rpartition("_")[0]
         if kind not in FILES:
             continue
         content = read_json(file, FILES[kind])
         run = content["run"]
-        check_kinds(run, RUN if run else (), file)
+        if run:
+            check_kinds(run, RUN, file)
         sha256 = content["weights_sha256"]
         if current not in (None, sha256):
             continue
         facts = [f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None]
-        key = (kind, ", ".join(facts), sha256)
+        protocol = ", ".join(facts)
+        key = (kind, protocol, sha256)
         values = content.get("figures") or content["tasks"]
         if key in results:
-            values = results[key].values | values
-        results[key] = Result(file, kind, key[1], content["name"], run, values)
+            values = results.pop(key).values | values
+        results[key] = Result(file, kind, protocol, method_of(content), run, values)
     return list(results.values())
 
 
@@ -178,15 +181,16 @@ def newest_figures(folder: Path) -> dict:
     return read_json(files[-1]) if files else {}
 
 
-def method_of(result: Result) -> str:
-    """Return the method with its overrides, or the name of a model that no run has made."""
-    if not result.run:
-        return result.name
-    overrides = result.run["overrides"].items()
-    return " ".join([result.run["method"], *(f"{key}={value}" for key, value in overrides)])
+def method_of(content: dict) -> str:
+    """Return the method of a file of results with its overrides, or the name of its model."""
+    run = content["run"]
+    if not run:
+        return content["name"]
+    overrides = [f"{key}={value}" for key, value in run["overrides"].items()]
+    return " ".join([run["method"], *overrides])
 
 
-def by_method(results: list[Result]) -> Figures:
+def by_method(results: list[Result]) -> dict:
     """Return method -> seed -> values, in the order of the paper's tables, others as they come.
 
     The newest one of a folder counts.
@@ -194,15 +198,14 @@ def by_method(results: list[Result]) -> Figures:
     rows = {}
     folders = {}
     for r in results:
-        method = method_of(r)
         seed = r.run.get("seed")
         folder = r.file.parent
-        other = folders.setdefault((method, seed), folder)
+        other = folders.setdefault((r.method, seed), folder)
         if other != folder:
-            message = f"both hold {method} with seed {seed}; leave one out"
+            message = f"both hold {r.method} with seed {seed}; leave one out"
             raise UserError(f"{other} and {folder} {message}")
-        rows.setdefault(method, {})[seed] = r.values
-    return {m: rows[m] for m in dict.fromkeys((*NAMES, *rows)) if m in rows}
+        rows.setdefault(r.method, {})[seed] = r.values
+    return {m: rows[m] for m in (*NAMES, *rows) if m in rows}
 
 
 def check_comparable(results: list[Result]) -> None:
@@ -238,29 +241,37 @@ def grid(head: list[str], body: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
 
 
-def mark(cells: dict[str, dict], columns: dict[str, Figure]) -> dict[str, list[str]]:
-    """Return cells (method -> column -> seed -> value) as text, by method.
+def by_seed(rows: dict, key: str, column: Figure) -> dict:
+    """Return one figure in the unit that is printed: method -> seed -> value."""
+    values = {}
+    for m, seeds in rows.items():
+        values[m] = {seed: column.factor * figures[key] for seed, figures in seeds.items()}
+    return values
+
+
+def mark(rows: dict, columns: dict[str, Figure]) -> list[list[str]]:
+    """Return the rows of a table as text: a method, and a cell for each column.
 
     The best of a column is bold, the second italic; values that print alike tie. One seed alone is
-    not ranked beside means over several. A column of sense 0 has signed differences.
+    not ranked beside means over several.
+
+    rows  method -> seed -> figures
     """
-    texts = {m: [] for m in cells}
+    body = [[m] for m in rows]
     for key, column in columns.items():
-        estimates = {m: estimate(cells[m][key]) for m in cells}
-        most = max(e.n for e in estimates.values())
-        ranked = {}  # method -> mean as printed
-        for m, e in estimates.items():
-            if column.sense and e.n >= min(most, 2) > 0:
-                ranked[m] = round(e.mean, column.digits)
-        order = sorted(set(ranked.values()), reverse=column.sense > 0)
+        estimates = [estimate(values) for values in by_seed(rows, key, column).values()]
+        ranked = [e for e in estimates if e.n > 1] or [e for e in estimates if e.n]
+        means = {round(e.mean, column.digits) for e in ranked}
+        order = sorted(means, reverse=column.sense > 0)
         stars = {}
         if len(order) > 1:
             stars = {order[0]: "**", order[1]: "*"}
-        for m, e in estimates.items():
-            star = stars.get(ranked.get(m), "")
-            text = e.text(column.digits, "" if column.sense else "+")
-            texts[m].append(f"{star}{text}{star}")
-    return texts
+        for row, e in zip(body, estimates, strict=True):
+            star = ""
+            if e in ranked:
+                star = stars.get(round(e.mean, column.digits), "")
+            row.append(f"{star}{e.text(column.digits)}{star}")
+    return body
 
 
 def seed_counts(rows: dict) -> list[int]:
@@ -274,61 +285,54 @@ def caption(counts: list[int]) -> str:
     return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
 
 
-def layouts(split: str, rows: dict, reference: str) -> list[tuple[str, str, list[str]]]:
-    """Return title, reference and methods of the paper's tables that have results.
+def layouts(split: str, rows: dict, reference: str) -> list[tuple]:
+    """Return title, reference and rows of the paper's tables that have results.
 
     Other methods go into the first table, or into one of their own.
     """
-    tables = []
+    layout = []
     others = list(rows)
     for title, where, names in LAYOUT:
         if where == split:
-            tables.append((title, names[0], [m for m in names if m in rows]))
+            layout.append((title, names[0], names))
             others = [m for m in others if m not in names]
     if split == "heldout":
-        title, _, methods = tables[0]
-        tables[0] = (title, reference, methods + others)
+        title, _, names = layout[0]
+        layout[0] = (title, reference, (*names, *others))
     else:
-        tables.append(("Other objectives", reference, others + [m for m in rows if m == "alra"]))
-    shown = [table for table in tables if set(table[2]) - {"alra"}]
-    return shown or tables[: bool(rows)]
+        layout.append(("Other objectives", reference, (*others, "alra")))
+    tables = []
+    for title, base, names in layout:
+        tables.append((title, base, {m: rows[m] for m in names if m in rows}))
+    return [table for table in tables if table[2].keys() - {"alra"}] or tables[:1]
 
 
-def accuracies(title: str, first: Result, rows: Figures, base: str, metric: str) -> list[str]:
+def accuracies(title: str, first: Result, rows: dict, base: str, metric: str) -> list[str]:
     """Return a table of the tasks that all have, their average and its gain.
 
     The paper's rows stand below ours.
     """
-    students = [scores for seeds in rows.values() for scores in seeds.values()]
     split = first.kind
-    run = first.run
     every = SUITES[split]
+    students = [scores for seeds in rows.values() for scores in seeds.values()]
     tasks = [t for t in every if all(t in scores for scores in students)]
     if not tasks:
         return [f"{title}: no task in common, {split}", ""]
-    columns = dict.fromkeys((*tasks, "avg"), PERCENT) | {"gain": PERCENT._replace(sense=0)}
-    ours = {m: {key: {} for key in columns} for m in rows}
-    for m, cells in ours.items():
-        for seed, scores in rows[m].items():
-            for t in tasks:
-                values = scores[t]
-                cells[t][seed] = 100 * values.get(metric, values["acc"])
-            cells["avg"][seed] = sum(cells[t][seed] for t in tasks) / len(tasks)
-    references = ours.get(base, {"avg": {}})["avg"]
-    for cells in ours.values():
-        for seed, average in cells["avg"].items():
-            if seed in references:
-                cells["gain"][seed] = average - references[seed]
-    papers = {m: paper_numbers(run.get("student"), split, m, tasks) for m in (*rows, base)}
+    ours = {m: {} for m in rows}
+    for m, seeds in rows.items():
+        for seed, scores in seeds.items():
+            values = {t: 100 * scores[t].get(metric, scores[t]["acc"]) for t in tasks}
+            ours[m][seed] = values | {"avg": sum(values.values()) / len(tasks)}
+    columns = dict.fromkeys((*tasks, "avg"), PERCENT)
+    averages = by_seed(ours, "avg", PERCENT)
+    gains = differences([(values, averages.get(base, {})) for values in averages.values()])
     body = []
-    for m, texts in mark(ours, columns).items():
-        theirs = ["–" if t not in papers[m] else f"{papers[m][t]:.2f}" for t in (*tasks, "avg")]
-        theirs.append(paper_gain(papers[m], papers[base], base))
-        if m == base:
-            texts[-1] = theirs[-1] = "Ref."
-        body.append([NAMES.get(m, m), *texts])
-        if papers[m]:
-            body.append(["*paper*", *theirs])
+    for (m, *cells), e in zip(mark(ours, columns), gains, strict=True):
+        gain = "Ref." if m == base else e.text(2, "+")
+        body.append([NAMES.get(m, m), *cells, gain])
+        cells = paper_row(first.run.get("student"), split, m, base, tasks)
+        if cells:
+            body.append(["*paper*", *cells])
     average = "Avg." if tasks == every else f"Avg. ({len(tasks)} of {len(every)})"
     heads = ["", *(COLUMNS[t] for t in tasks), average, f"Δ {base}"]
     what = "accuracy in %"
@@ -336,64 +340,40 @@ def accuracies(title: str, first: Result, rows: Figures, base: str, metric: str)
         what += f", {metric} where a task has it"
     notes = [caption(seed_counts(rows))]
     for t in tasks:
-        n = students[0][t]["n"]  # equal in all
-        n_paper = students[0][t]["n_paper"]
-        if n != n_paper:
-            notes.append(f"{COLUMNS[t]}: {n:,} items, the paper has {n_paper:,}.")
-    if "step" in run and any(papers[m] for m in rows):
-        steps = f"{run['step']:,} updates, the paper's after {UPDATES[split]:,}"
+        scores = students[0][t]  # of as many items as all others
+        if scores["n"] != scores["n_paper"]:
+            items = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
+            notes.append(f"{COLUMNS[t]}: {items}.")
+    if len(body) > len(rows):
+        steps = f"{first.run['step']:,} updates, the paper's after {UPDATES[split]:,}"
         notes.append(f"Ours after {steps}.")
     return [f"{title}: {what}, {split}", "", *grid(heads, body), "", *notes, ""]
 
 
-def paper_numbers(student: str | None, split: str, method: str, tasks: list[str]) -> dict:
-    """Return the paper's numbers, with an average over these tasks where some are missing."""
-    numbers = PAPER.get((student, split, method), {})
-    if not numbers or tasks == SUITES[split]:
-        return numbers
-    numbers = {t: numbers[t] for t in tasks if t in numbers}
-    if numbers:
-        numbers["avg"] = sum(numbers.values()) / len(tasks)
-    return numbers
-
-
-def paper_gain(numbers: dict, reference: dict, base: str) -> str:
-    if base == "pretrain" and "gain" in numbers:
-        return f"{numbers['gain']:+.2f}"
-    if "avg" in numbers and "avg" in reference:
-        return f"{numbers['avg'] - reference['avg']:+.2f}"
-    return "–"
-
-
-def heldout(title: str, figures: Figures, base: str) -> list[str]:
+def heldout(title: str, rows: dict, base: str) -> list[str]:
     """Return a table of figures over held-out rows, and one of differences to `base`."""
-    students = [x for seeds in figures.values() for x in seeds.values()]
-    columns = {key: f for key, f in FIGURES.items() if any(key in x for x in students)}
-    cells = {m: {key: {} for key in columns} for m in figures}  # method -> column -> seed -> value
-    for m, seeds in figures.items():
-        for seed, x in seeds.items():
-            for key in columns.keys() & x.keys():
-                cells[m][key][seed] = columns[key].factor * x[key]
-    counts = seed_counts(figures)
+    students = [figures for seeds in rows.values() for figures in seeds.values()]
+    columns = {key: f for key, f in FIGURES.items() if all(key in x for x in students)}
     heads = [f.heading for f in columns.values()]
+    counts = seed_counts(rows)
     head = ["", *heads]
-    body = [[m, *texts] for m, texts in mark(cells, columns).items()]
+    body = mark(rows, columns)
     if len(counts) > 1:
         head.insert(1, "n")
-        for row in body:
-            row.insert(1, f"{len(figures[row[0]])}")
+        for row, seeds in zip(body, rows.values(), strict=True):
+            row.insert(1, f"{len(seeds)}")
     lines = [title, "", *grid(head, body), "", caption(counts), ""]
-    others = [m for m in figures if m != base]
-    if not others or not figures.get(base):
+    others = [m for m in rows if m != base]
+    if not others or not rows.get(base):
         return lines
     body = [[m] for m in others]
     for key, f in columns.items():
-        pairs = [(cells[m][key], cells[base][key]) for m in others]
+        values = by_seed(rows, key, f)
+        pairs = [(values[m], values[base]) for m in others]
         for row, e in zip(body, differences(pairs), strict=True):
-            p = "" if e.p is None else f", p {p_text(e.p_holm)}"
-            row.append(e.text(f.digits, "+") + p)
+            row.append(e.text(f.digits, "+") + p_text(e.p_holm))
     how = ""
-    if counts[-1] > 1:
+    if counts != [1]:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
     return [*lines, f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
 
@@ -404,7 +384,5 @@ def scored(facts: dict) -> list[str]:
     if "teacher" in facts:
         ces = f"CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f}"
         teacher = f"teacher: {facts['teacher']} ({ces})"
-    lines = [f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows; {teacher}."]
-    if "uniform_ce" in facts:
-        lines.append(f"{levels(facts)}.")
-    return lines
+    targets = f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows"
+    return [f"{targets}; {teacher}.", f"{levels(facts)}."]

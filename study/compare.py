@@ -31,13 +31,13 @@ again, so after a kill the same command continues. The report names students wit
 the exit code is 1.
 """
 
-import dataclasses
 import functools
 import itertools
 import runpy
 import signal
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -47,23 +47,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import configure
 from configure import Config
-from lib import files
+from lib.code import ROOT
 from lib.errors import UserError
-from lib.files import read_json
+from lib.files import atomic_write, locked, read_json, read_lines, write_json, write_lines
 from lib.rows import open_rows
-from lib.settings import literal, parsed
+from lib.settings import checked, literal, parsed
 from losses import resolve
 from model import flops_per_token, load_config
-from run.foreign import foreign_config
+from run.foreign import foreign_config, foreign_flops_per_token
 from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
 from run.methods import needs_teacher
 from run.preflight import check_config
 from run.scoring import scoring_code
 from run.tables import newest_figures, read_log
-from run.teacher import Teacher, is_native
-from study.report import KINDS, TRIALS, Spec, best_trials, first_line, report
-
-ROOT = Path(__file__).resolve().parent.parent
+from run.teacher import is_native
+from study.report import KINDS, TRIALS, Spec, best_settings, read_students, report
 
 
 def main(argv: list[str]) -> int:
@@ -76,17 +74,17 @@ def main(argv: list[str]) -> int:
             print("stopped; the same command resumes")
             raise
     failed, text = report(spec)
-    print(f"\n{text}\n{spec.out / 'report' / 'README.md'}")
+    print(f"\n{text}\n{spec.out / 'report/README.md'}")
     return min(len(failed), 1)
 
 
 def compare(spec: Spec, cfg: Config) -> None:
     """Make trials, students and scores, and write down which files of OUT/logs the report reads."""
     try_objectives(spec, cfg)
-    for folder in ("logs", "runs", "report"):
-        (spec.out / folder).mkdir(parents=True, exist_ok=True)
-    with files.locked(spec.out, f"{spec.out}: another compare.py is at work there"):
-        prepare(cfg, spec.out / "runs" / "config.py")
+    with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
+        for folder in ("logs", "runs", "report"):
+            (spec.out / folder).mkdir(exist_ok=True)
+        prepare(cfg, spec.out / "runs/config.py")
         n_held_out = len(open_rows(cfg.data_dir, "val")[0])
         n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
         if n_rows < 1:
@@ -94,36 +92,33 @@ def compare(spec: Spec, cfg: Config) -> None:
             remedy = f"set --val_max_rows={n_held_out // 2}"
             raise UserError(f"{message}; {cfg.data_dir} has {n_held_out}: {remedy}")
         trials = run_trials(spec, cfg)
-        chosen = {method: trial["settings"] for method, trial in best_trials(trials).items()}
-        students = plan(spec, cfg, chosen)
+        students = plan(spec, cfg, best_settings(trials))
         train([s for s in students if "lr" in s.settings_of(s.methods[0]) or not trials], cfg, spec)
         score(students, n_rows, cfg, spec)
-        record = on_record(spec.out, cfg.accept_edits)
+        record = on_record(cfg, spec)
     lines = []
     for s in students:
-        line = {"method": s.methods[0], "seed": s.seed}
-        facts = record.get(recipe(s))
-        if facts and is_scored(s, facts, n_rows):
-            line["file"] = facts["file"]
-        lines.append(line)
+        facts = record.get(recipe(s), {})
+        file = facts["file"] if is_scored(s, facts, n_rows) else None
+        lines.append({"method": s.methods[0], "seed": s.seed, "file": file})
     planned = {
-        "config": dataclasses.asdict(cfg),
+        "config": asdict(cfg),
         "trial_steps": spec.trial_steps or cfg.max_steps,
         "trial_seeds": spec.trial_seeds,
         "students": lines,
         "trials": trials,
     }
-    files.write_json(spec.out / "report" / "plan.json", planned)
+    write_json(spec.out / "report/plan.json", planned)
 
 
 def prepare(cfg: Config, file: Path) -> None:
-    files.atomic_write(file, config_text(cfg))
+    write_config(file, cfg)
     if subprocess.call([sys.executable, ROOT / "prepare.py", file]):
         raise UserError("prepare.py: made no rows; see its message above")
 
 
-def config_text(cfg: Config) -> str:
-    return "".join(f"{key} = {value!r}\n" for key, value in dataclasses.asdict(cfg).items())
+def write_config(file: Path, cfg: Config) -> None:
+    atomic_write(file, "".join(f"{key} = {value!r}\n" for key, value in asdict(cfg).items()))
 
 
 # --- what is tried, and what is trained
@@ -140,7 +135,7 @@ def try_objectives(spec: Spec, cfg: Config) -> None:
                 check_config(plan_student(name, cfg, 0, settings))
 
 
-def combinations(values_of: dict[str, list]) -> list[dict]:
+def combinations(values_of: dict) -> list:
     """Return all combinations of the values of some settings."""
     products = itertools.product(*values_of.values())
     return [dict(zip(values_of, values, strict=True)) for values in products]
@@ -151,17 +146,17 @@ def run_trials(spec: Spec, cfg: Config) -> list[dict]:
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
     cfg = longer(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     choices = values_to_try(spec.tune)
-    rates = combinations(choices.get("", {"lr": ()}))
+    if not choices:
+        return []
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
-    points = list(itertools.product(tuned, rates))
-    best = best_trials(try_points(points, cfg, spec))
-    for method, trial in best.items():
+    points = list(itertools.product(tuned, combinations(choices[""])))
+    for method, best in best_settings(try_points(points, cfg, spec)).items():
         for settings in combinations(choices.get(method, {})):
-            points.append((method, trial["settings"] | settings))
+            points.append((method, best | settings))
     return try_points(points, cfg, spec)
 
 
-def try_points(points: list[tuple[str, dict]], cfg: Config, spec: Spec) -> list[dict]:
+def try_points(points: list, cfg: Config, spec: Spec) -> list[dict]:
     """Train the trials that are not on record. Return method, settings and mean CE of each one."""
     students = []
     trials = {}  # recipes, one for each seed -> trial
@@ -170,36 +165,33 @@ def try_points(points: list[tuple[str, dict]], cfg: Config, spec: Spec) -> list[
         seeds = range(0, TRIALS * spec.trial_seeds, TRIALS)
         members = [plan_student(method, cfg, seed, settings, label) for seed in seeds]
         students += members
-        trials.setdefault(tuple(map(recipe, members)), {"method": method, "settings": settings})
+        trial = {"method": method, "settings": settings, "val_ce": None}
+        trials.setdefault(tuple(map(recipe, members)), trial)
     train(students, cfg, spec)
-    record = on_record(spec.out, cfg.accept_edits)
+    record = on_record(cfg, spec)
     ces = {key: facts["val_ce"] for key, facts in record.items() if "stopped" not in facts}
     for recipes, trial in trials.items():
-        trial["val_ce"] = None
         if ces.keys() >= {*recipes}:
             trial["val_ce"] = sum(map(ces.get, recipes)) / len(recipes)
     return list(trials.values())
 
 
-def values_to_try(tune: tuple[str, ...]) -> dict[str, dict]:
+def values_to_try(tune: tuple) -> dict:
     """Return the values to try by method and setting; those of "" are the rates of all methods."""
-    choices = {}
-    if tune == ("none",):
-        return choices
+    if tune in ((), ("none",)):
+        return {}
+    choices = {"": {}}
     for text in tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
-        values = [literal(value) for value in values.split(",")]
-        if len({*values}) < len(values):
-            raise UserError(f"--tune={text}: expected each value once")
-        choices.setdefault(method, {})[setting] = values
-    if choices and choices.get("", {}).keys() != {"lr"}:
+        choices.setdefault(method, {})[setting] = list(map(literal, values.split(",")))
+    if choices[""].keys() != {"lr"}:
         message = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
         raise UserError(f"--tune={' --tune='.join(tune)}: {message}")
     return choices
 
 
-def plan(spec: Spec, cfg: Config, chosen: dict[str, dict]) -> list[Config]:
+def plan(spec: Spec, cfg: Config, chosen: dict) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
     for name in cfg.methods:
@@ -216,9 +208,9 @@ def plan_student(method: str, cfg: Config, seed: int, settings: dict, label: str
     """
     name = method + label
     hyper = {name: cfg.settings_of(method) | settings}
-    student = dataclasses.replace(cfg, methods=(name,), hyper=hyper, seed=seed)
+    student = replace(cfg, methods=(name,), hyper=hyper, seed=seed)
     if seed != 1:  # histograms of one seed are drawn
-        student = dataclasses.replace(student, histogram_every_steps=None)
+        student = replace(student, histogram_every_steps=None)
     if method.endswith("@flops") and not needs_teacher(method):
         of_student, of_teacher = flops(cfg)
         student = longer(student, 1 + of_teacher / of_student, "max_steps", "schedule_steps")
@@ -226,24 +218,24 @@ def plan_student(method: str, cfg: Config, seed: int, settings: dict, label: str
 
 
 def longer(cfg: Config, ratio: float, *keys: str) -> Config:
-    return dataclasses.replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
+    return replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
-def flops(cfg: Config) -> tuple[float, float]:
+def flops(cfg: Config) -> tuple:
     """Return the FLOPs of a token: of a student in training, and of the teacher's forward pass."""
     student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
-    if cfg.teacher is None:
-        return student, 0.0
     return student, teacher_flops(cfg.teacher, cfg.seq_len)
 
 
 @functools.cache
-def teacher_flops(teacher: str, seq_len: int) -> float:
+def teacher_flops(teacher: str | None, seq_len: int) -> float:
+    if teacher is None:
+        return 0.0
     if is_native(teacher):
         return flops_per_token(load_config(teacher), seq_len, trained=False)
-    with torch.device("meta") as nowhere:
+    with torch.device("meta"):  # without memory for its weights
         model = transformers.AutoModelForCausalLM.from_config(foreign_config(teacher))
-        return Teacher(model, nowhere).flops_per_token(seq_len)
+    return foreign_flops_per_token(model)
 
 
 # --- the students on record
@@ -265,33 +257,30 @@ def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
     return record_hash(others), config["max_steps"], judges, accept_edits or code
 
 
-def on_record(out: Path, accept_edits: bool = False) -> dict[tuple, dict]:
+def on_record(cfg: Config, spec: Spec) -> dict:
     """Return the facts of the students in OUT/logs by recipe, after filing the runs that ended."""
-    logs = sorted((out / "logs").glob("*.jsonl"))
-    filed = {facts["folder"]: facts for facts in map(first_line, logs)}
-    for run in sorted(out.glob("runs/*/run.json")):
-        methods = read_json(run, {"config": dict})["config"]["methods"]
+    for run in spec.out.glob("runs/*/run.json"):
         ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
-        if len(ends) == len(methods):  # a run resumes as a whole
+        if len(ends) == len(read_json(run)["config"]["methods"]):  # a run resumes as a whole
             for end in ends:
-                file_student(end, out, filed)
+                file_student(end, spec.out)
     record = {}
-    for facts in filed.values():
-        record.setdefault(key_of(facts["made_by"], facts["config"], accept_edits), facts)
+    for facts in read_students(spec.out):
+        record[key_of(facts["made_by"], facts["config"], cfg.accept_edits)] = facts
     return record
 
 
-def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
+def file_student(end: Path, out: Path) -> None:
     """Write a student's file in OUT/logs: facts and figures in a line, its log, its histograms."""
     folder = end.parent
-    name = f"{folder.parent.name}/{folder.name}"
+    file = out / f"logs/{folder.name}_{folder.parent.name}.jsonl"
     scores = newest_figures(folder)
     figures = scores.pop("figures", {})
-    scores.pop("run", None)
-    if name in filed and figures.items() <= filed[name].items():
+    if file.is_file() and figures.items() <= read_lines(file)[0].items():
         return
-    facts = read_json(end, {"made_by": dict, "config": dict}) | figures
-    facts |= {"folder": name, "scores": scores}
+    scores.pop("run", None)
+    facts = read_json(end) | figures
+    facts |= {"folder": f"{folder.parent.name}/{folder.name}", "scores": scores}
     if "why" in facts:
         facts["stopped"] = facts.pop("why")
     student, teacher = flops(Config(**facts["config"]))
@@ -302,9 +291,7 @@ def file_student(end: Path, out: Path, filed: dict[str, dict]) -> None:
     for line in log:
         if "val_ce" in line:
             facts["val_ce"] = line["val_ce"]  # of the last validation
-    file = out / "logs" / f"{folder.name}_{folder.parent.name}.jsonl"
-    files.write_lines(file, [facts, *log])
-    filed[name] = first_line(file)
+    write_lines(file, [facts, *log])
 
 
 def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
@@ -326,66 +313,65 @@ def train(students: list[Config], cfg: Config, spec: Spec) -> None:
     Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
     would take over settings of a METHOD beside it.
     """
-    record = on_record(spec.out, cfg.accept_edits)
+    record = on_record(cfg, spec)
     missing = {recipe(s): s for s in students if recipe(s) not in record}
-    of_any_code = {key[:-1] for key in record}
-    n_aside = sum(key[:-1] in of_any_code for key in missing)
-    if n_aside:
+    aside = {key[:-1] for key in record} & {key[:-1] for key in missing}
+    if aside:
         remedy = "--accept_edits=True takes them as they are"
-        print(f"{n_aside} finished students of other code are left aside; {remedy}")
+        print(f"{len(aside)} finished students of other code are left aside; {remedy}")
     groups = {}
     for s in missing.values():
-        kind = "labelled" if "@" in s.methods[0] else "plain"
-        shared = dataclasses.replace(s, methods=(kind,), hyper={})
-        groups.setdefault(shared, []).append(s)
+        key = (s.seed, s.max_steps, "@" in s.methods[0])
+        groups.setdefault(key, []).append(s)
     jobs = {}
-    for shared, members in groups.items():
+    for members in groups.values():
         for part in chunks(members, spec.per_run):
-            sha = record_hash([recipe(s) for s in part])
-            folder = spec.out / "runs" / f"seed{shared.seed}_{sha[:8]}"
             hyper = {}
             for s in part:
                 hyper |= s.hyper
-            run = {"methods": tuple(hyper), "hyper": hyper, "out_dir": str(folder)}
-            file = folder.with_suffix(".py")
-            files.atomic_write(file, config_text(dataclasses.replace(shared, **run)))
-            jobs[folder.name] = ["train.py", str(file)]
+            sha = record_hash([recipe(s) for s in part])
+            name = f"seed{part[0].seed}_{sha[:8]}"
+            file = spec.out / f"runs/{name}.py"
+            out_dir = f"{spec.out}/runs/{name}"
+            write_config(file, replace(part[0], methods=tuple(hyper), hyper=hyper, out_dir=out_dir))
+            jobs[name] = [ROOT / "train.py", f"{file}"]
     launch(jobs, spec)
 
 
 def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec) -> None:
     """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
-    record = on_record(spec.out, cfg.accept_edits)
+    record = on_record(cfg, spec)
     folders = []
     for s in students:
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, n_rows):
-            folders.append(str(spec.out / "runs" / facts["folder"]))
+            folders.append(f"{spec.out}/runs/{facts['folder']}")
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
     if cfg.accept_edits:
         flags.append("--accept_edits")
     jobs = {}
     for part in chunks(folders, spec.per_run):
-        jobs[f"eval_{len(jobs)}"] = ["eval.py", *part, "--tasks=none", *flags]
+        jobs[f"eval_{len(jobs)}"] = [ROOT / "eval.py", *part, "--tasks=none", *flags]
     launch(jobs, spec)
 
 
-def chunks(items: list, size: int) -> list[list]:
+def chunks(items: list, size: int) -> list:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
-def launch(jobs: dict[str, list[str]], spec: Spec) -> None:
+def launch(jobs: dict, spec: Spec) -> None:
     """Run the commands, `--jobs` at a time, and say how far they are and how each one ended."""
-    for part in chunks(list(enumerate(jobs, 1)), spec.jobs):
-        running = {}
+    names = list(jobs)
+    for part in chunks(names, spec.jobs):
+        running = {}  # process -> its name, and the file that it prints to
         try:
-            for n, name in part:
-                script, *argv = jobs[name]
-                file = spec.out / "runs" / f"{name}.txt"
+            for name in part:
+                file = spec.out / f"runs/{name}.txt"
                 with file.open("a") as log:
-                    command = [sys.executable, ROOT / script, *argv]
+                    command = [sys.executable, *jobs[name]]
                     process = subprocess.Popen(command, stdout=log, stderr=log)
-                running[process] = f"run {n} of {len(jobs)}, {name}", file
+                label = f"run {names.index(name) + 1} of {len(names)}, {name}"
+                running[process] = label, file
             watch(running)
         finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
             for process in running:
@@ -394,15 +380,15 @@ def launch(jobs: dict[str, list[str]], spec: Spec) -> None:
                 print(f"{name}: exit code {process.wait()}: {last_line(file)}", flush=True)
 
 
-def watch(running: dict[subprocess.Popen, tuple[str, Path]]) -> None:
+def watch(running: dict) -> None:
     """Wait for processes, and say twice a minute how far they are."""
     for process in running:
         while process.poll() is None:
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
-                for run, file in running.values():
-                    print(f"{run}: {last_line(file)}", flush=True)
+                for name, file in running.values():
+                    print(f"{name}: {last_line(file)}", flush=True)
 
 
 def last_line(file: Path) -> str:
@@ -413,7 +399,7 @@ def last_line(file: Path) -> str:
 # --- flags
 
 
-def arguments(argv: list[str]) -> tuple[Spec, Config]:
+def arguments(argv: list[str]) -> tuple:
     """Return what is compared, by config files' `_compare` and flags, and the config of all runs.
 
     With --methods, only those keys of `_compare` count that speak of no method.
@@ -442,7 +428,10 @@ def arguments(argv: list[str]) -> tuple[Spec, Config]:
     unknown = keys.keys() - KINDS.keys()
     if unknown:
         raise UserError(f"_compare: no such keys {sorted(unknown)}; expected {', '.join(KINDS)}")
-    return Spec(**(keys | flags)), cfg
+    keys |= flags
+    out = keys.pop("out", "out/compare")
+    values = {key: checked(key, value, KINDS[key]) for key, value in keys.items()}
+    return Spec(out=Path(f"{out}"), **values), cfg
 
 
 if __name__ == "__main__":

@@ -5,16 +5,13 @@ method, its seed and the file of OUT/logs that holds it. Such a file has the stu
 figures in its first line, then what `read_log` in run/tables.py returns.
 """
 
-import collections
-import json
-import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.errors import UserError
-from lib.files import read_json, read_lines, reading
-from lib.settings import PositiveInt, checked
+from lib.files import read_json, read_lines
+from lib.settings import PositiveInt
 from run import tables
 
 TRIALS = 1000  # its multiples are the seeds of trials, 0 first; students have seeds below it
@@ -55,7 +52,7 @@ class Spec:
 
     title: str = "Comparison"
     reference: str | None = None  # of differences; None: vanilla_kd, or the first method
-    seeds: typing.Annotated[int, "1 to 999", lambda x: 0 < x < TRIALS] = 3  # from 1 on
+    seeds: PositiveInt = 3  # from 1 on
     fewer_seeds: dict = field(default_factory=dict)  # number by method
     rows: PositiveInt = 512  # held-out rows to score, after the `val_max_rows` that judge trials
     tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"
@@ -67,28 +64,22 @@ class Spec:
     out: Path = Path("out/compare")  # folder of runs, logs and report
     report: bool = False  # only write the report anew
 
-    def __post_init__(self):
-        for name, kind in KINDS.items():
-            value = getattr(self, name)
-            value = Path(f"{value}") if kind is Path else checked(name, value, kind)
-            object.__setattr__(self, name, value)
-
 
 KINDS = typing.get_type_hints(Spec, include_extras=True)
 
 
-def report(spec: Spec) -> tuple[list[str], str]:
+def report(spec: Spec) -> tuple:
     """Write the report. Return its lines of students without a result, and those for the screen."""
     plan, students, others, failed = read(spec.out)
     results = {x["method"]: {} for x in plan["students"]}  # method -> seed -> student
     for x in students:
         results[x["method"]][x["seed"]] = x
-    edited = {x["method"] for x in students if "+" in str(x["git_commit"])}
+    edited = {x["method"] for x in students if "+" in f"{x['git_commit']}"}
     compared = []
     default = "vanilla_kd" if "vanilla_kd" in results else next(iter(results))
     layout = spec.tables or [("Methods", results, spec.reference or default)]
     for title, methods, reference in layout:
-        shown = {m: results[m] for m in dict.fromkeys((*methods, reference)) if m in results}
+        shown = {m: results[m] for m in (*methods, reference) if m in results}
         if not compared or (reference in shown and len(shown) > 1):
             table = "\n".join(tables.heldout(f"## {title}", shown, reference))
             for m in edited:
@@ -96,7 +87,7 @@ def report(spec: Spec) -> tuple[list[str], str]:
             compared.append(table)
     tried = trials(plan)
     config = plan["config"]
-    machines = {x["machine"] for x in students}
+    machines = ", ".join(sorted({x["machine"] for x in students}))
     text = [
         f"# {spec.title}\n",
         "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
@@ -104,77 +95,87 @@ def report(spec: Spec) -> tuple[list[str], str]:
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
         "inputs. Scored on:\n",
         *tables.scored(students[0]),
-        f"\nMachine: {', '.join(sorted(machines))}. The first line of each student's log has the "
-        "versions of packages.\n",
+        f"\nMachine: {machines}. The first line of each student's log has the versions of "
+        "packages.\n",
         INTERVALS,
         *failed,
         *compared,
+        COSTS,
+        *costs(students),
     ]
-    text += [COSTS, *costs(students)]
     if others:
         text += [OTHERS, *costs(others)]
     text += [*tried, *figures(students, spec.out / "report")]
-    (spec.out / "report" / "README.md").write_text("\n".join(text).rstrip() + "\n")
+    (spec.out / "report/README.md").write_text("\n".join(text).rstrip() + "\n")
     return failed, "\n".join([compared[0], tried[-1], *failed])
 
 
-def read(out: Path) -> tuple[dict, list[dict], list[dict], list[str]]:
+def read(out: Path) -> tuple:
     """Return the plan; its students with facts, figures and log; others; lines of the missing."""
-    file = out / "report" / "plan.json"
-    plan = read_json(file, {"students": list}, "run the same command without --report")
-    made = {facts["file"]: facts for facts in map(first_line, sorted(out.glob("logs/*.jsonl")))}
+    remedy = "run the same command without --report"
+    plan = read_json(out / "report/plan.json", {"students": list}, remedy)
+    others = {x["file"]: x for x in read_students(out)}
     students = []
     failed = []
     for x in plan["students"]:
-        facts = made.pop(x.get("file"), {"stopped": f"no result; see {out / 'runs'}/*.txt"})
+        facts = others.pop(x.get("file"), {"stopped": f"no result; see {out / 'runs'}/*.txt"})
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
-            log = read_lines(out / "logs" / x["file"])[1:]
-            students.append(facts | x | {"log": log})
+            students.append(facts | x)
     if not students:
         raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
-    others = [facts for facts in made.values() if facts["seed"] % TRIALS]
-    return plan, students, others, failed
+    return plan, students, [x for x in others.values() if x["seed"] % TRIALS], failed
 
 
-def first_line(file: Path) -> dict:
-    """Return the facts of a student in OUT/logs, with the name of its file."""
-    with reading(file), file.open() as lines:
-        return json.loads(next(lines)) | {"file": file.name}
+def read_students(out: Path) -> list[dict]:
+    """Return what OUT/logs holds of each student: facts, figures, `log`, and its `file`."""
+    students = []
+    for file in sorted(out.glob("logs/*.jsonl")):
+        facts, *log = read_lines(file)
+        students.append(facts | {"log": log, "file": file.name})
+    return students
 
 
 def costs(students: list[dict]) -> list[str]:
     """Return a table of what made the students, and what each one cost."""
-    rows = {}  # students of equal settings and commits
+    rows = {}  # what students have in common -> seed, CE and log of each
     for x in students:
         record = x["made_by"]
         settings = {"lr": record["lr"]} | dict(sorted(record["hyper"].items()))
-        commits = [str(facts.get("git_commit")) for facts in (x, x["scores"])]
-        commits = [commit[:12] + commit[40:] for commit in commits]
-        flops = [f"{x.get(key, 0):.3g}" for key in ("student_flops", "teacher_flops")]
-        key = x["method"], settings_text(settings), *flops, *commits
-        rows.setdefault(key, []).append([f"{x['seed']}", f"{x.get('ce', math.nan):.4f}", x["file"]])
-    body = [[*row, *map(", ".join, zip(*members, strict=True))] for row, members in rows.items()]
-    head = [
-        *("", "settings", "student FLOPs", "teacher FLOPs", "trained by", "scored by"),
-        *("seeds", "CE", "logs"),
-    ]
-    return [*tables.grid(head, body), ""]
+        trained = f"{x['git_commit']}"
+        scored = f"{x['scores'].get('git_commit')}"
+        common = (
+            x["method"],
+            settings_text(settings),
+            f"{x['student_flops']:.3g}",
+            f"{x.get('teacher_flops', 0):.3g}",
+            f"{trained[:12]}{trained[40:]}",
+            f"{scored[:12]}{scored[40:]}",
+        )
+        cells = f"{x['seed']}", f"{x.get('ce', float('nan')):.4f}", x["file"]
+        rows.setdefault(common, []).append(cells)
+    body = []
+    for common, members in rows.items():
+        columns = zip(*members, strict=True)
+        body.append([*common, *map(", ".join, columns)])
+    head = ["", "settings", "student FLOPs", "teacher FLOPs", "trained by", "scored by"]
+    return [*tables.grid([*head, "seeds", "CE", "logs"], body), ""]
 
 
 def settings_text(settings: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def best_trials(trials: list[dict]) -> dict[str, dict]:
-    """Return by method the trial with the lowest CE, the first of equal ones."""
+def best_settings(trials: list[dict]) -> dict:
+    """Return by method the settings of the trial with the lowest CE, the first of equal ones."""
     best = {}
     for x in trials:
-        m = x["method"]
-        if x["val_ce"] is not None and (m not in best or x["val_ce"] < best[m]["val_ce"]):
-            best[m] = x
-    return best
+        if x["val_ce"] is not None:
+            lowest = best.setdefault(x["method"], x)
+            if x["val_ce"] < lowest["val_ce"]:
+                best[x["method"]] = x
+    return {method: x["settings"] for method, x in best.items()}
 
 
 def trials(plan: dict) -> list[str]:
@@ -183,47 +184,44 @@ def trials(plan: dict) -> list[str]:
     The last element says what was chosen, and what to try next.
     """
     if not plan["trials"]:
-        message = "No table of trials, as none or not all are on record"
-        return [f"{message}; the table of settings has what was chosen.\n"]
+        return [
+            "No table of trials, as none or not all are on record; the table of settings has what "
+            "was chosen.\n"
+        ]
     rates = sorted({x["settings"]["lr"] for x in plan["trials"]})
-    best = best_trials(plan["trials"])
+    best = best_settings(plan["trials"])
     rows = {}  # method and settings -> rate -> cell
     for x in plan["trials"]:
+        method = x["method"]
         settings = dict(x["settings"])
         lr = settings.pop("lr")
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
-        if x is best.get(x["method"]):
+        if x["settings"] == best.get(method):
             text = f"**{text}**"
-        name = f"{x['method']} {settings_text(settings)}".strip()
+        name = f"{method} {settings_text(settings)}".strip()
         rows.setdefault(name, dict.fromkeys(rates, "–"))[lr] = text
     body = [[name, *cells.values()] for name, cells in rows.items()]
-    n_trials = collections.Counter(x["method"] for x in plan["trials"])
     chosen = []
-    for m, x in best.items():
-        chosen.append(f"- {m}: {settings_text(x['settings'])} ({n_trials[m]} trials)")
+    at_an_end = []
+    for method, settings in best.items():
+        n_trials = sum(x["method"] == method for x in plan["trials"])
+        chosen.append(f"- {method}: {settings_text(settings)} ({n_trials} trials)")
+        if settings["lr"] in (rates[0], rates[-1]):
+            at_an_end.append(method)
+    advice = "No chosen rate is the lowest or highest tried."
+    if at_an_end:
+        advice = (
+            f"The rate of {', '.join(at_an_end)} is the lowest or highest tried: try one beyond."
+        )
     return [
         "## Trials\n",
         f"Trials have {plan['trial_steps']:,} updates. CE in nats per token over the first "
         f"{plan['config']['val_max_rows']} held-out rows, which are not scored; mean over the "
-        f"first {plan.get('trial_seeds', 1)} of the seeds 0, 1000, 2000, ..; the lowest chooses.\n",
+        f"first {plan['trial_seeds']} of the seeds 0, 1000, 2000, ..; the lowest chooses.\n",
         *tables.grid(["", *(f"{lr:g}" for lr in rates)], body),
         "",
-        "\n".join(["Chosen:\n", *chosen, "", beyond(best, rates), ""]),
+        "\n".join(["Chosen:\n", *chosen, "", advice, ""]),
     ]
-
-
-def beyond(best: dict[str, dict], rates: list[float]) -> str:
-    """Say what to try next if a chosen rate is the lowest or highest of those tried."""
-    chosen = [x["settings"]["lr"] for x in best.values()]
-    wider = [f"{lr:g}" for lr in rates]
-    if rates[0] in chosen:
-        wider.insert(0, f"{rates[0] / 3:.2g}")
-    if rates[-1] in chosen:
-        wider.append(f"{rates[-1] * 3:.2g}")
-    if len(wider) == len(rates):
-        return "No chosen rate is the lowest or highest tried."
-    remedy = f"try --tune=lr={','.join(wider)} with the other --tune"
-    return f"A chosen rate is the lowest or highest tried, and one beyond may be better: {remedy}."
 
 
 def figures(students: list[dict], folder: Path) -> list[str]:

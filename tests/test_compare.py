@@ -135,11 +135,9 @@ def test_a_trial_is_the_mean_over_its_seeds(tiny, tmp_path, monkeypatch):
 
 
 def test_the_best_trial_has_the_lowest_ce_and_the_first_of_equal_ones():
-    ces = {"alra": (4.0, 3.0, 3.0, None), "pd": (None, None)}
-    trials = [{"method": m, "val_ce": ce} for m, values in ces.items() for ce in values]
-    best = reports.best_trials(trials)
-    assert best.keys() == {"alra"}
-    assert best["alra"] is trials[1]
+    ces = [("alra", 4.0), ("alra", 3.0), ("alra", 3.0), ("alra", None), ("pd", None)]
+    trials = [{"method": m, "settings": n, "val_ce": ce} for n, (m, ce) in enumerate(ces)]
+    assert reports.best_settings(trials) == {"alra": 1}
 
 
 def test_a_study_has_methods_with_fewer_seeds():
@@ -152,6 +150,7 @@ def test_a_study_has_methods_with_fewer_seeds():
 
 def test_flags_override_a_study():
     assert len(planned("--seeds=2")[1]) == 21 * 2
+    assert planned("--out=3")[0].out == Path("3")
     spec, students = planned("--methods=pd,tad", "--tune=none")  # the tables are of other methods
     assert {s.methods for s in students} == {("pd",), ("tad",)}
     assert (spec.tables, compare.values_to_try(spec.tune), spec.seeds) == ((), {}, 8)
@@ -243,10 +242,11 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     write_lines(alra / "log.jsonl", log)
     write_lines(alra / "histograms.jsonl", [{"step": 1, "n": 2}])
     write_lines(run / "teacher.jsonl", [{"step": 1, "n": 7}])
-    assert compare.on_record(tmp_path) == {}  # the run resumes as a whole
+    spec = Spec(out=tmp_path)
+    assert compare.on_record(STUDY, spec) == {}  # the run resumes as a whole
     write_json(pretrain / "stopped.json", facts | {"made_by": {"other": 1}, "why": WHY})
     key = compare.key_of({}, facts["config"], False)
-    x = compare.on_record(tmp_path)[key]
+    x = compare.on_record(STUDY, spec)[key]
     assert (x["folder"], x["val_ce"]) == ("seed1_ab/alra@x", 4.0)
     assert (x["student_flops"], x["teacher_flops"]) == (20.0, 30.0)
     parts = [
@@ -254,15 +254,15 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
         {"step": 1, "teacher": {"step": 1, "n": 7}},
     ]
     assert read_lines(tmp_path / "logs" / x["file"])[1:] == log + parts
-    stopped = reports.first_line(tmp_path / "logs/pretrain_seed1_ab.jsonl")
+    stopped = read_lines(tmp_path / "logs/pretrain_seed1_ab.jsonl")[0]
     assert stopped["stopped"] == WHY
     assert "teacher_flops" not in stopped
     scores = {"name": "x", "run": {}, "protocol": {}, "weights_sha256": "w"}
     figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
     write_json(alra / "figures_0a.json", scores | {"figures": figures})
     shutil.copytree(run, tmp_path / "runs/seed1_cd")  # other students of these names
-    x = compare.on_record(tmp_path)[key]
-    assert (x["file"], x["ce"], x["n_rows"]) == ("alra@x_seed1_ab.jsonl", 3.5, 7)
+    x = compare.on_record(STUDY, spec)[key]
+    assert (x["file"], x["ce"], x["n_rows"]) == ("alra@x_seed1_cd.jsonl", 3.5, 7)
     assert x["scores"]["weights_sha256"] == "w"
     names = [f"{name}_seed1_{run}.jsonl" for name in ("alra@x", "pretrain") for run in ("ab", "cd")]
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == names
@@ -285,14 +285,13 @@ REFUSALS = """
 --seed=3 => --seed=3: would have no effect; set --seeds=N or --out=FOLDER
 --out_dir=x => --out_dir=x: would have no effect; set --seeds=N or --out=FOLDER
 --tunes=x => --tunes=x: no such key 'tunes'
---seeds=0 => seeds=0: expected int 1 to 999
+--seeds=0 => seeds=0: expected int 1 or more
 --jobs => jobs=True: expected int 1 or more
 unknown.py => _compare: no such keys ['sedes']; expected title,
 """
 EARLY = """
 --tune=gamma=1,2 => --tune=gamma=1,2: expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.
 --tune=alra.gamma=1,5 => --tune=alra.gamma=1,5: expected lr=RATE,RATE,.., and beside it METHOD.SETT
---tune=lr=1,1.0 => --tune=lr=1,1.0: expected each value once
 --tune=lr=0,1 => alra.lr=0.0: expected float more than 0
 --tune=lr=1 --tune=alra.d_max=3,99999 => alra: d_max=99999
 --tune=lr=1 --tune=allra.tau=1,2 => no such method 'allra', did you mean 'alra'?
@@ -358,8 +357,8 @@ def launch(jobs, spec) -> None:
             print(f"{name}: exit code 1: {error}")
 
 
-def run_here(script: str, *argv: str) -> None:
-    if script == "train.py":
+def run_here(script: Path, *argv: str) -> None:
+    if script.name == "train.py":
         train.distil(configure.load(list(argv)))
     else:
         ev.main(list(argv))
@@ -397,7 +396,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     tried = [[x["settings"] for x in trials if x["method"] == m] for m in ("pretrain", "alra")]
     assert [len(settings) for settings in tried] == [2, 3]  # alra's default is a tau of 1
     assert len({x["val_ce"] for x in trials}) == 5
-    best = reports.best_trials(trials)["alra"]["settings"]
+    best = reports.best_settings(trials)["alra"]
     a, b, c, d = students
     assert c["overrides"] == d["overrides"] == best
     assert a["init_sha256"] == c["init_sha256"] != b["init_sha256"] == d["init_sha256"]
@@ -479,8 +478,7 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, printed):
     script = "import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(3600)"
     (tmp_path / "sleep.py").write_text(script)
     first, second = tmp_path / "first", tmp_path / "second"
-    jobs = {file.name: ["sleep.py", str(file)] for file in (first, second)}
-    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    jobs = {file.name: [tmp_path / "sleep.py", str(file)] for file in (first, second)}
     spec = Spec(out=tmp_path)
     monkeypatch.setattr(compare, "arguments", lambda argv: (spec, None))
     monkeypatch.setattr(compare, "compare", lambda *a: compare.launch(jobs, spec))
@@ -500,7 +498,7 @@ def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, printed):
     assert "the same command resumes" in text
 
 
-def test_jobs_run_at_a_time(tmp_path, monkeypatch, printed):
+def test_jobs_run_at_a_time(tmp_path, printed):
     """Each of two jobs ends once the other has begun."""
     make_folders(tmp_path)
     script = """
@@ -513,9 +511,8 @@ for _ in range(1000):
     time.sleep(0.02)
 """
     (tmp_path / "wait.py").write_text(script)
-    monkeypatch.setattr(compare, "ROOT", tmp_path)
     a, b = tmp_path / "a", tmp_path / "b"
-    jobs = {x.name: ["wait.py", str(x), str(y)] for x, y in ((a, b), (b, a))}
+    jobs = {x.name: [tmp_path / "wait.py", str(x), str(y)] for x, y in ((a, b), (b, a))}
     compare.launch(jobs, Spec(out=tmp_path, jobs=2))
     text = printed()
     assert re.findall("^run ([12]) of 2, ([ab]): exit code 1: done$", text, re.M) == [
@@ -576,7 +573,7 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
 FACTS = """{
 "teacher": "demo/teacher", "teacher_ce": 2.0, "teacher_entropy": 1.5, "n_rows": 3, "n_targets": 77,
 "uniform_ce": 8.3, "unigram_ce": 6.1, "top5": 0.5, "ece": 0.1, "step": 300,
-"machine": "a machine", "git_commit": "abc", "scores": {"git_commit": "def"},
+"machine": "a machine", "git_commit": "abc", "scores": {"git_commit": "def"}, "student_flops": 0,
 "config": {"lr": 1.0, "batch_rows": 4, "seq_len": 8}, "overrides": {"lr": 0.003},
 "made_by": {"lr": 0.01, "hyper": {"w_kd": 0.5, "pair": "none", "lr": 0.003}}
 }"""
@@ -600,8 +597,8 @@ def made_up(out: Path, ces: dict[str, list[float]], trials: list[dict] = (), **f
             write_lines(out / "logs" / name, [facts | about | figures | first])
             students.append({"method": method, "seed": seed, "file": name})
             first = {}
-    plan = {"config": dataclasses.asdict(STUDY), "trial_steps": 150, "trials": list(trials)}
-    write_json(out / "report/plan.json", plan | {"students": students})
+    plan = {"config": dataclasses.asdict(STUDY), "trial_steps": 150, "trial_seeds": 1}
+    write_json(out / "report/plan.json", plan | {"students": students, "trials": list(trials)})
 
 
 def report_of(out: Path, spec: Spec | None = None) -> str:
@@ -643,7 +640,7 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert "over n seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text
     assert "- pd: lr 0.03 (3 trials)\n" in text
-    assert "try --tune=lr=0.001,0.003,0.03,0.09 with" in text
+    assert "The rate of pd is the lowest or highest tried" in text
     assert "| alra gamma 1 | – | **4.5000** | – |" in text
     assert "150 updates. CE in nats per token over the first 256 held-out rows" in text
 
@@ -749,7 +746,7 @@ def test_a_committed_study_is_what_its_plan_says(study):
             x["step"],
         )
         assert x["overrides"].items() <= made["hyper"].items()
-    facts = [reports.first_line(file) for file in (RESULTS / study / "logs").glob("*.jsonl")]
+    facts = reports.read_students(RESULTS / study)
     trials = [x for x in facts if x["seed"] == 0]
     assert len(trials) == len(plan["trials"])
     for trial in plan["trials"]:

@@ -11,6 +11,7 @@ import configure
 from lib import tasks
 from lib.files import read_json, write_json
 from run import tables
+from run.paper import LAYOUT, PAPER
 from tests.world import edit, read_table, refusal
 
 CONFIG = dataclasses.asdict(configure.Config())
@@ -22,17 +23,17 @@ def cells(text, start, nth=0):
 
 
 def test_the_papers_numbers_agree_with_themselves():
-    for (size, split, method), row in tables.PAPER.items():
+    for (size, split, method), row in PAPER.items():
         accs = [row[t] for t in tables.COLUMNS if t in row]
         if accs:
             assert len(accs) == 9
             assert split == "heldout"
             assert sum(accs) / 9 == pytest.approx(row["avg"], abs=0.0101)
             if method != "pretrain":
-                gain = row["avg"] - tables.PAPER[size, split, "pretrain"]["avg"]
+                gain = row["avg"] - PAPER[size, split, "pretrain"]["avg"]
                 assert row["gain"] == pytest.approx(gain, abs=0.0101)
-    assert [m for _, _, names in tables.LAYOUT for m in names].count("alra") == 4
-    assert len(tables.PAPER) == 2 * (9 + 2 + 10)  # the last: budget and anchoring share one alra
+    assert [m for _, _, names in LAYOUT for m in names].count("alra") == 4
+    assert len(PAPER) == 2 * (9 + 2 + 10)  # the last: budget and anchoring share one alra
 
 
 def fake(folder, method, accs, norms=(), seed=1234, split="heldout", student="200m", limit=None):
@@ -132,7 +133,7 @@ def test_averages_over_fewer_tasks_say_so_on_both_sides(tmp_path):
     text = table_of(tmp_path)
     assert cells(text, "")[9] == "Avg. (8 of 9)"
     assert "SC16" not in text.splitlines()[4]
-    paper = tables.PAPER["200m", "heldout", "alra"]
+    paper = PAPER["200m", "heldout", "alra"]
     for row, by_task in ((cells(text, "ALRA"), eight), (cells(text, "*paper*", 1), paper)):
         mean = sum(by_task[t] for t in eight) / 8
         assert float(row[9].strip("*")) == pytest.approx(mean, abs=0.005)

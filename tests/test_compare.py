@@ -640,7 +640,7 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert "over n seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text
     assert "- pd: lr 0.03 (3 trials)\n" in text
-    assert "The rate of pd is the lowest or highest tried" in text
+    assert "The rate of pd is the lowest or highest tried" in text and "--tune=lr=" in text
     assert "| alra gamma 1 | – | **4.5000** | – |" in text
     assert "150 updates. CE in nats per token over the first 256 held-out rows" in text
 

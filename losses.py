@@ -196,7 +196,7 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _anchored(tokens, z_t, y, anchor) -> Tensor:
-    """Replace the lowest-ranked proposal that is no anchor by each missing anchor (Eq. 5).
+    """Let each missing anchor replace the lowest-ranked proposal that is no anchor (Eq. 5).
 
     tokens  [N, k]  the student's proposals, best first
     ->      [N, k]  as many distinct tokens
@@ -534,8 +534,8 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # `terms` returns each token's summand, and the slope: its derivative with respect to ln q. Slopes
 # are written by hand, so that the backward pass needs the logits alone, and no graph over [N, V].
 # The gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to
-# the slope changes nothing. A constant of the loss is passed as `plus`; in `jsd` and `bdl` it is
-# the constant times p, which sums to 1 too, so that it cancels within each token.
+# the slope changes nothing. A constant of the loss is passed as `plus`. `jsd` and `bdl` add the
+# constant times p to each token's summand instead, as p sums to 1: the summand is then 0 if p = q.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -739,9 +739,10 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         q = ln_q.exp()
         # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. For
         # large gaps ln(a / b) tends to -bias (p > q) or to bias (p < q), and computed directly it
-        # would lose its small distance to that limit. So ln(a / b) is computed as -bias - rise
-        # where p >= q, else as bias + rise. With x = bias - ln(a / b) the loss is bias - sum a x.
+        # would lose its small distance to that limit. So this distance is computed by itself:
+        # ln(a / b) is -bias - rise where p >= q, else bias + rise.
         rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
+        # with x = bias - ln(a / b) the loss is bias - sum a x
         x = torch.where(gap >= 0, 2 * bias + rise, -rise)
         value = bias * p - ((1 - lam) * p + lam * q) * x
         # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
@@ -818,13 +819,14 @@ def abkd(
         d = ln_q - ln_p
         p_to_s = (s * ln_p).exp()  # p^s
         q_to_s = (s * ln_q).exp()
+        # each is 0 where the other one counts: the clamp makes d 0 there, and so the chord
         where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
         where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
         if alpha:
             slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
         else:
             slope = q_to_s * d
-        return where_p_is_larger + where_q_is_larger, slope  # the clamp makes each 0 elsewhere
+        return where_p_is_larger + where_q_is_larger, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y)
 
@@ -872,14 +874,14 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     """
     ln_p = _log_softmax(z_t)
     p = ln_p.exp()
-    # The interval is about 2**4 wide: this many halvings lead to the last bit of ln p.
-    n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
     # border, where the mass of the likelier tokens passes mu, is above it. Each step keeps
     # mass(ln_p >= low) > mu, and mass(ln_p >= high) <= mu unless one token has probability 1.
     ln_least = math.log1p(-mu) - math.log(p.shape[1])
     low = torch.full_like(ln_p[:, :1], ln_least)
     high = torch.zeros_like(low)
+    # [low, high] is about 2**4 wide: this many halvings lead to the last bit of ln p
+    n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     for _ in range(n_halvings):
         middle = (low + high) / 2
         mass = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True)

@@ -410,7 +410,7 @@ def token_class(piece):
     if re.search(rb"[ \t\n\r]", piece):
         bits |= GAP
     last = text.rstrip(CLOSERS + INCOMPLETE)[-1:]
-    if not last or last in STOPS:  # the stop before closers may be in an earlier token
+    if not last or last in STOPS:  # the stop may be, or begin, in an earlier token
         bits |= STOP
     elif piece.rstrip(b" \t").endswith(b"\n"):
         bits |= LINE
@@ -448,7 +448,7 @@ def hold_out_rows(folder, state, n):
     n_left = max(train["rows"] - n, 0)
     ids = np.fromfile(folder / "train.bin.tmp", np.uint32, offset=n_left * row_len * 4)
     add_rows(folder, state, "val", ids.reshape(-1, row_len))
-    # `finish` cuts the file: until the commit the stored state counts these rows
+    # `finish` cuts them off train.bin.tmp: after a kill before the commit, `shorten` needs them
     train["rows"] = n_left
 
 

@@ -201,7 +201,7 @@ def update(
         handle.wait()
 
     norms = [clip_gradients(s.parameters_by_name().values(), cfg.clip) for s in students]
-    norms = torch.stack(norms).tolist()  # the only host-device synchronisation of a step
+    norms = torch.stack(norms).tolist()  # one wait for the device, for all students
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
@@ -410,7 +410,7 @@ def validate(
     if ending.signals_anywhere():
         return validated
     for s, sums_by_row in zip(live, sums, strict=True):
-        parallel.sum_in_place(sums_by_row.values())
+        parallel.sum_in_place(sums_by_row.values())  # on each process, 0 for the others' rows
         totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
         figures = metrics.figures(totals)
         validated[s.name] = {}
@@ -486,10 +486,13 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
 
 
 def write_rest(live: list[Student], run: Run) -> None:
-    """Write what a full disk has kept back. Raises `UserError` if it is still full."""
+    """Save the last step if the loop has not, and write what a full disk has kept back.
+
+    Raises `UserError` if the disk is still full.
+    """
     if live:
         steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
-        if run.step not in steps:  # `try_save` has failed
+        if run.step not in steps:  # `try_save` has failed, or a signal came after its turn
             save_checkpoints(live, run)
     parallel.on_first(write_waiting)
 

@@ -125,8 +125,8 @@ def licence(package) -> str:
     about = package.metadata
     classifiers = about.get_all("Classifier", [])
     names = [c.split(" :: ")[-1] for c in classifiers if c.startswith("License")]
-    named = PYTHON_PARTS.get(about["Name"]) or about.get("License-Expression")
-    named = named or " OR ".join(names) or about.get("License", "")
+    expression = PYTHON_PARTS.get(about["Name"]) or about.get("License-Expression")
+    named = expression or " OR ".join(names) or about.get("License", "")
     return named if all(map(ALLOWED.match, re.split(r" AND | OR ", named))) else ""
 
 

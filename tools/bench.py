@@ -49,10 +49,7 @@ def bench_fused(args) -> list[str]:
     """Compare forward and backward of both heads and the loss, for one row of n positions."""
     shape = PRESETS[args.student]
     d_t = PRESETS[args.teacher].hidden_size
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, device=args.device, dtype=args.dtype)
-
+    draw = functools.partial(torch.randn, device=args.device, dtype=args.dtype)
     h_s = (0.02 * draw(1, args.n, shape.hidden_size)).requires_grad_()
     w_s = draw(shape.vocab_size, shape.hidden_size).float().requires_grad_()
     h_t = 0.02 * draw(1, args.n, d_t)
@@ -101,7 +98,7 @@ def bench_step(args) -> list[str]:
     for name, make in makers.items():
         base = start_memory(args.device)
         results |= measure({name: make(name, x, y, args)}, args)
-        results[name]["mib"] = [peak_memory(args.device, base)]  # all that a step holds
+        results[name]["mib"] = [peak_memory(args.device) - base]  # all that a step holds
         rate = x.numel() / median(results[name]["sec"])
         note = f"{rate:,.0f} tokens/s"
         share = mfu(rate * flops, args.device, 1)
@@ -177,36 +174,32 @@ def measure(cases: dict, args) -> dict[str, dict]:
             if args.device.type == "cuda":
                 torch.cuda.synchronize(args.device)
             results[name]["sec"].append(time.perf_counter() - begin)
-            results[name]["mib"].append(peak_memory(args.device, base))
+            results[name]["mib"].append(peak_memory(args.device) - base)
     return results
 
 
 def start_memory(device: torch.device) -> float:
-    """Free memory, reset the peak and return the MiB in use; NaN if the system reports none."""
+    """Free memory and make what is in use the peak. Returns it in MiB."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device) / 2**20
-    give_back_memory()
-    if PROCESS.exists():
-        PROCESS.joinpath("clear_refs").write_text("5")
-    return process_mib("VmRSS")
+    else:
+        give_back_memory()
+        if PROCESS.exists():
+            PROCESS.joinpath("clear_refs").write_text("5")
+    return peak_memory(device)
 
 
-def peak_memory(device: torch.device, base: float) -> float:
-    """Return the peak in MiB above `base` since `start_memory`."""
+def peak_memory(device: torch.device) -> float:
+    """Return the peak in MiB since `start_memory`; NaN if the system reports none."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20 - base
-    return process_mib("VmHWM") - base
-
-
-def process_mib(key: str) -> float:
+        return torch.cuda.max_memory_allocated(device) / 2**20
     if not PROCESS.exists():
         return math.nan
     status = PROCESS.joinpath("status").read_text()
-    return int(re.search(rf"{key}:\s+(\d+)", status)[1]) / 1024
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
 
 
 def row(section: str, case: str, results: dict, other: str, note: str = "") -> str:

@@ -99,7 +99,7 @@ def score(args) -> str:
 # the tasks
 
 
-def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device: torch.device) -> None:
+def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device) -> None:
     """Write a checkpoint's scores, and every item with its scores if `--log_samples`."""
     tokenizer = read_tokenizer(c.source)
     bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
@@ -182,8 +182,8 @@ class Scorer(TemplateLM):
         return [scores[row] for row in rows]
 
     @torch.inference_mode()
-    def _score(self, rows: list[tuple[tuple[int, ...], int]]) -> list[tuple[float, bool]]:
-        """Score rows of one batch, the longest first."""
+    def _score(self, rows) -> list[tuple[float, bool]]:
+        """Score rows (ids, how many of them are scored) of one batch, the longest first."""
         x = torch.zeros(len(rows), len(rows[0][0]) - 1, dtype=torch.int64)
         y = torch.full_like(x, IGNORE)
         for i, (ids, n_scored) in enumerate(rows):
@@ -213,14 +213,13 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> tuple[dict, dic
     Scores are metrics, standard errors, n, and the hashes of what was scored.
     """
     import datasets
-    import lm_eval
-    from lm_eval.tasks import TaskManager
+    import lm_eval.tasks
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     configs = [task_config(name, chosen.rows[: args.limit]) for name, chosen in items.items()]
-    loaded = TaskManager(include_defaults=False).load(configs)
+    loaded = lm_eval.tasks.TaskManager(include_defaults=False).load(configs)
     out = lm_eval.evaluate(lm, loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
     scores = {}
     for name, task in loaded["tasks"].items():
@@ -228,16 +227,14 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> tuple[dict, dic
         for key, value in out["results"][name].items():
             if key.endswith(",none") and value == value:  # a single item has no standard error
                 values[key.removesuffix(",none")] = value
-        prompts = hashlib.sha256()
-        for instance in task.instances:
-            prompts.update(json.dumps(instance.args).encode())
+        prompts = "".join(json.dumps(instance.args) for instance in task.instances)
         scores[name] = values | {
             "n": len({instance.doc_id for instance in task.instances}),
             "n_rows": len(items[name].rows),
             "n_paper": getattr(TASKS[name], args.split)[1],
             "source": items[name].source,
             "data_sha256": items[name].sha256,
-            "prompts_sha256": prompts.hexdigest(),
+            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
             "version": out["versions"][name],
         }
     return scores, out.get("samples", {})
@@ -333,16 +330,11 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
 
 
 def over_rows(
-    students: list[Qwen2],
-    teacher: Teacher | None,
-    rows: Rows,
-    index: np.ndarray,
-    n_bytes: Tensor,
-    batch_tokens: int,
-) -> list[dict[str, float]]:
+    students: list[Qwen2], teacher: Teacher | None, rows: Rows, index, n_bytes, batch_tokens
+) -> list[dict]:
     """Return the figures of each student, with the number of targets, `n_targets`.
 
-    index    the rows to read
+    index    numbers of the rows to read
     n_bytes  [V] bytes of text that a token stands for. A BOS and an EOS are targets like any other
              but have no text: bits per byte leave them out.
     """
@@ -469,7 +461,7 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
     return next(iter(values), None)
 
 
-def write(kind: str, results: dict, c: Checkpoint, device: torch.device) -> Path:
+def write(kind: str, results: dict, c: Checkpoint, device) -> Path:
     """Write a checkpoint's results with what they were made from. Returns the file."""
     made_from = {
         "weights_sha256": c.weights_sha256,

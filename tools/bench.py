@@ -66,7 +66,7 @@ def bench_fused(args) -> list[str]:
         return z_s @ w_s.to(args.dtype), z_s.T @ h_s[0]
 
     def plain():
-        loss = alra_loss(*map(Tensor.float, logits()), y[0])  # holds no logits
+        loss, _ = method_loss("alra", *map(Tensor.float, logits()), y[0])  # holds no logits
         return torch.autograd.grad(loss, (h_s, w_s))
 
     def fused(loss_fn: Callable):
@@ -79,11 +79,6 @@ def bench_fused(args) -> list[str]:
     cases["plain alra"] = plain
     results = measure(cases, args)
     return [row("fused", "alra", results, name) for name in results if name != "alra"]
-
-
-def alra_loss(*inputs: Tensor) -> Tensor:
-    """Return the loss of whole logits, in eager code."""
-    return method_loss("alra", *inputs)[0]
 
 
 def bench_step(args) -> list[str]:
@@ -145,7 +140,8 @@ def transformers_step(_: str, x: Tensor, y: Tensor, args):
         with torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32):
             z_t = teacher(x).logits.float()
             z_s = student(x).logits.float()
-        alra_loss(z_s.flatten(0, 1), z_t.flatten(0, 1), y.flatten()).backward()
+        loss, _ = method_loss("alra", z_s.flatten(0, 1), z_t.flatten(0, 1), y.flatten())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -206,8 +202,8 @@ def row(section: str, case: str, results: dict, other: str, note: str = "") -> s
     """Return the table's line of a case, compared with another one of its section."""
     a = results[case]
     b = results[other]
-    mib = median(a["mib"])
     ratios = [x / y for x, y in zip(a["sec"], b["sec"], strict=True)]
+    mib = median(a["mib"])
     memory = mib / (median(b["mib"]) or math.nan)
     compared = f"{section} | {case} | {other} | {spread(ratios, '.2f')} | {memory:.2f}"
     return f"| {compared} | {spread(a['sec'], '.3f')} | {mib:,.0f} | {note} |"
@@ -231,7 +227,6 @@ OPTIONS = {
     "teacher": "1.8b",
     "out": "out/bench.md",
 }
-TINY = {"n": 13, "rows": 2, "repeats": 1, "student": "mini", "teacher": "demo_teacher"}
 HEAD = "| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |"
 
 
@@ -245,7 +240,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if "gpu" in argv:
         parser.set_defaults(rows=8, device="cuda")
     if "--tiny" in argv:
-        parser.set_defaults(**TINY)
+        parser.set_defaults(n=13, rows=2, repeats=1, student="mini", teacher="demo_teacher")
     args = parser.parse_args(argv)
     if "gpu" in args.sections:
         args.sections = list(SECTIONS)

@@ -26,7 +26,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
+from torch import Tensor
 
 import configure
 from lib import metrics
@@ -42,7 +42,15 @@ from lib.errors import UserError
 from lib.files import write_json, write_lines, writing
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash
 from lib.rows import IGNORE, Rows, open_rows
-from lib.tasks import STORYCLOZE, TASKS, Items, choose_tasks, find_storycloze, read_items, task_file
+from lib.tasks import (
+    STORYCLOZE,
+    TASKS,
+    Items,
+    choose_tasks,
+    find_storycloze,
+    read_config,
+    read_items,
+)
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 from run.cache import open_cached, progress
@@ -70,18 +78,14 @@ def score(args) -> str:
     for c in checkpoints:
         with writing(c.folder):  # before anything is computed
             c.folder.mkdir(parents=True, exist_ok=True)
-        n_positions = c.shape.max_position_embeddings
-        if names and args.max_length > n_positions:
-            problem = f"{c.name} takes {n_positions} at most"
-            raise UserError(f"--max_length {args.max_length}: {problem}")
+        limit = c.shape.max_position_embeddings
+        if names and args.max_length > limit:
+            raise UserError(f"--max_length {args.max_length}: {c.name} takes {limit} at most")
     if not names and not data_dir:
-        problem = "--tasks none and no rows: nothing to score"
-        raise UserError(f"{problem}; name a folder with val.bin by --rows DIR")
+        remedy = "name a folder with val.bin by --rows DIR"
+        raise UserError(f"--tasks none and no rows: nothing to score; {remedy}")
     if data_dir:
-        rows, index = open_heldout(data_dir, checkpoints, teacher, args)
-        figures = held_out_figures(checkpoints, rows, index, teacher, args, device)
-        for c, results in zip(checkpoints, figures, strict=True):
-            write("figures", results, c, device)
+        score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
         for c in checkpoints:
             score_tasks(c, items, args, device)
@@ -95,17 +99,13 @@ def score(args) -> str:
 # the tasks
 
 
-def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device: torch.device) -> None:
+def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device) -> None:
     """Write a checkpoint's scores, and every item with its scores if `--log_samples`."""
     tokenizer = read_tokenizer(c.source)
     bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
     model = c.load(args.dtype, device)
     scorer = Scorer(model, tokenizer, args.max_length, args.batch_tokens, bos)
-    scores = benchmarks(scorer, items, args)
-    samples = []
-    for name, values in scores.items():
-        for sample in values.pop("samples", ()):
-            samples.append({"task": name, **sample})
+    scores, samples = benchmarks(scorer, items, args)
     protocol = {
         "dtype": args.dtype,
         "code": scoring_code("tasks"),
@@ -115,8 +115,11 @@ def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device: torch.de
     }
     results = {"protocol": protocol, "tasks": scores}
     file = write(f"scores_{args.split}", results, c, device)
-    if samples:
-        write_lines(file.with_suffix(".jsonl"), samples)
+    lines = []
+    for name in samples:
+        lines += [{"task": name, **sample} for sample in samples[name]]
+    if lines:
+        write_lines(file.with_suffix(".jsonl"), lines)
 
 
 class Scorer(TemplateLM):
@@ -161,9 +164,9 @@ class Scorer(TemplateLM):
         rows = []  # the last ids that fit, and how many of them are scored
         for (context, continuation), head, tail in requests:
             if not head or not 0 < len(tail) <= self.max_length:
-                limit = f"1 to max_length={self.max_length} tokens"
-                expected = f"a context, and a continuation of {limit}"
-                raise UserError(f"{continuation!r:.60} after {context!r:.60}: expected {expected}")
+                expected = f"a context, and a continuation of 1 to max_length={self.max_length}"
+                request = f"{continuation!r:.60} after {context!r:.60}"
+                raise UserError(f"{request}: expected {expected} tokens")
             rows.append((tuple(head + tail)[-(self.max_length + 1) :], len(tail)))
         # Longest first: a batch that does not fit in memory fails at once.
         waiting = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
@@ -179,8 +182,8 @@ class Scorer(TemplateLM):
         return [scores[row] for row in rows]
 
     @torch.inference_mode()
-    def _score(self, rows: list[tuple[tuple[int, ...], int]]) -> list[tuple[float, bool]]:
-        """Score rows of one batch, the longest first."""
+    def _score(self, rows) -> list[tuple[float, bool]]:
+        """Score rows (ids, how many of them are scored) of one batch, the longest first."""
         x = torch.zeros(len(rows), len(rows[0][0]) - 1, dtype=torch.int64)
         y = torch.full_like(x, IGNORE)
         for i, (ids, n_scored) in enumerate(rows):
@@ -194,127 +197,77 @@ class Scorer(TemplateLM):
         greedy = []
         for h_part, target in zip(h.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
             logp_part = (h_part @ self.head.T).log_softmax(-1)
-            logp.append(logp_part.gather(1, target[:, None])[:, 0])
+            logp.append(metrics.pick(logp_part, target))
             greedy.append(logp_part.argmax(-1) == target)
         lengths = [n_scored for _, n_scored in rows]
         logp = torch.cat(logp).cpu().double().split(lengths)
         greedy = torch.cat(greedy).cpu().split(lengths)
         return [(float(a.sum()), bool(b.all())) for a, b in zip(logp, greedy, strict=True)]
 
-    def generate_until(self, requests, disable_tqdm=False):
-        raise NotImplementedError("none of the nine tasks asks for it")
-
-    loglikelihood_rolling = generate_until
+    generate_until = loglikelihood_rolling = None  # none of the nine tasks asks for them
 
 
-def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> dict[str, dict]:
-    """Return the scores by task: metrics, standard errors, n, and the hashes of what was scored."""
+def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> tuple[dict, dict]:
+    """Return the scores by task, and by task the items with their scores if `--log_samples`.
+
+    Scores are metrics, standard errors, n, and the hashes of what was scored.
+    """
     import datasets
-    import lm_eval
-    from lm_eval.tasks import TaskManager
+    import lm_eval.tasks
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, chosen in items.items():
-            write_task(folder, name, chosen.rows[: args.limit])
-        loaded = TaskManager(include_defaults=False, include_path=folder).load(list(items))
-        out = lm_eval.evaluate(lm, loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
+    configs = [task_config(name, chosen.rows[: args.limit]) for name, chosen in items.items()]
+    loaded = lm_eval.tasks.TaskManager(include_defaults=False).load(configs)
+    out = lm_eval.evaluate(lm, loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
     scores = {}
     for name, task in loaded["tasks"].items():
-        values = scores[name] = {}
+        values = {}
         for key, value in out["results"][name].items():
             if key.endswith(",none") and value == value:  # a single item has no standard error
                 values[key.removesuffix(",none")] = value
-        prompts = hashlib.sha256()
-        for instance in task.instances:
-            prompts.update(json.dumps(instance.args).encode())
-        values["n"] = len({instance.doc_id for instance in task.instances})
-        values["n_rows"] = len(items[name].rows)
-        values["n_paper"] = getattr(TASKS[name], args.split)[1]
-        values["source"] = items[name].source
-        values["data_sha256"] = items[name].sha256
-        values["prompts_sha256"] = prompts.hexdigest()
-        values["version"] = out["versions"][name]
-        if args.log_samples:
-            values["samples"] = out["samples"][name]
-    return scores
+        prompts = "".join(json.dumps(instance.args) for instance in task.instances)
+        scores[name] = values | {
+            "n": len({instance.doc_id for instance in task.instances}),
+            "n_rows": len(items[name].rows),
+            "n_paper": getattr(TASKS[name], args.split)[1],
+            "source": items[name].source,
+            "data_sha256": items[name].sha256,
+            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+            "version": out["versions"][name],
+        }
+    return scores, out.get("samples", {})
 
 
-def write_task(folder: str, name: str, rows: list[dict]) -> None:
-    """Write items, and a task file that reads them and is lm-eval's own in all else."""
+def task_config(name: str, rows: list[dict]) -> dict:
+    """Return lm-eval's own configuration of a task, with these items as its test set."""
     import datasets
 
-    file = f"{folder}/{name}.parquet"
-    datasets.Dataset.from_list(rows).to_parquet(file)
-    overlay = {
-        "include": str(task_file(name)),
-        "task": name,
-        "tag": None,
-        "dataset_path": "parquet",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": file}, "cache_dir": folder},
+    test_set = datasets.Dataset.from_list(rows)
+    return read_config(name) | {
+        "custom_dataset": lambda **_: {"test": test_set},
         "training_split": None,
         "validation_split": None,
         "test_split": "test",
-        "fewshot_split": None,
         "num_fewshot": 0,
     }
-    Path(folder, f"{name}.yaml").write_text(json.dumps(overlay))  # JSON is YAML
 
 
 # ----------------------------------------------------------------------------------------------
 # held-out rows
 
 
-def open_heldout(
-    data_dir: str, checkpoints: list["Checkpoint"], teacher: str | None, args
-) -> tuple[Rows, np.ndarray]:
-    """Return the held-out rows and the index of those to score.
-
-    Raises `UserError` if a checkpoint or the teacher has another tokenizer or BOS than the rows, or
-    cannot take their length.
-    """
-    seq_len = open_rows(data_dir, "val")[1]["row_len"] - 1
-    first = checkpoints[0]
-    rows = Rows(data_dir, "val", seq_len, False, first.shape.vocab_size)
-    bos = rows.manifest.get("bos")
-    for c in checkpoints:
-        n_positions = c.shape.max_position_embeddings
-        trained_bos = c.run.get("bos", bos)
-        if not args.rows:
-            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record)
-        if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
-            problem = f"rows of another tokenizer than that of {c.name}"
-            raise UserError(f"{data_dir}: {problem}; prepare some with that one")
-        if bos != trained_bos:
-            problem = f"{c.name} was trained on rows with bos={trained_bos}"
-            raise UserError(f"{data_dir}: rows with bos={bos}, but {problem}")
-        if seq_len > n_positions:
-            problem = f"{c.name} takes {n_positions} at most"
-            raise UserError(f"{data_dir}: rows of {seq_len} inputs, {problem}")
-        if c.shape.vocab_size != rows.n_vocab:
-            problem = f"{first.name} has {rows.n_vocab:,}"
-            raise UserError(f"{c.name}: vocabulary of {c.shape.vocab_size:,}, {problem}")
-    if teacher:
-        check_teacher(teacher, read_tokenizer(first.source), seq_len)
+def score_rows(
+    checkpoints: list["Checkpoint"], data_dir: str, teacher_name: str | None, args, device
+) -> None:
+    """Write each checkpoint's figures over held-out rows. The teacher is computed once for all."""
+    rows = open_heldout(data_dir, checkpoints, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     if not len(index):
         raise UserError(f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
-    return rows, index
-
-
-def held_out_figures(
-    checkpoints: list["Checkpoint"],
-    rows: Rows,
-    index: np.ndarray,
-    teacher_name: str | None,
-    args,
-    device: torch.device,
-) -> list[dict]:
-    """Return each checkpoint's figures over the rows of `index`, with their protocol."""
-    n_vocab = rows.n_vocab
+    first = checkpoints[0]
+    tokenizer = read_tokenizer(first.source)
     levels = dict(rows.levels)
     facts = {
         "dtype": args.dtype,
@@ -325,36 +278,63 @@ def held_out_figures(
     }
     teacher = None
     if teacher_name:
+        check_teacher(teacher_name, tokenizer, rows.ids.shape[1] - 1)
         levels["teacher"] = teacher_name
         facts["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
                 check_content(teacher_name, "teacher_sha256", sha256, c.record)
         dtype = getattr(torch, args.dtype)
-        teacher = open_cached(teacher_name, dtype, device, n_vocab, {rows: [index]})
+        teacher = open_cached(teacher_name, dtype, device, rows.n_vocab, {rows: [index]})
         if teacher is None:
-            teacher = load_teacher(teacher_name, dtype, device, vocab_size=n_vocab)
+            teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
         n_teacher = len(teacher.head)
-        if n_teacher != n_vocab:
-            problem = f"{checkpoints[0].name} has {n_vocab:,}"
-            raise UserError(f"{teacher_name}: vocabulary of {n_teacher:,}, {problem}")
-    n_bytes = byte_lengths(read_tokenizer(checkpoints[0].source), n_vocab)
-    models = [c.load(args.dtype, device) for c in checkpoints]  # one pass of the teacher for all
+        if n_teacher != rows.n_vocab:
+            problem = f"vocabulary of {n_teacher:,}, {first.name} has {rows.n_vocab:,}"
+            raise UserError(f"{teacher_name}: {problem}")
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab)
+    models = [c.load(args.dtype, device) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
-    return [{"protocol": facts, "figures": values | levels | facts} for values in figures]
+    for c, values in zip(checkpoints, figures, strict=True):
+        results = {"protocol": facts, "figures": values | levels | facts}
+        write("figures", results, c, device)
+
+
+def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
+    """Return the held-out rows.
+
+    Raises `UserError` if a checkpoint has another tokenizer, BOS or vocabulary than the rows, or
+    cannot take their length.
+    """
+    seq_len = open_rows(data_dir, "val")[1]["row_len"] - 1
+    first = checkpoints[0]
+    rows = Rows(data_dir, "val", seq_len, False, first.shape.vocab_size)
+    bos = rows.manifest["bos"]
+    for c in checkpoints:
+        trained_bos = c.run.get("bos", bos)
+        limit = c.shape.max_position_embeddings
+        if not args.rows:
+            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record)
+        if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
+            problem = f"rows of another tokenizer than that of {c.name}"
+            raise UserError(f"{data_dir}: {problem}; prepare some with that one")
+        if bos != trained_bos:
+            problem = f"{c.name} was trained on rows with bos={trained_bos}"
+            raise UserError(f"{data_dir}: rows with bos={bos}, but {problem}")
+        if seq_len > limit:
+            raise UserError(f"{data_dir}: rows of {seq_len} inputs, {c.name} takes {limit} at most")
+        if c.shape.vocab_size != rows.n_vocab:
+            problem = f"vocabulary of {c.shape.vocab_size:,}, {first.name} has {rows.n_vocab:,}"
+            raise UserError(f"{c.name}: {problem}")
+    return rows
 
 
 def over_rows(
-    students: list[Qwen2],
-    teacher: Teacher | None,
-    rows: Rows,
-    index: np.ndarray,
-    n_bytes: np.ndarray,
-    batch_tokens: int,
-) -> list[dict[str, float]]:
+    students: list[Qwen2], teacher: Teacher | None, rows: Rows, index, n_bytes, batch_tokens
+) -> list[dict]:
     """Return the figures of each student, with the number of targets, `n_targets`.
 
-    index    the rows to read
+    index    numbers of the rows to read
     n_bytes  [V] bytes of text that a token stands for. A BOS and an EOS are targets like any other
              but have no text: bits per byte leave them out.
     """
@@ -369,22 +349,21 @@ def over_rows(
 
     models = [(model.hidden, model.head) for model in students]
     head_t = teacher.head if teacher else None
-    text_bytes = torch.from_numpy(n_bytes).to(device)
+    n_bytes = n_bytes.to(device)
     results = []
-    for sums in metrics.row_sums(models, head_t, batches(), len(index), text_bytes):
+    for sums in metrics.row_sums(models, head_t, batches(), len(index), n_bytes):
         totals = {key: value.cpu().numpy().sum(0) for key, value in sums.items()}
         if not np.isfinite(totals["ce"]):
             problem = "the probability of a held-out token is 0 or not a number"
             raise UserError(f"{problem}; the weights have diverged")
-        figures = {key: float(value) for key, value in metrics.figures(totals).items()}
-        results.append(figures | {"n_targets": int(totals["n"])})
+        results.append(metrics.figures(totals) | {"n_targets": int(totals["n"])})
     return results
 
 
-def byte_lengths(tokenizer, n_vocab: int) -> np.ndarray:
+def byte_lengths(tokenizer, n_vocab: int) -> Tensor:
     """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding."""
     lengths = [len(piece) for piece in token_bytes(tokenizer.backend_tokenizer)]
-    return np.pad(lengths, (0, n_vocab - len(lengths)))
+    return torch.tensor(lengths + [0] * (n_vocab - len(lengths)))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -424,9 +403,8 @@ def open_checkpoints(args) -> list[Checkpoint]:
 
 def has_model(folder: Path) -> bool:
     """Return whether a student has finished, or is in training and has a checkpoint."""
-    if not folder.is_dir() or (folder / "stopped.json").is_file():
-        return False
-    return find_folder(str(folder)) != folder
+    is_stopped = (folder / "stopped.json").is_file()
+    return folder.is_dir() and not is_stopped and find_folder(str(folder)) != folder
 
 
 def open_checkpoint(name: str, args) -> Checkpoint:
@@ -440,13 +418,13 @@ def open_checkpoint(name: str, args) -> Checkpoint:
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
     run = run_facts(source, RUN)
     if not run:
-        folder = Path("out", "eval", Path(name).resolve().name)
+        folder = Path("out/eval", Path(name).resolve().name)
     elif (source.parent / "run.json").is_file():
         folder = source.parent
     else:
         say(f"{name}: scoring {source.parent}, of a training that goes on")
         *_, run_name, method, _, step = source.parent.resolve().parts
-        folder = Path("out", "eval", f"{run_name}_{method}_{step}")  # a checkpoint may be removed
+        folder = Path(f"out/eval/{run_name}_{method}_{step}")  # a checkpoint may be removed
     give_back_memory()
     model = Qwen2.from_pretrained(str(source))
     sha256 = check_model(name, model, run)
@@ -473,17 +451,17 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
 
     None stands for a setting that no run has, and for "none".
     """
-    if not value:
-        settings = dict.fromkeys(c.run["config"].get(key) for c in checkpoints if c.run)
-        values = list(filter(None, settings))
-        if len(values) > 1:
-            problem = f"{' in one run, '.join(values)} in another"
-            raise UserError(f"{key}: {problem}; score them apart, or set --rows or --teacher")
-        value = values[0] if values else None
-    return None if value == "none" else value
+    if value:
+        return None if value == "none" else value
+    values = dict.fromkeys(c.run["config"].get(key) for c in checkpoints if c.run)
+    values.pop(None, None)
+    if len(values) > 1:
+        problem = f"{' in one run, '.join(values)} in another"
+        raise UserError(f"{key}: {problem}; score them apart, or set --rows or --teacher")
+    return next(iter(values), None)
 
 
-def write(kind: str, results: dict, c: Checkpoint, device: torch.device) -> Path:
+def write(kind: str, results: dict, c: Checkpoint, device) -> Path:
     """Write a checkpoint's results with what they were made from. Returns the file."""
     made_from = {
         "weights_sha256": c.weights_sha256,
@@ -536,7 +514,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--reference", default="pretrain", help="of tables: the method that gains start from")
     add("--metric", default="acc", choices=("acc", "acc_norm"), help="of tables")
     args = p.parse_args(argv)
-    for key, least in (("limit", 2), ("max_rows", 1), ("skip_rows", 0), ("max_length", 1)):
+    least_values = {"limit": 2, "max_rows": 1, "skip_rows": 0, "max_length": 1}
+    for key, least in least_values.items():
         value = getattr(args, key)
         if value is not None and value < least:
             raise UserError(f"--{key} {value}: expected at least {least}")

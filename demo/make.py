@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -68,10 +68,9 @@ def make_text():
         hashes += f"{digest}  {document['name']}\n"
     atomic_write(DEMO / "teacher.sha256", hashes)
     counts = Counter(document["package"] for document in students)
-    names_of = {}
+    names_of = defaultdict(list)
     for package in sorted(counts, key=str.lower):
-        names = names_of.setdefault(licence_text(package), [])
-        names.append(f"{package}: {counts[package]} documents")
+        names_of[licence_text(package)].append(f"{package}: {counts[package]} documents")
     line = "=" * 80
     sections = []
     for terms, names in names_of.items():
@@ -81,8 +80,7 @@ def make_text():
 
 def write_documents(file, documents, level):
     lines = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in documents)
-    compressor = zstandard.ZstdCompressor(level=level, threads=0)
-    atomic_write(file, compressor.compress(lines.encode()))
+    atomic_write(file, zstandard.compress(lines.encode(), level))
     print(f"{file}: {len(documents):,} documents, {len(lines):,} characters")
 
 
@@ -125,8 +123,8 @@ def licence(package) -> str:
     about = package.metadata
     classifiers = about.get_all("Classifier", [])
     names = [c.split(" :: ")[-1] for c in classifiers if c.startswith("License")]
-    named = PYTHON_PARTS.get(about["Name"]) or about.get("License-Expression")
-    named = named or " OR ".join(names) or about.get("License", "")
+    expression = PYTHON_PARTS.get(about["Name"]) or about.get("License-Expression")
+    named = expression or " OR ".join(names) or about.get("License", "")
     return named if all(map(ALLOWED.match, re.split(r" AND | OR ", named))) else ""
 
 

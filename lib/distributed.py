@@ -21,8 +21,14 @@ def join(device: torch.device, timeout: timedelta) -> None:
     store, rank, n_processes = next(dist.rendezvous("env://", timeout=timeout))
     # After a restart torchrun's store still holds the addresses of processes that have ended.
     store = dist.PrefixStore(name_start(store, rank, n_processes), store)
-    keys = {"rank": rank, "world_size": n_processes, "timeout": timeout, "device_id": device_id}
-    dist.init_process_group(backend, store=store, **keys)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=n_processes,
+        timeout=timeout,
+        device_id=device_id,
+    )
 
 
 def name_start(store: dist.Store, rank: int, n_processes: int) -> str:
@@ -65,9 +71,10 @@ def shard(
     from torch.distributed import fsdp  # takes half a second, and few runs need it
 
     layers = list(layers)
+    n_copies = world() // n
     names = ("replicate", "shard")
-    mesh = dist.init_device_mesh(device.type, (world() // n, n), mesh_dim_names=names)
-    if world() == n:
+    mesh = dist.init_device_mesh(device.type, (n_copies, n), mesh_dim_names=names)
+    if n_copies == 1:
         mesh = mesh["shard"]
     policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     outside = set(root.parameters())

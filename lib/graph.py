@@ -27,10 +27,10 @@ class Rewrite(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         compute_once(graph)
-        inputs = graph.find_nodes(op="placeholder")
-        logits = [n for n in inputs if len(_shape(n)) == 2]  # of both models, of equal shape
+        inputs = [_shape(node) for node in graph.find_nodes(op="placeholder")]
+        logits = [shape for shape in inputs if len(shape) == 2]  # of both models, which are equal
         if logits:
-            dense = _shape(logits[0])
+            dense = logits[0]
             scatter_last(graph, dense)
             store_per_position(graph, dense)
             scatter_in_place(graph)
@@ -70,10 +70,8 @@ def scatter_last(graph: Graph, dense: tuple) -> None:
     where f is a sum or a cast and e is dense. The gradients of all terms are then added, narrowed
     and written in one pass, and k tokens follow.
     """
-    for node in list(graph.nodes):
-        while node.target is aten.scatter.src and _shape(node) == dense:
-            if len(node.users) != 1:
-                break
+    for node in graph.find_nodes(op="call_function", target=aten.scatter.src):
+        while _shape(node) == dense and len(node.users) == 1:
             (user,) = node.users
             others = [a for a in user.all_input_nodes if a is not node]
             if user.target not in MOVED or any(_shape(a) != dense for a in others):
@@ -83,22 +81,23 @@ def scatter_last(graph: Graph, dense: tuple) -> None:
                 at_tokens = {node: source}
                 for other in others:
                     at_tokens[other] = _gathered(graph, other, dim, index)
-                values_meta = user.meta | {"val": user.meta["val"].new_empty(_shape(index))}
-                everywhere = _copy(graph, user, {node: x}, user.meta)
-                values = _copy(graph, user, at_tokens, values_meta)
-                moved = _copy(graph, node, {x: everywhere, source: values}, user.meta)
+                everywhere = _copy(graph, user, {node: x})
+                values = _copy(graph, user, at_tokens)
+                values.meta["val"] = user.meta["val"].new_empty(_shape(index))
+                moved = _copy(graph, node, {x: everywhere, source: values})
+                moved.meta = user.meta.copy()
             user.replace_all_uses_with(moved)
             graph.erase_node(user)
             node = moved
 
 
-def _gathered(graph: Graph, node: Node, dim: int, index: Node) -> Node:
+def _gathered(graph, node, dim, index) -> Node:
     """Return node.gather(dim, index) of a copy of the node's dense arithmetic.
 
     Inductor would write a dense node with two users to memory.
     """
 
-    def copy(n: Node) -> Node:
+    def copy(n):
         if n.op == "call_function" and _shape(n) == _shape(node):
             return graph.node_copy(n, copy)
         return n
@@ -108,11 +107,9 @@ def _gathered(graph: Graph, node: Node, dim: int, index: Node) -> Node:
     return gathered
 
 
-def _copy(graph: Graph, node: Node, operands: dict, meta: dict) -> Node:
-    """Return a copy of a node with other operands and other metadata."""
-    copy = graph.node_copy(node, lambda a: operands.get(a, a))
-    copy.meta = meta.copy()
-    return copy
+def _copy(graph, node, operands: dict) -> Node:
+    """Return a copy of a node with other operands."""
+    return graph.node_copy(node, lambda a: operands.get(a, a))
 
 
 def store_per_position(graph: Graph, dense: tuple) -> None:
@@ -156,6 +153,6 @@ def scatter_in_place(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _shape(node: Node) -> tuple:
+def _shape(node) -> tuple:
     value = node.meta.get("val")
     return tuple(getattr(value, "shape", ()))

@@ -139,10 +139,8 @@ def read_items(
             rows = [{field: row[field] for field in fields} for row in rows]
         if not rows:
             raise UserError(f"{source}: no rows; expected items of {name}")
-        digest = hashlib.sha256()
-        for row in rows:
-            digest.update(json.dumps(row, sort_keys=True).encode())
-        got = digest.hexdigest()
+        text = "".join(json.dumps(row, sort_keys=True) for row in rows)
+        got = hashlib.sha256(text.encode()).hexdigest()
         items[name] = Items(source, rows, got)
         expected = PUBLISHED.get(f"{name}/{split}", got)
         if got != expected and not any_items:
@@ -160,14 +158,13 @@ def read_rows(
     They are in a local file, in a folder laid out like the hub, or on the hub.
     """
     import datasets
-    from lm_eval.tasks._yaml_loader import load_yaml
 
     if name == "storycloze_2016":
         file = find_storycloze(data_dir, storycloze)
         if file is None:
             raise UserError(STORYCLOZE)
         return str(file), read_stories(file)
-    config = load_yaml(task_file(name), resolve_func=False)
+    config = read_config(name)
     source = config["dataset_path"]
     if data_dir:
         file = Path(data_dir, name, f"{split}.jsonl")
@@ -218,7 +215,9 @@ def read_file(file: Path) -> list[dict]:
         return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
-def task_file(name: str) -> Path:
+def read_config(name: str) -> dict:
+    """Return lm-eval's own configuration of a task."""
     import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
 
-    return Path(lm_eval.tasks.__file__).parent / TASKS[name].file
+    return load_yaml(Path(lm_eval.tasks.__file__).parent / TASKS[name].file)

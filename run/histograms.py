@@ -5,6 +5,7 @@ Dimension key: B rows, T time, N positions, D width, V vocabulary.
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -33,37 +34,30 @@ def histograms(
              budget, how many positions have each budget
     """
     hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
-    n = 0
-    sums = {}
-    counts = {}
+    sums = defaultdict(int)
+    counts = defaultdict(int)
     with parallel.gathered_roots(s.model for s in live):
         students = objectives_with_budget(live, cfg)
         for x, y, h_t in _forward_batches(batches, cfg.group):
             labels = y.flatten()
             valid = labels != IGNORE
-            n = n + valid.sum()
             z_t = logits_of(h_t.flatten(0, 1), teacher.head)  # [N, V]
-            teacher_sums = _teacher_sums(z_t[valid], labels[valid])
-            for key, value in teacher_sums.items():
-                sums[key] = sums.get(key, 0) + value
+            for key, value in _teacher_sums(z_t[valid], labels[valid]).items():
+                sums[key] += value
             terms = {"": alra(z_t, z_t, labels, **hyper)}  # the teacher as its own student
             for name, (hidden, head, objective) in students.items():
-                h_s = hidden(x).flatten(0, 1)
-                z_s = logits_of(h_s, head)
+                z_s = logits_of(hidden(x).flatten(0, 1), head)
                 terms[name] = objective(z_s, z_t, labels)
             for name, result in terms.items():
                 n_bins = result.tokens.shape[1] + 1
-                budgets = torch.bincount(result.d_u[valid], minlength=n_bins)
-                counts[name] = counts.get(name, 0) + budgets
-    parallel.sum_in_place([n, *sums.values(), *counts.values()])
-    n = int(n)
+                counts[name] += torch.bincount(result.d_u[valid], minlength=n_bins)
+    parallel.sum_in_place([*sums.values(), *counts.values()])
     counts = {name: count.tolist() for name, count in counts.items()}
-    record = {"n": n, "d_u_hist": counts.pop("")}
+    budgets = counts.pop("")
+    n = sum(budgets)
+    record = {"n": n, "d_u_hist": budgets}
     for key, value in sums.items():
-        if value.ndim:
-            record[key] = value.tolist()
-        else:
-            record[key] = float(value) / n
+        record[key] = value.tolist() if value.ndim else float(value) / n
     return record, counts
 
 
@@ -73,21 +67,19 @@ def objectives_with_budget(live: list[Student], cfg: Config) -> dict[str, tuple]
     for s in live:
         method = resolve(s.name, **cfg.overrides_of(s.name))
         result_type = inspect.signature(method.fn).return_annotation
-        fields = getattr(result_type, "_fields", ())
-        if "d_u" in fields:  # such as AlraTerms
+        if "d_u" in getattr(result_type, "_fields", ()):  # such as AlraTerms
             objective = functools.partial(method.fn, **method.hyper)
-            hidden, head = hidden_and_head(s, cfg)
-            students[s.name] = hidden, head, objective
+            students[s.name] = (*hidden_and_head(s, cfg), objective)
     return students
 
 
-def _forward_batches(batches: Iterable, group: int) -> Iterable[tuple]:
+def _forward_batches(batches, group) -> Iterable[tuple]:
     """Yield x, y and the teacher's hidden states of `group` rows at a time."""
     for x, y, _, h_t in batches:
         yield from zip(x.split(group), y.split(group), h_t.split(group), strict=True)
 
 
-def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:
+def _teacher_sums(z, y) -> dict[str, Tensor]:
     """Return sums over valid positions [], and counts of positions in 50 bins by probability."""
     logp = z.log_softmax(-1)
     logp_label = pick(logp, y)
@@ -99,10 +91,7 @@ def _teacher_sums(z: Tensor, y: Tensor) -> dict[str, Tensor]:
         "ce": -logp_label,
         "entropy": -(logp.exp() * logp).sum(-1),
     }
-    sums = {}
-    for key, value in values.items():
-        sums[key] = value.double().sum()
+    sums = {key: value.double().sum() for key, value in values.items()}
     for key in ("p_label", "p_top1"):
-        counts = torch.histc(values[key].float(), 50, 0, 1)
-        sums[f"{key}_hist"] = counts.long()
+        sums[f"{key}_hist"] = torch.histc(values[key], 50, 0, 1).long()
     return sums

@@ -430,12 +430,12 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
 
 
 def test_what_cannot_be_made_or_scored_is_in_the_report(argv, begun, tmp_path, monkeypatch, capsys):
-    figures = ev.held_out_figures
+    scored = ev.score_rows
 
-    def held_out_figures(checkpoints, *more):
+    def score_rows(checkpoints, *more):
         if any(c.name.endswith("alra") for c in checkpoints):
             raise UserError("the weights have diverged")
-        return figures(checkpoints, *more)
+        scored(checkpoints, *more)
 
     def open_teacher(cfg, *more):
         if "tad" in cfg.methods[0]:
@@ -443,7 +443,7 @@ def test_what_cannot_be_made_or_scored_is_in_the_report(argv, begun, tmp_path, m
         return opened(cfg, *more)
 
     opened = train.open_teacher
-    monkeypatch.setattr(ev, "held_out_figures", held_out_figures)
+    monkeypatch.setattr(ev, "score_rows", score_rows)
     monkeypatch.setattr(train, "open_teacher", open_teacher)
     argv = [*argv, "--seeds=1", "--per_run=1", f"--out={tmp_path}"]
     argv.append("--methods=pretrain,alra,tad")

@@ -46,7 +46,7 @@ COUNTED = {
 SCORED = {  # of figures or of scores
     "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics._add_figures"),
     "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "eval.Scorer"),
-    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval.write_task"),
+    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval.task_config"),
     "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens.token_bytes"),
 }
 NOT_COUNTED = {

@@ -49,10 +49,7 @@ def bench_fused(args) -> list[str]:
     """Compare forward and backward of both heads and the loss, for one row of n positions."""
     shape = PRESETS[args.student]
     d_t = PRESETS[args.teacher].hidden_size
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, device=args.device, dtype=args.dtype)
-
+    draw = functools.partial(torch.randn, device=args.device, dtype=args.dtype)
     h_s = (0.02 * draw(1, args.n, shape.hidden_size)).requires_grad_()
     w_s = draw(shape.vocab_size, shape.hidden_size).float().requires_grad_()
     h_t = 0.02 * draw(1, args.n, d_t)
@@ -69,7 +66,7 @@ def bench_fused(args) -> list[str]:
         return z_s @ w_s.to(args.dtype), z_s.T @ h_s[0]
 
     def plain():
-        loss = alra_loss(*map(Tensor.float, logits()), y[0])  # holds no logits
+        loss, _ = method_loss("alra", *map(Tensor.float, logits()), y[0])  # holds no logits
         return torch.autograd.grad(loss, (h_s, w_s))
 
     def fused(loss_fn: Callable):
@@ -84,11 +81,6 @@ def bench_fused(args) -> list[str]:
     return [row("fused", "alra", results, name) for name in results if name != "alra"]
 
 
-def alra_loss(*inputs: Tensor) -> Tensor:
-    """Return the loss of whole logits, in eager code."""
-    return method_loss("alra", *inputs)[0]
-
-
 def bench_step(args) -> list[str]:
     """Compare training steps with random weights: forward, backward, clipping and AdamW."""
     shape = PRESETS[args.student]
@@ -101,7 +93,7 @@ def bench_step(args) -> list[str]:
     for name, make in makers.items():
         base = start_memory(args.device)
         results |= measure({name: make(name, x, y, args)}, args)
-        results[name]["mib"] = [peak_memory(args.device, base)]  # all that a step holds
+        results[name]["mib"] = [peak_memory(args.device) - base]  # all that a step holds
         rate = x.numel() / median(results[name]["sec"])
         note = f"{rate:,.0f} tokens/s"
         share = mfu(rate * flops, args.device, 1)
@@ -148,7 +140,8 @@ def transformers_step(_: str, x: Tensor, y: Tensor, args):
         with torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32):
             z_t = teacher(x).logits.float()
             z_s = student(x).logits.float()
-        alra_loss(z_s.flatten(0, 1), z_t.flatten(0, 1), y.flatten()).backward()
+        loss, _ = method_loss("alra", z_s.flatten(0, 1), z_t.flatten(0, 1), y.flatten())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -177,44 +170,40 @@ def measure(cases: dict, args) -> dict[str, dict]:
             if args.device.type == "cuda":
                 torch.cuda.synchronize(args.device)
             results[name]["sec"].append(time.perf_counter() - begin)
-            results[name]["mib"].append(peak_memory(args.device, base))
+            results[name]["mib"].append(peak_memory(args.device) - base)
     return results
 
 
 def start_memory(device: torch.device) -> float:
-    """Free memory, reset the peak and return the MiB in use; NaN if the system reports none."""
+    """Free memory and make what is in use the peak. Returns it in MiB."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device) / 2**20
-    give_back_memory()
-    if PROCESS.exists():
-        PROCESS.joinpath("clear_refs").write_text("5")
-    return process_mib("VmRSS")
+    else:
+        give_back_memory()
+        if PROCESS.exists():
+            PROCESS.joinpath("clear_refs").write_text("5")
+    return peak_memory(device)
 
 
-def peak_memory(device: torch.device, base: float) -> float:
-    """Return the peak in MiB above `base` since `start_memory`."""
+def peak_memory(device: torch.device) -> float:
+    """Return the peak in MiB since `start_memory`; NaN if the system reports none."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20 - base
-    return process_mib("VmHWM") - base
-
-
-def process_mib(key: str) -> float:
+        return torch.cuda.max_memory_allocated(device) / 2**20
     if not PROCESS.exists():
         return math.nan
     status = PROCESS.joinpath("status").read_text()
-    return int(re.search(rf"{key}:\s+(\d+)", status)[1]) / 1024
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
 
 
 def row(section: str, case: str, results: dict, other: str, note: str = "") -> str:
     """Return the table's line of a case, compared with another one of its section."""
     a = results[case]
     b = results[other]
-    mib = median(a["mib"])
     ratios = [x / y for x, y in zip(a["sec"], b["sec"], strict=True)]
+    mib = median(a["mib"])
     memory = mib / (median(b["mib"]) or math.nan)
     compared = f"{section} | {case} | {other} | {spread(ratios, '.2f')} | {memory:.2f}"
     return f"| {compared} | {spread(a['sec'], '.3f')} | {mib:,.0f} | {note} |"
@@ -238,7 +227,6 @@ OPTIONS = {
     "teacher": "1.8b",
     "out": "out/bench.md",
 }
-TINY = {"n": 13, "rows": 2, "repeats": 1, "student": "mini", "teacher": "demo_teacher"}
 HEAD = "| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |"
 
 
@@ -252,7 +240,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if "gpu" in argv:
         parser.set_defaults(rows=8, device="cuda")
     if "--tiny" in argv:
-        parser.set_defaults(**TINY)
+        parser.set_defaults(n=13, rows=2, repeats=1, student="mini", teacher="demo_teacher")
     args = parser.parse_args(argv)
     if "gpu" in args.sections:
         args.sections = list(SECTIONS)

@@ -24,6 +24,8 @@ from run.scoring import check_model
 from run.tables import run_facts
 from run.teacher import Teacher, check_vocabulary, load_teacher
 
+OPTIONS = {"prompt": "", "tokens": 100, "temperature": 0.8, "top_k": 0, "seed": 0}
+
 
 @torch.no_grad()
 def generate(model: Teacher, ids: list[int], eos: int, args) -> list[int]:
@@ -47,11 +49,8 @@ def main(argv: list[str]) -> None:
     layout = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("checkpoint")
-    parser.add_argument("--prompt", default="")
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top_k", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args(argv)
     usable = args.temperature == 0 or 1e-3 <= args.temperature <= 1e3
     if not usable or args.tokens < 1 or args.top_k < 0:

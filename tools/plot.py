@@ -352,22 +352,8 @@ def sentence(text, folder, path):
             axis.bar_label(bars, [f"{m:.0%}" for m in mass], fontsize=7, padding=1)
         for u in x:
             column = {-2.5: ids[u], -1.5: ids[u + 1], **dict(enumerate(terms.tokens[u]))}
-            for y, token in column.items():
-                word = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
-                cell = axis.text(
-                    u,
-                    y,
-                    word,
-                    size=7,
-                    family="monospace",
-                    ha="center",
-                    va="center",
-                    parse_math=False,
-                )
-                if token == z_t[u].argmax():
-                    cell.set_weight("bold")
-                if y > -2 and token not in z_s[u].topk(d_max).indices:
-                    cell.set_color("red")
+            proposals = z_s[u].topk(d_max).indices
+            draw_tokens(axis, u, column, z_t[u].argmax(), proposals, tokenizer)
         axis.set(
             title=f"{folder.name}, update {int(model.parent.name[5:]):,}",
             xlim=(-0.6, len(x) - 0.4),
@@ -380,6 +366,18 @@ def sentence(text, folder, path):
         "coloured: local set, its mass below; bold: teacher's top-1; red: no proposal", fontsize=8
     )
     save(figure, path)
+
+
+def draw_tokens(axis, x, column, top_1, proposals, tokenizer):
+    """Write the tokens of a column {y: token}: `top_1` in bold, what is no proposal in red."""
+    style = {"size": 7, "family": "monospace", "ha": "center", "va": "center", "parse_math": False}
+    for y, token in column.items():
+        word = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
+        cell = axis.text(x, y, word, **style)
+        if token == top_1:
+            cell.set_weight("bold")
+        if y > -2 and token not in proposals:  # above -2 is the token read
+            cell.set_color("red")
 
 
 def logits(model, ids):

@@ -25,7 +25,7 @@ from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
-from losses import default_settings, resolve, settings
+from losses import Method, default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
@@ -41,9 +41,21 @@ STEP = (
 )
 # What cannot change a number of a step, or is in the record by its content.
 NOT_FOLLOWED = (
-    *("configure", "lib.device", "lib.errors", "lib.files", "lib.hf", "lib.settings"),
-    *("run.cache", "run.checkpoints", "run.identity", "run.log", "run.preflight", "run.students"),
-    *("losses.METHODS", "losses.HINTS", "model.PRESETS"),
+    "configure",
+    "lib.device",
+    "lib.errors",
+    "lib.files",
+    "lib.hf",
+    "lib.settings",
+    "run.cache",
+    "run.checkpoints",
+    "run.identity",
+    "run.log",
+    "run.preflight",
+    "run.students",
+    "losses.METHODS",
+    "losses.HINTS",
+    "model.PRESETS",
 )
 
 
@@ -55,7 +67,7 @@ def made_by(cfg: Config, name: str) -> dict:
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record |= {
         "methods": name.partition("@")[0],
-        "hyper": all_settings(cfg, name),
+        "hyper": all_settings(cfg, name, method),
         "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
         "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
@@ -75,10 +87,12 @@ def read_manifest(cfg: Config, part: str) -> dict:
     return read_json(Path(cfg.data_dir, f"{part}.json"), {"sha256": str, "tokenizer_sha256": str})
 
 
-def all_settings(cfg: Config, name: str) -> dict:
-    """Return all settings of a student: its objective's, its weights, and `lr` if it was set."""
+def all_settings(cfg: Config, name: str, method: Method) -> dict:
+    """Return all settings of a student: its objective's, its weights, and `lr` if it was set.
+
+    method  has the chosen settings, except `lr`
+    """
     chosen = cfg.settings_of(name)
-    method = resolve(name, **cfg.overrides_of(name))  # with the chosen settings, except lr
     values = chosen | default_settings(method.fn) | method.hyper
     values |= {"w_kd": method.w_kd, "w_ce": method.w_ce}
     return {key: values[key] for key in (*settings(name), *chosen)}
@@ -98,7 +112,7 @@ def record_hash(record: dict) -> str:
 def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     """Return a phrase for each key in which two records differ."""
     phrases = {}
-    for key in {**earlier, **current}:
+    for key in earlier | current:
         old = earlier.get(key)
         new = current.get(key)
         if old == new:
@@ -106,7 +120,7 @@ def record_changes(earlier: dict, current: dict) -> dict[str, str]:
         if key not in EDITS:
             phrases[key] = f"{key} was {old!r:.80}, now {new!r:.80}"
         elif isinstance(old, dict):
-            edited = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+            edited = [path for path in old | new if old.get(path) != new.get(path)]
             phrases[key] = f"edited since: {', '.join(edited)}"
         else:
             phrases[key] = f"its {key} was recorded by another version of this project"
@@ -144,7 +158,8 @@ def file_hash(file: Path) -> str:
     """Return the sha256 of a file. A process reads it again only if its size or time changes."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
-    return _file_hash(file, file.stat().st_size, file.stat().st_mtime_ns)
+    facts = file.stat()
+    return _file_hash(file, facts.st_size, facts.st_mtime_ns)
 
 
 @functools.cache
@@ -171,7 +186,7 @@ def objective_code(name: str) -> dict[str, str]:
     """
     name = name.partition("@")[0]
     fn = resolve(name).fn
-    module = getattr(fn, "__module__", "")
+    module = fn.__module__
     path = f"{module}.{getattr(fn, '__qualname__', '')}"
     file = getattr(sys.modules.get(module), "__file__", None) or ROOT
     hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))

@@ -79,13 +79,11 @@ def load_teacher(
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last
     hidden states times its head, and one whose hidden states depend on later tokens.
     """
-    home = home or device
-    if is_native(name):
-        model = Qwen2.from_pretrained(name, dtype, device, shard)
-        return Teacher(model, home, vocab_size)
-    from run.foreign import load_foreign  # few runs need it
+    load = Qwen2.from_pretrained
+    if not is_native(name):
+        from run.foreign import load_foreign as load  # few runs need it
 
-    return Teacher(load_foreign(name, dtype, device, shard), home, vocab_size)
+    return Teacher(load(name, dtype, device, shard), home or device, vocab_size)
 
 
 def is_native(name: str) -> bool:

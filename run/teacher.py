@@ -79,8 +79,9 @@ def load_teacher(
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last
     hidden states times its head, and one whose hidden states depend on later tokens.
     """
-    load = Qwen2.from_pretrained
-    if not is_native(name):
+    if is_native(name):
+        load = Qwen2.from_pretrained
+    else:
         from run.foreign import load_foreign as load  # few runs need it
 
     return Teacher(load(name, dtype, device, shard), home or device, vocab_size)

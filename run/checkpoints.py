@@ -68,8 +68,8 @@ def resume(students: list[Student], run: Run) -> None:
     cfg = run.cfg
     out = Path(cfg.out_dir)
     starts = earlier_starts(out / "run.json", cfg)
-    starting_points = [[s.init_sha256, *s.checkpoints()] for s in students]
-    parallel.check_agreement(**{"first weights and checkpoints": starting_points})
+    begins = [[s.init_sha256, *s.checkpoints()] for s in students]
+    parallel.check_agreement(**{"first weights and checkpoints": begins})
     stop_steps = read_stops(students)
     live = [s for s in students if not s.stopped]
     common = set()  # the steps of which every live student has a checkpoint
@@ -78,7 +78,7 @@ def resume(students: list[Student], run: Run) -> None:
     if not live:  # every student has stopped
         run.step = max(stop_steps)
     elif common:
-        run.step = newest_complete(live, common, run)
+        run.step = newest_complete(live, common)
         restore(live, run)
     elif any((s.folder / "log.jsonl").exists() for s in live):
         raise UserError(
@@ -139,24 +139,24 @@ def read_stops(students: list[Student]) -> list[int]:
     return steps
 
 
-def newest_complete(live: list[Student], steps: set[int], run: Run) -> int:
-    """Return the newest of `steps` at which all checkpoints are intact.
+def newest_complete(live: list[Student], steps: set[int]) -> int:
+    """Return the newest of `steps` at which every student's checkpoint is as it was saved.
 
-    Raises `UserError` if they belong to another run, or if none is intact.
+    Raises `UserError` if there is none.
     """
     for step in sorted(steps, reverse=True):
         try:
             for s in live:
-                check_same_run(s.name, s.checkpoints()[step], run)
+                read_state(s.checkpoints()[step])
             return step
-        except BrokenError as error:
+        except UserError as error:
             if step == min(steps):
                 raise
             say(f"skipped: {error}")
 
 
 def check_same_run(name: str, checkpoint: Path, run: Run) -> None:
-    """Raise `UserError` if a checkpoint belongs to another student than this run trains.
+    """Raise `UserError` if a checkpoint belongs to another student than `name` of this run.
 
     `accept_edits` takes code that was edited as equal; run.json says so.
     """
@@ -180,11 +180,16 @@ def check_same_run(name: str, checkpoint: Path, run: Run) -> None:
 
 
 def restore(live: list[Student], run: Run) -> None:
-    """Load every student's checkpoint of `run.step`, and the counts of the run."""
+    """Load every student's checkpoint of `run.step`, and the counts of the run.
+
+    Raises `UserError` if one belongs to another run.
+    """
     # the saved sums are over all processes, so the first process takes them
     share = 0.0 if parallel.rank() else 1.0
     for s in live:
-        state = load_checkpoint(s.checkpoints()[run.step], s)
+        checkpoint = s.checkpoints()[run.step]
+        check_same_run(s.name, checkpoint, run)
+        state = load_checkpoint(checkpoint, s)
         for key, value in state["sums"].items():
             total = math.nan if value is None else value * share  # JSON has no NaN
             s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
@@ -297,9 +302,9 @@ def differs_in_transformers(folder: Path, shape: Qwen2Config, weights: dict) -> 
     z = model(ids)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    load = transformers.AutoModelForCausalLM.from_pretrained
     try:
-        error = (load(folder, dtype=torch.float32)(ids).logits - z).norm() / z.norm()
+        saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        error = (saved(ids).logits - z).norm() / z.norm()
     except Exception as problem:  # whatever it is, training has ended well
         return first_line(problem)
     return None if error < 1e-4 else f"its logits differ by {error:.2%}"
@@ -368,14 +373,10 @@ def delete_older(s: Student, run: Run) -> None:
             files.discard(saved[step])
 
 
-class BrokenError(UserError):
-    """A checkpoint is not as it was saved."""
-
-
 def read_state(path: Path) -> dict:
     """Read a checkpoint's state.json.
 
-    Raises `BrokenError` unless every file of the checkpoint is as it was saved.
+    Raises `UserError` unless every file of the checkpoint is as it was saved.
     """
     try:
         state = read_json(path / "state.json", STATE)
@@ -388,7 +389,7 @@ def read_state(path: Path) -> dict:
         if changed:
             raise UserError(f"{path}: {changed} not as it was saved")
     except UserError as error:
-        raise BrokenError(f"{error}; move {path} aside to resume from the one before") from error
+        raise UserError(f"{error}; move {path} aside to resume from the one before") from error
     return state
 
 
@@ -399,9 +400,7 @@ def load_checkpoint(path: Path, s: Student) -> dict:
         raise UserError(
             f"{path}: a student of another shape; set --student to it, or choose another checkpoint"
         )
-    groups = {}
-    for file in state["files_sha256"]:
-        groups[file] = safetensors.torch.load_file(path / file)
+    groups = {file: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
     if not groups:  # a checkpoint of step 0
         return state
     problem = "its student had other parameters or extras; choose another checkpoint"

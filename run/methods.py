@@ -246,12 +246,12 @@ def _try_once(method: Method, z: Tensor, y: Tensor) -> Tensor:
     z_s, z_t = z.clone()
     labels = y.clone()
     state = {key: value.clone() for key, value in method.state.items()}
-    keywords = {}
+    keywords = dict(method.hyper)
     if "generator" in default_settings(method.fn):
         keywords["generator"] = torch.Generator()
     if state:
         keywords["state"] = state
-    parts = parts_of(method.fn(z_s.requires_grad_(), z_t, labels, **method.hyper, **keywords))
+    parts = parts_of(method.fn(z_s.requires_grad_(), z_t, labels, **keywords))
     loss = parts["loss"]
     next_state = parts.pop("state", {})
     shapes = {key: value.shape for key, value in next_state.items()}

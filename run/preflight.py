@@ -68,9 +68,10 @@ def check_config(cfg: Config) -> None:
     for name in cfg.methods:
         if needs_teacher(name) and not cfg.teacher:
             raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
-    n_positions = shape.max_position_embeddings
-    if cfg.seq_len > n_positions:
-        raise UserError(f"seq_len={cfg.seq_len}: the student supports {n_positions} positions")
+    if cfg.seq_len > shape.max_position_embeddings:
+        raise UserError(
+            f"seq_len={cfg.seq_len}: the student supports {shape.max_position_embeddings} positions"
+        )
 
 
 def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:

@@ -99,17 +99,19 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
         raise UserError(
             f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller one"
         )
-    ids = tokenizer.get_vocab()
     reason = "logits are matched token by token"
     check_vocabulary(f"teacher={name}", shape["vocab_size"], tokenizer, reason)
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
     if file.is_file() and str(file.parent) != tokenizer.name_or_path:
         teacher_ids = load_tokenizer(name).get_vocab()
-        for token in sorted(ids):
-            if teacher_ids.get(token) != ids[token]:
-                theirs = f"its tokenizer gives {token!r} id {teacher_ids.get(token)}"
-                raise UserError(f"teacher={name}: {theirs}, that of the rows {ids[token]}")
+        for token, index in sorted(tokenizer.get_vocab().items()):
+            theirs = teacher_ids.get(token)
+            if theirs != index:
+                raise UserError(
+                    f"teacher={name}: its tokenizer gives {token!r} id {theirs}, "
+                    f"that of the rows {index}"
+                )
 
 
 def check_vocabulary(
@@ -118,8 +120,10 @@ def check_vocabulary(
     """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
     n_tokens = max(tokenizer.get_vocab().values()) + 1
     if n_tokens > n_vocab:
-        problem = f"vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
-        raise UserError(f"{name}: {problem}; {remedy}")
+        raise UserError(
+            f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "
+            f"{remedy}"
+        )
     return n_tokens
 
 

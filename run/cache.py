@@ -62,18 +62,18 @@ class States:
         self.values = np.memmap(self.file, np.uint8, "r", shape=(rows.n, row_bytes))  # [n, M]
         self.sums = np.memmap(self.file, np.uint64, "r", offset=self.values.size)  # [n]
 
-    def checksums(self, index: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def checksums(self, index, values) -> np.ndarray:
         sums = np.empty(len(index), np.uint64)
         for at, (row, value) in enumerate(zip(index, values, strict=True)):
             sums[at] = 2**32 + zlib.crc32(value, zlib.crc32(f"{self.file.name} {row}".encode()))
         return sums
 
-    def write(self, index: np.ndarray, values: np.ndarray) -> None:
+    def write(self, index, values) -> None:
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
         self.put(0, index, values)
         self.put(self.values.size, index, self.checksums(index, values))
 
-    def put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
+    def put(self, start, index, parts) -> None:
         # on a full disk this is an error; a write to a memmap would be a crash
         try:
             with writing(self.file), self.file.open("r+b") as file:
@@ -100,9 +100,8 @@ class CachedTeacher:
         self.load = load
         self.is_stored = body is None
         # sharded layers compute on all processes together, even on those that could read
-        self.always_computes = False
-        if body is not None:
-            self.always_computes = any(map(parallel.is_sharded, body.model.modules()))
+        modules = body.model.modules() if body else ()
+        self.always_computes = any(map(parallel.is_sharded, modules))
 
     def hidden(self, x: Tensor, rows: Rows, index: np.ndarray) -> Tensor:
         """Return the last hidden states [B, T, D] of rows `index`, whose inputs are x [B, T].
@@ -191,7 +190,7 @@ def open_cached(
     return CachedTeacher(body.head, states, body, load)
 
 
-def read_head(file: Path) -> Tensor | None:
+def read_head(file) -> Tensor | None:
     """Return the stored head, or None if there is none or it is damaged."""
     with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
         saved = safetensors.torch.load_file(file)

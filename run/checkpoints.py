@@ -21,16 +21,14 @@ import math
 import platform
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import configure
-from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, uncommitted_edits
@@ -38,7 +36,7 @@ from lib.errors import UserError, first_line
 from lib.files import read_json, reading
 from lib.hf import find_folder, tensors_hash
 from lib.settings import NonNegativeInt
-from model import Qwen2, Qwen2Config
+from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say, write_waiting
 from run.methods import compute_dtype
@@ -110,7 +108,7 @@ def resume(students: list[Student], run: Run) -> None:
     configure.PROGRESS["step"] = run.step
 
 
-def earlier_starts(file: Path, cfg: Config) -> list[dict]:
+def earlier_starts(file, cfg) -> list[dict]:
     """Return the starts in a run's run.json; none if it is missing or broken.
 
     Raises `UserError` if it is that of a student, or of a run of other methods.
@@ -155,7 +153,7 @@ def newest_complete(live: list[Student], steps: set[int]) -> int:
             say(f"skipped: {error}")
 
 
-def check_same_run(name: str, checkpoint: Path, run: Run) -> None:
+def check_same_run(name, checkpoint, run) -> None:
     """Raise `UserError` if a checkpoint belongs to another student than `name` of this run.
 
     `accept_edits` takes code that was edited as equal; run.json says so.
@@ -179,7 +177,7 @@ def check_same_run(name: str, checkpoint: Path, run: Run) -> None:
     raise UserError(message)
 
 
-def restore(live: list[Student], run: Run) -> None:
+def restore(live: list[Student], run) -> None:
     """Load every student's checkpoint of `run.step`, and the counts of the run.
 
     Raises `UserError` if one belongs to another run.
@@ -196,7 +194,7 @@ def restore(live: list[Student], run: Run) -> None:
     run.counts = {key: state[key] for key in COUNTS}
 
 
-def start_from(name: str, live: list[Student], run: Run) -> None:
+def start_from(name, live: list[Student], run) -> None:
     """Load the checkpoint `resume_from` into every student. `run` goes on from its step."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
@@ -212,7 +210,7 @@ def start_from(name: str, live: list[Student], run: Run) -> None:
     run.counts["valid_tokens"] = state["valid_tokens"]
 
 
-def record_start(file: Path, starts: list[dict], run: Run) -> None:
+def record_start(file, starts: list[dict], run) -> None:
     """Write run.json, and add this start to the earlier ones; uncommitted edits go into code.diff.
 
     A broken run.json is set aside.
@@ -231,7 +229,7 @@ def record_start(file: Path, starts: list[dict], run: Run) -> None:
     files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
 
 
-def check_disk(students: list[Student], cfg: Config) -> str:
+def check_disk(students: list[Student], cfg) -> str:
     """Check that checkpoints and models fit on the disk. Returns a sentence that says so."""
     out = Path(cfg.out_dir)
     n_params = students[0].model.n_params
@@ -249,7 +247,7 @@ def check_disk(students: list[Student], cfg: Config) -> str:
     return use
 
 
-def say_summary(students: list[Student], run: Run) -> None:
+def say_summary(students: list[Student], run) -> None:
     """Print the machine, teacher and students, the students' size, and how far the run has come."""
     cfg = run.cfg
     first = students[0]
@@ -278,7 +276,7 @@ def save_model(s: Student, run: Run) -> None:
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-def write_model(s: Student, weights: dict[str, Tensor], run: Run) -> None:
+def write_model(s, weights: dict[str, Tensor], run) -> None:
     folder = s.folder / "model"
     s.model.save_pretrained(folder, s.tokenizer, weights)
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(weights)}
@@ -293,7 +291,7 @@ def write_model(s: Student, weights: dict[str, Tensor], run: Run) -> None:
 
 
 @torch.no_grad()
-def differs_in_transformers(folder: Path, shape: Qwen2Config, weights: dict) -> str | None:
+def differs_in_transformers(folder, shape, weights: dict[str, Tensor]) -> str | None:
     """Return how the logits of a saved model differ in transformers by more than rounding."""
     with torch.device("meta"):
         model = Qwen2(shape)
@@ -330,34 +328,33 @@ def save_checkpoints(live: list[Student], run: Run) -> None:
     run.checkpoint_sec += time.perf_counter() - began
 
 
-def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
+def tensors_of(s) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each file of a checkpoint: whole ones, on the first process only."""
     optimizer = {}
     for name, p in s.parameters_by_name().items():
         for key, value in s.optimizer.state[p].items():
             optimizer[f"{name}/{key}"] = value
-    groups = {OPTIMIZER: optimizer}  # the largest first: see write_checkpoint
-    groups[MODEL] = s.model.state_dict()
+    groups = {OPTIMIZER: optimizer, MODEL: s.model.state_dict()}
     if s.extras:
         groups[EXTRAS] = s.extras.state_dict()
     return {file: parallel.to_first(tensors) for file, tensors in groups.items()}
 
 
-def write_checkpoint(path: Path, groups: dict[str, dict], state: dict, s: Student) -> None:
+def write_checkpoint(path, groups: dict[str, dict], state: dict, s) -> None:
     """Write a folder with model/ for transformers, further groups of tensors, and state.json."""
     hashes = {}
-    with files.atomic_folder(path) as new, ThreadPoolExecutor() as pool:
+    with files.atomic_folder(path) as new:
         for file, tensors in groups.items():
             if file == MODEL:
                 s.model.save_pretrained(new / "model", s.tokenizer, tensors)
             else:
                 safetensors.torch.save_file(tensors, new / file)
-            hashes[file] = pool.submit(file_hash, new / file)  # while the next one is written
-        state["files_sha256"] = {file: sha.result() for file, sha in hashes.items()}
+            hashes[file] = file_hash(new / file)
+        state["files_sha256"] = hashes
         files.write_json(new / "state.json", state)
 
 
-def delete_older(s: Student, run: Run) -> None:
+def delete_older(s, run) -> None:
     """Delete checkpoints up to this step, except the last `keep_checkpoints`.
 
     A stopping student keeps all of them until stopped.json is written: after a kill the students
@@ -373,7 +370,7 @@ def delete_older(s: Student, run: Run) -> None:
             files.discard(saved[step])
 
 
-def read_state(path: Path) -> dict:
+def read_state(path) -> dict:
     """Read a checkpoint's state.json.
 
     Raises `UserError` unless every file of the checkpoint is as it was saved.
@@ -393,7 +390,7 @@ def read_state(path: Path) -> dict:
     return state
 
 
-def load_checkpoint(path: Path, s: Student) -> dict:
+def load_checkpoint(path, s) -> dict:
     """Restore a student's weights, extras and optimizer. Returns the checkpoint's state."""
     state = read_state(path)
     if state["made_by"]["shape"] != dataclasses.asdict(s.model.config):
@@ -415,7 +412,7 @@ def load_checkpoint(path: Path, s: Student) -> dict:
     return state
 
 
-def copy_tensors(saved: dict[str, Tensor], module: nn.Module) -> None:
+def copy_tensors(saved: dict[str, Tensor], module) -> None:
     for key, p in module.state_dict().items():
         p.copy_(parallel.distribute_like(saved[key], p))
 
@@ -447,7 +444,7 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
     return [s for s in live if not s.stopped]
 
 
-def stop(s: Student, run: Run) -> None:
+def stop(s, run) -> None:
     """Write stopped.json, and print how the student can continue."""
     newest = max(s.checkpoints().values(), default="CHECKPOINT")
     s.stopped = (

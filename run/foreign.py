@@ -39,15 +39,12 @@ def load_foreign(name: str, dtype: torch.dtype, device: torch.device, shard: int
     model.requires_grad_(False).eval()
     if shard > 1:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        layers = max(lists, key=count_parameters)  # the decoder layers are the heaviest list
+        # the decoder layers are the heaviest list
+        layers = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
         distributed.shard(model.base_model, layers, shard, device, layers_only=True)
     model.to(device)
     check_logits(name, model)
     return model
-
-
-def count_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def foreign_config(name: str) -> transformers.PretrainedConfig:

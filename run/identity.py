@@ -25,7 +25,7 @@ from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
-from losses import Method, default_settings, resolve, settings
+from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
@@ -62,7 +62,9 @@ NOT_FOLLOWED = (
 def made_by(cfg: Config, name: str) -> dict:
     """Return everything that determines a student's weights, up to rounding, as a JSON object."""
     method = resolve(name, **cfg.overrides_of(name))
-    train = read_manifest(cfg, "train")
+    kinds = {"sha256": str, "tokenizer_sha256": str}
+    train = read_json(Path(cfg.data_dir, "train.json"), kinds)
+    val = read_json(Path(cfg.data_dir, "val.json"), kinds)
     record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record |= {
@@ -77,17 +79,13 @@ def made_by(cfg: Config, name: str) -> dict:
         "resume_from": content_hash(cfg.resume_from),
         "teacher_sha256": content_hash(cfg.teacher) if method.has_teacher else None,
         "data_sha256": train["sha256"],
-        "val_sha256": read_manifest(cfg, "val")["sha256"],
+        "val_sha256": val["sha256"],
         "tokenizer_sha256": train["tokenizer_sha256"],
     }
     return json.loads(json.dumps(record))  # tuples become lists, as in a file
 
 
-def read_manifest(cfg: Config, part: str) -> dict:
-    return read_json(Path(cfg.data_dir, f"{part}.json"), {"sha256": str, "tokenizer_sha256": str})
-
-
-def all_settings(cfg: Config, name: str, method: Method) -> dict:
+def all_settings(cfg, name, method) -> dict:
     """Return all settings of a student: its objective's, its weights, and `lr` if it was set.
 
     method  has the chosen settings, except `lr`
@@ -98,7 +96,7 @@ def all_settings(cfg: Config, name: str, method: Method) -> dict:
     return {key: values[key] for key in (*settings(name), *chosen)}
 
 
-def schedule_hash(value_at: Callable, cfg: Config) -> str:
+def schedule_hash(value_at: Callable, cfg) -> str:
     """Return the sha256 of a moving setting's values over the whole schedule."""
     n = cfg.schedule_steps
     values = [float(value_at(step / n)) for step in range(n)]
@@ -163,7 +161,7 @@ def file_hash(file: Path) -> str:
 
 
 @functools.cache
-def _file_hash(file: Path, size: int, mtime_ns: int) -> str:
+def _file_hash(file, size, mtime_ns) -> str:
     with file.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -200,7 +198,7 @@ def objective_code(name: str) -> dict[str, str]:
     return {path: sha for path, sha in hashes.items() if path not in step_code()}
 
 
-def row_of(name: str) -> ast.expr | None:
+def row_of(name) -> ast.expr | None:
     """Return the expression of a row of `METHODS` in losses.py; None if it is set elsewhere."""
     rows = {}
     for statement in read_source(ROOT / "losses.py").definitions["METHODS"]:

@@ -132,7 +132,7 @@ def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **setti
 
 
 @functools.cache
-def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
+def _compiled(fn, hyper: tuple, w_kd, w_ce) -> Callable:
     from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
 
     # torch counts recompilations per code object, and all methods share this one
@@ -207,7 +207,7 @@ def check_settings(name: str, V: int, **overrides) -> None:
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
-def _check_contract(method: Method, V: int) -> None:
+def _check_contract(method, V) -> None:
     """Check an objective on the labels 0 and V - 1 with an ignored position between them.
 
     Settings that change during a run have their values in its first update.
@@ -236,12 +236,12 @@ def _check_contract(method: Method, V: int) -> None:
         raise UserError("ignored logits change other positions; use `valid_mean`")
 
 
-def _check_unchanged(name: str, argument: Tensor, original: Tensor) -> None:
+def _check_unchanged(name, argument, original) -> None:
     if not torch.equal(argument, original):
         raise UserError(f"{name} is changed in place; other students read it too: make a copy")
 
 
-def _try_once(method: Method, z: Tensor, y: Tensor) -> Tensor:
+def _try_once(method, z, y) -> Tensor:
     """Return loss, gradient and next state in one tensor  # z [2, N, V], y [N]"""
     z_s, z_t = z.clone()
     labels = y.clone()

@@ -100,9 +100,7 @@ def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizer
     return tokenizer
 
 
-def check_rows(
-    folder: str, rows: Rows, val: Rows, name: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def check_rows(folder, rows, val, name, tokenizer) -> None:
     """Check that both rows files were prepared together, and with this tokenizer."""
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         if rows.manifest.get(key) != val.manifest.get(key):
@@ -118,16 +116,15 @@ def check_rows(
         raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
 
-def check_initial_ids(student_weights: str | None, ids: dict[str, int]) -> None:
+def check_initial_ids(student_weights, ids: dict[str, int]) -> None:
     """Check that the tokenizer beside the initial weights, if any, has the same ids."""
-    if not student_weights or not (find_folder(student_weights) / "tokenizer.json").is_file():
-        return
-    for token, index in load_tokenizer(student_weights).get_vocab().items():
-        if ids.get(token, index) != index:
-            raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
+    if student_weights and (find_folder(student_weights) / "tokenizer.json").is_file():
+        for token, index in load_tokenizer(student_weights).get_vocab().items():
+            if ids.get(token, index) != index:
+                raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
 
 
-def check_number_of_rows(cfg: Config, rows: Rows) -> None:
+def check_number_of_rows(cfg, rows) -> None:
     needed = cfg.max_steps * cfg.batch_rows
     if needed > rows.n and not cfg.repeat_rows:
         remedy = "set --repeat_rows=True, or prepare more rows"
@@ -147,11 +144,11 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
     )
 
 
-def say_precision(cfg: Config, val: Rows) -> None:
+def say_precision(cfg, val) -> None:
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = min(val.n, cfg.val_max_rows or val.n)
-    half = val.manifest.get("unigram_half", 0)  # half of a 95 % interval over all held-out rows
-    half *= math.sqrt(val.n / n_rows)
+    # half of a 95 % interval: the manifest has that of all held-out rows
+    half = val.manifest.get("unigram_half", 0) * math.sqrt(val.n / n_rows)
     if half > 0.1:
         say(
             f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 %): "

@@ -49,8 +49,8 @@ class Student:
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Return the parameters of the model and of the extras by name."""
-        extras = {f"extras.{name}": p for name, p in self.extras.named_parameters()}
-        return dict(self.model.named_parameters()) | extras
+        extras = self.extras.named_parameters(prefix="extras")
+        return dict(self.model.named_parameters()) | dict(extras)
 
     def totals(self) -> dict[str, float]:
         """Return `sums`, added up over all processes."""

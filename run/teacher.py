@@ -5,7 +5,6 @@ Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from lib.errors import UserError
@@ -91,7 +90,7 @@ def is_native(name: str) -> bool:
     return not unsupported(read_json(find_folder(name) / "config.json"))
 
 
-def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, seq_len: int) -> None:
+def check_teacher(name: str, tokenizer, seq_len: int) -> None:
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
     shape = inherited(name)
     limit = shape.get("max_position_embeddings") or seq_len

@@ -78,10 +78,10 @@ def method_lines() -> list[str]:
 
 def compute_dtype(cfg: Config) -> torch.dtype:
     """Return the dtype of activations and products."""
-    on_cuda = cfg.device.startswith("cuda")
-    if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_cuda):
-        return torch.bfloat16
-    return torch.float32
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if cfg.device.startswith("cuda") else "float32"
+    return getattr(torch, dtype)
 
 
 def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
@@ -167,10 +167,8 @@ def evaluate(
         return loss, sums, None
     if torch.compiler.is_compiling():
         # forward and backward in one graph, so that no [N, V] tensor is saved for backward
-        def loss_of(z):
-            return mean_loss(method, z, z_t, y)
-
-        dz, (loss, sums) = torch.func.grad_and_value(loss_of, has_aux=True)(z_s)
+        both = torch.func.grad_and_value(mean_loss, argnums=1, has_aux=True)
+        dz, (loss, sums) = both(method, z_s, z_t, y)
         if gradient_dtype == z_s.dtype:
             dz = z_s.copy_(dz)
         return loss, sums, dz.to(gradient_dtype)

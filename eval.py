@@ -285,7 +285,7 @@ def score_rows(
             if not args.teacher:
                 check_content(teacher_name, "teacher_sha256", sha256, c.record)
         dtype = getattr(torch, args.dtype)
-        teacher = open_cached(teacher_name, dtype, device, rows.n_vocab, {rows: [index]})
+        teacher = open_cached(teacher_name, dtype, device, rows.n_vocab, {rows: index})
         if teacher is None:
             teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
         n_teacher = len(teacher.head)

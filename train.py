@@ -567,7 +567,7 @@ def train_students(cfg: Config) -> int:
     rows = preflight.open_data(cfg, "train")
     val = preflight.open_data(cfg, "val")
     tokenizer = preflight.checked_tokenizer(cfg, rows, val)
-    records = preflight.agreed_records(cfg)  # by student: what determines its weights
+    run = Run(cfg, preflight.run_facts(cfg, rows))
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         rate = learning_rate(cfg.max_steps - 1, cfg)
         end = f"the rate ends at {rate:.1e} of {cfg.lr:.1e}"
@@ -577,7 +577,6 @@ def train_students(cfg: Config) -> int:
         repair_compile_cache()
     teacher = open_teacher(cfg, rows, val)
     students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
-    run = Run(cfg, preflight.run_facts(cfg, rows, records))
     loop(run, rows, val, teacher, students)
     for s in students:
         if not s.stopped and not run.signals:

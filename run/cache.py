@@ -17,7 +17,7 @@ import dataclasses
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,7 @@ from run.methods import needs_teacher
 from run.preflight import open_data, open_teacher
 from run.teacher import Teacher, check_teacher
 
-RowBlocks = dict[Rows, Iterable[np.ndarray]]  # the indices of the rows that are read, in blocks
+RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
 
 
 class States:
@@ -62,18 +62,18 @@ class States:
         self.values = np.memmap(self.file, np.uint8, "r", shape=(rows.n, row_bytes))  # [n, M]
         self.sums = np.memmap(self.file, np.uint64, "r", offset=self.values.size)  # [n]
 
-    def checksums(self, index: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def checksums(self, index, values) -> np.ndarray:
         sums = np.empty(len(index), np.uint64)
         for at, (row, value) in enumerate(zip(index, values, strict=True)):
             sums[at] = 2**32 + zlib.crc32(value, zlib.crc32(f"{self.file.name} {row}".encode()))
         return sums
 
-    def write(self, index: np.ndarray, values: np.ndarray) -> None:
+    def write(self, index, values) -> None:
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
         self.put(0, index, values)
         self.put(self.values.size, index, self.checksums(index, values))
 
-    def put(self, start: int, index: np.ndarray, parts: np.ndarray) -> None:
+    def put(self, start, index, parts) -> None:
         # on a full disk this is an error; a write to a memmap would be a crash
         try:
             with writing(self.file), self.file.open("r+b") as file:
@@ -100,9 +100,8 @@ class CachedTeacher:
         self.load = load
         self.is_stored = body is None
         # sharded layers compute on all processes together, even on those that could read
-        self.always_computes = False
-        if body is not None:
-            self.always_computes = any(map(parallel.is_sharded, body.model.modules()))
+        modules = body.model.modules() if body else ()
+        self.always_computes = any(map(parallel.is_sharded, modules))
 
     def hidden(self, x: Tensor, rows: Rows, index: np.ndarray) -> Tensor:
         """Return the last hidden states [B, T, D] of rows `index`, whose inputs are x [B, T].
@@ -123,8 +122,9 @@ class CachedTeacher:
             states.put(states.values.size, index[bad], np.zeros(bad.sum(), np.uint64))
             self.body = self.load(1)
         if not self.body:
-            remedy = "the same command computes it anew"
-            raise UserError(f"{states.file}: row {index[bad][0]} is damaged; {remedy}")
+            raise UserError(
+                f"{states.file}: row {index[bad][0]} is damaged; the same command computes it anew"
+            )
         h = self.body.hidden(x)
         if bad.any():
             values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
@@ -135,21 +135,13 @@ class CachedTeacher:
         return self.body.flops_per_token(seq_len) if self.body else 0.0
 
 
-def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowBlocks:
-    """Return the indices of all rows that a run reads: rows file -> blocks of up to 2**20."""
-    return {rows: training_blocks(cfg, rows), val: [np.arange(val.n)[: cfg.val_max_rows]]}
-
-
-def training_blocks(cfg: Config, rows: Rows) -> Iterator[np.ndarray]:
+def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowIndices:
+    """Return the indices of all rows that a run reads."""
     n = min(rows.n, cfg.max_steps * cfg.batch_rows)
-    size = min(n, 1 << 20)
-    shuffle_seed = None  # the order is irrelevant if the run reads every row
-    if cfg.shuffle and n < rows.n:
-        shuffle_seed = cfg.seed
-    for first in range(0, n, size):
-        # the order does not depend on how it is cut into updates: a block is one of `size` rows
-        block = row_order(first // size, size, rows.n, shuffle_seed)
-        yield np.sort(block[: n - first])
+    shuffle_seed = cfg.seed if cfg.shuffle else None
+    # the order does not depend on how it is cut into updates: this is one update of n rows
+    index = row_order(0, n, rows.n, shuffle_seed)
+    return {rows: np.sort(index), val: np.arange(val.n)[: cfg.val_max_rows]}
 
 
 def open_cached(
@@ -157,7 +149,7 @@ def open_cached(
     dtype: torch.dtype,
     home: torch.device,
     vocab_size: int,
-    wanted: RowBlocks,
+    wanted: RowIndices,
     load: Callable = lambda *shard: None,
 ) -> CachedTeacher | None:
     """Return a teacher that reads the hidden states of `wanted` from the cache.
@@ -166,8 +158,8 @@ def open_cached(
     by one process alone, with 1 for `shard`. Returns None if the body is needed and `load` returns
     None.
     """
-    first_file = next(iter(wanted)).file
-    folder = Path(first_file).parent
+    first, *_ = wanted
+    folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
@@ -185,10 +177,9 @@ def open_cached(
 
     states = {rows: States(rows, facts, head.shape[1] * dtype.itemsize) for rows in wanted}
     missing_bytes = 0
-    for rows, blocks in wanted.items():
-        row_bytes = states[rows].values.shape[1]
-        for block in blocks:
-            missing_bytes += row_bytes * int((states[rows].sums[block] == 0).sum())
+    for rows, index in wanted.items():
+        n_missing = int((states[rows].sums[index] == 0).sum())
+        missing_bytes += n_missing * states[rows].values.shape[1]
     if not body and not any(parallel.all_gather(missing_bytes)):
         say(f"teacher: its body is not loaded, as all hidden states are in {folder}")
         return CachedTeacher(head[:vocab_size].to(home, copy=True), states, None, load)
@@ -199,7 +190,7 @@ def open_cached(
     return CachedTeacher(body.head, states, body, load)
 
 
-def read_head(file: Path) -> Tensor | None:
+def read_head(file) -> Tensor | None:
     """Return the stored head, or None if there is none or it is damaged."""
     with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
         saved = safetensors.torch.load_file(file)
@@ -216,9 +207,9 @@ def fill_cache(cfg: Config) -> None:
     """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
     if not any(map(needs_teacher, cfg.methods)):
         return
-    device = str(pick_device(cfg.device))
-    cfg = dataclasses.replace(cfg, device=device, teacher_cache=True, val_max_rows=None)
-    parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
+    device = pick_device(cfg.device)
+    cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
+    parallel.start(device, cfg.timeout_minutes)
     try:
         rows = open_data(cfg, "train")
         val = open_data(cfg, "val")
@@ -229,28 +220,26 @@ def fill_cache(cfg: Config) -> None:
         parallel.stop()
 
 
-def fill(teacher: CachedTeacher, wanted: RowBlocks, size: int) -> None:
+def fill(teacher: CachedTeacher, wanted: RowIndices, size: int) -> None:
     """Compute and store the missing rows, `size` rows at a time, divided among the processes."""
     rank = parallel.rank()
-    for rows, blocks in wanted.items():
-        sums = teacher.states[rows].sums
-        for nth, block in enumerate(blocks, 1):
-            # Process 0 decides which rows are missing, as another process may be writing: sharded
-            # layers need the same number of batches on all processes.
-            missing = block[parallel.all_gather(sums[block] == 0)[0]]
-            end = len(missing)
-            if teacher.always_computes:
-                end += rank * size
-            starts = range(rank * size, end, parallel.world() * size)
-            label = f"teacher, {rows.file}, block {nth}"
-            for at in progress(starts, label, unit="batch", disable=rank > 0):
-                index = missing[at : at + size]
-                if at >= len(missing):  # this process has no rows left
-                    index = missing[:1]
-                x, _, _ = rows.batch(index, teacher.head.device)
-                teacher.hidden(x, rows, index)
-                if teacher.states[rows].error:
-                    raise teacher.states[rows].error
+    for rows, index in wanted.items():
+        states = teacher.states[rows]
+        # Process 0 decides which rows are missing, as another process may be writing: sharded
+        # layers need the same number of batches on all processes.
+        missing = index[parallel.all_gather(states.sums[index] == 0)[0]]
+        end = len(missing)
+        if teacher.always_computes:
+            end += rank * size
+        starts = range(rank * size, end, parallel.world() * size)
+        for at in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
+            batch = missing[at : at + size]
+            if at >= len(missing):  # this process has no rows left
+                batch = missing[:1]
+            x, _, _ = rows.batch(batch, teacher.head.device)
+            teacher.hidden(x, rows, batch)
+            if states.error:
+                raise states.error
 
 
 def progress(*args, **kwargs) -> tqdm:

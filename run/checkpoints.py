@@ -27,10 +27,9 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import configure
-from configure import Config
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, uncommitted_edits
@@ -38,12 +37,16 @@ from lib.errors import UserError, first_line
 from lib.files import read_json, reading
 from lib.hf import find_folder, tensors_hash
 from lib.settings import NonNegativeInt
-from model import Qwen2, Qwen2Config
+from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say, write_waiting
 from run.methods import compute_dtype
-from run.students import COUNTS, Run, Student, step_of, student_facts
+from run.students import COUNTS, Run, Student, student_facts
 
+# files of tensors in a checkpoint
+MODEL = "model/model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+EXTRAS = "extras.safetensors"
 STATE = {  # what is read of a checkpoint's state.json
     "made_by": {"shape": dict},
     "sums": dict[str, float | None],
@@ -64,21 +67,25 @@ def resume(students: list[Student], run: Run) -> None:
     cfg = run.cfg
     out = Path(cfg.out_dir)
     starts = earlier_starts(out / "run.json", cfg)
-    starting_points = [[s.init_sha256, *s.checkpoints()] for s in students]
-    parallel.check_agreement(**{"first weights and checkpoints": starting_points})
+    begins = [[s.init_sha256, *s.checkpoints()] for s in students]
+    parallel.check_agreement(**{"first weights and checkpoints": begins})
     stop_steps = read_stops(students)
     live = [s for s in students if not s.stopped]
-    common = common_steps(live)
+    common = set()  # the steps of which every live student has a checkpoint
+    if live:
+        common = set.intersection(*[{*s.checkpoints()} for s in live])
     if not live:  # every student has stopped
         run.step = max(stop_steps)
     elif common:
-        run.step = newest_complete(live, common, run)
-        run.counts = restore(live, run.step)
+        run.step = newest_complete(live, common)
+        restore(live, run)
     elif any((s.folder / "log.jsonl").exists() for s in live):
-        problem = "its students have no checkpoint in common"
-        raise UserError(f"{out}: {problem}; restore one, or choose another out_dir")
+        raise UserError(
+            f"{out}: its students have no checkpoint in common; "
+            "restore one, or choose another out_dir"
+        )
     elif cfg.resume_from:
-        run.step, run.counts["valid_tokens"] = start_from(cfg.resume_from, live, run)
+        start_from(cfg.resume_from, live, run)
     if run.step > cfg.max_steps:
         raise UserError(
             f"max_steps={cfg.max_steps}: {out} is at step {run.step}; set at least that"
@@ -102,7 +109,7 @@ def resume(students: list[Student], run: Run) -> None:
     configure.PROGRESS["step"] = run.step
 
 
-def earlier_starts(file: Path, cfg: Config) -> list[dict]:
+def earlier_starts(file, cfg) -> list[dict]:
     """Return the starts in a run's run.json; none if it is missing or broken.
 
     Raises `UserError` if it is that of a student, or of a run of other methods.
@@ -113,8 +120,8 @@ def earlier_starts(file: Path, cfg: Config) -> list[dict]:
         return []
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
-        problem = f"its run.json is of {facts.get('method', ','.join(methods))}"
-        raise UserError(f"out_dir={cfg.out_dir}: {problem}; choose another out_dir")
+        kind = facts.get("method", ",".join(methods))
+        raise UserError(f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir")
     return facts.get("starts", [])
 
 
@@ -131,37 +138,28 @@ def read_stops(students: list[Student]) -> list[int]:
     return steps
 
 
-def common_steps(live: list[Student]) -> list[int]:
-    """Return the steps of which every student has a checkpoint, newest first."""
-    if not live:
-        return []
-    steps = set.intersection(*[{*s.checkpoints()} for s in live])
-    return sorted(steps, reverse=True)
+def newest_complete(live: list[Student], steps: set[int]) -> int:
+    """Return the newest of `steps` at which every student's checkpoint is as it was saved.
 
-
-def newest_complete(live: list[Student], steps: list[int], run: Run) -> int:
-    """Return the newest of `steps` at which all checkpoints are intact.
-
-    Raises `UserError` if they belong to another run, or if none is intact.
+    Raises `UserError` if there is none.
     """
-    for step in steps:
+    for step in sorted(steps, reverse=True):
         try:
             for s in live:
-                checkpoint = s.checkpoints()[step]
-                check_same_run(s.name, read_state(checkpoint), checkpoint, run)
+                read_state(s.checkpoints()[step])
             return step
-        except BrokenError as error:
-            if step == steps[-1]:
+        except UserError as error:
+            if step == min(steps):
                 raise
             say(f"skipped: {error}")
 
 
-def check_same_run(name: str, state: dict, checkpoint: Path, run: Run) -> None:
-    """Raise `UserError` if a checkpoint belongs to another student than this run trains.
+def check_same_run(name, checkpoint, run) -> None:
+    """Raise `UserError` if a checkpoint belongs to another student than `name` of this run.
 
     `accept_edits` takes code that was edited as equal; run.json says so.
     """
-    changes = record_changes(state["made_by"], run.facts["made_by"][name])
+    changes = record_changes(read_state(checkpoint)["made_by"], run.facts["made_by"][name])
     if not changes:
         return
     phrases = "; ".join(list(changes.values())[:3])
@@ -170,27 +168,35 @@ def check_same_run(name: str, state: dict, checkpoint: Path, run: Run) -> None:
         run.facts.setdefault("accepted_edits", {})[name] = phrases
         say(f"{name}: accepted edits; {phrases}")
         return
-    remedy = "choose another out_dir; there --resume_from=CHECKPOINT continues it, and"
-    remedy += " --student_weights starts anew from its weights"
+    message = (
+        f"{checkpoint}: contains a different run ({name}: {phrases}); choose another out_dir; "
+        "there --resume_from=CHECKPOINT continues it, and --student_weights starts anew from "
+        "its weights"
+    )
     if only_edits:
-        remedy += "; --accept_edits=True takes the code as equal"
-    raise UserError(f"{checkpoint}: contains a different run ({name}: {phrases}); {remedy}")
+        message += "; --accept_edits=True takes the code as equal"
+    raise UserError(message)
 
 
-def restore(live: list[Student], step: int) -> dict:
-    """Load every student's checkpoint of a step. Returns the counts."""
+def restore(live: list[Student], run) -> None:
+    """Load every student's checkpoint of `run.step`, and the counts of the run.
+
+    Raises `UserError` if one belongs to another run.
+    """
     # the saved sums are over all processes, so the first process takes them
     share = 0.0 if parallel.rank() else 1.0
     for s in live:
-        state = load_checkpoint(s.checkpoints()[step], s)
+        checkpoint = s.checkpoints()[run.step]
+        check_same_run(s.name, checkpoint, run)
+        state = load_checkpoint(checkpoint, s)
         for key, value in state["sums"].items():
             total = math.nan if value is None else value * share  # JSON has no NaN
             s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
-    return {key: state[key] for key in COUNTS}
+    run.counts = {key: state[key] for key in COUNTS}
 
 
-def start_from(name: str, live: list[Student], run: Run) -> tuple[int, int]:
-    """Load the checkpoint `resume_from` into every student. Returns its step and valid tokens."""
+def start_from(name, live: list[Student], run) -> None:
+    """Load the checkpoint `resume_from` into every student. `run` goes on from its step."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
         raise UserError(
@@ -201,10 +207,11 @@ def start_from(name: str, live: list[Student], run: Run) -> tuple[int, int]:
         changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
         for key in changes.keys() & {"tokenizer_sha256", "batch_rows"}:
             raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
-    return state["step"], state["valid_tokens"]
+    run.step = state["step"]
+    run.counts["valid_tokens"] = state["valid_tokens"]
 
 
-def record_start(file: Path, starts: list[dict], run: Run) -> None:
+def record_start(file, starts: list[dict], run) -> None:
     """Write run.json, and add this start to the earlier ones; uncommitted edits go into code.diff.
 
     A broken run.json is set aside.
@@ -223,7 +230,7 @@ def record_start(file: Path, starts: list[dict], run: Run) -> None:
     files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
 
 
-def check_disk(students: list[Student], cfg: Config) -> str:
+def check_disk(students: list[Student], cfg) -> str:
     """Check that checkpoints and models fit on the disk. Returns a sentence that says so."""
     out = Path(cfg.out_dir)
     n_params = students[0].model.n_params
@@ -241,7 +248,7 @@ def check_disk(students: list[Student], cfg: Config) -> str:
     return use
 
 
-def say_summary(students: list[Student], run: Run) -> None:
+def say_summary(students: list[Student], run) -> None:
     """Print the machine, teacher and students, the students' size, and how far the run has come."""
     cfg = run.cfg
     first = students[0]
@@ -270,20 +277,22 @@ def save_model(s: Student, run: Run) -> None:
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-def write_model(s: Student, weights: dict[str, Tensor], run: Run) -> None:
+def write_model(s, weights: dict[str, Tensor], run) -> None:
     folder = s.folder / "model"
     s.model.save_pretrained(folder, s.tokenizer, weights)
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(weights)}
     problem = differs_in_transformers(folder, s.model.config, weights)
     if problem:
         facts["differs_in_transformers"] = problem
-        remedy = "save_folder in lib/hf.py must know what was edited in model.py"
-        say(f"{folder}: another model for transformers: {problem}; {remedy}")
+        say(
+            f"{folder}: another model for transformers: {problem}; "
+            "save_folder in lib/hf.py must know what was edited in model.py"
+        )
     files.write_json(s.folder / "run.json", facts)
 
 
 @torch.no_grad()
-def differs_in_transformers(folder: Path, shape: Qwen2Config, weights: dict) -> str | None:
+def differs_in_transformers(folder, shape, weights: dict[str, Tensor]) -> str | None:
     """Return how the logits of a saved model differ in transformers by more than rounding."""
     with torch.device("meta"):
         model = Qwen2(shape)
@@ -292,9 +301,9 @@ def differs_in_transformers(folder: Path, shape: Qwen2Config, weights: dict) -> 
     z = model(ids)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    load = transformers.AutoModelForCausalLM.from_pretrained
     try:
-        error = (load(folder, dtype=torch.float32)(ids).logits - z).norm() / z.norm()
+        saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        error = (saved(ids).logits - z).norm() / z.norm()
     except Exception as problem:  # whatever it is, training has ended well
         return first_line(problem)
     return None if error < 1e-4 else f"its logits differ by {error:.2%}"
@@ -320,37 +329,33 @@ def save_checkpoints(live: list[Student], run: Run) -> None:
     run.checkpoint_sec += time.perf_counter() - began
 
 
-def tensors_of(s: Student) -> dict[str, dict[str, Tensor]]:
-    """Return weights, extras and optimizer state as whole tensors, on the first process only."""
-    names = {p: name for name, p in s.parameters_by_name().items()}
+def tensors_of(s) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each file of a checkpoint: whole ones, on the first process only."""
     optimizer = {}
-    for p, state in s.optimizer.state.items():
-        for key, value in state.items():
-            optimizer[f"{names[p]}/{key}"] = value
-    groups = {"optimizer": parallel.to_first(optimizer)}  # the largest first: see write_checkpoint
-    groups["model"] = parallel.to_first(s.model.state_dict())
+    for name, p in s.parameters_by_name().items():
+        for key, value in s.optimizer.state[p].items():
+            optimizer[f"{name}/{key}"] = value
+    groups = {OPTIMIZER: optimizer, MODEL: s.model.state_dict()}
     if s.extras:
-        groups["extras"] = parallel.to_first(s.extras.state_dict())
-    return groups
+        groups[EXTRAS] = s.extras.state_dict()
+    return {file: parallel.to_first(tensors) for file, tensors in groups.items()}
 
 
-def write_checkpoint(path: Path, groups: dict[str, dict], state: dict, s: Student) -> None:
+def write_checkpoint(path, groups: dict[str, dict], state: dict, s) -> None:
     """Write a folder with model/ for transformers, further groups of tensors, and state.json."""
     hashes = {}
     with files.atomic_folder(path) as new, ThreadPoolExecutor() as pool:
-        for name, group in groups.items():
-            file = f"{name}.safetensors"
-            if name == "model":
-                s.model.save_pretrained(new / "model", s.tokenizer, group)
-                file = "model/model.safetensors"
+        for file, tensors in groups.items():
+            if file == MODEL:
+                s.model.save_pretrained(new / "model", s.tokenizer, tensors)
             else:
-                safetensors.torch.save_file(group, new / file)
+                safetensors.torch.save_file(tensors, new / file)
             hashes[file] = pool.submit(file_hash, new / file)  # while the next one is written
         state["files_sha256"] = {file: sha.result() for file, sha in hashes.items()}
         files.write_json(new / "state.json", state)
 
 
-def delete_older(s: Student, run: Run) -> None:
+def delete_older(s, run) -> None:
     """Delete checkpoints up to this step, except the last `keep_checkpoints`.
 
     A stopping student keeps all of them until stopped.json is written: after a kill the students
@@ -359,60 +364,56 @@ def delete_older(s: Student, run: Run) -> None:
     if s.stopped:
         return
     cfg = run.cfg
-    saved = [path for step, path in s.checkpoints().items() if step <= run.step]
-    for path in saved[: -cfg.keep_checkpoints]:
-        if not cfg.keep_every_steps or step_of(path) % cfg.keep_every_steps:
-            files.discard(path)
+    saved = s.checkpoints()
+    steps = [step for step in saved if step <= run.step]
+    for step in steps[: -cfg.keep_checkpoints]:
+        if not cfg.keep_every_steps or step % cfg.keep_every_steps:
+            files.discard(saved[step])
 
 
-class BrokenError(UserError):
-    """A checkpoint is not as it was saved."""
-
-
-def read_state(path: Path) -> dict:
+def read_state(path) -> dict:
     """Read a checkpoint's state.json.
 
-    Raises `BrokenError` unless every file of the checkpoint is as it was saved.
+    Raises `UserError` unless every file of the checkpoint is as it was saved.
     """
     try:
         state = read_json(path / "state.json", STATE)
         hashes = state["files_sha256"]
         changed = [file for file, sha in hashes.items() if file_hash(path / file) != sha]
         if state["step"]:
-            changed += {"model/model.safetensors", "optimizer.safetensors"} - hashes.keys()
+            changed += {MODEL, OPTIMIZER} - hashes.keys()
         if path.name != f"step_{state['step']:08d}":
             changed.append(f"its name, as it is of step {state['step']}")
         if changed:
             raise UserError(f"{path}: {changed} not as it was saved")
     except UserError as error:
-        raise BrokenError(f"{error}; move {path} aside to resume from the one before") from error
+        raise UserError(f"{error}; move {path} aside to resume from the one before") from error
     return state
 
 
-def load_checkpoint(path: Path, s: Student) -> dict:
+def load_checkpoint(path, s) -> dict:
     """Restore a student's weights, extras and optimizer. Returns the checkpoint's state."""
     state = read_state(path)
     if state["made_by"]["shape"] != dataclasses.asdict(s.model.config):
-        remedy = "set --student to it, or choose another checkpoint"
-        raise UserError(f"{path}: a student of another shape; {remedy}")
-    groups = {}
-    for file in state["files_sha256"]:
-        groups[Path(file).stem] = safetensors.torch.load_file(path / file)
+        raise UserError(
+            f"{path}: a student of another shape; set --student to it, or choose another checkpoint"
+        )
+    groups = {file: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
     if not groups:  # a checkpoint of step 0
         return state
     problem = "its student had other parameters or extras; choose another checkpoint"
     with reading(path, problem), torch.no_grad():
-        copy_tensors(groups["model"], s.model)
-        copy_tensors(groups.get("extras", {}), s.extras)
+        copy_tensors(groups[MODEL], s.model)
+        copy_tensors(groups.get(EXTRAS, {}), s.extras)
         parameters = s.parameters_by_name()
-        for key, value in groups.get("optimizer", {}).items():
+        for key, value in groups[OPTIMIZER].items():
             name, _, state_key = key.rpartition("/")
             p = parameters[name]
             s.optimizer.state[p][state_key] = parallel.distribute_like(value, p)
     return state
 
 
-def copy_tensors(saved: dict[str, Tensor], module: nn.Module) -> None:
+def copy_tensors(saved: dict[str, Tensor], module) -> None:
     for key, p in module.state_dict().items():
         p.copy_(parallel.distribute_like(saved[key], p))
 
@@ -427,10 +428,11 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
     If a stopping student still has finite weights, they are saved in a last checkpoint.
     """
     if check_weights or any(s.stopped for s in live):
-        diverged = [not has_finite_weights(s) for s in live]
-        diverged = parallel.all_reduce_sum(*diverged)  # all processes stop the same students
-        for s, has_diverged in zip(live, diverged, strict=True):
-            if has_diverged:
+        for s in live:
+            finite = [all_finite(parallel.local(p)) for p in s.parameters_by_name().values()]
+            # summed, so that all processes stop the same students
+            (diverged,) = parallel.all_reduce_sum(not all(finite))
+            if diverged:
                 s.stopped = s.stopped or "its weights are not finite"
             elif s.stopped:
                 try:
@@ -443,16 +445,12 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
     return [s for s in live if not s.stopped]
 
 
-def has_finite_weights(s: Student) -> bool:
-    return all(all_finite(parallel.local(p)) for p in s.parameters_by_name().values())
-
-
-def stop(s: Student, run: Run) -> None:
+def stop(s, run) -> None:
     """Write stopped.json, and print how the student can continue."""
     newest = max(s.checkpoints().values(), default="CHECKPOINT")
-    remedy = f"--resume_from={newest} with another out_dir and a smaller lr"
     s.stopped = (
-        f"step {run.step}: {s.stopped}; to go on, {remedy} than {run.cfg.lr * s.lr_factor:g}"
+        f"step {run.step}: {s.stopped}; to go on, --resume_from={newest} with another out_dir "
+        f"and a smaller lr than {run.cfg.lr * s.lr_factor:g}"
     )
     say(f"{s.name} stopped at {s.stopped}")
     facts = student_facts(s, run) | {"why": s.stopped}

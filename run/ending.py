@@ -56,10 +56,14 @@ def fail(error: Exception, cfg: Config) -> NoReturn:
     raise error
 
 
-def write_exit(cfg: Config, code: int, why: str) -> None:
+def write_exit(cfg, code, why) -> None:
     """Write OUT/exit.json, unless another process has written before why the run ends."""
-    step = configure.PROGRESS.get("step")
-    facts = {"code": code, "step": step, "max_steps": cfg.max_steps, "why": why}
+    facts = {
+        "code": code,
+        "step": configure.PROGRESS.get("step"),
+        "max_steps": cfg.max_steps,
+        "why": why,
+    }
     with contextlib.suppress(OSError), Path(cfg.out_dir, "exit.json").open("x") as file:
         json.dump(facts, file)
 

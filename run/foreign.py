@@ -16,22 +16,6 @@ from lib.hf import check_weights, find_folder
 
 def load_foreign(name: str, dtype: torch.dtype, device: torch.device, shard: int) -> nn.Module:
     """Load a frozen model on `device`, its layers sharded over `shard` processes."""
-    model = read_foreign(name, dtype)
-    if shard > 1:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        layers = max(lists, key=count_parameters)  # the decoder layers are the heaviest list
-        distributed.shard(model.base_model, layers, shard, device, layers_only=True)
-    model.to(device)
-    check_logits(name, model)
-    return model
-
-
-def count_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def read_foreign(name: str, dtype: torch.dtype) -> nn.Module:
-    """Read a frozen model from its folder, on the CPU."""
     folder = find_folder(name)
     config = foreign_config(name)
     check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
@@ -49,9 +33,18 @@ def read_foreign(name: str, dtype: torch.dtype) -> nn.Module:
         raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
     more = info["unexpected_keys"]  # transformers would ignore them
     if more:
-        problem = f"config.json has no place for tensor {min(more)} ({len(more)} in all)"
-        raise UserError(f"{name}: {problem}")
-    return model.requires_grad_(False).eval()
+        raise UserError(
+            f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"
+        )
+    model.requires_grad_(False).eval()
+    if shard > 1:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        # the decoder layers are the heaviest list
+        layers = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
+        distributed.shard(model.base_model, layers, shard, device, layers_only=True)
+    model.to(device)
+    check_logits(name, model)
+    return model
 
 
 def foreign_config(name: str) -> transformers.PretrainedConfig:
@@ -63,15 +56,20 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
     with reading(folder / "config.json", "choose another teacher"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
-        expected = "expected weights that are not quantized"
-        raise UserError(f"{name}: config.json has a quantization_config; {expected}")
+        raise UserError(
+            f"{name}: config.json has a quantization_config; "
+            "expected weights that are not quantized"
+        )
     if config.is_encoder_decoder:
-        expected = "expected a decoder-only model"
-        raise UserError(f"{name}: {config.model_type} is an encoder-decoder; {expected}")
+        raise UserError(
+            f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
+        )
     if getattr(config.get_text_config(), "final_logit_softcapping", None):
         # a cap changes small logits by less than the rounding that `check_logits` allows
-        problem = "final_logit_softcapping: its logits are not hidden states times head"
-        raise UserError(f"{name}: {problem}; choose another teacher")
+        raise UserError(
+            f"{name}: final_logit_softcapping: its logits are not hidden states times head; "
+            "choose another teacher"
+        )
     return config
 
 
@@ -83,10 +81,13 @@ def check_logits(name: str, model: nn.Module) -> None:
     """
     head = model.get_output_embeddings()
     if head is None:
-        problem = f"{type(model).__name__} has no output embedding"
-        raise UserError(f"{name}: {problem}; expected a language model")
-    problem = "its head has a bias, or its logits are not hidden states times head"
-    message = f"{name}: {problem}; choose another teacher"
+        raise UserError(
+            f"{name}: {type(model).__name__} has no output embedding; expected a language model"
+        )
+    message = (
+        f"{name}: its head has a bias, or its logits are not hidden states times head; "
+        "choose another teacher"
+    )
     if getattr(head, "bias", None) is not None:
         raise UserError(message)
     idx = torch.arange(2, 16, device=head.weight.device).repeat(2, 1) % len(head.weight)
@@ -99,8 +100,9 @@ def check_logits(name: str, model: nn.Module) -> None:
         raise UserError(message)
     change = (h[0, :-1] - h[1, :-1]).float().norm()
     if not change <= tolerance * h.float().norm():
-        problem = "its hidden states depend on later tokens"
-        raise UserError(f"{name}: {problem}; expected a causal language model")
+        raise UserError(
+            f"{name}: its hidden states depend on later tokens; expected a causal language model"
+        )
 
 
 def foreign_shape(name: str, keys: tuple[str, ...]) -> dict:

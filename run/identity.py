@@ -41,21 +41,35 @@ STEP = (
 )
 # What cannot change a number of a step, or is in the record by its content.
 NOT_FOLLOWED = (
-    *("configure", "lib.device", "lib.errors", "lib.files", "lib.hf", "lib.settings"),
-    *("run.cache", "run.checkpoints", "run.identity", "run.log", "run.preflight", "run.students"),
-    *("losses.METHODS", "losses.HINTS", "model.PRESETS"),
+    "configure",
+    "lib.device",
+    "lib.errors",
+    "lib.files",
+    "lib.hf",
+    "lib.settings",
+    "run.cache",
+    "run.checkpoints",
+    "run.identity",
+    "run.log",
+    "run.preflight",
+    "run.students",
+    "losses.METHODS",
+    "losses.HINTS",
+    "model.PRESETS",
 )
 
 
 def made_by(cfg: Config, name: str) -> dict:
     """Return everything that determines a student's weights, up to rounding, as a JSON object."""
     method = resolve(name, **cfg.overrides_of(name))
-    train = read_manifest(cfg, "train")
+    kinds = {"sha256": str, "tokenizer_sha256": str}
+    train = read_json(Path(cfg.data_dir, "train.json"), kinds)
+    val = read_json(Path(cfg.data_dir, "val.json"), kinds)
     record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record |= {
         "methods": name.partition("@")[0],
-        "hyper": all_settings(cfg, name),
+        "hyper": all_settings(cfg, name, method),
         "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
         "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
@@ -65,26 +79,24 @@ def made_by(cfg: Config, name: str) -> dict:
         "resume_from": content_hash(cfg.resume_from),
         "teacher_sha256": content_hash(cfg.teacher) if method.has_teacher else None,
         "data_sha256": train["sha256"],
-        "val_sha256": read_manifest(cfg, "val")["sha256"],
+        "val_sha256": val["sha256"],
         "tokenizer_sha256": train["tokenizer_sha256"],
     }
     return json.loads(json.dumps(record))  # tuples become lists, as in a file
 
 
-def read_manifest(cfg: Config, part: str) -> dict:
-    return read_json(Path(cfg.data_dir, f"{part}.json"), {"sha256": str, "tokenizer_sha256": str})
+def all_settings(cfg, name, method) -> dict:
+    """Return all settings of a student: its objective's, its weights, and `lr` if it was set.
 
-
-def all_settings(cfg: Config, name: str) -> dict:
-    """Return all settings of a student: its objective's, its weights, and `lr` if it was set."""
+    method  has the chosen settings, except `lr`
+    """
     chosen = cfg.settings_of(name)
-    method = resolve(name, **cfg.overrides_of(name))  # with the chosen settings, except lr
     values = chosen | default_settings(method.fn) | method.hyper
     values |= {"w_kd": method.w_kd, "w_ce": method.w_ce}
     return {key: values[key] for key in (*settings(name), *chosen)}
 
 
-def schedule_hash(value_at: Callable, cfg: Config) -> str:
+def schedule_hash(value_at: Callable, cfg) -> str:
     """Return the sha256 of a moving setting's values over the whole schedule."""
     n = cfg.schedule_steps
     values = [float(value_at(step / n)) for step in range(n)]
@@ -98,7 +110,7 @@ def record_hash(record: dict) -> str:
 def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     """Return a phrase for each key in which two records differ."""
     phrases = {}
-    for key in {**earlier, **current}:
+    for key in earlier | current:
         old = earlier.get(key)
         new = current.get(key)
         if old == new:
@@ -106,7 +118,7 @@ def record_changes(earlier: dict, current: dict) -> dict[str, str]:
         if key not in EDITS:
             phrases[key] = f"{key} was {old!r:.80}, now {new!r:.80}"
         elif isinstance(old, dict):
-            edited = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+            edited = [path for path in old | new if old.get(path) != new.get(path)]
             phrases[key] = f"edited since: {', '.join(edited)}"
         else:
             phrases[key] = f"its {key} was recorded by another version of this project"
@@ -144,11 +156,12 @@ def file_hash(file: Path) -> str:
     """Return the sha256 of a file. A process reads it again only if its size or time changes."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
-    return _file_hash(file, file.stat().st_size, file.stat().st_mtime_ns)
+    facts = file.stat()
+    return _file_hash(file, facts.st_size, facts.st_mtime_ns)
 
 
 @functools.cache
-def _file_hash(file: Path, size: int, mtime_ns: int) -> str:
+def _file_hash(file, size, mtime_ns) -> str:
     with file.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -171,7 +184,7 @@ def objective_code(name: str) -> dict[str, str]:
     """
     name = name.partition("@")[0]
     fn = resolve(name).fn
-    module = getattr(fn, "__module__", "")
+    module = fn.__module__
     path = f"{module}.{getattr(fn, '__qualname__', '')}"
     file = getattr(sys.modules.get(module), "__file__", None) or ROOT
     hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))
@@ -185,7 +198,7 @@ def objective_code(name: str) -> dict[str, str]:
     return {path: sha for path, sha in hashes.items() if path not in step_code()}
 
 
-def row_of(name: str) -> ast.expr | None:
+def row_of(name) -> ast.expr | None:
     """Return the expression of a row of `METHODS` in losses.py; None if it is set elsewhere."""
     rows = {}
     for statement in read_source(ROOT / "losses.py").definitions["METHODS"]:

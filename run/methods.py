@@ -31,8 +31,17 @@ from losses import (
 
 # What a record of log.jsonl has beside an objective's terms and the figures of validations.
 LOGGED = (
-    *("step", "nominal_tokens", "valid_tokens", "lr", "gnorm", "tok_per_sec", "mfu", "mem_gib"),
-    *("eta_sec", "checkpoint_sec", "time"),
+    "step",
+    "nominal_tokens",
+    "valid_tokens",
+    "lr",
+    "gnorm",
+    "tok_per_sec",
+    "mfu",
+    "mem_gib",
+    "eta_sec",
+    "checkpoint_sec",
+    "time",
 )
 RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # no part of an objective is called so
 
@@ -69,10 +78,10 @@ def method_lines() -> list[str]:
 
 def compute_dtype(cfg: Config) -> torch.dtype:
     """Return the dtype of activations and products."""
-    on_cuda = cfg.device.startswith("cuda")
-    if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_cuda):
-        return torch.bfloat16
-    return torch.float32
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if cfg.device.startswith("cuda") else "float32"
+    return getattr(torch, dtype)
 
 
 def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
@@ -88,9 +97,8 @@ def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
     loss_fn = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
 
     def objective_at(step: int, state: dict[str, Tensor]) -> Callable:
-        numbers = scheduled_settings(method, step, cfg.schedule_steps)
         scheduled = {}
-        for key, value in numbers.items():
+        for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
             # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
             # blocking host-to-device copy.
             scheduled[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
@@ -124,7 +132,7 @@ def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **setti
 
 
 @functools.cache
-def _compiled(fn: Callable, hyper: tuple, w_kd: float, w_ce: float) -> Callable:
+def _compiled(fn, hyper: tuple, w_kd, w_ce) -> Callable:
     from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
 
     # torch counts recompilations per code object, and all methods share this one
@@ -159,10 +167,8 @@ def evaluate(
         return loss, sums, None
     if torch.compiler.is_compiling():
         # forward and backward in one graph, so that no [N, V] tensor is saved for backward
-        def loss_of(z):
-            return mean_loss(method, z, z_t, y)
-
-        dz, (loss, sums) = torch.func.grad_and_value(loss_of, has_aux=True)(z_s)
+        both = torch.func.grad_and_value(mean_loss, argnums=1, has_aux=True)
+        dz, (loss, sums) = both(method, z_s, z_t, y)
         if gradient_dtype == z_s.dtype:
             dz = z_s.copy_(dz)
         return loss, sums, dz.to(gradient_dtype)
@@ -185,8 +191,12 @@ def check_settings(name: str, V: int, **overrides) -> None:
     Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
     """
     method = resolve(name, **overrides)
+    if method.w_ce == 0 and (method.w_kd == 0 or not method.has_teacher):
+        raise UserError(f"{name}: both weights are zero; set w_kd or w_ce")
+    if not method.has_teacher:
+        return
     try:
-        _try_method(method, V)
+        _check_contract(method, V)
     except Exception as error:
         where = ""
         if not isinstance(error, UserError):
@@ -195,18 +205,14 @@ def check_settings(name: str, V: int, **overrides) -> None:
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
-def _try_method(method: Method, V: int) -> None:
-    w_kd = method.w_kd if method.has_teacher else 0.0
-    if w_kd == 0 and method.w_ce == 0:
-        raise UserError("both weights are zero; set w_kd or w_ce")
-    if method.has_teacher:
-        hyper = {**method.hyper, **scheduled_settings(method, 0, 1)}
-        hyper.pop("w_kd", None)  # a weight, not a setting of the objective
-        _check_contract(method._replace(hyper=hyper), V)
+def _check_contract(method, V) -> None:
+    """Check an objective on the labels 0 and V - 1 with an ignored position between them.
 
-
-def _check_contract(method: Method, V: int) -> None:
-    """Check an objective on the labels 0 and V - 1 with an ignored position between them."""
+    Settings that change during a run have their values in its first update.
+    """
+    hyper = method.hyper | scheduled_settings(method, 0, 1)
+    hyper.pop("w_kd", None)  # a weight, not a setting of the objective
+    method = method._replace(hyper=hyper)
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(2, 3, V, generator=generator)  # student's and teacher's logits
     y = torch.tensor([0, IGNORE, V - 1])
@@ -220,29 +226,30 @@ def _check_contract(method: Method, V: int) -> None:
         raise UserError("its loss or gradient is not finite at ordinary logits")
     drew = not torch.equal(torch.get_rng_state(), random_state)
     if drew or not torch.equal(first, again):
-        remedy = "draw from a keyword `generator: torch.Generator | None = None`"
-        raise UserError(f"equal calls differ; keep a state as docs/objectives.md shows, {remedy}")
+        raise UserError(
+            "equal calls differ; keep a state as docs/objectives.md shows, "
+            "draw from a keyword `generator: torch.Generator | None = None`"
+        )
     if not torch.equal(first, wild):
         raise UserError("ignored logits change other positions; use `valid_mean`")
 
 
-def _check_unchanged(name: str, argument: Tensor, original: Tensor) -> None:
+def _check_unchanged(name, argument, original) -> None:
     if not torch.equal(argument, original):
         raise UserError(f"{name} is changed in place; other students read it too: make a copy")
 
 
-def _try_once(method: Method, z: Tensor, y: Tensor) -> Tensor:
+def _try_once(method, z, y) -> Tensor:
     """Return loss, gradient and next state in one tensor  # z [2, N, V], y [N]"""
     z_s, z_t = z.clone()
     labels = y.clone()
     state = {key: value.clone() for key, value in method.state.items()}
-    keywords = {}
+    keywords = dict(method.hyper)
     if "generator" in default_settings(method.fn):
         keywords["generator"] = torch.Generator()
     if state:
         keywords["state"] = state
-    result = method.fn(z_s.requires_grad_(), z_t, labels, **method.hyper, **keywords)
-    parts = parts_of(result)
+    parts = parts_of(method.fn(z_s.requires_grad_(), z_t, labels, **keywords))
     loss = parts["loss"]
     next_state = parts.pop("state", {})
     shapes = {key: value.shape for key, value in next_state.items()}

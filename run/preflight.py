@@ -56,20 +56,22 @@ def check_config(cfg: Config) -> None:
     parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
-        overrides = cfg.overrides_of(name)
-        check_settings(name, shape.vocab_size, **overrides)
+        check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
     world = parallel.world()
     if cfg.batch_rows % (world * cfg.group):
-        expected = f"expected their product to divide batch_rows={cfg.batch_rows}"
-        raise UserError(f"{world} processes with group={cfg.group}: {expected}")
+        raise UserError(
+            f"{world} processes with group={cfg.group}: "
+            f"expected their product to divide batch_rows={cfg.batch_rows}"
+        )
     if world % cfg.shard:
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     for name in cfg.methods:
         if needs_teacher(name) and not cfg.teacher:
             raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
-    n_positions = shape.max_position_embeddings
-    if cfg.seq_len > n_positions:
-        raise UserError(f"seq_len={cfg.seq_len}: the student supports {n_positions} positions")
+    if cfg.seq_len > shape.max_position_embeddings:
+        raise UserError(
+            f"seq_len={cfg.seq_len}: the student supports {shape.max_position_embeddings} positions"
+        )
 
 
 def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
@@ -90,15 +92,15 @@ def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizer
     n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
     say_precision(cfg, val)
     if teacher_vocab != student_vocab:
-        sizes = f"{teacher_vocab:,} of the teacher, {student_vocab:,} of the student"
         smaller = min(teacher_vocab, student_vocab)
-        say(f"vocabulary: {sizes}: cut to {smaller:,}; the tokenizer has {n_tokens:,}")
+        say(
+            f"vocabulary: {teacher_vocab:,} of the teacher, {student_vocab:,} of the student: "
+            f"cut to {smaller:,}; the tokenizer has {n_tokens:,}"
+        )
     return tokenizer
 
 
-def check_rows(
-    folder: str, rows: Rows, val: Rows, name: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def check_rows(folder, rows, val, name, tokenizer) -> None:
     """Check that both rows files were prepared together, and with this tokenizer."""
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         if rows.manifest.get(key) != val.manifest.get(key):
@@ -114,16 +116,15 @@ def check_rows(
         raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
 
-def check_initial_ids(student_weights: str | None, ids: dict[str, int]) -> None:
+def check_initial_ids(student_weights, ids: dict[str, int]) -> None:
     """Check that the tokenizer beside the initial weights, if any, has the same ids."""
-    if not student_weights or not (find_folder(student_weights) / "tokenizer.json").is_file():
-        return
-    for token, index in load_tokenizer(student_weights).get_vocab().items():
-        if ids.get(token, index) != index:
-            raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
+    if student_weights and (find_folder(student_weights) / "tokenizer.json").is_file():
+        for token, index in load_tokenizer(student_weights).get_vocab().items():
+            if ids.get(token, index) != index:
+                raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
 
 
-def check_number_of_rows(cfg: Config, rows: Rows) -> None:
+def check_number_of_rows(cfg, rows) -> None:
     needed = cfg.max_steps * cfg.batch_rows
     if needed > rows.n and not cfg.repeat_rows:
         remedy = "set --repeat_rows=True, or prepare more rows"
@@ -133,32 +134,36 @@ def check_number_of_rows(cfg: Config, rows: Rows) -> None:
             if cfg.warmup_steps > n_steps // 2:
                 shorter += f" --warmup_steps={n_steps // 10}"
             remedy = f"set {shorter}, or {remedy}"
-        problem = f"needs {needed:,} rows, {cfg.data_dir} has {rows.n:,}"
-        raise UserError(f"max_steps={cfg.max_steps}: {problem}; {remedy}")
-    passes = f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
-    say(f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are {passes}")
+        raise UserError(
+            f"max_steps={cfg.max_steps}: needs {needed:,} rows, "
+            f"{cfg.data_dir} has {rows.n:,}; {remedy}"
+        )
+    say(
+        f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are "
+        f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
+    )
 
 
-def say_precision(cfg: Config, val: Rows) -> None:
+def say_precision(cfg, val) -> None:
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = min(val.n, cfg.val_max_rows or val.n)
-    half = val.manifest.get("unigram_half", 0)  # half of a 95 % interval over all held-out rows
-    half *= math.sqrt(val.n / n_rows)
+    # half of a 95 % interval: the manifest has that of all held-out rows
+    half = val.manifest.get("unigram_half", 0) * math.sqrt(val.n / n_rows)
     if half > 0.1:
-        precision = f"a CE to about ± {half:.2f} nats (95 %)"
-        say(f"{n_rows:,} held-out rows give {precision}: too few to tell close methods apart")
+        say(
+            f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 %): "
+            "too few to tell close methods apart"
+        )
 
 
-def agreed_records(cfg: Config) -> dict[str, dict]:
-    """Return each student's record (run/identity.py). Raises `UserError` if processes differ."""
+def run_facts(cfg: Config, rows: Rows) -> dict:
+    """Return the provenance of every result of the run, with the students' records.
+
+    Raises `UserError` if the processes do not agree on the records (run/identity.py).
+    """
     records = {name: made_by(cfg, name) for name in cfg.methods}
     for name, record in records.items():
         parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})
-    return records
-
-
-def run_facts(cfg: Config, rows: Rows, records: dict[str, dict]) -> dict:
-    """Return the provenance of every result of the run."""
     uses_teacher = any(map(needs_teacher, cfg.methods))
     return {
         "config": dataclasses.asdict(cfg),

@@ -49,8 +49,8 @@ class Student:
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Return the parameters of the model and of the extras by name."""
-        extras = {f"extras.{name}": p for name, p in self.extras.named_parameters()}
-        return dict(self.model.named_parameters()) | extras
+        extras = self.extras.named_parameters(prefix="extras")
+        return dict(self.model.named_parameters()) | dict(extras)
 
     def totals(self) -> dict[str, float]:
         """Return `sums`, added up over all processes."""
@@ -62,8 +62,9 @@ class Student:
         """Return the complete checkpoints by step, oldest first."""
         complete = {}
         for path in self.folder.glob("checkpoints/step_*"):
-            if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir():
-                complete[step_of(path)] = path
+            name = re.fullmatch(r"step_(\d{8,})", path.name)
+            if name and path.is_dir():
+                complete[int(name[1])] = path
         return dict(sorted(complete.items()))
 
 
@@ -86,10 +87,6 @@ class Run:
         self.counts["since_log_tokens"] += n_valid
         self.counts["since_log_steps"] += 1
         self.counts["since_log_sec"] += seconds
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:

@@ -5,7 +5,6 @@ Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from lib.errors import UserError
@@ -79,20 +78,19 @@ def load_teacher(
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last
     hidden states times its head, and one whose hidden states depend on later tokens.
     """
-    home = home or device
     if is_native(name):
-        model = Qwen2.from_pretrained(name, dtype, device, shard)
-        return Teacher(model, home, vocab_size)
-    from run.foreign import load_foreign  # few runs need it
+        load = Qwen2.from_pretrained
+    else:
+        from run.foreign import load_foreign as load  # few runs need it
 
-    return Teacher(load_foreign(name, dtype, device, shard), home, vocab_size)
+    return Teacher(load(name, dtype, device, shard), home or device, vocab_size)
 
 
 def is_native(name: str) -> bool:
     return not unsupported(read_json(find_folder(name) / "config.json"))
 
 
-def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, seq_len: int) -> None:
+def check_teacher(name: str, tokenizer, seq_len: int) -> None:
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
     shape = inherited(name)
     limit = shape.get("max_position_embeddings") or seq_len
@@ -100,17 +98,19 @@ def check_teacher(name: str, tokenizer: transformers.PreTrainedTokenizerFast, se
         raise UserError(
             f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller one"
         )
-    ids = tokenizer.get_vocab()
     reason = "logits are matched token by token"
     check_vocabulary(f"teacher={name}", shape["vocab_size"], tokenizer, reason)
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
     if file.is_file() and str(file.parent) != tokenizer.name_or_path:
         teacher_ids = load_tokenizer(name).get_vocab()
-        for token in sorted(ids):
-            if teacher_ids.get(token) != ids[token]:
-                theirs = f"its tokenizer gives {token!r} id {teacher_ids.get(token)}"
-                raise UserError(f"teacher={name}: {theirs}, that of the rows {ids[token]}")
+        for token, index in sorted(tokenizer.get_vocab().items()):
+            theirs = teacher_ids.get(token)
+            if theirs != index:
+                raise UserError(
+                    f"teacher={name}: its tokenizer gives {token!r} id {theirs}, "
+                    f"that of the rows {index}"
+                )
 
 
 def check_vocabulary(
@@ -119,8 +119,10 @@ def check_vocabulary(
     """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
     n_tokens = max(tokenizer.get_vocab().values()) + 1
     if n_tokens > n_vocab:
-        problem = f"vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens"
-        raise UserError(f"{name}: {problem}; {remedy}")
+        raise UserError(
+            f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "
+            f"{remedy}"
+        )
     return n_tokens
 
 

@@ -16,7 +16,6 @@ import prepare
 import train
 from lib import parallel
 from lib.errors import UserError
-from lib.rows import row_order
 from run import cache, preflight, teacher
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
@@ -86,7 +85,7 @@ def states_of(cfg, load=True):
     None where it has to compute and `load` is False.
     """
     index = np.arange(7)
-    wanted = {preflight.open_data(cfg, part): [index] for part in ("train", "val")}
+    wanted = {preflight.open_data(cfg, part): index for part in ("train", "val")}
     loads = [lambda: teacher.load_teacher(cfg.teacher, torch.float32, CPU)] if load else []
     cached = cache.open_cached(cfg.teacher, torch.float32, CPU, 99, wanted, *loads)
     if not cached:
@@ -222,16 +221,15 @@ def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
             assert np.memmap(file, np.uint64)[-7:].all()
 
 
-def test_the_rows_of_a_long_run_are_told_in_blocks(tiny):
-    def blocks(steps: int) -> np.ndarray:
-        keys = {"shuffle": True, "batch_rows": 100, "micro_batch": 1}
-        cfg = config(tiny, "unused", **keys, max_steps=steps, schedule_steps=steps)
-        first, second = cache.training_blocks(cfg, SimpleNamespace(n=1_300_000))
-        return np.sort(np.concatenate([first, second]))
-
-    order = row_order(0, 1_200_000, 1_300_000, 1234)
-    assert np.array_equal(blocks(12_000), np.sort(order))
-    assert np.array_equal(blocks(40_000), np.arange(1_300_000))
+@pytest.mark.parametrize("steps", [6, 25])
+def test_the_stored_rows_are_those_of_all_updates(steps, tiny):
+    """24 of 97 rows, and all of them: the last updates are of a second pass."""
+    cfg = config(tiny, "unused", shuffle=True, max_steps=steps, schedule_steps=steps)
+    rows, val = (preflight.open_data(cfg, part) for part in ("train", "val"))
+    used = [train.rows_of_update(rows, step, cfg) for step in range(steps)]
+    indices = cache.rows_of_run(cfg, rows, val)
+    assert indices[rows].tolist() == np.unique(used).tolist()
+    assert indices[val].tolist() == [*range(7)]
 
 
 def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(

@@ -30,6 +30,7 @@ from lib.settings import (
     Positive,
     PositiveFraction,
     PositiveInt,
+    check_fields,
     checked,
     literal,
     parsed,
@@ -213,8 +214,7 @@ class Config:
         return self.settings_of(student).get("lr", self.lr) / self.lr
 
     def __post_init__(self):
-        for name, kind in KINDS.items():
-            object.__setattr__(self, name, checked(name, getattr(self, name), kind))
+        check_fields(self)
         check_students(self)
         check_numbers(self)
 
@@ -352,7 +352,7 @@ def run_file(path: str) -> dict:
         if near:
             message += f", did you mean {near}?"
         raise UserError(message)
-    names: dict = {}
+    names = {}
     try:
         exec(compile(Path(path).read_text(), path, "exec"), names)
     except (Exception, SystemExit) as error:

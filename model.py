@@ -28,7 +28,6 @@ import dataclasses
 import json
 import math
 import re
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +46,7 @@ from lib.hf import (
     read_weights,
     save_folder,
 )
-from lib.settings import NonNegativeInt, Positive, PositiveInt, checked
+from lib.settings import NonNegativeInt, Positive, PositiveInt, check_fields, checked
 
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
 LLAMA3 = (  # parameters of Llama 3's rope scaling
@@ -78,9 +77,7 @@ class Qwen2Config:
     rope_scaling: dict | None = None  # Llama 3's, by the names of its config.json
 
     def __post_init__(self):
-        for key, kind in typing.get_type_hints(Qwen2Config, include_extras=True).items():
-            value = checked(key, getattr(self, key), kind)  # an int may become a float
-            object.__setattr__(self, key, value)
+        check_fields(self)
         d = self.hidden_size
         h = self.num_attention_heads
         g = self.num_key_value_heads
@@ -415,14 +412,13 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     if shape in PRESETS:
         return dataclasses.replace(PRESETS[shape], **teacher)
     sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
-    is_name = not sizes and not shape.startswith("{")
-    if is_name and "/" not in shape and not Path(shape).exists():
+    if not sizes and not shape.startswith("{"):
+        if "/" in shape or Path(shape).exists():
+            return load_config(shape)
         near = nearest(shape, PRESETS)
         hint = f"; did you mean {near!r}?" if near else ""
         expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}"
         raise UserError(f"student={shape}: {expected}")
-    if is_name:
-        return load_config(shape)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     expected = f"expected {', '.join(keys)}, and other keys of config.json"
     with reading(f"student={shape}", expected):

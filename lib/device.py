@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -29,10 +30,6 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-# glibc's options of `mallopt`
-M_TRIM_THRESHOLD = -1
-M_TOP_PAD = -2
-M_MMAP_MAX = -4
 
 
 def pick_device(name: str) -> torch.device:
@@ -61,9 +58,9 @@ def keep_memory() -> None:
     """
     with contextlib.suppress(AttributeError, TypeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_TOP_PAD, 2**26)
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-2, 2**26)  # M_TOP_PAD
 
 
 def device_name(device: torch.device) -> str:
@@ -72,9 +69,9 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
+        found = re.search(r"^model name\s*:(.*)", info.read_text(), re.M)
+        if found:
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 

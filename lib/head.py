@@ -46,8 +46,7 @@ def head_losses(
         raise UserError(f"group={group}: expected a divisor of the {n_rows} sequences")
     ignored = (y == IGNORE)[..., None]
     if h_t is not None:
-        w_t = operand(w_t.detach(), h_t.dtype)
-        h_t = operand(h_t.detach().masked_fill(ignored, 0.0), h_t.dtype)
+        h_t, w_t = operands(h_t, w_t, ignored)
     heads = [_Head(*student, ignored) for student in students]
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         for first in range(0, n_rows, group):
@@ -64,17 +63,18 @@ class _Head:
     """One student's operands and gradients, and its sums over the forward batches of a call.
 
     h_s, w_s  [B, T, D], [V, D] last hidden states and head weight
+    evaluate  the student's objective, as in `head_losses`
+    ignored   [B, T, 1] whether a position has no label
     h, w      the same as multiplied; hidden states of ignored positions are 0
     dh, dw    [B, T, D], [V, D] gradients, dw in fp32 or wider; None where none is needed
     sums      the mean losses under "mean", and the sums of terms
     """
 
-    def __init__(self, h_s: Tensor, w_s: Tensor, evaluate: Evaluate, ignored: Tensor):
+    def __init__(self, h_s, w_s, evaluate, ignored):
         self.h_s = h_s
         self.w_s = w_s
         self.evaluate = evaluate
-        self.h = operand(h_s.detach().masked_fill(ignored, 0.0), h_s.dtype)
-        self.w = operand(w_s.detach(), h_s.dtype)
+        self.h, self.w = operands(h_s, w_s, ignored)
         self.dh = None
         self.dw = None
         self.sums = {}
@@ -83,8 +83,13 @@ class _Head:
         if torch.is_grad_enabled() and w_s.requires_grad:
             self.dw = torch.zeros_like(self.w, dtype=_wide(w_s))
 
-    def add_batch(self, rows: slice, z_t: Tensor | None, labels: Tensor, n_batches: int) -> None:
-        """Add one forward batch: rows of h_s, teacher logits [N, V] and labels [N]."""
+    def add_batch(self, rows, z_t, labels, n_batches) -> None:
+        """Add one of `n_batches` forward batches.
+
+        rows    slice of the rows of h_s
+        z_t     [N, V] the teacher's logits, or None
+        labels  [N]
+        """
         h = self.h[rows].flatten(0, 1)  # [N, D]
         gradient_dtype = None
         if self.dh is not None or self.dw is not None:
@@ -97,7 +102,7 @@ class _Head:
             dh = mm(dz, self.w).div_(n_batches)
             self.dh[rows] = dh.view_as(self.dh[rows]).to(self.dh.dtype)
         if self.dw is not None:
-            mm(dz.t(), h, onto=self.dw, alpha=1 / n_batches)
+            add_mm(self.dw, dz.t(), h, 1 / n_batches)
 
     def result(self) -> tuple[Tensor, Terms]:
         """Return the loss with its gradients attached, and the means of its terms."""
@@ -132,23 +137,33 @@ class _Attach(torch.autograd.Function):
         return dh, dw, None, None, None
 
 
+def operands(h: Tensor, w: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and head as they are multiplied, with 0 at ignored positions."""
+    h = h.detach().masked_fill(ignored, 0.0)
+    return operand(h, h.dtype), operand(w.detach(), h.dtype)
+
+
 def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return hidden states or a head as they are multiplied: in `dtype`, on the CPU in fp32."""
     x = x.to(dtype)
     return x if x.is_cuda else x.to(_wide(x))
 
 
-def mm(a: Tensor, b: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> Tensor:
-    """Return a @ b, accumulated and written in fp32; or add alpha times the product onto `onto`.
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, accumulated and written in fp32. fp64 stays fp64."""
+    if a.dtype.itemsize > 2:
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=torch.float32)
 
-    fp64 stays fp64.
-    """
-    if a.dtype not in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b) if onto is None else onto.addmm_(a, b, alpha=alpha)
-    if onto is not None and _adds_in_place(a.device, a.dtype):
-        return torch.ops.aten.addmm.dtype_out(onto, a, b, torch.float32, alpha=alpha, out=onto)
-    product = torch.mm(a, b, out_dtype=torch.float32)
-    return product if onto is None else onto.add_(product, alpha=alpha)
+
+def add_mm(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
+    """Add alpha times a @ b onto `total`, accumulated in fp32 or wider."""
+    if a.dtype.itemsize > 2:
+        total.addmm_(a, b, alpha=alpha)
+    elif _adds_in_place(a.device, a.dtype):
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, alpha=alpha, out=total)
+    else:
+        total.add_(mm(a, b), alpha=alpha)
 
 
 @functools.cache

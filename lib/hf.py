@@ -139,19 +139,19 @@ def save_folder(
 
     shape   the fields of the decoder's config
     """
+    norm = weights["model.norm.weight"]
     with atomic_folder(folder) as new:
         bias = shape.pop("attention_bias")
         kind = "qwen3" if shape.pop("qk_norm") else "llama"
         if kind == "llama" and bias and (tokenizer is None or is_qwens(tokenizer)):
             kind = "qwen2"
         elif bias:
-            zeros = torch.zeros_like(weights["model.norm.weight"], device="cpu")
-            weights = weights | {name: zeros.clone() for name in output_biases(weights)}
+            weights = weights | {name: torch.zeros_like(norm) for name in output_biases(weights)}
         facts = {
             "architectures": [f"{kind.capitalize()}ForCausalLM"],
             "model_type": kind,
             "hidden_act": "silu",
-            "torch_dtype": str(weights["model.norm.weight"].dtype).removeprefix("torch."),
+            "torch_dtype": str(norm.dtype).removeprefix("torch."),
             "initializer_range": INIT_STD,
         }
         if tokenizer is not None:

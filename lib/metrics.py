@@ -90,7 +90,7 @@ def row_sums(
     sums = []
     for _ in students:
         summands = {key: zeros(n_rows) for key in keys}
-        summands["gap"] = zeros(n_rows * BINS)
+        summands["gap"] = zeros(n_rows, BINS)
         sums.append(summands)
     step = max(LEAST, N_LOGITS[device.type] // n_vocab)
     cast = functools.cache(operand)  # a head that must be cast is cast once
@@ -108,8 +108,6 @@ def row_sums(
             for (h, head), into in zip(states, sums, strict=True):
                 z_s = logits_of(h[part], head, cast)
                 _add_figures(into, row, z_s, label, teacher, n_bytes)
-    for into in sums:
-        into["gap"] = into["gap"].view(-1, BINS)
     return sums
 
 
@@ -139,15 +137,14 @@ def pick(logp: Tensor, y: Tensor) -> Tensor:
     return logp.gather(1, y[:, None])[:, 0]
 
 
-def _add_figures(
-    sums: dict[str, Tensor],
-    row: Tensor,
-    z: Tensor,
-    y: Tensor,
-    teacher: _Prediction | None,
-    n_bytes: Tensor | None,
-) -> None:
-    """Add a student's figures at N positions to the sums of their rows [N]."""
+def _add_figures(sums, row, z, y, teacher, n_bytes) -> None:
+    """Add a student's figures at N positions to the sums of `row_sums`.
+
+    row      [N] the row of each position
+    z, y     [N, V], [N] the student's logits, and labels
+    teacher  the teacher's `_Prediction`, or None
+    n_bytes  [V] bytes of text that each token stands for, or None
+    """
     logp = z.log_softmax(-1)
     ce = -pick(logp, y)
     top = vocab.top(z, min(5, z.shape[1]))
@@ -172,4 +169,4 @@ def _add_figures(
     # Bin i holds p in (i / BINS, (i + 1) / BINS]. A NaN, which is no index, goes into the first.
     bin_of = (p_best * BINS).ceil() - 1
     bin_of = torch.where(p_best.isfinite(), bin_of, 0.0).long()
-    sums["gap"].index_add_(0, row * BINS + bin_of, gap.double())
+    sums["gap"].view(-1).index_add_(0, row * BINS + bin_of, gap.double())

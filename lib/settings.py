@@ -2,7 +2,6 @@
 
 import ast
 import math
-import types
 import typing
 from typing import Annotated, Literal
 
@@ -17,15 +16,13 @@ UnitInterval = Annotated[float, "0 to 1", lambda x: 0 <= x <= 1]
 Below1 = Annotated[float, "0 to below 1", lambda x: 0 <= x < 1]
 PositiveFraction = Annotated[float, "more than 0, at most 1", lambda x: 0 < x <= 1]
 
-UNIONS = (typing.Union, types.UnionType)  # KIND | None
-
 
 def checked(name: str, value: object, kind) -> object:
     """Return `value` as its kind. Raises `UserError` if it is not of that kind.
 
     An int becomes a float and a list of names a tuple; nothing else converts.
     """
-    if typing.get_origin(kind) in UNIONS:
+    if type(None) in typing.get_args(kind):  # KIND | None
         if value is None:
             return None
         kind = typing.get_args(kind)[0]
@@ -52,9 +49,15 @@ def checked(name: str, value: object, kind) -> object:
     return value
 
 
+def check_fields(config: object) -> None:
+    """Check each field of a frozen dataclass by its kind, and convert it as `checked` does."""
+    for name, kind in typing.get_type_hints(type(config), include_extras=True).items():
+        object.__setattr__(config, name, checked(name, getattr(config, name), kind))
+
+
 def parsed(text: str, kind) -> object:
     """Return the text after `--key=` as a value of a kind, not yet checked."""
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)
+    kinds = (kind, *typing.get_args(kind))  # the parts of KIND | None too
     if text in ("None", "none") and type(None) in kinds:
         return None
     if kind == tuple[str, ...]:

@@ -228,7 +228,7 @@ def test_the_heads_gradient_is_added_in_place_where_the_device_can(kernel, monke
     onto = torch.randn(11, 5, generator=g)
     for _ in range(3):
         total = onto.clone()
-        assert head.mm(a, b, onto=total, alpha=0.25) is total
+        head.add_mm(total, a, b, 0.25)
         assert_close(total, onto + 0.25 * mm(a.float(), b.float()))
     head._adds_in_place.cache_clear()
     n_used = {"exact": 4, "narrow": 1, "missing": 0}  # tried once

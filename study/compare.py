@@ -423,7 +423,7 @@ def arguments(argv: list[str]) -> tuple:
         elif word.startswith(("--seed=", "--out_dir=")):
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
-            for key in ("title", "tables", "fewer_seeds"):
+            for key in ("title", "summary", "tables", "fewer_seeds"):
                 keys.pop(key, None)
     unknown = keys.keys() - KINDS.keys()
     if unknown:

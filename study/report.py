@@ -51,6 +51,7 @@ class Spec:
     """What is compared and how, beside the config: by flags, or `_compare` in a config file."""
 
     title: str = "Comparison"
+    summary: str = ""  # what the tables say, in words
     reference: str | None = None  # of differences; None: vanilla_kd, or the first method
     seeds: PositiveInt = 3  # from 1 on
     fewer_seeds: dict = field(default_factory=dict)  # number by method
@@ -90,6 +91,7 @@ def report(spec: Spec) -> tuple:
     machines = ", ".join(sorted({x["machine"] for x in students}))
     text = [
         f"# {spec.title}\n",
+        f"{spec.summary}\n",
         "Written by `compare.py` from the files beside it and the logs; do not edit.\n",
         f"{len(students)} students of shape `{config['student']}`: "
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "

@@ -164,9 +164,9 @@ class Scorer(TemplateLM):
         rows = []  # the last ids that fit, and how many of them are scored
         for (context, continuation), head, tail in requests:
             if not head or not 0 < len(tail) <= self.max_length:
-                expected = f"a context, and a continuation of 1 to max_length={self.max_length}"
-                request = f"{continuation!r:.60} after {context!r:.60}"
-                raise UserError(f"{request}: expected {expected} tokens")
+                limit = f"1 to max_length={self.max_length} tokens"
+                expected = f"a context, and a continuation of {limit}"
+                raise UserError(f"{continuation!r:.60} after {context!r:.60}: expected {expected}")
             rows.append((tuple(head + tail)[-(self.max_length + 1) :], len(tail)))
         # Longest first: a batch that does not fit in memory fails at once.
         waiting = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
@@ -288,9 +288,8 @@ def score_rows(
         teacher = open_cached(teacher_name, dtype, device, rows.n_vocab, {rows: index})
         if teacher is None:
             teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
-        n_teacher = len(teacher.head)
-        if n_teacher != rows.n_vocab:
-            problem = f"vocabulary of {n_teacher:,}, {first.name} has {rows.n_vocab:,}"
+        if len(teacher.head) != rows.n_vocab:
+            problem = f"vocabulary of {len(teacher.head):,}, {first.name} has {rows.n_vocab:,}"
             raise UserError(f"{teacher_name}: {problem}")
     n_bytes = byte_lengths(tokenizer, rows.n_vocab)
     models = [c.load(args.dtype, device) for c in checkpoints]

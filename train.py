@@ -52,7 +52,7 @@ from run.log import (
 )
 from run.methods import compute_dtype, make_objective, method_lines
 from run.preflight import open_teacher
-from run.students import SINCE_LOG, Run, Student, hidden_and_head
+from run.students import SINCE_LOG, Run, Student, hidden_and_head, n_validated
 from run.teacher import Teacher
 
 # ----------------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def validate(
     They are means per token over the first `val_max_rows` held-out rows. Returns nothing if a
     signal arrives.
     """
-    n_rows = min(val.n, cfg.val_max_rows or val.n)
+    n_rows = n_validated(val, cfg)
     head_t = teacher.head if teacher else None
     with parallel.gathered_roots(s.model for s in live):  # whole heads of sharded students
         models = [hidden_and_head(s, cfg) for s in live]

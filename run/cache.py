@@ -138,7 +138,9 @@ class CachedTeacher:
 def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowIndices:
     """Return the indices of all rows that a run reads."""
     n = min(rows.n, cfg.max_steps * cfg.batch_rows)
-    shuffle_seed = cfg.seed if cfg.shuffle else None
+    shuffle_seed = None  # the order is irrelevant if the run reads every row
+    if cfg.shuffle and n < rows.n:
+        shuffle_seed = cfg.seed
     # the order does not depend on how it is cut into updates: this is one update of n rows
     index = row_order(0, n, rows.n, shuffle_seed)
     return {rows: np.sort(index), val: np.arange(val.n)[: cfg.val_max_rows]}

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from configure import Config
 from lib import files, metrics, parallel
 from lib.errors import UserError, first_line
-from run.students import Run, Student
+from run.students import Run, Student, n_validated
 
 
 def say(text: str) -> None:
@@ -61,7 +61,7 @@ def log_validation(live: list[Student], validated: dict[str, dict], val, run: Ru
     """
     first, *_ = validated.values()
     levels = {f"val_{key}": ce for key, ce in val.levels.items()}
-    n_rows = min(val.n, run.cfg.val_max_rows or val.n)
+    n_rows = n_validated(val, run.cfg)
     keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in first]
     say_values(f"step {run.step}, {n_rows:,} held-out rows", validated, keys, run.cfg)
     if run.step <= run.first_step + run.cfg.val_every_steps:

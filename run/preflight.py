@@ -17,6 +17,7 @@ from model import student_config
 from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, compute_dtype, needs_teacher
+from run.students import n_validated
 from run.teacher import Teacher, check_teacher, check_vocabulary, inherited, load_teacher
 
 
@@ -146,7 +147,7 @@ def check_number_of_rows(cfg, rows) -> None:
 
 def say_precision(cfg, val) -> None:
     """Warn if there are too few held-out rows to tell close methods apart."""
-    n_rows = min(val.n, cfg.val_max_rows or val.n)
+    n_rows = n_validated(val, cfg)
     # half of a 95 % interval: the manifest has that of all held-out rows
     half = val.manifest.get("unigram_half", 0) * math.sqrt(val.n / n_rows)
     if half > 0.1:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from configure import Config
 from lib import metrics, parallel
+from lib.rows import Rows
 from model import Qwen2
 from run.identity import record_hash
 from run.methods import compute_dtype
@@ -87,6 +88,11 @@ class Run:
         self.counts["since_log_tokens"] += n_valid
         self.counts["since_log_steps"] += 1
         self.counts["since_log_sec"] += seconds
+
+
+def n_validated(val: Rows, cfg: Config) -> int:
+    """Return the number of held-out rows that a validation reads."""
+    return min(val.n, cfg.val_max_rows or val.n)
 
 
 def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:

@@ -5,12 +5,13 @@ method, its seed and the file of OUT/logs that holds it. Such a file has the stu
 figures in its first line, then what `read_log` in run/tables.py returns.
 """
 
+import json
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.errors import UserError
-from lib.files import read_json, read_lines
+from lib.files import read_json, read_lines, reading
 from lib.settings import PositiveInt
 from run import tables
 
@@ -124,18 +125,19 @@ def read(out: Path) -> tuple:
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
-            students.append(facts | x)
+            log = read_lines(out / "logs" / x["file"])[1:]
+            students.append(facts | x | {"log": log})
     if not students:
         raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
     return plan, students, [x for x in others.values() if x["seed"] % TRIALS], failed
 
 
 def read_students(out: Path) -> list[dict]:
-    """Return what OUT/logs holds of each student: facts, figures, `log`, and its `file`."""
+    """Return the first line of each file in OUT/logs, a student's facts, and the `file`."""
     students = []
     for file in sorted(out.glob("logs/*.jsonl")):
-        facts, *log = read_lines(file)
-        students.append(facts | {"log": log, "file": file.name})
+        with reading(file), file.open() as lines:
+            students.append(json.loads(next(lines)) | {"file": file.name})
     return students
 
 

@@ -287,7 +287,7 @@ def score_rows(
         dtype = getattr(torch, args.dtype)
         teacher = open_cached(teacher_name, dtype, device, rows.n_vocab, {rows: index})
         if teacher is None:
-            teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
+            teacher = load_teacher(teacher_name, dtype, device, rows.n_vocab)
         if len(teacher.head) != rows.n_vocab:
             problem = f"vocabulary of {len(teacher.head):,}, {first.name} has {rows.n_vocab:,}"
             raise UserError(f"{teacher_name}: {problem}")
@@ -331,7 +331,7 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
 def over_rows(
     students: list[Qwen2], teacher: Teacher | None, rows: Rows, index, n_bytes, batch_tokens
 ) -> list[dict]:
-    """Return the figures of each student, with the number of targets, `n_targets`.
+    """Return the figures of each student, their intervals, and the number of targets.
 
     index    numbers of the rows to read
     n_bytes  [V] bytes of text that a token stands for. A BOS and an EOS are targets like any other
@@ -351,11 +351,13 @@ def over_rows(
     n_bytes = n_bytes.to(device)
     results = []
     for sums in metrics.row_sums(models, head_t, batches(), len(index), n_bytes):
-        totals = {key: value.cpu().numpy().sum(0) for key, value in sums.items()}
+        by_row = {key: value.cpu().numpy() for key, value in sums.items()}
+        totals = {key: value.sum(0) for key, value in by_row.items()}
         if not np.isfinite(totals["ce"]):
             problem = "the probability of a held-out token is 0 or not a number"
             raise UserError(f"{problem}; the weights have diverged")
-        results.append(metrics.figures(totals) | {"n_targets": int(totals["n"])})
+        figures = metrics.figures(totals) | metrics.halves(by_row)
+        results.append(figures | {"n_targets": int(totals["n"])})
     return results
 
 
@@ -530,4 +532,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(configure.guard(lambda: main(sys.argv[1:])))
+    configure.run(main)

@@ -36,7 +36,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configure import Config, guard, load
+import configure
+from configure import Config
 from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
 from lib.files import flush, locked, read_json, reading, write_json, writing
@@ -48,7 +49,6 @@ RULE_VERSION = 1  # version of the boundary rule
 BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
 SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
-CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
     "source_config",
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
                 f"{' '.join(argv)}: expected --verify DIR, or --show N DIR from row N on"
             )
         case _:
-            prepare(load(argv))
+            prepare(configure.load(argv))
     return 0
 
 
@@ -232,9 +232,6 @@ def open_tokenizer(cfg):
     if not name:
         raise UserError("tokenizer=None, teacher=None: expected a folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
-    if re.search(CHAT, tokenizer.eos_token):
-        problem = f"its EOS {tokenizer.eos_token}, which will end documents, ends turns of a chat"
-        print(f"warning: {name}: {problem}; take the base model's", file=sys.stderr)
     check_tokenizer(tokenizer, find_folder(name) / "tokenizer.json")
     return tokenizer, pinned(name)
 
@@ -655,4 +652,4 @@ def summary(folder, manifest):
 
 
 if __name__ == "__main__":
-    sys.exit(guard(lambda: main(sys.argv[1:])))
+    configure.run(main)

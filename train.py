@@ -14,7 +14,6 @@ Dimension key: B rows, T time, D width, V vocabulary, N positions.
 import contextlib
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -458,8 +457,6 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
         "mfu": utilisation,
         "mem_gib": peak_bytes(device) / 2**30,
         "eta_sec": sec_left,
-        "checkpoint_sec": run.checkpoint_sec,
-        "time": round(time.time()),  # seconds since 1970
     }
     rate = learning_rate(run.step - 1, cfg)
     n_tokens = max(counts["since_log_tokens"], 1)
@@ -482,7 +479,6 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
     say_values(label, means, ["ce"], cfg)
     counts.update(dict.fromkeys(SINCE_LOG, 0))
-    run.checkpoint_sec = 0.0
 
 
 def write_rest(live: list[Student], run: Run) -> None:
@@ -534,32 +530,15 @@ def distil(cfg: Config) -> int:
         (out / "exit.json").unlink(missing_ok=True)
         try:
             preflight.check_config(cfg)
-            cfg = fit_micro_batch(cfg)
+            share = cfg.batch_rows // parallel.world()  # rows of this process in an update
+            micro_batch = math.gcd(share, cfg.micro_batch or share)
+            cfg = dataclasses.replace(cfg, micro_batch=micro_batch)
             return train_students(cfg)
         except torch.OutOfMemoryError:
-            remedy = "--shard=N"
-            if cfg.micro_batch > cfg.group:
-                remedy = f"a micro_batch below {cfg.micro_batch}"
-            remedy += ", --recompute=True, or fewer methods"
-            ending.fail(UserError(f"out of memory on {cfg.device}: set {remedy}"), cfg)
+            remedy = "set a smaller micro_batch, --recompute=True, --shard=N, or fewer methods"
+            ending.fail(UserError(f"out of memory on {cfg.device}: {remedy}"), cfg)
         except Exception as error:
             ending.fail(error, cfg)  # raises it
-
-
-def fit_micro_batch(cfg: Config) -> Config:
-    """Return the config with a `micro_batch` that divides each process's share of an update.
-
-    It is the largest such multiple of `group` that is at most the `micro_batch` of the config, if
-    that is set.
-    """
-    share = cfg.batch_rows // parallel.world()
-    limit = min(cfg.micro_batch or share, share)
-    sizes = range(cfg.group, limit + 1, cfg.group)
-    fitting = max(size for size in sizes if share % size == 0)
-    if cfg.micro_batch not in (None, fitting):
-        change = f"micro_batch={cfg.micro_batch}: lowered to {fitting}"
-        say(f"{change} for {parallel.world()} processes; the result is the same")
-    return dataclasses.replace(cfg, micro_batch=fitting)
 
 
 def train_students(cfg: Config) -> int:
@@ -589,4 +568,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(configure.guard(lambda: main(sys.argv[1:])))
+    configure.run(main)

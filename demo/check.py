@@ -6,7 +6,7 @@ python demo/check.py out/demo
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 from run.tables import newest_figures
 

@@ -24,7 +24,7 @@ import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lib.documents import read_files  # noqa: E402

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[1]  # in a file of your own: Path("PATH/OF/THE/CHECKOUT")
+ROOT = Path(__file__).parents[1]  # in a file of your own: Path("PATH/OF/THE/CHECKOUT")
 sys.path.insert(0, str(ROOT))  # so that Python finds losses.py from any folder
 
 import losses  # noqa: E402

@@ -58,8 +58,7 @@ def compute_once(graph: Graph) -> None:
 def _is_pure(target) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    is_random = torch.Tag.nondeterministic_seeded in target.tags
-    return not is_random and not target._schema.is_mutable
+    return not target._schema.is_mutable  # none is random: such an objective is not compiled
 
 
 def scatter_last(graph: Graph, dense: tuple) -> None:

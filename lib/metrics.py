@@ -56,6 +56,20 @@ def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return values
 
 
+def halves(sums: dict[str, np.ndarray]) -> dict[str, float]:
+    """Return half of the 95 % interval of each mean per target, of sums [rows].
+
+    It takes the rows, not their targets, as independent. A mean is the sum over rows divided by the
+    number of targets, so that its standard error is that of a ratio estimator.
+    """
+    n = sums["n"]
+    values = {}
+    for key in sums.keys() & {"ce", *TEACHER_KEYS}:
+        mean = sums[key].sum() / n.sum()
+        values[f"{key}_half"] = 1.96 * np.linalg.norm(sums[key] - mean * n) / n.sum()
+    return values
+
+
 def levels(facts: Mapping) -> str:
     """Return the CEs that a student's is read against, as text."""
     known = [f"{words} {facts[key]:.4f}" for key, words in LEVELS.items() if key in facts]

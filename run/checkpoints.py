@@ -16,7 +16,6 @@ Nothing here changes what a student learns. A checkpoint appears under its name 
 complete.
 """
 
-import dataclasses
 import math
 import platform
 import shutil
@@ -48,7 +47,7 @@ MODEL = "model/model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 EXTRAS = "extras.safetensors"
 STATE = {  # what is read of a checkpoint's state.json
-    "made_by": {"shape": dict},
+    "made_by": dict,
     "sums": dict[str, float | None],
     "step": NonNegativeInt,
     "files_sha256": dict[str, str],
@@ -110,14 +109,13 @@ def resume(students: list[Student], run: Run) -> None:
 
 
 def earlier_starts(file, cfg) -> list[dict]:
-    """Return the starts in a run's run.json; none if it is missing or broken.
+    """Return the starts in a run's run.json, if there is one.
 
     Raises `UserError` if it is that of a student, or of a run of other methods.
     """
-    try:
-        facts = read_json(file, RUN_FILE)
-    except UserError:
+    if not file.is_file():
         return []
+    facts = read_json(file, RUN_FILE)
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
@@ -203,24 +201,20 @@ def start_from(name, live: list[Student], run) -> None:
             f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
         )
     for s in live:
-        state = load_checkpoint(checkpoint, s)
+        state = read_state(checkpoint)
         changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
-        for key in changes.keys() & {"tokenizer_sha256", "batch_rows"}:
+        for key in changes.keys() & {"shape", "tokenizer_sha256", "batch_rows"}:
             raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
+        load_checkpoint(checkpoint, s)
     run.step = state["step"]
     run.counts["valid_tokens"] = state["valid_tokens"]
 
 
 def record_start(file, starts: list[dict], run) -> None:
-    """Write run.json, and add this start to the earlier ones; uncommitted edits go into code.diff.
-
-    A broken run.json is set aside.
-    """
+    """Write run.json with this start after the earlier ones, and code.diff if code was edited."""
     edits = uncommitted_edits()
     if edits:
         files.atomic_write(file.with_name("code.diff"), edits)
-    if file.is_file() and not starts:
-        files.set_aside(file)
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
@@ -314,7 +308,6 @@ def save_checkpoints(live: list[Student], run: Run) -> None:
 
     Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
     """
-    began = time.perf_counter()
     parallel.on_first(write_waiting)  # a resumed run does not log these steps again
     for s in live:
         groups = {}
@@ -326,7 +319,6 @@ def save_checkpoints(live: list[Student], run: Run) -> None:
         parallel.on_first(write_checkpoint, path, groups, state, s)
     for s in live:
         parallel.on_first(delete_older, s, run)
-    run.checkpoint_sec += time.perf_counter() - began
 
 
 def tensors_of(s) -> dict[str, dict[str, Tensor]]:
@@ -394,10 +386,6 @@ def read_state(path) -> dict:
 def load_checkpoint(path, s) -> dict:
     """Restore a student's weights, extras and optimizer. Returns the checkpoint's state."""
     state = read_state(path)
-    if state["made_by"]["shape"] != dataclasses.asdict(s.model.config):
-        raise UserError(
-            f"{path}: a student of another shape; set --student to it, or choose another checkpoint"
-        )
     groups = {file: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
     if not groups:  # a checkpoint of step 0
         return state

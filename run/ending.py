@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,8 +81,6 @@ def exit_code(students: list[Student], run: Run) -> int:
     say(reached)
     if parallel.rank() == 0:
         write_exit(cfg, code, why)
-        if len(stopped) == len(students):
-            print(f"{cfg.out_dir}: all students stopped; {stopped[0]}", file=sys.stderr)
     n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
         # this node's torchrun would wait five minutes for one that has received the signal itself

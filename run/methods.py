@@ -40,8 +40,6 @@ LOGGED = (
     "mfu",
     "mem_gib",
     "eta_sec",
-    "checkpoint_sec",
-    "time",
 )
 RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # no part of an objective is called so
 
@@ -276,7 +274,5 @@ def _try_once(method, z, y) -> Tensor:
     (gradient,) = torch.autograd.grad(loss.sum(), z_s)
     if gradient[1].any():
         raise UserError("ignored positions have a gradient; use `valid_mean`, and `guard=True`")
-    if torch.get_default_dtype() != z.dtype:
-        raise UserError("torch's default dtype is changed; name a dtype instead")
     tensors = [loss.detach(), gradient, *next_state.values()]
     return torch.cat([tensor.flatten() for tensor in tensors])

@@ -80,7 +80,6 @@ class Run:
     first_step: int = 0  # where this start began
     began: float = 0.0  # `time.perf_counter()` then, or after the first update
     signals: list[str] = field(default_factory=list)  # that ended it before its end
-    checkpoint_sec: float = 0.0  # that checkpoints have held the run since the last record
 
     def count_update(self, n_valid: float, seconds: float) -> None:
         configure.PROGRESS["step"] = self.step

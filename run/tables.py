@@ -253,23 +253,26 @@ def mark(rows: dict, columns: dict[str, Figure]) -> list[list[str]]:
     """Return the rows of a table as text: a method, and a cell for each column.
 
     The best of a column is bold, the second italic; values that print alike tie. One seed alone is
-    not ranked beside means over several.
+    not ranked, and its interval is over rows, if they were scored.
 
     rows  method -> seed -> figures
     """
     body = [[m] for m in rows]
     for key, column in columns.items():
         estimates = [estimate(values) for values in by_seed(rows, key, column).values()]
-        ranked = [e for e in estimates if e.n > 1] or [e for e in estimates if e.n]
+        ranked = [e for e in estimates if e.n > 1]
         means = {round(e.mean, column.digits) for e in ranked}
         order = sorted(means, reverse=column.sense > 0)
         stars = {}
         if len(order) > 1:
             stars = {order[0]: "**", order[1]: "*"}
-        for row, e in zip(body, estimates, strict=True):
+        for row, e, seeds in zip(body, estimates, rows.values(), strict=True):
             star = ""
             if e in ranked:
                 star = stars.get(round(e.mean, column.digits), "")
+            for figures in seeds.values():
+                if e.n == 1 and f"{key}_half" in figures:
+                    e = e._replace(half=column.factor * figures[f"{key}_half"])
             row.append(f"{star}{e.text(column.digits)}{star}")
     return body
 
@@ -280,7 +283,7 @@ def seed_counts(rows: dict) -> list[int]:
 
 def caption(counts: list[int]) -> str:
     if counts == [1]:
-        return "One seed each; **best**, *second*."
+        return "One seed each."
     n = counts[0] if len(counts) == 1 else "n"
     return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
 
@@ -362,7 +365,10 @@ def heldout(title: str, rows: dict, base: str) -> list[str]:
         head.insert(1, "n")
         for row, seeds in zip(body, rows.values(), strict=True):
             row.insert(1, f"{len(seeds)}")
-    lines = [title, "", *grid(head, body), "", caption(counts), ""]
+    note = caption(counts)
+    if 1 in counts:
+        note += " ± of one seed is half of a 95 % interval over the rows."
+    lines = [title, "", *grid(head, body), "", note, ""]
     others = [m for m in rows if m != base]
     if not others or not rows.get(base):
         return lines

@@ -43,7 +43,7 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from configure import Config
@@ -435,4 +435,4 @@ def arguments(argv: list[str]) -> tuple:
 
 
 if __name__ == "__main__":
-    sys.exit(configure.guard(lambda: main(sys.argv[1:])))
+    configure.run(main)

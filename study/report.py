@@ -41,9 +41,9 @@ Students in `logs` that no table above has: of other settings, code or rows.
 CURVES = """\
 ## Training
 
-Curves: means over all seeds, with 95 % intervals where there are several. Budget (of adaptive \
-ones) and anchoring (of the teacher, whatever the method), where histograms were logged, the \
-paper's Figures 3 and 4: seed {}. docs/running.md explains them.
+Curves: means over all seeds, with 95 % intervals, or with the seeds where they are two or three. \
+Budget (of adaptive ones) and anchoring (of the teacher, whatever the method), where histograms \
+were logged, the paper's Figures 3 and 4: seed {}. docs/running.md explains them.
 """
 
 
@@ -214,10 +214,9 @@ def trials(plan: dict) -> list[str]:
             at_an_end.append(method)
     advice = "No chosen rate is the lowest or highest tried."
     if at_an_end:
-        wider = [f"{lr:.3g}" for lr in (rates[0] / 3, *rates, 3 * rates[-1])]
         advice = (
             f"The rate of {', '.join(at_an_end)} is the lowest or highest tried, and one beyond "
-            f"may be better: --tune=lr={','.join(wider)}"
+            "may be better: add it to --tune=lr=.."
         )
     return [
         "## Trials\n",

@@ -1,7 +1,7 @@
 """Runs of train.py by several processes, which are forks of one that has imported torch.
 
-main(nodes, {2: [[flag, ..], ..]})  a run on two nodes, each of which loses its process twice, and
-                                    beside it runs of two processes, one after the other
+main(root, nodes, {2: [[flag, ..], ..]})  a run on two nodes, each of which loses its process twice,
+                                          and beside it runs of two processes, one after the other
 
 "{rank}" in a flag stands for the number of the process. Where out_dir ends in "cut", process 1 gets
 a signal in the second update. Process 1 prints how many numbers of teacher and students it holds,
@@ -142,10 +142,10 @@ def run_on_nodes(flags: list[str]) -> None:
     print("nodes end with", exit_codes(agents))
 
 
-def main(nodes: list[str], todo: dict[int, list[list[str]]]) -> None:
+def main(root: Path, nodes: list[str], todo: dict[int, list[list[str]]]) -> None:
     train.loop = count_and_loop
     train.update = update_or_signal
-    world.add_objective_with_state()
+    world.add_objective_with_state(root)
     beside = fork(run_on_nodes, nodes)
     for n, runs in todo.items():
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

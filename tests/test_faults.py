@@ -109,7 +109,7 @@ nowhere.py => nowhere.py: no such config file
 --lrr=1 => no such key 'lrr', did you mean '?lr
 --clip=1e999 => clip=inf: expected
 --seed=1000000000000000000000000000000 => seed=10+: expected
---batch_rows=1000000000000 => batch_rows=1000000000000: expected at most
+--batch_rows=1000000000000 => needs .* rows
 --methods= => methods=.*expected at least one
 --methods=alra@../x => expected METHOD or METHOD@LABEL
 --methods=alr => no such method 'alr', did you mean 'alra'
@@ -138,7 +138,6 @@ nowhere.py => nowhere.py: no such config file
 --group=2 --micro_batch=1 => micro_batch=1: expected a multiple
 --group=3 => group=3: expected a divisor
 --shard=2 => shard=2: expected a divisor
---shard=2 --teacher_device=cpu => teacher_device=cpu: not supported with shard=2
 --min_lr=1 => min_lr=1.0: expected at most
 --warmup_steps=4 => warmup_steps=4: expected less
 --max_steps=5 => max_steps=5: expected at most schedule_steps=4
@@ -207,6 +206,9 @@ FOLDERS = {  # of a run that was stopped
     "cd half; rm -r alra/checkpoints; cp -r pretrain/checkpoints alra": (
         "a different run .alra: methods was .pretrain., now .alra."
     ),
+    ": > half/run.json": "half/run.json: cannot be used .*; move it aside",
+    "sed -i '2a x' half/alra/log.jsonl": "log.jsonl, line 3: cannot be used .*remove that line",
+    "echo {} >> half/alra/log.jsonl": "log.jsonl, line 7: no .'step'. in it; .*remove that line",
 }
 OTHER = "cp -r teacher other"
 PERMUTED = (OTHER, "set other/tokenizer.json model.vocab.a=66 model.vocab.b=65")
@@ -217,7 +219,7 @@ SMALLER = (
 )
 COMMANDS = rf"""
 {NEW} --resume_from={STEP} --max_steps=2 => max_steps=2: new is at step 3; set at least that
-{NEW} --resume_from={STEP} --student=16x1x2 => a student of another shape
+{NEW} --resume_from={STEP} --student=16x1x2 => resume_from=.*: shape was
 {HALF} --max_steps=2 => max_steps=2: half is at step 3
 {TRAIN} --out_dir=run/alra => out_dir=run/alra: its run.json is of alra; choose another
 {HALF} --methods=alra => out_dir=half: its run.json is of pretrain,alra; choose
@@ -229,7 +231,6 @@ eval.py --table nowhere => nowhere
 tools/plot.py nowhere => nowhere
 tools/sample.py nowhere => nowhere: no such folder
 {SAMPLE} --temperature=nan => --temperature
-{SAMPLE} --temperature=1e-45 => --temperature
 {PREPARE} --source=nowhere => nowhere
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
 {PREPARE} --source=cfg.py => cfg.py
@@ -312,7 +313,6 @@ CASES = [
         r"run/pretrain/checkpoints/step_00000004: contains a different run "
         r"\(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose",
     ),
-    (f"{SAMPLE} --prompt=\udcff", (), "--prompt"),
     (f"{NEW} --student=other --student_weights=other", PERMUTED, "its tokenizer has other ids"),
     (
         f"{NEW} --teacher=other --tokenizer=teacher",
@@ -343,9 +343,6 @@ cd half; rm run.json; cd alra/checkpoints; mkdir step_00000006.bak; touch step_0
 cd half; for f in {FOREIGN}; do mkdir -p $(dirname $f); printf mine > $f; done
 cd half; echo process 7 > .alra-lock; truncate -s -1 alra/log.jsonl
 printf '{{"step": 4, "lo' >> half/alra/log.jsonl
-: > half/run.json
-sed -i '2a x' half/alra/log.jsonl
-echo {{}} >> half/alra/log.jsonl
 set {STEP}/state.json files_sha256={{}}
 for m in pretrain alra; do cd half/$m/checkpoints; mv step_00000003 step_00000009; cd -; done
 rm -r {STEP}
@@ -438,19 +435,13 @@ def end_of(out: str) -> tuple:
 
 
 @pytest.mark.parametrize("cause", [*GO_ON_RIGHTLY.strip().splitlines(), *CHANGED])
-def test_what_is_broken_without_loss_goes_on_rightly(cause, folder, capsys):
+def test_what_is_broken_without_loss_goes_on_rightly(cause, folder):
     apply(cause)
     before = contents(folder)
     users = {name for name, content in before.items() if content == b"mine"}
     models, steps = end_of("run")
     assert run(HALF) == 0
-    if [*folder.glob("half/alra/log.jsonl.broken0")]:
-        steps = [step for step in steps if step > 3]  # a new log begins
     assert end_of("half") == (models, steps)
-    for copy in folder.rglob("*.broken0"):
-        name = str(copy.relative_to(folder)).removesuffix(".broken0")
-        assert copy.read_bytes() == before[name]
-        assert f"{name}: broken; it is kept as {copy.name}" in capsys.readouterr().err
     assert all((folder / name).read_bytes() == b"mine" for name in users)
     assert not [*folder.rglob("*.alra-[no]*")]
 
@@ -562,7 +553,8 @@ def test_an_empty_library_in_the_compile_cache_is_removed(tmp_path, monkeypatch,
 
 
 NO_MEMORY = (
-    "UserError: out of memory on cpu: set a micro_batch below 2, --recompute=True, or fewer methods"
+    "UserError: out of memory on cpu: "
+    "set a smaller micro_batch, --recompute=True, --shard=N, or fewer methods"
 )
 
 

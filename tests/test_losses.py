@@ -725,10 +725,6 @@ def _scaled(z_s, z_t, y):
     return losses.reverse_kl(z_s, z_t, y) * largest / largest.mean()
 
 
-def _of_float64(*z):
-    torch.set_default_dtype(torch.float64)
-
-
 NOT_IGNORED = r"ignored positions have a gradient; .*`valid_mean`"
 READ = "ignored logits change other positions"
 PART = r"part extra: expected a tensor \[N\], .* got "
@@ -745,7 +741,6 @@ TRIED = [
     (_with_part(lambda z_s, z_t, y: z_s.mul_(2)), "z_s is changed in place"),
     (_with_part(lambda z_s, z_t, y: z_t.mul_(2)), "z_t is changed in place"),
     (_with_part(lambda z_s, z_t, y: y.clamp_(min=0)), "y is changed in place"),
-    (_with_part(lambda *z: _of_float64() or z[2]), "default dtype is changed"),
     (_with_part(lambda *z: None), PART + r"\[None\]"),
     (_with_part(lambda *z: z[0].mean()), PART + r"\(\)"),
     (lambda z_s, *z: losses.mse_logits(1e30 * z_s, *z), "not finite at ordinary logits"),
@@ -776,7 +771,6 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
         refusal = pytest.raises(ValueError, match=f"^mine: .*{message}")
     with refusal:
         methods.check_settings("mine", 23)
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("V", [53, 4096])

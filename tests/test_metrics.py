@@ -101,6 +101,17 @@ def test_figures_equal_plain_loops(student, teacher, batch):
     assert figures == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("n", [[7, 7, 7, 7], [7, 1, 5, 3]])
+def test_an_interval_takes_rows_as_independent(n):
+    """It is that of leaving one row out at a time, the jackknife, up to terms of 1 / rows."""
+    n = np.array(n * 500)
+    ce = n * np.random.default_rng(0).normal(3.0, 1.0, len(n))
+    left_out = (ce.sum() - ce) / (n.sum() - n)
+    variance = (len(n) - 1) / len(n) * np.square(left_out - left_out.mean()).sum()
+    halves = metrics.halves({"n": n, "ce": ce, "gap": ce})
+    assert halves == {"ce_half": pytest.approx(1.96 * math.sqrt(variance), rel=2e-3)}
+
+
 def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, batch):
     other = make_model(STUDENT, 8, 7.0)
     (alone,) = sums_of([student], teacher, batch)

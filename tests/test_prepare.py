@@ -645,10 +645,6 @@ def only(characters, **parts):
     return lambda facts: facts.update(parts, model={**facts["model"], "vocab": vocab, "merges": []})
 
 
-def dropout(facts):
-    facts["model"]["dropout"] = 0.5
-
-
 def strips(facts):
     """Add a token that takes the blanks after it along."""
     keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -659,7 +655,6 @@ def strips(facts):
 ASCII = "ĠĊĉč" + "".join(map(chr, range(33, 127)))
 META = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 LOSSY = {  # by what is lost: a change of a good tokenizer.json, and the eos_token
-    "dropout=0.5 draws other ids": (dropout, EOS),
     "loses '文.*ü": (only(ASCII), EOS),
     "loses '文.*ü.*' of": (only("▁\n\t\r" + ASCII, pre_tokenizer=META, decoder=META), EOS),
     "lacks its eos_token '</s>'": (len, "</s>"),

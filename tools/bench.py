@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 import train
@@ -116,7 +116,7 @@ def train_step(method: str, x: Tensor, y: Tensor, args):
     )
     model = init_student(args.teacher, 1).requires_grad_(False)
     model.to(args.device, args.dtype).compile_layers()
-    teacher = Teacher(model, args.device)
+    teacher = Teacher(model)
     student = train.make_student(method, cfg)
 
     def step():
@@ -265,4 +265,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(configure.guard(lambda: main(sys.argv[1:])))
+    configure.run(main)

@@ -22,7 +22,7 @@ matplotlib.use("Agg")  # files only, no window
 import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from lib.errors import UserError
@@ -169,7 +169,7 @@ def curves(seeds: list[dict], path: Path) -> None:
 
 
 def draw_panel(axis, key, students, logged):
-    """Draw one term of all students, with intervals over seeds as error bars.
+    """Draw one term of all students, with intervals over seeds, or the seeds if they are few.
 
     The panel of CE also has the reference CEs in `logged`.
     """
@@ -178,10 +178,14 @@ def draw_panel(axis, key, students, logged):
     for name, terms in students.items():
         for part in (key, HELD_OUT.get(key)):
             if part in terms:
-                _, y, half, *_ = zip(*map(estimate, terms[part].values()), strict=True)
-                half = [h or 0 for h in half]
+                n, y, half, *_ = zip(*map(estimate, terms[part].values()), strict=True)
+                half = [h if count > 3 else 0 for count, h in zip(n, half, strict=True)]
                 ys[name].extend(y)
                 gap = len(y) // 6 or 1  # between markers
+                for tokens, numbers in [*terms[part].items()][::gap]:
+                    if len(numbers) in (2, 3):  # too few for an interval
+                        x = [tokens] * len(numbers)
+                        axis.plot(x, [*numbers.values()], "_", color=styles[name]["color"])
                 line, *_ = axis.errorbar(
                     [*terms[part]], y, half, markevery=gap, errorevery=gap, **styles[name]
                 )
@@ -421,4 +425,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(configure.guard(lambda: main(sys.argv[1:])))
+    configure.run(main)

@@ -516,10 +516,10 @@ def distil(cfg: Config) -> int:
 
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
     """
-    ending.catch_signals()
     UNWRITTEN.clear()
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
+    ending.catch_signals()  # until here a signal ends at once a process that waits for others
     out = Path(cfg.out_dir)
     configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
     busy = f"out_dir={out}: another train.py is running there"

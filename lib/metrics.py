@@ -64,9 +64,10 @@ def halves(sums: dict[str, np.ndarray]) -> dict[str, float]:
     """
     n = sums["n"]
     values = {}
-    for key in sums.keys() & {"ce", *TEACHER_KEYS}:
-        mean = sums[key].sum() / n.sum()
-        values[f"{key}_half"] = 1.96 * np.linalg.norm(sums[key] - mean * n) / n.sum()
+    for key in ("ce", *TEACHER_KEYS):
+        if key in sums:
+            mean = sums[key].sum() / n.sum()
+            values[f"{key}_half"] = 1.96 * np.linalg.norm(sums[key] - mean * n) / n.sum()
     return values
 
 

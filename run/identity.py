@@ -174,7 +174,7 @@ def objective_code(name: str) -> dict[str, str]:
     """
     fn = resolve(name).fn
     fn = getattr(fn, "func", fn)  # of a `functools.partial`, whose keywords are in the record
-    path = f"{fn.__module__}.{fn.__qualname__}"
+    path = f"{fn.__module__}.{getattr(fn, '__qualname__', fn)}"
     file = getattr(sys.modules.get(fn.__module__), "__file__", ROOT)
     hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))
     if path not in hashes:

@@ -40,6 +40,8 @@ LOGGED = (
     "mfu",
     "mem_gib",
     "eta_sec",
+    "checkpoint_sec",  # in earlier logs, like the next one
+    "time",
 )
 RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # no part of an objective is called so
 

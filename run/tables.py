@@ -366,7 +366,7 @@ def heldout(title: str, rows: dict, base: str) -> list[str]:
         for row, seeds in zip(body, rows.values(), strict=True):
             row.insert(1, f"{len(seeds)}")
     note = caption(counts)
-    if 1 in counts:
+    if 1 in counts and "ce_half" in students[0]:
         note += " ± of one seed is half of a 95 % interval over the rows."
     lines = [title, "", *grid(head, body), "", note, ""]
     others = [m for m in rows if m != base]

@@ -150,6 +150,8 @@ class Config:
 
     # "cpu", "cuda" or "cuda:1"; "auto": cuda if there is one, else cpu
     device: str = key("auto", "speed")
+    # device of the teacher; None: the students'
+    teacher_device: str | None = key(None, "speed")
     # "float32" or "bfloat16", of the forward passes; "auto": bfloat16 on cuda, float32 on cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # store the teacher's hidden states beside the rows, once, and read them from then on
@@ -253,6 +255,10 @@ def check_numbers(cfg: Config) -> None:
         raise UserError(f"micro_batch={micro}: expected a multiple of group={cfg.group}")
     if micro and rows % micro:
         raise UserError(f"micro_batch={micro}: expected a divisor of batch_rows={rows}")
+    if cfg.shard > 1 and cfg.teacher_device is not None:
+        raise UserError(
+            f"teacher_device={cfg.teacher_device}: not supported with shard={cfg.shard}"
+        )
     if cfg.val_rows and cfg.val_share:
         raise UserError(f"val_rows={cfg.val_rows} with val_share={cfg.val_share}: set one to 0")
 

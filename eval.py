@@ -287,7 +287,7 @@ def score_rows(
         dtype = getattr(torch, args.dtype)
         teacher = open_cached(teacher_name, dtype, device, rows.n_vocab, {rows: index})
         if teacher is None:
-            teacher = load_teacher(teacher_name, dtype, device, rows.n_vocab)
+            teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
         if len(teacher.head) != rows.n_vocab:
             problem = f"vocabulary of {len(teacher.head):,}, {first.name} has {rows.n_vocab:,}"
             raise UserError(f"{teacher_name}: {problem}")

@@ -49,6 +49,7 @@ RULE_VERSION = 1  # version of the boundary rule
 BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
 SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
+CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
     "source_config",
@@ -232,6 +233,9 @@ def open_tokenizer(cfg):
     if not name:
         raise UserError("tokenizer=None, teacher=None: expected a folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
+    if re.search(CHAT, tokenizer.eos_token):
+        problem = f"its EOS {tokenizer.eos_token}, which will end documents, ends turns of a chat"
+        print(f"warning: {name}: {problem}; take the base model's", file=sys.stderr)
     check_tokenizer(tokenizer, find_folder(name) / "tokenizer.json")
     return tokenizer, pinned(name)
 

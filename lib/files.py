@@ -196,10 +196,25 @@ def read_lines(path: Path, kinds=()) -> list[dict]:
 
 
 def truncate_lines(path: Path, step: int) -> None:
-    """Remove the records after `step`, and a last line that a kill cut short."""
-    if path.is_file():
+    """Remove the records after `step`, and a last line that a kill cut short.
+
+    A file with other broken lines is set aside.
+    """
+    if not path.is_file():
+        return
+    try:
         records = read_lines(path, {"step": int})
+    except UserError:
+        set_aside(path)
+    else:
         write_lines(path, [record for record in records if record["step"] <= step])
+
+
+def set_aside(path: Path) -> None:
+    """Rename a broken file, and say so."""
+    n_aside = len([*path.parent.glob(f"{path.name}.broken*")])
+    aside = path.rename(f"{path}.broken{n_aside}")
+    print(f"{path}: broken; it is kept as {aside.name}, and the run goes on", file=sys.stderr)
 
 
 def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:

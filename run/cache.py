@@ -89,13 +89,15 @@ class States:
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache.
 
-    `body` computes the rows that are missing, and is None if there are none.
+    `body` computes the rows that are missing. If there are none it is None, and `load` loads it
+    when a stored row is damaged.
     """
 
-    def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None):
+    def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None, load):
         self.head = head
         self.states = states
         self.body = body
+        self.load = load
         self.is_stored = body is None
         # sharded layers compute on all processes together, even on those that could read
         modules = body.model.modules() if body else ()
@@ -105,7 +107,7 @@ class CachedTeacher:
         """Return the last hidden states [B, T, D] of rows `index`, whose inputs are x [B, T].
 
         If a row is missing from the cache or damaged, the whole batch is computed, and the row is
-        stored. Raises `UserError` if there is no body to compute it.
+        stored.
         """
         states = self.states[rows]
         values = states.values[index]
@@ -116,8 +118,10 @@ class CachedTeacher:
                 h = h.pin_memory()
             return h.to(self.head.device, non_blocking=True)
         if not self.body:
-            # mark rows as missing, so that the next start loads the body
+            # mark rows as missing, so that the next start loads the body if this one cannot
             states.put(states.values.size, index[bad], np.zeros(bad.sum(), np.uint64))
+            self.body = self.load(1)
+        if not self.body:
             raise UserError(
                 f"{states.file}: row {index[bad][0]} is damaged; the same command computes it anew"
             )
@@ -145,15 +149,16 @@ def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowIndices:
 def open_cached(
     name: str,
     dtype: torch.dtype,
-    device: torch.device,
+    home: torch.device,
     vocab_size: int,
     wanted: RowIndices,
-    load: Callable = lambda: None,
+    load: Callable = lambda *shard: None,
 ) -> CachedTeacher | None:
     """Return a teacher that reads the hidden states of `wanted` from the cache.
 
-    `load` is called for its body only if the head or some hidden states are missing. Returns None
-    if it is needed and `load` returns None.
+    `load` is called for its body only if the head or some hidden states are missing; and in mid-run
+    by one process alone, with 1 for `shard`. Returns None if the body is needed and `load` returns
+    None.
     """
     first, *_ = wanted
     folder = Path(first.file).parent
@@ -179,12 +184,12 @@ def open_cached(
         missing_bytes += n_missing * states[rows].values.shape[1]
     if not body and not any(parallel.all_gather(missing_bytes)):
         say(f"teacher: its body is not loaded, as all hidden states are in {folder}")
-        return CachedTeacher(head[:vocab_size].to(device, copy=True), states, None)
+        return CachedTeacher(head[:vocab_size].to(home, copy=True), states, None, load)
     body = body or load()
     if not body:
         return None
     say(f"teacher: hidden states take {gib(missing_bytes)} more of disk in {folder}")
-    return CachedTeacher(body.head, states, body)
+    return CachedTeacher(body.head, states, body, load)
 
 
 def read_head(file) -> Tensor | None:

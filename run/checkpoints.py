@@ -109,13 +109,14 @@ def resume(students: list[Student], run: Run) -> None:
 
 
 def earlier_starts(file, cfg) -> list[dict]:
-    """Return the starts in a run's run.json, if there is one.
+    """Return the starts in a run's run.json; none if it is missing or broken.
 
     Raises `UserError` if it is that of a student, or of a run of other methods.
     """
-    if not file.is_file():
+    try:
+        facts = read_json(file, RUN_FILE)
+    except UserError:
         return []
-    facts = read_json(file, RUN_FILE)
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
@@ -211,10 +212,15 @@ def start_from(name, live: list[Student], run) -> None:
 
 
 def record_start(file, starts: list[dict], run) -> None:
-    """Write run.json with this start after the earlier ones, and code.diff if code was edited."""
+    """Write run.json with this start after the earlier ones, and code.diff if code was edited.
+
+    A broken run.json is set aside.
+    """
     edits = uncommitted_edits()
     if edits:
         files.atomic_write(file.with_name("code.diff"), edits)
+    if file.is_file() and not starts:
+        files.set_aside(file)
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),

@@ -6,10 +6,12 @@ checkpoints and in results. It holds the config keys that affect the weights, an
 content of teacher, rows and first weights. Paths, speed and logging are not in it.
 """
 
+import ast
 import dataclasses
 import functools
 import hashlib
 import json
+import marshal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from configure import AFFECTS, Config
-from lib.code import ROOT, closure
+from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
@@ -170,14 +172,32 @@ def step_code() -> dict[str, str]:
 def objective_code(name: str) -> dict[str, str]:
     """Return the hashes of the definitions that only a method's objective passes through.
 
-    Raises `UserError` for an objective that no file defines by `def` at its top level.
+    An objective that is not a function of a file, but made by a closure, a `partial` or a lambda,
+    is also known by its row in `METHODS`.
     """
+    name = name.partition("@")[0]
     fn = resolve(name).fn
-    fn = getattr(fn, "func", fn)  # of a `functools.partial`, whose keywords are in the record
-    path = f"{fn.__module__}.{getattr(fn, '__qualname__', fn)}"
-    file = getattr(sys.modules.get(fn.__module__), "__file__", ROOT)
+    module = fn.__module__
+    path = f"{module}.{getattr(fn, '__qualname__', '')}"
+    file = getattr(sys.modules.get(module), "__file__", None) or ROOT
     hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))
     if path not in hashes:
-        expected = "expected an objective that a file defines by `def` at its top level"
-        raise UserError(f"{path}: {expected}")
+        row = row_of(name)
+        if row is None:  # made while the program runs
+            hashes[path] = hashlib.sha256(marshal.dumps(fn.__code__)).hexdigest()[:8]
+        else:
+            used = used_paths(row, "losses", read_source(ROOT / "losses.py"))
+            hashes |= closure(used, NOT_FOLLOWED) | {f"losses.METHODS[{name}]": tree_hash(row)}
     return {path: sha for path, sha in hashes.items() if path not in step_code()}
+
+
+def row_of(name) -> ast.expr | None:
+    """Return the expression of a row of `METHODS` in losses.py; None if it is set elsewhere."""
+    rows = {}
+    for statement in read_source(ROOT / "losses.py").definitions["METHODS"]:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Dict):
+                rows |= zip(map(ast.unparse, node.keys), node.values, strict=True)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                rows[ast.unparse(node.targets[0].slice)] = node.value
+    return rows.get(repr(name))

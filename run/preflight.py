@@ -1,6 +1,7 @@
 """What a run opens and checks before its first update, and the facts that its results carry."""
 
 import dataclasses
+import math
 import sys
 
 import torch
@@ -8,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configure import AFFECTS, Config
 from lib import parallel
-from lib.device import machine_facts
+from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
@@ -16,6 +17,7 @@ from model import student_config
 from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, compute_dtype, needs_teacher
+from run.students import n_validated
 from run.teacher import Teacher, check_teacher, check_vocabulary, inherited, load_teacher
 
 
@@ -31,12 +33,13 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
     """
     if not any(map(needs_teacher, cfg.methods)):
         return None
-    device = torch.device(cfg.device)
+    home = torch.device(cfg.device)
+    device = pick_device(cfg.teacher_device or cfg.device)
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
-    def load() -> Teacher:
-        teacher = load_teacher(cfg.teacher, dtype, device, vocab_size, cfg.shard)
+    def load(shard: int = cfg.shard) -> Teacher:
+        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, shard)
         if cfg.compile and teacher.native:
             teacher.model.compile_layers()
         return teacher
@@ -45,13 +48,13 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
         return load()
     from run.cache import open_cached, rows_of_run  # few runs need it
 
-    return open_cached(cfg.teacher, dtype, device, vocab_size, rows_of_run(cfg, rows, val), load)
+    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, rows, val), load)
 
 
 def check_config(cfg: Config) -> None:
     """Check the config before any data is read. Raises `UserError`."""
     shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
-    parallel.check_agreement(**shared | {"device": None})
+    parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
@@ -88,6 +91,7 @@ def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizer
     check_initial_ids(cfg.student_weights, tokenizer.get_vocab())
     check_number_of_rows(cfg, rows)
     n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
+    say_precision(cfg, val)
     if teacher_vocab != student_vocab:
         smaller = min(teacher_vocab, student_vocab)
         say(
@@ -139,6 +143,18 @@ def check_number_of_rows(cfg, rows) -> None:
         f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are "
         f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
     )
+
+
+def say_precision(cfg, val) -> None:
+    """Warn if there are too few held-out rows to tell close methods apart."""
+    n_rows = n_validated(val, cfg)
+    # half of a 95 % interval: the manifest has that of all held-out rows
+    half = val.manifest.get("unigram_half", 0) * math.sqrt(val.n / n_rows)
+    if half > 0.1:
+        say(
+            f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 %): "
+            "too few to tell close methods apart"
+        )
 
 
 def run_facts(cfg: Config, rows: Rows) -> dict:

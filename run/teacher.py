@@ -23,28 +23,33 @@ INHERITED = (
 
 
 class Teacher:
-    """A frozen model, on the students' device."""
+    """A frozen model. What it returns is on the students' device, `home`."""
 
     is_stored = False  # True if all hidden states are read from a file (run/cache.py)
 
-    def __init__(self, model: nn.Module, vocab_size: int | None = None):
+    def __init__(self, model: nn.Module, home: torch.device, vocab_size: int | None = None):
         self.model = model
+        self.home = home
         self.native = isinstance(model, Qwen2)
         if self.native:
             self.whole_head = model.head
         else:
             self.whole_head = model.get_output_embeddings().weight
-        self.head = self.whole_head[:vocab_size]  # [V, D]
+        # [V, D]; the same memory if teacher and students share a device
+        self.head = self.whole_head[:vocab_size].to(home)
 
     @torch.no_grad()
     def hidden(self, idx: Tensor, *rows: object) -> Tensor:
-        """Return the last hidden states [B, T, D] of token ids [B, T].
+        """Return the last hidden states [B, T, D] of token ids [B, T], which are on any device.
 
         rows  further arguments are for the teacher of run/cache.py, which looks the rows up
         """
+        idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
         if self.native:
-            return self.model.hidden(idx)
-        return self.model.base_model(idx, use_cache=False)[0]
+            h = self.model.hidden(idx)
+        else:
+            h = self.model.base_model(idx, use_cache=False)[0]
+        return h.to(self.home, non_blocking=True)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs of one token's forward pass."""
@@ -59,13 +64,14 @@ def load_teacher(
     name: str,
     dtype: torch.dtype,
     device: torch.device,
+    home: torch.device | None = None,
     vocab_size: int | None = None,
     shard: int = 1,
 ) -> Teacher:
     """Load a frozen teacher from a local folder or hub id `owner/name@revision`.
 
     dtype       of its weights and activations
-    device      where it computes, that of the students
+    device      where it computes; `home` is the students' device (None: the same)
     vocab_size  rows of the head to keep (None: all); the others are padding
     shard       processes over which its layers are sharded; embedding and head stay whole
 
@@ -77,7 +83,7 @@ def load_teacher(
     else:
         from run.foreign import load_foreign as load  # few runs need it
 
-    return Teacher(load(name, dtype, device, shard), vocab_size)
+    return Teacher(load(name, dtype, device, shard), home or device, vocab_size)
 
 
 def is_native(name: str) -> bool:

@@ -214,9 +214,10 @@ def trials(plan: dict) -> list[str]:
             at_an_end.append(method)
     advice = "No chosen rate is the lowest or highest tried."
     if at_an_end:
+        wider = [f"{lr:.3g}" for lr in (rates[0] / 3, *rates, 3 * rates[-1])]
         advice = (
             f"The rate of {', '.join(at_an_end)} is the lowest or highest tried, and one beyond "
-            "may be better: add it to --tune=lr=.."
+            f"may be better: --tune=lr={','.join(wider)}"
         )
     return [
         "## Trials\n",

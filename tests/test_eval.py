@@ -507,7 +507,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
     for dtype in (torch.bfloat16, torch.float32):
         student = make_model(STUDENT, 5, 7.0).to(dtype)
         model = make_model(TEACHER, 6, 7.0).to(dtype)
-        teacher = ev.Teacher(model)
+        teacher = ev.Teacher(model, torch.device("cpu"))
         (expected,) = ev.over_rows([student], teacher, rows, np.arange(rows.n), n_bytes, 4096)
         for key in ("ce", "kl", "teacher_ce"):
             assert (results["figures"][key] == expected[key]) == (dtype == torch.bfloat16), key

@@ -154,11 +154,19 @@ def test_code_is_followed_through_classes_functions_and_modules(tmp_path):
     assert [*skipped] == ["a.start", "lib.b.later", "lib.b.table"]
 
 
-def test_an_objective_that_no_file_defines_is_refused(monkeypatch):
-    """An edit of what it calls would not be seen."""
-    monkeypatch.setitem(METHODS, "made", Method(functools.partial(lambda *z: losses.tvd(*z) ** 2)))
-    with refusal("<lambda>: expected an objective that a file defines by `def` at its top level"):
-        identity.objective_code("made@label")
+def test_an_objective_made_by_a_closure_is_known_by_its_row(monkeypatch):
+    """Here the row of `fixed_3` is the expression that makes it."""
+    power = lambda *z: losses.tvd(*z) ** 2  # noqa: E731
+    monkeypatch.setitem(METHODS, "fixed_3", Method(functools.partial(power)))
+    hashes = identity.objective_code("fixed_3@label")
+    assert {"losses.METHODS[fixed_3]", "losses._fixed", "losses.alra"} <= hashes.keys()
+    known = []
+    for power in (2, 3):
+        made = {}
+        exec(f"def f(z_s, z_t, y): return z_s ** {power}", made)
+        monkeypatch.setitem(METHODS, "made", Method(made["f"]))
+        known.append(identity.objective_code("made"))
+    assert known[0] != known[1]
 
 
 def test_a_record_lists_settings_in_the_order_of_the_signature(tiny):

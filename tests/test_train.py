@@ -36,7 +36,7 @@ from losses import IGNORE, method_loss
 from model import MLP, Qwen2, Qwen2Config, flops_per_token, init_student
 from run import checkpoints, ending, identity, log, preflight, students
 from run.methods import compute_dtype, make_objective
-from run.teacher import Teacher
+from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.world import (
     DEMO,
@@ -150,10 +150,18 @@ def test_dtype_seed_and_the_teachers_device_are_those_of_the_config(tiny, monkey
         assert compute_dtype(config(tiny, UNUSED, dtype=name)) == dtype
     student = train.make_student("alra", config(tiny, UNUSED, seed=5))
     assert student.init_sha256 == weights_hash(init_student(STUDENT, 5))
+    home = torch.device("meta")
+    teacher = load_teacher(f"{tiny}/teacher", torch.float32, CPU, home)
+    h = teacher.hidden(torch.zeros(1, 3, dtype=torch.int64))
+    assert teacher.head.device == h.device == home
+
     load = mock.Mock()
     monkeypatch.setattr(preflight, "load_teacher", load)
-    preflight.open_teacher(config(tiny, UNUSED, device="cuda:7"))
-    assert load.call_args.args[2] == torch.device("cuda:7")
+    monkeypatch.setattr(preflight, "pick_device", torch.device)
+    for device in ("none", "cuda:7"):
+        preflight.open_teacher(config(tiny, UNUSED, teacher_device=device))
+    devices = [call.args[2:4] for call in load.call_args_list]
+    assert devices == [(CPU, CPU), (torch.device("cuda:7"), CPU)]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
@@ -442,13 +450,14 @@ def test_validation_figures_are_those_of_the_plain_formulas(tiny, finished):
 
 def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_path, printed, run):
     data = shutil.copytree(tiny / "data", tmp_path / "data")
-    world.write_rows(data, "val", 7, seed=2, unigram_ce=5.25)
+    world.write_rows(data, "val", 7, seed=2, unigram_ce=5.25, unigram_half=0.5)
     flags = f"--data_dir={data} --val_max_rows=5 --max_steps=2 --schedule_steps=40 --methods=alra"
     run(tmp_path / "run", flags)
     output = printed()
     ln_v = math.log(V)
     for words in (
         "2 updates of 4 rows are 0.08 passes over 97 rows",
+        "5 held-out rows give a CE to about ± 0.59",
         "step 2, 5 held-out rows  |  val_ce ",
         "ends at 1.0e-02 of 1.0e-02; to end at 6.0e-05 set schedule_steps",
         f"ln V) {ln_v:.4f}, unigram over all held-out rows 5.2500, teacher ",
@@ -462,10 +471,10 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
 
 
 def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatch, run):
-    """Recomputed activations, more lines and checkpoints, a cut."""
+    """Recomputed activations, a teacher on its own device, more lines and checkpoints, a cut."""
     checkpoint = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
-    speed = "--recompute=True"
+    speed = "--recompute=True --teacher_device=cpu"
     logs = "--histogram_every_steps=3 --val_every_steps=1 --log_every_steps=1 --val_max_rows=2"
     kept = "--checkpoint_every_steps=1 --keep_checkpoints=1"
     data = "--source=x --train_rows=9 --val_share=0.1 --val_rows=0"
@@ -1036,7 +1045,7 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
         model = Qwen2(STUDENT).requires_grad_(False)
         for p in model.parameters():
             p.data = p.data.bfloat16()
-        teacher = Teacher(model)
+        teacher = Teacher(model, CPU)
         x = torch.zeros(1, 16, dtype=torch.long)
         batches = [(x, x.clone(), 15, teacher.hidden(x))] * 2
         train.update(students, teacher, iter(batches), 0, cfg)

@@ -116,7 +116,7 @@ def train_step(method: str, x: Tensor, y: Tensor, args):
     )
     model = init_student(args.teacher, 1).requires_grad_(False)
     model.to(args.device, args.dtype).compile_layers()
-    teacher = Teacher(model)
+    teacher = Teacher(model, args.device)
     student = train.make_student(method, cfg)
 
     def step():

@@ -983,6 +983,21 @@ def test_micro_batch_is_lowered_to_what_fits_the_processes(
         preflight.check_config(cfg)
 
 
+def test_a_process_that_waits_for_others_ends_at_once_at_a_signal(tiny, tmp_path, monkeypatch):
+    """It waits in C++, where no handler of Python's would run."""
+    handlers = []
+
+    def start(*_):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        raise UserError("met nobody")
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(parallel, "start", start)
+    with refusal("met nobody"):
+        train.distil(config(tiny, tmp_path))
+    assert handlers == [signal.SIG_DFL]
+
+
 CHANGES = """
     --seed=5 --seq_len=12 --shuffle=True --mask_after_eos=True --schedule_steps=7 --batch_rows=8
     --group=2 --lr=2e-2 --min_lr=1e-5 --warmup_steps=1 --beta1=0.8 --beta2=0.9 --adam_eps=1e-5

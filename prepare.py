@@ -42,7 +42,7 @@ from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
 from lib.files import flush, locked, read_json, reading, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
-from lib.rows import PAD, open_rows, quick_hash, read_ahead
+from lib.rows import PAD, half_interval, open_rows, quick_hash, read_ahead
 from lib.tokens import check_tokenizer, encode_texts, leading_bos, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule
@@ -600,9 +600,7 @@ def measure(file, recipe):
 def measure_unigram(file, recipe, counts):
     """Return the CE of a model that knows token frequencies alone, and half its 95 % interval.
 
-    A token's probability is its frequency among the training targets, with add-one smoothing. The
-    interval takes the rows, not their targets, as independent. A CE is the sum over rows divided by
-    the number of targets, so that its standard error is that of a ratio estimator.
+    A token's probability is its frequency among the training targets, with add-one smoothing.
 
     file    of the held-out rows
     counts  of the training targets (`measure`)
@@ -615,9 +613,7 @@ def measure_unigram(file, recipe, counts):
     targets = np.minimum(rows[:, 1:], n_vocab)
     ce = nats[targets].sum(1)  # [rows], of all targets of a row
     n = (targets < n_vocab).sum(1)  # [rows], the number of targets
-    mean = ce.sum() / n.sum()
-    error = np.linalg.norm(ce - mean * n) / n.sum()
-    return {"unigram_ce": mean, "unigram_half": 1.96 * error}
+    return {"unigram_ce": ce.sum() / n.sum(), "unigram_half": half_interval(ce, n)}
 
 
 # --- Finished rows

@@ -19,6 +19,7 @@ from torch import Tensor
 from lib import vocab
 from lib.checks import IGNORE
 from lib.head import mm, operand
+from lib.rows import half_interval
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: fits in a CPU's cache
@@ -57,17 +58,11 @@ def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def halves(sums: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return half of the 95 % interval of each mean per target, of sums [rows].
-
-    It takes the rows, not their targets, as independent. A mean is the sum over rows divided by the
-    number of targets, so that its standard error is that of a ratio estimator.
-    """
-    n = sums["n"]
+    """Return half of the 95 % interval over rows of each mean per target, of sums [rows]."""
     values = {}
     for key in ("ce", *TEACHER_KEYS):
         if key in sums:
-            mean = sums[key].sum() / n.sum()
-            values[f"{key}_half"] = 1.96 * np.linalg.norm(sums[key] - mean * n) / n.sum()
+            values[f"{key}_half"] = half_interval(sums[key], sums["n"])
     return values
 
 

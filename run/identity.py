@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import marshal
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from configure import AFFECTS, Config
+from lib import parallel
 from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
 from lib.files import read_json
@@ -141,8 +143,13 @@ def content_hash(name: str | None) -> str | None:
     if name is None:
         return None
     folder = find_folder(name)
-    hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    hashes = []
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node reads them
+        hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
+    first, *others = filter(None, parallel.all_gather(hashes))
+    if any(other != first for other in others):
+        raise UserError(f"{name}: its files differ between nodes; copy them again")
+    return hashlib.sha256(" ".join(first).encode()).hexdigest()
 
 
 def file_hash(file: Path) -> str:

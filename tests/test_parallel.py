@@ -23,6 +23,7 @@ from lib import distributed, parallel
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
+from run import identity
 from tests import several, world
 from tests.world import (
     V,
@@ -32,6 +33,7 @@ from tests.world import (
     flags,
     read_jsonl,
     records,
+    refusal,
     untimed,
 )
 
@@ -156,6 +158,21 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
             first = [read_jsonl(folder / file)[0] for folder in (alone, root / name)]
             assert_close(*first, 1e-8)
     assert read_json(root / "shard/run.json")["config"]["micro_batch"] == 4
+
+
+def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
+    """Here the second process of a node, of two nodes with two processes each."""
+    digest = identity.content_hash(wide / "teacher")
+    files = ("config.json", "model.safetensors")
+    first = [identity.file_hash(wide / "teacher" / name) for name in files]
+    monkeypatch.setattr(identity, "file_hash", lambda file: pytest.fail("read again"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    gathered = [first, [], first]
+    monkeypatch.setattr(parallel, "all_gather", lambda own: [*gathered, own])
+    assert identity.content_hash(wide / "teacher") == digest
+    gathered[2] = first[::-1]
+    with refusal("teacher: its files differ between nodes"):
+        identity.content_hash(wide / "teacher")
 
 
 @pytest.mark.slow

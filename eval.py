@@ -42,6 +42,7 @@ from lib.errors import UserError
 from lib.files import write_json, write_lines, writing
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash
 from lib.rows import IGNORE, Rows, open_rows
+from lib.stats import half_interval
 from lib.tasks import (
     STORYCLOZE,
     TASKS,
@@ -56,7 +57,7 @@ from model import Qwen2, Qwen2Config
 from run.cache import open_cached, progress
 from run.identity import content_hash, record_hash
 from run.scoring import check_content, check_model, decoder_edits, scoring_code
-from run.tables import RUN, run_facts, students_of, tabulate
+from run.tables import BY_DOCUMENT, RUN, run_facts, students_of, tabulate
 from run.teacher import Teacher, check_teacher, check_vocabulary, load_teacher
 
 HEAD_ROWS = 256  # positions whose logits exist at a time
@@ -331,7 +332,10 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
 def over_rows(
     students: list[Qwen2], teacher: Teacher | None, rows: Rows, index, n_bytes, batch_tokens
 ) -> list[dict]:
-    """Return the figures of each student, their intervals, and the number of targets.
+    """Return the figures of each student, and the number of targets.
+
+    Under KEY_half is half of a figure's 95 % interval over the documents, and under "documents" the
+    number of targets, the CE and the KL of each document, as sums.
 
     index    numbers of the rows to read
     n_bytes  [V] bytes of text that a token stands for. A BOS and an EOS are targets like any other
@@ -340,24 +344,35 @@ def over_rows(
     device = students[0].head.device
     per_batch = max(1, batch_tokens // rows.ids.shape[1])
 
+    is_eos = rows.ids[index] == rows.eos  # [rows, T + 1]; an EOS is the last token of a document
+    n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # documents before each token's own
+    documents = torch.from_numpy(n_ended[:, 1:])  # [rows, T] the document of each label
+
     def batches():
         for first in progress(range(0, len(index), per_batch), "held-out rows"):
-            part = index[first : first + per_batch]
-            x, y, _ = rows.batch(part, device)
-            yield first, x, y, teacher.hidden(x, rows, part) if teacher else None
+            part = slice(first, first + per_batch)
+            x, y, _ = rows.batch(index[part], device)
+            h_t = teacher.hidden(x, rows, index[part]) if teacher else None
+            yield documents[part].to(device), x, y, h_t
 
     models = [(model.hidden, model.head) for model in students]
     head_t = teacher.head if teacher else None
     n_bytes = n_bytes.to(device)
     results = []
-    for sums in metrics.row_sums(models, head_t, batches(), len(index), n_bytes):
-        by_row = {key: value.cpu().numpy() for key, value in sums.items()}
-        totals = {key: value.sum(0) for key, value in by_row.items()}
+    n_documents = int(documents.max()) + 1
+    for sums in metrics.sums_by_part(models, head_t, batches(), n_documents, n_bytes):
+        sums = {key: value.cpu().numpy() for key, value in sums.items()}
+        totals = {key: value.sum(0) for key, value in sums.items()}
         if not np.isfinite(totals["ce"]):
             problem = "the probability of a held-out token is 0 or not a number"
             raise UserError(f"{problem}; the weights have diverged")
-        figures = metrics.figures(totals) | metrics.halves(by_row)
-        results.append(figures | {"n_targets": int(totals["n"])})
+        figures = metrics.figures(totals) | {"n_targets": int(totals["n"])}
+        for key in ("ce", *metrics.TEACHER_KEYS):
+            if key in sums and n_documents > 1:
+                figures[f"{key}_half"] = half_interval(sums[key], sums["n"])
+        kept = [key for key in ("n", *BY_DOCUMENT) if key in sums]
+        figures["documents"] = {key: sums[key].tolist() for key in kept}
+        results.append(figures)
     return results
 
 

@@ -42,7 +42,8 @@ from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
 from lib.files import flush, locked, read_json, reading, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
-from lib.rows import PAD, half_interval, open_rows, quick_hash, read_ahead
+from lib.rows import PAD, open_rows, quick_hash, read_ahead
+from lib.stats import half_interval
 from lib.tokens import check_tokenizer, encode_texts, leading_bos, token_bytes
 
 RULE_VERSION = 1  # version of the boundary rule

@@ -404,13 +404,13 @@ def validate(
     with parallel.gathered_roots(s.model for s in live):  # whole heads of sharded students
         models = [hidden_and_head(s, cfg) for s in live]
         batches = validation_batches(val, teacher, n_rows, cfg)
-        sums = metrics.row_sums(models, head_t, batches, n_rows)
+        sums = metrics.sums_by_part(models, head_t, batches, n_rows)
     validated = {}
     if ending.signals_anywhere():
         return validated
-    for s, sums_by_row in zip(live, sums, strict=True):
-        parallel.sum_in_place(sums_by_row.values())  # on each process, 0 for the others' rows
-        totals = {key: value.sum(0).cpu().numpy() for key, value in sums_by_row.items()}
+    for s, by_row in zip(live, sums, strict=True):
+        parallel.sum_in_place(by_row.values())  # on each process, 0 for the others' rows
+        totals = {key: value.sum(0).cpu().numpy() for key, value in by_row.items()}
         figures = metrics.figures(totals)
         validated[s.name] = {}
         for name, key in VALIDATION_FIGURES.items():
@@ -422,7 +422,7 @@ def validate(
 def validation_batches(
     val: Rows, teacher: Teacher | None, n_rows: int, cfg: Config
 ) -> Iterator[tuple]:
-    """Yield this process's batches of held-out rows: number of the first row, x, y, h_t."""
+    """Yield this process's batches of held-out rows: number of each label's row, x, y, h_t."""
     size = cfg.micro_batch
     begin = parallel.rank() * size
     # Sharded layers compute on all processes together, so every process makes as many batches as
@@ -436,7 +436,8 @@ def validation_batches(
         if not has_rows:
             y = torch.full_like(y, IGNORE)
         h_t = teacher.hidden(x, val, index) if teacher else None
-        yield first, x, y, h_t
+        row = torch.from_numpy(index).to(y.device)[:, None]
+        yield row.expand_as(y), x, y, h_t
 
 
 def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:

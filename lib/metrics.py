@@ -1,7 +1,7 @@
 """Figures over held-out rows, and histograms of one update.
 
 The figures say how good a student's distribution is, and how far it is from its teacher's. train.py
-reports some of them during a run, eval.py all of them, row by row. The temperature is 1, and logits
+reports some of them during a run, eval.py all of them. The temperature is 1, and logits
 are fp32, from the products of training (lib/head.py).
 
 Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
@@ -19,7 +19,6 @@ from torch import Tensor
 from lib import vocab
 from lib.checks import IGNORE
 from lib.head import mm, operand
-from lib.rows import half_interval
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: fits in a CPU's cache
@@ -36,7 +35,7 @@ Model = tuple[Callable[[Tensor], Tensor], Tensor]
 
 
 def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the figures [..] of sums over rows [..], where `gap` is [.., BINS].
+    """Return the figures [..] of sums [..], where `gap` is [.., BINS].
 
     ce             cross-entropy, nats per target; every target but padding counts
     bits_per_byte  the same over the targets that stand for text, by their bytes: comparable across
@@ -57,15 +56,6 @@ def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return values
 
 
-def halves(sums: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return half of the 95 % interval over rows of each mean per target, of sums [rows]."""
-    values = {}
-    for key in ("ce", *TEACHER_KEYS):
-        if key in sums:
-            values[f"{key}_half"] = half_interval(sums[key], sums["n"])
-    return values
-
-
 def levels(facts: Mapping) -> str:
     """Return the CEs that a student's is read against, as text."""
     known = [f"{words} {facts[key]:.4f}" for key, words in LEVELS.items() if key in facts]
@@ -73,21 +63,23 @@ def levels(facts: Mapping) -> str:
 
 
 @torch.no_grad()
-def row_sums(
+def sums_by_part(
     students: list[Model],
     head_t: Tensor | None,
-    batches: Iterable[tuple[int, Tensor, Tensor, Tensor | None]],
-    n_rows: int,
+    batches: Iterable[tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    n_parts: int,
     n_bytes: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Return for each student the summands of `figures`: [n_rows] fp64, `gap` [n_rows, BINS].
+    """Return for each student the summands of `figures`: [n_parts] fp64, `gap` [n_parts, BINS].
+
+    The parts are those that the caller divides the text into: rows, or documents.
 
     head_t   [V, D] the teacher's head; None: no figures of a teacher
-    batches  (number of the first row, inputs x [B, T], labels y [B, T] with IGNORE where there is
-             none, the teacher's hidden states [B, T, D])
+    batches  (the part that each label belongs to [B, T], inputs x [B, T], labels y [B, T] with
+             IGNORE where there is none, the teacher's hidden states [B, T, D])
     n_bytes  [V] bytes of text that each token stands for; None: no sums over text
 
-    A probability that is not a number makes the figures of its row NaN.
+    A probability that is not a number makes the figures of its part NaN.
     """
     device = students[0][1].device
     n_vocab = len(students[0][1])
@@ -99,25 +91,25 @@ def row_sums(
     zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
     sums = []
     for _ in students:
-        summands = {key: zeros(n_rows) for key in keys}
-        summands["gap"] = zeros(n_rows, BINS)
+        summands = {key: zeros(n_parts) for key in keys}
+        summands["gap"] = zeros(n_parts, BINS)
         sums.append(summands)
     step = max(LEAST, N_LOGITS[device.type] // n_vocab)
     cast = functools.cache(operand)  # a head that must be cast is cast once
-    for first, x, y, h_t in batches:
+    for part_of, x, y, h_t in batches:
         valid = (y != IGNORE).flatten().nonzero()[:, 0]  # a GPU synchronises here
         states = [(hidden(x).flatten(0, 1), head) for hidden, head in students]  # [B * T, D]
         for lo in range(0, len(valid), step):
-            part = valid[lo : lo + step]  # [N]
-            row = first + part // y.shape[1]  # [N]
-            label = y.flatten()[part]  # [N]
+            positions = valid[lo : lo + step]  # [N]
+            part = part_of.flatten()[positions]  # [N]
+            label = y.flatten()[positions]  # [N]
             teacher = None
             if head_t is not None:
-                z_t = logits_of(h_t.flatten(0, 1)[part], head_t, cast)
+                z_t = logits_of(h_t.flatten(0, 1)[positions], head_t, cast)
                 teacher = _predict(z_t, label)
             for (h, head), into in zip(states, sums, strict=True):
-                z_s = logits_of(h[part], head, cast)
-                _add_figures(into, row, z_s, label, teacher, n_bytes)
+                z_s = logits_of(h[positions], head, cast)
+                _add_figures(into, part, z_s, label, teacher, n_bytes)
     return sums
 
 
@@ -147,10 +139,10 @@ def pick(logp: Tensor, y: Tensor) -> Tensor:
     return logp.gather(1, y[:, None])[:, 0]
 
 
-def _add_figures(sums, row, z, y, teacher, n_bytes) -> None:
-    """Add a student's figures at N positions to the sums of `row_sums`.
+def _add_figures(sums, part, z, y, teacher, n_bytes):
+    """Add a student's figures at N positions to the sums of `sums_by_part`.
 
-    row      [N] the row of each position
+    part     [N] the part of each position
     z, y     [N, V], [N] the student's logits, and labels
     teacher  the teacher's `_Prediction`, or None
     n_bytes  [V] bytes of text that each token stands for, or None
@@ -173,10 +165,10 @@ def _add_figures(sums, row, z, y, teacher, n_bytes) -> None:
         values["teacher_ce"] = teacher.ce
         values["teacher_entropy"] = teacher.entropy
     for key, value in values.items():
-        sums[key].index_add_(0, row, value.double())
+        sums[key].index_add_(0, part, value.double())
     p_best = pick(logp, best).exp()
     gap = p_best - (best == y).float()
     # Bin i holds p in (i / BINS, (i + 1) / BINS]. A NaN, which is no index, goes into the first.
     bin_of = (p_best * BINS).ceil() - 1
     bin_of = torch.where(p_best.isfinite(), bin_of, 0.0).long()
-    sums["gap"].view(-1).index_add_(0, row * BINS + bin_of, gap.double())
+    sums["gap"].view(-1).index_add_(0, part * BINS + bin_of, gap.double())

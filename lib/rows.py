@@ -110,16 +110,6 @@ def quick_hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def half_interval(sums: np.ndarray, n: np.ndarray) -> float:
-    """Return half of the 95 % interval of a mean per target, of sums and targets by row [rows].
-
-    It takes the rows, not their targets, as independent. The mean is the sum over rows divided by
-    the number of targets, so that its standard error is that of a ratio estimator.
-    """
-    mean = sums.sum() / n.sum()
-    return 1.96 * (np.linalg.norm(sums - mean * n) / n.sum())
-
-
 def row_order(step: int, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> np.ndarray:
     """Return the indices of the rows of update `step`, a pure function of the step.
 

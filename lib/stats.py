@@ -1,4 +1,4 @@
-"""How figures are printed, and every interval and test over seeds."""
+"""How figures are printed, and every interval and test."""
 
 import math
 from typing import NamedTuple
@@ -33,6 +33,11 @@ class Estimate(NamedTuple):
     p: float | None = None  # two-sided, of the t test that the mean is 0
     p_holm: float | None = None  # corrected over the family that `differences` was given
 
+    @property
+    def excludes_0(self) -> bool:
+        """Whether 0 lies outside the interval."""
+        return self.half is not None and abs(self.mean) > self.half
+
     def text(self, digits: int, sign: str = "") -> str:
         if self.mean is None:
             return "–"
@@ -56,6 +61,20 @@ def estimate(by_seed: dict[int, float]) -> Estimate:
     else:
         t = math.inf if mean else 0.0
     return Estimate(n, mean, half, 2 * float(stdtr(n - 1, -t)))
+
+
+def half_interval(sums: np.ndarray, n: np.ndarray) -> float:
+    """Return half of the 95 % interval of a mean per target, of sums and targets by part [parts].
+
+    It takes the parts (documents, or rows) as independent, not their targets. The mean is a ratio
+    of two sums, so its standard error is that of a ratio estimator. 0 for a single part.
+    """
+    n_parts = np.count_nonzero(n)
+    if n_parts < 2:
+        return 0.0
+    errors = sums - n * sums.sum() / n.sum()
+    deviation = np.linalg.norm(errors) * math.sqrt(n_parts / (n_parts - 1))
+    return float(stdtrit(n_parts - 1, 0.975) * deviation / n.sum())
 
 
 def differences(pairs: list[tuple[dict, dict]]) -> list[Estimate]:

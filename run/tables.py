@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from lib.errors import UserError
 from lib.files import check_kinds, read_json, read_lines
 from lib.metrics import levels
-from lib.stats import FIGURES, Figure, differences, estimate, p_text
+from lib.stats import FIGURES, Estimate, Figure, differences, estimate, half_interval, p_text
 from lib.tasks import COLUMNS, SUITES
 from run.identity import RUN_FILE
 from run.paper import LAYOUT, NAMES, UPDATES, paper_row
@@ -37,6 +39,7 @@ PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 # what made students may differ in this between the rows of a table
 VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
+BY_DOCUMENT = ("ce", "kl")  # figures of which results have the sums over each document
 PERCENT = Figure("accuracy, %", sense=+1, factor=1, digits=2)
 
 
@@ -253,7 +256,7 @@ def mark(rows: dict, columns: dict[str, Figure]) -> list[list[str]]:
     """Return the rows of a table as text: a method, and a cell for each column.
 
     The best of a column is bold, the second italic; values that print alike tie. One seed alone is
-    not ranked, and its interval is over rows, if they were scored.
+    not ranked, and its interval is over the scored documents.
 
     rows  method -> seed -> figures
     """
@@ -367,7 +370,7 @@ def heldout(title: str, rows: dict, base: str) -> list[str]:
             row.insert(1, f"{len(seeds)}")
     note = caption(counts)
     if 1 in counts and "ce_half" in students[0]:
-        note += " ± of one seed is half of a 95 % interval over the rows."
+        note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(head, body), "", note, ""]
     others = [m for m in rows if m != base]
     if not others or not rows.get(base):
@@ -377,11 +380,34 @@ def heldout(title: str, rows: dict, base: str) -> list[str]:
         values = by_seed(rows, key, f)
         pairs = [(values[m], values[base]) for m in others]
         for row, e in zip(body, differences(pairs), strict=True):
+            if e.n == 1 and key in BY_DOCUMENT:
+                e = e._replace(half=over_documents(rows[row[0]], rows[base], key).half)
             row.append(e.text(f.digits, "+") + p_text(e.p_holm))
     how = ""
-    if counts != [1]:
+    if counts == [1] and "documents" in students[0]:
+        how = ", with 95 % intervals over the documents"
+    elif counts != [1]:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
     return [*lines, f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
+
+
+def over_documents(students: dict, references: dict, key: str) -> Estimate:
+    """Return a mean difference with its 95 % interval over the scored documents.
+
+    students, references  by seed. The mean is over the seeds that have sums by document in both
+    """
+    of_seeds = []
+    for seed in sorted(students.keys() & references.keys()):
+        sums = students[seed].get("documents")
+        reference = references[seed].get("documents")
+        if sums and reference:
+            of_seeds.append(np.subtract(sums[key], reference[key]))
+            n = np.array(sums["n"])
+    if not of_seeds:
+        return Estimate(0)
+    mean = np.mean(of_seeds, 0)
+    half = half_interval(mean, n) or None  # 0 is that of a single document
+    return Estimate(len(of_seeds), mean.sum() / n.sum(), half)
 
 
 def scored(facts: dict) -> list[str]:

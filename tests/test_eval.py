@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import ANY
 
 import datasets
 import numpy as np
@@ -19,7 +20,7 @@ from lib import tasks
 from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
-from lib.rows import Rows
+from lib.rows import PAD, Rows
 from model import Qwen2
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
@@ -468,7 +469,8 @@ def test_from_checkpoints_to_tables(out, capsys):
     figures = {method: read(out / method)["figures"] for method in ("pretrain", "alra")}
     ce = {method: values["ce"] for method, values in figures.items()}
     assert cells(text, "alra")[1] == f"{ce['alra']:.4f} ± {figures['alra']['ce_half']:.4f}"
-    assert cells(text, "alra", 1)[1] == f"{ce['alra'] - ce['pretrain']:+.4f}"
+    assert cells(text, "alra", 1)[1].split() == [f"{ce['alra'] - ce['pretrain']:+.4f}", "±", ANY]
+    assert "difference to pretrain, with 95 % intervals over the documents\n" in text
     score(f"--table {out}")
     left_out = f"Left out, since not scored: {out / 'tad'}."
     assert capsys.readouterr().out.split() == [*text.split(), *left_out.split()]
@@ -476,6 +478,26 @@ def test_from_checkpoints_to_tables(out, capsys):
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
     assert "no table: " in text and "differ in data_sha256: d and other" in text
+
+
+def test_sums_by_document_are_those_of_a_plain_loop(out, rows):
+    score(f"{out}/alra --tasks=none --max_rows=6 --skip_rows=2 --batch_tokens=50")
+    documents = read(out / "alra")["figures"]["documents"]
+    student = make_model(STUDENT, 9, 7.0)
+    n, ce = [0], [0.0]
+    for stored in rows.ids[2:8].astype(int):
+        ids = torch.from_numpy(stored[stored != PAD])
+        logp = student(ids[None, :-1])[0].double().log_softmax(-1)
+        for t, token in enumerate(ids.tolist()):
+            if t > 0:
+                n[-1] += 1
+                ce[-1] -= float(logp[t - 1, token])
+            if token == 0:
+                n.append(0)
+                ce.append(0.0)
+    assert documents["n"] == n[: len(documents["n"])] and sum(n) == sum(documents["n"]) > 50
+    assert documents["ce"] == pytest.approx(ce[: len(documents["n"])], rel=1e-5)
+    assert sum(documents["kl"]) > 0
 
 
 def test_scores_of_a_few_items(out, data, tmp_path, printed):

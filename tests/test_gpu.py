@@ -44,8 +44,9 @@ def test_head_and_loss_equal_the_plain_path_in_fp64(name, dtype, compile):
 def sums(inputs):
     h_s, w_s, h_t, w_t, y = inputs
     student = (lambda _: h_s, w_s)
-    batch = (0, y, y, h_t)
-    (results,) = metrics.row_sums([student], w_t, [batch], len(y))
+    row = torch.arange(len(y), device=y.device)[:, None]
+    batch = (row.expand_as(y), y, y, h_t)
+    (results,) = metrics.sums_by_part([student], w_t, [batch], len(y))
     return results
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import metrics
 from lib.rows import IGNORE
+from lib.stats import half_interval
 from model import Qwen2Config
 from tests.world import make_model
 
@@ -49,10 +50,11 @@ def sums_of(students, teacher, batch, size=11):
     for lo in range(0, 11, size):
         part = x[lo : lo + size]
         h_t = teacher.hidden(part) if teacher else None
-        parts.append((lo, part, y[lo : lo + size], h_t))
+        row = torch.arange(lo, lo + len(part))[:, None]
+        parts.append((row.expand_as(part), part, y[lo : lo + size], h_t))
     models = [(model.hidden, model.head) for model in students]
     results = []
-    for sums in metrics.row_sums(models, head_t, parts, 11, n_bytes):
+    for sums in metrics.sums_by_part(models, head_t, parts, 11, n_bytes):
         results.append({key: value.numpy() for key, value in sums.items()})
     return results
 
@@ -102,14 +104,21 @@ def test_figures_equal_plain_loops(student, teacher, batch):
 
 
 @pytest.mark.parametrize("n", [[7, 7, 7, 7], [7, 1, 5, 3]])
-def test_an_interval_takes_rows_as_independent(n):
-    """It is that of leaving one row out at a time, the jackknife, up to terms of 1 / rows."""
+def test_an_interval_takes_documents_as_independent(n):
+    """It is that of leaving one out at a time, the jackknife, up to terms of 1 / documents."""
     n = np.array(n * 500)
     ce = n * np.random.default_rng(0).normal(3.0, 1.0, len(n))
     left_out = (ce.sum() - ce) / (n.sum() - n)
     variance = (len(n) - 1) / len(n) * np.square(left_out - left_out.mean()).sum()
-    halves = metrics.halves({"n": n, "ce": ce, "gap": ce})
-    assert halves == {"ce_half": pytest.approx(1.96 * math.sqrt(variance), rel=2e-3)}
+    assert half_interval(ce, n) == pytest.approx(1.96 * math.sqrt(variance), rel=2e-3)
+
+
+def test_an_interval_of_equal_documents_is_students():
+    """Documents of equal length give the t interval of their means; empty ones do not count."""
+    x = np.array([1.0, 2.0, 4.0, 0.0])
+    half = half_interval(5 * x, np.array([5, 5, 5, 0]))
+    assert half == pytest.approx(4.30265 * np.std(x[:3], ddof=1) / math.sqrt(3), rel=1e-5)
+    assert half_interval(x, np.array([0, 5, 0, 0])) == 0
 
 
 def test_a_student_is_scored_alike_alone_and_in_company(student, teacher, batch):
@@ -167,7 +176,8 @@ def test_a_batch_waits_once_and_a_head_is_cast_once(dtype, n_casts, monkeypatch)
     model = (lambda x: h_s, w_s)
     head_t = w_t.to(dtype)
     with Operations() as operations:
-        (sums,) = metrics.row_sums([model], head_t, [(0, y, y, h_t)] * 2, 3)
+        batch = (torch.zeros_like(y), y, y, h_t)
+        (sums,) = metrics.sums_by_part([model], head_t, [batch] * 2, 3)
     # one wait a batch; two batches, two models, 17 positions by fours
     assert operations.n == collections.Counter(wait=2, mm=2 * 2 * 5, cast=n_casts)
     z = h_s.float() @ w_s.to(dtype).float().T

@@ -138,8 +138,8 @@ def test_the_largest_five_of_a_vocabulary_of_four_are_four():
     z, _, _ = case(n=2, v=4, ignored=())
     head = torch.eye(4).double()
     model = (lambda x: z[None], head)
-    batch = (0, y, y, z[None])
-    (sums,) = metrics.row_sums([model], head, [batch], 1)
+    batch = (torch.zeros_like(y), y, y, z[None])
+    (sums,) = metrics.sums_by_part([model], head, [batch], 1)
     assert sums["top5"] == sums["n"] == 2
 
 

@@ -326,7 +326,8 @@ def test_unigram_ce_is_that_of_the_training_rows_frequencies(small):
     mean = np.concatenate(rows).mean()
     spread = math.sqrt(sum((row - mean).sum() ** 2 for row in rows))
     assert val["unigram_ce"] == pytest.approx(mean)
-    assert val["unigram_half"] == pytest.approx(1.96 * spread / sum(map(len, rows)))
+    half = 2.446912 * math.sqrt(7 / 6) * spread / sum(map(len, rows))  # Student's t of seven rows
+    assert val["unigram_half"] == pytest.approx(half, rel=1e-5)
     line = prepare.summary(small.rows, val)
     assert f"{mean:.4f} ± {val['unigram_half']:.4f} (95 % over rows)" in line
 

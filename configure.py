@@ -223,7 +223,7 @@ KINDS = typing.get_type_hints(Config, include_extras=True)
 AFFECTS = {f.name: f.metadata.get("affects", "weights") for f in fields(Config)}
 
 
-def check_students(cfg: Config) -> None:
+def check_students(cfg: Config):
     """Check the names of the students, and their learning rates. Raises `UserError`."""
     if not cfg.methods:
         raise UserError("methods=(): expected at least one name")
@@ -236,7 +236,7 @@ def check_students(cfg: Config) -> None:
         checked(f"{name}.lr", settings.get("lr", cfg.lr), Positive)
 
 
-def check_numbers(cfg: Config) -> None:
+def check_numbers(cfg: Config):
     """Check that keys do not contradict each other. Raises `UserError`."""
     rows = cfg.batch_rows
     end = cfg.schedule_steps
@@ -362,7 +362,7 @@ def run_file(path: str) -> dict:
     return values
 
 
-def check_key(arg: str, name: str) -> None:
+def check_key(arg: str, name: str):
     """Raise `UserError` unless `Config` has this key."""
     if name in KINDS:
         return
@@ -409,7 +409,7 @@ SYNONYMS = {
 PROGRESS: dict = {}
 
 
-def run(main: Callable[[list[str]], int | None]) -> None:
+def run(main: Callable[[list[str]], int | None]):
     """Run a script's `main` on the command's arguments, and exit with its code."""
     sys.exit(guard(lambda: main(sys.argv[1:])))
 

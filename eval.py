@@ -57,7 +57,7 @@ from model import Qwen2, Qwen2Config
 from run.cache import open_cached, progress
 from run.identity import content_hash, record_hash
 from run.scoring import check_content, check_model, decoder_edits, scoring_code
-from run.tables import BY_DOCUMENT, RUN, run_facts, students_of, tabulate
+from run.tables import RUN, run_facts, students_of, tabulate
 from run.teacher import Teacher, check_teacher, check_vocabulary, load_teacher
 
 HEAD_ROWS = 256  # positions whose logits exist at a time
@@ -100,7 +100,7 @@ def score(args) -> str:
 # the tasks
 
 
-def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device) -> None:
+def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device):
     """Write a checkpoint's scores, and every item with its scores if `--log_samples`."""
     tokenizer = read_tokenizer(c.source)
     bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
@@ -261,7 +261,7 @@ def task_config(name: str, rows: list[dict]) -> dict:
 
 def score_rows(
     checkpoints: list["Checkpoint"], data_dir: str, teacher_name: str | None, args, device
-) -> None:
+):
     """Write each checkpoint's figures over held-out rows. The teacher is computed once for all."""
     rows = open_heldout(data_dir, checkpoints, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
@@ -370,8 +370,7 @@ def over_rows(
         for key in ("ce", *metrics.TEACHER_KEYS):
             if key in sums and n_documents > 1:
                 figures[f"{key}_half"] = half_interval(sums[key], sums["n"])
-        kept = [key for key in ("n", *BY_DOCUMENT) if key in sums]
-        figures["documents"] = {key: sums[key].tolist() for key in kept}
+        figures["documents"] = {key: sums[key].tolist() for key in ("n", "ce", "kl") if key in sums}
         results.append(figures)
     return results
 
@@ -493,7 +492,7 @@ def write(kind: str, results: dict, c: Checkpoint, device) -> Path:
     return file
 
 
-def say(text: str) -> None:
+def say(text: str):
     print(text, file=sys.stderr, flush=True)
 
 
@@ -538,7 +537,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]):
     args = arguments(argv)
     if args.table:
         print(tabulate(args.paths, args.reference, args.metric))

@@ -292,7 +292,7 @@ class Qwen2(nn.Module):
         """Return the logits, in the dtype of the weights  # [B, T] -> [B, T, V]"""
         return F.linear(self.hidden(idx), self.head)
 
-    def compile_layers(self) -> None:
+    def compile_layers(self):
         """Run each layer under torch.compile.
 
         Layers of one shape share one compilation per direction.
@@ -300,7 +300,7 @@ class Qwen2(nn.Module):
         for layer in self.model.layers:
             layer.compile(dynamic=False, fullgraph=True)
 
-    def cut(self, vocab_size: int) -> None:
+    def cut(self, vocab_size: int):
         """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""
         if vocab_size >= self.config.vocab_size:
             return
@@ -344,9 +344,7 @@ class Qwen2(nn.Module):
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
 
-    def save_pretrained(
-        self, folder: str | Path, tokenizer=None, weights: dict | None = None
-    ) -> None:
+    def save_pretrained(self, folder: str | Path, tokenizer=None, weights: dict | None = None):
         """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
 
         The loaded model gives the same logits, and the loaded tokenizer the same ids.

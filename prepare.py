@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def prepare(cfg: Config) -> None:
+def prepare(cfg: Config):
     """Write the rows of `cfg` into `cfg.data_dir`, or resume a killed run of the same recipe.
 
     Raises `UserError` if the folder holds data of another recipe, complete or not. Nothing is

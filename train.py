@@ -217,7 +217,7 @@ def update(
     return n_valid
 
 
-def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student]) -> None:
+def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student]):
     """Train until `max_steps` is reached, a signal arrives, or every student has stopped."""
     cfg = run.cfg
     resume(students, run)
@@ -324,7 +324,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
-def add_terms(s: Student, terms: dict[str, Tensor], n: int) -> None:
+def add_terms(s: Student, terms: dict[str, Tensor], n: int):
     """Add n times each term to its sum. A term is a mean over the n labels of a micro-batch.
 
     The sums give the means in the log, and the next state of an objective that keeps one.
@@ -337,7 +337,7 @@ def add_terms(s: Student, terms: dict[str, Tensor], n: int) -> None:
         sums[key] = sums.get(key, 0.0) + value.double() * n
 
 
-def advance_state(s: Student, n_valid: int) -> None:
+def advance_state(s: Student, n_valid: int):
     """Replace the state of an objective by the mean of what its forward batches returned.
 
     The mean is over the labels of the update, on all processes.
@@ -350,7 +350,7 @@ def advance_state(s: Student, n_valid: int) -> None:
         value.copy_(torch.where(n > 0, s.next_state[key] / n, value))
 
 
-def count_skipped_update(s: Student, step: int, cfg: Config) -> None:
+def count_skipped_update(s: Student, step: int, cfg: Config):
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
     # sums run since the last record, so a term that was bad once is named until the next one
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
@@ -440,7 +440,7 @@ def validation_batches(
         yield row.expand_as(y), x, y, h_t
 
 
-def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
+def log_terms(live: list[Student], teacher: Teacher | None, run: Run):
     """Write a record for each student, with means over all tokens since the last record."""
     cfg = run.cfg
     counts = run.counts
@@ -482,7 +482,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run) -> None:
     counts.update(dict.fromkeys(SINCE_LOG, 0))
 
 
-def write_rest(live: list[Student], run: Run) -> None:
+def write_rest(live: list[Student], run: Run):
     """Save the last step if the loop has not, and write what a full disk has kept back.
 
     Raises `UserError` if the disk is still full.

@@ -6,7 +6,7 @@ import torch
 VECTOR_FUNCTIONS = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc"
 
 
-def warm_up_vector_functions() -> None:
+def warm_up_vector_functions():
     """Call each of MKL's vector functions once, from one thread.
 
     MKL 2024 sets up a vector function during its first call. A thread that calls the function

@@ -50,7 +50,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def keep_memory() -> None:
+def keep_memory():
     """Let glibc keep freed blocks of any size.
 
     Otherwise it returns them to the system, and faulting their pages in again takes up to a fifth
@@ -133,7 +133,7 @@ def gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
-def repair_compile_cache() -> None:
+def repair_compile_cache():
     """Delete the empty libraries that a killed compiler left in torch's cache.
 
     torch would try to load them again and again. Those younger than 5 seconds stay, as another
@@ -149,7 +149,7 @@ def repair_compile_cache() -> None:
                 print(f"torch's compile cache: removed {file}, which is empty", file=sys.stderr)
 
 
-def give_back_memory() -> None:
+def give_back_memory():
     """Let glibc return freed memory to the system, also below blocks that are in use."""
     with contextlib.suppress(AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -11,7 +11,7 @@ from torch import nn
 from lib.parallel import world
 
 
-def join(device: torch.device, timeout: timedelta) -> None:
+def join(device: torch.device, timeout: timedelta):
     """Join the other processes of this torchrun. None waits for another longer than `timeout`."""
     backend = "gloo"
     device_id = None
@@ -61,7 +61,7 @@ def shard(
     device: torch.device,
     layers_only: bool,
     dtype: torch.dtype | None = None,
-) -> None:
+):
     """Keep 1 / n of the weights on each process; FSDP2 gathers a layer while it computes.
 
     n            a divisor of the number of processes; every n consecutive processes hold one copy

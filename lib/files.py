@@ -35,7 +35,7 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written ({error}); {remedy}") from error
 
 
-def flush(path: Path) -> None:
+def flush(path: Path):
     """Flush a file or folder to the disk, so that a rename never survives a crash without it."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
@@ -50,7 +50,7 @@ def working_name(path: Path, kind: str = "new") -> Path:
     return path.with_name(f".{path.name}.alra-{kind}")
 
 
-def discard(path: Path) -> None:
+def discard(path: Path):
     """Delete a folder written by this project, and what a kill left unfinished beside it.
 
     The folder is renamed first, so that a kill never leaves half of it under its own name. NFS
@@ -63,7 +63,7 @@ def discard(path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def atomic_write(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes):
     """Write a file completely or not at all: write a temporary file, flush it, rename it."""
     if isinstance(content, str):
         content = content.encode()
@@ -132,12 +132,12 @@ def for_json(values: dict) -> dict:
     return result
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict):
     """Write a JSON file. Raises `ValueError`, and writes nothing, if a number is not finite."""
     atomic_write(path, json.dumps(value, allow_nan=False, indent=1) + "\n")
 
 
-def append_line(path: Path, record: dict) -> None:
+def append_line(path: Path, record: dict):
     """Add a record to a file of JSON lines, whose last line a kill may have cut short."""
     line = json.dumps(record, allow_nan=False) + "\n"
     with writing(path), path.open("a+b") as file:
@@ -148,7 +148,7 @@ def append_line(path: Path, record: dict) -> None:
         file.write(line)
 
 
-def write_lines(path: Path, records: list[dict]) -> None:
+def write_lines(path: Path, records: list[dict]):
     atomic_write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -195,7 +195,7 @@ def read_lines(path: Path, kinds=()) -> list[dict]:
     return records
 
 
-def truncate_lines(path: Path, step: int) -> None:
+def truncate_lines(path: Path, step: int):
     """Remove the records after `step`, and a last line that a kill cut short.
 
     A file with other broken lines is set aside.
@@ -210,7 +210,7 @@ def truncate_lines(path: Path, step: int) -> None:
         write_lines(path, [record for record in records if record["step"] <= step])
 
 
-def set_aside(path: Path) -> None:
+def set_aside(path: Path):
     """Rename a broken file, and say so."""
     n_aside = len([*path.parent.glob(f"{path.name}.broken*")])
     aside = path.rename(f"{path}.broken{n_aside}")

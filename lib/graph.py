@@ -25,7 +25,7 @@ MOVED = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)
 class Rewrite(CustomGraphPass):
     """All rewrites: torch.compile(f, options={"post_grad_custom_pre_pass": Rewrite()})."""
 
-    def __call__(self, graph: Graph) -> None:
+    def __call__(self, graph: Graph):
         compute_once(graph)
         inputs = [_shape(node) for node in graph.find_nodes(op="placeholder")]
         logits = [shape for shape in inputs if len(shape) == 2]  # of both models, which are equal
@@ -41,7 +41,7 @@ class Rewrite(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
-def compute_once(graph: Graph) -> None:
+def compute_once(graph: Graph):
     """Merge nodes of the same operation on the same operands.
 
     Top-k, anchor, split and the reported cross-entropy all begin with the maximum and the sum of
@@ -61,7 +61,7 @@ def _is_pure(target) -> bool:
     return not target._schema.is_mutable  # none is random: such an objective is not compiled
 
 
-def scatter_last(graph: Graph, dense: tuple) -> None:
+def scatter_last(graph: Graph, dense: tuple):
     """Move scatters behind sums and casts.
 
         f(x.scatter(1, i, s), e) -> f(x, e).scatter(1, i, f(s, e.gather(1, i)))
@@ -111,7 +111,7 @@ def _copy(graph, node, operands: dict) -> Node:
     return graph.node_copy(node, lambda a: operands.get(a, a))
 
 
-def store_per_position(graph: Graph, dense: tuple) -> None:
+def store_per_position(graph: Graph, dense: tuple):
     """Store each number per position that meets a dense operand.
 
     Inductor would repeat its arithmetic, fp64 logarithms included, for each of the [N, V] elements.
@@ -129,7 +129,7 @@ def store_per_position(graph: Graph, dense: tuple) -> None:
                 user.replace_input_with(node, stored)
 
 
-def scatter_in_place(graph: Graph) -> None:
+def scatter_in_place(graph: Graph):
     """Scatter into the logits' own memory where the gradient overwrites them: no buffer.
 
         z.copy_(x.scatter(1, i, s)) -> z.copy_(x), then z.scatter_(1, i, s)

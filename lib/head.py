@@ -83,7 +83,7 @@ class _Head:
         if torch.is_grad_enabled() and w_s.requires_grad:
             self.dw = torch.zeros_like(self.w, dtype=_wide(w_s))
 
-    def add_batch(self, rows, z_t, labels, n_batches) -> None:
+    def add_batch(self, rows, z_t, labels, n_batches):
         """Add one of `n_batches` forward batches.
 
         rows    slice of the rows of h_s
@@ -156,7 +156,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def add_mm(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
+def add_mm(total: Tensor, a: Tensor, b: Tensor, alpha: float):
     """Add alpha times a @ b onto `total`, accumulated in fp32 or wider."""
     if a.dtype.itemsize > 2:
         total.addmm_(a, b, alpha=alpha)

@@ -130,7 +130,7 @@ def is_qwens(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 def save_folder(
     folder: Path, shape: dict, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast | None
-) -> None:
+):
     """Write a decoder as a folder for transformers, completely or not at all.
 
     A decoder with norms on q and k is a `qwen3`, one without biases a `llama`, any other a `qwen2`.
@@ -168,7 +168,7 @@ def save_folder(
         safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
 
 
-def read_weights(model: nn.Module, folder: Path) -> None:
+def read_weights(model: nn.Module, folder: Path):
     """Copy a folder's safetensors into `model`: every tensor once, none left over, all finite.
 
     With `attention_bias` in config.json there may be biases on the attention's output, which must
@@ -203,7 +203,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
         raise UserError(f"{folder}: lm_head.weight differs from the embedding, though tied to it")
 
 
-def copy_weight(source: Tensor, target: Tensor, name: str) -> None:
+def copy_weight(source: Tensor, target: Tensor, name: str):
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
     if not source.is_floating_point() or not all_finite(source):
@@ -211,7 +211,7 @@ def copy_weight(source: Tensor, target: Tensor, name: str) -> None:
     target.copy_(parallel.distribute_like(source, target))
 
 
-def check_weights(folder: Path, n_layers: int) -> None:
+def check_weights(folder: Path, n_layers: int):
     """Check the headers of a folder's safetensors before a model is built.
 
     Raises `UserError` for weights that are not floats, and for fewer tensors than layers.

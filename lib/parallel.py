@@ -18,7 +18,7 @@ from lib.errors import UserError
 # processes
 
 
-def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
+def start(device: torch.device, timeout_minutes: float = 30.0):
     """Make `device` the current one, and join the other processes of this torchrun, if any.
 
     timeout_minutes  how long a process waits for another one before it gives up
@@ -31,7 +31,7 @@ def start(device: torch.device, timeout_minutes: float = 30.0) -> None:
         join(device, timedelta(minutes=timeout_minutes))
 
 
-def stop() -> None:
+def stop():
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -48,7 +48,7 @@ def world() -> int:
 # sums and agreement
 
 
-def sum_in_place(tensors: Iterable[Tensor]) -> None:
+def sum_in_place(tensors: Iterable[Tensor]):
     """Sum each tensor over the processes."""
     if world() > 1:
         for handle in [dist.all_reduce(t, async_op=True) for t in tensors]:
@@ -94,7 +94,7 @@ def on_first(function: Callable, *args):
     return all_gather(value)[0]
 
 
-def check_agreement(**facts) -> None:
+def check_agreement(**facts):
     """Raise `UserError` on every process unless all of them hold the same facts."""
     first, *others = all_gather(facts)
     for rank, other in enumerate(others, 1):
@@ -120,7 +120,7 @@ def summing_gradients(
     else:
         parameters += model.parameters()
 
-    def start_sum(p: Tensor) -> None:
+    def start_sum(p: Tensor):
         handles.append(dist.all_reduce(p.grad, async_op=True))
 
     hooks = []

@@ -49,7 +49,7 @@ def checked(name: str, value: object, kind) -> object:
     return value
 
 
-def check_fields(config: object) -> None:
+def check_fields(config: object):
     """Check each field of a frozen dataclass by its kind, and convert it as `checked` does."""
     for name, kind in typing.get_type_hints(type(config), include_extras=True).items():
         object.__setattr__(config, name, checked(name, getattr(config, name), kind))

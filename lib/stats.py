@@ -33,11 +33,6 @@ class Estimate(NamedTuple):
     p: float | None = None  # two-sided, of the t test that the mean is 0
     p_holm: float | None = None  # corrected over the family that `differences` was given
 
-    @property
-    def excludes_0(self) -> bool:
-        """Whether 0 lies outside the interval."""
-        return self.half is not None and abs(self.mean) > self.half
-
     def text(self, digits: int, sign: str = "") -> str:
         if self.mean is None:
             return "–"

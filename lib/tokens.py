@@ -60,7 +60,7 @@ def leading_bos(tokenizer) -> int | None:
     raise UserError(f"tokenizer: turns 'a', {bare}, into {full} by itself; {expected}: {remedy}")
 
 
-def check_tokenizer(tokenizer, file: Path) -> None:
+def check_tokenizer(tokenizer, file: Path):
     """Raise `UserError` for a tokenizer that lacks its EOS.
 
     file   its tokenizer.json

@@ -68,12 +68,12 @@ class States:
             sums[at] = 2**32 + zlib.crc32(value, zlib.crc32(f"{self.file.name} {row}".encode()))
         return sums
 
-    def write(self, index, values) -> None:
+    def write(self, index, values):
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
         self.put(0, index, values)
         self.put(self.values.size, index, self.checksums(index, values))
 
-    def put(self, start, index, parts) -> None:
+    def put(self, start, index, parts):
         # on a full disk this is an error; a write to a memmap would be a crash
         try:
             with writing(self.file), self.file.open("r+b") as file:
@@ -205,7 +205,7 @@ def checksum_of(head: Tensor) -> int:
     return zlib.crc32(head.view(torch.uint8).numpy())
 
 
-def fill_cache(cfg: Config) -> None:
+def fill_cache(cfg: Config):
     """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
     if not any(map(needs_teacher, cfg.methods)):
         return
@@ -222,7 +222,7 @@ def fill_cache(cfg: Config) -> None:
         parallel.stop()
 
 
-def fill(teacher: CachedTeacher, wanted: RowIndices, size: int) -> None:
+def fill(teacher: CachedTeacher, wanted: RowIndices, size: int):
     """Compute and store the missing rows, `size` rows at a time, divided among the processes."""
     rank = parallel.rank()
     for rows, index in wanted.items():

@@ -58,7 +58,7 @@ STATE = {  # what is read of a checkpoint's state.json
 # resuming
 
 
-def resume(students: list[Student], run: Run) -> None:
+def resume(students: list[Student], run: Run):
     """Restore all students, and `run`, from their newest common checkpoint.
 
     A new run begins at step 0, or with the checkpoint that `resume_from` names.
@@ -153,7 +153,7 @@ def newest_complete(live: list[Student], steps: set[int]) -> int:
             say(f"skipped: {error}")
 
 
-def check_same_run(name, checkpoint, run) -> None:
+def check_same_run(name, checkpoint, run):
     """Raise `UserError` if a checkpoint belongs to another student than `name` of this run.
 
     `accept_edits` takes code that was edited as equal; run.json says so.
@@ -177,7 +177,7 @@ def check_same_run(name, checkpoint, run) -> None:
     raise UserError(message)
 
 
-def restore(live: list[Student], run) -> None:
+def restore(live: list[Student], run):
     """Load every student's checkpoint of `run.step`, and the counts of the run.
 
     Raises `UserError` if one belongs to another run.
@@ -194,7 +194,7 @@ def restore(live: list[Student], run) -> None:
     run.counts = {key: state[key] for key in COUNTS}
 
 
-def start_from(name, live: list[Student], run) -> None:
+def start_from(name, live: list[Student], run):
     """Load the checkpoint `resume_from` into every student. `run` goes on from its step."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
@@ -211,7 +211,7 @@ def start_from(name, live: list[Student], run) -> None:
     run.counts["valid_tokens"] = state["valid_tokens"]
 
 
-def record_start(file, starts: list[dict], run) -> None:
+def record_start(file, starts: list[dict], run):
     """Write run.json with this start after the earlier ones, and code.diff if code was edited.
 
     A broken run.json is set aside.
@@ -248,7 +248,7 @@ def check_disk(students: list[Student], cfg) -> str:
     return use
 
 
-def say_summary(students: list[Student], run) -> None:
+def say_summary(students: list[Student], run):
     """Print the machine, teacher and students, the students' size, and how far the run has come."""
     cfg = run.cfg
     first = students[0]
@@ -270,14 +270,14 @@ def say_summary(students: list[Student], run) -> None:
 # saving
 
 
-def save_model(s: Student, run: Run) -> None:
+def save_model(s: Student, run: Run):
     """Write the model for transformers, and then its provenance beside it."""
     weights = parallel.to_first(s.model.state_dict())
     parallel.on_first(write_model, s, weights, run)
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-def write_model(s, weights: dict[str, Tensor], run) -> None:
+def write_model(s, weights: dict[str, Tensor], run):
     folder = s.folder / "model"
     s.model.save_pretrained(folder, s.tokenizer, weights)
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(weights)}
@@ -309,7 +309,7 @@ def differs_in_transformers(folder, shape, weights: dict[str, Tensor]) -> str | 
     return None if error < 1e-4 else f"its logits differ by {error:.2%}"
 
 
-def save_checkpoints(live: list[Student], run: Run) -> None:
+def save_checkpoints(live: list[Student], run: Run):
     """Write a checkpoint of every student, then delete older ones.
 
     Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
@@ -339,7 +339,7 @@ def tensors_of(s) -> dict[str, dict[str, Tensor]]:
     return {file: parallel.to_first(tensors) for file, tensors in groups.items()}
 
 
-def write_checkpoint(path, groups: dict[str, dict], state: dict, s) -> None:
+def write_checkpoint(path, groups: dict[str, dict], state: dict, s):
     """Write a folder with model/ for transformers, further groups of tensors, and state.json."""
     hashes = {}
     with files.atomic_folder(path) as new, ThreadPoolExecutor() as pool:
@@ -353,7 +353,7 @@ def write_checkpoint(path, groups: dict[str, dict], state: dict, s) -> None:
         files.write_json(new / "state.json", state)
 
 
-def delete_older(s, run) -> None:
+def delete_older(s, run):
     """Delete checkpoints up to this step, except the last `keep_checkpoints`.
 
     A stopping student keeps all of them until stopped.json is written: after a kill the students
@@ -407,7 +407,7 @@ def load_checkpoint(path, s) -> dict:
     return state
 
 
-def copy_tensors(saved: dict[str, Tensor], module) -> None:
+def copy_tensors(saved: dict[str, Tensor], module):
     for key, p in module.state_dict().items():
         p.copy_(parallel.distribute_like(saved[key], p))
 
@@ -439,7 +439,7 @@ def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[St
     return [s for s in live if not s.stopped]
 
 
-def stop(s, run) -> None:
+def stop(s, run):
     """Write stopped.json, and print how the student can continue."""
     newest = max(s.checkpoints().values(), default="CHECKPOINT")
     s.stopped = (

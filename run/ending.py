@@ -30,7 +30,7 @@ def signals_anywhere() -> list[str]:
     return max(parallel.all_gather(RECEIVED))  # [] is the least
 
 
-def catch_signals() -> None:
+def catch_signals():
     """From now on, SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run.
 
     It ends before the first update, after the current one, or between two batches of a validation.
@@ -55,7 +55,7 @@ def fail(error: Exception, cfg: Config) -> NoReturn:
     raise error
 
 
-def write_exit(cfg, code, why) -> None:
+def write_exit(cfg, code, why):
     """Write OUT/exit.json, unless another process has written before why the run ends."""
     facts = {
         "code": code,

@@ -74,7 +74,7 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
 
 
 @torch.no_grad()
-def check_logits(name: str, model: nn.Module) -> None:
+def check_logits(name: str, model: nn.Module):
     """Check on a few tokens that logits are last hidden states times head, and the model causal.
 
     Raises `UserError`.

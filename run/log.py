@@ -13,7 +13,7 @@ from lib.errors import UserError, first_line
 from run.students import Run, Student, n_validated
 
 
-def say(text: str) -> None:
+def say(text: str):
     """Print on the first process, above the progress bar."""
     if parallel.rank() != 0:
         return
@@ -26,15 +26,13 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say_names(cfg: Config) -> None:
+def say_names(cfg: Config):
     """Print the column heads of `say_values` if there are several students."""
     if len(cfg.methods) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
 
 
-def say_values(
-    label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config
-) -> None:
+def say_values(label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config):
     """Print every value of a single student, or one row per key with a column per student."""
     if len(cfg.methods) == 1:
         for terms in values.values():
@@ -46,7 +44,7 @@ def say_values(
         say_row(f"{label}  {key}", cells, cfg)
 
 
-def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
+def say_row(label: str, cells: dict[str, str], cfg: Config):
     line = f"{label:<64} |"
     for name in cfg.methods:
         width = max(len(name), 6) + 2
@@ -54,7 +52,7 @@ def say_row(label: str, cells: dict[str, str], cfg: Config) -> None:
     say(line)
 
 
-def log_validation(live: list[Student], validated: dict[str, dict], val, run: Run) -> None:
+def log_validation(live: list[Student], validated: dict[str, dict], val, run: Run):
     """Print and record the results of a validation; the first time with the reference CEs.
 
     val  the held-out rows (`Rows`)
@@ -79,7 +77,7 @@ def log_validation(live: list[Student], validated: dict[str, dict], val, run: Ru
             )
 
 
-def say_if_overfitting(s: Student, run: Run) -> None:
+def say_if_overfitting(s: Student, run: Run):
     """Print what to do if the held-out CE has risen three times in a row, once in a start."""
     records = files.read_lines(s.folder / "log.jsonl")
     ces = [line["val_ce"] for line in records if line.get("val_ce")][-4:]
@@ -91,7 +89,7 @@ def say_if_overfitting(s: Student, run: Run) -> None:
         )
 
 
-def say_levels(values: dict[str, float]) -> None:
+def say_levels(values: dict[str, float]):
     """Print the reference CEs. Warns if the teacher is worse than a unigram model."""
     levels = {key.removeprefix("val_"): value for key, value in values.items()}
     say(f"held-out {metrics.levels(levels)}")
@@ -104,7 +102,7 @@ def say_levels(values: dict[str, float]) -> None:
         )
 
 
-def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run) -> None:
+def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run):
     """Write the data of the paper's Figures 3 and 4 over the batches of one update.
 
     `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
@@ -120,7 +118,7 @@ def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: 
         append(file, {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts})
 
 
-def record(s: Student, values: dict) -> None:
+def record(s: Student, values: dict):
     """Add a record to a student's log, with None for a value that is not finite."""
     values = files.for_json(values)
     append(s.folder / "log.jsonl", values)
@@ -136,7 +134,7 @@ def record(s: Student, values: dict) -> None:
 UNWRITTEN = []  # (path, line): lines that a full disk keeps out of their files
 
 
-def append(path: Path, line: dict) -> None:
+def append(path: Path, line: dict):
     """Add a line to a JSON lines file, on the first process.
 
     If the file cannot be written, as on a full disk, the line waits for the next call.
@@ -151,7 +149,7 @@ def append(path: Path, line: dict) -> None:
             say(str(error))
 
 
-def write_waiting() -> None:
+def write_waiting():
     """Write the lines that wait. Raises `UserError` if a file cannot be written."""
     while UNWRITTEN:
         files.append_line(*UNWRITTEN[0])

@@ -185,7 +185,7 @@ def evaluate(
 # the trial before a run
 
 
-def check_settings(name: str, V: int, **overrides) -> None:
+def check_settings(name: str, V: int, **overrides):
     """Try the method on three positions at a vocabulary of V.
 
     Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
@@ -205,7 +205,7 @@ def check_settings(name: str, V: int, **overrides) -> None:
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
-def _check_contract(method, V) -> None:
+def _check_contract(method, V):
     """Check an objective on the labels 0 and V - 1 with an ignored position between them.
 
     Settings that change during a run have their values in its first update.
@@ -234,7 +234,7 @@ def _check_contract(method, V) -> None:
         raise UserError("ignored logits change other positions; use `valid_mean`")
 
 
-def _check_unchanged(name, argument, original) -> None:
+def _check_unchanged(name, argument, original):
     if not torch.equal(argument, original):
         raise UserError(f"{name} is changed in place; other students read it too: make a copy")
 

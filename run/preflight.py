@@ -51,7 +51,7 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
     return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, rows, val), load)
 
 
-def check_config(cfg: Config) -> None:
+def check_config(cfg: Config):
     """Check the config before any data is read. Raises `UserError`."""
     shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
     parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
@@ -101,7 +101,7 @@ def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizer
     return tokenizer
 
 
-def check_rows(folder, rows, val, name, tokenizer) -> None:
+def check_rows(folder, rows, val, name, tokenizer):
     """Check that both rows files were prepared together, and with this tokenizer."""
     for key in ("tokenizer_sha256", "vocab_size", "eos_id", "bos"):
         if rows.manifest.get(key) != val.manifest.get(key):
@@ -117,7 +117,7 @@ def check_rows(folder, rows, val, name, tokenizer) -> None:
         raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
 
-def check_initial_ids(student_weights, ids: dict[str, int]) -> None:
+def check_initial_ids(student_weights, ids: dict[str, int]):
     """Check that the tokenizer beside the initial weights, if any, has the same ids."""
     if student_weights and (find_folder(student_weights) / "tokenizer.json").is_file():
         for token, index in load_tokenizer(student_weights).get_vocab().items():
@@ -125,7 +125,7 @@ def check_initial_ids(student_weights, ids: dict[str, int]) -> None:
                 raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
 
 
-def check_number_of_rows(cfg, rows) -> None:
+def check_number_of_rows(cfg, rows):
     needed = cfg.max_steps * cfg.batch_rows
     if needed > rows.n and not cfg.repeat_rows:
         remedy = "set --repeat_rows=True, or prepare more rows"
@@ -145,7 +145,7 @@ def check_number_of_rows(cfg, rows) -> None:
     )
 
 
-def say_precision(cfg, val) -> None:
+def say_precision(cfg, val):
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = n_validated(val, cfg)
     # half of a 95 % interval: the manifest has that of all held-out rows

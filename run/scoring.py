@@ -26,7 +26,7 @@ def decoder_edits(record: dict) -> list[str]:
     return [path for path, sha in decoder.items() if record["code"].get(path) != sha]
 
 
-def check_content(name: str, key: str, sha256: str, record: dict) -> None:
+def check_content(name: str, key: str, sha256: str, record: dict):
     """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
     if record.get(key) not in (None, sha256):
         problem = "its content has changed since the student was trained with it"

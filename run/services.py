@@ -26,7 +26,7 @@ def tensorboard(s: Student) -> Callable:
 
     writer = SummaryWriter(s.folder / "tensorboard")
 
-    def send(record: dict) -> None:
+    def send(record: dict):
         for key, value in record.items():
             if key != "step" and value is not None:
                 writer.add_scalar(key, value, record["step"])

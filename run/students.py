@@ -81,7 +81,7 @@ class Run:
     began: float = 0.0  # `time.perf_counter()` then, or after the first update
     signals: list[str] = field(default_factory=list)  # that ended it before its end
 
-    def count_update(self, n_valid: float, seconds: float) -> None:
+    def count_update(self, n_valid: float, seconds: float):
         configure.PROGRESS["step"] = self.step
         self.counts["valid_tokens"] += n_valid
         self.counts["since_log_tokens"] += n_valid

@@ -90,7 +90,7 @@ def is_native(name: str) -> bool:
     return not unsupported(read_json(find_folder(name) / "config.json"))
 
 
-def check_teacher(name: str, tokenizer, seq_len: int) -> None:
+def check_teacher(name: str, tokenizer, seq_len: int):
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
     shape = inherited(name)
     limit = shape.get("max_position_embeddings") or seq_len

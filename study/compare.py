@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     return min(len(failed), 1)
 
 
-def compare(spec: Spec, cfg: Config) -> None:
+def compare(spec: Spec, cfg: Config):
     """Make trials, students and scores, and write down which files of OUT/logs the report reads."""
     try_objectives(spec, cfg)
     with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
@@ -111,20 +111,20 @@ def compare(spec: Spec, cfg: Config) -> None:
     write_json(spec.out / "report/plan.json", planned)
 
 
-def prepare(cfg: Config, file: Path) -> None:
+def prepare(cfg: Config, file: Path):
     write_config(file, cfg)
     if subprocess.call([sys.executable, ROOT / "prepare.py", file]):
         raise UserError("prepare.py: made no rows; see its message above")
 
 
-def write_config(file: Path, cfg: Config) -> None:
+def write_config(file: Path, cfg: Config):
     atomic_write(file, "".join(f"{key} = {value!r}\n" for key, value in asdict(cfg).items()))
 
 
 # --- what is tried, and what is trained
 
 
-def try_objectives(spec: Spec, cfg: Config) -> None:
+def try_objectives(spec: Spec, cfg: Config):
     """Try every objective on three positions, with all of its settings, before anything starts."""
     check_config(cfg)
     for method, values_of in values_to_try(spec.tune).items():
@@ -270,7 +270,7 @@ def on_record(cfg: Config, spec: Spec) -> dict:
     return record
 
 
-def file_student(end: Path, out: Path) -> None:
+def file_student(end: Path, out: Path):
     """Write a student's file in OUT/logs: facts and figures in a line, its log, its histograms."""
     folder = end.parent
     file = out / f"logs/{folder.name}_{folder.parent.name}.jsonl"
@@ -307,7 +307,7 @@ def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
 # --- runs
 
 
-def train(students: list[Config], cfg: Config, spec: Spec) -> None:
+def train(students: list[Config], cfg: Config, spec: Spec):
     """Train the students that are not on record.
 
     Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
@@ -338,7 +338,7 @@ def train(students: list[Config], cfg: Config, spec: Spec) -> None:
     launch(jobs, spec)
 
 
-def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec) -> None:
+def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec):
     """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
     record = on_record(cfg, spec)
     folders = []
@@ -359,7 +359,7 @@ def chunks(items: list, size: int) -> list:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
-def launch(jobs: dict, spec: Spec) -> None:
+def launch(jobs: dict, spec: Spec):
     """Run the commands, `--jobs` at a time, and say how far they are and how each one ended."""
     names = list(jobs)
     for part in chunks(names, spec.jobs):
@@ -380,7 +380,7 @@ def launch(jobs: dict, spec: Spec) -> None:
                 print(f"{name}: exit code {process.wait()}: {last_line(file)}", flush=True)
 
 
-def watch(running: dict) -> None:
+def watch(running: dict):
     """Wait for processes, and say twice a minute how far they are."""
     for process in running:
         while process.poll() is None:

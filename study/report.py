@@ -13,19 +13,18 @@ from pathlib import Path
 from lib.errors import UserError
 from lib.files import read_json, read_lines, reading
 from lib.settings import PositiveInt
-from lib.stats import FIGURES, differences
 from run import tables
 
 TRIALS = 1000  # its multiples are the seeds of trials, 0 first; students have seeds below it
 
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. \
-Where a table says so, it is over the documents of these rows instead: then the seeds are fixed, \
-those whose sums by document are on record, and the documents are the sample. Differences are \
-paired. p: paired t test, Holm-corrected over a table's rows, figure by figure; intervals are \
-not. **Best**, *second* of a column. †: a student was trained with uncommitted edits; the folder \
-of its run has them in `code.diff`, unless it is older than that. Where there are two seeds, p \
-and interval have one degree of freedom and say little: train more.
+"Over documents" takes the documents of these rows as the sample in place of the seeds, where the \
+sums of all seeds are on record. Differences are paired. p: paired t test, Holm-corrected over a \
+table's rows, figure by figure; intervals are not. **Best**, *second* of a column. †: a student \
+was trained with uncommitted edits; the folder of its run has them in `code.diff`, unless it is \
+older than that. Where there are two seeds, p and interval have one degree of freedom and say \
+little: train more.
 """
 COSTS = """\
 ## Settings, costs and code
@@ -86,8 +85,7 @@ def report(spec: Spec) -> tuple:
     for title, methods, reference in layout:
         shown = {m: results[m] for m in (*methods, reference) if m in results}
         if not compared or (reference in shown and len(shown) > 1):
-            lines = tables.heldout(f"## {title}", shown, reference)
-            table = "\n".join([*lines, *over_documents(title, shown, reference)])
+            table = "\n".join(tables.heldout(f"## {title}", shown, reference))
             for m in edited:
                 table = table.replace(f"| {m} |", f"| {m} † |")
             compared.append(table)
@@ -115,42 +113,6 @@ def report(spec: Spec) -> tuple:
     text += [*tried, *figures(students, spec.out / "report")]
     (spec.out / "report/README.md").write_text("\n".join(text).rstrip() + "\n")
     return failed, "\n".join([compared[0], tried[-1], *failed])
-
-
-def over_documents(title: str, rows: dict, base: str) -> list[str]:
-    """Return a table of differences to `base` with intervals over the scored documents.
-
-    Below it stands how many of those that exclude 0 over seeds exclude it over documents too. It
-    has the students whose sums by document are on record.
-    """
-    students = [x for seeds in rows.values() for x in seeds.values()]
-    keys = [key for key in tables.BY_DOCUMENT if all(key in x for x in students)]
-    body = []
-    n_clear = 0  # differences whose interval over seeds excludes 0
-    n_kept = 0
-    for method in rows:
-        if method == base:
-            continue
-        cells = []
-        for key in keys:
-            values = tables.by_seed(rows, key, FIGURES[key])
-            (over_seeds,) = differences([(values[method], values[base])])
-            e = tables.over_documents(rows[method], rows[base], key)
-            if e.n and over_seeds.excludes_0:
-                n_clear += 1
-                n_kept += e.excludes_0
-            cells.append(e.text(4, "+"))
-        if e.n:
-            body.append([method, f"{e.n}", *cells])
-    if not body:
-        return []
-    heads = ["", "seeds", *(FIGURES[key].heading for key in keys)]
-    return [
-        f"## {title}: difference to {base}, with 95 % intervals over the scored documents\n",
-        *tables.grid(heads, body),
-        f"\nOf {n_clear} differences here that are not 0 by their interval over seeds, {n_kept} "
-        "are not 0 over documents either.\n",
-    ]
 
 
 def read(out: Path) -> tuple:

@@ -659,23 +659,22 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
 
 
 def test_differences_have_an_interval_over_documents_too(tmp_path, quiet):
-    """The seeds that have sums are averaged; 0 is outside over seeds in four, over both in two."""
-    made_up(tmp_path, {"vanilla_kd": [5.0, 5.1, 9.0], "alra": [4.0, 4.0, 9.5], "pd": [6.0, 6.1]})
+    """Where all seeds have sums. PD's CE and KL and ALRA's KL are not 0 over seeds."""
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.1], "alra": [4.0, 4.1], "pd": [6.0, 6.1]})
+    text = report_of(tmp_path, Spec())
+    assert "over documents" not in text.partition("## Methods")[2]
     sums = {"vanilla_kd": [50, 50, 40], "alra": [41, 40, 32], "pd": [100, 35, 30]}
     for method, ce in sums.items():
         for seed in (1, 2):
             file = tmp_path / f"logs/{method}_seed{seed}.jsonl"
-            kl = [x + 3 * seed * (method == "alra") for x in ce]
-            documents = {"n": [10, 10, 8], "ce": ce, "kl": kl}
+            documents = {"n": [10, 10, 8], "ce": ce, "kl": [x * seed for x in ce]}
             write_lines(file, [read_lines(file)[0] | {"documents": documents}])
     text = report_of(tmp_path, Spec())
-    table = text.partition("over the scored documents\n")[2]
-    # each document's CE per target: -0.9, -1.0, -1.0; their mean -27/28, by length
+    # ALRA's CE less that of the reference: -9, -10 and -8, in 10, 10 and 8 targets
     errors = [10 * 27 / 28 - 9, 10 * 27 / 28 - 10, 8 * 27 / 28 - 8]
     half = T975 * math.sqrt(1.5 * sum(x * x for x in errors)) / 28
-    assert f"| alra | 2 | -0.9643 ± {half:.4f} | -0.4821 ± " in table
-    assert "| pd | 2 | +0.8929 ± " in table
-    assert "Of 2 differences here that are not 0 by their interval over seeds, 0 are not 0" in table
+    assert f"| alra | -1.0000 ± 0.0000, p < 0.0001, ± {half:.4f} over documents | -0." in text
+    assert "Not 0 over seeds, and not over documents either: 2 of 4 differences." in text
 
 
 def test_a_report_needs_a_result(tmp_path, quiet):

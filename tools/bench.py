@@ -249,7 +249,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]):
     args = arguments(argv)
     facts = machine_facts(args.device)
     machine = f"{facts['machine']}, {torch.get_num_threads()} threads, {facts['versions']}"

@@ -279,8 +279,10 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
         print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
         sys.exit(0)
     if not argv:
-        expected = "expected one, such as config/alra_200m.py, or --KEY=VALUE"
-        raise UserError(f"no config: {expected}; --help lists the keys")
+        raise UserError(
+            "no config: expected one, such as config/alra_200m.py, or --KEY=VALUE; --help lists "
+            "the keys"
+        )
     values = {}
     flagged = set()  # methods that flags speak of
     for arg in argv:
@@ -294,8 +296,10 @@ def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config
     trained = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
     unused = sorted(flagged - trained)
     if unused:
-        remedy = "add the method, or remove its settings"
-        raise UserError(f"settings of {unused}, not among methods={cfg.methods}; {remedy}")
+        raise UserError(
+            f"settings of {unused}, not among methods={cfg.methods}; add the method, or remove "
+            "its settings"
+        )
     hyper = {name: settings for name, settings in cfg.hyper.items() if name in trained}
     return replace(cfg, hyper=hyper)
 
@@ -438,8 +442,10 @@ def guard(main: Callable[[], int | None]) -> int:
         code = 1
     except Exception:
         rank = os.environ.get("RANK", 0)
-        place = f"{platform.node()}, process {rank}, step {PROGRESS.get('step')}"
-        text = f"{time.strftime('%FT%T%z')}, {place}\n{traceback.format_exc()}"
+        text = (
+            f"{time.strftime('%FT%T%z')}, {platform.node()}, process {rank}, step "
+            f"{PROGRESS.get('step')}\n{traceback.format_exc()}"
+        )
         print(text, file=sys.stderr)
         if "out" in PROGRESS:
             path = Path(PROGRESS["out"], f"traceback_{rank}.txt")

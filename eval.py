@@ -83,8 +83,9 @@ def score(args) -> str:
         if names and args.max_length > limit:
             raise UserError(f"--max_length {args.max_length}: {c.name} takes {limit} at most")
     if not names and not data_dir:
-        remedy = "name a folder with val.bin by --rows DIR"
-        raise UserError(f"--tasks none and no rows: nothing to score; {remedy}")
+        raise UserError(
+            "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
+        )
     if data_dir:
         score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
@@ -165,9 +166,10 @@ class Scorer(TemplateLM):
         rows = []  # the last ids that fit, and how many of them are scored
         for (context, continuation), head, tail in requests:
             if not head or not 0 < len(tail) <= self.max_length:
-                limit = f"1 to max_length={self.max_length} tokens"
-                expected = f"a context, and a continuation of {limit}"
-                raise UserError(f"{continuation!r:.60} after {context!r:.60}: expected {expected}")
+                raise UserError(
+                    f"{continuation!r:.60} after {context!r:.60}: expected a context, and a "
+                    f"continuation of 1 to max_length={self.max_length} tokens"
+                )
             rows.append((tuple(head + tail)[-(self.max_length + 1) :], len(tail)))
         # Longest first: a batch that does not fit in memory fails at once.
         waiting = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
@@ -290,8 +292,10 @@ def score_rows(
         if teacher is None:
             teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
         if len(teacher.head) != rows.n_vocab:
-            problem = f"vocabulary of {len(teacher.head):,}, {first.name} has {rows.n_vocab:,}"
-            raise UserError(f"{teacher_name}: {problem}")
+            raise UserError(
+                f"{teacher_name}: vocabulary of {len(teacher.head):,}, {first.name} has "
+                f"{rows.n_vocab:,}"
+            )
     n_bytes = byte_lengths(tokenizer, rows.n_vocab)
     models = [c.load(args.dtype, device) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
@@ -364,8 +368,10 @@ def over_rows(
         sums = {key: value.cpu().numpy() for key, value in sums.items()}
         totals = {key: value.sum(0) for key, value in sums.items()}
         if not np.isfinite(totals["ce"]):
-            problem = "the probability of a held-out token is 0 or not a number"
-            raise UserError(f"{problem}; the weights have diverged")
+            raise UserError(
+                "the probability of a held-out token is 0 or not a number; the weights have "
+                "diverged"
+            )
         figures = metrics.figures(totals) | {"n_targets": int(totals["n"])}
         for key in ("ce", *metrics.TEACHER_KEYS):
             if key in sums and n_documents > 1:
@@ -445,8 +451,10 @@ def open_checkpoint(name: str, args) -> Checkpoint:
     sha256 = check_model(name, model, run)
     edits = decoder_edits(run["made_by"]) if run else []
     if edits and not args.accept_edits:
-        problem = f"the decoder was edited since its training: {', '.join(edits)}"
-        raise UserError(f"{name}: {problem}; --accept_edits scores it all the same")
+        raise UserError(
+            f"{name}: the decoder was edited since its training: {', '.join(edits)}; "
+            "--accept_edits scores it all the same"
+        )
     tokenizer = read_tokenizer(str(source))
     check_vocabulary(name, len(model.head), tokenizer)
     return Checkpoint(
@@ -471,8 +479,10 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
     values = dict.fromkeys(c.run["config"].get(key) for c in checkpoints if c.run)
     values.pop(None, None)
     if len(values) > 1:
-        problem = f"{' in one run, '.join(values)} in another"
-        raise UserError(f"{key}: {problem}; score them apart, or set --rows or --teacher")
+        raise UserError(
+            f"{key}: {' in one run, '.join(values)} in another; score them apart, or set --rows "
+            "or --teacher"
+        )
     return next(iter(values), None)
 
 

@@ -235,8 +235,11 @@ def open_tokenizer(cfg):
         raise UserError("tokenizer=None, teacher=None: expected a folder or hub id in one of them")
     tokenizer = load_tokenizer(name)
     if re.search(CHAT, tokenizer.eos_token):
-        problem = f"its EOS {tokenizer.eos_token}, which will end documents, ends turns of a chat"
-        print(f"warning: {name}: {problem}; take the base model's", file=sys.stderr)
+        print(
+            f"warning: {name}: its EOS {tokenizer.eos_token}, which will end documents, ends "
+            "turns of a chat; take the base model's",
+            file=sys.stderr,
+        )
     check_tokenizer(tokenizer, find_folder(name) / "tokenizer.json")
     return tokenizer, pinned(name)
 
@@ -272,8 +275,9 @@ def encode(backend, documents, state, max_bad_records):
             problem = f"document {state['records']}: {document['bad']}"
             state["skipped"].append(problem)
             if len(state["skipped"]) > max_bad_records:
-                remedy = f"correct it, or set max_bad_records above {max_bad_records}"
-                raise UserError(f"{problem}; {remedy}")
+                raise UserError(
+                    f"{problem}; correct it, or set max_bad_records above {max_bad_records}"
+                )
         elif eos in ids:  # of a tokenizer whose EOS is an ordinary token
             raise UserError(
                 "tokenizer: a text contains its eos_token; take one whose eos_token is special"
@@ -524,8 +528,10 @@ def check_recipe(folder, old, new):
         if content(old).get(key) != content(new)[key]:
             changes.append(f"{key} was {old.get(key)!r:.200}, now {new[key]!r:.200}")
     if changes:
-        problem = f"holds data of another recipe: {'; '.join(changes)}"
-        raise UserError(f"{folder}: {problem}. Set another data_dir, or move that folder aside")
+        raise UserError(
+            f"{folder}: holds data of another recipe: {'; '.join(changes)}. Set another data_dir, "
+            "or move that folder aside"
+        )
 
 
 def commit(folder, state):
@@ -543,9 +549,11 @@ def finish(folder, state, source):
     for split, writer in state["writers"].items():
         if not writer["rows"]:
             remove_work(folder)  # resuming would end here again
-            problem = f"source={source}: {state['records']:,} records leave no row for {split}"
-            remedy = "--val_share=0 --val_rows=N holds out the last N rows"
-            raise UserError(f"{problem}; {remedy}, and a smaller --seq_len makes more rows")
+            raise UserError(
+                f"source={source}: {state['records']:,} records leave no row for {split}; "
+                "--val_share=0 --val_rows=N holds out the last N rows, and a smaller --seq_len "
+                "makes more rows"
+            )
     counts_of = {}
     for split in state["writers"]:
         work = folder / f"{split}.bin.tmp"

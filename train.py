@@ -523,8 +523,11 @@ def distil(cfg: Config) -> int:
     ending.catch_signals()  # until here a signal ends at once a process that waits for others
     out = Path(cfg.out_dir)
     configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
-    busy = f"out_dir={out}: another train.py is running there"
-    lock = locked(out, f"{busy}; wait until it ends, or choose another out_dir")
+    lock = locked(
+        out,
+        f"out_dir={out}: another train.py is running there; wait until it ends, or choose another "
+        "out_dir",
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(parallel.stop)
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
@@ -536,8 +539,13 @@ def distil(cfg: Config) -> int:
             cfg = dataclasses.replace(cfg, micro_batch=micro_batch)
             return train_students(cfg)
         except torch.OutOfMemoryError:
-            remedy = "set a smaller micro_batch, --recompute=True, --shard=N, or fewer methods"
-            ending.fail(UserError(f"out of memory on {cfg.device}: {remedy}"), cfg)
+            ending.fail(
+                UserError(
+                    f"out of memory on {cfg.device}: set a smaller micro_batch, --recompute=True, "
+                    "--shard=N, or fewer methods"
+                ),
+                cfg,
+            )
         except Exception as error:
             ending.fail(error, cfg)  # raises it
 
@@ -550,8 +558,10 @@ def train_students(cfg: Config) -> int:
     run = Run(cfg, preflight.run_facts(cfg, rows))
     if cfg.max_steps < cfg.schedule_steps and cfg.lr_schedule != "constant":
         rate = learning_rate(cfg.max_steps - 1, cfg)
-        end = f"the rate ends at {rate:.1e} of {cfg.lr:.1e}"
-        say(f"max_steps={cfg.max_steps}: {end}; to end at {cfg.min_lr:.1e} set schedule_steps too")
+        say(
+            f"max_steps={cfg.max_steps}: the rate ends at {rate:.1e} of {cfg.lr:.1e}; to end at "
+            f"{cfg.min_lr:.1e} set schedule_steps too"
+        )
     if cfg.compile:
         say("compiling the models: the first update may take minutes")
         repair_compile_cache()

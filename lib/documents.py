@@ -47,11 +47,15 @@ def list_files(source: str) -> list[str]:
     files = sorted(name for name in regular if name.lower().endswith(SUFFIXES))
     others = sorted(regular.difference(files))
     if not files:
-        expected = f"no such file, or no regular file there that ends in {', '.join(SUFFIXES)}"
-        raise UserError(f"source={source}: {expected}")
+        raise UserError(
+            f"source={source}: no such file, or no regular file there that ends in "
+            f"{', '.join(SUFFIXES)}"
+        )
     if others:
-        skips = f"skips {len(others)} files with other suffixes, such as {others[0]}"
-        print(f"source={source}: {skips}", file=sys.stderr)
+        print(
+            f"source={source}: skips {len(others)} files with other suffixes, such as {others[0]}",
+            file=sys.stderr,
+        )
     file_of = {}
     for file in files:
         unpacked = re.sub(r"\.(gz|zst)$", "", os.path.realpath(file))

@@ -31,8 +31,10 @@ def writing(path: Path) -> Iterator[None]:
             new.unlink()
         if isinstance(error, UserError):
             raise
-        remedy = "free some space or check the permissions, then run the same command again"
-        raise UserError(f"{path}: cannot be written ({error}); {remedy}") from error
+        raise UserError(
+            f"{path}: cannot be written ({error}); free some space or check the permissions, then "
+            "run the same command again"
+        ) from error
 
 
 def flush(path: Path):
@@ -113,8 +115,11 @@ def locked(folder: Path, busy: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise UserError(f"{busy} ({file.read().strip()})") from error
         except OSError as error:  # a file system without locks
-            only = f"start no second program in {folder} while this one runs"
-            print(f"{lock_file}: no lock ({error}); {only}", file=sys.stderr)
+            print(
+                f"{lock_file}: no lock ({error}); start no second program in {folder} while this "
+                "one runs",
+                file=sys.stderr,
+            )
         file.truncate()
         file.write(
             f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"

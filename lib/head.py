@@ -126,8 +126,9 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         if ctx.gradients is None:
-            problem = "the gradients are freed after the first call"
-            raise RuntimeError(f"head_losses: backward() called twice; {problem}")
+            raise RuntimeError(
+                "head_losses: backward() called twice; the gradients are freed after the first call"
+            )
         dh, dw = ctx.gradients
         ctx.gradients = None
         if dh is not None:

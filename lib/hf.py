@@ -61,9 +61,10 @@ def find_folder(name: str) -> Path:
             snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
         )
     except (OSError, HFValidationError) as error:
-        problem = f"no such local folder, and the hub refused it ({first_line(error)})"
-        remedy = "without a network: --teacher=demo/teacher --tokenizer=demo/teacher"
-        raise UserError(f"{name}: {problem}; {remedy}") from error
+        raise UserError(
+            f"{name}: no such local folder, and the hub refused it ({first_line(error)}); without "
+            "a network: --teacher=demo/teacher --tokenizer=demo/teacher"
+        ) from error
     return Path(folder)
 
 
@@ -223,8 +224,9 @@ def check_weights(folder: Path, n_layers: int):
                 n += 1
                 kind = tensors.get_slice(name).get_dtype()
                 if name.endswith("weight") and kind not in ("F64", "F32", "F16", "BF16"):
-                    expected = "expected weights that are not quantized"
-                    raise UserError(f"{file}: {name} is {kind}; {expected}")
+                    raise UserError(
+                        f"{file}: {name} is {kind}; expected weights that are not quantized"
+                    )
     if n < n_layers:
         raise UserError(
             f"{folder}: num_hidden_layers={n_layers}, but its safetensors have {n} tensors"
@@ -256,5 +258,7 @@ def weight_files(folder: Path) -> list[Path]:
         with reading(index):
             shards = set(read_json(index)["weight_map"].values())
             return [folder / Path(shard).name for shard in sorted(shards)]
-    remedy = "convert a pickle (*.bin, *.pt), which can run code, to safetensors"
-    raise UserError(f"{folder}: no model.safetensors; {remedy}")
+    raise UserError(
+        f"{folder}: no model.safetensors; convert a pickle (*.bin, *.pt), which can run code, to "
+        "safetensors"
+    )

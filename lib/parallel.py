@@ -100,8 +100,10 @@ def check_agreement(**facts):
     for rank, other in enumerate(others, 1):
         for key, value in first.items():
             if other[key] != value:
-                both = f"{value} on process 0, {other[key]} on process {rank}"
-                raise UserError(f"{key}: {both}; expected the same")
+                raise UserError(
+                    f"{key}: {value} on process 0, {other[key]} on process {rank}; expected the "
+                    "same"
+                )
 
 
 @contextlib.contextmanager

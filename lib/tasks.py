@@ -144,9 +144,10 @@ def read_items(
         items[name] = Items(source, rows, got)
         expected = PUBLISHED.get(f"{name}/{split}", got)
         if got != expected and not any_items:
-            problem = f"{len(rows):,} items that are not the published ones of {name}"
-            hashes = f"sha256 {got[:12]}, expected {expected[:12]}"
-            raise UserError(f"{source}: {problem} ({hashes}); --any_items scores them unchecked")
+            raise UserError(
+                f"{source}: {len(rows):,} items that are not the published ones of {name} (sha256 "
+                f"{got[:12]}, expected {expected[:12]}); --any_items scores them unchecked"
+            )
     return items
 
 

@@ -21,8 +21,10 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
-        expected = "expected a byte-level one, or one with byte fallback"
-        raise ValueError(f"tokenizer: decoder {sorted(kinds)}: {expected}")
+        raise ValueError(
+            f"tokenizer: decoder {sorted(kinds)}: expected a byte-level one, or one with byte "
+            "fallback"
+        )
     # byte-level vocabularies write printable bytes as themselves, others from U+0100 on
     latin = {ord(written): chr(byte) for byte, written in bytes_to_unicode().items()}
     vocab = backend.get_vocab(with_added_tokens=True)
@@ -55,9 +57,10 @@ def leading_bos(tokenizer) -> int | None:
     token = tokenizer.added_tokens_decoder.get(full[0])
     if full[1 : 1 + len(bare)] == bare and token and token.special:
         return full[0]
-    expected = "expected at most one special token before it"
-    remedy = "set bos=none, or take another tokenizer"
-    raise UserError(f"tokenizer: turns 'a', {bare}, into {full} by itself; {expected}: {remedy}")
+    raise UserError(
+        f"tokenizer: turns 'a', {bare}, into {full} by itself; expected at most one special token "
+        "before it: set bos=none, or take another tokenizer"
+    )
 
 
 def check_tokenizer(tokenizer, file: Path):
@@ -85,8 +88,10 @@ def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[list[i
             missing = Counter(comparable(text)) - Counter(comparable(result))
             lost = "".join(c for c in missing if c.isprintable() or c in "\n\t")
             if lost:
-                remedy = "take one that keeps every character"
-                raise UserError(f"tokenizer: loses {lost!r} of {text!r:.80}; {remedy}")
+                raise UserError(
+                    f"tokenizer: loses {lost!r} of {text!r:.80}; take one that keeps every "
+                    "character"
+                )
     return ids
 
 

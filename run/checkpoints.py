@@ -255,15 +255,19 @@ def say_summary(students: list[Student], run):
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
     teacher = run.facts["teacher_used"] or "no teacher"
     dtype = str(compute_dtype(cfg)).removeprefix("torch.")
-    machine = f"{run.facts['machine']}, processes: {parallel.world()}"
-    progress = f"step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each"
-    say(f"{machine}, {dtype}, compile={cfg.compile}, micro_batch={cfg.micro_batch}")
+    say(
+        f"{run.facts['machine']}, processes: {parallel.world()}, {dtype}, compile={cfg.compile}, "
+        f"micro_batch={cfg.micro_batch}"
+    )
     say(f"{teacher} -> {', '.join(names)}")
     say(
         f"{cfg.student}: {first.model.n_params:,} parameters, "
         f"initial weights {first.init_sha256[:12]}"
     )
-    say(f"{cfg.out_dir}: {progress}; {check_disk(students, cfg)}")
+    say(
+        f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
+        f"{check_disk(students, cfg)}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------

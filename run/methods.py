@@ -67,8 +67,7 @@ def method_lines() -> list[str]:
         lines.append(f"    {getattr(fn, 'func', fn).__name__}: {', '.join(defaults)}")
         for name, row in METHODS.items():
             if row.fn is fn:
-                weights = f"w_kd={row.w_kd}, w_ce={row.w_ce}"
-                lines.append(f"        {name}: {weights} {row.hyper or ''}")
+                lines.append(f"        {name}: w_kd={row.w_kd}, w_ce={row.w_ce} {row.hyper or ''}")
     return lines
 
 

@@ -29,8 +29,10 @@ def decoder_edits(record: dict) -> list[str]:
 def check_content(name: str, key: str, sha256: str, record: dict):
     """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
     if record.get(key) not in (None, sha256):
-        problem = "its content has changed since the student was trained with it"
-        raise UserError(f"{name}: {problem}; restore it, or name another by --rows or --teacher")
+        raise UserError(
+            f"{name}: its content has changed since the student was trained with it; restore it, "
+            "or name another by --rows or --teacher"
+        )
 
 
 def check_model(name: str, model: Qwen2, facts: dict) -> str:
@@ -42,6 +44,8 @@ def check_model(name: str, model: Qwen2, facts: dict) -> str:
     shape = facts["made_by"]["shape"] if facts else {}
     same_shape = shape.items() <= dataclasses.asdict(model.config).items()
     if not same_shape or facts.get("weights_sha256", sha256) != sha256:
-        problem = "its model/ is not the one that run.json describes"
-        raise UserError(f"{name}: {problem}; the train.py command of that run writes it again")
+        raise UserError(
+            f"{name}: its model/ is not the one that run.json describes; the train.py command of "
+            "that run writes it again"
+        )
     return sha256

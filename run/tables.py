@@ -68,8 +68,7 @@ def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc")
         results += loaded
     methods = {r.method for r in results}
     if reference not in ("pretrain", *methods):
-        expected = f"expected one of {', '.join(sorted(methods))}"
-        raise UserError(f"--reference {reference}: {expected}")
+        raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
     for student in dict.fromkeys(r.run.get("student") for r in results):
         lines += [f"## {student or 'other models'}", ""]
@@ -204,8 +203,9 @@ def by_method(results: list[Result]) -> dict:
         folder = r.file.parent
         other = folders.setdefault((r.method, seed), folder)
         if other != folder:
-            message = f"both hold {r.method} with seed {seed}; leave one out"
-            raise UserError(f"{other} and {folder} {message}")
+            raise UserError(
+                f"{other} and {folder} both hold {r.method} with seed {seed}; leave one out"
+            )
         rows.setdefault(r.method, {})[seed] = r.values
     return {m: rows[m] for m in (*NAMES, *rows) if m in rows}
 
@@ -230,8 +230,10 @@ def check_comparable(results: list[Result]):
                 continue
             first, folder = seen.setdefault(key, (value, r.file.parent))
             if first != value:
-                message = f"differ in {key}: {first!s:.12} and {value!s:.12}"
-                raise UserError(f"{folder} and {r.file.parent} {message}; tabulate them apart")
+                raise UserError(
+                    f"{folder} and {r.file.parent} differ in {key}: {first!s:.12} and "
+                    f"{value!s:.12}; tabulate them apart"
+                )
 
 
 # --- tables
@@ -347,11 +349,13 @@ def accuracies(title: str, first: Result, rows: dict, base: str, metric: str) ->
     for t in tasks:
         scores = students[0][t]  # of as many items as all others
         if scores["n"] != scores["n_paper"]:
-            items = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
-            notes.append(f"{COLUMNS[t]}: {items}.")
+            notes.append(
+                f"{COLUMNS[t]}: {scores['n']:,} items, the paper has {scores['n_paper']:,}."
+            )
     if len(body) > len(rows):
-        steps = f"{first.run['step']:,} updates, the paper's after {UPDATES[split]:,}"
-        notes.append(f"Ours after {steps}.")
+        notes.append(
+            f"Ours after {first.run['step']:,} updates, the paper's after {UPDATES[split]:,}."
+        )
     return [f"{title}: {what}, {split}", "", *grid(heads, body), "", *notes, ""]
 
 
@@ -420,7 +424,11 @@ def scored(facts: dict) -> list[str]:
     """Return what figures were computed on, and what a CE is to be compared with."""
     teacher = "no teacher"
     if "teacher" in facts:
-        ces = f"CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f}"
-        teacher = f"teacher: {facts['teacher']} ({ces})"
-    targets = f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows"
-    return [f"{targets}; {teacher}.", f"{levels(facts)}."]
+        teacher = (
+            f"teacher: {facts['teacher']} (CE {facts['teacher_ce']:.4f}, entropy "
+            f"{facts['teacher_entropy']:.4f})"
+        )
+    return [
+        f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows; {teacher}.",
+        f"{levels(facts)}.",
+    ]

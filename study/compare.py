@@ -88,9 +88,10 @@ def compare(spec: Spec, cfg: Config):
         n_held_out = len(open_rows(cfg.data_dir, "val")[0])
         n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
         if n_rows < 1:
-            message = f"val_max_rows={cfg.val_max_rows}: these rows choose, later ones are scored"
-            remedy = f"set --val_max_rows={n_held_out // 2}"
-            raise UserError(f"{message}; {cfg.data_dir} has {n_held_out}: {remedy}")
+            raise UserError(
+                f"val_max_rows={cfg.val_max_rows}: these rows choose, later ones are scored; "
+                f"{cfg.data_dir} has {n_held_out}: set --val_max_rows={n_held_out // 2}"
+            )
         trials = run_trials(spec, cfg)
         students = plan(spec, cfg, best_settings(trials))
         train([s for s in students if "lr" in s.settings_of(s.methods[0]) or not trials], cfg, spec)
@@ -186,8 +187,10 @@ def values_to_try(tune: tuple) -> dict:
         method, _, setting = key.rpartition(".")
         choices.setdefault(method, {})[setting] = list(map(literal, values.split(",")))
     if choices[""].keys() != {"lr"}:
-        message = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
-        raise UserError(f"--tune={' --tune='.join(tune)}: {message}")
+        raise UserError(
+            f"--tune={' --tune='.join(tune)}: expected lr=RATE,RATE,.., and beside it "
+            "METHOD.SETTING=VALUE,.."
+        )
     return choices
 
 
@@ -317,8 +320,10 @@ def train(students: list[Config], cfg: Config, spec: Spec):
     missing = {recipe(s): s for s in students if recipe(s) not in record}
     aside = {key[:-1] for key in record} & {key[:-1] for key in missing}
     if aside:
-        remedy = "--accept_edits=True takes them as they are"
-        print(f"{len(aside)} finished students of other code are left aside; {remedy}")
+        print(
+            f"{len(aside)} finished students of other code are left aside; --accept_edits=True "
+            "takes them as they are"
+        )
     groups = {}
     for s in missing.values():
         key = (s.seed, s.max_steps, "@" in s.methods[0])

@@ -205,8 +205,10 @@ def row(section: str, case: str, results: dict, other: str, note: str = "") -> s
     ratios = [x / y for x, y in zip(a["sec"], b["sec"], strict=True)]
     mib = median(a["mib"])
     memory = mib / (median(b["mib"]) or math.nan)
-    compared = f"{section} | {case} | {other} | {spread(ratios, '.2f')} | {memory:.2f}"
-    return f"| {compared} | {spread(a['sec'], '.3f')} | {mib:,.0f} | {note} |"
+    return (
+        f"| {section} | {case} | {other} | {spread(ratios, '.2f')} | {memory:.2f} | "
+        f"{spread(a['sec'], '.3f')} | {mib:,.0f} | {note} |"
+    )
 
 
 def spread(numbers: list[float], form: str) -> str:
@@ -252,8 +254,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]):
     args = arguments(argv)
     facts = machine_facts(args.device)
-    machine = f"{facts['machine']}, {torch.get_num_threads()} threads, {facts['versions']}"
-    lines = [f"Commit {facts['git_commit']}, {machine}: `bench.py {' '.join(argv)}`."]
+    lines = [
+        f"Commit {facts['git_commit']}, {facts['machine']}, {torch.get_num_threads()} threads, "
+        f"{facts['versions']}: `bench.py {' '.join(argv)}`."
+    ]
     lines += ["", HEAD, "|---" * 8 + "|"]
     out = Path(args.out)
     out.parent.mkdir(exist_ok=True)

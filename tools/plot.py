@@ -84,8 +84,10 @@ def read_logs(folders: list[Path]) -> dict[str, dict]:
         files = [*top.glob("log.jsonl"), *sorted(top.glob("*/log.jsonl"))]
         students += [file.parent for file in files]
     if not students:
-        problem = "no log.jsonl there or one folder below; expected a run's folder"
-        raise UserError(f"{', '.join(map(str, folders))}: {problem}")
+        raise UserError(
+            f"{', '.join(map(str, folders))}: no log.jsonl there or one folder below; expected a "
+            "run's folder"
+        )
     students.sort(key=lambda folder: [*NAMES, folder.name].index(folder.name))
     logs = {}
     for folder in students:
@@ -244,8 +246,10 @@ def budget(logs, path):
         for stage, records in records_of.items():
             counts = np.sum([r["d_u_hist"] for r in records], 0)  # [d_max + 1]
             n_below = counts[:-1].sum()
-            steps = f"step {records[0]['step']:,} to {records[-1]['step']:,}"
-            label = f"{stage}, {steps}: {n_below / counts.sum():.1%} below"
+            label = (
+                f"{stage}, step {records[0]['step']:,} to {records[-1]['step']:,}: "
+                f"{n_below / counts.sum():.1%} below"
+            )
             color = "black" if stage == "teacher" else looks(parts)[name]["color"]
             shares = counts[:-1] / max(n_below, 1)
             axis.plot(shares, label=label, color=color, linestyle=lines[stage])

@@ -17,7 +17,6 @@ import time
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -223,7 +222,7 @@ KINDS = typing.get_type_hints(Config, include_extras=True)
 AFFECTS = {f.name: f.metadata.get("affects", "weights") for f in fields(Config)}
 
 
-def check_students(cfg: Config):
+def check_students(cfg):
     """Check the names of the students, and their learning rates. Raises `UserError`."""
     if not cfg.methods:
         raise UserError("methods=(): expected at least one name")
@@ -236,7 +235,7 @@ def check_students(cfg: Config):
         checked(f"{name}.lr", settings.get("lr", cfg.lr), Positive)
 
 
-def check_numbers(cfg: Config):
+def check_numbers(cfg):
     """Check that keys do not contradict each other. Raises `UserError`."""
     rows = cfg.batch_rows
     end = cfg.schedule_steps
@@ -267,7 +266,7 @@ def check_numbers(cfg: Config):
 # config files and flags
 
 
-def load(argv: list[str], epilog: Callable[[], Iterable[str]] = tuple) -> Config:
+def load(argv, epilog=tuple) -> Config:
     """Return the config that config files and `--key=value` flags make, in their order.
 
     A file may have settings of methods that the run does not train: they are left out. Those of a
@@ -366,7 +365,7 @@ def run_file(path: str) -> dict:
     return values
 
 
-def check_key(arg: str, name: str):
+def check_key(arg: str, name):
     """Raise `UserError` unless `Config` has this key."""
     if name in KINDS:
         return
@@ -413,12 +412,12 @@ SYNONYMS = {
 PROGRESS: dict = {}
 
 
-def run(main: Callable[[list[str]], int | None]):
+def run(main):
     """Run a script's `main` on the command's arguments, and exit with its code."""
     sys.exit(guard(lambda: main(sys.argv[1:])))
 
 
-def guard(main: Callable[[], int | None]) -> int:
+def guard(main) -> int:
     """Call a function, and return the exit code of a script that does no more.
 
     An error that the user can correct, and Ctrl-C, end in one line on stderr. Any other error

@@ -58,7 +58,7 @@ from run.cache import open_cached, progress
 from run.identity import content_hash, record_hash
 from run.scoring import check_content, check_model, decoder_edits, scoring_code
 from run.tables import RUN, run_facts, students_of, tabulate
-from run.teacher import Teacher, check_teacher, check_vocabulary, load_teacher
+from run.teacher import check_teacher, check_vocabulary, load_teacher
 
 HEAD_ROWS = 256  # positions whose logits exist at a time
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
@@ -133,7 +133,7 @@ class Scorer(TemplateLM):
     bos  the id before each context, as before each document in training, or None
     """
 
-    def __init__(self, model: Qwen2, tokenizer, max_length=512, batch_tokens=4096, bos=None):
+    def __init__(self, model, tokenizer, max_length=512, batch_tokens=4096, bos=None):
         super().__init__()
         self.model = model
         self.head = model.head.float()  # [V, D]
@@ -243,7 +243,7 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> tuple[dict, dic
     return scores, out.get("samples", {})
 
 
-def task_config(name: str, rows: list[dict]) -> dict:
+def task_config(name, rows: list[dict]) -> dict:
     """Return lm-eval's own configuration of a task, with these items as its test set."""
     import datasets
 
@@ -333,9 +333,7 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
     return rows
 
 
-def over_rows(
-    students: list[Qwen2], teacher: Teacher | None, rows: Rows, index, n_bytes, batch_tokens
-) -> list[dict]:
+def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens) -> list[dict]:
     """Return the figures of each student, and the number of targets.
 
     Under KEY_half is half of a figure's 95 % interval over the documents, and under "documents" the
@@ -406,7 +404,7 @@ class Checkpoint:
     def record(self) -> dict:
         return self.run.get("made_by", {})
 
-    def load(self, dtype: str, device: torch.device) -> Qwen2:
+    def load(self, dtype: str, device) -> Qwen2:
         give_back_memory()  # of earlier models
         return Qwen2.from_pretrained(self.source, device=str(device)).to(getattr(torch, dtype))
 
@@ -422,13 +420,13 @@ def open_checkpoints(args) -> list[Checkpoint]:
     return [open_checkpoint(path, args) for path in paths]
 
 
-def has_model(folder: Path) -> bool:
+def has_model(folder) -> bool:
     """Return whether a student has finished, or is in training and has a checkpoint."""
     is_stopped = (folder / "stopped.json").is_file()
     return folder.is_dir() and not is_stopped and find_folder(str(folder)) != folder
 
 
-def open_checkpoint(name: str, args) -> Checkpoint:
+def open_checkpoint(name, args) -> Checkpoint:
     """Open a student's folder, a checkpoint, a model's folder or a hub id, and hash its weights.
 
     Raises `UserError` if its tokenizer has ids beyond its vocabulary, or if the model or the
@@ -502,11 +500,11 @@ def write(kind: str, results: dict, c: Checkpoint, device) -> Path:
     return file
 
 
-def say(text: str):
+def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv) -> argparse.Namespace:
     p = argparse.ArgumentParser(description="Score checkpoints, or tabulate earlier results.")
     add = p.add_argument
     add(
@@ -547,7 +545,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str]):
+def main(argv):
     args = arguments(argv)
     if args.table:
         print(tabulate(args.paths, args.reference, args.metric))

@@ -1042,7 +1042,7 @@ HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
 
 def method_loss(
-    name: str, z_s, z_t, y, n_sequences: int = 1, state: dict | None = None, **settings
+    name, z_s, z_t, y, n_sequences: int = 1, state: dict | None = None, **settings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Call a method in a training loop of your own.
 
@@ -1061,7 +1061,7 @@ def method_loss(
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
-def mean_loss(method: Method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
     z_s, z_t, y  as for an objective: the positions of one forward batch
@@ -1112,13 +1112,13 @@ def parts_of(result) -> dict[str, Tensor]:
     return result._asdict() if isinstance(result, tuple) else {"loss": result}
 
 
-def with_sequences(method: Method, n_sequences: int) -> Method:
+def with_sequences(method, n_sequences: int) -> Method:
     if "n_sequences" not in default_settings(method.fn):
         return method
     return method._replace(hyper=method.hyper | {"n_sequences": n_sequences})
 
 
-def resolve(name: str, **overrides) -> Method:
+def resolve(name, **overrides) -> Method:
     """Return the row of `METHODS` for METHOD or METHOD@LABEL, with overrides of its settings.
 
     Raises `UserError` for an unknown method, setting or value.
@@ -1146,7 +1146,7 @@ def resolve(name: str, **overrides) -> Method:
     return method._replace(hyper=hyper, moving=moving, **weights)
 
 
-def settings(name: str) -> dict[str, object]:
+def settings(name) -> dict[str, object]:
     """Return the settings that `resolve(name)` may override, with their kinds."""
     fn = resolve(name).fn  # without overrides, `resolve` does not call `settings`
     hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)

@@ -138,7 +138,7 @@ class RMSNorm(nn.Module):
         return self.weight.to(x.dtype) * x32.to(x.dtype)
 
 
-def rotary(positions: Tensor, config: Qwen2Config) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, config) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the K / 2 rotary angles, repeated for the second half of a head.
 
     positions  [T] int64
@@ -172,7 +172,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions  # [B, T, D] -> [B, T, D]"""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config):
         super().__init__()
         d = config.hidden_size
         k = config.head_dim
@@ -205,7 +205,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU  # [B, T, D] -> [B, T, D]"""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config):
         super().__init__()
         d = config.hidden_size
         f = config.intermediate_size
@@ -220,7 +220,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention, then MLP, each added onto the residual stream  # [B, T, D] -> [B, T, D]"""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
@@ -235,7 +235,7 @@ class Layer(nn.Module):
 class Backbone(nn.Module):
     """The decoder without its head, under the names of the checkpoint; `Qwen2.hidden` runs it."""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -249,7 +249,7 @@ class Qwen2(nn.Module):
     initialisation.
     """
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
@@ -318,7 +318,7 @@ class Qwen2(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", shard: int = 1
+        cls, name, dtype=torch.float32, device: str = "cpu", shard: int = 1
     ) -> "Qwen2":
         """Load a frozen model of one of the NATIVE families.
 
@@ -356,7 +356,7 @@ class Qwen2(nn.Module):
         save_folder(Path(folder), dataclasses.asdict(self.config), weights, tokenizer)
 
 
-def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
+def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
     """Return a student with fresh weights: N(0, 0.02), biases 0, norms 1.
 
     This is our choice: the paper does not say. Weights are drawn on the CPU in fp32, in the order
@@ -376,7 +376,7 @@ def init_student(shape: str | Qwen2Config, seed: int = 1234) -> Qwen2:
     return model
 
 
-def flops_per_token(shape: Qwen2Config, seq_len: int, trained: bool) -> float:
+def flops_per_token(shape, seq_len, trained: bool) -> float:
     """Return the FLOPs of one token, forward, or forward and backward (three times as many).
 
     They are 2 per weight of every matrix (the head's, but not the embedding's, which is a look-up),
@@ -432,7 +432,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
         return Qwen2Config(**defaults | teacher | fields)
 
 
-def load_config(name: str) -> Qwen2Config:
+def load_config(name) -> Qwen2Config:
     """Return the shape in a config.json, a model's folder, or a hub id.
 
     A Mistral with a sliding window becomes a decoder whose context is that window: on shorter rows

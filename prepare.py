@@ -37,7 +37,6 @@ import numpy as np
 from tqdm import tqdm
 
 import configure
-from configure import Config
 from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
 from lib.files import flush, locked, read_json, reading, write_json, writing
@@ -63,7 +62,7 @@ RECIPE_KEYS = (
 )
 
 
-def main(argv: list[str]) -> int:
+def main(argv) -> int:
     match argv:
         case ["--verify", folder]:
             verify(Path(folder))
@@ -78,7 +77,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def prepare(cfg: Config):
+def prepare(cfg):
     """Write the rows of `cfg` into `cfg.data_dir`, or resume a killed run of the same recipe.
 
     Raises `UserError` if the folder holds data of another recipe, complete or not. Nothing is

@@ -22,10 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 import configure
-from configure import Config
 from lib import metrics, parallel
 from lib.checks import IGNORE
 from lib.device import mfu, peak_bytes, pick_device, repair_compile_cache
@@ -33,7 +31,7 @@ from lib.errors import UserError
 from lib.files import locked, read_lines
 from lib.head import head_losses
 from lib.hf import weights_hash
-from lib.rows import Rows, read_ahead, row_order
+from lib.rows import read_ahead, row_order
 from losses import resolve
 from model import Qwen2, flops_per_token, init_student
 from run import ending, preflight
@@ -52,22 +50,19 @@ from run.log import (
 from run.methods import compute_dtype, make_objective, method_lines
 from run.preflight import open_teacher
 from run.students import SINCE_LOG, Run, Student, hidden_and_head, n_validated
-from run.teacher import Teacher
 
 # ----------------------------------------------------------------------------------------------
 # rows
 
 
-def rows_of_update(rows: Rows, step: int, cfg: Config) -> np.ndarray:
+def rows_of_update(rows, step, cfg) -> np.ndarray:
     """Return the indices of this process's rows in an update. They depend on the step alone."""
     shuffle_seed = cfg.seed if cfg.shuffle else None
     order = row_order(step, cfg.batch_rows, rows.n, shuffle_seed)
     return np.array_split(order, parallel.world())[parallel.rank()]
 
 
-def micro_batches(
-    rows: Rows, teacher: Teacher | None, steps: Iterable[int], cfg: Config
-) -> Iterator[tuple]:
+def micro_batches(rows, teacher, steps: Iterable[int], cfg):
     """Yield this process's micro-batches of the updates `steps`.
 
     A micro-batch is a tuple: inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of
@@ -85,9 +80,7 @@ def micro_batches(
 # students
 
 
-def make_student(
-    name: str, cfg: Config, tokenizer: PreTrainedTokenizerFast | None = None
-) -> Student:
+def make_student(name, cfg, tokenizer=None) -> Student:
     """Build a student and its optimizer. All students of a run start from the same weights.
 
     For a loss term of your own you can add trainable modules to `extras`. A parameter group may
@@ -136,7 +129,7 @@ def make_student(
     )
 
 
-def initial_model(cfg: Config) -> Qwen2:
+def initial_model(cfg) -> Qwen2:
     """Return a model with the weights that every student starts from, in fp32 on the CPU.
 
     They are drawn from the seed, or read from `student_weights`.
@@ -159,9 +152,7 @@ def initial_model(cfg: Config) -> Qwen2:
 # one update, and the loop around it
 
 
-def update(
-    students: list[Student], teacher: Teacher | None, stream: Iterator, step: int, cfg: Config
-) -> int:
+def update(students, teacher, stream: Iterator, step, cfg) -> int:
     """Make one optimizer step of every student. Returns the number of labels of this process.
 
     An update has `batch_rows` rows, divided over the processes. A process runs the models on
@@ -217,7 +208,7 @@ def update(
     return n_valid
 
 
-def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: list[Student]):
+def loop(run, rows, val, teacher, students):
     """Train until `max_steps` is reached, a signal arrives, or every student has stopped."""
     cfg = run.cfg
     resume(students, run)
@@ -271,7 +262,7 @@ def loop(run: Run, rows: Rows, val: Rows, teacher: Teacher | None, students: lis
         run.signals = ending.signals_anywhere()  # their names
 
 
-def is_due(every: int | None, run: Run) -> bool:
+def is_due(every: int | None, run) -> bool:
     """Return whether the step is a multiple of `every`, or the last step of the run."""
     return run.step == run.cfg.max_steps or (every is not None and run.step % every == 0)
 
@@ -280,7 +271,7 @@ def is_due(every: int | None, run: Run) -> bool:
 # what the update calls
 
 
-def learning_rate(step: int, cfg: Config) -> float:
+def learning_rate(step, cfg) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
     It rises linearly to `lr` at the last warm-up update, then follows `lr_schedule`. No run is
@@ -302,7 +293,7 @@ def learning_rate(step: int, cfg: Config) -> float:
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(parameters, max_norm: float) -> Tensor:
     """Scale all gradients by one factor, so that their common norm is at most `max_norm`.
 
     Returns the norm before scaling, in fp32. On the CPU torch's fp32 norm loses accuracy in large
@@ -324,7 +315,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return norm
 
 
-def add_terms(s: Student, terms: dict[str, Tensor], n: int):
+def add_terms(s, terms, n: int):
     """Add n times each term to its sum. A term is a mean over the n labels of a micro-batch.
 
     The sums give the means in the log, and the next state of an objective that keeps one.
@@ -337,7 +328,7 @@ def add_terms(s: Student, terms: dict[str, Tensor], n: int):
         sums[key] = sums.get(key, 0.0) + value.double() * n
 
 
-def advance_state(s: Student, n_valid: int):
+def advance_state(s, n_valid: int):
     """Replace the state of an objective by the mean of what its forward batches returned.
 
     The mean is over the labels of the update, on all processes.
@@ -350,7 +341,7 @@ def advance_state(s: Student, n_valid: int):
         value.copy_(torch.where(n > 0, s.next_state[key] / n, value))
 
 
-def count_skipped_update(s: Student, step: int, cfg: Config):
+def count_skipped_update(s, step, cfg):
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
     # sums run since the last record, so a term that was bad once is named until the next one
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
@@ -375,7 +366,7 @@ VALIDATION_FIGURES = {
 }
 
 
-def validation_is_missing(live: list[Student], run: Run) -> bool:
+def validation_is_missing(live, run) -> bool:
     """Return whether the validation of this step was due, but was cut short."""
     if not live or not run.step or not is_due(run.cfg.val_every_steps, run):
         return False
@@ -383,7 +374,7 @@ def validation_is_missing(live: list[Student], run: Run) -> bool:
     return not any("val_ce" in line and line["step"] == run.step for line in log)
 
 
-def validate_and_log(live: list[Student], teacher: Teacher | None, val: Rows, run: Run) -> bool:
+def validate_and_log(live, teacher, val, run) -> bool:
     """Validate all students, and log the figures. Returns False if a signal cuts it short."""
     validated = validate(live, teacher, val, run.cfg)
     if validated:
@@ -391,9 +382,7 @@ def validate_and_log(live: list[Student], teacher: Teacher | None, val: Rows, ru
     return bool(validated)
 
 
-def validate(
-    live: list[Student], teacher: Teacher | None, val: Rows, cfg: Config
-) -> dict[str, dict]:
+def validate(live, teacher, val, cfg) -> dict[str, dict]:
     """Return each student's CE, KL(teacher || student) and top-1 agreement at temperature 1.
 
     They are means per token over the first `val_max_rows` held-out rows. Returns nothing if a
@@ -419,9 +408,7 @@ def validate(
     return validated
 
 
-def validation_batches(
-    val: Rows, teacher: Teacher | None, n_rows: int, cfg: Config
-) -> Iterator[tuple]:
+def validation_batches(val, teacher, n_rows: int, cfg):
     """Yield this process's batches of held-out rows: number of each label's row, x, y, h_t."""
     size = cfg.micro_batch
     begin = parallel.rank() * size
@@ -440,7 +427,7 @@ def validation_batches(
         yield row.expand_as(y), x, y, h_t
 
 
-def log_terms(live: list[Student], teacher: Teacher | None, run: Run):
+def log_terms(live, teacher, run):
     """Write a record for each student, with means over all tokens since the last record."""
     cfg = run.cfg
     counts = run.counts
@@ -482,7 +469,7 @@ def log_terms(live: list[Student], teacher: Teacher | None, run: Run):
     counts.update(dict.fromkeys(SINCE_LOG, 0))
 
 
-def write_rest(live: list[Student], run: Run):
+def write_rest(live, run):
     """Save the last step if the loop has not, and write what a full disk has kept back.
 
     Raises `UserError` if the disk is still full.
@@ -494,7 +481,7 @@ def write_rest(live: list[Student], run: Run):
     parallel.on_first(write_waiting)
 
 
-def try_save(live: list[Student], run: Run, is_first_try: bool) -> bool:
+def try_save(live, run, is_first_try: bool) -> bool:
     """Save a checkpoint of every student. Returns whether it could be written.
 
     A full disk does not end the run: the loop tries again after each update.
@@ -512,7 +499,7 @@ def try_save(live: list[Student], run: Run, is_first_try: bool) -> bool:
 # a whole run
 
 
-def distil(cfg: Config) -> int:
+def distil(cfg) -> int:
     """Train the students of a config and return the exit code.
 
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
@@ -550,7 +537,7 @@ def distil(cfg: Config) -> int:
             ending.fail(error, cfg)  # raises it
 
 
-def train_students(cfg: Config) -> int:
+def train_students(cfg) -> int:
     """Check the inputs, train, and save the models. Returns the exit code."""
     rows = preflight.open_data(cfg, "train")
     val = preflight.open_data(cfg, "val")
@@ -574,7 +561,7 @@ def train_students(cfg: Config) -> int:
     return ending.exit_code(students, run)
 
 
-def main(argv: list[str]) -> int:
+def main(argv) -> int:
     return distil(configure.load(argv, method_lines))
 
 

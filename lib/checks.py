@@ -12,7 +12,7 @@ from lib.errors import UserError
 IGNORE = -100  # label of a position outside T_B; torch's own `ignore_index`
 
 
-def enter(z_s, z_t, y, guard=False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def enter(z_s, z_t, y, guard=False):
     """Check and widen the input.
 
     guard  give ignored positions a gradient of exactly 0, even if their logits are NaN. Set it if

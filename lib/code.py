@@ -3,21 +3,21 @@
 `closure` begins with some definitions and follows every name that they use to its definition in the
 project's own files, and so on. A name is one of the same file, or one that the file imports, such
 as `from lib.vocab import kl`, or `from lib import vocab` with `vocab.split`. A class counts as a
-whole. Each definition is known by a hash of its syntax tree. Comments, layout, docstrings, the
-arguments of `raise`, and calls that print do not count.
+whole. Each definition is known by a hash of its syntax tree. Comments, layout, docstrings,
+annotations, the arguments of `raise`, and calls that print do not count.
 """
 
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PRINTS = ("say(", "print(")
-# fields of a node that only some versions of Python have, or that say nothing
-LEFT_OUT = ("ctx", "kind", "type_comment", "type_params")
+# fields of a node that only some versions of Python have, or that change no number
+LEFT_OUT = ("annotation", "ctx", "kind", "returns", "type_comment", "type_params")
 
 
 class Source(NamedTuple):
@@ -25,9 +25,7 @@ class Source(NamedTuple):
     imports: dict[str, str]  # name -> dotted path, such as "vocab" -> "lib.vocab"
 
 
-def closure(
-    begin: Iterable[str], skip: Iterable[str] = (), roots: tuple[Path, ...] = (ROOT,)
-) -> dict[str, str]:
+def closure(begin, skip=(), roots=(ROOT,)) -> dict[str, str]:
     """Return the hashes of all definitions that a computation passes through, by dotted path.
 
     begin  dotted paths of the first definitions, such as "train.update"
@@ -52,7 +50,7 @@ def closure(
 
 
 @functools.cache
-def find_definition(path: str, roots: tuple[Path, ...]) -> tuple[Path | None, str, str]:
+def find_definition(path: str, roots):
     """Return the file, module and name that a dotted path stands for; no file if it is foreign."""
     parts = path.split(".")
     for n in range(1, len(parts)):
@@ -64,7 +62,7 @@ def find_definition(path: str, roots: tuple[Path, ...]) -> tuple[Path | None, st
 
 
 @functools.cache
-def read_source(file: Path) -> Source:
+def read_source(file) -> Source:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     definitions = {}
     for statement in tree.body:
@@ -79,7 +77,7 @@ def read_source(file: Path) -> Source:
     return Source(definitions, imports)
 
 
-def bound_names(statement: ast.stmt) -> set[str]:
+def bound_names(statement) -> set[str]:
     """Return the names that a top-level statement binds, or whose items or attributes it sets."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return {statement.name}
@@ -93,7 +91,7 @@ def bound_names(statement: ast.stmt) -> set[str]:
     return names
 
 
-def used_paths(statement: ast.stmt, module: str, source: Source) -> Iterator[str]:
+def used_paths(statement, module: str, source: Source) -> Iterator[str]:
     """Yield dotted paths of the definitions that a statement names."""
     for node in ast.walk(statement):
         names = []

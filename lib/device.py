@@ -32,7 +32,7 @@ PEAK_FLOPS = {
 }
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name) -> torch.device:
     """Return an existing device for "auto", "cpu", "cuda" or "cuda:1".
 
     Under torchrun "cuda" is the process's own card. A process that computes on the CPU keeps the
@@ -63,7 +63,7 @@ def keep_memory():
         mallopt(-2, 2**26)  # M_TOP_PAD
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device) -> str:
     """Return the name of the GPU or, if the system knows it, of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -75,7 +75,7 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def machine_facts(device: torch.device) -> dict:
+def machine_facts(device) -> dict:
     """Return commit, versions and machine, which belong to every result.
 
     A commit with uncommitted edits is marked by a hash of these, COMMIT+HASH.
@@ -109,7 +109,7 @@ def run_git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def mfu(flops_per_sec: float, device: torch.device, n_devices: int) -> float | None:
+def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:
     """Return the model FLOPs utilisation: a share of the peak of all cards.
 
     None for a CPU or an unknown card.
@@ -121,7 +121,7 @@ def mfu(flops_per_sec: float, device: torch.device, n_devices: int) -> float | N
     return None
 
 
-def peak_bytes(device: torch.device) -> int:
+def peak_bytes(device) -> int:
     """Return the most memory that this process has held, on the card or in the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -11,7 +11,7 @@ from torch import nn
 from lib.parallel import world
 
 
-def join(device: torch.device, timeout: timedelta):
+def join(device, timeout: timedelta):
     """Join the other processes of this torchrun. None waits for another longer than `timeout`."""
     backend = "gloo"
     device_id = None
@@ -58,7 +58,7 @@ def shard(
     root: nn.Module,
     layers: Iterable[nn.Module],
     n: int,
-    device: torch.device,
+    device,
     layers_only: bool,
     dtype: torch.dtype | None = None,
 ):

@@ -1,7 +1,6 @@
 """The error that a user can correct, and what its line is made of."""
 
 import difflib
-from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -19,7 +18,7 @@ def first_line(error: BaseException) -> str:
     return lines[0]
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest(name, names) -> str | None:
     """Return the one of `names` that is closest to `name`, or None if none is close."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
     return near[0] if near else None

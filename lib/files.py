@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 from lib.errors import UserError, first_line
@@ -20,7 +19,7 @@ REMEDY = "move it aside, and the command that wrote it makes it again"
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path):
     """Turn any failure to write `path`, such as a full disk, into a one-line `UserError`."""
     try:
         yield
@@ -37,14 +36,14 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def flush(path: Path):
+def flush(path):
     """Flush a file or folder to the disk, so that a rename never survives a crash without it."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
 
-def working_name(path: Path, kind: str = "new") -> Path:
+def working_name(path, kind: str = "new") -> Path:
     """Return the temporary name beside `path` that is used while `path` is being written.
 
     Only this project gives such names, so that what has one is overwritten or deleted.
@@ -52,7 +51,7 @@ def working_name(path: Path, kind: str = "new") -> Path:
     return path.with_name(f".{path.name}.alra-{kind}")
 
 
-def discard(path: Path):
+def discard(path):
     """Delete a folder written by this project, and what a kill left unfinished beside it.
 
     The folder is renamed first, so that a kill never leaves half of it under its own name. NFS
@@ -65,7 +64,7 @@ def discard(path: Path):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def atomic_write(path: Path, content: str | bytes):
+def atomic_write(path, content: str | bytes):
     """Write a file completely or not at all: write a temporary file, flush it, rename it."""
     if isinstance(content, str):
         content = content.encode()
@@ -77,7 +76,7 @@ def atomic_write(path: Path, content: str | bytes):
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path):
     """Yield a folder to fill, which then replaces `path`. A kill leaves the old one or the new."""
     new = working_name(path)
     old = working_name(path, "old")
@@ -98,7 +97,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, busy: str) -> Iterator[None]:
+def locked(folder, busy: str):
     """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
     The lock is on a file, which says who held it last, since NFS shows locks of files to all hosts.
@@ -137,12 +136,12 @@ def for_json(values: dict) -> dict:
     return result
 
 
-def write_json(path: Path, value: dict):
+def write_json(path, value: dict):
     """Write a JSON file. Raises `ValueError`, and writes nothing, if a number is not finite."""
     atomic_write(path, json.dumps(value, allow_nan=False, indent=1) + "\n")
 
 
-def append_line(path: Path, record: dict):
+def append_line(path, record: dict):
     """Add a record to a file of JSON lines, whose last line a kill may have cut short."""
     line = json.dumps(record, allow_nan=False) + "\n"
     with writing(path), path.open("a+b") as file:
@@ -153,12 +152,12 @@ def append_line(path: Path, record: dict):
         file.write(line)
 
 
-def write_lines(path: Path, records: list[dict]):
+def write_lines(path, records: list[dict]):
     atomic_write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 @contextlib.contextmanager
-def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
+def reading(path: Path | str, remedy=REMEDY):
     """Turn any error while reading `path` into a one-line `UserError`."""
     try:
         yield
@@ -170,7 +169,7 @@ def reading(path: Path | str, remedy: str = REMEDY) -> Iterator[None]:
         ) from error
 
 
-def read_json(path: Path, kinds=(), remedy: str = REMEDY) -> dict:
+def read_json(path, kinds=(), remedy=REMEDY) -> dict:
     """Return the object in a JSON file. Raises `UserError` if it is broken, or not of `kinds`."""
     with reading(path, remedy):
         # int refuses NaN and Infinity
@@ -178,7 +177,7 @@ def read_json(path: Path, kinds=(), remedy: str = REMEDY) -> dict:
     return check_kinds(value, kinds, path, remedy)
 
 
-def read_lines(path: Path, kinds=()) -> list[dict]:
+def read_lines(path, kinds=()) -> list[dict]:
     """Return the records of a file of JSON lines, each of `kinds`; an empty list without a file.
 
     Leaves out a last line that was cut short. Raises `UserError` at any other broken line.
@@ -200,7 +199,7 @@ def read_lines(path: Path, kinds=()) -> list[dict]:
     return records
 
 
-def truncate_lines(path: Path, step: int):
+def truncate_lines(path, step):
     """Remove the records after `step`, and a last line that a kill cut short.
 
     A file with other broken lines is set aside.
@@ -215,14 +214,14 @@ def truncate_lines(path: Path, step: int):
         write_lines(path, [record for record in records if record["step"] <= step])
 
 
-def set_aside(path: Path):
+def set_aside(path):
     """Rename a broken file, and say so."""
     n_aside = len([*path.parent.glob(f"{path.name}.broken*")])
     aside = path.rename(f"{path}.broken{n_aside}")
     print(f"{path}: broken; it is kept as {aside.name}, and the run goes on", file=sys.stderr)
 
 
-def check_kinds(value, kinds, where: Path | str, remedy: str = REMEDY) -> dict:
+def check_kinds(value, kinds, where: Path | str, remedy=REMEDY) -> dict:
     """Return a JSON object. Raises `UserError` if it is none, or lacks a key, or a kind is another.
 
     kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;

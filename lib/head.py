@@ -20,12 +20,12 @@ Evaluate = Callable[..., tuple[Tensor, Terms, Tensor | None]]
 
 
 def head_losses(
-    students: list[tuple[Tensor, Tensor, Evaluate]],
+    students,
     h_t: Tensor | None,
     w_t: Tensor | None,
     y: Tensor,
     group: int = 1,
-) -> list[tuple[Tensor, Terms]]:
+):
     """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], evaluate): last hidden states, head
@@ -104,7 +104,7 @@ class _Head:
         if self.dw is not None:
             add_mm(self.dw, dz.t(), h, 1 / n_batches)
 
-    def result(self) -> tuple[Tensor, Terms]:
+    def result(self):
         """Return the loss with its gradients attached, and the means of its terms."""
         loss = _Attach.apply(self.h_s, self.w_s, self.sums.pop("mean"), self.dh, self.dw)
         n_valid = self.sums.pop("n_valid").clamp(min=1)
@@ -144,7 +144,7 @@ def operands(h: Tensor, w: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
     return operand(h, h.dtype), operand(w.detach(), h.dtype)
 
 
-def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+def operand(x: Tensor, dtype) -> Tensor:
     """Return hidden states or a head as they are multiplied: in `dtype`, on the CPU in fp32."""
     x = x.to(dtype)
     return x if x.is_cuda else x.to(_wide(x))
@@ -168,7 +168,7 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor, alpha: float):
 
 
 @functools.cache
-def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+def _adds_in_place(device, dtype) -> bool:
     """Whether the device can add a product of bf16 or fp16 matrices onto an fp32 matrix in place.
 
     Tried once per device, on a product whose sum is known.

@@ -14,7 +14,7 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
@@ -34,7 +34,7 @@ HUB_FILES = (
 once = functools.cache(lambda function, *args, **keys: function(*args, **keys))
 
 
-def find_folder(name: str) -> Path:
+def find_folder(name) -> Path:
     """Return a local folder, or the local copy of a hub repository `owner/name@revision`.
 
     A revision is a branch, tag or commit; the default branch if left out. In a student's folder, as
@@ -68,14 +68,14 @@ def find_folder(name: str) -> Path:
     return Path(folder)
 
 
-def pinned(name: str) -> str:
+def pinned(name) -> str:
     """Return a hub id with the commit in use, `owner/name@commit`, or a local folder as it is."""
     if Path(name).expanduser().is_dir():
         return name
     return f"{name.partition('@')[0]}@{find_folder(name).name}"  # snapshots/COMMIT
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(name) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a local folder or hub id, from its tokenizer.json alone.
 
     `AutoTokenizer` would choose a class by the model's type, and rewrite the pre-tokenizer of small
@@ -91,17 +91,17 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+def tokenizer_hash(tokenizer) -> str:
     """Return the sha256 of everything that determines the ids of a text."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
-def weights_hash(model: nn.Module) -> str:
+def weights_hash(model) -> str:
     """Return the hash of a model's tensors."""
     return tensors_hash(model.state_dict())
 
 
-def tensors_hash(tensors: dict[str, Tensor]) -> str:
+def tensors_hash(tensors) -> str:
     """Return the sha256 of the names and bytes of tensors. Equal hashes mean equal tensors."""
     digest = hashlib.sha256()
     for name, p in tensors.items():
@@ -113,7 +113,7 @@ def tensors_hash(tensors: dict[str, Tensor]) -> str:
 
 
 @functools.lru_cache(maxsize=1)  # a run saves one tokenizer many times; Qwen's takes seconds
-def is_qwens(tokenizer: PreTrainedTokenizerFast) -> bool:
+def is_qwens(tokenizer) -> bool:
     """Whether transformers would read the tokenizer of a `qwen2` as one of equal ids and texts.
 
     `AutoTokenizer` makes a `Qwen2Tokenizer` of any files that stand beside a `qwen2`.
@@ -129,9 +129,7 @@ def is_qwens(tokenizer: PreTrainedTokenizerFast) -> bool:
         return essence(Qwen2Tokenizer.from_pretrained(folder)) == essence(tokenizer)
 
 
-def save_folder(
-    folder: Path, shape: dict, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast | None
-):
+def save_folder(folder, shape: dict, weights, tokenizer):
     """Write a decoder as a folder for transformers, completely or not at all.
 
     A decoder with norms on q and k is a `qwen3`, one without biases a `llama`, any other a `qwen2`.
@@ -169,7 +167,7 @@ def save_folder(
         safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
 
 
-def read_weights(model: nn.Module, folder: Path):
+def read_weights(model, folder):
     """Copy a folder's safetensors into `model`: every tensor once, none left over, all finite.
 
     With `attention_bias` in config.json there may be biases on the attention's output, which must
@@ -204,7 +202,7 @@ def read_weights(model: nn.Module, folder: Path):
         raise UserError(f"{folder}: lm_head.weight differs from the embedding, though tied to it")
 
 
-def copy_weight(source: Tensor, target: Tensor, name: str):
+def copy_weight(source: Tensor, target: Tensor, name):
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
     if not source.is_floating_point() or not all_finite(source):
@@ -212,7 +210,7 @@ def copy_weight(source: Tensor, target: Tensor, name: str):
     target.copy_(parallel.distribute_like(source, target))
 
 
-def check_weights(folder: Path, n_layers: int):
+def check_weights(folder, n_layers: int):
     """Check the headers of a folder's safetensors before a model is built.
 
     Raises `UserError` for weights that are not floats, and for fewer tensors than layers.
@@ -234,7 +232,7 @@ def check_weights(folder: Path, n_layers: int):
 
 
 @contextlib.contextmanager
-def open_tensors(file: Path):
+def open_tensors(file):
     with reading(file, "download or write it again"), safetensors.safe_open(file, "pt") as tensors:
         yield tensors
 
@@ -248,7 +246,7 @@ def output_biases(names) -> set[str]:
     return {name.replace(weight, "o_proj.bias") for name in names if name.endswith(weight)}
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder) -> list[Path]:
     """Return the safetensors files of a model folder: one, or the shards that its index names."""
     single = folder / "model.safetensors"
     if single.is_file():

@@ -9,7 +9,7 @@ Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # these 
 Model = tuple[Callable[[Tensor], Tensor], Tensor]
 
 
-def figures(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def figures(sums):
     """Return the figures [..] of sums [..], where `gap` is [.., BINS].
 
     ce             cross-entropy, nats per target; every target but padding counts
@@ -66,10 +66,10 @@ def levels(facts: Mapping) -> str:
 def sums_by_part(
     students: list[Model],
     head_t: Tensor | None,
-    batches: Iterable[tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    batches,
     n_parts: int,
     n_bytes: Tensor | None = None,
-) -> list[dict[str, Tensor]]:
+):
     """Return for each student the summands of `figures`: [n_parts] fp64, `gap` [n_parts, BINS].
 
     The parts are those that the caller divides the text into: rows, or documents.

@@ -5,7 +5,7 @@ A function that communicates must be called by all processes, in the same order.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,7 @@ from lib.errors import UserError
 # processes
 
 
-def start(device: torch.device, timeout_minutes: float = 30.0):
+def start(device, timeout_minutes: float = 30.0):
     """Make `device` the current one, and join the other processes of this torchrun, if any.
 
     timeout_minutes  how long a process waits for another one before it gives up
@@ -107,9 +107,7 @@ def check_agreement(**facts):
 
 
 @contextlib.contextmanager
-def summing_gradients(
-    model: nn.Module, extras: nn.Module, last: bool, handles: list
-) -> Iterator[None]:
+def summing_gradients(model, extras: nn.Module, last: bool, handles):
     """Sum the gradients of a backward pass over the processes, if it is the `last` of an update.
 
     Each sum starts as soon as its gradient is ready, and runs beside the rest of the backward pass
@@ -167,7 +165,7 @@ def distribute_like(t: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def to_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_first(tensors) -> dict[str, Tensor]:
     """Return whole tensors on the CPU of the first process, and no tensors on the others.
 
     They are gathered one at a time.
@@ -193,7 +191,7 @@ def reduce_norm(norm: Tensor, like: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def gathered_roots(models: Iterable[nn.Module]) -> Iterator[None]:
+def gathered_roots(models):
     """Gather the weights outside the layers of each model, such as the head, while inside."""
     roots = [model for model in models if is_sharded(model)]
     for root in roots:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lib.checks import IGNORE
 from lib.errors import UserError
@@ -33,7 +32,7 @@ MANIFEST = {  # what readers need of it
 }
 
 
-def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
+def open_rows(folder: str | Path, name):
     """Return the ids [n_rows, row_len] uint32, memory-mapped, and the manifest.
 
     Raises `UserError` if they do not match.
@@ -57,7 +56,7 @@ def open_rows(folder: str | Path, name: str) -> tuple[np.ndarray, dict]:
 class Rows:
     """The rows of a file, as batches for a model. An index means the same row on every process."""
 
-    def __init__(self, folder: str, name: str, seq_len: int, mask_after_eos: bool, n_vocab: int):
+    def __init__(self, folder: str, name, seq_len, mask_after_eos: bool, n_vocab: int):
         self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
         self.n = len(self.ids)
         self.file = f"{folder}/{name}.bin"
@@ -74,7 +73,7 @@ class Rows:
         if "unigram_ce" in self.manifest:
             self.levels["unigram_ce"] = self.manifest["unigram_ce"]
 
-    def batch(self, index: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    def batch(self, index: np.ndarray, device):
         """Return the rows of these indices as model inputs.
 
         -> inputs x [B, T], labels y [B, T] (IGNORE for padding), number of labels
@@ -96,7 +95,7 @@ class Rows:
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True), n_valid
 
 
-def quick_hash(file: Path) -> str:
+def quick_hash(file) -> str:
     """Return the sha256 of a file's size and of 64 blocks of 1 MiB spread over it.
 
     Of a file of up to 64 MiB, all blocks are read, one after the other.
@@ -110,7 +109,7 @@ def quick_hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def row_order(step: int, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> np.ndarray:
+def row_order(step, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> np.ndarray:
     """Return the indices of the rows of update `step`, a pure function of the step.
 
     Rows come in stored order; with a seed, each pass shuffles them anew. A batch may contain the

@@ -17,7 +17,7 @@ Below1 = Annotated[float, "0 to below 1", lambda x: 0 <= x < 1]
 PositiveFraction = Annotated[float, "more than 0, at most 1", lambda x: 0 < x <= 1]
 
 
-def checked(name: str, value: object, kind) -> object:
+def checked(name, value: object, kind) -> object:
     """Return `value` as its kind. Raises `UserError` if it is not of that kind.
 
     An int becomes a float and a list of names a tuple; nothing else converts.
@@ -55,7 +55,7 @@ def check_fields(config: object):
         object.__setattr__(config, name, checked(name, getattr(config, name), kind))
 
 
-def parsed(text: str, kind) -> object:
+def parsed(text, kind) -> object:
     """Return the text after `--key=` as a value of a kind, not yet checked."""
     kinds = (kind, *typing.get_args(kind))  # the parts of KIND | None too
     if text in ("None", "none") and type(None) in kinds:
@@ -67,7 +67,7 @@ def parsed(text: str, kind) -> object:
     return literal(text)
 
 
-def literal(text: str) -> object:
+def literal(text) -> object:
     """Return the text as a Python literal if it is one, else unchanged."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))

@@ -108,7 +108,7 @@ class Items(NamedTuple):
     sha256: str
 
 
-def choose_tasks(asked: str, split: str) -> list[str]:
+def choose_tasks(asked: str, split) -> list[str]:
     """Return the tasks of `all`, `none` or names with commas, in the paper's order."""
     suite = SUITES[split]
     names = {"all": suite, "none": []}.get(asked, asked.split(","))
@@ -120,7 +120,7 @@ def choose_tasks(asked: str, split: str) -> list[str]:
 
 def read_items(
     names: list[str],
-    split: str,
+    split,
     data_dir: str | None,
     storycloze: str | None = None,
     any_items: bool = False,
@@ -152,7 +152,7 @@ def read_items(
 
 
 def read_rows(
-    name: str, split: str, data_dir: str | None, storycloze: str | None
+    name, split, data_dir: str | None, storycloze: str | None
 ) -> tuple[str, Iterable[dict]]:
     """Return where a task's rows come from, and the rows.
 
@@ -193,7 +193,7 @@ def find_storycloze(data_dir: str | None, file: str | None) -> Path | None:
     return None
 
 
-def read_stories(file: Path) -> list[dict]:
+def read_stories(file) -> list[dict]:
     """Return the items of StoryCloze in lm-eval's fields, with labels as numbers."""
     labels = {"1": 1, "2": 2}  # a CSV has texts
     rows = []
@@ -205,7 +205,7 @@ def read_stories(file: Path) -> list[dict]:
     return rows
 
 
-def read_file(file: Path) -> list[dict]:
+def read_file(file) -> list[dict]:
     """Return the rows of a JSONL or CSV file."""
     if file.suffix not in (".jsonl", ".csv"):
         raise UserError(f"{file}: expected one of .jsonl, .csv")
@@ -216,7 +216,7 @@ def read_file(file: Path) -> list[dict]:
         return list(csv.DictReader(io.StringIO(text, newline="")))
 
 
-def read_config(name: str) -> dict:
+def read_config(name) -> dict:
     """Return lm-eval's own configuration of a task."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml

@@ -4,7 +4,6 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
 import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -63,7 +62,7 @@ def leading_bos(tokenizer) -> int | None:
     )
 
 
-def check_tokenizer(tokenizer, file: Path):
+def check_tokenizer(tokenizer, file):
     """Raise `UserError` for a tokenizer that lacks its EOS.
 
     file   its tokenizer.json
@@ -95,6 +94,6 @@ def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[list[i
     return ids
 
 
-def comparable(text: str) -> str:
+def comparable(text) -> str:
     text = text.replace("▁", " ")  # many tokenizers write a space so
     return unicodedata.normalize("NFKC", text).casefold()

@@ -27,7 +27,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 import configure
-from configure import Config
 from lib import parallel
 from lib.device import gib, pick_device
 from lib.errors import UserError
@@ -46,7 +45,7 @@ RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows tha
 class States:
     """The stored hidden states of one rows file, as bytes. B rows of a batch, M bytes of a row."""
 
-    def __init__(self, rows: Rows, facts: dict, position_bytes: int):
+    def __init__(self, rows, facts: dict, position_bytes: int):
         source = Path(rows.file)
         key = record_hash(facts | {"rows": rows.manifest["sha256"]})[:12]
         self.file = source.with_name(f"teacher_{key}.{source.stem}.states")
@@ -103,7 +102,7 @@ class CachedTeacher:
         modules = body.model.modules() if body else ()
         self.always_computes = any(map(parallel.is_sharded, modules))
 
-    def hidden(self, x: Tensor, rows: Rows, index: np.ndarray) -> Tensor:
+    def hidden(self, x: Tensor, rows, index: np.ndarray) -> Tensor:
         """Return the last hidden states [B, T, D] of rows `index`, whose inputs are x [B, T].
 
         If a row is missing from the cache or damaged, the whole batch is computed, and the row is
@@ -131,11 +130,11 @@ class CachedTeacher:
             states.write(index[bad], values[bad])
         return h
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len) -> float:
         return self.body.flops_per_token(seq_len) if self.body else 0.0
 
 
-def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowIndices:
+def rows_of_run(cfg, rows, val) -> RowIndices:
     """Return the indices of all rows that a run reads."""
     n = min(rows.n, cfg.max_steps * cfg.batch_rows)
     shuffle_seed = None  # the order is irrelevant if the run reads every row
@@ -147,8 +146,8 @@ def rows_of_run(cfg: Config, rows: Rows, val: Rows) -> RowIndices:
 
 
 def open_cached(
-    name: str,
-    dtype: torch.dtype,
+    name,
+    dtype,
     home: torch.device,
     vocab_size: int,
     wanted: RowIndices,
@@ -205,7 +204,7 @@ def checksum_of(head: Tensor) -> int:
     return zlib.crc32(head.view(torch.uint8).numpy())
 
 
-def fill_cache(cfg: Config):
+def fill_cache(cfg):
     """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
     if not any(map(needs_teacher, cfg.methods)):
         return
@@ -250,7 +249,7 @@ def progress(*args, **kwargs) -> tqdm:
     return tqdm(*args, mininterval=seconds, maxinterval=30, **kwargs)
 
 
-def main(argv: list[str]) -> int:
+def main(argv) -> int:
     fill_cache(configure.load(argv))
     return 0
 

@@ -26,7 +26,6 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor
 
 import configure
 from lib import files, parallel
@@ -40,7 +39,7 @@ from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say, write_waiting
 from run.methods import compute_dtype
-from run.students import COUNTS, Run, Student, student_facts
+from run.students import COUNTS, Student, student_facts
 
 # files of tensors in a checkpoint
 MODEL = "model/model.safetensors"
@@ -58,7 +57,7 @@ STATE = {  # what is read of a checkpoint's state.json
 # resuming
 
 
-def resume(students: list[Student], run: Run):
+def resume(students, run):
     """Restore all students, and `run`, from their newest common checkpoint.
 
     A new run begins at step 0, or with the checkpoint that `resume_from` names.
@@ -124,7 +123,7 @@ def earlier_starts(file, cfg) -> list[dict]:
     return facts.get("starts", [])
 
 
-def read_stops(students: list[Student]) -> list[int]:
+def read_stops(students) -> list[int]:
     """Mark the students that stopped in an earlier start. Returns the steps at which they did."""
     steps = []
     for s in students:
@@ -137,7 +136,7 @@ def read_stops(students: list[Student]) -> list[int]:
     return steps
 
 
-def newest_complete(live: list[Student], steps: set[int]) -> int:
+def newest_complete(live, steps) -> int:
     """Return the newest of `steps` at which every student's checkpoint is as it was saved.
 
     Raises `UserError` if there is none.
@@ -177,7 +176,7 @@ def check_same_run(name, checkpoint, run):
     raise UserError(message)
 
 
-def restore(live: list[Student], run):
+def restore(live, run):
     """Load every student's checkpoint of `run.step`, and the counts of the run.
 
     Raises `UserError` if one belongs to another run.
@@ -194,7 +193,7 @@ def restore(live: list[Student], run):
     run.counts = {key: state[key] for key in COUNTS}
 
 
-def start_from(name, live: list[Student], run):
+def start_from(name, live, run):
     """Load the checkpoint `resume_from` into every student. `run` goes on from its step."""
     checkpoint = find_folder(name).parent  # it finds the model/ inside
     if not (checkpoint / "state.json").is_file():
@@ -211,7 +210,7 @@ def start_from(name, live: list[Student], run):
     run.counts["valid_tokens"] = state["valid_tokens"]
 
 
-def record_start(file, starts: list[dict], run):
+def record_start(file, starts, run):
     """Write run.json with this start after the earlier ones, and code.diff if code was edited.
 
     A broken run.json is set aside.
@@ -230,7 +229,7 @@ def record_start(file, starts: list[dict], run):
     files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
 
 
-def check_disk(students: list[Student], cfg) -> str:
+def check_disk(students, cfg) -> str:
     """Check that checkpoints and models fit on the disk. Returns a sentence that says so."""
     out = Path(cfg.out_dir)
     n_params = students[0].model.n_params
@@ -248,7 +247,7 @@ def check_disk(students: list[Student], cfg) -> str:
     return use
 
 
-def say_summary(students: list[Student], run):
+def say_summary(students, run):
     """Print the machine, teacher and students, the students' size, and how far the run has come."""
     cfg = run.cfg
     first = students[0]
@@ -274,14 +273,14 @@ def say_summary(students: list[Student], run):
 # saving
 
 
-def save_model(s: Student, run: Run):
+def save_model(s, run):
     """Write the model for transformers, and then its provenance beside it."""
     weights = parallel.to_first(s.model.state_dict())
     parallel.on_first(write_model, s, weights, run)
     say(f"{s.name}: {s.folder / 'model'}")
 
 
-def write_model(s, weights: dict[str, Tensor], run):
+def write_model(s, weights, run):
     folder = s.folder / "model"
     s.model.save_pretrained(folder, s.tokenizer, weights)
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(weights)}
@@ -296,7 +295,7 @@ def write_model(s, weights: dict[str, Tensor], run):
 
 
 @torch.no_grad()
-def differs_in_transformers(folder, shape, weights: dict[str, Tensor]) -> str | None:
+def differs_in_transformers(folder, shape, weights) -> str | None:
     """Return how the logits of a saved model differ in transformers by more than rounding."""
     with torch.device("meta"):
         model = Qwen2(shape)
@@ -313,7 +312,7 @@ def differs_in_transformers(folder, shape, weights: dict[str, Tensor]) -> str | 
     return None if error < 1e-4 else f"its logits differ by {error:.2%}"
 
 
-def save_checkpoints(live: list[Student], run: Run):
+def save_checkpoints(live, run):
     """Write a checkpoint of every student, then delete older ones.
 
     Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
@@ -331,7 +330,7 @@ def save_checkpoints(live: list[Student], run: Run):
         parallel.on_first(delete_older, s, run)
 
 
-def tensors_of(s) -> dict[str, dict[str, Tensor]]:
+def tensors_of(s):
     """Return the tensors of each file of a checkpoint: whole ones, on the first process only."""
     optimizer = {}
     for name, p in s.parameters_by_name().items():
@@ -343,7 +342,7 @@ def tensors_of(s) -> dict[str, dict[str, Tensor]]:
     return {file: parallel.to_first(tensors) for file, tensors in groups.items()}
 
 
-def write_checkpoint(path, groups: dict[str, dict], state: dict, s):
+def write_checkpoint(path, groups, state: dict, s):
     """Write a folder with model/ for transformers, further groups of tensors, and state.json."""
     hashes = {}
     with files.atomic_folder(path) as new, ThreadPoolExecutor() as pool:
@@ -411,7 +410,7 @@ def load_checkpoint(path, s) -> dict:
     return state
 
 
-def copy_tensors(saved: dict[str, Tensor], module):
+def copy_tensors(saved, module):
     for key, p in module.state_dict().items():
         p.copy_(parallel.distribute_like(saved[key], p))
 
@@ -420,7 +419,7 @@ def copy_tensors(saved: dict[str, Tensor], module):
 # stopping
 
 
-def stop_diverged(live: list[Student], run: Run, check_weights: bool) -> list[Student]:
+def stop_diverged(live, run, check_weights: bool) -> list[Student]:
     """Stop the students that cannot continue. Returns the others.
 
     If a stopping student still has finite weights, they are saved in a last checkpoint.

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import configure
-from configure import Config
 from lib import parallel
 from lib.errors import UserError, first_line
 from run.log import say
-from run.students import Run, Student
 
 RECEIVED: list[str] = []  # names of the signals that this process has received
 TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
@@ -42,7 +40,7 @@ def catch_signals():
             signal.signal(number, lambda n, _: RECEIVED.append(signal.Signals(n).name))
 
 
-def fail(error: Exception, cfg: Config) -> NoReturn:
+def fail(error: Exception, cfg) -> NoReturn:
     """Raise an error that ends a run, after writing it into exit.json.
 
     A `UserError` of one process ends all of them if they have not begun to train.
@@ -67,7 +65,7 @@ def write_exit(cfg, code, why):
         json.dump(facts, file)
 
 
-def exit_code(students: list[Student], run: Run) -> int:
+def exit_code(students, run) -> int:
     """Print the step that the run has reached, write exit.json, and return the exit code."""
     stopped = [f"{s.name} stopped at {s.stopped}" for s in students if s.stopped]
     cfg = run.cfg

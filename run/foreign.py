@@ -14,7 +14,7 @@ from lib.files import reading
 from lib.hf import check_weights, find_folder
 
 
-def load_foreign(name: str, dtype: torch.dtype, device: torch.device, shard: int) -> nn.Module:
+def load_foreign(name, dtype, device, shard: int) -> nn.Module:
     """Load a frozen model on `device`, its layers sharded over `shard` processes."""
     folder = find_folder(name)
     config = foreign_config(name)
@@ -47,7 +47,7 @@ def load_foreign(name: str, dtype: torch.dtype, device: torch.device, shard: int
     return model
 
 
-def foreign_config(name: str) -> transformers.PretrainedConfig:
+def foreign_config(name) -> transformers.PretrainedConfig:
     """Return the config of a model that transformers computes.
 
     Raises `UserError` for a model that cannot be a teacher.
@@ -74,7 +74,7 @@ def foreign_config(name: str) -> transformers.PretrainedConfig:
 
 
 @torch.no_grad()
-def check_logits(name: str, model: nn.Module):
+def check_logits(name, model):
     """Check on a few tokens that logits are last hidden states times head, and the model causal.
 
     Raises `UserError`.
@@ -105,7 +105,7 @@ def check_logits(name: str, model: nn.Module):
         )
 
 
-def foreign_shape(name: str, keys: tuple[str, ...]) -> dict:
+def foreign_shape(name, keys: tuple[str, ...]) -> dict:
     """Return the `keys` of a model's config that it has.
 
     It may lack some: LayerNorm has no epsilon of RMSNorm. `rope_theta` and `rope_scaling` are
@@ -124,7 +124,7 @@ def foreign_shape(name: str, keys: tuple[str, ...]) -> dict:
     return values
 
 
-def foreign_flops_per_token(model: nn.Module) -> float:
+def foreign_flops_per_token(model) -> float:
     """Return two FLOPs per weight that multiplies a token, without attention scores."""
     config = model.config.get_text_config()
     n_active = getattr(config, "num_experts_per_tok", None) or 1

@@ -11,19 +11,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from configure import Config
 from lib import parallel
 from lib.checks import IGNORE
 from lib.metrics import logits_of, pick
 from losses import alra, resolve
-from run.students import Student, hidden_and_head
-from run.teacher import Teacher
+from run.students import hidden_and_head
 
 
 @torch.no_grad()
-def histograms(
-    live: list[Student], teacher: Teacher, batches: Iterable, cfg: Config
-) -> tuple[dict, dict]:
+def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     """Return the teacher's histograms and the students' local budgets over one update.
 
     batches  x [B, T], labels y [B, T], their number, and the teacher's hidden states
@@ -61,7 +57,7 @@ def histograms(
     return record, counts
 
 
-def objectives_with_budget(live: list[Student], cfg: Config) -> dict[str, tuple]:
+def objectives_with_budget(live, cfg) -> dict[str, tuple]:
     """Return (hidden, head, objective) of the students whose objective returns a budget."""
     students = {}
     for s in live:

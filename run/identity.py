@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configure import AFFECTS, Config
+from configure import AFFECTS
 from lib import parallel
 from lib.code import ROOT, closure, read_source, tree_hash, used_paths
 from lib.errors import UserError
@@ -59,7 +59,7 @@ NOT_FOLLOWED = (
 )
 
 
-def made_by(cfg: Config, name: str) -> dict:
+def made_by(cfg, name) -> dict:
     """Return everything that determines a student's weights, up to rounding, as a JSON object."""
     method = resolve(name, **cfg.overrides_of(name))
     kinds = {"sha256": str, "tokenizer_sha256": str}
@@ -125,7 +125,7 @@ def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     return phrases
 
 
-def student_shape(cfg: Config) -> Qwen2Config:
+def student_shape(cfg) -> Qwen2Config:
     """Return the students' shape, with at most as many tokens as the teacher's vocabulary has."""
     teacher_shape = inherited(cfg.teacher)
     shape = student_config(cfg.student, teacher_shape)
@@ -152,7 +152,7 @@ def content_hash(name: str | None) -> str | None:
     return hashlib.sha256(" ".join(first).encode()).hexdigest()
 
 
-def file_hash(file: Path) -> str:
+def file_hash(file) -> str:
     """Return the sha256 of a file. A process reads it again only if its size or time changes."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
@@ -176,7 +176,7 @@ def step_code() -> dict[str, str]:
     return closure(STEP, NOT_FOLLOWED)
 
 
-def objective_code(name: str) -> dict[str, str]:
+def objective_code(name) -> dict[str, str]:
     """Return the hashes of the definitions that only a method's objective passes through.
 
     An objective that is not a function of a file, but made by a closure, a `partial` or a lambda,

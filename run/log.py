@@ -7,13 +7,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from configure import Config
 from lib import files, metrics, parallel
 from lib.errors import UserError, first_line
-from run.students import Run, Student, n_validated
+from run.students import n_validated
 
 
-def say(text: str):
+def say(text):
     """Print on the first process, above the progress bar."""
     if parallel.rank() != 0:
         return
@@ -26,13 +25,13 @@ def say(text: str):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def say_names(cfg: Config):
+def say_names(cfg):
     """Print the column heads of `say_values` if there are several students."""
     if len(cfg.methods) > 1:
         say_row("", {name: name for name in cfg.methods}, cfg)
 
 
-def say_values(label: str, values: dict[str, dict[str, float]], keys: Iterable[str], cfg: Config):
+def say_values(label: str, values, keys, cfg):
     """Print every value of a single student, or one row per key with a column per student."""
     if len(cfg.methods) == 1:
         for terms in values.values():
@@ -44,7 +43,7 @@ def say_values(label: str, values: dict[str, dict[str, float]], keys: Iterable[s
         say_row(f"{label}  {key}", cells, cfg)
 
 
-def say_row(label: str, cells: dict[str, str], cfg: Config):
+def say_row(label: str, cells, cfg):
     line = f"{label:<64} |"
     for name in cfg.methods:
         width = max(len(name), 6) + 2
@@ -52,7 +51,7 @@ def say_row(label: str, cells: dict[str, str], cfg: Config):
     say(line)
 
 
-def log_validation(live: list[Student], validated: dict[str, dict], val, run: Run):
+def log_validation(live, validated, val, run):
     """Print and record the results of a validation; the first time with the reference CEs.
 
     val  the held-out rows (`Rows`)
@@ -77,7 +76,7 @@ def log_validation(live: list[Student], validated: dict[str, dict], val, run: Ru
             )
 
 
-def say_if_overfitting(s: Student, run: Run):
+def say_if_overfitting(s, run):
     """Print what to do if the held-out CE has risen three times in a row, once in a start."""
     records = files.read_lines(s.folder / "log.jsonl")
     ces = [line["val_ce"] for line in records if line.get("val_ce")][-4:]
@@ -102,7 +101,7 @@ def say_levels(values: dict[str, float]):
         )
 
 
-def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: Run):
+def log_histograms(live, teacher, batches: Iterable[tuple], run):
     """Write the data of the paper's Figures 3 and 4 over the batches of one update.
 
     `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
@@ -118,7 +117,7 @@ def log_histograms(live: list[Student], teacher, batches: Iterable[tuple], run: 
         append(file, {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts})
 
 
-def record(s: Student, values: dict):
+def record(s, values: dict):
     """Add a record to a student's log, with None for a value that is not finite."""
     values = files.for_json(values)
     append(s.folder / "log.jsonl", values)
@@ -134,7 +133,7 @@ def record(s: Student, values: dict):
 UNWRITTEN = []  # (path, line): lines that a full disk keeps out of their files
 
 
-def append(path: Path, line: dict):
+def append(path, line: dict):
     """Add a line to a JSON lines file, on the first process.
 
     If the file cannot be written, as on a full disk, the line waits for the next call.

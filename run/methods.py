@@ -15,7 +15,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from configure import Config
 from lib import parallel
 from lib.checks import IGNORE
 from lib.errors import UserError, first_line
@@ -49,12 +48,12 @@ RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # no part of an objective i
 # names and settings
 
 
-def needs_teacher(name: str) -> bool:
+def needs_teacher(name) -> bool:
     """Whether the method reads teacher logits."""
     return resolve(name).has_teacher
 
 
-def scheduled_settings(method: Method, step: int, n_steps: int) -> dict[str, float]:
+def scheduled_settings(method, step, n_steps: int) -> dict[str, float]:
     """Return the settings that change during a run, with their values in update `step`."""
     return {key: value_at(step / n_steps) for key, value_at in method.moving.items()}
 
@@ -75,7 +74,7 @@ def method_lines() -> list[str]:
 # what a training step calls
 
 
-def compute_dtype(cfg: Config) -> torch.dtype:
+def compute_dtype(cfg) -> torch.dtype:
     """Return the dtype of activations and products."""
     dtype = cfg.dtype
     if dtype == "auto":
@@ -83,7 +82,7 @@ def compute_dtype(cfg: Config) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
+def make_objective(name, cfg):
     """Return a function: update, state -> the student's objective, as `head_losses` calls it.
 
     The random numbers of a forward batch depend on its place in the update, and not on how the
@@ -95,7 +94,7 @@ def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
     is_random = "generator" in default_settings(method.fn)
     loss_fn = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
 
-    def objective_at(step: int, state: dict[str, Tensor]) -> Callable:
+    def objective_at(step, state) -> Callable:
         scheduled = {}
         for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
             # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
@@ -118,7 +117,7 @@ def make_objective(name: str, cfg: Config) -> Callable[[int, dict], Callable]:
     return objective_at
 
 
-def make_loss_fn(name: str, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
+def make_loss_fn(name, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
     """Return `evaluate` for one method: f(gradient_dtype, z_s, z_t, y, scheduled=None).
 
     compile  use torch.compile: one graph per method, settings and shape. Its gradient overwrites
@@ -146,8 +145,8 @@ def _compiled(fn, hyper: tuple, w_kd, w_ce) -> Callable:
 
 
 def evaluate(
-    method: Method, gradient_dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
-) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    method, gradient_dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
+):
     """Return the loss and sums of `mean_loss`, and the gradient with respect to z_s.
 
     gradient_dtype  None: no gradient is computed
@@ -184,7 +183,7 @@ def evaluate(
 # the trial before a run
 
 
-def check_settings(name: str, V: int, **overrides):
+def check_settings(name, V: int, **overrides):
     """Try the method on three positions at a vocabulary of V.
 
     Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.

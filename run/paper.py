@@ -84,9 +84,7 @@ for (title, split), rows in _AVERAGES.items():
     LAYOUT.append((title, split, tuple(methods)))
 
 
-def paper_row(
-    student: str | None, split: str, method: str, base: str, tasks: list[str]
-) -> list[str]:
+def paper_row(student: str | None, split, method: str, base: str, tasks: list[str]) -> list[str]:
     """Return the paper's cells of a method: tasks, average, gain over `base`; [] if it has none."""
     numbers = paper_numbers(student, split, method, tasks)
     reference = paper_numbers(student, split, base, tasks)
@@ -103,7 +101,7 @@ def paper_row(
     return [*cells, gain]
 
 
-def paper_numbers(student: str | None, split: str, method: str, tasks: list[str]) -> dict:
+def paper_numbers(student: str | None, split, method: str, tasks: list[str]) -> dict:
     """Return the paper's numbers, with an average over these tasks where some are missing."""
     numbers = PAPER.get((student, split, method), {})
     if tasks == SUITES[split]:

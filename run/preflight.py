@@ -7,7 +7,7 @@ import sys
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configure import AFFECTS, Config
+from configure import AFFECTS
 from lib import parallel
 from lib.device import machine_facts, pick_device
 from lib.errors import UserError
@@ -21,12 +21,12 @@ from run.students import n_validated
 from run.teacher import Teacher, check_teacher, check_vocabulary, inherited, load_teacher
 
 
-def open_data(cfg: Config, name: str) -> Rows:
+def open_data(cfg, name) -> Rows:
     vocab_size = student_shape(cfg).vocab_size
     return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
 
 
-def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None) -> Teacher | None:
+def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None) -> Teacher | None:
     """Load the frozen teacher. Returns None if no method of the run needs one.
 
     rows, val  training and held-out rows, whose hidden states `teacher_cache` stores
@@ -51,7 +51,7 @@ def open_teacher(cfg: Config, rows: Rows | None = None, val: Rows | None = None)
     return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, rows, val), load)
 
 
-def check_config(cfg: Config):
+def check_config(cfg):
     """Check the config before any data is read. Raises `UserError`."""
     shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
     parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
@@ -75,7 +75,7 @@ def check_config(cfg: Config):
         )
 
 
-def checked_tokenizer(cfg: Config, rows: Rows, val: Rows) -> PreTrainedTokenizerFast:
+def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     """Return the tokenizer, after checks that rows, tokenizer and vocabularies fit each other."""
     name = cfg.tokenizer or cfg.teacher
     if not name:
@@ -157,7 +157,7 @@ def say_precision(cfg, val):
         )
 
 
-def run_facts(cfg: Config, rows: Rows) -> dict:
+def run_facts(cfg, rows) -> dict:
     """Return the provenance of every result of the run, with the students' records.
 
     Raises `UserError` if the processes do not agree on the records (run/identity.py).

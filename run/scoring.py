@@ -5,7 +5,6 @@ import dataclasses
 from lib.code import closure
 from lib.errors import UserError
 from lib.hf import weights_hash
-from model import Qwen2
 from run.identity import NOT_FOLLOWED, record_hash
 
 # What figures over held-out rows pass through, and scores of tasks.
@@ -26,7 +25,7 @@ def decoder_edits(record: dict) -> list[str]:
     return [path for path, sha in decoder.items() if record["code"].get(path) != sha]
 
 
-def check_content(name: str, key: str, sha256: str, record: dict):
+def check_content(name, key: str, sha256: str, record: dict):
     """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
     if record.get(key) not in (None, sha256):
         raise UserError(
@@ -35,7 +34,7 @@ def check_content(name: str, key: str, sha256: str, record: dict):
         )
 
 
-def check_model(name: str, model: Qwen2, facts: dict) -> str:
+def check_model(name, model, facts: dict) -> str:
     """Return the hash of a model's weights.
 
     Raises `UserError` if the facts of training that stand beside it are those of another model.

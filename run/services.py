@@ -5,10 +5,10 @@ import hashlib
 import platform
 from collections.abc import Callable
 
-from run.students import Run, Student, student_facts
+from run.students import student_facts
 
 
-def services(s: Student, run: Run) -> dict[str, Callable]:
+def services(s, run) -> dict[str, Callable]:
     """Return the logging services that the config asks for, by name.
 
     Each is a function that connects in its first call, and returns what sends a record.
@@ -21,7 +21,7 @@ def services(s: Student, run: Run) -> dict[str, Callable]:
     return chosen
 
 
-def tensorboard(s: Student) -> Callable:
+def tensorboard(s) -> Callable:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(s.folder / "tensorboard")
@@ -35,7 +35,7 @@ def tensorboard(s: Student) -> Callable:
     return send
 
 
-def wandb_run(s: Student, run: Run) -> Callable:
+def wandb_run(s, run) -> Callable:
     import wandb
 
     place = f"{platform.node()} {s.folder.resolve()}"

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from configure import Config
 from lib import metrics, parallel
-from lib.rows import Rows
 from model import Qwen2
 from run.identity import record_hash
 from run.methods import compute_dtype
@@ -89,12 +88,12 @@ class Run:
         self.counts["since_log_sec"] += seconds
 
 
-def n_validated(val: Rows, cfg: Config) -> int:
+def n_validated(val, cfg) -> int:
     """Return the number of held-out rows that a validation reads."""
     return min(val.n, cfg.val_max_rows or val.n)
 
 
-def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:
+def hidden_and_head(s, cfg) -> metrics.Model:
     """Return the pair (hidden, head) that lib/metrics.py expects.
 
     Call inside `gathered_roots`; otherwise a sharded head is incomplete.
@@ -102,7 +101,7 @@ def hidden_and_head(s: Student, cfg: Config) -> metrics.Model:
     return functools.partial(s.model.hidden, dtype=compute_dtype(cfg)), s.model.head
 
 
-def student_facts(s: Student, run: Run) -> dict:
+def student_facts(s, run) -> dict:
     """Return the provenance of one student's weights and scores."""
     cfg = run.cfg
     record = run.facts["made_by"][s.name]

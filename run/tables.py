@@ -112,7 +112,7 @@ def run_facts(model: Path, kinds=()) -> dict:
     return {}
 
 
-def read_log(folder: Path) -> list[dict]:
+def read_log(folder) -> list[dict]:
     """Return the records of a student's log.jsonl, then {step, key of PARTS} of each histogram."""
     log = read_lines(folder / "log.jsonl", {"step": int})
     for part, path in PARTS.items():
@@ -148,7 +148,7 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     return list(dict.fromkeys(folders)), missing
 
 
-def load(folder: Path) -> list[Result]:
+def load(folder) -> list[Result]:
     """Return the results in a folder, the newest last.
 
     A student's are of the weights that its run.json names. Tasks of one protocol are united.
@@ -176,7 +176,7 @@ def load(folder: Path) -> list[Result]:
     return list(results.values())
 
 
-def newest_figures(folder: Path) -> dict:
+def newest_figures(folder) -> dict:
     """Return what the newest file of figures in a folder holds, or {}."""
     files = [r.file for r in load(folder) if r.kind == "figures"]
     return read_json(files[-1]) if files else {}
@@ -292,7 +292,7 @@ def caption(counts: list[int]) -> str:
     return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
 
 
-def layouts(split: str, rows: dict, reference: str) -> list[tuple]:
+def layouts(split, rows: dict, reference: str) -> list[tuple]:
     """Return title, reference and rows of the paper's tables that have results.
 
     Other methods go into the first table, or into one of their own.

@@ -5,7 +5,7 @@ Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.errors import UserError
 from lib.files import read_json
@@ -27,7 +27,7 @@ class Teacher:
 
     is_stored = False  # True if all hidden states are read from a file (run/cache.py)
 
-    def __init__(self, model: nn.Module, home: torch.device, vocab_size: int | None = None):
+    def __init__(self, model, home: torch.device, vocab_size: int | None = None):
         self.model = model
         self.home = home
         self.native = isinstance(model, Qwen2)
@@ -51,7 +51,7 @@ class Teacher:
             h = self.model.base_model(idx, use_cache=False)[0]
         return h.to(self.home, non_blocking=True)
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len) -> float:
         """Return the FLOPs of one token's forward pass."""
         if self.native:
             return flops_per_token(self.model.config, seq_len, trained=False)
@@ -61,9 +61,9 @@ class Teacher:
 
 
 def load_teacher(
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
+    name,
+    dtype,
+    device,
     home: torch.device | None = None,
     vocab_size: int | None = None,
     shard: int = 1,
@@ -86,11 +86,11 @@ def load_teacher(
     return Teacher(load(name, dtype, device, shard), home or device, vocab_size)
 
 
-def is_native(name: str) -> bool:
+def is_native(name) -> bool:
     return not unsupported(read_json(find_folder(name) / "config.json"))
 
 
-def check_teacher(name: str, tokenizer, seq_len: int):
+def check_teacher(name, tokenizer, seq_len):
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
     shape = inherited(name)
     limit = shape.get("max_position_embeddings") or seq_len
@@ -113,9 +113,7 @@ def check_teacher(name: str, tokenizer, seq_len: int):
                 )
 
 
-def check_vocabulary(
-    name: str, n_vocab: int, tokenizer, remedy: str = "choose a larger one"
-) -> int:
+def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one") -> int:
     """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
     n_tokens = max(tokenizer.get_vocab().values()) + 1
     if n_tokens > n_vocab:

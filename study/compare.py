@@ -64,7 +64,7 @@ from run.teacher import is_native
 from study.report import KINDS, TRIALS, Spec, best_settings, read_students, report
 
 
-def main(argv: list[str]) -> int:
+def main(argv) -> int:
     spec, cfg = arguments(argv)
     if not spec.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     return min(len(failed), 1)
 
 
-def compare(spec: Spec, cfg: Config):
+def compare(spec, cfg):
     """Make trials, students and scores, and write down which files of OUT/logs the report reads."""
     try_objectives(spec, cfg)
     with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
@@ -112,20 +112,20 @@ def compare(spec: Spec, cfg: Config):
     write_json(spec.out / "report/plan.json", planned)
 
 
-def prepare(cfg: Config, file: Path):
+def prepare(cfg, file):
     write_config(file, cfg)
     if subprocess.call([sys.executable, ROOT / "prepare.py", file]):
         raise UserError("prepare.py: made no rows; see its message above")
 
 
-def write_config(file: Path, cfg: Config):
+def write_config(file, cfg):
     atomic_write(file, "".join(f"{key} = {value!r}\n" for key, value in asdict(cfg).items()))
 
 
 # --- what is tried, and what is trained
 
 
-def try_objectives(spec: Spec, cfg: Config):
+def try_objectives(spec, cfg):
     """Try every objective on three positions, with all of its settings, before anything starts."""
     check_config(cfg)
     for method, values_of in values_to_try(spec.tune).items():
@@ -142,7 +142,7 @@ def combinations(values_of: dict) -> list:
     return [dict(zip(values_of, values, strict=True)) for values in products]
 
 
-def run_trials(spec: Spec, cfg: Config) -> list[dict]:
+def run_trials(spec, cfg) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
     cfg = longer(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
@@ -157,7 +157,7 @@ def run_trials(spec: Spec, cfg: Config) -> list[dict]:
     return try_points(points, cfg, spec)
 
 
-def try_points(points: list, cfg: Config, spec: Spec) -> list[dict]:
+def try_points(points: list, cfg, spec) -> list[dict]:
     """Train the trials that are not on record. Return method, settings and mean CE of each one."""
     students = []
     trials = {}  # recipes, one for each seed -> trial
@@ -194,7 +194,7 @@ def values_to_try(tune: tuple) -> dict:
     return choices
 
 
-def plan(spec: Spec, cfg: Config, chosen: dict) -> list[Config]:
+def plan(spec, cfg, chosen: dict) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
     for name in cfg.methods:
@@ -204,7 +204,7 @@ def plan(spec: Spec, cfg: Config, chosen: dict) -> list[Config]:
     return students
 
 
-def plan_student(method: str, cfg: Config, seed: int, settings: dict, label: str = "") -> Config:
+def plan_student(method: str, cfg, seed, settings: dict, label: str = "") -> Config:
     """Return the config of a run of this student alone, by which it is known here.
 
     METHOD@flops makes more updates, by what a teacher costs.
@@ -220,18 +220,18 @@ def plan_student(method: str, cfg: Config, seed: int, settings: dict, label: str
     return student
 
 
-def longer(cfg: Config, ratio: float, *keys: str) -> Config:
+def longer(cfg, ratio: float, *keys: str) -> Config:
     return replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
-def flops(cfg: Config) -> tuple:
+def flops(cfg) -> tuple:
     """Return the FLOPs of a token: of a student in training, and of the teacher's forward pass."""
     student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
     return student, teacher_flops(cfg.teacher, cfg.seq_len)
 
 
 @functools.cache
-def teacher_flops(teacher: str | None, seq_len: int) -> float:
+def teacher_flops(teacher: str | None, seq_len) -> float:
     if teacher is None:
         return 0.0
     if is_native(teacher):
@@ -260,7 +260,7 @@ def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
     return record_hash(others), config["max_steps"], judges, accept_edits or code
 
 
-def on_record(cfg: Config, spec: Spec) -> dict:
+def on_record(cfg, spec) -> dict:
     """Return the facts of the students in OUT/logs by recipe, after filing the runs that ended."""
     for run in spec.out.glob("runs/*/run.json"):
         ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
@@ -310,7 +310,7 @@ def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
 # --- runs
 
 
-def train(students: list[Config], cfg: Config, spec: Spec):
+def train(students: list[Config], cfg, spec):
     """Train the students that are not on record.
 
     Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
@@ -343,7 +343,7 @@ def train(students: list[Config], cfg: Config, spec: Spec):
     launch(jobs, spec)
 
 
-def score(students: list[Config], n_rows: int, cfg: Config, spec: Spec):
+def score(students: list[Config], n_rows: int, cfg, spec):
     """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
     record = on_record(cfg, spec)
     folders = []
@@ -364,7 +364,7 @@ def chunks(items: list, size: int) -> list:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
-def launch(jobs: dict, spec: Spec):
+def launch(jobs: dict, spec):
     """Run the commands, `--jobs` at a time, and say how far they are and how each one ended."""
     names = list(jobs)
     for part in chunks(names, spec.jobs):
@@ -396,7 +396,7 @@ def watch(running: dict):
                     print(f"{name}: {last_line(file)}", flush=True)
 
 
-def last_line(file: Path) -> str:
+def last_line(file) -> str:
     """Return the last line that a run has printed; train.py's have step and remaining time."""
     return file.read_text().strip().rpartition("\n")[2]
 
@@ -404,7 +404,7 @@ def last_line(file: Path) -> str:
 # --- flags
 
 
-def arguments(argv: list[str]) -> tuple:
+def arguments(argv) -> tuple:
     """Return what is compared, by config files' `_compare` and flags, and the config of all runs.
 
     With --methods, only those keys of `_compare` count that speak of no method.

@@ -72,7 +72,7 @@ class Spec:
 KINDS = typing.get_type_hints(Spec, include_extras=True)
 
 
-def report(spec: Spec) -> tuple:
+def report(spec) -> tuple:
     """Write the report. Return its lines of students without a result, and those for the screen."""
     plan, students, others, failed = read(spec.out)
     results = {x["method"]: {} for x in plan["students"]}  # method -> seed -> student
@@ -232,7 +232,7 @@ def trials(plan: dict) -> list[str]:
     ]
 
 
-def figures(students: list[dict], folder: Path) -> list[str]:
+def figures(students: list[dict], folder) -> list[str]:
     """Draw the curves over all seeds, and one seed's budget and anchoring."""
     from tools import plot  # matplotlib only where something is drawn
 

@@ -39,7 +39,7 @@ RENAMED = {"T": "tau", "pre_T": "tau", "K": "top_k", "alpha_T": "tau_conf"}
 RENAMED |= {"weights_detached": "detach_weights"}
 
 
-def call(name: str, s: dict, V: int) -> tuple[str, dict] | None:
+def call(name, s, V):
     """The objective and its keywords for a file's recorded settings; None if none say them."""
     objective, unsaid = OBJECTIVES.get(name, (name, {}))
     keywords = {RENAMED.get(key, key): value for key, value in s.items()} | unsaid
@@ -91,7 +91,7 @@ class Vector(NamedTuple):
 
 
 @functools.cache
-def tables(folder: Path = FOLDER) -> dict[str, dict]:
+def tables(folder=FOLDER):
     """The arrays of each source by name, from vectors.npz (SOURCE/KEY) or from SOURCE.npz.
 
     "inputs" has the logits that sources have in common.
@@ -106,7 +106,7 @@ def tables(folder: Path = FOLDER) -> dict[str, dict]:
     return sources
 
 
-def names(folder: Path = FOLDER) -> list[str]:
+def names(folder=FOLDER):
     return sorted(tables(folder).keys() - {"inputs"})
 
 
@@ -116,24 +116,24 @@ class Case(NamedTuple):
     label: str
     arrays: dict
 
-    def below(self, kind: str) -> dict:
+    def below(self, kind):
         """What stands under hp/ (settings) or part/ (components)."""
         prefix = f"{kind}/"
         return {k.removeprefix(prefix): v for k, v in self.arrays.items() if k.startswith(prefix)}
 
     @property
-    def settings(self) -> dict:
+    def settings(self):
         return {key: value.item() for key, value in self.below("hp").items()}
 
     @property
-    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
+    def logits(self):
         """z_s, z_t [N, V] and y [N], IGNORE where masked."""
         keys = ("student_logits", "teacher_logits", "labels", "mask")
         z_s, z_t, y, mask = (torch.from_numpy(self.arrays[key]).flatten(0, 1) for key in keys)
         return z_s, z_t, torch.where(mask, y, losses.IGNORE)
 
 
-def cases(name: str, folder: Path = FOLDER):
+def cases(name, folder=FOLDER):
     """Each case of a source. Arrays that it lacks are in "inputs"."""
     file = tables(folder)[name]
     shared = tables(folder).get("inputs", {})
@@ -146,7 +146,7 @@ def cases(name: str, folder: Path = FOLDER):
         yield Case(str(label), arrays)
 
 
-def read(folder: Path = FOLDER) -> list[Vector]:
+def read(folder=FOLDER):
     """The vectors whose settings can be said with the objectives' keywords."""
     vectors = []
     for name in names(folder):
@@ -182,7 +182,7 @@ def read(folder: Path = FOLDER) -> list[Vector]:
     return vectors
 
 
-def evaluate(v: Vector, dtype: torch.dtype, rounded: torch.dtype) -> tuple[float, Tensor]:
+def evaluate(v, dtype, rounded):
     """Loss and gradient of a vector computed in `dtype`, from logits rounded to `rounded` first."""
     z_s = v.z_s.to(rounded).to(dtype).requires_grad_()
     z_t = v.z_t.to(rounded).to(dtype)
@@ -195,7 +195,7 @@ def evaluate(v: Vector, dtype: torch.dtype, rounded: torch.dtype) -> tuple[float
     return loss.item(), gradient
 
 
-def errors(v: Vector) -> dict[str, float]:
+def errors(v):
     """The vector's error in each column of the table."""
     loss, gradient = evaluate(v, torch.float64, torch.float64)
     columns = {"loss": _error(loss, v.loss), "gradient": _error(gradient, v.gradient)}
@@ -206,7 +206,7 @@ def errors(v: Vector) -> dict[str, float]:
     return columns
 
 
-def _error(got, expected) -> float:
+def _error(got, expected):
     got = torch.as_tensor(got, dtype=torch.float64)
     expected = torch.as_tensor(expected, dtype=torch.float64)
     gap = (got - expected).norm().item()

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,7 +45,7 @@ def count_and_loop(run, rows, val, teacher, students):
     loop(run, rows, val, teacher, students)
 
 
-def work(runs: list[list[str]]) -> None:
+def work(runs):
     stop = parallel.stop
     parallel.stop = lambda: None  # the same processes serve every run
     parallel.start(torch.device("cpu"))
@@ -61,13 +60,13 @@ def work(runs: list[list[str]]) -> None:
     stop()
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def fork(function: Callable, *args) -> int:
+def fork(function, *args):
     """Call a function in a child of this process. Returns the child's id."""
     sys.stdout.flush()
     pid = os.fork()
@@ -84,17 +83,17 @@ def fork(function: Callable, *args) -> int:
         os._exit(code)
 
 
-def exit_codes(pids: list[int]) -> list[int]:
+def exit_codes(pids):
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def run_agent(flags: list[str], port: int) -> None:
+def run_agent(flags, port):
     """Be the torchrun of one node of two, with one process of train.py."""
     log = f"{configure.load(flags).out_dir}.log"
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
 
-    def worker() -> None:
+    def worker():
         # a fork inherits the agent's handler, which waits for the store
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # elastic_launch would wait for a result
@@ -105,7 +104,7 @@ def run_agent(flags: list[str], port: int) -> None:
     elastic_launch(LaunchConfig(2, 2, 1, **keys), worker)()
 
 
-def run_on_nodes(flags: list[str]) -> None:
+def run_on_nodes(flags):
     """Train on two nodes. Kill the first one's process at work, and again as it starts.
 
     SIGTERM ends both.
@@ -114,18 +113,18 @@ def run_on_nodes(flags: list[str]) -> None:
     port = free_port()
     agents = [fork(run_agent, flags, port) for _ in range(2)]
 
-    def wait(ready: Callable[[], int]) -> int:
+    def wait(ready):
         end = time.time() + 120
         while not (value := ready()):
             assert time.time() < end, Path(f"{out}.log").read_text()
             time.sleep(0.05)
         return value
 
-    def newest_step() -> int:
+    def newest_step():
         steps = [int(p.name[5:]) for p in out.glob("*/checkpoints/step_????????")]
         return max(steps, default=0)
 
-    def child(other_than: int = 0) -> int:
+    def child(other_than=0):
         command = ["ps", "-o", "pid=", "--ppid", str(agents[0])]
         pids = subprocess.run(command, capture_output=True, text=True).stdout.split()
         return next((int(pid) for pid in pids if int(pid) != other_than), 0)
@@ -142,7 +141,7 @@ def run_on_nodes(flags: list[str]) -> None:
     print("nodes end with", exit_codes(agents))
 
 
-def main(root: Path, nodes: list[str], todo: dict[int, list[list[str]]]) -> None:
+def main(root, nodes, todo):
     train.loop = count_and_loop
     train.update = update_or_signal
     world.add_objective_with_state(root)

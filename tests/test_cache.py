@@ -98,11 +98,11 @@ ROW = SEQ * 24 * 4  # bytes
 SUMS = 97 * ROW
 
 
-def exchange(b: bytes, at: int, n: int) -> bytes:
+def exchange(b, at, n):
     return b[:at] + b[at + n : at + 2 * n] + b[at : at + n] + b[at + 2 * n :]
 
 
-def flip(b: bytes, at: int) -> bytes:
+def flip(b, at):
     return b[:at] + bytes([b[at] ^ 1]) + b[at + 1 :]
 
 
@@ -187,7 +187,7 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
         cache.fill_cache(config(world, "unused", **CACHED, teacher=short.parent))
 
 
-def fill_as(rank: int, port: int, argvs: list[list[str]]) -> None:
+def fill_as(rank, port, argvs):
     """Be process `rank` of two that fill, one after the other, what each of `argvs` reads."""
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -88,12 +88,12 @@ def test_holm(ps, corrected):
 # --- what is planned
 
 
-def make_folders(out: Path) -> None:
+def make_folders(out):
     for name in ("logs", "runs", "report"):
         (out / name).mkdir(exist_ok=True)
 
 
-def planned(*argv: str) -> tuple[Spec, list[configure.Config]]:
+def planned(*argv: str):
     spec, cfg = compare.arguments(["study/small.py", *argv])
     return spec, compare.plan(spec, cfg, {})
 
@@ -121,7 +121,7 @@ def test_a_trial_is_the_mean_over_its_seeds(tiny, tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(compare, "train", lambda students, *_: trained.extend(students))
 
-    def on_record(*_) -> dict:
+    def on_record(*_):
         record = {compare.recipe(s): {"val_ce": 4.0 + s.seed} for s in trained}
         record[compare.recipe(trained[-1])]["stopped"] = WHY
         return record
@@ -197,7 +197,7 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     """That content and code count is in test_train.py and test_identity.py."""
     base = world.config(tiny, tmp_path, methods="alra,pd")
 
-    def recipe(name: str, **changes) -> tuple:
+    def recipe(name, **changes):
         return compare.recipe(dataclasses.replace(base, methods=(name,), **changes))
 
     hyper = {"pd": {"tau": 2.0}, "alra": {"d_max": 7}}
@@ -347,7 +347,7 @@ def quiet(monkeypatch):
 BEGUN = []
 
 
-def launch(jobs, spec) -> None:
+def launch(jobs, spec):
     """Run jobs in this process, which saves the imports. BEGUN has their names."""
     for name, argv in jobs.items():
         BEGUN.append(name)
@@ -357,7 +357,7 @@ def launch(jobs, spec) -> None:
             print(f"{name}: exit code 1: {error}")
 
 
-def run_here(script: Path, *argv: str) -> None:
+def run_here(script, *argv: str):
     if script.name == "train.py":
         train.distil(configure.load(list(argv)))
     else:
@@ -371,11 +371,11 @@ def begun(quiet, monkeypatch):
     return BEGUN
 
 
-def kinds(names: list[str]) -> list[str]:
+def kinds(names):
     return [name.split("_")[0] for name in names]
 
 
-def students_of(out: Path) -> list[dict]:
+def students_of(out):
     """Return the planned students with their facts and figures."""
     return reports.read(out)[1]
 
@@ -524,13 +524,13 @@ for _ in range(1000):
 class Process:
     """A process that ends after some seconds, of which none really passes."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds):
         self.seconds = seconds
 
-    def poll(self) -> int | None:
+    def poll(self):
         return None if self.seconds > 0 else 0
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout):
         self.seconds -= timeout
         if self.seconds > 0:
             raise subprocess.TimeoutExpired("", timeout)
@@ -543,7 +543,7 @@ def test_it_says_how_far_runs_are(tmp_path, capsys):
     assert capsys.readouterr().out == "run 2 of 4, seed1: step 10/20  eta 00:30\n"
 
 
-def compare_here(argv: list[str]) -> None:
+def compare_here(argv):
     compare.prepare = lambda *a: None
     compare.launch = launch
     compare.main(argv)
@@ -579,7 +579,7 @@ FACTS = """{
 }"""
 
 
-def made_up(out: Path, ces: dict[str, list[float]], trials: list[dict] = (), **first) -> None:
+def made_up(out, ces, trials=(), **first):
     """Write results of these methods, a CE per seed. `first` overrides facts of the first student.
 
     KL is 1 less than CE; agreement is 1 less a tenth of it.
@@ -601,7 +601,7 @@ def made_up(out: Path, ces: dict[str, list[float]], trials: list[dict] = (), **f
     write_json(out / "report/plan.json", plan | {"students": students, "trials": list(trials)})
 
 
-def report_of(out: Path, spec: Spec | None = None) -> str:
+def report_of(out, spec=None):
     spec = spec or compare.arguments(["study/small.py"])[0]
     _, screen = reports.report(dataclasses.replace(spec, out=out))
     assert "Chosen:" in screen or "No table of trials" in screen

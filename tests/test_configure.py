@@ -14,7 +14,7 @@ from losses import METHODS, settings
 from tests.world import ROOT, read_table, refusal
 
 
-def write(folder: Path, text: str) -> str:
+def write(folder, text):
     path = folder / "c.py"
     path.write_text(text)
     return str(path)

@@ -21,6 +21,7 @@ from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, Rows
 from model import Qwen2
+from run.teacher import Teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
 from tests.test_tables import cells
@@ -528,7 +529,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
     for dtype in (torch.bfloat16, torch.float32):
         student = make_model(STUDENT, 5, 7.0).to(dtype)
         model = make_model(TEACHER, 6, 7.0).to(dtype)
-        teacher = ev.Teacher(model, torch.device("cpu"))
+        teacher = Teacher(model, torch.device("cpu"))
         (expected,) = ev.over_rows([student], teacher, rows, np.arange(rows.n), n_bytes, 4096)
         for key in ("ce", "kl", "teacher_ce"):
             assert (results["figures"][key] == expected[key]) == (dtype == torch.bfloat16), key

@@ -61,14 +61,14 @@ NORM = "model.norm.weight"
 ITEMS = "items/lambada_openai/test.jsonl"
 
 
-def shell(command: str) -> None:
+def shell(command):
     subprocess.run(command, shell=True, check=True)
 
 
-def tensor(name: str, key: str, new):
+def tensor(name, key, new):
     """Replace a tensor by what `new` makes of it; None removes it."""
 
-    def change() -> None:
+    def change():
         tensors = safetensors.torch.load(Path(name).read_bytes())
         tensors[key] = new(tensors.get(key))
         tensors = {key: value for key, value in tensors.items() if value is not None}
@@ -77,10 +77,10 @@ def tensor(name: str, key: str, new):
     return change
 
 
-def fill_rows(name: str, token: int):
+def fill_rows(name, token):
     """Fill a rows file with one id; the manifest describes the new bytes."""
 
-    def change() -> None:
+    def change():
         file = Path(f"data/{name}.bin")
         np.full(file.stat().st_size // 4, token, np.uint32).tofile(file)
         world.edit(f"data/{name}.json", f'quick_sha256="{quick_hash(file)}"')
@@ -88,7 +88,7 @@ def fill_rows(name: str, token: int):
     return change
 
 
-def apply(cause) -> None:
+def apply(cause):
     """Break the copy: "set" and `edit`'s arguments, a shell's command, a function, or several."""
     if isinstance(cause, str) and cause.startswith("set "):
         world.edit(*cause.split()[1:])
@@ -397,16 +397,16 @@ def folder(pristine, monkeypatch):
         shell(f"rm -rf {name}; test ! -e ../kept/{name} || cp -r ../kept/{name} .")
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
+def contents(folder):
     paths = [p for p in sorted(folder.rglob("*")) if p.name != ".alra-lock"]
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
 
 
-def changes(before: dict, after: dict) -> list[str]:
+def changes(before, after):
     return [name for name in before | after if before.get(name, 0) != after.get(name, 0)]
 
 
-def run(command: str) -> int:
+def run(command):
     """Run a script in this process. Returns its exit code."""
     script, *argv = shlex.split(command)
     name = script.removesuffix(".py").replace("/", ".")
@@ -429,7 +429,7 @@ def test_a_broken_input_is_one_line_and_nothing_is_lost(command, cause, message,
     assert not [name for name in changed if name.split("/")[0] != allowed], changed
 
 
-def end_of(out: str) -> tuple:
+def end_of(out):
     """Return the hashes of a run's two models, and the steps of a log."""
     models = [file_hash(file) for file in sorted(Path(out).glob("*/model/model.safetensors"))]
     return models, [line["step"] for line in world.records(Path(out), "alra")]

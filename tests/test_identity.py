@@ -50,6 +50,7 @@ SCORED = {  # of figures or of scores
     "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens.token_bytes"),
 }
 NOT_COUNTED = {
+    "an annotation": ("train.py", "rate(step, cfg) -> float:", "rate(step, cfg):"),
     "a comment": ("train.py", "    n_valid = 0\n", "    # none yet\n\n    n_valid = 0\n"),
     "a docstring": ("losses.py", "Causal language modelling", "Language modelling"),
     "a message": ("losses.py", "needs teacher logits", "lacks teacher logits"),
@@ -85,7 +86,7 @@ def hashes(project):
         "scores": (*itertools.chain(*scoring.SCORING.values()),),
     }
 
-    def closure(kind: str) -> dict[str, str]:
+    def closure(kind):
         code.read_source.cache_clear()
         return code.closure(begins[kind], identity.NOT_FOLLOWED, (project,))
 
@@ -204,7 +205,7 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
     """Its helper is edited half-way, and after the end. The message names three ways on."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def go(text: str, out: str, **keys) -> int:
+    def go(text, out, **keys):
         sys.modules.pop("mine", None)
         code.read_source.cache_clear()
         (tmp_path / "mine.py").write_text(text)
@@ -238,7 +239,7 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
 def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     """A decay from the middle of a constant rate: as if the run had gone on so, also resumed."""
 
-    def go(out: str, **keys) -> None:
+    def go(out, **keys):
         assert train.distil(config(tiny, tmp_path / out, **keys)) == 0
 
     keys = {"methods": "vanilla_kd", "lr_schedule": "constant", "warmup_steps": 1}

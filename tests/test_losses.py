@@ -96,7 +96,7 @@ def assert_near(got, exact, bar, floor=0.0):
 # against naive loops typed from the papers
 
 
-def read_settings(table: str) -> list[tuple[str, dict]]:
+def read_settings(table):
     """Read lines such as "pd: top_k=3, tau=2.0"."""
     rows = [line.partition(":") for line in table.strip().splitlines()]
     return [(name, eval(f"dict({settings})")) for name, _, settings in rows]

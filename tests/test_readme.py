@@ -61,7 +61,7 @@ MORE = {
 }
 
 
-def commands(text: str) -> list[str]:
+def commands(text):
     """Return indented commands and those in ```sh blocks.
 
     A backslash continues a line. What follows two spaces or stands in brackets explains a command.
@@ -72,7 +72,7 @@ def commands(text: str) -> list[str]:
     return [command for line in lines for command in line.split(" && ")]
 
 
-def all_commands() -> list[str]:
+def all_commands():
     makefile = (ROOT / "Makefile").read_text()
     texts = [re.sub("<!-- step 3.*?```.*?```", "", PAGES, flags=re.S)]
     for file in SCRIPTS:
@@ -80,7 +80,7 @@ def all_commands() -> list[str]:
     texts.append(re.sub(r"^\t\$\(BIN\)/", "    ", makefile, flags=re.M))
     order = ("make.py text", "prepare.py config", "train.py", "eval.py out")  # others read these
 
-    def place(command: str) -> int:
+    def place(command):
         return next((i for i, start in enumerate(order) if start in command), len(order))
 
     return sorted(dict.fromkeys(commands("\n".join(texts))), key=place)
@@ -113,7 +113,7 @@ def run(copy, monkeypatch, capfd):
     first.
     """
 
-    def run(command: str) -> str:
+    def run(command):
         # runs that belong together
         command = command.replace("out/*/*", "out/demo/*").replace("out/*", "out/demo")
         command = re.sub(r"step_\d{8}", "step_00000002", command)
@@ -148,7 +148,7 @@ def run(copy, monkeypatch, capfd):
         assert not code, f"{command}\n{captured.out[-2000:]}\n{captured.err[-2000:]}"
         return captured.out
 
-    def provide(word: str) -> None:
+    def provide(word):
         """Make the rows or the run that a word names."""
         name = re.match(r"(out|data)/([\w-]+)", word)
         if name and not Path(name[0]).exists():
@@ -211,7 +211,7 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
         s.optimizer = torch.optim.SGD(trained, momentum=0.9)
         return s
 
-    def distil(name: str, n_steps: int) -> Path:
+    def distil(name, n_steps):
         keys = f"--log_every_steps=1 --schedule_steps=3 --max_steps={n_steps} --out_dir=out/{name}"
         keys = f"--methods=vanilla_kd {MORE['train.py']} {keys}"
         assert train.distil(configure.load(["config/demo.py", *shlex.split(keys)])) == 0
@@ -289,11 +289,11 @@ def test_costs_above_a_config_are_computed(file):
     assert stated or not of_paper
 
 
-def section(heading: str) -> str:
+def section(heading):
     return PAGES[PAGES.index(f"\n## {heading}\n") :].split("\n## ")[1]
 
 
-def cells(heading: str) -> list[list[str]]:
+def cells(heading):
     """The rows of the first table under a heading, without its head."""
     rows = [line.strip("|") for line in section(heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows[2:]]
@@ -318,7 +318,7 @@ DRIVERS = [
 ]
 
 
-def imports(module: str, indent: str) -> set[str]:
+def imports(module, indent):
     """What a module imports in lines with this indentation, such as train or lib.files."""
     text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
     lines = re.findall(rf"^{indent}(?:from (.+) )?import (.+)", text, re.M)

@@ -1,7 +1,6 @@
 """Teachers of any family: native ones against transformers, the others through it, and refusals."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,7 +32,7 @@ LLAMA3 = json.loads("""{
 }""")
 
 
-def read_models(text: str) -> dict[str, tuple]:
+def read_models(text):
     """Read lines of a name, a family, and keys of its config."""
     rows = read_table(text)
     return {name: (family, json.loads(keys), *more) for name, family, keys, *more in rows}
@@ -71,7 +70,7 @@ IDS = torch.randint(0, V, (3, 29), generator=torch.Generator().manual_seed(5))
 def make(tmp_path):
     """Return a function that saves a random model with the demo's tokenizer in a folder."""
 
-    def make(family: str, keys: dict) -> str:
+    def make(family, keys):
         torch.manual_seed(3)
         shape = transformers.AutoConfig.for_model(family, **SMALL | keys)
         model = AutoModelForCausalLM.from_config(shape)
@@ -86,16 +85,16 @@ def make(tmp_path):
     return make
 
 
-def load(folder: str):
+def load(folder):
     return load_teacher(folder, torch.float32, torch.device("cpu"))
 
 
-def transformers_logits(folder: str | Path) -> torch.Tensor:
+def transformers_logits(folder):
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
 
 
-def check_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+def check_close(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -90,7 +90,7 @@ def hook_update(monkeypatch):
     return hook
 
 
-def break_gradient(student) -> None:
+def break_gradient(student):
     """Make the gradient of the next update NaN."""
 
     def spoil(gradient):
@@ -100,19 +100,19 @@ def break_gradient(student) -> None:
     handle = student.model.head.register_hook(spoil)
 
 
-def open_rows(tiny: Path, name: str = "train", **keys):
+def open_rows(tiny, name="train", **keys):
     return preflight.open_data(config(tiny, UNUSED, **keys), name)
 
 
-def first_rows(rows, n: int):
+def first_rows(rows, n):
     return rows.batch(np.arange(n), CPU)
 
 
-def steps_of(student: Path) -> list[int]:
+def steps_of(student):
     return [int(name.removeprefix("step_")) for name in saved(student)]
 
 
-def with_key(out: Path, method: str, key: str) -> list[dict]:
+def with_key(out, method, key):
     return [record for record in records(out, method) if key in record]
 
 
@@ -191,7 +191,7 @@ def test_padding_never_reaches_a_loss(tiny):
 def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
     student = train.make_student("pd_wsd", config(tiny, UNUSED, schedule_steps=1000))
 
-    def weight(step: int) -> float:
+    def weight(step):
         return float(student.objective_at(step, {}).keywords["scheduled"]["w_kd"])
 
     weights = [weight(step) for step in (0, 50, 100, 989, 995, 999)]
@@ -218,20 +218,20 @@ def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_pat
 
 
 @torch.no_grad()
-def log_p(model, x, y) -> tuple[torch.Tensor, torch.Tensor]:
+def log_p(model, x, y):
     """Log-probabilities in fp64 [N, V] where there is a label, and labels [N, 1]."""
     valid = y != IGNORE
     return model(x)[valid].double().log_softmax(-1), y[valid][:, None]
 
 
-def mean_ce(model, rows, n: int) -> tuple[float, int]:
+def mean_ce(model, rows, n):
     """The CE per token of the first n rows, and their tokens."""
     x, y, n_valid = first_rows(rows, n)
     logp, labels = log_p(model, x, y)
     return -logp.gather(1, labels).mean().item(), n_valid
 
 
-def gradients(tiny: Path, **keys) -> dict[str, list[torch.Tensor]]:
+def gradients(tiny, **keys):
     """Every student's gradient in the first update, before it is clipped."""
     cfg = config(tiny, UNUSED, clip=1e9, **keys)
     rows = preflight.open_data(cfg, "train")
@@ -246,7 +246,7 @@ def gradients(tiny: Path, **keys) -> dict[str, list[torch.Tensor]]:
 def test_micro_batches_change_nothing_and_groups_do_on_purpose(tiny):
     """Rows are of unequal length."""
 
-    def vectors(micro_batch: int, group: int = 1) -> dict[str, torch.Tensor]:
+    def vectors(micro_batch, group=1):
         grads = gradients(tiny, batch_rows=16, micro_batch=micro_batch, group=group)
         return {name: torch.nn.utils.parameters_to_vector(g) for name, g in grads.items()}
 
@@ -285,7 +285,7 @@ def test_the_gradient_is_that_of_the_mean_over_rows_of_each_rows_mean(tiny):
         assert (g - e).norm() <= 1e-5 * e.norm() + 1e-9
 
 
-def trained(tiny: Path, n: int, flags: str) -> tuple[list, list]:
+def trained(tiny, n, flags):
     """The gradients of `n` updates before the clip, and the weights after 0 .. n updates."""
     cfg = config(tiny, UNUSED, flags, methods="pretrain")
     student = train.make_student("pretrain", cfg)
@@ -841,7 +841,7 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tmp_path,
     run(tmp_path, "--methods=pretrain --keep_checkpoints=1 --max_steps=1")
 
 
-def assert_end(out: Path, code: int, step: int | None, why: str) -> None:
+def assert_end(out, code, step, why):
     end = read_json(out / "exit.json")
     assert end == {"code": code, "step": step, "max_steps": 6, "why": why}
 
@@ -893,7 +893,7 @@ def test_a_signal_ends_a_run_after_the_update_and_loses_nothing(
 
 
 def test_four_signals_stop_a_run_but_nohup_stays_nohup():
-    def stops(sign) -> bool:
+    def stops(sign):
         ending.catch_signals()
         signal.raise_signal(sign)
         return bool(ending.RECEIVED)
@@ -914,7 +914,7 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
     cut = tmp_path / "cut"
     whole = tmp_path / "whole"
 
-    def ready() -> bool:
+    def ready():
         return any(int(p.name[5:13]) >= 9 for p in cut.glob("alra/checkpoints/step_*"))
 
     world.kill_when(ready, world.run_main, "train.py", *world.flags(tiny, cut, long))

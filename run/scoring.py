@@ -9,8 +9,14 @@ from run.identity import NOT_FOLLOWED, record_hash
 
 # What figures over held-out rows pass through, and scores of tasks.
 SCORING = {
-    "figures": ("eval.over_rows", "eval.byte_lengths", "run.teacher.load_teacher"),
-    "tasks": ("eval.Scorer", "eval.benchmarks"),
+    "figures": (
+        "eval.over_rows",
+        "eval.byte_lengths",
+        "lib.rows.Rows",
+        "model.Qwen2",
+        "run.teacher.load_teacher",
+    ),
+    "tasks": ("eval.Scorer", "eval.benchmarks", "model.Qwen2"),
 }
 
 

@@ -29,6 +29,7 @@ COUNTED = {
     "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "losses.mean_loss"),
     "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods.scheduled_settings"),
     "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows.shuffled"),
+    "labels": ("lib/rows.py", "IGNORE)[:, 1:]", "IGNORE)[:, :-1]", "lib.rows.Rows"),
     "kernels": ("lib/graph.py", "def _is_pure(", "def _is_pure(*_, ", "lib.graph._is_pure"),
     "divergence": (
         "lib/vocab.py",
@@ -45,6 +46,7 @@ COUNTED = {
 }
 SCORED = {  # of figures or of scores
     "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics._add_figures"),
+    "decoder": ("model.py", "F.silu(self", "F.gelu(self", "model.MLP"),
     "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "eval.Scorer"),
     "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval.task_config"),
     "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens.token_bytes"),
@@ -106,6 +108,12 @@ def test_edits_that_can_change_a_number_are_known_by_definition(project, hashes,
     (project / name).write_text(text)
     changed = [path for path in {**original, **edited} if original.get(path) != edited.get(path)]
     assert changed == ([] if definition is None else [definition])
+
+
+def test_each_kind_of_result_is_of_the_whole_decoder():
+    for begin in (identity.STEP, *scoring.SCORING.values()):
+        path = code.closure(begin, identity.NOT_FOLLOWED)
+        assert {"model.Qwen2", "model.Attention", "model.MLP", "model.rotary"} <= path.keys()
 
 
 FILES = {

@@ -135,11 +135,17 @@ def read(out: Path) -> tuple:
 
 
 def read_students(out: Path) -> list[dict]:
-    """Return the first line of each file in OUT/logs, a student's facts, and the `file`."""
+    """Return the facts of each student in OUT/logs, and the name of its `file`.
+
+    compare.py gives each student a file. One file may also hold several, one after another, as
+    those of the trials in a committed study do.
+    """
     students = []
     for file in sorted(out.glob("logs/*.jsonl")):
         with reading(file), file.open() as lines:
-            students.append(json.loads(next(lines)) | {"file": file.name})
+            for line in lines:
+                if '"made_by": {' in line:  # the first of a student
+                    students.append(json.loads(line) | {"file": file.name})
     return students
 
 

@@ -13,16 +13,17 @@
   as constants.
 * Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
   which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
-  sets the loss at ignored positions to 0. If it computes with `z_s` itself, rather than through
-  lib/vocab.py, it calls `enter` with `guard=True`: then ignored positions get a gradient of
-  exactly 0.
+  sets the loss at ignored positions to 0. The functions of lib/vocab.py also keep the gradient
+  there at exactly 0, which a NaN among the logits would make NaN. An objective that computes with
+  `z_s` itself gets the same by `enter(.., guard=True)`.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
   random numbers or keep a state: docs/objectives.md shows how.
 * The result is the distillation term alone. `METHODS` has its weight and that of the causal
   language-modelling term.
 * An objective with parts returns a NamedTuple: `loss` [N] first. Training logs its other fields of
-  shape [N] by name, but not those of shape [N, ..].
+  shape [N] by name, but not those of shape [N, ..]. A field `state` is the next state of an
+  objective that keeps one, a dict of tensors.
 
 lib/vocab.py has the sums over the vocabulary that make these functions fast. To add an objective,
 append a function and a row of `METHODS` to this file. To call one in a training loop of your own,
@@ -534,8 +535,7 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # `terms` returns each token's summand, and the slope: its derivative with respect to ln q. Slopes
 # are written by hand, so that the backward pass needs the logits alone, and no graph over [N, V].
 # The gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to
-# the slope changes nothing. A constant of the loss is passed as `plus`. `jsd` and `bdl` add the
-# constant times p to each token's summand instead, as p sums to 1: the summand is then 0 if p = q.
+# the slope changes nothing. `plus` is a constant that is added to the sum.
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -578,6 +578,8 @@ def jsd(
         x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
         # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x)
         student_part = -(1 - beta) * F.softplus(x) * ln_q.exp()
+        # The loss has the constant `weight_entropy`. As p sums to 1, it may be added as a multiple
+        # of p, and then each token's summand is 0 where p = q.
         value = (weight_entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
         # x depends on ln q in both summands, and these two derivatives cancel
         slope = student_part
@@ -675,8 +677,8 @@ def adakd(
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
-    # Masked before and after the division: positions that are not among the hardest must reach
-    # neither the value nor the gradient of T, not even as 0 * inf.
+    # Other positions than the hardest must not reach T. The second mask alone would not do: their
+    # gradient would be 0 times that of s / median, and 0 * inf is NaN.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 even in fp64
@@ -737,13 +739,12 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         gap = ln_p - ln_q
         p = ln_p.exp()
         q = ln_q.exp()
-        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. For
-        # large gaps ln(a / b) tends to -bias (p > q) or to bias (p < q), and computed directly it
-        # would lose its small distance to that limit. So this distance is computed by itself:
-        # ln(a / b) is -bias - rise where p >= q, else bias + rise.
+        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q, so
+        # that ln(a / b) is -bias - rise where p >= q, and bias + rise elsewhere. `rise` tends to 0
+        # for large gaps, and is computed by itself so that it is not lost beside the bias.
         rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
-        # with x = bias - ln(a / b) the loss is bias - sum a x
-        x = torch.where(gap >= 0, 2 * bias + rise, -rise)
+        x = torch.where(gap >= 0, 2 * bias + rise, -rise)  # bias - ln(a / b)
+        # The loss is bias - sum a x. As p sums to 1, bias may be added as a multiple of p.
         value = bias * p - ((1 - lam) * p + lam * q) * x
         # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
         # lam exp(-x). bias lam q, a multiple of q, is left out.
@@ -819,7 +820,7 @@ def abkd(
         d = ln_q - ln_p
         p_to_s = (s * ln_p).exp()  # p^s
         q_to_s = (s * ln_q).exp()
-        # each is 0 where the other one counts: the clamp makes d 0 there, and so the chord
+        # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
         where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
         where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
         if alpha:
@@ -875,12 +876,13 @@ def _head_share(z_s, z_t, mu) -> Tensor:
     ln_p = _log_softmax(z_t)
     p = ln_p.exp()
     # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
-    # border, where the mass of the likelier tokens passes mu, is above it. Each step keeps
-    # mass(ln_p >= low) > mu, and mass(ln_p >= high) <= mu unless one token has probability 1.
+    # border, where the mass of the likelier tokens passes mu, is above it. After each step
+    # mass(ln_p >= low) > mu >= mass(ln_p >= high). Only if one token has probability 1, high stays
+    # 0 and has a mass of 1; that token is the top-1, and in the head.
     ln_least = math.log1p(-mu) - math.log(p.shape[1])
     low = torch.full_like(ln_p[:, :1], ln_least)
     high = torch.zeros_like(low)
-    # [low, high] is about 2**4 wide: this many halvings lead to the last bit of ln p
+    # [low, high] is about 2**4 wide, and this many halvings make it as narrow as the last bit of p
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     for _ in range(n_halvings):
         middle = (low + high) / 2
@@ -920,8 +922,8 @@ def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
 def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target.
 
-    t  share of the teacher: a number, or a tensor [] that is not checked. t = 1 is KL(P_t || P_s);
-       t = 0 has no gradient. Training raises it from 0.4 to 1 (see `METHODS`), unless you set it
+    t  share of the teacher. t = 1 is KL(P_t || P_s); t = 0 has no gradient. Training raises it
+       from 0.4 to 1 (see `METHODS`), as a tensor [] whose range is not checked, unless you set it
 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Their
     adaptive schedule of t is left out. In runs of up to about 4,000 updates it moves more slowly
@@ -1028,7 +1030,7 @@ METHODS: dict[str, Method] = {
     "logit_std": Method(
         vanilla_kd,
         {"tau": 2.0, "t2_scaling": True, "standardize": True},
-        w_kd=9.0,
+        w_kd=9.0,  # the authors' weights
         w_ce=0.1,
     ),
 }
@@ -1067,8 +1069,8 @@ def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     z_s, z_t, y  as for an objective: the positions of one forward batch
     ->           mean loss [], and a dict of sums over positions, of which lib/head.py makes means:
                  `loss`, `kd` (with a teacher), `ce`, the objective's parts, `n_valid`. The next
-                 state of an objective that keeps one is under state.KEY, times n_valid: an update
-                 takes the mean over its forward batches, weighted by their labels
+                 state of an objective that keeps one is under state.KEY. It is multiplied by
+                 n_valid, so that it is summed over forward batches and divided like the others
 
     A term of weight 0 costs no gradient.
     """

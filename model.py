@@ -469,7 +469,7 @@ def load_config(name) -> Qwen2Config:
     values = defaults | hf | derived
     fields = {}
     for field in dataclasses.fields(Qwen2Config):
-        if field.name in values:  # of a missing one the constructor below makes a TypeError
+        if field.name in values:  # the constructor below raises a TypeError for a missing field
             fields[field.name] = values[field.name]
     try:
         if kind == "mistral":

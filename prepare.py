@@ -139,7 +139,7 @@ def write_rows(cfg, source, tokenizer, state):
             bar.update(n_rows - bar.n)
             state["source"] = position
             if n_rows >= max_rows:
-                break  # to commit only once the rows beyond max_rows are cut, below
+                break  # without a commit: it follows once the rows beyond max_rows are cut
             commit(folder, state)
     for split in writers:  # the ids that remain are a last row
         add_ids(folder, state, split, table, [], last=True)
@@ -355,7 +355,7 @@ def row_ends(ids, table, row_len, last):
     flags = classes[ids].tolist()
     ends = []
     start = 0
-    while start + row_len < len(ids):
+    while start + row_len < len(ids):  # not <=, since `ends_row` needs the id after a window
         end = start + row_len
         for i in range(end - 1, start, -1):
             if ends_row(ids, flags, pieces, start, i):
@@ -454,8 +454,8 @@ def hold_out_rows(folder, state, n):
     n_left = max(train["rows"] - n, 0)
     ids = np.fromfile(folder / "train.bin.tmp", np.uint32, offset=n_left * row_len * 4)
     add_rows(folder, state, "val", ids.reshape(-1, row_len))
-    # They stay in train.bin.tmp until `finish`: the state on the disk counts them until the commit,
-    # and after a kill before that, `shorten` expects to find them.
+    # `finish` cuts the moved rows off train.bin.tmp. Here they stay: after a kill before the next
+    # commit, the state on the disk still counts them, and `shorten` needs them.
     train["rows"] = n_left
 
 
@@ -473,7 +473,7 @@ def shorten(folder, state, split):
 
 
 def open_state(folder, recipe):
-    """Return the state of the unfinished work in a folder, or None if all rows are there.
+    """Return the state of the unfinished work in a folder, or None if `finish` has ended.
 
     The state is what prepare.state holds:
 
@@ -482,7 +482,7 @@ def open_state(folder, recipe):
     skipped   a message for each record that could not be read
     source    the position in the source
     writers   by split, the number of `rows` written, and the `rest`: the ids of the row after them
-    complete  there if all rows are written
+    complete  there if all rows are written, and only `finish` is left to do
 
     Raises `UserError` if the folder holds data of another recipe, or other files.
     """
@@ -490,7 +490,7 @@ def open_state(folder, recipe):
     if file.exists():
         kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
         state = read_json(file, kinds, f"move {folder} aside and start again")
-        if state["records"] > 0:  # else nothing is lost by beginning anew, below
+        if state["records"] > 0:  # without any record, the state is made anew at the end
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
@@ -549,7 +549,7 @@ def finish(folder, state, source):
     recipe = state["recipe"]
     for split, writer in state["writers"].items():
         if not writer["rows"]:
-            remove_work(folder)  # the same command would resume, and end here again
+            remove_work(folder)  # else the same command would resume, and end here again
             raise UserError(
                 f"source={source}: {state['records']:,} records leave no row for {split}; "
                 "--val_share=0 --val_rows=N holds out the last N rows, and a smaller --seq_len "

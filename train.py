@@ -89,8 +89,8 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     method = resolve(name)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
-    torch.manual_seed(cfg.seed)  # for the initial weights of modules that you add to `extras`
-    extras = nn.ModuleDict()
+    torch.manual_seed(cfg.seed)  # of the initial weights of modules that you add below
+    extras = nn.ModuleDict()  # add the modules of your own loss term here
     if cfg.compile:
         model.compile_layers()
     if method.state:  # what an objective carries from one update to the next (docs/objectives.md)
@@ -102,8 +102,9 @@ def make_student(name, cfg, tokenizer=None) -> Student:
             raise UserError(f"shard={cfg.shard}: not supported with extras")
         from lib.distributed import shard  # imported here, as few runs are sharded
 
-        keys = {"layers_only": False, "dtype": compute_dtype(cfg)}
-        shard(model, model.model.layers, cfg.shard, torch.device(cfg.device), **keys)
+        dtype = compute_dtype(cfg)
+        device = torch.device(cfg.device)
+        shard(model, model.model.layers, cfg.shard, device, layers_only=False, dtype=dtype)
     model.to(cfg.device)
     extras.to(cfg.device)
 
@@ -225,6 +226,7 @@ def loop(run, rows, val, teacher, students):
     next_save = run.began + pause
     save_failed = False
     stop = ending.signals_anywhere()
+    # a resumed run first makes up for a validation that a signal has cut short
     if not stop and parallel.on_first(validation_is_missing, live, run):
         stop = not validate_and_log(live, teacher, val, run)  # False: a signal cut it short
 
@@ -310,7 +312,8 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
             for block in grad.flatten().split(1 << 20):
                 block_norms.append(torch.linalg.vector_norm(block, dtype=torch.float64))
         norm = torch.linalg.vector_norm(torch.stack(block_norms))
-    norm = parallel.reduce_norm(norm, like=parameters[0]).float()  # over sharded parts
+    # of sharded gradients, over the processes that hold the other parts
+    norm = parallel.reduce_norm(norm, like=parameters[0]).float()
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -391,7 +394,7 @@ def validate(live, teacher, val, cfg) -> dict[str, dict]:
     """
     n_rows = n_validated(val, cfg)
     head_t = teacher.head if teacher else None
-    with parallel.gathered_roots(s.model for s in live):  # a sharded student needs its whole head
+    with parallel.gathered_roots(s.model for s in live):  # gathers heads that are sharded
         models = [hidden_and_head(s, cfg) for s in live]
         batches = validation_batches(val, teacher, n_rows, cfg)
         sums = metrics.sums_by_part(models, head_t, batches, n_rows)  # a part is a row here
@@ -412,14 +415,13 @@ def validate(live, teacher, val, cfg) -> dict[str, dict]:
 def validation_batches(val, teacher, n_rows: int, cfg):
     """Yield this process's batches of held-out rows.
 
-    A batch is a tuple: the number of the row that each label is in [B, T], inputs x [B, T], labels
-    y [B, T], and the teacher's last hidden states [B, T, D_t] (None without a teacher).
+    A batch is a tuple: each label's row number [B, T], inputs x [B, T], labels y [B, T], and the
+    teacher's last hidden states [B, T, D_t] (None without a teacher).
     """
     size = cfg.micro_batch
     begin = parallel.rank() * size
     # Sharded layers compute on all processes together, so every process makes as many batches as
-    # process 0: its range has the same length, and ends past the last row. A batch there has no
-    # labels.
+    # process 0. A batch whose `first` is past the last row repeats row 0 without labels.
     for first in range(begin, begin + n_rows, parallel.world() * size):
         if ending.signals_anywhere():
             return
@@ -482,7 +484,8 @@ def write_rest(live, run):
     """
     if live:
         steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
-        # not if `try_save` has failed, or if a signal came in the last validation, after the save
+        # The loop has not saved this step if `try_save` has failed, or if a signal has cut a
+        # validation short, which comes after the time to save.
         if run.step not in steps:
             save_checkpoints(live, run)
     parallel.on_first(write_waiting)
@@ -530,6 +533,7 @@ def distil(cfg) -> int:
         try:
             preflight.check_config(cfg)
             share = cfg.batch_rows // parallel.world()  # rows of this process in an update
+            # lowered to a divisor of the share, so that all micro-batches have as many rows
             micro_batch = math.gcd(share, cfg.micro_batch or share)
             cfg = dataclasses.replace(cfg, micro_batch=micro_batch)
             return train_students(cfg)

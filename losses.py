@@ -143,8 +143,8 @@ def alra(
         d_u = tokens.new_full((N,), d_max)
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
-    # `selected_*`: raw logits of the candidates. `others_*`: logsumexp of the tempered logits of all
-    # other tokens. `others_kl`: the KL within the others.
+    # `selected_*`: raw logits of the candidates. `others_*`: logsumexp of the tempered logits of
+    # all other tokens. `others_kl`: the KL within the others.
     split = vocab.split(z_s, z_t, tokens, tau, valid)
     # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1]. R is
     # that category, and the candidates outside I.

@@ -386,9 +386,11 @@ def heldout(title, rows, base):
             cell = e.text(f.digits, "+") + p_text(e.p_holm)
             half = half_over_documents(rows[row[0]], rows[base], key)
             if half:
-                cell += f", ± {half:.{f.digits}f} over documents"
-                if e.half is not None and abs(e.mean) > e.half:
-                    survives.append(abs(e.mean) > half)
+                if e.half is not None:
+                    cell += ","
+                    if abs(e.mean) > e.half:
+                        survives.append(abs(e.mean) > half)
+                cell += f" ± {half:.{f.digits}f} over documents"
             row.append(cell)
     how = ""
     if counts != [1]:

@@ -469,7 +469,7 @@ def test_from_checkpoints_to_tables(out, capsys):
     figures = {method: read(out / method)["figures"] for method in ("pretrain", "alra")}
     ce = {method: values["ce"] for method, values in figures.items()}
     assert cells(text, "alra")[1] == f"{ce['alra']:.4f} ± {figures['alra']['ce_half']:.4f}"
-    difference, _, _ = cells(text, "alra", 1)[1].partition(", ± ")
+    difference, _, _ = cells(text, "alra", 1)[1].partition(" ± ")
     assert difference == f"{ce['alra'] - ce['pretrain']:+.4f}"
     score(f"--table {out}")
     left_out = f"Left out, since not scored: {out / 'tad'}."

@@ -15,7 +15,7 @@
   which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
   sets the loss at ignored positions to 0. The functions of lib/vocab.py also keep the gradient
   there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s` itself
-  gets the same by `enter(.., guard=True)`.
+  gets the same by `enter(.., guard=True)`, which sets the gradient there to 0 on its way back.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
   random numbers or keep a state: docs/objectives.md shows how.
@@ -342,10 +342,10 @@ def atkd(
         loss  = easy_weight mean_easy DKD + (1 - easy_weight) (mean_hard TKD + mean_hard DKD)
 
     A position is hard if UNC_u = 1 - p_t,y is at least the lower median of the batch, else easy.
-    The caller divides the sum by n_valid, so each position is scaled by n_valid / n_half. An empty
-    half counts 0 (the authors' code stops). UNC is compared as log-odds, which have the same order
-    and stay apart where 1 - p rounds to equal values. No tau^2. Divergences run from teacher to
-    student.
+    The caller divides the sum by n_valid, so each position is scaled by n_valid / the size of its
+    half. An empty half counts 0 (the authors' code stops). UNC is compared as log-odds, which have
+    the same order and stay apart where 1 - p rounds to equal values. No tau^2. Divergences run from
+    teacher to student.
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
@@ -549,8 +549,8 @@ def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     """KL(P_s || P_t), mode-seeking: MiniLLM's term at a single step (Gu et al. 2024). No tau^2.
 
-    Concrete score distillation (CSD) with the student's weights has this gradient at temperature 1,
-    so it is not listed in `METHODS`.
+    Concrete score distillation (CSD), weighted by the student's probabilities, has this gradient at
+    temperature 1, so CSD has no row of its own in `METHODS`.
     """
 
     def terms(ln_q, ln_p):
@@ -887,8 +887,8 @@ def adakd(
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
-    # Only the hardest may reach T. Both `where` are needed: with the second alone, the others would
-    # get 0 times the gradient of s / median, and 0 * inf is NaN.
+    # Only the hardest may reach T. Both `where` are needed: s may be NaN at ignored positions, and
+    # with the second alone, 0 * NaN would reach the gradient of the median.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
     ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 even in fp64
@@ -935,7 +935,7 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target.
 
     t  share of the teacher. t = 1 is KL(P_t || P_s); t = 0 has no gradient. By default training
-       raises it from 0.4 to 1 (see `METHODS`), as a tensor [] whose range is not checked
+       raises it from 0.4 to 1 (see `METHODS`): it then passes a tensor [], which is not checked
 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Their
     adaptive schedule of t is left out. In runs of up to about 4,000 updates it moves more slowly

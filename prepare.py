@@ -315,7 +315,7 @@ LINE = 2  # ends a line
 STOP = 4  # may end a sentence; the tokens around it decide
 SPACE = 8  # starts with whitespace
 FRESH = 16  # starts with a whole character that is neither a stop nor a closer
-GAP = 32  # no word reaches back beyond it, since it contains whitespace or is an EOS
+GAP = 32  # contains whitespace or is an EOS, so that no word before a full stop spans it
 
 
 def row_ends(ids, table, row_len, last):
@@ -337,7 +337,7 @@ def row_ends(ids, table, row_len, last):
          full stop, back to the first character that is neither a letter, a digit nor a full stop,
          or to the start of the document or row. These words are
            - one letter or digit, as in "J. Smith";
-           - two or three digits, as in "12. The": a label, or the front of a number;
+           - two or three digits, as in "12. The", since that may be a label;
            - single letters with full stops between them, as in "U.S." and "e.g.";
            - those in ABBREVIATIONS.
          "..." and "?!" always end a sentence.
@@ -490,7 +490,7 @@ def open_state(folder, recipe):
     if file.exists():
         kinds = {"recipe": dict, "records": int, "writers": dict, "skipped": list}
         state = read_json(file, kinds, f"move {folder} aside and start again")
-        if state["records"] > 0:  # without any record, the state is made anew at the end
+        if state["records"] > 0:  # without any record, the state is made anew below
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new

@@ -89,7 +89,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     method = resolve(name)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
-    torch.manual_seed(cfg.seed)  # of the initial weights of modules that you add below
+    torch.manual_seed(cfg.seed)  # for the initial weights of modules that you add below
     extras = nn.ModuleDict()  # add the modules of your own loss term here
     if cfg.compile:
         model.compile_layers()
@@ -276,8 +276,8 @@ def is_due(every: int | None, run) -> bool:
 def learning_rate(step, cfg) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
-    It rises linearly to `lr` at the last warm-up update, then follows `lr_schedule`. No run is
-    longer than its schedule, of `schedule_steps` updates:
+    It rises linearly to `lr` at the last warm-up update. Then it follows `lr_schedule`, whose length
+    is `schedule_steps` updates. No run is longer:
 
     cosine    falls to `min_lr` at the schedule's last update
     wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`
@@ -346,8 +346,8 @@ def advance_state(s, n_valid: int):
 
 def count_skipped_update(s, step, cfg):
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
-    # `s.sums` covers all updates since the last record, so a term that was bad in an earlier one
-    # of them is named too
+    # `s.sums` covers all updates since the last record: a term that was bad in an earlier one is
+    # named too
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
     causes = ", ".join(bad_terms) or "the gradient alone"
     reason = f"gradient norm {s.gnorm}, not finite: {causes}"
@@ -484,8 +484,8 @@ def write_rest(live, run):
     """
     if live:
         steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
-        # The loop has not saved this step if `try_save` has failed, or if a signal has cut a
-        # validation short, which comes after the time to save.
+        # The loop has not saved this step if `try_save` has failed, or if a signal has cut its
+        # validation short, since a step is saved before it is validated.
         if run.step not in steps:
             save_checkpoints(live, run)
     parallel.on_first(write_waiting)

@@ -276,8 +276,8 @@ def is_due(every: int | None, run) -> bool:
 def learning_rate(step, cfg) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
-    It rises linearly to `lr` at the last warm-up update. Then it follows `lr_schedule`, whose length
-    is `schedule_steps` updates. No run is longer:
+    It rises linearly to `lr` at the last warm-up update. Then it follows `lr_schedule`, whose
+    length is `schedule_steps` updates. No run is longer:
 
     cosine    falls to `min_lr` at the schedule's last update
     wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`

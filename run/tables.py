@@ -165,9 +165,10 @@ def load(folder):
         sha256 = content["weights_sha256"]
         if current not in (None, sha256):
             continue
-        facts = [f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None]
-        protocol = ", ".join(facts)
-        key = (kind, protocol, sha256)
+        protocol = ", ".join(
+            f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None
+        )
+        key = kind, protocol, sha256
         values = content.get("figures") or content["tasks"]
         if key in results:
             values = results.pop(key).values | values

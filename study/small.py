@@ -53,8 +53,8 @@ _parts = {  # one change to ALRA; without its anchor it is alra_n, which has the
 hyper = {"vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1}} | _parts
 _compare = {
     "title": "The nine methods at a small scale",
-    "summary": "ALRA's CE is below that of vanilla KD in each of eight seeds, and in each of the 20 "
-    "scored documents. It is nearer to the teacher, but worse calibrated. PD cannot be "
+    "summary": "ALRA's CE is below that of vanilla KD in each of eight seeds, and in each of the "
+    "20 scored documents. It is nearer to the teacher, but worse calibrated. PD cannot be "
     "told from it. Changed one at a time, none of ALRA's parts is shown to matter: "
     "neither Eq. 14 in place of Eq. 13, nor the adaptive budget in place of 9 or 25 "
     "tokens, nor the anchor, nor the pairs and their weights. With as much cross-entropy "

@@ -372,8 +372,9 @@ def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens
             )
         figures = metrics.figures(totals) | {"n_targets": int(totals["n"])}
         for key in ("ce", *metrics.TEACHER_KEYS):
-            if key in sums and n_documents > 1:
-                figures[f"{key}_half"] = half_interval(sums[key], sums["n"])
+            half = half_interval(sums[key], sums["n"]) if key in sums else None
+            if half is not None:
+                figures[f"{key}_half"] = half
         figures["documents"] = {key: sums[key].tolist() for key in ("n", "ce", "kl") if key in sums}
         results.append(figures)
     return results

@@ -13,9 +13,10 @@
   as constants.
 * Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
   which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
-  sets the loss at ignored positions to 0. The functions of lib/vocab.py also keep the gradient
-  there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s` itself
-  gets the same by `enter(.., guard=True)`, which sets the gradient there to 0 on its way back.
+  sets the loss at ignored positions to 0. The functions of lib/vocab.py that take `valid` keep the
+  gradient there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s`
+  itself gets the same by `enter(.., guard=True)`, which sets the gradient there to 0 on its way
+  back.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
   random numbers or keep a state: docs/objectives.md shows how.
@@ -534,10 +535,10 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # ----------------------------------------------------------------------------------------------
 # further objectives: sums over the vocabulary
 #
-# Each of them writes a function `terms(ln_q, ln_p)` of q = P_s and p = P_t. It returns the summand
-# of each token [N, V], and the slope: the derivative of the sum by each ln q, written by hand, so
-# that the backward pass needs the logits alone. The gradient of the logits is
-# (slope - q * sum(slope)) / tau. Since q sums to 1, adding c * q to the slope changes nothing.
+# Each of them writes a function `terms` of ln q and ln p, q = P_s and p = P_t. It returns the
+# summand of each token [N, V], and the slope: the derivative of the sum by each ln q, written by
+# hand, so that the backward pass needs the logits alone. The gradient of the logits is (slope - q *
+# sum(slope)) / tau. Since q sums to 1, adding c * q to the slope changes nothing.
 
 
 def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:

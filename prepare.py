@@ -623,7 +623,7 @@ def measure_unigram(file, recipe, counts):
     targets = np.minimum(rows[:, 1:], n_vocab)
     ce = nats[targets].sum(1)  # [rows], of all targets of a row
     n = (targets < n_vocab).sum(1)  # [rows], the number of targets
-    return {"unigram_ce": ce.sum() / n.sum(), "unigram_half": half_interval(ce, n)}
+    return {"unigram_ce": ce.sum() / n.sum(), "unigram_half": half_interval(ce, n) or 0.0}
 
 
 # --- Finished rows

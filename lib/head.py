@@ -7,16 +7,12 @@ Dimension key: B rows, T time, D width, V vocabulary, N = group * T positions of
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
 from lib.errors import UserError
-
-Terms = dict[str, Tensor]
-Evaluate = Callable[..., tuple[Tensor, Terms, Tensor | None]]
 
 
 def head_losses(

@@ -58,18 +58,19 @@ def estimate(by_seed: dict[int, float]) -> Estimate:
     return Estimate(n, mean, half, 2 * float(stdtr(n - 1, -t)))
 
 
-def half_interval(sums: np.ndarray, n: np.ndarray) -> float:
+def half_interval(sums: np.ndarray, n: np.ndarray) -> float | None:
     """Return half of the 95 % interval of a mean per target, of sums and targets by part [parts].
 
-    It takes the parts (documents, or rows) as independent, not their targets. The mean is a ratio
-    of two sums, so its standard error is that of a ratio estimator. 0 for a single part.
+    It takes the parts (documents, or rows) as independent, not their targets. The standard error is
+    the jackknife's: the mean is computed without each part in turn, which does justice to parts of
+    unequal length. A single part has no interval.
     """
     n_parts = np.count_nonzero(n)
     if n_parts < 2:
-        return 0.0
-    errors = sums - n * sums.sum() / n.sum()
-    deviation = np.linalg.norm(errors) * math.sqrt(n_parts / (n_parts - 1))
-    return float(stdtrit(n_parts - 1, 0.975) * deviation / n.sum())
+        return None
+    changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean, without each part
+    error = np.linalg.norm(changes) * math.sqrt((n_parts - 1) / n_parts)
+    return float(stdtrit(n_parts - 1, 0.975) * error)
 
 
 def differences(pairs: list[tuple[dict, dict]]) -> list[Estimate]:

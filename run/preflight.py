@@ -152,7 +152,7 @@ def say_precision(cfg, val):
     half = val.manifest.get("unigram_half", 0) * math.sqrt(val.n / n_rows)
     if half > 0.1:
         say(
-            f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 %): "
+            f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 % over rows): "
             "too few to tell close methods apart"
         )
 

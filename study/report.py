@@ -137,8 +137,8 @@ def read(out: Path) -> tuple:
 def read_students(out: Path) -> list[dict]:
     """Return the facts of each student in OUT/logs, and the name of its `file`.
 
-    compare.py gives each student a file. One file may also hold several, one after another, as
-    those of the trials in a committed study do.
+    compare.py gives each student and each trial a file. In a committed study one file has all
+    trials of a method, one after another.
     """
     students = []
     for file in sorted(out.glob("logs/*.jsonl")):

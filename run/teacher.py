@@ -1,6 +1,6 @@
 """The frozen teacher, of which a run uses only the last hidden states and the head.
 
-The decoder in model.py computes the families of `model.NATIVE`, transformers every other one.
+The decoder in model.py computes the families of `model.NATIVE`, transformers all others.
 Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
@@ -42,14 +42,15 @@ class Teacher:
     def hidden(self, idx: Tensor, *rows: object) -> Tensor:
         """Return the last hidden states [B, T, D] of token ids [B, T], which are on any device.
 
-        rows  further arguments are for the teacher of run/cache.py, which looks the rows up
+        rows  not used here; `CachedTeacher.hidden` looks the hidden states up by them
         """
         idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
         if self.native:
             h = self.model.hidden(idx)
         else:
             h = self.model.base_model(idx, use_cache=False)[0]
-        return h.to(self.home, non_blocking=True)
+        # Mamba's are in fp32, whatever its head
+        return h.to(self.home, self.head.dtype, non_blocking=True)
 
     def flops_per_token(self, seq_len) -> float:
         """Return the FLOPs of one token's forward pass."""
@@ -96,10 +97,10 @@ def check_teacher(name, tokenizer, seq_len):
     limit = shape.get("max_position_embeddings") or seq_len
     if seq_len > limit:
         raise UserError(
-            f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller one"
+            f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller seq_len"
         )
-    reason = "logits are matched token by token"
-    check_vocabulary(f"teacher={name}", shape["vocab_size"], tokenizer, reason)
+    remedy = "logits are matched token by token"
+    check_vocabulary(f"teacher={name}", shape["vocab_size"], tokenizer, remedy)
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
     if file.is_file() and str(file.parent) != tokenizer.name_or_path:

@@ -128,6 +128,9 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     T = 8 if teacher.native else 29  # up to its window a Mistral is native
     check_close(teacher.hidden(IDS[:, :T]) @ teacher.head.T, transformers_logits(folder)[:, :T])
     assert inherited(folder)["vocab_size"] == V and teacher.flops_per_token(13) > 2 * V * 24
+    if kind == "mamba":  # its hidden states are in fp32
+        narrow = load_teacher(folder, torch.bfloat16, torch.device("cpu"))
+        assert narrow.hidden(IDS).dtype == narrow.head.dtype
 
 
 def test_flops_of_a_mixture_count_its_active_experts_alone(make):

@@ -5,19 +5,19 @@
     python study/compare.py config/tiny.py --report    write tables and figures anew
     python study/compare.py study/small.py --jobs=2 --per_run=5    a study described by its config
 
-Flags, which override `_compare` of a config file, and their defaults:
+Flags, with their defaults. They override `_compare` of a config file:
 
     --seeds=3           seeds, from 1 on
-    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more; or none
-    --trial_steps=N     updates of a trial; those of a student
+    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more (none)
+    --trial_steps=N     updates of a trial (as many as of a student)
     --trial_seeds=1     seeds over which the CE of a trial is averaged: 0, 1000, 2000, ..
-    --reference=METHOD  that differences are taken from; vanilla_kd, or the first
+    --reference=METHOD  method that differences are taken from (vanilla_kd, else the first)
     --rows=512          held-out rows to score
     --jobs=1            runs at a time
-    --per_run=N         students that share a run, at most; all
-    --out=FOLDER        of runs, logs and report; out/compare_CONFIG
+    --per_run=N         students that share a run, at most (all)
+    --out=FOLDER        folder of runs, logs and report (out/compare_CONFIG)
 
-All methods try the same rates; settings of its own a method tries at its best rate. A method whose
+All methods try the same rates; a method's own settings are tried at its best rate. A method whose
 `lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have seed 0, and with more seeds
 1000, 2000, .., which no student has. The lowest CE over the first `val_max_rows` held-out rows
 wins; later rows are scored. Then come seeds 1, 2, ..: a seed gives the student's initial weights
@@ -61,7 +61,7 @@ from run.preflight import check_config
 from run.scoring import scoring_code
 from run.tables import newest_figures, read_log
 from run.teacher import is_native
-from study.report import KINDS, TRIALS, Spec, best_settings, read_students, report
+from study.report import KINDS, TRIAL_SEEDS, Spec, best_settings, read_students, report
 
 
 def main(argv) -> int:
@@ -75,7 +75,7 @@ def main(argv) -> int:
             raise
     failed, text = report(spec)
     print(f"\n{text}\n{spec.out / 'report/README.md'}")
-    return min(len(failed), 1)
+    return int(bool(failed))
 
 
 def compare(spec, cfg):
@@ -94,6 +94,7 @@ def compare(spec, cfg):
             )
         trials = run_trials(spec, cfg)
         students = plan(spec, cfg, best_settings(trials))
+        # a method whose trials all failed has no rate
         train([s for s in students if "lr" in s.settings_of(s.methods[0]) or not trials], cfg, spec)
         score(students, n_rows, cfg, spec)
         record = on_record(cfg, spec)
@@ -145,7 +146,7 @@ def combinations(values_of: dict) -> list:
 def run_trials(spec, cfg) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
-    cfg = longer(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
+    cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     choices = values_to_try(spec.tune)
     if not choices:
         return []
@@ -160,18 +161,18 @@ def run_trials(spec, cfg) -> list[dict]:
 def try_points(points: list, cfg, spec) -> list[dict]:
     """Train the trials that are not on record. Return method, settings and mean CE of each one."""
     students = []
-    trials = {}  # recipes, one for each seed -> trial
+    trials = {}  # method, and a recipe for each seed -> trial
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"
-        seeds = range(0, TRIALS * spec.trial_seeds, TRIALS)
+        seeds = range(0, TRIAL_SEEDS * spec.trial_seeds, TRIAL_SEEDS)
         members = [plan_student(method, cfg, seed, settings, label) for seed in seeds]
         students += members
         trial = {"method": method, "settings": settings, "val_ce": None}
-        trials.setdefault(tuple(map(recipe, members)), trial)
+        trials.setdefault((method, *map(recipe, members)), trial)
     train(students, cfg, spec)
     record = on_record(cfg, spec)
     ces = {key: facts["val_ce"] for key, facts in record.items() if "stopped" not in facts}
-    for recipes, trial in trials.items():
+    for (_, *recipes), trial in trials.items():
         if ces.keys() >= {*recipes}:
             trial["val_ce"] = sum(map(ces.get, recipes)) / len(recipes)
     return list(trials.values())
@@ -207,7 +208,8 @@ def plan(spec, cfg, chosen: dict) -> list[Config]:
 def plan_student(method: str, cfg, seed, settings: dict, label: str = "") -> Config:
     """Return the config of a run of this student alone, by which it is known here.
 
-    METHOD@flops makes more updates, by what a teacher costs.
+    METHOD@flops, of a method without a teacher, makes more updates: as many as cost what a student
+    and its teacher do.
     """
     name = method + label
     hyper = {name: cfg.settings_of(method) | settings}
@@ -216,11 +218,11 @@ def plan_student(method: str, cfg, seed, settings: dict, label: str = "") -> Con
         student = replace(student, histogram_every_steps=None)
     if method.endswith("@flops") and not needs_teacher(method):
         of_student, of_teacher = flops(cfg)
-        student = longer(student, 1 + of_teacher / of_student, "max_steps", "schedule_steps")
+        student = scaled(student, 1 + of_teacher / of_student, "max_steps", "schedule_steps")
     return student
 
 
-def longer(cfg, ratio: float, *keys: str) -> Config:
+def scaled(cfg, ratio: float, *keys: str) -> Config:
     return replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
@@ -254,10 +256,10 @@ def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
 
     Its code comes last, and does not count with `accept_edits`.
     """
-    judges = None if config["seed"] % TRIALS else config["val_max_rows"]
+    trial_rows = None if config["seed"] % TRIAL_SEEDS else config["val_max_rows"]
     others = {key: value for key, value in record.items() if key not in EDITS}
     code = record_hash([record.get(key) for key in EDITS])
-    return record_hash(others), config["max_steps"], judges, accept_edits or code
+    return record_hash(others), config["max_steps"], trial_rows, accept_edits or code
 
 
 def on_record(cfg, spec) -> dict:
@@ -313,8 +315,8 @@ def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
 def train(students: list[Config], cfg, spec):
     """Train the students that are not on record.
 
-    Students that differ only in method and settings share a run. A METHOD@LABEL does not, as it
-    would take over settings of a METHOD beside it.
+    Students that differ only in method and settings share a run. Those with a label have runs of
+    their own, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
     record = on_record(cfg, spec)
     missing = {recipe(s): s for s in students if recipe(s) not in record}
@@ -366,16 +368,15 @@ def chunks(items: list, size: int) -> list:
 
 def launch(jobs: dict, spec):
     """Run the commands, `--jobs` at a time, and say how far they are and how each one ended."""
-    names = list(jobs)
-    for part in chunks(names, spec.jobs):
+    for part in chunks([*enumerate(jobs, 1)], spec.jobs):
         running = {}  # process -> its name, and the file that it prints to
         try:
-            for name in part:
+            for number, name in part:
                 file = spec.out / f"runs/{name}.txt"
                 with file.open("a") as log:
                     command = [sys.executable, *jobs[name]]
                     process = subprocess.Popen(command, stdout=log, stderr=log)
-                label = f"run {names.index(name) + 1} of {len(names)}, {name}"
+                label = f"run {number} of {len(jobs)}, {name}"
                 running[process] = label, file
             watch(running)
         finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
@@ -405,9 +406,9 @@ def last_line(file) -> str:
 
 
 def arguments(argv) -> tuple:
-    """Return what is compared, by config files' `_compare` and flags, and the config of all runs.
+    """Return the `Spec`, from config files' `_compare` and flags, and the config of all runs.
 
-    With --methods, only those keys of `_compare` count that speak of no method.
+    With --methods, those keys of `_compare` do not count that are about the config's own methods.
     """
     flags = {}
     rest = []
@@ -428,7 +429,7 @@ def arguments(argv) -> tuple:
         elif word.startswith(("--seed=", "--out_dir=")):
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
-            for key in ("title", "summary", "tables", "fewer_seeds"):
+            for key in ("title", "summary", "reference", "tables", "fewer_seeds"):
                 keys.pop(key, None)
     unknown = keys.keys() - KINDS.keys()
     if unknown:

@@ -15,37 +15,37 @@ from lib.files import read_json, read_lines, reading
 from lib.settings import PositiveInt
 from run import tables
 
-TRIALS = 1000  # its multiples are the seeds of trials, 0 first; students have seeds below it
+TRIAL_SEEDS = 1000  # seeds of trials are multiples of it, 0 first; those of students are below
 
 INTERVALS = """\
-± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. \
-"Over documents" takes the documents of these rows as the sample in place of the seeds, where the \
-sums of all seeds are on record. Differences are paired. p: paired t test, Holm-corrected over a \
-table's rows, figure by figure; intervals are not. **Best**, *second* of a column. †: a student \
-was trained with uncommitted edits; the folder of its run has them in `code.diff`, unless it is \
-older than that. Where there are two seeds, p and interval have one degree of freedom and say \
-little: train more.
+± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. An \
+interval "over documents" takes the scored documents as the sample, where the sums by document of \
+all seeds are on record. Differences are paired. p is of the paired t test, Holm-corrected over \
+the rows of a table for each figure by itself; intervals are not corrected. **Best**, *second* of \
+a column. †: a student was trained with uncommitted edits; the folder of its run has them in \
+`code.diff` (older runs lack that file). Where there are two seeds, p and interval have one degree \
+of freedom and say little: train more.
 """
 COSTS = """\
 ## Settings, costs and code
 
-All settings of the objective, with its weights, of students with equal settings and code; \
-COMMIT+HASH has uncommitted edits. FLOPs of a student: its own training, without the objective, \
-and the teacher's forward passes as if it shared them with no other. @flops: a method without a \
-teacher makes more updates, until student and teacher have cost the same, without validation, \
-optimizer and objective.
+A row has the students of equal settings and code; the settings are all those of the objective, \
+with its weights. COMMIT+HASH marks uncommitted edits. Student FLOPs are those of its training, \
+without the objective. Teacher FLOPs are those of its forward passes, as if one student alone had \
+them. With @flops, a method without a teacher makes as many more updates as cost what the teacher \
+of the others does; validation, optimizer and objective do not count.
 """
 OTHERS = """\
 ## Made at other settings
 
-Students in `logs` that no table above has: of other settings, code or rows.
+These students in `logs` have other settings, code or rows than those above.
 """
 CURVES = """\
 ## Training
 
-Curves: means over all seeds, with 95 % intervals, or with the seeds where they are two or three. \
-Budget (of adaptive ones) and anchoring (of the teacher, whatever the method), where histograms \
-were logged, the paper's Figures 3 and 4: seed {}. docs/running.md explains them.
+Curves are means over all seeds, with 95 % intervals, or with each seed where they are two or \
+three. If histograms were logged, seed {} has the paper's Figures 3 (budgets, of methods with an \
+adaptive one) and 4 (anchoring, of the teacher alone). docs/running.md explains them.
 """
 
 
@@ -69,7 +69,7 @@ class Spec:
     report: bool = False  # only write the report anew
 
 
-KINDS = typing.get_type_hints(Spec, include_extras=True)
+KINDS = typing.get_type_hints(Spec, include_extras=True) | {"out": str}  # a flag of any text
 
 
 def report(spec) -> tuple:
@@ -84,6 +84,7 @@ def report(spec) -> tuple:
     layout = spec.tables or [("Methods", results, spec.reference or default)]
     for title, methods, reference in layout:
         shown = {m: results[m] for m in (*methods, reference) if m in results}
+        # the first table always, and others that compare something
         if not compared or (reference in shown and len(shown) > 1):
             table = "\n".join(tables.heldout(f"## {title}", shown, reference))
             for m in edited:
@@ -99,7 +100,7 @@ def report(spec) -> tuple:
         f"{len(students)} students of shape `{config['student']}`: "
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
         "inputs. Scored on:\n",
-        *tables.scored(students[0]),
+        *tables.scored_on(students[0]),
         f"\nMachine: {machines}. The first line of each student's log has the versions of "
         "packages.\n",
         INTERVALS,
@@ -110,7 +111,7 @@ def report(spec) -> tuple:
     ]
     if others:
         text += [OTHERS, *costs(others)]
-    text += [*tried, *figures(students, spec.out / "report")]
+    text += [*tried, *pictures(students, spec.out / "report")]
     (spec.out / "report/README.md").write_text("\n".join(text).rstrip() + "\n")
     return failed, "\n".join([compared[0], tried[-1], *failed])
 
@@ -119,11 +120,13 @@ def read(out: Path) -> tuple:
     """Return the plan; its students with facts, figures and log; others; lines of the missing."""
     remedy = "run the same command without --report"
     plan = read_json(out / "report/plan.json", {"students": list}, remedy)
-    others = {x["file"]: x for x in read_students(out)}
+    record = {x["file"]: x for x in read_students(out)}
+    reported = {x.get("file") for x in plan["students"]}
+    others = [x for file, x in record.items() if file not in reported and x["seed"] % TRIAL_SEEDS]
     students = []
     failed = []
     for x in plan["students"]:
-        facts = others.pop(x.get("file"), {"stopped": f"no result; see {out / 'runs'}/*.txt"})
+        facts = record.get(x.get("file"), {"stopped": f"no result; see {out / 'runs'}/*.txt"})
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
@@ -131,7 +134,7 @@ def read(out: Path) -> tuple:
             students.append(facts | x | {"log": log})
     if not students:
         raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
-    return plan, students, [x for x in others.values() if x["seed"] % TRIALS], failed
+    return plan, students, others, failed
 
 
 def read_students(out: Path) -> list[dict]:
@@ -162,7 +165,7 @@ def costs(students: list[dict]) -> list[str]:
             settings_text(settings),
             f"{x['student_flops']:.3g}",
             f"{x.get('teacher_flops', 0):.3g}",
-            f"{trained[:12]}{trained[40:]}",
+            f"{trained[:12]}{trained[40:]}",  # without the rest of the hash, but with +EDITS
             f"{scored[:12]}{scored[40:]}",
         )
         cells = f"{x['seed']}", f"{x.get('ce', float('nan')):.4f}", x["file"]
@@ -238,7 +241,7 @@ def trials(plan: dict) -> list[str]:
     ]
 
 
-def figures(students: list[dict], folder) -> list[str]:
+def pictures(students: list[dict], folder) -> list[str]:
     """Draw the curves over all seeds, and one seed's budget and anchoring."""
     from tools import plot  # matplotlib only where something is drawn
 

@@ -1,5 +1,5 @@
-# The study that one machine can afford: the main table's nine methods and four variants, students
-# of 1.1M parameters. Many hours: eight seeds of ALRA and vanilla KD, three or five of the others.
+# A study for one machine, with students of 1.1M parameters: the main table's nine methods and four
+# variants. It takes many hours: ALRA and vanilla KD have eight seeds, the others three or five.
 #
 #   python study/compare.py study/small.py --jobs=2 --per_run=5
 #
@@ -9,8 +9,9 @@
 #   warm-up         100 updates of 2,100; 512 of 126,400 would be nine
 #   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order
 #
-# All methods have tried six rates. LOG.md says why the students of ALRA and BiLD stay at 1.73e-3,
-# although another rate is better by 0.016 in a trial.
+# All methods have tried six rates. LOG.md says why the students of ALRA and BiLD in results/small
+# have 1.73e-3, although another rate is better by 0.016 in a trial. The command above would train
+# those two anew, at that rate.
 
 methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
 student = "demo"

@@ -35,6 +35,7 @@ from tools import plot
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t with two degrees of freedom, closed form
 STUDY = configure.load([f"{ROOT}/study/small.py"])
 RESULTS = ROOT / "study/results"
+STUDIES = ["small", "smollm2"]
 WHY = "step 3: gradient norm inf"
 
 
@@ -75,14 +76,18 @@ def test_differences_are_paired_by_seed_and_one_family():
     assert a.p_holm == 2 * a.p
 
 
-@pytest.mark.parametrize(("ps", "corrected"), [
-    ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # 0.04 becomes no less than 2 * 0.03
-    ([None, 0.4, 0.7], [None, 0.8, 0.8]),
-    ([0.9, 0.6], [1.0, 1.0]),
-    ([], []),
-])  # fmt: skip
+# 0.04 becomes no less than 2 * 0.03
+HOLM = """
+[0.01, 0.04, 0.03, 0.005] => [0.03, 0.06, 0.06, 0.02]
+[null, 0.4, 0.7] => [null, 0.8, 0.8]
+[0.9, 0.6] => [1.0, 1.0]
+[] => []
+"""
+
+
+@pytest.mark.parametrize(("ps", "corrected"), read_table(HOLM))
 def test_holm(ps, corrected):
-    assert holm(ps) == pytest.approx(corrected)
+    assert holm(json.loads(ps)) == pytest.approx(json.loads(corrected))
 
 
 # --- what is planned
@@ -127,11 +132,11 @@ def test_a_trial_is_the_mean_over_its_seeds(tiny, tmp_path, monkeypatch):
         return record
 
     monkeypatch.setattr(compare, "on_record", on_record)
-    points = [("pd", {"lr": 1e-3}), ("pd", {"lr": 1e-2})]
+    points = [("pd", {"lr": 1e-3}), ("pd@x", {"lr": 1e-3}), ("pd", {"lr": 1e-2})]
     cfg = world.config(tiny, tmp_path, "--methods=pd")
     trials = compare.try_points(points, cfg, Spec(trial_seeds=2))
-    assert [s.seed for s in trained] == [0, 1000, 0, 1000]
-    assert [x["val_ce"] for x in trials] == [504.0, None]
+    assert [s.seed for s in trained] == [0, 1000] * 3
+    assert [x["val_ce"] for x in trials] == [504.0, 504.0, None]  # the first two are one student
 
 
 def test_the_best_trial_has_the_lowest_ce_and_the_first_of_equal_ones():
@@ -339,7 +344,7 @@ def argv(tiny, tmp_path_factory):
 
 @pytest.fixture
 def quiet(monkeypatch):
-    for name in ("study.compare.prepare", "study.compare.signal.signal", "study.report.figures"):
+    for name in ("study.compare.prepare", "study.compare.signal.signal", "study.report.pictures"):
         monkeypatch.setattr(name, lambda *a: [])
     monkeypatch.setattr(ending, "catch_signals", lambda: None)
 
@@ -579,6 +584,14 @@ FACTS = """{
 }"""
 
 
+TRIALS = """[
+{"method": "pd", "settings": {"lr": 0.001}, "val_ce": 5.0},
+{"method": "pd", "settings": {"lr": 0.003}, "val_ce": null},
+{"method": "pd", "settings": {"lr": 0.03}, "val_ce": 4.0},
+{"method": "alra", "settings": {"gamma": 1, "lr": 0.003}, "val_ce": 4.5}
+]"""
+
+
 def made_up(out, ces, trials=(), **first):
     """Write results of these methods, a CE per seed. `first` overrides facts of the first student.
 
@@ -615,15 +628,7 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
         "pd": [5.5, 5.5, 6.2],
         "alra_u": [4.5, 4.5],
     }
-    trials = []
-    for method, lr, ce, settings in (
-        ("pd", 1e-3, 5.0, {}),
-        ("pd", 3e-3, None, {}),
-        ("pd", 3e-2, 4.0, {}),
-        ("alra", 3e-3, 4.5, {"gamma": 1}),
-    ):
-        trials.append({"method": method, "settings": settings | {"lr": lr}, "val_ce": ce})
-    made_up(tmp_path, ces, trials)
+    made_up(tmp_path, ces, json.loads(TRIALS))
     text = report_of(tmp_path)
     teacher = "teacher: demo/teacher (CE 2.0000, entropy 1.5000)"
     assert f"77 targets in 3 rows; {teacher}.\nCE to compare with: uniform over" in text
@@ -672,7 +677,7 @@ def test_differences_have_an_interval_over_documents_too(tmp_path, quiet):
     changes = [27 / 28 - 18 / 18, 27 / 28 - 17 / 18, 27 / 28 - 19 / 20]  # without each of them
     half = T975 * math.sqrt(2 / 3 * sum(x * x for x in changes))
     assert f"| alra | -1.0000 ± 0.0000, p < 0.0001, ± {half:.4f} over documents | -0." in text
-    assert "not 0 over seeds (uncorrected), and 2 of these are not 0 over documents." in text
+    assert "exclude 0 over seeds (uncorrected); 2 of these exclude 0 over documents, too." in text
 
 
 def test_a_report_needs_a_result(tmp_path, quiet):
@@ -696,11 +701,12 @@ def test_students_that_no_table_has_are_listed_without_trials(tmp_path, quiet):
     made_up(tmp_path, {"alra": [4.0, 3.5], "pd": [5.0]})
     file = tmp_path / "report/plan.json"
     plan = read_json(file)
-    del plan["students"][1]
+    plan["students"][1] = plan["students"][0] | {"method": "alra@same"}  # settings as of alra
     write_json(file, plan)
     facts = read_lines(tmp_path / "logs/pd_seed1.jsonl")[0]
     write_lines(tmp_path / "logs/pd@t0.jsonl", [facts | {"seed": 1000}])
-    others = report_of(tmp_path, Spec()).partition("## Made at other settings")[2]
+    tables, _, others = report_of(tmp_path, Spec()).partition("## Made at other settings")
+    assert "\n| alra@same | 4.0000 | " in tables
     assert (
         "| alra | lr 0.003, pair none, w_kd 0.5 | 0 | 0 | abc | def | 2 | 3.5000 | alra_s" in others
     )
@@ -752,7 +758,7 @@ def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monke
 # --- the committed studies
 
 
-@pytest.mark.parametrize("study", ["small", "smollm2"])
+@pytest.mark.parametrize("study", STUDIES)
 def test_a_committed_study_is_what_its_plan_says(study):
     plan, students, *_ = reports.read(RESULTS / study)
     for x in students:
@@ -777,8 +783,8 @@ def test_a_committed_study_is_what_its_plan_says(study):
     assert len(keys) == len(facts)  # no student is there twice
 
 
-@pytest.mark.parametrize(("config", "study"), [("small", "small"), ("smollm2", "smollm2")])
-def test_a_committed_study_is_written_anew_byte_for_byte(config, study, tmp_path):
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_committed_study_is_written_anew_byte_for_byte(study, tmp_path):
     out = shutil.copytree(RESULTS / study, tmp_path / study)
     locked = f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.lock").read_text()
     before = {}
@@ -787,17 +793,17 @@ def test_a_committed_study_is_written_anew_byte_for_byte(config, study, tmp_path
             before[file] = file.read_bytes()
         if file.suffix != ".json":
             file.unlink()
-    assert compare.main([f"study/{config}.py", "--report", f"--out={out}"]) == 0
+    assert compare.main([f"study/{study}.py", "--report", f"--out={out}"]) == 0
     assert {file: file.read_bytes() for file in before} == before
 
 
 def test_readme_quotes_the_reports():
     readme = (ROOT / "README.md").read_text()
-    for study in ("small", "smollm2"):
+    for study in STUDIES:
         assert f"](study/results/{study}/report/README.md)" in readme
     methods = ("pretrain", "pd", "alra", "alra@ce", "fixed_9")
     rows = readme[readme.index("| held-out CE less") :].splitlines()[2 : 2 + len(methods)]
-    for at, study in ((2, "small"), (4, "smollm2")):
+    for at, study in zip((2, 4), STUDIES, strict=True):
         _, students, others, _ = reports.read(RESULTS / study)
         ces = {}  # method -> seed -> CE
         for x in (*others, *students):  # the second one of a method and seed counts

@@ -1,4 +1,4 @@
-"""Score checkpoints: nine zero-shot tasks through lm-eval, and figures over held-out rows.
+"""Score checkpoints: nine tasks through lm-eval, and figures (CE, KL, ..) over held-out rows.
 
     python eval.py out/alra_200m --data_dir data/eval           # all students of the run
     python eval.py out/demo --tasks none                        # only the figures over val.bin
@@ -12,9 +12,10 @@ model into out/eval/NAME:
     figures_KEY.json         the figures over held-out rows
     scores_SPLIT_KEY.json    the scores of the tasks
 
-KEY is a hash of what makes a result: weights, protocol, rows and teacher or items, and the code
-that computes it. So a command replaces no results but its own. Prompts, choices and metrics are
-those of lm-eval's own task files; lib/tasks.py reads and checks the items.
+KEY is a hash of what makes a result: weights, tokenizer, the protocol with the code that scores,
+and rows and teacher, or the items of the tasks. So a command only replaces its own results.
+Prompts, choices and metrics are those of lm-eval's own task files; lib/tasks.py reads and checks
+the items.
 
 Dimension key: B batch, T time, N positions, V vocabulary, D width.
 """
@@ -60,7 +61,7 @@ from run.scoring import check_content, check_model, decoder_edits, scoring_code
 from run.tables import RUN, run_facts, students_of, tabulate
 from run.teacher import check_teacher, check_vocabulary, load_teacher
 
-HEAD_ROWS = 256  # positions whose logits exist at a time
+HEAD_ROWS = 256  # positions, the rows of h, whose logits exist at a time
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
 
@@ -117,15 +118,13 @@ def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device):
     }
     results = {"protocol": protocol, "tasks": scores}
     file = write(f"scores_{args.split}", results, c, device)
-    lines = []
-    for name in samples:
-        lines += [{"task": name, **sample} for sample in samples[name]]
+    lines = [{"task": name, **s} for name, group in samples.items() for s in group]
     if lines:
         write_lines(file.with_suffix(".jsonl"), lines)
 
 
 class Scorer(TemplateLM):
-    """lm-eval's view of a `Qwen2`: log-likelihoods as from lm-eval's own Hugging Face backend.
+    """lm-eval's view of a `Qwen2`: log-likelihoods equal to those of its own Hugging Face backend.
 
     Requests are sorted by length, and each is one row; at most a quarter of a batch is padding. The
     head runs only where a continuation is scored, in fp32.
@@ -164,13 +163,13 @@ class Scorer(TemplateLM):
         requests  [((context, continuation), context ids, continuation ids)]
         """
         rows = []  # the last ids that fit, and how many of them are scored
-        for (context, continuation), head, tail in requests:
-            if not head or not 0 < len(tail) <= self.max_length:
+        for (context, continuation), context_ids, ids in requests:
+            if not context_ids or not 0 < len(ids) <= self.max_length:
                 raise UserError(
                     f"{continuation!r:.60} after {context!r:.60}: expected a context, and a "
                     f"continuation of 1 to max_length={self.max_length} tokens"
                 )
-            rows.append((tuple(head + tail)[-(self.max_length + 1) :], len(tail)))
+            rows.append((tuple(context_ids + ids)[-(self.max_length + 1) :], len(ids)))
         # Longest first: a batch that does not fit in memory fails at once.
         waiting = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
         scores = {}
@@ -228,7 +227,7 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> tuple[dict, dic
     for name, task in loaded["tasks"].items():
         values = {}
         for key, value in out["results"][name].items():
-            if key.endswith(",none") and value == value:  # a single item has no standard error
+            if key.endswith(",none") and value != "N/A":  # a single item has no standard error
                 values[key.removesuffix(",none")] = value
         prompts = "".join(json.dumps(instance.args) for instance in task.instances)
         scores[name] = values | {
@@ -272,7 +271,7 @@ def score_rows(
     first = checkpoints[0]
     tokenizer = read_tokenizer(first.source)
     levels = dict(rows.levels)
-    facts = {
+    protocol = {
         "dtype": args.dtype,
         "code": scoring_code("figures"),
         "n_rows": len(index),
@@ -283,7 +282,7 @@ def score_rows(
     if teacher_name:
         check_teacher(teacher_name, tokenizer, rows.ids.shape[1] - 1)
         levels["teacher"] = teacher_name
-        facts["teacher_sha256"] = sha256 = content_hash(teacher_name)
+        protocol["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
                 check_content(teacher_name, "teacher_sha256", sha256, c.record)
@@ -300,7 +299,7 @@ def score_rows(
     models = [c.load(args.dtype, device) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     for c, values in zip(checkpoints, figures, strict=True):
-        results = {"protocol": facts, "figures": values | levels | facts}
+        results = {"protocol": protocol, "figures": values | levels | protocol}
         write("figures", results, c, device)
 
 
@@ -336,8 +335,8 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
 def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens) -> list[dict]:
     """Return the figures of each student, and the number of targets.
 
-    Under KEY_half is half of a figure's 95 % interval over the documents, and under "documents" the
-    number of targets, the CE and the KL of each document, as sums.
+    KEY_half is half of a figure's 95 % interval over the documents; "documents" has the number of
+    targets of each document, and its sums of CE and KL.
 
     index    numbers of the rows to read
     n_bytes  [V] bytes of text that a token stands for. A BOS and an EOS are targets like any other
@@ -347,7 +346,7 @@ def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens
     per_batch = max(1, batch_tokens // rows.ids.shape[1])
 
     is_eos = rows.ids[index] == rows.eos  # [rows, T + 1]; an EOS is the last token of a document
-    n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # documents before each token's own
+    n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # before each token
     documents = torch.from_numpy(n_ended[:, 1:])  # [rows, T] the document of each label
 
     def batches():
@@ -415,7 +414,7 @@ def open_checkpoints(args) -> list[Checkpoint]:
     paths, unfinished = students_of(args.paths, has_model)
     if not paths:
         named = ", ".join(unfinished or args.paths)
-        raise UserError(f"no finished student: {named}; expected out/NAME or a model")
+        raise UserError(f"no student with a model: {named}; expected out/NAME or a model")
     if unfinished:
         say(f"left out, having no model: {', '.join(unfinished)}")
     return [open_checkpoint(path, args) for path in paths]
@@ -442,9 +441,10 @@ def open_checkpoint(name, args) -> Checkpoint:
     elif (source.parent / "run.json").is_file():
         folder = source.parent
     else:
-        say(f"{name}: scoring {source.parent}, of a training that goes on")
-        *_, run_name, method, _, step = source.parent.resolve().parts
-        folder = Path(f"out/eval/{run_name}_{method}_{step}")  # a checkpoint may be removed
+        say(f"{name}: scoring the checkpoint {source.parent}")
+        run_name = Path(run["config"]["out_dir"]).name
+        # not inside the checkpoint, which training may delete
+        folder = Path(f"out/eval/{run_name}_{run['method']}_{source.parent.name}")
     give_back_memory()
     model = Qwen2.from_pretrained(str(source))
     sha256 = check_model(name, model, run)
@@ -512,20 +512,20 @@ def arguments(argv) -> argparse.Namespace:
         "paths", nargs="+", metavar="PATH", help="out/NAME, out/NAME/METHOD, model folder or hub id"
     )
     add("--tasks", default="all", help="all, none, or names with commas")
-    add("--split", default="heldout", choices=("heldout", "validation"), help="the paper's set")
+    add("--split", default="heldout", choices=("heldout", "validation"), help="set of the paper")
     add("--data_dir", help="DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub")
     add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv or .jsonl")
     add("--any_items", action="store_true", help="also score items that are not the published ones")
     add("--limit", type=int, help="first N items of each task")
     add("--rows", metavar="DIR", help="folder with val.bin, or none; default: the run's data_dir")
     add("--max_rows", type=int, default=512, help="number of held-out rows")
-    add("--skip_rows", type=int, default=0, help="first rows, already used to choose settings")
+    add("--skip_rows", type=int, default=0, help="first rows to leave out: they chose settings")
     add(
         "--teacher",
         metavar="NAME",
         help="teacher for KL and agreement, or none; default: the run's",
     )
-    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the backbone")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the decoder")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add("--batch_tokens", type=int, default=4096, help="per forward pass; affects speed and memory")
     add("--max_length", type=int, default=512, help="longer requests lose their beginning")
@@ -533,10 +533,10 @@ def arguments(argv) -> argparse.Namespace:
     add(
         "--out", metavar="DIR", help="default: the student's folder, out/eval/NAME for other models"
     )
-    add("--accept_edits", action="store_true", help="also if the decoder was edited since training")
+    add("--accept_edits", action="store_true", help="even if the decoder was edited since training")
     add("--table", action="store_true", help="only print the tables of earlier results")
-    add("--reference", default="pretrain", help="of tables: the method that gains start from")
-    add("--metric", default="acc", choices=("acc", "acc_norm"), help="of tables")
+    add("--reference", default="pretrain", help="method that a table's gains start from")
+    add("--metric", default="acc", choices=("acc", "acc_norm"), help="that tables show")
     args = p.parse_args(argv)
     least_values = {"limit": 2, "max_rows": 1, "skip_rows": 0, "max_length": 1}
     for key, least in least_values.items():

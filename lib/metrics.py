@@ -1,8 +1,8 @@
-"""Figures over held-out rows, and histograms of one update.
+"""Figures over held-out rows: cross-entropy, KL, agreement, calibration.
 
 The figures say how good a student's distribution is, and how far it is from its teacher's. train.py
-reports some of them during a run, eval.py all of them. The temperature is 1, and logits
-are fp32, from the products of training (lib/head.py).
+reports some of them during a run, eval.py all of them. The temperature is 1. Logits are in fp32, by
+the same matrix product as in training (lib/head.py).
 
 Dimension key: B rows of a batch, T time, N positions, D width, V vocabulary.
 """
@@ -21,8 +21,8 @@ from lib.checks import IGNORE
 from lib.head import mm, operand
 
 BINS = 15  # of the calibration error
-N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of one model at a time: fits in a CPU's cache
-LEAST = 128  # positions at a time, whatever the vocabulary: each product reads the whole head
+N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of a model at a time; a CPU's cache holds 2**20
+MIN_POSITIONS = 128  # at a time, whatever the vocabulary: each product reads the whole head
 LEVELS = {
     "uniform_ce": "uniform over the vocabulary (ln V)",
     "unigram_ce": "unigram over all held-out rows",
@@ -35,7 +35,7 @@ Model = tuple[Callable[[Tensor], Tensor], Tensor]
 
 
 def figures(sums):
-    """Return the figures [..] of sums [..], where `gap` is [.., BINS].
+    """Return means from sums of any shape, as `sums_by_part` gives them, and `gap` [.., BINS].
 
     ce             cross-entropy, nats per target; every target but padding counts
     bits_per_byte  the same over the targets that stand for text, by their bytes: comparable across
@@ -43,7 +43,8 @@ def figures(sums):
     kl             KL(teacher || student), nats per target
     top1, top5     share of the student's k most likely tokens that are among the teacher's k
     ece            expected calibration error of the student's most likely token, 15 bins of equal
-                   width (Guo et al. 2017)
+                   width (Guo et al. 2017); `gap` sums in each bin its probability, less 1 where it
+                   is the label
     """
     n = sums["n"]
     values = {"ce": sums["ce"] / n}
@@ -57,7 +58,7 @@ def figures(sums):
 
 
 def levels(facts: Mapping) -> str:
-    """Return the CEs that a student's is read against, as text."""
+    """Return the CEs to compare a student's with, as text."""
     known = [f"{words} {facts[key]:.4f}" for key, words in LEVELS.items() if key in facts]
     return f"CE to compare with: {', '.join(known)}"
 
@@ -79,7 +80,7 @@ def sums_by_part(
              IGNORE where there is none, the teacher's hidden states [B, T, D])
     n_bytes  [V] bytes of text that each token stands for; None: no sums over text
 
-    A probability that is not a number makes the figures of its part NaN.
+    A probability that is not a number makes CE, KL and ECE of its part NaN.
     """
     device = students[0][1].device
     n_vocab = len(students[0][1])
@@ -91,10 +92,8 @@ def sums_by_part(
     zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
     sums = []
     for _ in students:
-        summands = {key: zeros(n_parts) for key in keys}
-        summands["gap"] = zeros(n_parts, BINS)
-        sums.append(summands)
-    step = max(LEAST, N_LOGITS[device.type] // n_vocab)
+        sums.append({key: zeros(n_parts) for key in keys} | {"gap": zeros(n_parts, BINS)})
+    step = max(MIN_POSITIONS, N_LOGITS[device.type] // n_vocab)
     cast = functools.cache(operand)  # a head that must be cast is cast once
     for part_of, x, y, h_t in batches:
         valid = (y != IGNORE).flatten().nonzero()[:, 0]  # a GPU synchronises here
@@ -114,7 +113,7 @@ def sums_by_part(
 
 
 def logits_of(h: Tensor, head: Tensor, cast: Callable = operand) -> Tensor:
-    """Return the logits [N, V] in fp32 of h [N, D] and head [V, D], by the product of training."""
+    """Return the logits [N, V] of h [N, D] and head [V, D], in fp32."""
     return mm(operand(h, h.dtype), cast(head, h.dtype).t())
 
 
@@ -160,8 +159,7 @@ def _add_figures(sums, part, z, y, teacher, n_bytes):
         values["kl"] = (teacher.p * (teacher.logp - logp)).sum(-1)
         values["top1"] = best == teacher.top[:, 0]
         same = top[:, :, None] == teacher.top[:, None, :]  # [N, 5, 5]
-        n_same = same.sum((1, 2))
-        values["top5"] = n_same / top.shape[1]
+        values["top5"] = same.sum((1, 2)) / top.shape[1]
         values["teacher_ce"] = teacher.ce
         values["teacher_entropy"] = teacher.entropy
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""How figures are printed, and every interval and test."""
+"""How figures (CE, KL, ..) are printed, and every interval and test."""
 
 import math
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 
-class Figure(NamedTuple):
+class Column(NamedTuple):
     heading: str
     sense: int  # +1 where more is better, -1 where less is
     factor: int  # to the printed unit
@@ -15,12 +15,12 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "ce": Figure("CE, nats/token", -1, 1, 4),
-    "bits_per_byte": Figure("bits/byte", -1, 1, 4),
-    "kl": Figure("KL to teacher, nats", -1, 1, 4),
-    "top1": Figure("top-1 agreement, %", +1, 100, 2),
-    "top5": Figure("top-5 agreement, %", +1, 100, 2),
-    "ece": Figure("ECE, %", -1, 100, 2),
+    "ce": Column("CE, nats/token", -1, 1, 4),
+    "bits_per_byte": Column("bits/byte", -1, 1, 4),
+    "kl": Column("KL to teacher, nats", -1, 1, 4),
+    "top1": Column("top-1 agreement, %", +1, 100, 2),
+    "top5": Column("top-5 agreement, %", +1, 100, 2),
+    "ece": Column("ECE, %", -1, 100, 2),
 }
 
 
@@ -59,16 +59,18 @@ def estimate(by_seed: dict[int, float]) -> Estimate:
 
 
 def half_interval(sums: np.ndarray, n: np.ndarray) -> float | None:
-    """Return half of the 95 % interval of a mean per target, of sums and targets by part [parts].
+    """Return half of the 95 % interval of the mean per target, sums.sum() / n.sum().
 
-    It takes the parts (documents, or rows) as independent, not their targets. The standard error is
-    the jackknife's: the mean is computed without each part in turn, which does justice to parts of
-    unequal length. A single part has no interval.
+    sums, n  [parts] of the targets in each part (a document, or a row), and the number of targets
+
+    Parts are taken as independent, their targets are not. The standard error is the jackknife's:
+    each part is left out in turn, which does justice to parts of unequal length. A single part has
+    no interval.
     """
     n_parts = np.count_nonzero(n)
     if n_parts < 2:
         return None
-    changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean, without each part
+    changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean, by each part
     error = np.linalg.norm(changes) * math.sqrt((n_parts - 1) / n_parts)
     return float(stdtrit(n_parts - 1, 0.975) * error)
 
@@ -90,10 +92,10 @@ def holm(ps: list[float | None]) -> list[float | None]:
     """Return the p-values of one family, corrected by Holm's steps (1979); None is in no family."""
     order = sorted((i for i, p in enumerate(ps) if p is not None), key=lambda i: ps[i])
     corrected = list(ps)
-    least = 0.0
+    largest = 0.0  # so far: a larger p never gets a smaller correction
     for place, i in enumerate(order):
-        least = max(least, min(1.0, (len(order) - place) * ps[i]))
-        corrected[i] = least
+        largest = max(largest, min(1.0, (len(order) - place) * ps[i]))
+        corrected[i] = largest
     return corrected
 
 

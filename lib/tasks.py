@@ -1,8 +1,8 @@
-"""The nine tasks: the paper's two sets of each, where their items come from, and their hashes.
+"""The nine tasks: their held-out sets, validation sets of three, and the hashes of the items.
 
-Prompts, choices and metrics are lm-eval's own; this file only reads the items. The hash of their
-fields must be that of the published ones: lm-eval does not always refuse a field of another type.
-Labels of piqa that are strings, for example, score 0.
+Prompts, choices and metrics are lm-eval's own; this file only reads the items. Their fields must
+hash to the published ones, since lm-eval accepts fields of another type: with strings as labels,
+for example, piqa scores 0.
 """
 
 import csv
@@ -63,7 +63,7 @@ TASKS = {
     ),
 }
 
-# sha256 of these fields over all items of a set, as they are published. Two sets' are not known.
+# sha256 of these fields over all items of a set, as published. Two are not known.
 PUBLISHED = {
     "arc_challenge/heldout": "25e574fa4260a367f0c898df5cadb2f716e00123dc23db43d920a950158f0fee",
     "arc_easy/heldout": "e4f2fe1b706c7ccfd149f04f726e31d69af9680fc2c71856d1093f699ac93302",
@@ -174,7 +174,7 @@ def read_rows(
         source = str(Path(data_dir, source))
         if not Path(source).is_dir():
             raise UserError(f"{name}: no {file} and no folder {source}; --tasks can leave it out")
-    with reading(source, f"without {name}: --tasks; from local files: --data_dir"):
+    with reading(source, f"leave out {name} by --tasks, or name local files by --data_dir"):
         rows = datasets.load_dataset(source, config.get("dataset_name"), split=split)
         return f"{source} [{split}]", rows
 

@@ -1,4 +1,4 @@
-"""What eval.py and tools check before they use a model, and the code that scores it."""
+"""What eval.py and tools check before they use a model, and the hash of the code that scores it."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from lib.errors import UserError
 from lib.hf import weights_hash
 from run.identity import NOT_FOLLOWED, record_hash
 
-# What figures over held-out rows pass through, and scores of tasks.
+# Where the search for the code of a score begins: figures over held-out rows, and tasks.
 SCORING = {
     "figures": (
         "eval.over_rows",
@@ -35,8 +35,8 @@ def check_content(name, key: str, sha256: str, record: dict):
     """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
     if record.get(key) not in (None, sha256):
         raise UserError(
-            f"{name}: its content has changed since the student was trained with it; restore it, "
-            "or name another by --rows or --teacher"
+            f"{name}: its content has changed since the student was trained with it; restore it "
+            "(eval.py can score with another: --rows, --teacher)"
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from lib.errors import UserError
 from lib.files import check_kinds, read_json, read_lines
 from lib.metrics import levels
-from lib.stats import FIGURES, Figure, differences, estimate, half_interval, p_text
+from lib.stats import FIGURES, Column, differences, estimate, half_interval, p_text
 from lib.tasks import COLUMNS, SUITES
 from run.identity import RUN_FILE
 from run.paper import LAYOUT, NAMES, UPDATES, paper_row
@@ -36,9 +36,9 @@ FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": 
 # What is logged beside log.jsonl, under its keys in `read_log`.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
-# what made students may differ in this between the rows of a table
+# keys of a student's record (`made_by`) in which the rows of a table may differ
 VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
-PERCENT = Figure("accuracy, %", sense=+1, factor=1, digits=2)
+PERCENT = Column("accuracy, %", sense=+1, factor=1, digits=2)
 
 
 class Result(NamedTuple):
@@ -55,12 +55,12 @@ class Result(NamedTuple):
 def tabulate(paths, reference="pretrain", metric="acc"):
     """Return the tables of folders with results, as Markdown.
 
-    reference  the method that gains are measured from, except in tables of the paper with their own
+    reference  the method that gains are measured from; some of the paper's tables have their own
     metric     "acc", or "acc_norm" for the tasks that have it
     """
     folders, missing = students_of(paths, load)
     results = []
-    for folder in folders or paths:
+    for folder in folders or paths:  # without any, the error below names the first
         loaded = load(Path(folder))
         if not loaded:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
@@ -89,7 +89,7 @@ def tables_of(group, reference, metric):
     first = group[0]
     rows = by_method(group)
     if first.kind == "figures":
-        return [*heldout("### Held-out rows", rows, reference), *scored(first.values), ""]
+        return [*heldout("### Held-out rows", rows, reference), *scored_on(first.values), ""]
     lines = []
     for title, base, shown in layouts(first.kind, rows, reference):
         lines += accuracies(f"### {title}", first, shown, base, metric)
@@ -120,24 +120,27 @@ def read_log(folder):
     return log
 
 
-def students_of(paths, done):
-    """Return the folders that paths stand for, and those of students that are not `done`.
+def students_of(paths, is_done):
+    """Return the folders that paths stand for, and those of students that are not done.
 
-    A folder stands for those inside that are `done`, as a run's for its students, or else for
-    itself; a file stands for nothing.
+    A folder that is done stands for itself, and any other for the done ones inside it, such as a
+    run for its students. If there are none it stays. Files are ignored.
     """
     folders = []
     missing = []
     for name in paths:
         path = Path(name)
-        facts = run_facts(path / "model")
+        if is_done(path):
+            folders.append(name)
+            continue
+        facts = run_facts(path / "model")  # of path/run.json
         students = []
         if facts and "method" not in facts:
             check_kinds(facts, RUN_FILE, path / "run.json")
             students = [path / name for name in facts["config"]["methods"]]
         inside = []
         for folder in dict.fromkeys((*students, *sorted(path.glob("*/")))):
-            if done(folder):
+            if is_done(folder):
                 inside.append(str(folder))
             elif folder in students:
                 missing.append(str(folder))
@@ -150,7 +153,7 @@ def students_of(paths, done):
 def load(folder):
     """Return the results in a folder, the newest last.
 
-    A student's are of the weights that its run.json names. Tasks of one protocol are united.
+    Those of a student's earlier weights are left out. Tasks scored by one protocol are merged.
     """
     results = {}
     current = run_facts(folder / "model").get("weights_sha256")
@@ -194,7 +197,7 @@ def method_of(content):
 def by_method(results):
     """Return method -> seed -> values, in the order of the paper's tables, others as they come.
 
-    The newest one of a folder counts.
+    Of several results in a folder the newest counts.
     """
     rows = {}
     folders = {}
@@ -213,7 +216,8 @@ def by_method(results):
 def check_comparable(results):
     """Refuse results that differ in a fact that must be equal. A fact that is None does not apply.
 
-    What made students may differ in VARIES alone; updates and the items of tasks are equal.
+    Records (`made_by`) may only differ in VARIES. Steps, first weights of a seed, and the items of
+    tasks must be equal.
     """
     seen = {}
     for r in results:
@@ -247,10 +251,7 @@ def grid(head, body):
 
 def by_seed(rows, key, column):
     """Return one figure in the unit that is printed: method -> seed -> value."""
-    values = {}
-    for m, seeds in rows.items():
-        values[m] = {seed: column.factor * figures[key] for seed, figures in seeds.items()}
-    return values
+    return {m: {s: column.factor * x[key] for s, x in seeds.items()} for m, seeds in rows.items()}
 
 
 def mark(rows, columns):
@@ -264,19 +265,19 @@ def mark(rows, columns):
     body = [[m] for m in rows]
     for key, column in columns.items():
         estimates = [estimate(values) for values in by_seed(rows, key, column).values()]
-        ranked = [e for e in estimates if e.n > 1]
-        means = {round(e.mean, column.digits) for e in ranked}
+        means = {round(e.mean, column.digits) for e in estimates if e.n > 1}
         order = sorted(means, reverse=column.sense > 0)
         stars = {}
         if len(order) > 1:
             stars = {order[0]: "**", order[1]: "*"}
         for row, e, seeds in zip(body, estimates, rows.values(), strict=True):
             star = ""
-            if e in ranked:
+            if e.n > 1:
                 star = stars.get(round(e.mean, column.digits), "")
-            for figures in seeds.values():
-                if e.n == 1 and f"{key}_half" in figures:
-                    e = e._replace(half=column.factor * figures[f"{key}_half"])
+            else:
+                for figures in seeds.values():  # of one seed, if any
+                    if f"{key}_half" in figures:
+                        e = e._replace(half=column.factor * figures[f"{key}_half"])
             row.append(f"{star}{e.text(column.digits)}{star}")
     return body
 
@@ -311,13 +312,14 @@ def layouts(split, rows, reference):
     tables = []
     for title, base, names in layout:
         tables.append((title, base, {m: rows[m] for m in names if m in rows}))
+    # a table of ALRA alone only if there is no other
     return [table for table in tables if table[2].keys() - {"alra"}] or tables[:1]
 
 
 def accuracies(title, first, rows, base, metric):
-    """Return a table of the tasks that all have, their average and its gain.
+    """Return a table of the tasks that every row has, with their average and its gain.
 
-    The paper's rows stand below ours.
+    The paper's row of a method follows ours.
     """
     split = first.kind
     every = SUITES[split]
@@ -379,7 +381,7 @@ def heldout(title, rows, base):
     if not others or not rows.get(base):
         return lines
     body = [[m] for m in others]
-    survives = []  # of each difference that is not 0 over seeds: whether it is not over documents
+    excludes_0 = []  # for each difference whose interval over seeds does: that over documents too?
     for key, f in columns.items():
         values = by_seed(rows, key, f)
         pairs = [(values[m], values[base]) for m in others]
@@ -390,17 +392,17 @@ def heldout(title, rows, base):
                 if e.half is not None:
                     cell += ","
                     if abs(e.mean) > e.half:
-                        survives.append(abs(e.mean) > half)
+                        excludes_0.append(abs(e.mean) > half)
                 cell += f" ± {half:.{f.digits}f} over documents"
             row.append(cell)
     how = ""
     if counts != [1]:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
     lines += [f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
-    if survives:
+    if excludes_0:
         lines += [
-            f"{len(survives)} differences with both intervals are not 0 over seeds (uncorrected), "
-            f"and {sum(survives)} of these are not 0 over documents.",
+            f"{len(excludes_0)} differences have both intervals, and exclude 0 over seeds "
+            f"(uncorrected); {sum(excludes_0)} of these exclude 0 over documents, too.",
             "",
         ]
     return lines
@@ -409,7 +411,7 @@ def heldout(title, rows, base):
 def half_over_documents(students, references, key):
     """Return half of the 95 % interval of a mean difference over the scored documents.
 
-    None unless all seeds of both have sums by document.
+    None unless all seeds that both have are with sums of `key` by document.
 
     students, references  seed -> figures
     """
@@ -425,7 +427,7 @@ def half_over_documents(students, references, key):
     return half_interval(np.mean(of_seeds, 0), np.array(sums["n"]))
 
 
-def scored(facts):
+def scored_on(facts):
     """Return what figures were computed on, and what a CE is to be compared with."""
     teacher = "no teacher"
     if "teacher" in facts:
@@ -434,6 +436,6 @@ def scored(facts):
             f"{facts['teacher_entropy']:.4f})"
         )
     return [
-        f"{facts['n_targets']:,.0f} targets in {facts['n_rows']:,.0f} rows; {teacher}.",
+        f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows; {teacher}.",
         f"{levels(facts)}.",
     ]

@@ -536,7 +536,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
 
 SLIPS = """
 {0}/tad => tad: no model/ in it, and no checkpoint; has its training begun?
-{0}/run.json => no finished student: .*run.json
+{0}/run.json => no student with a model: .*run.json
 {0}/gone => gone: no such folder
 {0}/alra --limit=1 => --limit 1
 {0}/alra --tasks=winogrande --split=validation => no .'winogrande'. in the validation

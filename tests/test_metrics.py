@@ -171,7 +171,7 @@ def test_a_batch_waits_once_and_a_head_is_cast_once(dtype, n_casts, monkeypatch)
     w_s, w_t = torch.randn(2, 101, 5, generator=g)
     y = torch.randint(101, (3, 7), generator=g)
     y[1, 3:] = IGNORE
-    monkeypatch.setattr(metrics, "LEAST", 4)
+    monkeypatch.setattr(metrics, "MIN_POSITIONS", 4)
     monkeypatch.setitem(metrics.N_LOGITS, "cpu", 1)
     model = (lambda x: h_s, w_s)
     head_t = w_t.to(dtype)

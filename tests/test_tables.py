@@ -249,6 +249,8 @@ def test_one_place_for_each_student(tmp_path):
     edit(fake(tmp_path / "b/alra", "alra", ALL), "run.overrides.d_max=9")
     text = table_of(tmp_path / "a", tmp_path / "b", tmp_path / "a/alra")
     assert cells(text, "alra d_max=9")[1] == "20.00"
+    fake(tmp_path / "a", "pd", ALL)  # results of its own, as by eval.py --out
+    assert "ALRA" not in table_of(tmp_path / "a")
 
 
 def test_a_folder_without_scores_is_refused(tmp_path):

@@ -5,7 +5,7 @@
     python tools/bench.py step --teacher=500m                   a step that fits 10 GB of memory
     python tools/bench.py gpu                                   on a GPU: both, in some minutes
 
-    fused  forward and backward of heads and loss: ALRA, compiled, compared with its matrix
+    fused  forward and backward of heads and loss: ALRA, compiled, compared with the matrix
            products alone, with other methods (--methods), and with losses.py's function on whole
            logits, not compiled
     step   training steps of --rows rows (8 with `gpu`): ALRA and vanilla KD compared with a
@@ -66,7 +66,7 @@ def bench_fused(args) -> list[str]:
         return z_s @ w_s.to(args.dtype), z_s.T @ h_s[0]
 
     def plain():
-        loss, _ = method_loss("alra", *map(Tensor.float, logits()), y[0])  # holds no logits
+        loss, _ = method_loss("alra", *map(Tensor.float, logits()), y[0])  # keeps no logits
         return torch.autograd.grad(loss, (h_s, w_s))
 
     def fused(loss_fn: Callable):
@@ -152,7 +152,7 @@ def transformers_step(_: str, x: Tensor, y: Tensor, args):
 # ----------------------------------------------------------------------------------------------
 # time and memory
 
-PROCESS = Path("/proc/self")  # Linux alone has it
+PROCESS = Path("/proc/self")  # only on Linux
 
 
 def measure(cases: dict, args) -> dict[str, dict]:
@@ -260,7 +260,7 @@ def main(argv):
     ]
     lines += ["", HEAD, "|---" * 8 + "|"]
     out = Path(args.out)
-    out.parent.mkdir(exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     for name in args.sections:
         torch.manual_seed(1234)
         lines += SECTIONS[name](args)

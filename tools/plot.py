@@ -1,12 +1,12 @@
 """Curves, and the paper's Figures 3 and 4 (budget, anchoring), from a run's logs, as PNG.
 
-    python tools/plot.py out/demo                         every term of every method, and the rest
+    python tools/plot.py out/demo                         every term, budget, anchoring
     python tools/plot.py out/alra_200m/alra out/other --out=compare
     python tools/plot.py --sentence "import os" out/demo/alra       ALRA's choices at each token
 
 Pictures go into the first folder given, or into --out. Their numbers are in the logs: log.jsonl,
 histograms.jsonl and teacher.jsonl. Budget and anchoring need `histogram_every_steps`; a sentence
-needs checkpoints, and shows the first and the last one. A method looks the same in every figure.
+needs checkpoints, and shows the first and the last one.
 """
 
 import argparse
@@ -98,9 +98,10 @@ def read_logs(folders):
 
 
 def read_curves(seeds):
-    """Return all numbers of the logs (`read_logs`) of several seeds over the tokens of training.
+    """Return all logged numbers of several seeds, by the tokens of training.
 
-    -> name of a student -> key of log.jsonl -> nominal tokens -> {seed: number}
+    seeds  for each the students of `read_logs`
+    ->     name of a student -> key of log.jsonl -> nominal tokens -> {seed: number}
     """
     curves = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for seed, logs in enumerate(seeds):
@@ -153,12 +154,14 @@ def save(figure, path):
 def curves(seeds, path):
     """Draw every term of every student over the tokens of training, as means over seeds."""
     students = read_curves(seeds)
-    logged = {"ce": {}}  # the first record may be a validation
+    if not students:
+        raise UserError(f"no {path}: nothing is logged yet")
+    logged = {"ce": {}}  # also if so far only val_ce is logged
     for terms in students.values():
         logged |= terms
     undrawn = {*LOGGED, *LEVELS, "val_ce"} - {"gnorm", "lr"}
     keys = [key for key in PANELS | logged if key in logged.keys() - undrawn]
-    n_rows = (len(keys) + 4) // 3  # the first one is of CE alone
+    n_rows = (len(keys) + 4) // 3  # CE has the first row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))
     handles = {}
     for i, key in enumerate(keys):
@@ -175,14 +178,14 @@ def draw_panel(axis, key, students, logged):
 
     The panel of CE also has the reference CEs in `logged`.
     """
-    ys = defaultdict(list)
+    ys = []  # of each curve
     styles = looks(students)
     for name, terms in students.items():
         for part in (key, HELD_OUT.get(key)):
             if part in terms:
                 n, y, half, *_ = zip(*map(estimate, terms[part].values()), strict=True)
                 half = [h if count > 3 else 0 for count, h in zip(n, half, strict=True)]
-                ys[name].extend(y)
+                ys.append(y)
                 gap = len(y) // 6 or 1  # between markers
                 for tokens, numbers in [*terms[part].items()][::gap]:
                     if len(numbers) in (2, 3):  # too few for an interval
@@ -196,10 +199,10 @@ def draw_panel(axis, key, students, logged):
                     line.set(marker="", linewidth=0.8)
     top = None
     if key in ("ce", "val_kl"):
-        # A student that stays far above the others leaves through the top, as may ln V, and as
-        # may the first tenth of each curve.
-        limit = 1.5 * np.median([y[-1] for y in ys.values()])
-        top = 1.03 * max(max(y[len(y) // 10 :]) for y in ys.values() if y[-1] <= limit)
+        # Curves that end far above the others, the first tenth of each one, and ln V may lie above
+        # the panel.
+        limit = 1.5 * np.median([y[-1] for y in ys])
+        top = 1.03 * max(max(y[len(y) // 10 :]) for y in ys if y[-1] <= limit)
     for level, (label, dash) in LEVELS.items():
         if key == "ce" and level in logged:
             *_, last = logged[level].values()
@@ -207,7 +210,7 @@ def draw_panel(axis, key, students, logged):
             if ce > top:
                 label += " (above the panel)"
             axis.axhline(ce, color="black", linestyle=dash, label=label)
-    values = np.concatenate([*ys.values()])
+    values = np.concatenate(ys)
     least = values.min()
     if key != "lr" and values.max() > 20 * least > 0:
         axis.set_yscale("log")
@@ -222,9 +225,9 @@ def draw_panel(axis, key, students, logged):
 
 
 def budget(logs, path):
-    """Draw the distribution of d_u below d_max, and say the share of positions below it.
+    """Draw the distribution of d_u below d_max, and write down the share of positions below it.
 
-    Both early and late in training, and with the teacher's own candidates.
+    A student has three curves: early and late in training, and the teacher as its own student.
     """
     parts = {}
     for name, student in logs.items():
@@ -232,11 +235,10 @@ def budget(logs, path):
         if any(sum(r["d_u_hist"][:-1]) for r in records):
             records = records[1:] or records  # without step 0
             tenth = -(-len(records) // 10)  # rounded up
-            parts[name] = {
-                "early": records[:tenth],
-                "late": records[-tenth:],
-                "teacher": histograms(student, "teacher"),
-            }
+            parts[name] = {"early": records[:tenth], "late": records[-tenth:]}
+            teacher = histograms(student, "teacher")
+            if len(teacher[0]["d_u_hist"]) == len(records[0]["d_u_hist"]):  # of an equal d_max
+                parts[name]["teacher"] = teacher
     if not parts:
         raise UserError("no d_u below d_max; train ALRA with --histogram_every_steps=N")
     n = len(parts)
@@ -265,9 +267,9 @@ def budget(logs, path):
 
 
 def anchoring(logs, path):
-    """Draw the teacher's probability of the label and of its own top-1, and their agreement.
+    """Draw the teacher's probability of the label and of its own top-1, and how often both are one.
 
-    As a density, and as means of each step; agreement is the share where both are one token.
+    As a density, and as means of each step.
     """
     records = []
     for student in logs.values():
@@ -316,9 +318,9 @@ def anchoring(logs, path):
 
 @torch.no_grad()
 def sentence(text, folder, path):
-    """Draw what ALRA chooses at each token of a text, which is its forward batch.
+    """Draw what ALRA chooses at each token of a text. The text is the forward batch.
 
-    The student is that of the first, and of the last kept checkpoint.
+    Left is the first checkpoint that the run has kept, right the last one.
     """
     kept = sorted(folder.glob("checkpoints/step_*/model"))
     run = read_json(folder.parent / "run.json", {"config": dict, "made_by": dict})
@@ -377,14 +379,16 @@ def sentence(text, folder, path):
 
 
 def draw_tokens(axis, x, column, top_1, proposals, tokenizer):
-    """Write the tokens of a column {y: token}: `top_1` in bold, what is no proposal in red."""
+    """Write the tokens of a column {y: token}: `top_1` in bold, tokens not proposed in red."""
     style = {"size": 7, "family": "monospace", "ha": "center", "va": "center", "parse_math": False}
     for y, token in column.items():
         word = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
         cell = axis.text(x, y, word, **style)
+        if y < -2:  # the token read
+            continue
         if token == top_1:
             cell.set_weight("bold")
-        if y > -2 and token not in proposals:  # above -2 is the token read
+        if token not in proposals:
             cell.set_color("red")
 
 

@@ -55,7 +55,7 @@ def main(argv):
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
     check_vocabulary(args.checkpoint, len(model.head), tokenizer)
     facts = run_facts(folder, {"bos": int | None, "made_by": {"shape": dict}})
-    bos = leading_bos(tokenizer)  # the id before its documents
+    bos = leading_bos(tokenizer)  # the id that starts a document, or None
     if facts:
         check_model(args.checkpoint, model.model, facts)
         bos = facts["bos"]

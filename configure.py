@@ -41,10 +41,10 @@ CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
 
 
 def key(default: object, affects: str):
-    """Return a field of `Config` that does not affect what a student learns.
+    """Return a field of `Config` whose value alone does not determine what a student learns.
 
-    affects  "paths": where something is found, of which only the content counts
-             "data": the rows that prepare.py writes, of which only the content counts
+    affects  "paths": where something is found, which is identified by its content
+             "data": how rows are made and read, which are identified by their content
              "speed": where and how fast a run computes, which changes rounding at most
              "log": what a run prints, records and keeps
     """
@@ -202,7 +202,7 @@ class Config:
         return self.hyper.get(method, {}) | self.hyper.get(student, {})
 
     def overrides_of(self, student: str) -> dict:
-        """Return the `settings_of` a student that its objective takes: all but `lr`."""
+        """Return the `settings_of` a student without `lr`: those that a `Method` has."""
         return {name: x for name, x in self.settings_of(student).items() if name != "lr"}
 
     def lr_factor(self, student: str) -> float:
@@ -283,7 +283,7 @@ def load(argv, epilog=tuple) -> Config:
             "the keys"
         )
     values = {}
-    flagged = set()  # methods that flags speak of
+    flagged = set()  # methods whose settings flags set
     for arg in argv:
         for name, value in read_argument(arg).items():
             if name == "hyper" and isinstance(value, dict):
@@ -336,7 +336,7 @@ def read_argument(arg: str) -> dict:
 
 
 def merged(hyper: dict, more: dict) -> dict:
-    """Return the settings by method of both; where both set one, that of `more`."""
+    """Return both settings by method as one; those of `more` win."""
     both = dict(hyper)
     for method, settings in more.items():
         if type(settings) is not dict:
@@ -408,7 +408,7 @@ SYNONYMS = {
 # scripts
 
 
-# How far this process is, for what `guard` says of a crash: a run's folder `out`, and its `step`.
+# How far this process is, for the report of a crash: a run's folder `out`, and its `step`.
 PROGRESS: dict = {}
 
 
@@ -418,13 +418,13 @@ def run(main):
 
 
 def guard(main) -> int:
-    """Call a function, and return the exit code of a script that does no more.
+    """Call a script's main function, and return the exit code of the script.
 
     An error that the user can correct, and Ctrl-C, end in one line on stderr. Any other error
     prints its traceback, and adds it to a file in the run's folder if there is one.
 
-    Where torchrun may restart, only an error that nobody foresaw has a code other than 0: after a
-    signal, or a mistake of the user, it must not.
+    With --max_restarts, torchrun starts again after every code but 0. It must not after a signal
+    that ended a run or after a `UserError`, so these return 0.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:

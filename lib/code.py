@@ -3,9 +3,9 @@
 `closure` begins with some definitions and follows every name that they use to its definition in the
 project's own files, and so on. A name is one of the same file, or one that the file imports, such
 as `from lib.vocab import kl`, or `from lib import vocab` with `vocab.split`. A class counts as a
-whole. Each definition is known by a hash of its syntax tree. Comments, layout, docstrings,
-annotations, the arguments of `raise`, and calls that print do not count; names in an annotation
-are followed all the same.
+whole. Each definition is identified by a hash of its syntax tree. Comments, layout, docstrings,
+annotations, and what `raise` and calls that print say do not count; names in an annotation are
+followed all the same.
 """
 
 import ast
@@ -52,7 +52,7 @@ def closure(begin, skip=(), roots=(ROOT,)) -> dict[str, str]:
 
 @functools.cache
 def find_definition(path: str, roots):
-    """Return the file, module and name that a dotted path stands for; no file if it is foreign."""
+    """Return the file, module and name that a dotted path stands for; None if `roots` have none."""
     parts = path.split(".")
     for n in range(1, len(parts)):
         for root in roots:

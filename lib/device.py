@@ -20,7 +20,7 @@ import transformers
 from lib.errors import UserError
 
 # FLOP/s of dense bf16 products with fp32 accumulation, from the makers' data sheets. A card's name
-# contains the key; the first match counts.
+# contains the key as words; the first match counts.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -40,11 +40,15 @@ def pick_device(name) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     n = torch.cuda.device_count()
+    n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if name == "cuda" and n_processes <= n:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
-        raise UserError(f"device={name}: expected cpu, or cuda; torch finds {n} CUDA devices")
+        raise UserError(
+            f"device={name}: expected cpu, or cuda with a card for each process; "
+            f"torch finds {n} CUDA devices for {n_processes} processes"
+        )
     if name == "cpu":
         keep_memory()
     return torch.device(name)
@@ -91,7 +95,8 @@ def machine_facts(device) -> dict:
         "git_commit": commit or None,
         "versions": versions,
         "machine": device_name(device),
-        "instructions": torch.backends.cpu.get_cpu_capability(),  # both change how sums are rounded
+        # instructions and threads change how sums are rounded
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
 
@@ -106,7 +111,7 @@ def run_git(*arguments: str) -> str:
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(command, capture_output=True, errors="replace", check=False).stdout
 
 
 def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:
@@ -116,7 +121,7 @@ def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:
     """
     name = device_name(device)
     for key, peak in PEAK_FLOPS.items():
-        if key in name:
+        if re.search(rf"\b{key}\b", name):
             return flops_per_sec / (peak * n_devices)
     return None
 
@@ -150,6 +155,6 @@ def repair_compile_cache():
 
 
 def give_back_memory():
-    """Let glibc return freed memory to the system, also below blocks that are in use."""
+    """Make glibc return freed memory to the system, also from between blocks in use."""
     with contextlib.suppress(AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -2,14 +2,16 @@
 
     python -m run.cache config/demo.py     fill the cache ahead of runs with teacher_cache=True
 
-DATA_DIR/teacher_KEY.safetensors   the head; KEY is a hash of the teacher's content and the dtype
-DATA_DIR/teacher_KEY.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype, then
-                                   a uint64 for each row; KEY also covers the content of NAME.bin
+DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content and the dtype
+DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
+                                    followed by a uint64 for each row; ROWS is a hash of the same,
+                                    and of the content of NAME.bin
 
-Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. A row's
-uint64 is 0 while the row is missing, then 2**32 + a checksum of KEY, the row's number and its
-bytes. So nothing that a kill, a full disk or a copy leaves behind is taken for a complete row. What
-is missing or damaged is computed; what cannot be stored is computed by the next run again.
+Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. The uint64
+of a missing row is 0. That of a stored row is 2**32 + a checksum of the file's name, the row's
+number and its bytes, so nothing that a kill, a full disk or a copy leaves behind is taken for a
+complete row. Rows that are missing or damaged are computed; a row that cannot be stored is computed
+again by the next run.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ from lib.rows import Rows, row_order
 from run.identity import content_hash, record_hash
 from run.log import say
 from run.methods import needs_teacher
-from run.preflight import open_data, open_teacher
+from run.preflight import check_config, open_data, open_teacher
 from run.teacher import Teacher, check_teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
@@ -54,8 +56,8 @@ class States:
         size = rows.n * (row_bytes + 8)
         if not self.file.is_file() or self.file.stat().st_size != size:
             with writing(self.file), self.file.open("ab"):
-                # Missing rows take no space on the disk. A new size moves the checksums, so that
-                # every row of a file that was cut counts as missing.
+                # Missing rows take no space on the disk. A file that was cut is filled up with
+                # zeros: its rows without a checksum count as missing.
                 os.truncate(self.file, size)
         # both views also show what other processes write
         self.values = np.memmap(self.file, np.uint8, "r", shape=(rows.n, row_bytes))  # [n, M]
@@ -155,9 +157,11 @@ def open_cached(
 ) -> CachedTeacher | None:
     """Return a teacher that reads the hidden states of `wanted` from the cache.
 
-    `load` is called for its body only if the head or some hidden states are missing; and in mid-run
-    by one process alone, with 1 for `shard`. Returns None if the body is needed and `load` returns
-    None.
+    load  returns the teacher's body, which computes hidden states, or None. All processes call it
+          if the head or some hidden states are missing. A process that reads a damaged row during
+          the run calls load(1), without sharding, on its own.
+
+    Returns None if the body is needed and `load` returns None.
     """
     first, *_ = wanted
     folder = Path(first.file).parent
@@ -187,7 +191,7 @@ def open_cached(
     body = body or load()
     if not body:
         return None
-    say(f"teacher: hidden states take {gib(missing_bytes)} more of disk in {folder}")
+    say(f"teacher: hidden states take {gib(missing_bytes)} more disk space in {folder}")
     return CachedTeacher(body.head, states, body, load)
 
 
@@ -205,13 +209,17 @@ def checksum_of(head: Tensor) -> int:
 
 
 def fill_cache(cfg):
-    """Compute and store the teacher's hidden states of all rows that runs of `cfg` read."""
+    """Compute and store the teacher's hidden states of the rows that a run reads.
+
+    They are those of all held-out rows, whatever `val_max_rows` is.
+    """
     if not any(map(needs_teacher, cfg.methods)):
         return
     device = pick_device(cfg.device)
     cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
     parallel.start(device, cfg.timeout_minutes)
     try:
+        check_config(cfg)
         rows = open_data(cfg, "train")
         val = open_data(cfg, "val")
         check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
@@ -231,7 +239,7 @@ def fill(teacher: CachedTeacher, wanted: RowIndices, size: int):
         missing = index[parallel.all_gather(states.sums[index] == 0)[0]]
         end = len(missing)
         if teacher.always_computes:
-            end += rank * size
+            end += rank * size  # so that all processes make as many batches
         starts = range(rank * size, end, parallel.world() * size)
         for at in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
             batch = missing[at : at + size]

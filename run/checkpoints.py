@@ -45,7 +45,7 @@ from run.students import COUNTS, Student, student_facts
 MODEL = "model/model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 EXTRAS = "extras.safetensors"
-STATE = {  # what is read of a checkpoint's state.json
+STATE = {  # what is read from a checkpoint's state.json
     "made_by": dict,
     "sums": dict[str, float | None],
     "step": NonNegativeInt,
@@ -65,8 +65,8 @@ def resume(students, run):
     cfg = run.cfg
     out = Path(cfg.out_dir)
     starts = earlier_starts(out / "run.json", cfg)
-    begins = [[s.init_sha256, *s.checkpoints()] for s in students]
-    parallel.check_agreement(**{"first weights and checkpoints": begins})
+    histories = [[s.init_sha256, *s.checkpoints()] for s in students]
+    parallel.check_agreement(**{"first weights and checkpoints": histories})
     stop_steps = read_stops(students)
     live = [s for s in students if not s.stopped]
     common = set()  # the steps of which every live student has a checkpoint
@@ -75,7 +75,7 @@ def resume(students, run):
     if not live:  # every student has stopped
         run.step = max(stop_steps)
     elif common:
-        run.step = newest_complete(live, common)
+        run.step = newest_intact(live, common)
         restore(live, run)
     elif any((s.folder / "log.jsonl").exists() for s in live):
         raise UserError(
@@ -136,7 +136,7 @@ def read_stops(students) -> list[int]:
     return steps
 
 
-def newest_complete(live, steps) -> int:
+def newest_intact(live, steps) -> int:
     """Return the newest of `steps` at which every student's checkpoint is as it was saved.
 
     Raises `UserError` if there is none.
@@ -200,8 +200,8 @@ def start_from(name, live, run):
         raise UserError(
             f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
         )
+    state = read_state(checkpoint)
     for s in live:
-        state = read_state(checkpoint)
         changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
         for key in changes.keys() & {"shape", "tokenizer_sha256", "batch_rows"}:
             raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
@@ -234,6 +234,8 @@ def check_disk(students, cfg) -> str:
     out = Path(cfg.out_dir)
     n_params = students[0].model.n_params
     n_checkpoints = cfg.keep_checkpoints + 1
+    if cfg.keep_every_steps:
+        n_checkpoints += cfg.max_steps // cfg.keep_every_steps
     # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
     needed = len(students) * n_params * (12 * n_checkpoints + 4)
     free = shutil.disk_usage(out).free
@@ -248,7 +250,7 @@ def check_disk(students, cfg) -> str:
 
 
 def say_summary(students, run):
-    """Print the machine, teacher and students, the students' size, and how far the run has come."""
+    """Print the machine, teacher and students, their size, how far the run is, and `check_disk`."""
     cfg = run.cfg
     first = students[0]
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
@@ -288,8 +290,8 @@ def write_model(s, weights, run):
     if problem:
         facts["differs_in_transformers"] = problem
         say(
-            f"{folder}: another model for transformers: {problem}; "
-            "save_folder in lib/hf.py must know what was edited in model.py"
+            f"{folder}: transformers computes another model from it: {problem}; "
+            "save_folder in lib/hf.py must write what was edited in model.py"
         )
     files.write_json(s.folder / "run.json", facts)
 
@@ -317,7 +319,7 @@ def save_checkpoints(live, run):
 
     Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
     """
-    parallel.on_first(write_waiting)  # a resumed run does not log these steps again
+    parallel.on_first(write_waiting)  # first: a run that resumes here does not log these again
     for s in live:
         groups = {}
         if run.step:  # a checkpoint of step 0 has no tensors
@@ -359,7 +361,7 @@ def write_checkpoint(path, groups, state: dict, s):
 def delete_older(s, run):
     """Delete checkpoints up to this step, except the last `keep_checkpoints`.
 
-    A stopping student keeps all of them until stopped.json is written: after a kill the students
+    A stopping student keeps all of them: after a kill before stopped.json is written, the students
     need a common step.
     """
     if s.stopped:
@@ -377,18 +379,19 @@ def read_state(path) -> dict:
 
     Raises `UserError` unless every file of the checkpoint is as it was saved.
     """
-    try:
-        state = read_json(path / "state.json", STATE)
-        hashes = state["files_sha256"]
-        changed = [file for file, sha in hashes.items() if file_hash(path / file) != sha]
-        if state["step"]:
-            changed += {MODEL, OPTIMIZER} - hashes.keys()
-        if path.name != f"step_{state['step']:08d}":
-            changed.append(f"its name, as it is of step {state['step']}")
-        if changed:
-            raise UserError(f"{path}: {changed} not as it was saved")
-    except UserError as error:
-        raise UserError(f"{error}; move {path} aside to resume from the one before") from error
+    remedy = f"move {path} aside to resume from an earlier one"
+    state = read_json(path / "state.json", STATE, remedy)
+    hashes = state["files_sha256"]
+    changed = []
+    for file, sha in hashes.items():
+        if not (path / file).is_file() or file_hash(path / file) != sha:
+            changed.append(file)
+    if state["step"]:
+        changed += {MODEL, OPTIMIZER} - hashes.keys()
+    if path.name != f"step_{state['step']:08d}":
+        changed.append(f"its name, as it is of step {state['step']}")
+    if changed:
+        raise UserError(f"{path}: {', '.join(changed)}: not as it was saved; {remedy}")
     return state
 
 
@@ -447,7 +450,7 @@ def stop(s, run):
     newest = max(s.checkpoints().values(), default="CHECKPOINT")
     s.stopped = (
         f"step {run.step}: {s.stopped}; to go on, --resume_from={newest} with another out_dir "
-        f"and a smaller lr than {run.cfg.lr * s.lr_factor:g}"
+        f"and an lr below {run.cfg.lr * s.lr_factor:g}"
     )
     say(f"{s.name} stopped at {s.stopped}")
     facts = student_facts(s, run) | {"why": s.stopped}

@@ -48,13 +48,14 @@ def fail(error: Exception, cfg) -> NoReturn:
     write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
     if isinstance(error, UserError) and not error.is_shared:
         if parallel.world() > 1 and "step" in configure.PROGRESS:
+            # the others are in the middle of an update: torchrun ends them
             raise RuntimeError("an error of this process alone") from error
-        parallel.all_gather(error)  # the others wait there, or come to it next
+        parallel.all_gather(error)  # the others are in an `all_gather`, or reach one next
     raise error
 
 
 def write_exit(cfg, code, why):
-    """Write OUT/exit.json, unless another process has written before why the run ends."""
+    """Write OUT/exit.json, unless another process has already written why the run ends."""
     facts = {
         "code": code,
         "step": configure.PROGRESS.get("step"),
@@ -81,6 +82,6 @@ def exit_code(students, run) -> int:
         write_exit(cfg, code, why)
     n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
-        # this node's torchrun would wait five minutes for one that has received the signal itself
+        # else this node's torchrun waits five minutes for one of another node that got the signal
         os.kill(os.getppid(), signal.SIGTERM)
     return code

@@ -22,12 +22,16 @@ from run.students import hidden_and_head
 def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     """Return the teacher's histograms and the students' local budgets over one update.
 
-    batches  x [B, T], labels y [B, T], their number, and the teacher's hidden states
-             [B, T, D]; sums are over all processes
-    ->       the teacher's record: `n` valid positions, `d_u_hist` (its own top d_max as
-             candidates), means `p_label`, `p_top1`, `agree`, `ce`, `entropy`; `p_label_hist`,
-             `p_top1_hist` (50 equal bins of [0, 1]); and for each student whose objective has a
-             budget, how many positions have each budget
+    batches  x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D]
+    ->       the teacher's record, and for each student whose objective has a budget, the number
+             of positions by budget; both over all processes
+
+    The teacher's record:
+
+    n                                         valid positions
+    d_u_hist                                  positions by budget, the teacher as its own student
+    p_label, p_top1, agree, ce, entropy       means
+    p_label_hist, p_top1_hist                 positions in 50 equal bins of [0, 1]
     """
     hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
     sums = defaultdict(int)

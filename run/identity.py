@@ -29,10 +29,10 @@ from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
-RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read of a run's run.json
+RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# What a training step passes through, from rows and first weights to the update. A class is found
-# where a definition names it: that of an argument must be named here.
+# Where the search for the code of a training step begins, from rows and first weights to the
+# update. It follows names, so the class of an argument, such as `Rows`, must be listed.
 STEP = (
     "train.update",
     "train.micro_batches",
@@ -88,7 +88,7 @@ def made_by(cfg, name) -> dict:
 
 
 def all_settings(cfg, name, method) -> dict:
-    """Return all settings of a student: its objective's, its weights, and `lr` if it was set.
+    """Return all settings of a student: its objective's, w_kd, w_ce, and `lr` if it was set.
 
     method  has the chosen settings, except `lr`
     """
@@ -182,7 +182,7 @@ def objective_code(name) -> dict[str, str]:
     """Return the hashes of the definitions that only a method's objective passes through.
 
     An objective that is not a function of a file, but made by a closure, a `partial` or a lambda,
-    is also known by its row in `METHODS`.
+    is also identified by its row in `METHODS`.
     """
     name = name.partition("@")[0]
     fn = resolve(name).fn
@@ -193,7 +193,8 @@ def objective_code(name) -> dict[str, str]:
     if path not in hashes:
         row = row_of(name)
         if row is None:  # made while the program runs
-            hashes[path] = hashlib.sha256(marshal.dumps(fn.__code__)).hexdigest()[:8]
+            code = getattr(fn, "func", fn).__code__  # of a `partial`
+            hashes[path] = hashlib.sha256(marshal.dumps(code)).hexdigest()[:8]
         else:
             used = used_paths(row, "losses", read_source(ROOT / "losses.py"))
             hashes |= closure(used, NOT_FOLLOWED) | {f"losses.METHODS[{name}]": tree_hash(row)}

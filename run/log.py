@@ -52,7 +52,7 @@ def say_row(label: str, cells, cfg):
 
 
 def log_validation(live, validated, val, run):
-    """Print and record the results of a validation; the first time with the reference CEs.
+    """Print and record the results of a validation, at first with the reference CEs.
 
     val  the held-out rows (`Rows`)
     """
@@ -77,11 +77,11 @@ def log_validation(live, validated, val, run):
 
 
 def say_if_overfitting(s, run):
-    """Print what to do if the held-out CE has risen three times in a row, once in a start."""
+    """Print what to do if the held-out CE has risen three times in a row, but only once."""
     records = files.read_lines(s.folder / "log.jsonl")
     ces = [line["val_ce"] for line in records if line.get("val_ce")][-4:]
-    if not s.told and len(ces) == 4 and ces == sorted(set(ces)):
-        s.told = True
+    if not s.warned and len(ces) == 4 and ces == sorted(set(ces)):
+        s.warned = True
         say(
             f"{s.name}, step {run.step}: held-out CE rose in three validations in a row, likely "
             "from overfitting; begin again with more text, or with fewer passes (max_steps)"

@@ -28,7 +28,7 @@ from losses import (
     with_sequences,
 )
 
-# What a record of log.jsonl has beside an objective's terms and the figures of validations.
+# What a record of log.jsonl has besides an objective's terms and the figures of validations.
 LOGGED = (
     "step",
     "nominal_tokens",
@@ -39,17 +39,17 @@ LOGGED = (
     "mfu",
     "mem_gib",
     "eta_sec",
-    "checkpoint_sec",  # in earlier logs, like the next one
+    "checkpoint_sec",  # this and `time` are in earlier logs only
     "time",
 )
-RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # no part of an objective is called so
+RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # names that no part of an objective may have
 
 # ----------------------------------------------------------------------------------------------
 # names and settings
 
 
 def needs_teacher(name) -> bool:
-    """Whether the method reads teacher logits."""
+    """Return whether the method reads teacher logits."""
     return resolve(name).has_teacher
 
 
@@ -105,7 +105,7 @@ def make_objective(name, cfg):
         if not is_random:
             return functools.partial(loss_fn, scheduled=scheduled)
         first_row = parallel.rank() * cfg.batch_rows // parallel.world()
-        places = itertools.count(first_row // cfg.group)  # of forward batches in the update
+        places = itertools.count(first_row // cfg.group)  # of forward batches, which come in order
 
         def with_generator(*inputs):
             seed = random.Random(f"{cfg.seed} {step} {name} {next(places)}").getrandbits(63)
@@ -214,11 +214,11 @@ def _check_contract(method, V):
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(2, 3, V, generator=generator)  # student's and teacher's logits
     y = torch.tensor([0, IGNORE, V - 1])
-    z_wild = z * torch.tensor([1.0, 1e3, 1.0])[:, None]
+    z_wild = z * torch.tensor([1.0, 1e3, 1.0])[:, None]  # other logits at the ignored position
     random_state = torch.get_rng_state()
     first = _try_once(method, z, y)
     wild = _try_once(method, z_wild, y)
-    _try_once(method, -z, y)  # what it keeps of these logits would change the next call
+    _try_once(method, -z, y)  # if it remembers these logits, the next call differs
     again = _try_once(method, z, y)
     if not first.isfinite().all():
         raise UserError("its loss or gradient is not finite at ordinary logits")
@@ -260,7 +260,7 @@ def _try_once(method, z, y) -> Tensor:
         )
     for name, part in parts.items():
         got = tuple(part.shape) if isinstance(part, Tensor) else [part]
-        if name in RESERVED:
+        if name in RESERVED or name.startswith("val_"):
             raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
         if got[:1] != y.shape:
             raise UserError(

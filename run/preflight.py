@@ -26,8 +26,8 @@ def open_data(cfg, name) -> Rows:
     return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
 
 
-def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None) -> Teacher | None:
-    """Load the frozen teacher. Returns None if no method of the run needs one.
+def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
+    """Return the frozen `Teacher`, or a `CachedTeacher`; None if no method of the run needs one.
 
     rows, val  training and held-out rows, whose hidden states `teacher_cache` stores
     """
@@ -54,6 +54,7 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None) -> Teac
 def check_config(cfg):
     """Check the config before any data is read. Raises `UserError`."""
     shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
+    # each process has a device of its own
     parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
     shape = student_shape(cfg)
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
@@ -76,7 +77,7 @@ def check_config(cfg):
 
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
-    """Return the tokenizer, after checks that rows, tokenizer and vocabularies fit each other."""
+    """Return the tokenizer, once rows, tokenizer, vocabularies and updates fit each other."""
     name = cfg.tokenizer or cfg.teacher
     if not name:
         raise UserError("tokenizer=None with teacher=None: set the tokenizer of the rows")
@@ -84,7 +85,7 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     teacher_shape = inherited(cfg.teacher)
     student_vocab = student_config(cfg.student, teacher_shape).vocab_size
     teacher_vocab = student_vocab
-    if any(map(needs_teacher, cfg.methods)):  # so there is a teacher
+    if any(map(needs_teacher, cfg.methods)):  # `check_config` has seen that there is one
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
         teacher_vocab = teacher_shape["vocab_size"]
     check_rows(cfg.data_dir, rows, val, name, tokenizer)

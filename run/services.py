@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import platform
 from collections.abc import Callable
 
 from run.students import student_facts
@@ -11,7 +10,7 @@ from run.students import student_facts
 def services(s, run) -> dict[str, Callable]:
     """Return the logging services that the config asks for, by name.
 
-    Each is a function that connects in its first call, and returns what sends a record.
+    Each connects when it is first called, and returns a function that sends a record.
     """
     chosen = {}
     if run.cfg.tensorboard:
@@ -38,14 +37,15 @@ def tensorboard(s) -> Callable:
 def wandb_run(s, run) -> Callable:
     import wandb
 
-    place = f"{platform.node()} {s.folder.resolve()}"
+    facts = student_facts(s, run)
+    identity = f"{s.folder.resolve()} {facts['made_by_sha256']}"
     board = wandb.init(
         project=run.cfg.wandb_project,
         group=run.cfg.out_dir,
         name=s.name,
         dir=s.folder,
-        id=hashlib.sha256(place.encode()).hexdigest()[:12],  # the same after a resume
-        config=student_facts(s, run),
+        id=hashlib.sha256(identity.encode()).hexdigest()[:12],  # the same after a resume
+        config=facts,
         resume="allow",
         reinit="create_new",
     )

@@ -37,7 +37,7 @@ class Student:
     gnorm: float = 0.0
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
-    told: bool = False  # in this start, that its held-out CE rises
+    warned: bool = False  # that its held-out CE rises, since the program started
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     objective_at: Callable | None = None  # update, state -> objective (run/methods.py)
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
@@ -76,9 +76,9 @@ class Run:
     facts: dict  # the provenance of every result (run/preflight.py)
     step: int = 0  # updates done so far
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    first_step: int = 0  # where this start began
-    began: float = 0.0  # `time.perf_counter()` then, or after the first update
-    signals: list[str] = field(default_factory=list)  # that ended it before its end
+    first_step: int = 0  # at which this program started: 0, or that of a checkpoint
+    began: float = 0.0  # `time.perf_counter()` when it started, later after its first update
+    signals: list[str] = field(default_factory=list)  # names of those that ended the run early
 
     def count_update(self, n_valid: float, seconds: float):
         configure.PROGRESS["step"] = self.step

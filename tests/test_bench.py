@@ -92,6 +92,7 @@ def test_one_command_runs_every_section(tmp_path, monkeypatch, printed):
 
 def test_a_missing_card_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with refusal(r"device=cuda.*: .*torch finds 0 CUDA devices"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with refusal(r"device=cuda: .*torch finds 1 CUDA devices for 2 processes"):
         bench.main(["gpu"])

@@ -183,7 +183,7 @@ def test_a_fill_that_was_killed_goes_on_where_it_was(world, forward):
     short = shutil.copytree(world / "teacher", world / "short") / "config.json"
     text = re.sub('("max_position_embeddings": )\\d+', r"\g<1>4", short.read_text())
     short.write_text(text)
-    with refusal("short supports 4 positions; set a smaller one"):
+    with refusal("short supports 4 positions; set a smaller seq_len"):
         cache.fill_cache(config(world, "unused", **CACHED, teacher=short.parent))
 
 

@@ -123,7 +123,7 @@ nowhere.py => nowhere.py: no such config file
 --alra.d_max=259 => alra: d_max=259: expected 2 <= d_max < V
 --hyper=3 => hyper
 --device=gpu => device=gpu: expected cpu
---device=cuda => device=cuda:0: expected cpu, or cuda
+--device=cuda => device=cuda: expected cpu, or cuda
 --seq_len=12 => seq_len=12: data has rows for seq_len=16
 --teacher=none => teacher=None: .*learns from one
 --teacher=none --methods=pretrain --hyper={} --alra.d_max=7 => alra
@@ -229,6 +229,7 @@ eval.py --table nowhere => nowhere
 tools/plot.py nowhere => nowhere
 tools/sample.py nowhere => nowhere: no such folder
 {SAMPLE} --temperature=nan => --temperature
+run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
 {PREPARE} --source=nowhere => nowhere
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
 {PREPARE} --source=cfg.py => cfg.py
@@ -488,7 +489,7 @@ def test_an_unfinished_run_is_scored_and_sampled_by_a_checkpoint(name, steps, fo
     shell("rm -r half/*/model half/*/run.json")
     before = contents(folder / "half")
     assert run(EVAL.replace("run/alra", name)) == 0
-    pattern = r"scoring (\S+)/checkpoints/step_0000000(\d), of a training that goes on"
+    pattern = r"scoring the checkpoint (\S+)/checkpoints/step_0000000(\d)"
     scored = re.findall(pattern, capsys.readouterr().err)
     assert [int(step) for _, step in scored] == steps
     for out, step in scored:

@@ -613,7 +613,7 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     if not stops:
         return
     checkpoint = out / f"vanilla_kd/checkpoints/step_{step // 2 * 2:08d}"
-    hint = f"to go on, --resume_from={checkpoint} with another out_dir and a smaller lr than 0.005"
+    hint = f"to go on, --resume_from={checkpoint} with another out_dir and an lr below 0.005"
     line = f"vanilla_kd stopped at step {step}: {reason}; {hint}"
     assert line in output
     run(out, flags, 1)  # reported again, not tried again
@@ -711,7 +711,7 @@ def test_flops_are_those_of_every_product_and_mfu_is_their_share_of_all_cards(mo
     forward = 2 * matrices + attention
     for trained, n in ((False, 1), (True, 3)):
         assert flops_per_token(shape, 29, trained) == n * forward
-    for name, share in (("NVIDIA H100 80GB HBM3", 0.025), ("some other card", None)):
+    for name, share in (("NVIDIA H100 80GB HBM3", 0.025), ("NVIDIA RTX A1000", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert mfu(989e11, torch.device("cuda:0"), 4) == share
     assert mfu(1e12, CPU, 1) is None
@@ -1083,5 +1083,5 @@ def test_a_decoder_that_transformers_does_not_compute_is_told(tiny, tmp_path, mo
         assert facts["weights_sha256"] == weights_hash(Qwen2.from_pretrained(str(model)))
         problem = facts.get("differs_in_transformers", "")
         assert bool(re.fullmatch(r"its logits differ by \d+\.\d+%", problem)) == (change == gelu)
-        line = f"{model}: another model for transformers: {problem}; "
+        line = f"{model}: transformers computes another model from it: {problem}; "
         assert (line in printed()) == (change == gelu)

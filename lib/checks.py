@@ -1,7 +1,7 @@
 """What goes into an objective and what comes out: shapes, dtypes, ignored positions.
 
 Every objective starts with `enter` and ends with `leave`. A logit that is not finite makes the loss
-not finite; for a label out of range torch raises an error of its own.
+not finite; where a label out of range is read, torch raises an error of its own.
 """
 
 import torch
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lib.errors import UserError
 
-IGNORE = -100  # label of a position outside T_B; torch's own `ignore_index`
+IGNORE = -100  # label of an ignored position; torch's own `ignore_index`
 
 
 def enter(z_s, z_t, y, guard=False):
     """Check and widen the input.
 
     guard  give ignored positions a gradient of exactly 0, even if their logits are NaN. Set it if
-           the objective reads z_s directly: `vocab.split`, `vocab.log_p` and `vocab.pointwise` do
-           so in the pass that they make anyway
+           the objective itself computes with z_s; `vocab.split`, `vocab.log_p` and
+           `vocab.pointwise` see to it themselves
 
     -> z_s and z_t [N, V] in fp32 or wider, z_t constant; labels [N], 0 where ignored; valid [N]
        bool

@@ -20,7 +20,7 @@ def join(device, timeout: timedelta):
         device_id = device
     store, rank, n_processes = next(dist.rendezvous("env://", timeout=timeout))
     # After a restart torchrun's store still holds the addresses of processes that have ended.
-    store = dist.PrefixStore(name_start(store, rank, n_processes), store)
+    store = dist.PrefixStore(name_of_start(store, rank, n_processes), store)
     dist.init_process_group(
         backend,
         store=store,
@@ -31,10 +31,10 @@ def join(device, timeout: timedelta):
     )
 
 
-def name_start(store: dist.Store, rank: int, n_processes: int) -> str:
-    """Return a name that the processes of this start share, and no start before it.
+def name_of_start(store: dist.Store, rank: int, n_processes: int) -> str:
+    """Return a name that the processes of this start share, and that no earlier start had.
 
-    The restart count does not serve: each node's torchrun counts its own. So each process sends a
+    The restart count would not do: each node's torchrun counts its own. So each process sends a
     random word, gets process 0's word in answer, and sends that back. Process 0 also answers words
     that processes of an earlier start have left, but only processes that are alive send its word
     back.

@@ -1,4 +1,4 @@
-"""The documents of local files: JSON lines (also gzip or zstd), parquet, or one text a file.
+"""The documents of local files: JSON lines (also gzip or zstd), parquet, or one text per file.
 
 A document is a dict:
 
@@ -35,11 +35,11 @@ def list_files(source: str) -> list[str]:
     seen = set()
     if path.is_dir():
         for folder, subfolders, inside in os.walk(path, onerror=refuse, followlinks=True):
-            if os.path.realpath(folder) in seen:  # as links in a circle lead back
+            if os.path.realpath(folder) in seen:  # a link has led back
                 inside.clear()
                 subfolders.clear()
             seen.add(os.path.realpath(folder))
-            subfolders.sort()  # so that a folder with two names has the same one everywhere
+            subfolders.sort()  # every machine uses the same of a folder's two names
             names.extend(os.path.join(folder, name) for name in inside)
     elif not path.exists():
         names = glob.glob(str(path), recursive=True)
@@ -58,7 +58,7 @@ def list_files(source: str) -> list[str]:
         )
     file_of = {}
     for file in files:
-        unpacked = re.sub(r"\.(gz|zst)$", "", os.path.realpath(file))
+        unpacked = re.sub(r"(?i)\.(gz|zst)$", "", os.path.realpath(file))
         other = file_of.setdefault(unpacked, file)
         if other != file:
             raise UserError(f"source={source}: {other} and {file} hold one text; keep one of them")
@@ -66,7 +66,7 @@ def list_files(source: str) -> list[str]:
 
 
 def read_files(files: list[str], root: str, column: str):
-    """Yield the documents of local files in this order. Only those of text files have names."""
+    """Yield the documents of local files in their order. Only those of text files have names."""
     for file in files:
         with reading(file, "download or write it again"):
             for number, record in enumerate(read_records(file, column), 1):
@@ -89,7 +89,8 @@ def read_records(file, column):
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024, columns=[column]):
             yield from batch.to_pylist()
     else:
-        with io.BufferedReader(pyarrow.input_stream(file)) as lines:  # unpacks by the file's suffix
+        packing = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
+        with io.BufferedReader(pyarrow.input_stream(file, packing)) as lines:
             yield from map(bytes.strip, lines)
 
 
@@ -101,7 +102,7 @@ def read_document(record, column: str, where: str = "") -> dict:
             record = {column: record.read_bytes().decode("utf-8-sig")}
         if isinstance(record, bytes):
             record = json.loads(record)
-        # replaces lone surrogates, which JSON can spell; raises TypeError for what is no text
+        # replaces lone surrogates, which JSON can spell; raises TypeError unless it is text
         text = re.sub("[\ud800-\udfff]", "\ufffd", record[column])
     except LookupError as error:
         bad = f"{where}cannot be read: no {error}; source_text names the field"

@@ -1,4 +1,4 @@
-"""The error that a user can correct, and what its line is made of."""
+"""The error that a user can correct, and helpers for its message."""
 
 import difflib
 

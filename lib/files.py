@@ -20,7 +20,10 @@ REMEDY = "move it aside, and the command that wrote it makes it again"
 
 @contextlib.contextmanager
 def writing(path):
-    """Turn any failure to write `path`, such as a full disk, into a one-line `UserError`."""
+    """Turn any failure to write `path`, such as a full disk, into a one-line `UserError`.
+
+    Deletes what was written so far.
+    """
     try:
         yield
     except Exception as error:  # each library has an error of its own
@@ -31,13 +34,13 @@ def writing(path):
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{path}: cannot be written ({error}); free some space or check the permissions, then "
-            "run the same command again"
+            f"{path}: cannot be written ({first_line(error)}); free some space or check the "
+            "permissions, then run the same command again"
         ) from error
 
 
 def flush(path):
-    """Flush a file or folder to the disk, so that a rename never survives a crash without it."""
+    """Flush a file or folder to the disk, so that a crash never leaves a renamed file empty."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -46,7 +49,7 @@ def flush(path):
 def working_name(path, kind: str = "new") -> Path:
     """Return the temporary name beside `path` that is used while `path` is being written.
 
-    Only this project gives such names, so that what has one is overwritten or deleted.
+    Only this project gives such names, so whatever has one may be overwritten or deleted.
     """
     return path.with_name(f".{path.name}.alra-{kind}")
 
@@ -55,7 +58,7 @@ def discard(path):
     """Delete a folder written by this project, and what a kill left unfinished beside it.
 
     The folder is renamed first, so that a kill never leaves half of it under its own name. NFS
-    keeps files that are open; the next call deletes them.
+    keeps what is still open; the next call deletes that.
     """
     for unfinished in path.parent.glob(working_name(Path("*"), "*").name):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -77,7 +80,7 @@ def atomic_write(path, content: str | bytes):
 
 @contextlib.contextmanager
 def atomic_folder(path):
-    """Yield a folder to fill, which then replaces `path`. A kill leaves the old one or the new."""
+    """Yield a folder to fill, which then replaces `path`, so that none is ever there in part."""
     new = working_name(path)
     old = working_name(path, "old")
     shutil.rmtree(new, ignore_errors=True)
@@ -100,7 +103,7 @@ def atomic_folder(path):
 def locked(folder, busy: str):
     """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
-    The lock is on a file, which says who held it last, since NFS shows locks of files to all hosts.
+    The lock is on a file, as NFS shows such locks to all hosts. The file says who held it last.
 
     busy    the error if another process holds the lock
     """
@@ -178,7 +181,7 @@ def read_json(path, kinds=(), remedy=REMEDY) -> dict:
 
 
 def read_lines(path, kinds=()) -> list[dict]:
-    """Return the records of a file of JSON lines, each of `kinds`; an empty list without a file.
+    """Return the records of a file of JSON lines, checked by `kinds`; none if there is no file.
 
     Leaves out a last line that was cut short. Raises `UserError` at any other broken line.
     """
@@ -222,7 +225,7 @@ def set_aside(path):
 
 
 def check_kinds(value, kinds, where: Path | str, remedy=REMEDY) -> dict:
-    """Return a JSON object. Raises `UserError` if it is none, or lacks a key, or a kind is another.
+    """Return a JSON object. Raises `UserError` unless it is one, and has all `kinds`.
 
     kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;
            dict[str, kind] stands for an object of any keys

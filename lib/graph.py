@@ -28,7 +28,7 @@ class Rewrite(CustomGraphPass):
     def __call__(self, graph: Graph):
         compute_once(graph)
         inputs = [_shape(node) for node in graph.find_nodes(op="placeholder")]
-        logits = [shape for shape in inputs if len(shape) == 2]  # of both models, which are equal
+        logits = [shape for shape in inputs if len(shape) == 2]  # of one shape in both models
         if logits:
             dense = logits[0]
             scatter_last(graph, dense)
@@ -58,7 +58,7 @@ def compute_once(graph: Graph):
 def _is_pure(target) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    return not target._schema.is_mutable  # none is random: such an objective is not compiled
+    return not target._schema.is_mutable  # nor random: such objectives are not compiled
 
 
 def scatter_last(graph: Graph, dense: tuple):
@@ -67,7 +67,7 @@ def scatter_last(graph: Graph, dense: tuple):
         f(x.scatter(1, i, s), e) -> f(x, e).scatter(1, i, f(s, e.gather(1, i)))
 
     where f is a sum or a cast and e is dense. The gradients of all terms are then added, narrowed
-    and written in one pass, and k tokens follow.
+    and written in one pass; only then are the k tokens written.
     """
     for node in graph.find_nodes(op="call_function", target=aten.scatter.src):
         while _shape(node) == dense and len(node.users) == 1:
@@ -112,14 +112,15 @@ def _copy(graph, node, operands: dict) -> Node:
 
 
 def store_per_position(graph: Graph, dense: tuple):
-    """Store each number per position that meets a dense operand.
+    """Write numbers per position to memory before a dense operation reads them.
 
-    Inductor would repeat its arithmetic, fp64 logarithms included, for each of the [N, V] elements.
+    `force_stride_order` does that. Inductor would repeat their arithmetic, fp64 logarithms
+    included, for each of the [N, V] elements.
     """
     for node in list(graph.nodes):
         users = [user for user in node.users if _shape(user) == dense]
         is_small = math.prod(_shape(node)) <= dense[0]
-        if not users or not node.all_input_nodes or not is_small:
+        if not users or not node.all_input_nodes or not is_small:  # inputs are in memory already
             continue
         value = node.meta["val"]
         if value.is_floating_point():
@@ -135,7 +136,7 @@ def scatter_in_place(graph: Graph):
         z.copy_(x.scatter(1, i, s)) -> z.copy_(x), then z.scatter_(1, i, s)
 
     The copy goes to a view of z: Inductor would defer a copy to z itself to the end of the graph.
-    Gradients of another dtype than z have a buffer of their own (bf16, with bf16 products).
+    A gradient of another dtype than z (bf16, with bf16 products) keeps a buffer of its own.
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         z, new = node.args

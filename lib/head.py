@@ -27,7 +27,7 @@ def head_losses(
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], evaluate): last hidden states, head
               weight and objective
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
-    y         [B, T] labels; IGNORE marks positions outside T_B
+    y         [B, T] labels; IGNORE marks ignored positions
     group     rows per forward batch, a divisor of B
     ->        for each student its loss [], the mean over forward batches, whose backward may run
               once; and the detached means of its terms over all valid positions
@@ -61,7 +61,7 @@ class _Head:
     h_s, w_s  [B, T, D], [V, D] last hidden states and head weight
     evaluate  the student's objective, as in `head_losses`
     ignored   [B, T, 1] whether a position has no label
-    h, w      the same as multiplied; hidden states of ignored positions are 0
+    h, w      h_s and w_s in the dtype of the products; h is 0 at ignored positions
     dh, dw    [B, T, D], [V, D] gradients, dw in fp32 or wider; None where none is needed
     sums      the mean losses under "mean", and the sums of terms
     """
@@ -167,7 +167,7 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor, alpha: float):
 def _adds_in_place(device, dtype) -> bool:
     """Whether the device can add a product of bf16 or fp16 matrices onto an fp32 matrix in place.
 
-    Tried once per device, on a product whose sum is known.
+    Tried once per device and dtype, on a product whose sum is known.
     """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     onto = torch.full((16, 16), 1 + 2**-20, device=device)

@@ -30,8 +30,12 @@ HUB_FILES = (
     "tokenizer*",
 )
 
-# a branch resolves to one commit per process
-once = functools.cache(lambda function, *args, **keys: function(*args, **keys))
+
+@functools.cache  # so that a branch stays at one commit while the process runs
+def download(repository: str, revision: str | None) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES)
 
 
 def find_folder(name) -> Path:
@@ -53,13 +57,10 @@ def find_folder(name) -> Path:
         raise UserError(
             f"{name}: no such folder; a hub id is 'owner/name' or 'owner/name@revision'"
         )
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        folder = once(
-            snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
-        )
+        folder = download(repository, revision or None)
     except (OSError, HFValidationError) as error:
         raise UserError(
             f"{name}: no such local folder, and the hub refused it ({first_line(error)}); without "
@@ -113,15 +114,16 @@ def tensors_hash(tensors) -> str:
 
 
 @functools.lru_cache(maxsize=1)  # a run saves one tokenizer many times; Qwen's takes seconds
-def is_qwens(tokenizer) -> bool:
-    """Whether transformers would read the tokenizer of a `qwen2` as one of equal ids and texts.
+def survives_as_qwen2(tokenizer) -> bool:
+    """Return whether this tokenizer, saved beside a `qwen2`, would keep its ids and texts.
 
-    `AutoTokenizer` makes a `Qwen2Tokenizer` of any files that stand beside a `qwen2`.
+    `AutoTokenizer` makes a `Qwen2Tokenizer` of any tokenizer that stands beside a `qwen2`.
     """
 
     def essence(tokenizer):
         parts = json.loads(tokenizer.backend_tokenizer.to_str())
         decoder = (parts.pop("decoder") or {}).get("type")
+        # differences without effect on ids and texts
         return decoder, re.sub(r"'trim_offsets': \w+|None|''", "", str(parts))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -133,8 +135,8 @@ def save_folder(folder, shape: dict, weights, tokenizer):
     """Write a decoder as a folder for transformers, completely or not at all.
 
     A decoder with norms on q and k is a `qwen3`, one without biases a `llama`, any other a `qwen2`.
-    With another tokenizer than Qwen's it is a `llama` with `attention_bias` instead of a `qwen2`;
-    the bias on the attention's output, which that has too, is 0.
+    A `qwen2` whose tokenizer would not survive becomes a `llama` with `attention_bias`. Then, and
+    in a `qwen3` with biases, the attention's output has a bias too, which is 0.
 
     shape   the fields of the decoder's config
     """
@@ -142,7 +144,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
     with atomic_folder(folder) as new:
         bias = shape.pop("attention_bias")
         kind = "qwen3" if shape.pop("qk_norm") else "llama"
-        if kind == "llama" and bias and (tokenizer is None or is_qwens(tokenizer)):
+        if kind == "llama" and bias and (tokenizer is None or survives_as_qwen2(tokenizer)):
             kind = "qwen2"
         elif bias:
             weights = weights | {name: torch.zeros_like(norm) for name in output_biases(weights)}
@@ -206,7 +208,9 @@ def copy_weight(source: Tensor, target: Tensor, name):
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
     if not source.is_floating_point() or not all_finite(source):
-        raise UserError(f"{name} is {source.dtype}, or not finite; download or write it again")
+        raise UserError(
+            f"{name} ({source.dtype}): expected floats, all finite; download or write it again"
+        )
     target.copy_(parallel.distribute_like(source, target))
 
 

@@ -84,7 +84,7 @@ def all_gather(value) -> list:
 
 
 def on_first(function: Callable, *args):
-    """Call a function on the first process. All wait, and return its value or raise its error."""
+    """Call a function on the first process. All return its value, or raise its `UserError`."""
     value = None
     if rank() == 0:
         try:
@@ -138,9 +138,9 @@ def summing_gradients(model, extras: nn.Module, last: bool, handles):
 
 
 def is_sharded(x: Tensor | nn.Module) -> bool:
-    """Whether this is a DTensor or an FSDP2 module.
+    """Return whether this is a DTensor or an FSDP2 module.
 
-    It goes by their methods, since importing the classes takes half a second.
+    Tells by their methods, since importing the classes takes half a second.
     """
     return hasattr(x, "to_local") or hasattr(x, "unshard")
 
@@ -156,7 +156,7 @@ def full_tensor(t: Tensor) -> Tensor:
 
 
 def distribute_like(t: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor on the device of `like`, sharded as `like` is. Scalars stay whole."""
+    """Move a whole tensor to where `like` is, and shard it as `like` is. Scalars stay whole."""
     t = t.to(like.device)
     if not is_sharded(like) or t.ndim == 0:
         return t

@@ -84,7 +84,7 @@ class Rows:
             raise UserError(
                 f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}"
             )
-        x = ids.masked_fill(is_pad, self.eos)[:, :-1].contiguous()  # padding follows all labels
+        x = ids.masked_fill(is_pad, self.eos)[:, :-1].contiguous()  # no label follows padding
         y = ids.masked_fill(is_pad, IGNORE)[:, 1:].contiguous()
         if self.mask_after_eos:
             y[ids[:, :-1] == self.eos] = IGNORE
@@ -126,11 +126,12 @@ def row_order(step, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> n
 
 
 def shuffled(i: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Return where a permutation of range(n), drawn from `seed`, takes the indices `i`.
+    """Return the images of the indices `i` under a permutation of range(n), drawn from `seed`.
 
-    Computes these indices alone, in integers. A Feistel network on pairs of numbers below `side`
-    permutes range(side**2), where side**2 >= n. An index that it takes to n or beyond goes through
-    it again until it is below n (cycle walking). The mixing function is that of splitmix64.
+    Needs memory for these indices only, and no floating point. A Feistel network on pairs of
+    numbers below `side` permutes range(side**2), where side**2 >= n. An index that it takes to n or
+    beyond goes through it again until it is below n (cycle walking). The mixing function is that of
+    splitmix64.
     """
     side = math.isqrt(n - 1) + 1
     keys = np.random.SeedSequence(seed).generate_state(8, np.uint64)

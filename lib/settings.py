@@ -71,5 +71,5 @@ def literal(text) -> object:
     """Return the text as a Python literal if it is one, else unchanged."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return text

@@ -1,4 +1,4 @@
-"""The bytes that a tokenizer's ids stand for, and the ids of texts, which must lose none of it."""
+"""The bytes that a tokenizer's ids stand for, and the ids of texts, which keep every character."""
 
 import json
 import re
@@ -20,12 +20,12 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
-        raise ValueError(
+        raise UserError(
             f"tokenizer: decoder {sorted(kinds)}: expected a byte-level one, or one with byte "
             "fallback"
         )
     # byte-level vocabularies write printable bytes as themselves, others from U+0100 on
-    latin = {ord(written): chr(byte) for byte, written in bytes_to_unicode().items()}
+    byte_of = {ord(written): chr(byte) for byte, written in bytes_to_unicode().items()}
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
@@ -34,7 +34,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
             if not added[i].special:
                 pieces[i] = token.encode()
         elif byte_level:
-            pieces[i] = token.translate(latin).encode("latin-1")
+            pieces[i] = token.translate(byte_of).encode("latin-1")
         elif byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
             pieces[i] = bytes.fromhex(byte[1])
         else:
@@ -46,7 +46,7 @@ def leading_bos(tokenizer) -> int | None:
     """Return the id that the tokenizer itself puts before a text (its BOS), or None.
 
     Ignores what it puts after a text. Raises `UserError` for a tokenizer that puts several ids
-    before a text, or one that is not a special token.
+    before a text, or the id of no special token.
     """
     backend = tokenizer.backend_tokenizer
     bare = backend.encode("a", add_special_tokens=False).ids
@@ -57,8 +57,8 @@ def leading_bos(tokenizer) -> int | None:
     if full[1 : 1 + len(bare)] == bare and token and token.special:
         return full[0]
     raise UserError(
-        f"tokenizer: turns 'a', {bare}, into {full} by itself; expected at most one special token "
-        "before it: set bos=none, or take another tokenizer"
+        f"tokenizer: 'a' is {bare}, but becomes {full}; expected at most one special token before "
+        "it: set bos=none, or take another tokenizer"
     )
 
 
@@ -77,7 +77,7 @@ def check_tokenizer(tokenizer, file):
 def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
     """Return the ids of each text. Raises `UserError` if they lose characters of it.
 
-    Differences in case, in Unicode's compatible forms and in invisible characters are no loss.
+    Differences in case, in Unicode's compatible forms and in control characters are no loss.
     """
     encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
     ids = [encoding.ids for encoding in encodings]

@@ -36,15 +36,14 @@ class Split(NamedTuple):
     others_kl: Tensor  # [N] KL of the softmaxes over all other tokens; differentiable
 
 
-def split(z_s, z_t, selected, tau, valid) -> Split:
+def split(z_s, z_t, tokens, tau, valid) -> Split:
     """Split the logits into selected tokens and all others, the rest.
 
-    selected  distinct tokens [N, k] int64; None for no token; or a teacher logit [N, 1]: tokens
-              that are not below it leave the rest, and k is 0
-    tau       temperature of the sums over the rest
-    valid     [N] bool; other positions get a gradient of exactly 0
+    tokens  [N, k] int64, distinct: the selected ones
+    tau     temperature of the sums over the rest
+    valid   [N] bool; other positions get a gradient of exactly 0
     """
-    return Split(*_Split.apply(z_s, z_t, selected, tau, valid))
+    return Split(*_Split.apply(z_s, z_t, tokens, tau, valid))
 
 
 def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
@@ -52,7 +51,7 @@ def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
 
     below  [N, 1] take only the tokens with z_t < below; 0 where there are none
     """
-    parts = split(z_s, z_t, below, tau, valid)
+    parts = Split(*_Split.apply(z_s, z_t, below, tau, valid))
     if below is None:
         return parts.others_kl
     return parts.others_kl.masked_fill(parts.others_t == -math.inf, 0.0)
@@ -65,6 +64,9 @@ class _Split(torch.autograd.Function):
     block without selected tokens belongs to the rest as a whole. The other blocks, at most k of
     them, are gathered, and their rest is summed separately. So the rest is always a sum over the
     rest, never `1 - p`, which cancels in fp32; and no mask of [N, V] exists.
+
+    selected  tokens [N, k] int64; or `below` [N, 1], a teacher logit that leaves tokens with
+              z_t >= below out of the rest; or None. Without tokens k is 0
 
     Backward: the gradient of the rest is written everywhere, then the selected tokens get their
     own. Autograd would keep four tensors of [N, V]; this keeps the logits only.
@@ -79,19 +81,19 @@ class _Split(torch.autograd.Function):
             below = selected
 
         def sums(x_s, x_t):
-            """Largest logits, and sums of e_s, e_t and e_t (ln e_t - ln e_s), e relative to them.
+            """Return the largest logits, and the sums of e_s, e_t and e_t (ln e_t - ln e_s).
 
-            [N, blocks, size] -> [N, blocks] each
+            [N, blocks, size] -> [N, blocks] each; e is exp((x - largest x of the block) / tau)
             """
             out = None if below is None else x_t >= below[..., None]
-            top_s = _masked(x_s, out).amax(-1)
-            top_t = _masked(x_t, out).amax(-1)
-            ln_s = (x_s - _finite(top_s, out)[..., None]) / tau
-            ln_t = (x_t - _finite(top_t, out)[..., None]) / tau
-            e_s = _masked(ln_s, out).exp()
+            max_s = _masked(x_s, out).amax(-1)
+            max_t = _masked(x_t, out).amax(-1)
+            ln_e_s = (x_s - _finite(max_s, out)[..., None]) / tau
+            ln_e_t = (x_t - _finite(max_t, out)[..., None]) / tau
+            e_s = _masked(ln_e_s, out).exp()
             # exp2: Inductor on the CPU writes an exp that is used twice to memory, all [N, V] of it
-            e_t = (_masked(ln_t, out) * math.log2(math.e)).exp2()
-            return top_s, top_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_t - ln_s)).sum(-1)
+            e_t = (_masked(ln_e_t, out) * math.log2(math.e)).exp2()
+            return max_s, max_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_e_t - ln_e_s)).sum(-1)
 
         max_s, max_t, sum_s, sum_t, cross = by_block(sums, z_s, z_t)
         mixed = torch.zeros_like(max_t, dtype=torch.bool)  # [N, blocks] holds a selected token
@@ -101,7 +103,7 @@ class _Split(torch.autograd.Function):
             mixed = mixed | (max_t == -math.inf)
         more_s, more_t = _rest_of_mixed(z_s, z_t, tokens)
 
-        def rest(z_max, z_sum, more):
+        def totals(z_max, z_sum, more):
             """Return largest logit, factor of each block's sums, gathered exps, and sum of exps."""
             top = torch.cat([z_max.masked_fill(mixed, -math.inf), more], 1).amax(-1, keepdim=True)
             factor = ((z_max - top) / tau).exp().masked_fill(mixed, 0.0)
@@ -109,8 +111,8 @@ class _Split(torch.autograd.Function):
             total = (factor * z_sum).sum(-1, keepdim=True, dtype=torch.float64)
             return top, factor, e_more, total + e_more.sum(-1, keepdim=True)
 
-        top_s, _, _, total_s = rest(max_s, sum_s, more_s)
-        top_t, factor, e_more, total_t = rest(max_t, sum_t, more_t)
+        top_s, _, _, total_s = totals(max_s, sum_s, more_s)
+        top_t, factor, e_more, total_t = totals(max_t, sum_t, more_t)
         # Sum e_t (ln e_t - ln e_s) over the rest. `shift` corrects for the maximum of each block.
         shift = ((max_t - top_t) - (max_s - top_s)) / tau
         gap = torch.where(mixed, 0.0, factor * (cross + sum_t * shift))
@@ -118,31 +120,31 @@ class _Split(torch.autograd.Function):
         shift = ((more_t - top_t) - (more_s - top_s)) / tau
         gap_more = torch.where(e_more > 0, e_more * shift, 0.0)
         gap = gap + gap_more.sum(-1, keepdim=True)
-        ln_s = total_s.log()
-        ln_t = total_t.log()
-        kl = gap / total_t + (ln_s - ln_t)
-        rest_kl = kl.to(z_s.dtype)
-        rest_s = ln_s.to(z_s.dtype)
-        rest_t = ln_t.to(z_t.dtype)
+        lse_s = total_s.log()
+        lse_t = total_t.log()
+        kl = gap / total_t + (lse_s - lse_t)
+        others_kl = kl.to(z_s.dtype)
+        others_s = lse_s.to(z_s.dtype)
+        others_t = lse_t.to(z_t.dtype)
         selected_s = z_s.gather(1, tokens) - top_s
         selected_t = z_t.gather(1, tokens) - top_t
-        ln_rest_t = rest_t.squeeze(1)
-        ctx.save_for_backward(z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t)
-        ctx.mark_non_differentiable(selected_t, ln_rest_t)
+        ctx.save_for_backward(z_s, z_t, tokens, below, valid, top_s, top_t, others_s, others_t)
+        others_t = others_t.squeeze(1)
+        ctx.mark_non_differentiable(selected_t, others_t)
         ctx.tau = tau
-        return selected_s, selected_t, rest_s.squeeze(1), ln_rest_t, rest_kl.squeeze(1)
+        return selected_s, selected_t, others_s.squeeze(1), others_t, others_kl.squeeze(1)
 
     @staticmethod
-    def backward(ctx, g_in, _, g_rest, __, g_kl):
-        z_s, z_t, tokens, below, valid, top_s, top_t, rest_s, rest_t = ctx.saved_tensors
+    def backward(ctx, g_selected, _, g_others, __, g_kl):
+        z_s, z_t, tokens, below, valid, top_s, top_t, others_s, others_t = ctx.saved_tensors
         g_kl = g_kl[:, None]
-        g_rest = g_rest[:, None]
-        q_s = ((z_s - top_s) / ctx.tau - rest_s).exp()
-        q_t = ((z_t - top_t) / ctx.tau - rest_t).exp()
-        grad = ((g_kl + g_rest) * q_s - g_kl * q_t) / ctx.tau  # correct within the rest only
+        g_others = g_others[:, None]
+        q_s = ((z_s - top_s) / ctx.tau - others_s).exp()
+        q_t = ((z_t - top_t) / ctx.tau - others_t).exp()
+        grad = ((g_kl + g_others) * q_s - g_kl * q_t) / ctx.tau  # correct within the rest only
         if below is not None:
             grad = grad.masked_fill(z_t >= below, 0.0)
-        return _put(grad, tokens, g_in, valid), None, None, None, None
+        return _put(grad, tokens, g_selected, valid), None, None, None, None
 
 
 def _masked(x, out):
@@ -165,7 +167,7 @@ def _rest_of_mixed(z_s, z_t, tokens):
         return z_s[:, :0], z_t[:, :0]
     size = block_size(V)
     block = tokens // size
-    first = (block[..., None] == block[:, None, :]).long().argmax(-1)  # of each block [N, k]
+    first = (block[..., None] == block[:, None, :]).long().argmax(-1)  # the first of its block
     member = _members(block, size)
     out = member >= V
     repeated = first != torch.arange(k, device=first.device)
@@ -196,7 +198,7 @@ def _put(grad, tokens, values, valid):
     k = tokens.shape[1]
     if k == 0:
         return grad
-    if k == 1:  # a comparison, unlike a scatter, joins any pass over [N, V]
+    if k == 1:  # a comparison, unlike a scatter, fuses into any pass over [N, V]
         token = torch.arange(grad.shape[1], device=grad.device)
         return torch.where(token == tokens, values, grad)
     return grad.scatter(1, tokens, values)
@@ -204,7 +206,7 @@ def _put(grad, tokens, values, valid):
 
 def block_size(V) -> int:
     """Return the block length. About sqrt(V / k) balances work per block and work per token."""
-    return 128 if V >= 2**15 else 32  # 151,936 = 1,187 * 128
+    return 128 if V >= 2**15 else 32  # 128 divides Qwen's 151,936
 
 
 def by_block(f, *zs):
@@ -281,24 +283,24 @@ class _Pointwise(torch.autograd.Function):
     def forward(ctx, z_s, z_t, tau, valid, terms, *of_row):
         top_s = z_s.amax(-1, keepdim=True)
         top_t = z_t.amax(-1, keepdim=True)
-        sum_s = ((z_s - top_s) / tau).exp().sum(-1, keepdim=True).log()
-        sum_t = ((z_t - top_t) / tau).exp().sum(-1, keepdim=True).log()
-        ln_q = _ln(z_s, top_s, sum_s, tau)
-        ln_p = _ln(z_t, top_t, sum_t, tau)
+        ln_sum_s = ((z_s - top_s) / tau).exp().sum(-1, keepdim=True).log()
+        ln_sum_t = ((z_t - top_t) / tau).exp().sum(-1, keepdim=True).log()
+        ln_q = _ln(z_s, top_s, ln_sum_s, tau)
+        ln_p = _ln(z_t, top_t, ln_sum_t, tau)
         value, slope = terms(ln_q, ln_p, *of_row)
-        mean = slope.sum(-1, keepdim=True)
-        ctx.save_for_backward(z_s, z_t, valid, top_s, top_t, sum_s, sum_t, mean, *of_row)
+        slopes = slope.sum(-1, keepdim=True)
+        ctx.save_for_backward(z_s, z_t, valid, top_s, top_t, ln_sum_s, ln_sum_t, slopes, *of_row)
         ctx.tau = tau
         ctx.terms = terms
         return value.sum(-1)
 
     @staticmethod
     def backward(ctx, g):
-        z_s, z_t, valid, top_s, top_t, sum_s, sum_t, mean, *of_row = ctx.saved_tensors
-        ln_q = _ln(z_s, top_s, sum_s, ctx.tau)
-        ln_p = _ln(z_t, top_t, sum_t, ctx.tau)
+        z_s, z_t, valid, top_s, top_t, ln_sum_s, ln_sum_t, slopes, *of_row = ctx.saved_tensors
+        ln_q = _ln(z_s, top_s, ln_sum_s, ctx.tau)
+        ln_p = _ln(z_t, top_t, ln_sum_t, ctx.tau)
         _, slope = ctx.terms(ln_q, ln_p, *of_row)
-        grad = (slope - ln_q.exp() * mean) * (g[:, None] / ctx.tau)
+        grad = (slope - ln_q.exp() * slopes) * (g[:, None] / ctx.tau)
         grad = grad.masked_fill(~valid[:, None], 0.0)
         return grad, None, None, None, None, *(None for _ in of_row)
 
@@ -316,7 +318,7 @@ def top(z, k) -> Tensor:
     """
     V = z.shape[1]
     size = block_size(V)
-    if 2 * k * size >= V:
+    if 2 * k * size >= V:  # k blocks are half of the vocabulary or more
         return _top_of_few(z, k)
     (largest,) = by_block(lambda x: (x.amax(-1),), z)
     block = _top_of_few(largest, k)
@@ -463,7 +465,7 @@ def rising_rank(x, keep) -> Tensor:
 def lower_median(x, keep) -> Tensor:
     """Return the lower median of the entries to keep, 0 without one  # [N] -> []
 
-    Their number stays on the device.
+    Does not wait for the device.
     """
     rank = rising_rank(x.detach(), keep)
     middle = keep & (rank == (keep.sum() - 1) // 2)

@@ -207,16 +207,16 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
 
 def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp_path):
     commit = "c0ffee" + 34 * "0"
-    cache = tmp_path / "models--owner--name"  # the hub's own layout, without a network
+    cache = tmp_path / "models--owner--model"  # the hub's own layout, without a network
     shutil.copytree(folder, cache / "snapshots" / commit)
     (cache / "refs").mkdir()
     (cache / "refs/main").write_text(commit)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for name in ("owner/name", "owner/name@main", f"owner/name@{commit}"):
-        assert pinned(name) == f"owner/name@{commit}"
+    for name in ("owner/model", "owner/model@main", f"owner/model@{commit}"):
+        assert pinned(name) == f"owner/model@{commit}"
     assert pinned(str(folder)) == str(folder)
-    assert load("owner/name").config == SMALL
+    assert load("owner/model").config == SMALL
 
 
 # ----------------------------------------------------------------------------------------------

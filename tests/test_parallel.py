@@ -266,7 +266,7 @@ def test_each_start_waits_as_long_as_it_is_told(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **keys: iter([(store, 1, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kw: keys.update(kw))
-    monkeypatch.setattr(distributed, "name_start", lambda *args: "a")
+    monkeypatch.setattr(distributed, "name_of_start", lambda *args: "a")
     monkeypatch.setenv("WORLD_SIZE", "2")
     parallel.start(torch.device("cpu"), 2.5)
     assert keys["timeout"] == timedelta(minutes=2.5)
@@ -280,7 +280,7 @@ def test_each_start_has_a_name_of_its_own_whatever_the_dead_have_left():
     for n in range(3):
         store.queue_push("words", f"of one that was killed in start {n}")
         with ThreadPoolExecutor() as pool:
-            ranks = pool.map(lambda rank: distributed.name_start(store, rank, 3), (2, 1, 0))
+            ranks = pool.map(lambda rank: distributed.name_of_start(store, rank, 3), (2, 1, 0))
             (name,) = set(ranks)
         assert name not in names
         names.append(name)

@@ -374,12 +374,12 @@ def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
         lines.append(json.dumps(record, ensure_ascii=False))
     raw = "\n".join(lines).encode()
     (tmp_path / "a.jsonl").write_bytes(raw.replace(b"\n", b"\r\n\n"))
-    for name, press in (("a.gz", gzip.compress), ("b.zst", zstandard.ZstdCompressor().compress)):
+    for name, press in (("a.GZ", gzip.compress), ("b.zst", zstandard.ZstdCompressor().compress)):
         file = tmp_path / name.replace(".", ".jsonl.")
         file.write_bytes(press(raw[:999]) + press(raw[999:]))  # two members, or frames
     table = pyarrow.table({"n": range(len(texts)), "text": texts})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-    for name in ("a.jsonl", "a.jsonl.gz", "b.jsonl.zst", "a.parquet", "txt", "txt/*.txt"):
+    for name in ("a.jsonl", "a.jsonl.GZ", "b.jsonl.zst", "a.parquet", "txt", "txt/*.txt"):
         assert documents(tmp_path / name)[0] == texts, name
 
 

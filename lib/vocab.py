@@ -1,12 +1,12 @@
 """Sums over the vocabulary, and the small distributions that are built from them.
 
 The first half works on the vocabulary: tensors of [N, V]. Each of its functions reads the logits
-once forward and once backward, and keeps nothing else of that size. A loss is fast if it reads the
-vocabulary through them only. The second half works on k selected tokens per position: tensors of
-[N, k].
+once forward (`pointwise` more often) and once backward, and keeps nothing else of that size. A loss
+is fast if it reads the vocabulary through them only. The second half works on k selected tokens per
+position: tensors of [N, k].
 
-The order of operations is part of the contract: lib/graph.py rewrites the compiled graph by
-matching it. Equal logits rank by lowest index.
+The order of operations is part of the contract: lib/graph.py finds equal operations in the compiled
+graph. Equal logits rank by lowest index.
 
 Dimension key: N positions, V vocabulary, k selected tokens.
 """
@@ -26,7 +26,8 @@ class Split(NamedTuple):
 
     The selected tokens keep one logit each; three numbers sum up the rest. All logits of a model
     are relative to its largest logit in the rest. Softmax is blind to that shift, and rounding
-    errors then scale with ln p, not with the logit.
+    errors then scale with ln p, not with the logit. The shift has no gradient, so use them only
+    where it does not matter.
     """
 
     selected_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
@@ -85,18 +86,18 @@ class _Split(torch.autograd.Function):
 
             [N, blocks, size] -> [N, blocks] each; e is exp((x - largest x of the block) / tau)
             """
-            out = None if below is None else x_t >= below[..., None]
-            max_s = _masked(x_s, out).amax(-1)
-            max_t = _masked(x_t, out).amax(-1)
-            ln_e_s = (x_s - _finite(max_s, out)[..., None]) / tau
-            ln_e_t = (x_t - _finite(max_t, out)[..., None]) / tau
-            e_s = _masked(ln_e_s, out).exp()
-            # exp2: Inductor on the CPU writes an exp that is used twice to memory, all [N, V] of it
-            e_t = (_masked(ln_e_t, out) * math.log2(math.e)).exp2()
+            left_out = None if below is None else x_t >= below[..., None]
+            max_s = _masked(x_s, left_out).amax(-1)
+            max_t = _masked(x_t, left_out).amax(-1)
+            ln_e_s = (x_s - _finite(max_s, left_out)[..., None]) / tau
+            ln_e_t = (x_t - _finite(max_t, left_out)[..., None]) / tau
+            e_s = _masked(ln_e_s, left_out).exp()
+            # exp2: an exp that is used twice would be stored, [N, V], by Inductor on the CPU
+            e_t = (_masked(ln_e_t, left_out) * math.log2(math.e)).exp2()
             return max_s, max_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_e_t - ln_e_s)).sum(-1)
 
         max_s, max_t, sum_s, sum_t, cross = by_block(sums, z_s, z_t)
-        mixed = torch.zeros_like(max_t, dtype=torch.bool)  # [N, blocks] holds a selected token
+        mixed = torch.zeros_like(max_t, dtype=torch.bool)  # [N, blocks] not of the rest as a whole
         block = tokens // block_size(z_t.shape[1])
         mixed = mixed.scatter(1, block, True)
         if below is not None:
@@ -147,13 +148,13 @@ class _Split(torch.autograd.Function):
         return _put(grad, tokens, g_selected, valid), None, None, None, None
 
 
-def _masked(x, out):
-    return x if out is None else x.masked_fill(out, -math.inf)
+def _masked(x, left_out):
+    return x if left_out is None else x.masked_fill(left_out, -math.inf)
 
 
-def _finite(top, out):
+def _finite(top, left_out):
     """Replace -inf, the maximum of a fully masked block, by 0 to avoid inf - inf."""
-    return top if out is None else top.masked_fill(top == -math.inf, 0.0)
+    return top if left_out is None else top.masked_fill(top == -math.inf, 0.0)
 
 
 def _rest_of_mixed(z_s, z_t, tokens):
@@ -169,14 +170,14 @@ def _rest_of_mixed(z_s, z_t, tokens):
     block = tokens // size
     first = (block[..., None] == block[:, None, :]).long().argmax(-1)  # the first of its block
     member = _members(block, size)
-    out = member >= V
+    left_out = member >= V
     repeated = first != torch.arange(k, device=first.device)
-    out = out | repeated.repeat_interleave(size, 1)
-    out = out.scatter(1, first * size + tokens % size, True)
+    left_out = left_out | repeated.repeat_interleave(size, 1)
+    left_out = left_out.scatter(1, first * size + tokens % size, True)
     member = member.clamp(max=V - 1)
     more_t = z_t.gather(1, member)
     more_s = z_s.gather(1, member)
-    return more_s.masked_fill(out, -math.inf), more_t.masked_fill(out, -math.inf)
+    return more_s.masked_fill(left_out, -math.inf), more_t.masked_fill(left_out, -math.inf)
 
 
 def _members(block, size):
@@ -267,8 +268,8 @@ class _LogP(torch.autograd.Function):
 def pointwise(terms, z_s, z_t, tau, valid, *of_row) -> Tensor:
     """Sum a function of q = softmax(z_s / tau) and p = softmax(z_t / tau) over V  # -> [N]
 
-    terms   (ln q, ln p, *of_row) -> its value and its slope [N, V], the derivative of the sum by
-            ln q. The slope may leave out a constant times q. The gradient is
+    terms   (ln q, ln p, *of_row) -> summands [N, V], and slopes [N, V], the derivative of the sum
+            with respect to ln q. Slopes may leave out a multiple of q. The gradient is
             (slope_i - q_i sum_j slope_j) / tau
     of_row  tensors [N, 1] that the terms take, constant
     valid   [N] bool; other positions get a gradient of exactly 0
@@ -277,7 +278,7 @@ def pointwise(terms, z_s, z_t, tau, valid, *of_row) -> Tensor:
 
 
 class _Pointwise(torch.autograd.Function):
-    """`pointwise`: the sums in one pass forward, the gradient in one backward; keeps the logits."""
+    """`pointwise`: three passes forward, one backward; keeps the logits."""
 
     @staticmethod
     def forward(ctx, z_s, z_t, tau, valid, terms, *of_row):
@@ -341,6 +342,7 @@ def _top_of_few(z, k):
     last = value[:, -1:]
     # exact in fp32 up to V = 2^24
     lowest_first = torch.arange(z.shape[1], 0, -1, device=z.device, dtype=z.dtype)
+    # in place: one tensor of [N, V]
     tied = z.clone().eq_(last).mul_(lowest_first).topk(k).indices
     above = value > last
     place = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
@@ -368,7 +370,7 @@ def _ranked(tokens, before):
 
 
 # ----------------------------------------------------------------------------------------------
-# small distributions, over k entries per position
+# small distributions, over k entries per position; the teacher comes first, as in KL(p_t || p_s)
 
 
 def kl(x_t, x_s, keep=None) -> Tensor:
@@ -398,8 +400,8 @@ def lse(x, keep) -> Tensor:
 def binary_kl(odds_t, odds_s) -> Tensor:
     """Return the KL of two-way distributions from their log-odds ln(p / (1 - p)); any shape.
 
-    The log-odds of a region is the difference of two logsumexps, which is exact where p or 1 - p is
-    tiny. The teacher's are constant.
+    The log-odds of a set of tokens are the difference of two logsumexps, which is exact where p or
+    1 - p is tiny. `odds_t` gets no gradient.
     """
     return _BinaryKL.apply(odds_t, odds_s)
 
@@ -463,7 +465,7 @@ def rising_rank(x, keep) -> Tensor:
 
 
 def lower_median(x, keep) -> Tensor:
-    """Return the lower median of the entries to keep, 0 without one  # [N] -> []
+    """Return the lower median of the entries to keep, 0 if there are none  # [N] -> []
 
     Does not wait for the device.
     """

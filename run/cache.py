@@ -4,8 +4,8 @@
 
 DATA_DIR/teacher_HEAD.safetensors   the head; HEAD is a hash of the teacher's content and the dtype
 DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin in that dtype,
-                                    followed by a uint64 for each row; ROWS is a hash of the same,
-                                    and of the content of NAME.bin
+                                    followed by a uint64 for each row; ROWS is a hash of teacher,
+                                    dtype and the content of NAME.bin
 
 Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. The uint64
 of a missing row is 0. That of a stored row is 2**32 + a checksum of the file's name, the row's
@@ -75,6 +75,7 @@ class States:
         self.put(self.values.size, index, self.checksums(index, values))
 
     def put(self, start, index, parts):
+        """Write each part at its row's place in the array that begins at byte `start`."""
         # on a full disk this is an error; a write to a memmap would be a crash
         try:
             with writing(self.file), self.file.open("r+b") as file:
@@ -90,8 +91,8 @@ class States:
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache.
 
-    `body` computes the rows that are missing. If there are none it is None, and `load` loads it
-    when a stored row is damaged.
+    `body` computes the rows that are missing. If no row is missing, it is None until `load` loads
+    it for a row that is damaged.
     """
 
     def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None, load):
@@ -119,7 +120,7 @@ class CachedTeacher:
                 h = h.pin_memory()
             return h.to(self.head.device, non_blocking=True)
         if not self.body:
-            # mark rows as missing, so that the next start loads the body if this one cannot
+            # mark them as missing: if this process cannot load the body, the next one will
             states.put(states.values.size, index[bad], np.zeros(bad.sum(), np.uint64))
             self.body = self.load(1)
         if not self.body:
@@ -177,7 +178,7 @@ def open_cached(
         head = body.whole_head.cpu().contiguous()
         if parallel.rank() == 0:
             saved = {"head": head, "checksum": torch.tensor(checksum_of(head))}
-            with contextlib.suppress(UserError):  # rows say so when they cannot be stored
+            with contextlib.suppress(UserError):  # `put` reports a full disk
                 atomic_write(head_file, safetensors.torch.save(saved))
 
     states = {rows: States(rows, facts, head.shape[1] * dtype.itemsize) for rows in wanted}
@@ -209,10 +210,7 @@ def checksum_of(head: Tensor) -> int:
 
 
 def fill_cache(cfg):
-    """Compute and store the teacher's hidden states of the rows that a run reads.
-
-    They are those of all held-out rows, whatever `val_max_rows` is.
-    """
+    """Compute and store hidden states of a run's training rows, and of all held-out rows."""
     if not any(map(needs_teacher, cfg.methods)):
         return
     device = pick_device(cfg.device)

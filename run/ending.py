@@ -43,14 +43,14 @@ def catch_signals():
 def fail(error: Exception, cfg) -> NoReturn:
     """Raise an error that ends a run, after writing it into exit.json.
 
-    A `UserError` of one process ends all of them if they have not begun to train.
+    A `UserError` of one process is raised on all of them if training has not begun.
     """
     write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
     if isinstance(error, UserError) and not error.is_shared:
         if parallel.world() > 1 and "step" in configure.PROGRESS:
             # the others are in the middle of an update: torchrun ends them
             raise RuntimeError("an error of this process alone") from error
-        parallel.all_gather(error)  # the others are in an `all_gather`, or reach one next
+        parallel.all_gather(error)  # raises it here, and where the others reach theirs
     raise error
 
 
@@ -82,6 +82,6 @@ def exit_code(students, run) -> int:
         write_exit(cfg, code, why)
     n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
-        # else this node's torchrun waits five minutes for one of another node that got the signal
+        # else this node's torchrun waits five minutes for that of the node that got the signal
         os.kill(os.getppid(), signal.SIGTERM)
     return code

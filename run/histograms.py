@@ -22,14 +22,14 @@ from run.students import hidden_and_head
 def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     """Return the teacher's histograms and the students' local budgets over one update.
 
-    batches  x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D]
+    batches  (x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D])
     ->       the teacher's record, and for each student whose objective has a budget, the number
              of positions by budget; both over all processes
 
     The teacher's record:
 
     n                                         valid positions
-    d_u_hist                                  positions by budget, the teacher as its own student
+    d_u_hist                                  positions by budget; the teacher is its own student
     p_label, p_top1, agree, ce, entropy       means
     p_label_hist, p_top1_hist                 positions in 50 equal bins of [0, 1]
     """
@@ -62,7 +62,7 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
 
 
 def objectives_with_budget(live, cfg) -> dict[str, tuple]:
-    """Return (hidden, head, objective) of the students whose objective returns a budget."""
+    """Return name -> (hidden, head, objective) of the students whose objective has a budget."""
     students = {}
     for s in live:
         method = resolve(s.name, **cfg.overrides_of(s.name))

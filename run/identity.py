@@ -31,8 +31,8 @@ from run.teacher import inherited
 
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# Where the search for the code of a training step begins, from rows and first weights to the
-# update. It follows names, so the class of an argument, such as `Rows`, must be listed.
+# Where the search for the code of a training step begins. It covers all from rows and first weights
+# to the update. It follows names, so the class of an argument, such as `Rows`, must be listed.
 STEP = (
     "train.update",
     "train.micro_batches",
@@ -62,7 +62,7 @@ NOT_FOLLOWED = (
 
 
 def made_by(cfg, name) -> dict:
-    """Return everything that determines a student's weights, up to rounding, as a JSON object."""
+    """Return what makes a student's weights up to rounding, and its held-out rows; as JSON."""
     method = resolve(name, **cfg.overrides_of(name))
     kinds = {"sha256": str, "tokenizer_sha256": str}
     train = read_json(Path(cfg.data_dir, "train.json"), kinds)
@@ -138,7 +138,7 @@ def student_shape(cfg) -> Qwen2Config:
 
 
 def content_hash(name: str | None) -> str | None:
-    """Return the sha256 of config.json and weights; None without a name.
+    """Return the sha256 of config.json and weights; None without a name. All processes call it.
 
     name  a model's folder, a hub id, or a checkpoint
     """
@@ -181,8 +181,8 @@ def step_code() -> dict[str, str]:
 def objective_code(name) -> dict[str, str]:
     """Return the hashes of the definitions that only a method's objective passes through.
 
-    An objective that is not a function of a file, but made by a closure, a `partial` or a lambda,
-    is also identified by its row in `METHODS`.
+    An objective that no `def` of a file defines (a closure, a `partial` or a lambda) is also
+    identified by its row in `METHODS`.
     """
     name = name.partition("@")[0]
     fn = resolve(name).fn
@@ -192,8 +192,8 @@ def objective_code(name) -> dict[str, str]:
     hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))
     if path not in hashes:
         row = row_of(name)
-        if row is None:  # made while the program runs
-            code = getattr(fn, "func", fn).__code__  # of a `partial`
+        if row is None:  # set outside losses.py
+            code = getattr(fn, "func", fn).__code__  # a `partial` has its function in `func`
             hashes[path] = hashlib.sha256(marshal.dumps(code)).hexdigest()[:8]
         else:
             used = used_paths(row, "losses", read_source(ROOT / "losses.py"))

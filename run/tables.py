@@ -1,8 +1,8 @@
 """Tables of results in the paper's form, with its numbers beside ours.
 
-eval.py prints them of what it has scored, `eval.py --table` of earlier results. Several seeds of a
-method make one row with mean and 95 % interval. A table only holds rows that can be compared: the
-same initial weights per seed, data, budget, optimisation and scoring protocol.
+eval.py prints them for what it has just scored, `eval.py --table` for earlier results. Several
+seeds of a method make one row with mean and 95 % interval. A table only holds rows that can be
+compared: the same initial weights per seed, data, budget, optimisation and scoring protocol.
 """
 
 import os
@@ -16,10 +16,10 @@ from lib.files import check_kinds, read_json, read_lines
 from lib.metrics import levels
 from lib.stats import FIGURES, Column, differences, estimate, half_interval, p_text
 from lib.tasks import COLUMNS, SUITES
-from run.identity import RUN_FILE
+from run.identity import RUN_FILE, record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_row
 
-# What is read of a student's run.json, and of files of results.
+# What is read from a student's run.json, and from files of results.
 RUN = {
     "method": str,
     "student": str,
@@ -33,7 +33,7 @@ FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
 TASK = {"acc": float, "n": int, "n_paper": int}
 FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict[str, TASK]})
 FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": int}}
-# What is logged beside log.jsonl, under its keys in `read_log`.
+# Files of records beside log.jsonl, by the key that `read_log` gives to these records.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 # keys of a student's record (`made_by`) in which the rows of a table may differ
@@ -112,7 +112,7 @@ def run_facts(model, kinds=()):
 
 
 def read_log(folder):
-    """Return the records of a student's log.jsonl, then {step, key of PARTS} of each histogram."""
+    """Return the records of log.jsonl, then {"step": .., PART: record} for those of PARTS."""
     log = read_lines(folder / "log.jsonl", {"step": int})
     for part, path in PARTS.items():
         for record in read_lines(folder / path, {"step": int}):
@@ -123,30 +123,27 @@ def read_log(folder):
 def students_of(paths, is_done):
     """Return the folders that paths stand for, and those of students that are not done.
 
-    A folder that is done stands for itself, and any other for the done ones inside it, such as a
-    run for its students. If there are none it stays. Files are ignored.
+    A folder that is done stands for itself. Any other stands for the done folders inside it, as a
+    run does for its students. If nothing inside is done, it stays unless it is a run or a file.
     """
     folders = []
     missing = []
     for name in paths:
         path = Path(name)
-        if is_done(path):
-            folders.append(name)
-            continue
-        facts = run_facts(path / "model")  # of path/run.json
+        facts = run_facts(path / "model")  # those of path/run.json, if it is there
         students = []
-        if facts and "method" not in facts:
+        if facts and "method" not in facts:  # of a run, not of a student
             check_kinds(facts, RUN_FILE, path / "run.json")
-            students = [path / name for name in facts["config"]["methods"]]
+            students = [path / student for student in facts["config"]["methods"]]
         inside = []
         for folder in dict.fromkeys((*students, *sorted(path.glob("*/")))):
             if is_done(folder):
                 inside.append(str(folder))
             elif folder in students:
                 missing.append(str(folder))
+        if is_done(path) or not (inside or students or path.is_file()):
+            inside = [name]  # as given: Path would make a/b of ./a/b, and that is a hub id
         folders += inside
-        if not (inside or students or path.is_file()):
-            folders.append(name)  # unchanged, since ./a/b is not a hub id
     return list(dict.fromkeys(folders)), missing
 
 
@@ -234,9 +231,10 @@ def check_comparable(results):
                 continue
             first, folder = seen.setdefault(key, (value, r.file.parent))
             if first != value:
+                change = record_changes({key: first}, {key: value})[key]
                 raise UserError(
-                    f"{folder} and {r.file.parent} differ in {key}: {first!s:.12} and "
-                    f"{value!s:.12}; tabulate them apart"
+                    f"{folder} and {r.file.parent} cannot be compared: {change}; tabulate them "
+                    "apart"
                 )
 
 
@@ -296,7 +294,7 @@ def caption(counts):
 def layouts(split, rows, reference):
     """Return title, reference and rows of the paper's tables that have results.
 
-    Other methods go into the first table, or into one of their own.
+    Other methods go into the main table, or on the validation split into one of their own.
     """
     layout = []
     others = list(rows)
@@ -381,7 +379,7 @@ def heldout(title, rows, base):
     if not others or not rows.get(base):
         return lines
     body = [[m] for m in others]
-    excludes_0 = []  # for each difference whose interval over seeds does: that over documents too?
+    excludes_0 = []  # of each difference that excludes 0 over seeds, whether over documents too
     for key, f in columns.items():
         values = by_seed(rows, key, f)
         pairs = [(values[m], values[base]) for m in others]
@@ -411,20 +409,20 @@ def heldout(title, rows, base):
 def half_over_documents(students, references, key):
     """Return half of the 95 % interval of a mean difference over the scored documents.
 
-    None unless all seeds that both have are with sums of `key` by document.
+    None unless all seeds that both have come with sums of `key` by document.
 
     students, references  seed -> figures
     """
-    of_seeds = []
+    changes = []
     for seed in sorted(students.keys() & references.keys()):
         sums = students[seed].get("documents", {})
         reference = references[seed].get("documents", {})
         if key not in sums or key not in reference:
             return None
-        of_seeds.append(np.subtract(sums[key], reference[key]))
-    if not of_seeds:
+        changes.append(np.subtract(sums[key], reference[key]))
+    if not changes:
         return None
-    return half_interval(np.mean(of_seeds, 0), np.array(sums["n"]))
+    return half_interval(np.mean(changes, 0), np.array(sums["n"]))
 
 
 def scored_on(facts):

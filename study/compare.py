@@ -27,8 +27,8 @@ of the teacher.
 OUT/runs has a folder for each run, with its weights. OUT/logs has a file for each student and each
 trial: facts and figures in the first line, then the log. The report is written from these files.
 A finished student is found there by the record of what made it (run/identity.py) and not trained
-again, so after a kill the same command continues. The report names students without a result, and
-the exit code is 1.
+again, so after a kill the same command continues. If students lack a result, the report names them
+and the exit code is 1.
 """
 
 import functools
@@ -89,12 +89,12 @@ def compare(spec, cfg):
         n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
         if n_rows < 1:
             raise UserError(
-                f"val_max_rows={cfg.val_max_rows}: these rows choose, later ones are scored; "
+                f"val_max_rows={cfg.val_max_rows}: trials use these rows, scores the later ones; "
                 f"{cfg.data_dir} has {n_held_out}: set --val_max_rows={n_held_out // 2}"
             )
         trials = run_trials(spec, cfg)
         students = plan(spec, cfg, best_settings(trials))
-        # a method whose trials all failed has no rate
+        # a method whose trials all failed has no rate, and is not trained
         train([s for s in students if "lr" in s.settings_of(s.methods[0]) or not trials], cfg, spec)
         score(students, n_rows, cfg, spec)
         record = on_record(cfg, spec)
@@ -173,8 +173,9 @@ def try_points(points: list, cfg, spec) -> list[dict]:
     record = on_record(cfg, spec)
     ces = {key: facts["val_ce"] for key, facts in record.items() if "stopped" not in facts}
     for (_, *recipes), trial in trials.items():
-        if ces.keys() >= {*recipes}:
-            trial["val_ce"] = sum(map(ces.get, recipes)) / len(recipes)
+        values = [ces.get(key) for key in recipes]
+        if None not in values:
+            trial["val_ce"] = sum(values) / len(values)
     return list(trials.values())
 
 
@@ -206,10 +207,10 @@ def plan(spec, cfg, chosen: dict) -> list[Config]:
 
 
 def plan_student(method: str, cfg, seed, settings: dict, label: str = "") -> Config:
-    """Return the config of a run of this student alone, by which it is known here.
+    """Return the config that trains this student alone. It stands for the student in this file.
 
-    METHOD@flops, of a method without a teacher, makes more updates: as many as cost what a student
-    and its teacher do.
+    METHOD@flops, if METHOD has no teacher, makes more updates, until its FLOPs are those of another
+    student and the teacher.
     """
     name = method + label
     hyper = {name: cfg.settings_of(method) | settings}
@@ -252,7 +253,7 @@ def recipe(student: Config) -> tuple:
 
 
 def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
-    """Return what identifies a student: its record, its updates, the rows that judge a trial.
+    """Return what identifies a student: record, updates and, for a trial, the rows that judge it.
 
     Its code comes last, and does not count with `accept_edits`.
     """
@@ -266,7 +267,8 @@ def on_record(cfg, spec) -> dict:
     """Return the facts of the students in OUT/logs by recipe, after filing the runs that ended."""
     for run in spec.out.glob("runs/*/run.json"):
         ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
-        if len(ends) == len(read_json(run)["config"]["methods"]):  # a run resumes as a whole
+        # else the run resumes with all of its students
+        if len(ends) == len(read_json(run)["config"]["methods"]):
             for end in ends:
                 file_student(end, spec.out)
     record = {}
@@ -300,7 +302,7 @@ def file_student(end: Path, out: Path):
 
 
 def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
-    """Return whether a student's figures are over these rows and of this teacher, or it stopped."""
+    """Return whether a student has stopped, or has figures over these rows with this teacher."""
     expected = {"skip_rows": student.val_max_rows, "n_rows": n_rows}
     if "code" in facts:  # committed studies have figures without it
         expected |= {"code": scoring_code("figures"), "dtype": "float32"}
@@ -315,8 +317,8 @@ def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
 def train(students: list[Config], cfg, spec):
     """Train the students that are not on record.
 
-    Students that differ only in method and settings share a run. Those with a label have runs of
-    their own, since METHOD@LABEL would take over the settings of a METHOD beside it.
+    Students that differ only in method and settings share a run. Those with a label share other
+    runs, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
     record = on_record(cfg, spec)
     missing = {recipe(s): s for s in students if recipe(s) not in record}
@@ -408,7 +410,7 @@ def last_line(file) -> str:
 def arguments(argv) -> tuple:
     """Return the `Spec`, from config files' `_compare` and flags, and the config of all runs.
 
-    With --methods, those keys of `_compare` do not count that are about the config's own methods.
+    With --methods, keys of `_compare` that are about the config's own methods are dropped.
     """
     flags = {}
     rest = []
@@ -437,7 +439,10 @@ def arguments(argv) -> tuple:
     keys |= flags
     out = keys.pop("out", "out/compare")
     values = {key: checked(key, value, KINDS[key]) for key, value in keys.items()}
-    return Spec(out=Path(f"{out}"), **values), cfg
+    spec = Spec(out=Path(f"{out}"), **values)
+    if spec.reference not in (None, *cfg.methods):
+        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
+    return spec, cfg
 
 
 if __name__ == "__main__":

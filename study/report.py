@@ -19,8 +19,8 @@ TRIAL_SEEDS = 1000  # seeds of trials are multiples of it, 0 first; those of stu
 
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. An \
-interval "over documents" takes the scored documents as the sample, where the sums by document of \
-all seeds are on record. Differences are paired. p is of the paired t test, Holm-corrected over \
+interval "over documents" takes the scored documents as the sample; it needs the sums by document \
+of all seeds. Differences are paired. p is of the paired t test, Holm-corrected over \
 the rows of a table for each figure by itself; intervals are not corrected. **Best**, *second* of \
 a column. †: a student was trained with uncommitted edits; the folder of its run has them in \
 `code.diff` (older runs lack that file). Where there are two seeds, p and interval have one degree \
@@ -30,10 +30,10 @@ COSTS = """\
 ## Settings, costs and code
 
 A row has the students of equal settings and code; the settings are all those of the objective, \
-with its weights. COMMIT+HASH marks uncommitted edits. Student FLOPs are those of its training, \
-without the objective. Teacher FLOPs are those of its forward passes, as if one student alone had \
-them. With @flops, a method without a teacher makes as many more updates as cost what the teacher \
-of the others does; validation, optimizer and objective do not count.
+with its weights. COMMIT+HASH marks uncommitted edits. Student FLOPs are those of a student's \
+training, without the objective. Teacher FLOPs are those of the teacher's forward passes, as if \
+for one student alone. With @flops, a method without a teacher makes more updates, until it has \
+used the FLOPs of another student and the teacher, without validation, optimizer and objective.
 """
 OTHERS = """\
 ## Made at other settings
@@ -43,7 +43,7 @@ These students in `logs` have other settings, code or rows than those above.
 CURVES = """\
 ## Training
 
-Curves are means over all seeds, with 95 % intervals, or with each seed where they are two or \
+Curves are means over all seeds, with 95 % intervals, or with each seed where there are two or \
 three. If histograms were logged, seed {} has the paper's Figures 3 (budgets, of methods with an \
 adaptive one) and 4 (anchoring, of the teacher alone). docs/running.md explains them.
 """
@@ -61,7 +61,7 @@ class Spec:
     rows: PositiveInt = 512  # held-out rows to score, after the `val_max_rows` that judge trials
     tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"
     trial_seeds: PositiveInt = 1  # over which a trial is averaged: 0, 1000, ..
-    trial_steps: PositiveInt | None = None  # its schedule scaled; None: as of a student
+    trial_steps: PositiveInt | None = None  # its schedule is scaled; None: as many as of a student
     tables: tuple = ()  # (title, methods, reference), ..
     jobs: PositiveInt = 1  # runs at a time
     per_run: PositiveInt = 10**6  # students that share a run, at most
@@ -69,11 +69,11 @@ class Spec:
     report: bool = False  # only write the report anew
 
 
-KINDS = typing.get_type_hints(Spec, include_extras=True) | {"out": str}  # a flag of any text
+KINDS = typing.get_type_hints(Spec, include_extras=True) | {"out": str}  # becomes a Path later
 
 
 def report(spec) -> tuple:
-    """Write the report. Return its lines of students without a result, and those for the screen."""
+    """Write the report. Return its lines on students without a result, and text for the screen."""
     plan, students, others, failed = read(spec.out)
     results = {x["method"]: {} for x in plan["students"]}  # method -> seed -> student
     for x in students:
@@ -81,7 +81,9 @@ def report(spec) -> tuple:
     edited = {x["method"] for x in students if "+" in f"{x['git_commit']}"}
     compared = []
     default = "vanilla_kd" if "vanilla_kd" in results else next(iter(results))
-    layout = spec.tables or [("Methods", results, spec.reference or default)]
+    layout = spec.tables
+    if spec.reference or not layout:
+        layout = [("Methods", results, spec.reference or default)]
     for title, methods, reference in layout:
         shown = {m: results[m] for m in (*methods, reference) if m in results}
         # the first table always, and others that compare something
@@ -117,24 +119,25 @@ def report(spec) -> tuple:
 
 
 def read(out: Path) -> tuple:
-    """Return the plan; its students with facts, figures and log; others; lines of the missing."""
+    """Return the plan, its students with figures and log, others, and lines on missing ones."""
     remedy = "run the same command without --report"
     plan = read_json(out / "report/plan.json", {"students": list}, remedy)
     record = {x["file"]: x for x in read_students(out)}
-    reported = {x.get("file") for x in plan["students"]}
-    others = [x for file, x in record.items() if file not in reported and x["seed"] % TRIAL_SEEDS]
+    others = dict(record)
     students = []
     failed = []
     for x in plan["students"]:
-        facts = record.get(x.get("file"), {"stopped": f"no result; see {out / 'runs'}/*.txt"})
+        file = x.get("file")
+        others.pop(file, None)
+        facts = record.get(file, {"stopped": f"no result; see {out / 'runs'}/*.txt"})
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
-            log = read_lines(out / "logs" / x["file"])[1:]
+            log = read_lines(out / "logs" / file)[1:]
             students.append(facts | x | {"log": log})
     if not students:
         raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
-    return plan, students, others, failed
+    return plan, students, [x for x in others.values() if x["seed"] % TRIAL_SEEDS], failed
 
 
 def read_students(out: Path) -> list[dict]:
@@ -147,7 +150,7 @@ def read_students(out: Path) -> list[dict]:
     for file in sorted(out.glob("logs/*.jsonl")):
         with reading(file), file.open() as lines:
             for line in lines:
-                if '"made_by": {' in line:  # the first of a student
+                if '"made_by": {' in line:  # a student's first line
                     students.append(json.loads(line) | {"file": file.name})
     return students
 
@@ -199,10 +202,7 @@ def trials(plan: dict) -> list[str]:
     The last element says what was chosen, and what to try next.
     """
     if not plan["trials"]:
-        return [
-            "No table of trials, as none or not all are on record; the table of settings has what "
-            "was chosen.\n"
-        ]
+        return ["No trials are on record; the table of settings has what was chosen.\n"]
     rates = sorted({x["settings"]["lr"] for x in plan["trials"]})
     best = best_settings(plan["trials"])
     rows = {}  # method and settings -> rate -> cell
@@ -249,5 +249,6 @@ def pictures(students: list[dict], folder) -> list[str]:
     for x in students:
         seeds.setdefault(x["seed"], {})[x["method"]] = x
     plot.curves(list(seeds.values()), folder / "curves.png")
-    drawn = ["curves", *plot.draw_histograms(seeds[min(seeds)], folder)]
-    return [CURVES.format(min(seeds)), *(f"![{name}]({name}.png)\n" for name in drawn)]
+    first = min(seeds)
+    drawn = ["curves", *plot.draw_histograms(seeds[first], folder)]
+    return [CURVES.format(first), *(f"![{name}]({name}.png)\n" for name in drawn)]

@@ -1,11 +1,11 @@
-# A study for one machine, with students of 1.1M parameters: the main table's nine methods and four
+# A study for one machine, with students of 1.1M parameters: the main table's nine methods, and
 # variants. It takes many hours: ALRA and vanilla KD have eight seeds, the others three or five.
 #
 #   python study/compare.py study/small.py --jobs=2 --per_run=5
 #
 # What differs from the paper's appendix E beside the sizes, and why:
-#   learning rate   chosen by trials of a quarter of the updates, and one setting of eight methods;
-#                   the rows that change one thing about ALRA have its rate
+#   learning rate   chosen, with one setting of eight methods, by trials of a quarter of the
+#                   updates; students with one change to ALRA have its rate
 #   warm-up         100 updates of 2,100; 512 of 126,400 would be nine
 #   order of rows   drawn from the seed, so that seeds differ in it; the paper has one order
 #
@@ -40,9 +40,9 @@ repeat_rows = True  # for pretrain@flops: 3,685 updates, the FLOPs of student an
 _variants = ("alra_u", "alra_n", "fixed_9", "fixed_25")
 _others = ("pretrain", "pd", "atkd", "rld", "ldrld", "tad", "bild")
 _others += ("vanilla_kd@kl", "pretrain@flops")
-_kd = ("pretrain", "vanilla_kd", "vanilla_kd@kl", "alra")
-_alra = {"lr": 1.73e-3, "gamma": 5}  # those of its students
-_parts = {  # one change to ALRA; without its anchor it is alra_n, which has the same settings
+_equal_flops = ("pretrain", "vanilla_kd", "vanilla_kd@kl", "alra")
+_alra = {"lr": 1.73e-3, "gamma": 5}  # of ALRA's students
+_parts = {  # one change to ALRA each; "no anchor" is alra_n, which has the same settings
     "alra@exact": _alra | {"coefficients": "exact"},  # Eq. 13 instead of Eq. 14
     "alra@budget_9": _alra | {"d_min": 9, "d_max": 9},
     "alra@ce": _alra | {"w_kd": 0.5, "w_ce": 0.5},
@@ -84,7 +84,7 @@ _compare = {
         ("Variants of ALRA", _variants, "alra"),
         ("One change to ALRA at a time", (*_parts, "alra_n"), "alra"),
         ("ALRA with as much cross-entropy", ("alra@ce",), "vanilla_kd"),
-        ("Pre-training at equal FLOPs", _kd, "pretrain@flops"),
+        ("Pre-training at equal FLOPs", _equal_flops, "pretrain@flops"),
     ),
 }
 methods += (*_variants, "vanilla_kd@kl", *_parts, "pretrain@flops")

@@ -292,6 +292,7 @@ REFUSALS = """
 --tunes=x => --tunes=x: no such key 'tunes'
 --seeds=0 => seeds=0: expected int 1 or more
 --jobs => jobs=True: expected int 1 or more
+--reference=vanila_kd => --reference=vanila_kd: expected one of pretrain, vanilla_kd, alra
 unknown.py => _compare: no such keys ['sedes']; expected title,
 """
 EARLY = """
@@ -472,7 +473,7 @@ def test_what_cannot_be_made_or_scored_is_in_the_report(argv, begun, tmp_path, m
         if name.startswith("seed1")
     ]
     assert ("tad",) not in methods  # none of its trials has a result
-    with refusal(r"val_max_rows=None: these rows choose, later ones are scored"):
+    with refusal(r"val_max_rows=None: trials use these rows, scores the later ones"):
         compare.main([*argv, "--val_max_rows=None"])
 
 
@@ -617,7 +618,7 @@ def made_up(out, ces, trials=(), **first):
 def report_of(out, spec=None):
     spec = spec or compare.arguments(["study/small.py"])[0]
     _, screen = reports.report(dataclasses.replace(spec, out=out))
-    assert "Chosen:" in screen or "No table of trials" in screen
+    assert "Chosen:" in screen or "No trials are on record" in screen
     return (out / "report/README.md").read_text()
 
 
@@ -655,7 +656,7 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
     made_up(tmp_path, {"mine": [5.0, 5.5], "mine@flops": [4.0, 4.0]}, **first)
     text = report_of(tmp_path, Spec())
     assert "| mine@flops | -1.2500 ± 3.1766, p 0.1257 |" in text
-    assert "No table of trials" in text
+    assert "No trials are on record" in text
     row = "| mine | lr 0.003, pair none, w_kd 0.5 | 3e+09 | 0 | aaaaaaaaaaaa+b | def | 1 | 5.0000 |"
     assert row in text
     assert "\n| mine † | " in text

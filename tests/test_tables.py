@@ -181,12 +181,13 @@ def test_several_seeds_become_mean_and_interval(tmp_path):
 
 DIFFER = """
 run.init_sha256="other" => init_sha256 of seed 1234
-run.step=8 => step: 7 and 8
+run.step=8 => step was 7, now 8
 tasks.arc_challenge.prompts_sha256="other" => prompts_sha256 of arc_challenge
-tasks.arc_challenge.n=5 => n of arc_challenge, heldout: 500 and 5
-run.made_by.lr="other" => lr: .* and other
-run.made_by.clip="other" => clip: .* and other
-run.made_by.data_sha256="other" => data_sha256: .* and other
+tasks.arc_challenge.n=5 => n of arc_challenge, heldout was 500, now 5
+run.made_by.lr="other" => lr was .*, now .other
+run.made_by.clip="other" => clip was .*, now .other
+run.made_by.data_sha256="other" => data_sha256 was .*, now .other
+run.made_by.code={"train.update":"x"} => edited since: .*train.update
 """
 
 
@@ -194,7 +195,7 @@ run.made_by.data_sha256="other" => data_sha256: .* and other
 def test_what_cannot_be_compared(tmp_path, change, named):
     fake(tmp_path / "x", "pretrain", ALL)
     edit(fake(tmp_path / "y", "alra", ALL), change)
-    with refusal(f"{tmp_path}/x and {tmp_path}/y differ in {named}"):
+    with refusal(f"{tmp_path}/x and {tmp_path}/y cannot be compared: {named}"):
         table_of(tmp_path)
 
 

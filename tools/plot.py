@@ -88,6 +88,7 @@ def read_logs(folders):
             f"{', '.join(map(str, folders))}: no log.jsonl there or one folder below; expected a "
             "run's folder"
         )
+    # methods that the paper lacks are last
     students.sort(key=lambda folder: [*NAMES, folder.name].index(folder.name))
     logs = {}
     for folder in students:
@@ -100,7 +101,7 @@ def read_logs(folders):
 def read_curves(seeds):
     """Return all logged numbers of several seeds, by the tokens of training.
 
-    seeds  for each the students of `read_logs`
+    seeds  what `read_logs` returns, for each seed
     ->     name of a student -> key of log.jsonl -> nominal tokens -> {seed: number}
     """
     curves = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
@@ -116,7 +117,7 @@ def read_curves(seeds):
 
 
 def histograms(student, part):
-    """Return the records of a student's "histogram", or of its "teacher"."""
+    """Return the records of one of PARTS in a student's log."""
     return [record[part] for record in student["log"] if part in record]
 
 
@@ -125,7 +126,7 @@ def histograms(student, part):
 
 
 def looks(names):
-    """Return colour, line and marker by curve; no two curves share all three.
+    """Return name -> colour, line and marker; no two curves share all three.
 
     The paper's methods have looks of their own; other curves take the next ones in their order.
     """
@@ -199,8 +200,8 @@ def draw_panel(axis, key, students, logged):
                     line.set(marker="", linewidth=0.8)
     top = None
     if key in ("ce", "val_kl"):
-        # Curves that end far above the others, the first tenth of each one, and ln V may lie above
-        # the panel.
+        # These may lie above the panel: curves that end far above the others, the first tenth of
+        # any curve, and ln V.
         limit = 1.5 * np.median([y[-1] for y in ys])
         top = 1.03 * max(max(y[len(y) // 10 :]) for y in ys if y[-1] <= limit)
     for level, (label, dash) in LEVELS.items():
@@ -214,7 +215,7 @@ def draw_panel(axis, key, students, logged):
     least = values.min()
     if key != "lr" and values.max() > 20 * least > 0:
         axis.set_yscale("log")
-    bottom = max(axis.get_ylim()[0], min(least, 0))  # an error bar or a margin may reach below
+    bottom = max(axis.get_ylim()[0], min(least, 0))  # where error bars and margins end
     axis.set_ylim(bottom, top)
     axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen", ylabel=key)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -267,7 +268,7 @@ def budget(logs, path):
 
 
 def anchoring(logs, path):
-    """Draw the teacher's probability of the label and of its own top-1, and how often both are one.
+    """Draw the teacher's probability of the label and of its own top-1, and how often they agree.
 
     As a density, and as means of each step.
     """
@@ -349,9 +350,10 @@ def sentence(text, folder, path):
     ticks |= {rank: rank + 1 for rank in range(0, d_max, 4)}
     figure, axes = plt.subplots(1, 2, figsize=(2.4 + 1.6 * len(x), 1.9 + 0.15 * d_max))
     color = looks([folder.name])[folder.name]["color"]
+    logits_t = logits(teacher, ids)
     for axis, model in zip(axes, (kept[0], kept[-1]), strict=True):
         z_s = logits(model, ids)
-        z_t = logits(teacher, ids)[:, : z_s.shape[1]]
+        z_t = logits_t[:, : z_s.shape[1]]
         terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
         inside = torch.arange(d_max) < terms.d_u[:, None]
         axis.bar(x, terms.d_u.numpy(), 0.94, -0.5, color=color, alpha=0.35)
@@ -379,7 +381,7 @@ def sentence(text, folder, path):
 
 
 def draw_tokens(axis, x, column, top_1, proposals, tokenizer):
-    """Write the tokens of a column {y: token}: `top_1` in bold, tokens not proposed in red."""
+    """Write the tokens of a column {y: token}: `top_1` bold, those not in `proposals` red."""
     style = {"size": 7, "family": "monospace", "ha": "center", "va": "center", "parse_math": False}
     for y, token in column.items():
         word = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
@@ -393,9 +395,9 @@ def draw_tokens(axis, x, column, top_1, proposals, tokenizer):
 
 
 def logits(model, ids):
-    """Return the logits [N, V] of the ids after the first."""
-    teacher = load_teacher(str(model), torch.float32, torch.device("cpu"))
-    return teacher.hidden(ids[None, :-1])[0] @ teacher.head.T
+    """Return a model's logits [N, V], which predict the ids after the first."""
+    loaded = load_teacher(str(model), torch.float32, torch.device("cpu"))
+    return loaded.hidden(ids[None, :-1])[0] @ loaded.head.T
 
 
 # ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the scripts share. The first import of any part makes torch's vector functions safe."""
+"""What the scripts share. The first import of any part makes torch's sums and functions exact."""
 
 import torch
 
@@ -20,3 +20,5 @@ def warm_up_vector_functions():
 
 
 warm_up_vector_functions()
+# a GPU would add up parts of a product in bf16
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

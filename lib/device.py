@@ -22,6 +22,8 @@ from lib.errors import UserError
 # FLOP/s of dense bf16 products with fp32 accumulation, from the makers' data sheets. A card's name
 # contains the key as words; the first match counts.
 PEAK_FLOPS = {
+    "H200 NVL": 835e12,
+    "H100 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,

@@ -117,12 +117,11 @@ def row_order(step, batch_rows: int, n_rows: int, shuffle_seed: int | None) -> n
     """
     places = np.arange(step * batch_rows, (step + 1) * batch_rows)
     nth_pass, place = np.divmod(places, n_rows)
-    if shuffle_seed is None:
-        return place
-    parts = []
-    for n in np.unique(nth_pass):
-        parts.append(shuffled(place[nth_pass == n], n_rows, (shuffle_seed, int(n))))
-    return np.concatenate(parts)
+    if shuffle_seed is not None:
+        for n in np.unique(nth_pass):
+            here = nth_pass == n
+            place[here] = shuffled(place[here], n_rows, (shuffle_seed, int(n)))
+    return place
 
 
 def shuffled(i: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:

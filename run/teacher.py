@@ -44,13 +44,14 @@ class Teacher:
 
         rows  not used here; `CachedTeacher.hidden` looks the hidden states up by them
         """
-        idx = idx.to(next(self.model.parameters()).device, non_blocking=True)
+        # blocking copies: a CPU would read what a GPU has not yet written
+        idx = idx.to(next(self.model.parameters()).device)
         if self.native:
             h = self.model.hidden(idx)
         else:
             h = self.model.base_model(idx, use_cache=False)[0]
         # Mamba's are in fp32, whatever its head
-        return h.to(self.home, self.head.dtype, non_blocking=True)
+        return h.to(self.home, self.head.dtype)
 
     def flops_per_token(self, seq_len) -> float:
         """Return the FLOPs of one token's forward pass."""
@@ -99,8 +100,9 @@ def check_teacher(name, tokenizer, seq_len):
         raise UserError(
             f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller seq_len"
         )
-    remedy = "logits are matched token by token"
-    check_vocabulary(f"teacher={name}", shape["vocab_size"], tokenizer, remedy)
+    check_vocabulary(
+        f"teacher={name}", shape["vocab_size"], tokenizer, "logits are matched token by token"
+    )
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
     if file.is_file() and str(file.parent) != tokenizer.name_or_path:

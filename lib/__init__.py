@@ -1,4 +1,4 @@
-"""What the scripts share. The first import of any part makes torch's sums and functions exact."""
+"""What the scripts share. The first import of any part removes two sources of error from torch."""
 
 import torch
 

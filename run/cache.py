@@ -37,8 +37,7 @@ from lib.hf import load_tokenizer
 from lib.rows import Rows, row_order
 from run.identity import content_hash, record_hash
 from run.log import say
-from run.methods import needs_teacher
-from run.preflight import check_config, open_data, open_teacher
+from run.preflight import open_data, open_teacher, uses_teacher
 from run.teacher import Teacher, check_teacher
 
 RowIndices = dict[Rows, np.ndarray]  # by rows file, the indices of the rows that are read
@@ -211,13 +210,12 @@ def checksum_of(head: Tensor) -> int:
 
 def fill_cache(cfg):
     """Compute and store hidden states of a run's training rows, and of all held-out rows."""
-    if not any(map(needs_teacher, cfg.methods)):
+    if not uses_teacher(cfg):
         return
     device = pick_device(cfg.device)
     cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
     parallel.start(device, cfg.timeout_minutes)
     try:
-        check_config(cfg)
         rows = open_data(cfg, "train")
         val = open_data(cfg, "val")
         check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)

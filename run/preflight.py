@@ -26,12 +26,24 @@ def open_data(cfg, name) -> Rows:
     return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
 
 
+def uses_teacher(cfg) -> bool:
+    """Return whether a method learns from a teacher. Raises `UserError` if none is set."""
+    for name in cfg.methods:
+        if needs_teacher(name):
+            if not cfg.teacher:
+                raise UserError(
+                    f"teacher=None: {name} learns from one; set a local folder or hub id"
+                )
+            return True
+    return False
+
+
 def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
     """Return the frozen `Teacher`, or a `CachedTeacher`; None if no method of the run needs one.
 
     rows, val  training and held-out rows, whose hidden states `teacher_cache` stores
     """
-    if not any(map(needs_teacher, cfg.methods)):
+    if not uses_teacher(cfg):
         return None
     home = torch.device(cfg.device)
     device = pick_device(cfg.teacher_device or cfg.device)
@@ -67,9 +79,7 @@ def check_config(cfg):
         )
     if world % cfg.shard:
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
-    for name in cfg.methods:
-        if needs_teacher(name) and not cfg.teacher:
-            raise UserError(f"teacher=None: {name} learns from one; set a local folder or hub id")
+    uses_teacher(cfg)
     if cfg.seq_len > shape.max_position_embeddings:
         raise UserError(
             f"seq_len={cfg.seq_len}: the student supports {shape.max_position_embeddings} positions"
@@ -85,7 +95,7 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     teacher_shape = inherited(cfg.teacher)
     student_vocab = student_config(cfg.student, teacher_shape).vocab_size
     teacher_vocab = student_vocab
-    if any(map(needs_teacher, cfg.methods)):  # `check_config` has seen that there is one
+    if uses_teacher(cfg):
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
         teacher_vocab = teacher_shape["vocab_size"]
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
@@ -166,12 +176,11 @@ def run_facts(cfg, rows) -> dict:
     records = {name: made_by(cfg, name) for name in cfg.methods}
     for name, record in records.items():
         parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})
-    uses_teacher = any(map(needs_teacher, cfg.methods))
     return {
         "config": dataclasses.asdict(cfg),
         "argv": sys.argv[1:],
         "made_by": records,
         "bos": rows.manifest["bos"],  # the id before each document, if any
-        "teacher_used": pinned(cfg.teacher) if uses_teacher else None,
+        "teacher_used": pinned(cfg.teacher) if uses_teacher(cfg) else None,
         **machine_facts(torch.device(cfg.device)),
     }

@@ -10,7 +10,7 @@ from lib.files import write_json
 from lib.hf import load_tokenizer
 from run.paper import NAMES
 from tests.world import DEMO, STUDENT, make_model, refusal, write_jsonl, write_run
-from tools import plot, sample
+from tools import plot, sample, sentence
 from train import VALIDATION_FIGURES
 
 
@@ -228,9 +228,9 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     about = {"config": config, "bos": None}
     write_json(run / "run.json", about | {"made_by": {"alra@x": {"teacher_sha256": "of another"}}})
     with refusal("/t: its content has changed since the student was"):
-        plot.main(["--sentence=import $x$ os", f"{run}/alra@x"])
+        sentence.main([f"{run}/alra@x", "import $x$ os"])
     write_json(run / "run.json", about | {"made_by": {}})
-    plot.main(["--sentence=import $x$ os", f"{run}/alra@x"])
+    sentence.main([f"{run}/alra@x", "import $x$ os"])
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer("import $x$ os").input_ids])
     z_t, *students = (m.hidden(ids[None, :-1])[0] @ m.head.T for m in models.values())
     n_red = 0
@@ -262,7 +262,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     with refusal(r"x: no log\.jsonl there or one folder below"):
         plot.main([f"{tmp_path}/x"])
     with refusal("expected a student of ALRA with checkpoints"):
-        plot.main([f"{tmp_path}/tad", "--sentence=x"])
+        sentence.main([f"{tmp_path}/tad", "x"])
 
 
 def test_samples_are_a_function_of_the_seed(tmp_path, printed):

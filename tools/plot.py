@@ -2,11 +2,10 @@
 
     python tools/plot.py out/demo                         every term, budget, anchoring
     python tools/plot.py out/alra_200m/alra out/other --out=compare
-    python tools/plot.py --sentence "import os" out/demo/alra       ALRA's choices at each token
 
 Pictures go into the first folder given, or into --out. Their numbers are in the logs: log.jsonl,
-histograms.jsonl and teacher.jsonl. Budget and anchoring need `histogram_every_steps`; a sentence
-needs checkpoints, and shows the first and the last one.
+histograms.jsonl and teacher.jsonl. Budget and anchoring need `histogram_every_steps`. Anchoring is
+of the teacher of the first run.
 """
 
 import argparse
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-import torch
 
 matplotlib.use("Agg")  # files only, no window
 import matplotlib.pyplot as plt
@@ -27,15 +25,10 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 import configure
 from lib.errors import UserError
 from lib.files import read_json
-from lib.hf import load_tokenizer
 from lib.stats import estimate
-from losses import default_settings, resolve
-from run.identity import content_hash
 from run.methods import LOGGED
 from run.paper import NAMES
-from run.scoring import check_content
 from run.tables import read_log
-from run.teacher import load_teacher
 
 PANELS = {  # key in log.jsonl -> title; terms of other objectives follow
     "ce": "cross-entropy, nats/token: held-out (marked) and training (thin)",
@@ -52,7 +45,6 @@ PANELS = {  # key in log.jsonl -> title; terms of other objectives follow
     "d_u": "ALRA: mean local budget $d_u$, tokens",
     "support": "ALRA: mean effective support, tokens",
 }
-HELD_OUT = {"ce": "val_ce"}  # drawn in the same panel
 LEVELS = {  # key in log.jsonl -> label, line
     "val_teacher_ce": ("teacher", ":"),
     "val_teacher_entropy": ("teacher's entropy", "-."),
@@ -81,8 +73,8 @@ def read_logs(folders):
     """
     students = []
     for top in folders:
-        files = [*top.glob("log.jsonl"), *sorted(top.glob("*/log.jsonl"))]
-        students += [file.parent for file in files]
+        for file in (*top.glob("log.jsonl"), *sorted(top.glob("*/log.jsonl"))):
+            students.append(file.parent)
     if not students:
         raise UserError(
             f"{', '.join(map(str, folders))}: no log.jsonl there or one folder below; expected a "
@@ -116,8 +108,8 @@ def read_curves(seeds):
     return curves
 
 
-def histograms(student, part):
-    """Return the records of one of PARTS in a student's log."""
+def records_of(student, part):
+    """Return the records of a part of a student's log, "histogram" or "teacher" (`read_log`)."""
     return [record[part] for record in student["log"] if part in record]
 
 
@@ -133,6 +125,7 @@ def looks(names):
     styles = {}
     for i, name in enumerate(dict.fromkeys([*NAMES, *names])):
         styles[name] = {
+            # ten colours, then their light versions, then both again with other lines
             "color": plt.get_cmap("tab20").colors[i * 2 % 20 + i // 10 % 2],
             "linestyle": ("-", "--", "-.", ":")[(i + i // 20) % 4],
             "marker": "os^vDPX*h<>pd"[i % 13],
@@ -155,13 +148,13 @@ def save(figure, path):
 def curves(seeds, path):
     """Draw every term of every student over the tokens of training, as means over seeds."""
     students = read_curves(seeds)
-    if not students:
-        raise UserError(f"no {path}: nothing is logged yet")
-    logged = {"ce": {}}  # also if so far only val_ce is logged
+    if not any({"ce", "val_ce"} & terms.keys() for terms in students.values()):
+        raise UserError(f"no {path}: no cross-entropy is logged yet")
+    logged = {"ce": {}}  # its panel is drawn even if only val_ce is logged
     for terms in students.values():
         logged |= terms
     undrawn = {*LOGGED, *LEVELS, "val_ce"} - {"gnorm", "lr"}
-    keys = [key for key in PANELS | logged if key in logged.keys() - undrawn]
+    keys = [key for key in PANELS | logged if key in logged and key not in undrawn]
     n_rows = (len(keys) + 4) // 3  # CE has the first row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))
     handles = {}
@@ -182,31 +175,33 @@ def draw_panel(axis, key, students, logged):
     ys = []  # of each curve
     styles = looks(students)
     for name, terms in students.items():
-        for part in (key, HELD_OUT.get(key)):
-            if part in terms:
-                n, y, half, *_ = zip(*map(estimate, terms[part].values()), strict=True)
-                half = [h if count > 3 else 0 for count, h in zip(n, half, strict=True)]
+        for term in ("ce", "val_ce") if key == "ce" else (key,):
+            if term in terms:
+                points = terms[term]
+                estimates = [estimate(numbers) for numbers in points.values()]
+                y = [e.mean for e in estimates]
+                half = [e.half if e.n > 3 else 0 for e in estimates]
                 ys.append(y)
                 gap = len(y) // 6 or 1  # between markers
-                for tokens, numbers in [*terms[part].items()][::gap]:
+                for tokens, numbers in [*points.items()][::gap]:
                     if len(numbers) in (2, 3):  # too few for an interval
                         x = [tokens] * len(numbers)
                         axis.plot(x, [*numbers.values()], "_", color=styles[name]["color"])
                 line, *_ = axis.errorbar(
-                    [*terms[part]], y, half, markevery=gap, errorevery=gap, **styles[name]
+                    [*points], y, half, markevery=gap, errorevery=gap, **styles[name]
                 )
-                line.set_label(name)
-                if part == "ce":
+                line.set_label(name)  # of the line alone: the legend has no error bars
+                if term == "ce":
                     line.set(marker="", linewidth=0.8)
     top = None
     if key in ("ce", "val_kl"):
         # These may lie above the panel: curves that end far above the others, the first tenth of
-        # any curve, and ln V.
+        # any curve, and the reference CEs.
         limit = 1.5 * np.median([y[-1] for y in ys])
         top = 1.03 * max(max(y[len(y) // 10 :]) for y in ys if y[-1] <= limit)
     for level, (label, dash) in LEVELS.items():
         if key == "ce" and level in logged:
-            *_, last = logged[level].values()
+            *_, last = logged[level].values()  # of the last validation
             ce = estimate(last).mean
             if ce > top:
                 label += " (above the panel)"
@@ -215,7 +210,7 @@ def draw_panel(axis, key, students, logged):
     least = values.min()
     if key != "lr" and values.max() > 20 * least > 0:
         axis.set_yscale("log")
-    bottom = max(axis.get_ylim()[0], min(least, 0))  # where error bars and margins end
+    bottom = max(axis.get_ylim()[0], min(least, 0))  # not the ends of error bars and margins
     axis.set_ylim(bottom, top)
     axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen", ylabel=key)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -230,33 +225,34 @@ def budget(logs, path):
 
     A student has three curves: early and late in training, and the teacher as its own student.
     """
-    parts = {}
+    stages = {}  # student -> stage -> records
     for name, student in logs.items():
-        records = histograms(student, "histogram")
+        records = records_of(student, "histogram")
         if any(sum(r["d_u_hist"][:-1]) for r in records):
-            records = records[1:] or records  # without step 0
+            records = records[1:] or records  # the first is of untrained weights
             tenth = -(-len(records) // 10)  # rounded up
-            parts[name] = {"early": records[:tenth], "late": records[-tenth:]}
-            teacher = histograms(student, "teacher")
-            if len(teacher[0]["d_u_hist"]) == len(records[0]["d_u_hist"]):  # of an equal d_max
-                parts[name]["teacher"] = teacher
-    if not parts:
+            stages[name] = {"early": records[:tenth], "late": records[-tenth:]}
+            teacher = records_of(student, "teacher")
+            # of an equal d_max
+            if teacher and len(teacher[0]["d_u_hist"]) == len(records[0]["d_u_hist"]):
+                stages[name]["teacher"] = teacher
+    if not stages:
         raise UserError("no d_u below d_max; train ALRA with --histogram_every_steps=N")
-    n = len(parts)
+    n = len(stages)
     figure, (axes,) = plt.subplots(1, n, figsize=(4.6 * n, 3.0), squeeze=False)
     lines = {"early": "--", "late": "-", "teacher": ":"}
-    for axis, (name, records_of) in zip(axes, parts.items(), strict=True):
-        for stage, records in records_of.items():
+    for axis, (name, by_stage) in zip(axes, stages.items(), strict=True):
+        for stage, records in by_stage.items():
             counts = np.sum([r["d_u_hist"] for r in records], 0)  # [d_max + 1]
             n_below = counts[:-1].sum()
             label = (
                 f"{stage}, step {records[0]['step']:,} to {records[-1]['step']:,}: "
                 f"{n_below / counts.sum():.1%} below"
             )
-            color = "black" if stage == "teacher" else looks(parts)[name]["color"]
+            color = "black" if stage == "teacher" else looks(stages)[name]["color"]
             shares = counts[:-1] / max(n_below, 1)
             axis.plot(shares, label=label, color=color, linestyle=lines[stage])
-        d_max = len(records_of["early"][0]["d_u_hist"]) - 1
+        d_max = len(shares)
         axis.set(
             title=f"{name}: positions with $d_u$ < $d_{{max}}$ = {d_max}",
             xlabel="local budget $d_u$ [tokens]",
@@ -274,7 +270,7 @@ def anchoring(logs, path):
     """
     records = []
     for student in logs.values():
-        records = records or histograms(student, "teacher")
+        records = records or records_of(student, "teacher")
     if not records:
         raise UserError("no record of a teacher; train with --histogram_every_steps=N")
     values = {key: np.array([r[key] for r in records]) for key in records[0]}
@@ -314,93 +310,6 @@ def anchoring(logs, path):
 
 
 # ----------------------------------------------------------------------------------------------
-# a sentence
-
-
-@torch.no_grad()
-def sentence(text, folder, path):
-    """Draw what ALRA chooses at each token of a text. The text is the forward batch.
-
-    Left is the first checkpoint that the run has kept, right the last one.
-    """
-    kept = sorted(folder.glob("checkpoints/step_*/model"))
-    run = read_json(folder.parent / "run.json", {"config": dict, "made_by": dict})
-    overrides = configure.Config(hyper=run["config"]["hyper"]).overrides_of(folder.name)
-    method = resolve(folder.name, **overrides)
-    settings = default_settings(method.fn) | method.hyper
-    if not kept or "d_max" not in settings:
-        raise UserError(
-            f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
-        )
-    teacher = run["config"]["teacher"]
-    check_content(
-        teacher, "teacher_sha256", content_hash(teacher), run["made_by"].get(folder.name, {})
-    )
-    tokenizer = load_tokenizer(str(kept[0]))
-    first = tokenizer.eos_token_id if run["bos"] is None else run["bos"]
-    ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
-    d_max = settings["d_max"]
-    x = np.arange(len(ids) - 1)
-    ticks = {
-        -2.5: "token read",
-        -1.5: "next in the text",
-        d_max + 0.5: "teacher's mass",
-        d_max + 1.5: "student's mass",
-    }
-    ticks |= {rank: rank + 1 for rank in range(0, d_max, 4)}
-    figure, axes = plt.subplots(1, 2, figsize=(2.4 + 1.6 * len(x), 1.9 + 0.15 * d_max))
-    color = looks([folder.name])[folder.name]["color"]
-    logits_t = logits(teacher, ids)
-    for axis, model in zip(axes, (kept[0], kept[-1]), strict=True):
-        z_s = logits(model, ids)
-        z_t = logits_t[:, : z_s.shape[1]]
-        terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
-        inside = torch.arange(d_max) < terms.d_u[:, None]
-        axis.bar(x, terms.d_u.numpy(), 0.94, -0.5, color=color, alpha=0.35)
-        for z, y, shade in ((z_t, d_max + 0.5, "0.6"), (z_s, d_max + 1.5, color)):
-            p = (z / settings["tau"]).softmax(-1).gather(1, terms.tokens)
-            mass = (p * inside).sum(-1).numpy()
-            bars = axis.barh(y, 0.64 * mass, left=x - 0.47, color=shade)
-            axis.bar_label(bars, [f"{m:.0%}" for m in mass], fontsize=7, padding=1)
-        for u in x:
-            column = {-2.5: ids[u], -1.5: ids[u + 1], **dict(enumerate(terms.tokens[u]))}
-            proposals = z_s[u].topk(d_max).indices
-            draw_tokens(axis, u, column, z_t[u].argmax(), proposals, tokenizer)
-        axis.set(
-            title=f"{folder.name}, update {int(model.parent.name[5:]):,}",
-            xlim=(-0.6, len(x) - 0.4),
-            ylim=(d_max + 2.1, -3.2),
-            xticks=(),
-        )
-        axis.set_yticks(list(ticks), ticks.values())
-        axis.grid(False)
-    figure.supxlabel(
-        "coloured: local set, its mass below; bold: teacher's top-1; red: no proposal", fontsize=8
-    )
-    save(figure, path)
-
-
-def draw_tokens(axis, x, column, top_1, proposals, tokenizer):
-    """Write the tokens of a column {y: token}: `top_1` bold, those not in `proposals` red."""
-    style = {"size": 7, "family": "monospace", "ha": "center", "va": "center", "parse_math": False}
-    for y, token in column.items():
-        word = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
-        cell = axis.text(x, y, word, **style)
-        if y < -2:  # the token read
-            continue
-        if token == top_1:
-            cell.set_weight("bold")
-        if token not in proposals:
-            cell.set_color("red")
-
-
-def logits(model, ids):
-    """Return a model's logits [N, V], which predict the ids after the first."""
-    loaded = load_teacher(str(model), torch.float32, torch.device("cpu"))
-    return loaded.hidden(ids[None, :-1])[0] @ loaded.head.T
-
-
-# ----------------------------------------------------------------------------------------------
 # the command
 
 
@@ -422,16 +331,12 @@ def main(argv):
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--sentence")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     out = args.out or args.folders[0]
-    if args.sentence:
-        sentence(args.sentence, args.folders[0], out / "sentence.png")
-    else:
-        logs = read_logs(args.folders)
-        curves([logs], out / "curves.png")
-        draw_histograms(logs, out)
+    logs = read_logs(args.folders)
+    curves([logs], out / "curves.png")
+    draw_histograms(logs, out)
 
 
 if __name__ == "__main__":

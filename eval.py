@@ -58,10 +58,10 @@ from model import Qwen2, Qwen2Config
 from run.cache import open_cached, progress
 from run.identity import content_hash, record_hash
 from run.scoring import check_content, check_model, decoder_edits, scoring_code
-from run.tables import RUN, run_facts, students_of, tabulate
+from run.tables import RUN, students_of, tabulate, training_facts
 from run.teacher import check_teacher, check_vocabulary, load_teacher
 
-HEAD_ROWS = 256  # positions, the rows of h, whose logits exist at a time
+N_AT_ONCE = 256  # positions whose logits exist at a time
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
 
@@ -197,7 +197,7 @@ class Scorer(TemplateLM):
         targets = y[scored].to(h.device)  # [N]
         logp = []
         greedy = []
-        for h_part, target in zip(h.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+        for h_part, target in zip(h.split(N_AT_ONCE), targets.split(N_AT_ONCE), strict=True):
             logp_part = (h_part @ self.head.T).log_softmax(-1)
             logp.append(metrics.pick(logp_part, target))
             greedy.append(logp_part.argmax(-1) == target)
@@ -435,7 +435,7 @@ def open_checkpoint(name, args) -> Checkpoint:
     source = find_folder(name)
     if not (source / "config.json").is_file():
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    run = run_facts(source, RUN)
+    run = training_facts(source, RUN)
     if not run:
         folder = Path("out/eval", Path(name).resolve().name)
     elif (source.parent / "run.json").is_file():
@@ -512,14 +512,14 @@ def arguments(argv) -> argparse.Namespace:
         "paths", nargs="+", metavar="PATH", help="out/NAME, out/NAME/METHOD, model folder or hub id"
     )
     add("--tasks", default="all", help="all, none, or names with commas")
-    add("--split", default="heldout", choices=("heldout", "validation"), help="set of the paper")
+    add("--split", default="heldout", choices=("heldout", "validation"), help="paper's item set")
     add("--data_dir", help="DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub")
     add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv or .jsonl")
     add("--any_items", action="store_true", help="also score items that are not the published ones")
     add("--limit", type=int, help="first N items of each task")
     add("--rows", metavar="DIR", help="folder with val.bin, or none; default: the run's data_dir")
     add("--max_rows", type=int, default=512, help="number of held-out rows")
-    add("--skip_rows", type=int, default=0, help="first rows to leave out: they chose settings")
+    add("--skip_rows", type=int, default=0, help="first rows to leave out, such as those of trials")
     add(
         "--teacher",
         metavar="NAME",

@@ -1,8 +1,8 @@
-"""Tables of results in the paper's form, with its numbers beside ours.
+"""Results: reading them, and tables of them in the paper's form, with its numbers beside ours.
 
-eval.py prints them for what it has just scored, `eval.py --table` for earlier results. Several
+eval.py prints tables of what it has just scored, `eval.py --table` of earlier results. Several
 seeds of a method make one row with mean and 95 % interval. A table only holds rows that can be
-compared: the same initial weights per seed, data, budget, optimisation and scoring protocol.
+compared: the same initial weights per seed, data, updates, optimisation and scoring protocol.
 """
 
 import os
@@ -19,7 +19,7 @@ from lib.tasks import COLUMNS, SUITES
 from run.identity import RUN_FILE, record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_row
 
-# What is read from a student's run.json, and from files of results.
+# The keys, with their kinds, that are read from a student's run.json and from files of results.
 RUN = {
     "method": str,
     "student": str,
@@ -44,7 +44,7 @@ PERCENT = Column("accuracy, %", sense=+1, factor=1, digits=2)
 class Result(NamedTuple):
     """What is known of one model by one protocol."""
 
-    file: Path  # the newest
+    file: Path  # the newest of those that are merged here
     kind: str  # "figures", or the split of scores
     protocol: str
     method: str  # with its overrides, or the name of a model that no run has made
@@ -69,12 +69,12 @@ def tabulate(paths, reference="pretrain", metric="acc"):
     if reference not in ("pretrain", *methods):
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
-    for student in dict.fromkeys(r.run.get("student") for r in results):
-        lines += [f"## {student or 'other models'}", ""]
+    for shape in dict.fromkeys(r.run.get("student") for r in results):
+        lines += [f"## {shape or 'other models'}", ""]
         for kind in FILES:
             groups = {}
             for r in results:
-                if (r.run.get("student"), r.kind) == (student, kind):
+                if (r.run.get("student"), r.kind) == (shape, kind):
                     groups.setdefault(r.protocol, []).append(r)
             for protocol, group in groups.items():
                 lines += [*tables_of(group, reference, metric), f"Protocol: {protocol}.", ""]
@@ -91,15 +91,15 @@ def tables_of(group, reference, metric):
     if first.kind == "figures":
         return [*heldout("### Held-out rows", rows, reference), *scored_on(first.values), ""]
     lines = []
-    for title, base, shown in layouts(first.kind, rows, reference):
-        lines += accuracies(f"### {title}", first, shown, base, metric)
+    for title, start, shown in layouts(first.kind, rows, reference):
+        lines += accuracies(f"### {title}", first, shown, start, metric)
     return lines
 
 
 # --- reading results
 
 
-def run_facts(model, kinds=()):
+def training_facts(model, kinds=()):
     """Return the facts of the training behind a model's folder, or {} for other models.
 
     They are in run.json of a finished student, and in state.json of a checkpoint.
@@ -121,16 +121,17 @@ def read_log(folder):
 
 
 def students_of(paths, is_done):
-    """Return the folders that paths stand for, and those of students that are not done.
+    """Return the folders that paths stand for, and those of a run's students that are not done.
 
-    A folder that is done stands for itself. Any other stands for the done folders inside it, as a
-    run does for its students. If nothing inside is done, it stays unless it is a run or a file.
+    A path with `is_done(path)` stands for itself, any other one for the done folders inside it, as
+    a run does for its students. A path without any stands for itself too, such as a hub id, unless
+    it is a run or a file.
     """
     folders = []
     missing = []
     for name in paths:
         path = Path(name)
-        facts = run_facts(path / "model")  # those of path/run.json, if it is there
+        facts = training_facts(path / "model")  # of path/run.json or path/state.json, if there
         students = []
         if facts and "method" not in facts:  # of a run, not of a student
             check_kinds(facts, RUN_FILE, path / "run.json")
@@ -153,7 +154,7 @@ def load(folder):
     Those of a student's earlier weights are left out. Tasks scored by one protocol are merged.
     """
     results = {}
-    current = run_facts(folder / "model").get("weights_sha256")
+    current = training_facts(folder / "model").get("weights_sha256")
     for file in sorted(folder.glob("*_*.json"), key=os.path.getmtime):
         kind = file.stem.removeprefix("scores_").rpartition("_")[0]
         if kind not in FILES:
@@ -163,7 +164,7 @@ def load(folder):
         if run:
             check_kinds(run, RUN, file)
         sha256 = content["weights_sha256"]
-        if current not in (None, sha256):
+        if current and current != sha256:  # of earlier weights
             continue
         protocol = ", ".join(
             f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None
@@ -252,7 +253,7 @@ def by_seed(rows, key, column):
     return {m: {s: column.factor * x[key] for s, x in seeds.items()} for m, seeds in rows.items()}
 
 
-def mark(rows, columns):
+def ranked(rows, columns):
     """Return the rows of a table as text: a method, and a cell for each column.
 
     The best of a column is bold, the second italic; values that print alike tie. One seed alone is
@@ -273,7 +274,7 @@ def mark(rows, columns):
             if e.n > 1:
                 star = stars.get(round(e.mean, column.digits), "")
             else:
-                for figures in seeds.values():  # of one seed, if any
+                for figures in seeds.values():  # one at most
                     if f"{key}_half" in figures:
                         e = e._replace(half=column.factor * figures[f"{key}_half"])
             row.append(f"{star}{e.text(column.digits)}{star}")
@@ -281,6 +282,7 @@ def mark(rows, columns):
 
 
 def seed_counts(rows):
+    """Return the different numbers of seeds that methods have, rising."""
     return sorted({len(seeds) for seeds in rows.values()} - {0})
 
 
@@ -307,17 +309,19 @@ def layouts(split, rows, reference):
         layout[0] = (title, reference, (*names, *others))
     else:
         layout.append(("Other objectives", reference, (*others, "alra")))
-    tables = []
-    for title, base, names in layout:
-        tables.append((title, base, {m: rows[m] for m in names if m in rows}))
+    tables = [
+        (title, start, {m: rows[m] for m in names if m in rows}) for title, start, names in layout
+    ]
     # a table of ALRA alone only if there is no other
     return [table for table in tables if table[2].keys() - {"alra"}] or tables[:1]
 
 
-def accuracies(title, first, rows, base, metric):
+def accuracies(title, first, rows, reference, metric):
     """Return a table of the tasks that every row has, with their average and its gain.
 
     The paper's row of a method follows ours.
+
+    first  one of the results; its split, shape and step are those of all
     """
     split = first.kind
     every = SUITES[split]
@@ -332,16 +336,16 @@ def accuracies(title, first, rows, base, metric):
             ours[m][seed] = values | {"avg": sum(values.values()) / len(tasks)}
     columns = dict.fromkeys((*tasks, "avg"), PERCENT)
     averages = by_seed(ours, "avg", PERCENT)
-    gains = differences([(values, averages.get(base, {})) for values in averages.values()])
+    gains = differences([(values, averages.get(reference, {})) for values in averages.values()])
     body = []
-    for (m, *cells), e in zip(mark(ours, columns), gains, strict=True):
-        gain = "Ref." if m == base else e.text(2, "+")
+    for (m, *cells), e in zip(ranked(ours, columns), gains, strict=True):
+        gain = "Ref." if m == reference else e.text(2, "+")
         body.append([NAMES.get(m, m), *cells, gain])
-        cells = paper_row(first.run.get("student"), split, m, base, tasks)
+        cells = paper_row(first.run.get("student"), split, m, reference, tasks)
         if cells:
             body.append(["*paper*", *cells])
     average = "Avg." if tasks == every else f"Avg. ({len(tasks)} of {len(every)})"
-    heads = ["", *(COLUMNS[t] for t in tasks), average, f"Δ {base}"]
+    heads = ["", *(COLUMNS[t] for t in tasks), average, f"Δ {reference}"]
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"
@@ -352,21 +356,21 @@ def accuracies(title, first, rows, base, metric):
             notes.append(
                 f"{COLUMNS[t]}: {scores['n']:,} items, the paper has {scores['n_paper']:,}."
             )
-    if len(body) > len(rows):
+    if len(body) > len(rows):  # some are the paper's
         notes.append(
             f"Ours after {first.run['step']:,} updates, the paper's after {UPDATES[split]:,}."
         )
     return [f"{title}: {what}, {split}", "", *grid(heads, body), "", *notes, ""]
 
 
-def heldout(title, rows, base):
-    """Return a table of figures over held-out rows, and one of differences to `base`."""
+def heldout(title, rows, reference):
+    """Return a table of figures over held-out rows, and one of differences to `reference`."""
     students = [figures for seeds in rows.values() for figures in seeds.values()]
     columns = {key: f for key, f in FIGURES.items() if all(key in x for x in students)}
     heads = [f.heading for f in columns.values()]
     counts = seed_counts(rows)
     head = ["", *heads]
-    body = mark(rows, columns)
+    body = ranked(rows, columns)
     if len(counts) > 1:
         head.insert(1, "n")
         for row, seeds in zip(body, rows.values(), strict=True):
@@ -375,32 +379,33 @@ def heldout(title, rows, base):
     if 1 in counts and any("ce_half" in x for x in students):
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(head, body), "", note, ""]
-    others = [m for m in rows if m != base]
-    if not others or not rows.get(base):
+    others = [m for m in rows if m != reference]
+    if not others or not rows.get(reference):
         return lines
     body = [[m] for m in others]
-    excludes_0 = []  # of each difference that excludes 0 over seeds, whether over documents too
+    # of each difference that excludes 0 over seeds: whether it also does over documents
+    also_over_documents = []
     for key, f in columns.items():
         values = by_seed(rows, key, f)
-        pairs = [(values[m], values[base]) for m in others]
+        pairs = [(values[m], values[reference]) for m in others]
         for row, e in zip(body, differences(pairs), strict=True):
             cell = e.text(f.digits, "+") + p_text(e.p_holm)
-            half = half_over_documents(rows[row[0]], rows[base], key)
+            half = half_over_documents(rows[row[0]], rows[reference], key)
             if half:
                 if e.half is not None:
                     cell += ","
                     if abs(e.mean) > e.half:
-                        excludes_0.append(abs(e.mean) > half)
+                        also_over_documents.append(abs(e.mean) > half)
                 cell += f" ± {half:.{f.digits}f} over documents"
             row.append(cell)
     how = ""
     if counts != [1]:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
-    lines += [f"{title}: difference to {base}{how}", "", *grid(["", *heads], body), ""]
-    if excludes_0:
+    lines += [f"{title}: difference to {reference}{how}", "", *grid(["", *heads], body), ""]
+    if also_over_documents:
         lines += [
-            f"{len(excludes_0)} differences have both intervals, and exclude 0 over seeds "
-            f"(uncorrected); {sum(excludes_0)} of these exclude 0 over documents, too.",
+            f"{len(also_over_documents)} differences have both intervals, and exclude 0 over seeds "
+            f"(uncorrected); {sum(also_over_documents)} of these exclude 0 over documents, too.",
             "",
         ]
     return lines
@@ -415,14 +420,14 @@ def half_over_documents(students, references, key):
     """
     changes = []
     for seed in sorted(students.keys() & references.keys()):
-        sums = students[seed].get("documents", {})
-        reference = references[seed].get("documents", {})
-        if key not in sums or key not in reference:
+        ours = students[seed].get("documents", {})
+        theirs = references[seed].get("documents", {})
+        if key not in ours or key not in theirs:
             return None
-        changes.append(np.subtract(sums[key], reference[key]))
+        changes.append(np.subtract(ours[key], theirs[key]))
     if not changes:
         return None
-    return half_interval(np.mean(changes, 0), np.array(sums["n"]))
+    return half_interval(np.mean(changes, 0), np.array(ours["n"]))  # n: of all seeds
 
 
 def scored_on(facts):

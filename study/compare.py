@@ -2,16 +2,16 @@
 
     python study/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,3e-3,1e-2
     python study/compare.py config/tiny.py --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1 --seeds=5
-    python study/compare.py config/tiny.py --report    write tables and figures anew
+    python study/compare.py config/tiny.py --report    write tables and pictures anew
     python study/compare.py study/small.py --jobs=2 --per_run=5    a study described by its config
 
 Flags, with their defaults. They override `_compare` of a config file:
 
     --seeds=3           seeds, from 1 on
-    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more (none)
+    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
     --trial_steps=N     updates of a trial (as many as of a student)
     --trial_seeds=1     seeds over which the CE of a trial is averaged: 0, 1000, 2000, ..
-    --reference=METHOD  method that differences are taken from (vanilla_kd, else the first)
+    --reference=METHOD  differences to this method, in one table (vanilla_kd, else the first)
     --rows=512          held-out rows to score
     --jobs=1            runs at a time
     --per_run=N         students that share a run, at most (all)
@@ -75,7 +75,7 @@ def main(argv) -> int:
             raise
     failed, text = report(spec)
     print(f"\n{text}\n{spec.out / 'report/README.md'}")
-    return int(bool(failed))
+    return 1 if failed else 0
 
 
 def compare(spec, cfg):
@@ -93,7 +93,7 @@ def compare(spec, cfg):
                 f"{cfg.data_dir} has {n_held_out}: set --val_max_rows={n_held_out // 2}"
             )
         trials = run_trials(spec, cfg)
-        students = plan(spec, cfg, best_settings(trials))
+        students = plan_students(spec, cfg, best_settings(trials))
         # a method whose trials all failed has no rate, and is not trained
         train([s for s in students if "lr" in s.settings_of(s.methods[0]) or not trials], cfg, spec)
         score(students, n_rows, cfg, spec)
@@ -103,14 +103,14 @@ def compare(spec, cfg):
         facts = record.get(recipe(s), {})
         file = facts["file"] if is_scored(s, facts, n_rows) else None
         lines.append({"method": s.methods[0], "seed": s.seed, "file": file})
-    planned = {
+    plan = {
         "config": asdict(cfg),
         "trial_steps": spec.trial_steps or cfg.max_steps,
         "trial_seeds": spec.trial_seeds,
         "students": lines,
         "trials": trials,
     }
-    write_json(spec.out / "report/plan.json", planned)
+    write_json(spec.out / "report/plan.json", plan)
 
 
 def prepare(cfg, file):
@@ -130,7 +130,7 @@ def try_objectives(spec, cfg):
     """Try every objective on three positions, with all of its settings, before anything starts."""
     check_config(cfg)
     for method, values_of in values_to_try(spec.tune).items():
-        name = method or cfg.methods[0]
+        name = method or cfg.methods[0]  # rates are tried with the first method
         resolve(name)  # refuses an unknown name; a study may tune methods that --methods leaves out
         if name in cfg.methods:
             for settings in combinations(values_of):
@@ -153,7 +153,7 @@ def run_trials(spec, cfg) -> list[dict]:
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = list(itertools.product(tuned, combinations(choices[""])))
     for method, best in best_settings(try_points(points, cfg, spec)).items():
-        for settings in combinations(choices.get(method, {})):
+        for settings in combinations(choices.get(method, {})):  # {}: the best one again
             points.append((method, best | settings))
     return try_points(points, cfg, spec)
 
@@ -163,7 +163,7 @@ def try_points(points: list, cfg, spec) -> list[dict]:
     students = []
     trials = {}  # method, and a recipe for each seed -> trial
     for n, (method, settings) in enumerate(points):
-        label = f"-t{n}" if "@" in method else f"@t{n}"
+        label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         seeds = range(0, TRIAL_SEEDS * spec.trial_seeds, TRIAL_SEEDS)
         members = [plan_student(method, cfg, seed, settings, label) for seed in seeds]
         students += members
@@ -187,7 +187,8 @@ def values_to_try(tune: tuple) -> dict:
     for text in tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
-        choices.setdefault(method, {})[setting] = list(map(literal, values.split(",")))
+        known = choices.setdefault(method, {}).setdefault(setting, [])
+        known += map(literal, values.split(","))
     if choices[""].keys() != {"lr"}:
         raise UserError(
             f"--tune={' --tune='.join(tune)}: expected lr=RATE,RATE,.., and beside it "
@@ -196,7 +197,7 @@ def values_to_try(tune: tuple) -> dict:
     return choices
 
 
-def plan(spec, cfg, chosen: dict) -> list[Config]:
+def plan_students(spec, cfg, chosen: dict) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
     for name in cfg.methods:
@@ -228,7 +229,7 @@ def scaled(cfg, ratio: float, *keys: str) -> Config:
 
 
 def flops(cfg) -> tuple:
-    """Return the FLOPs of a token: of a student in training, and of the teacher's forward pass."""
+    """Return the FLOPs per token of a student in training, and of the teacher's forward pass."""
     student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
     return student, teacher_flops(cfg.teacher, cfg.seq_len)
 
@@ -255,7 +256,7 @@ def recipe(student: Config) -> tuple:
 def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
     """Return what identifies a student: record, updates and, for a trial, the rows that judge it.
 
-    Its code comes last, and does not count with `accept_edits`.
+    Its code comes last. With `accept_edits` True takes its place, so that all code is equal.
     """
     trial_rows = None if config["seed"] % TRIAL_SEEDS else config["val_max_rows"]
     others = {key: value for key, value in record.items() if key not in EDITS}
@@ -267,7 +268,7 @@ def on_record(cfg, spec) -> dict:
     """Return the facts of the students in OUT/logs by recipe, after filing the runs that ended."""
     for run in spec.out.glob("runs/*/run.json"):
         ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
-        # else the run resumes with all of its students
+        # a run of which some students have not ended resumes with all of them
         if len(ends) == len(read_json(run)["config"]["methods"]):
             for end in ends:
                 file_student(end, spec.out)
@@ -337,7 +338,7 @@ def train(students: list[Config], cfg, spec):
         for part in chunks(members, spec.per_run):
             hyper = {}
             for s in part:
-                hyper |= s.hyper
+                hyper |= s.hyper  # one key: its name
             sha = record_hash([recipe(s) for s in part])
             name = f"seed{part[0].seed}_{sha[:8]}"
             file = spec.out / f"runs/{name}.py"
@@ -416,7 +417,7 @@ def arguments(argv) -> tuple:
     rest = []
     for word in argv:
         key, equals, text = word.removeprefix("--").partition("=")
-        if key not in KINDS:
+        if key not in KINDS or not word.startswith("--"):
             rest.append(word)
         elif key == "tune":
             flags[key] = (*flags.get(key, ()), text)
@@ -437,9 +438,9 @@ def arguments(argv) -> tuple:
     if unknown:
         raise UserError(f"_compare: no such keys {sorted(unknown)}; expected {', '.join(KINDS)}")
     keys |= flags
-    out = keys.pop("out", "out/compare")
     values = {key: checked(key, value, KINDS[key]) for key, value in keys.items()}
-    spec = Spec(out=Path(f"{out}"), **values)
+    spec = Spec(**values)
+    spec = replace(spec, out=Path(spec.out))
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     return spec, cfg

@@ -1,8 +1,8 @@
-"""The report of a comparison: README.md and figures in OUT/report, from plan.json and OUT/logs.
+"""The report of a comparison: README.md and pictures in OUT/report, from plan.json and OUT/logs.
 
 plan.json is written by study/compare.py. It has the config, the trials, and for each student its
 method, its seed and the file of OUT/logs that holds it. Such a file has the student's facts and
-figures in its first line, then what `read_log` in run/tables.py returns.
+figures (CE, KL, ..) in its first line, then what `read_log` in run/tables.py returns.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.errors import UserError
-from lib.files import read_json, read_lines, reading
+from lib.files import atomic_write, read_json, read_lines, reading
 from lib.settings import PositiveInt
 from run import tables
 
@@ -33,7 +33,8 @@ A row has the students of equal settings and code; the settings are all those of
 with its weights. COMMIT+HASH marks uncommitted edits. Student FLOPs are those of a student's \
 training, without the objective. Teacher FLOPs are those of the teacher's forward passes, as if \
 for one student alone. With @flops, a method without a teacher makes more updates, until it has \
-used the FLOPs of another student and the teacher, without validation, optimizer and objective.
+used as many FLOPs as another student and its teacher together, without validation, optimizer and \
+objective.
 """
 OTHERS = """\
 ## Made at other settings
@@ -55,11 +56,11 @@ class Spec:
 
     title: str = "Comparison"
     summary: str = ""  # what the tables say, in words
-    reference: str | None = None  # of differences; None: vanilla_kd, or the first method
+    reference: str | None = None  # of one table of all methods, in place of `tables`
     seeds: PositiveInt = 3  # from 1 on
     fewer_seeds: dict = field(default_factory=dict)  # number by method
     rows: PositiveInt = 512  # held-out rows to score, after the `val_max_rows` that judge trials
-    tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"
+    tune: tuple[str, ...] = ()  # "lr=1e-3,3e-3", "vanilla_kd.tau=0.5,1"; "none": no trials
     trial_seeds: PositiveInt = 1  # over which a trial is averaged: 0, 1000, ..
     trial_steps: PositiveInt | None = None  # its schedule is scaled; None: as many as of a student
     tables: tuple = ()  # (title, methods, reference), ..
@@ -92,7 +93,7 @@ def report(spec) -> tuple:
             for m in edited:
                 table = table.replace(f"| {m} |", f"| {m} † |")
             compared.append(table)
-    tried = trials(plan)
+    tried = trial_lines(plan)
     config = plan["config"]
     machines = ", ".join(sorted({x["machine"] for x in students}))
     text = [
@@ -114,12 +115,16 @@ def report(spec) -> tuple:
     if others:
         text += [OTHERS, *costs(others)]
     text += [*tried, *pictures(students, spec.out / "report")]
-    (spec.out / "report/README.md").write_text("\n".join(text).rstrip() + "\n")
+    atomic_write(spec.out / "report/README.md", "\n".join(text).rstrip() + "\n")
     return failed, "\n".join([compared[0], tried[-1], *failed])
 
 
 def read(out: Path) -> tuple:
-    """Return the plan, its students with figures and log, others, and lines on missing ones."""
+    """Return the plan, its students with figures and log, other students, and lines on failures.
+
+    The others are those of OUT/logs that the plan lacks. A line names a planned student without a
+    result, and why.
+    """
     remedy = "run the same command without --report"
     plan = read_json(out / "report/plan.json", {"students": list}, remedy)
     record = {x["file"]: x for x in read_students(out)}
@@ -127,7 +132,7 @@ def read(out: Path) -> tuple:
     students = []
     failed = []
     for x in plan["students"]:
-        file = x.get("file")
+        file = x["file"]
         others.pop(file, None)
         facts = record.get(file, {"stopped": f"no result; see {out / 'runs'}/*.txt"})
         if "stopped" in facts:
@@ -160,6 +165,7 @@ def costs(students: list[dict]) -> list[str]:
     rows = {}  # what students have in common -> seed, CE and log of each
     for x in students:
         record = x["made_by"]
+        # a student's own lr, if it was set, is among its settings
         settings = {"lr": record["lr"]} | dict(sorted(record["hyper"].items()))
         trained = f"{x['git_commit']}"
         scored = f"{x['scores'].get('git_commit')}"
@@ -187,26 +193,25 @@ def settings_text(settings: dict) -> str:
 
 def best_settings(trials: list[dict]) -> dict:
     """Return by method the settings of the trial with the lowest CE, the first of equal ones."""
-    best = {}
+    finished = {}  # method -> trials
     for x in trials:
         if x["val_ce"] is not None:
-            lowest = best.setdefault(x["method"], x)
-            if x["val_ce"] < lowest["val_ce"]:
-                best[x["method"]] = x
-    return {method: x["settings"] for method, x in best.items()}
+            finished.setdefault(x["method"], []).append(x)
+    return {m: min(group, key=lambda x: x["val_ce"])["settings"] for m, group in finished.items()}
 
 
-def trials(plan: dict) -> list[str]:
+def trial_lines(plan: dict) -> list[str]:
     """Return the table of trials: a line for a method and its settings, a column for each rate.
 
     The last element says what was chosen, and what to try next.
     """
-    if not plan["trials"]:
+    trials = plan["trials"]
+    if not trials:
         return ["No trials are on record; the table of settings has what was chosen.\n"]
-    rates = sorted({x["settings"]["lr"] for x in plan["trials"]})
-    best = best_settings(plan["trials"])
+    rates = sorted({x["settings"]["lr"] for x in trials})
+    best = best_settings(trials)
     rows = {}  # method and settings -> rate -> cell
-    for x in plan["trials"]:
+    for x in trials:
         method = x["method"]
         settings = dict(x["settings"])
         lr = settings.pop("lr")
@@ -219,7 +224,7 @@ def trials(plan: dict) -> list[str]:
     chosen = []
     at_an_end = []
     for method, settings in best.items():
-        n_trials = sum(x["method"] == method for x in plan["trials"])
+        n_trials = sum(x["method"] == method for x in trials)
         chosen.append(f"- {method}: {settings_text(settings)} ({n_trials} trials)")
         if settings["lr"] in (rates[0], rates[-1]):
             at_an_end.append(method)
@@ -242,7 +247,7 @@ def trials(plan: dict) -> list[str]:
 
 
 def pictures(students: list[dict], folder) -> list[str]:
-    """Draw the curves over all seeds, and one seed's budget and anchoring."""
+    """Draw the curves over all seeds, and one seed's budget and anchoring. Return Markdown."""
     from tools import plot  # matplotlib only where something is drawn
 
     seeds = {}  # seed -> method -> student

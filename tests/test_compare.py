@@ -100,7 +100,7 @@ def make_folders(out):
 
 def planned(*argv: str):
     spec, cfg = compare.arguments(["study/small.py", *argv])
-    return spec, compare.plan(spec, cfg, {})
+    return spec, compare.plan_students(spec, cfg, {})
 
 
 def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch):
@@ -112,7 +112,7 @@ def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch
         return [{"method": m, "settings": x, "val_ce": abs(x["lr"] - 1e-2)} for m, x in points]
 
     monkeypatch.setattr(compare, "try_points", try_points)
-    tune = ["--tune=lr=1e-3,1e-2", "--tune=alra.gamma=1,5", "--tune=alra.tau=1,2"]
+    tune = ["--tune=lr=1e-3", "--tune=lr=1e-2", "--tune=alra.gamma=1,5", "--tune=alra.tau=1,2"]
     # rld has a rate already, so it is not tried
     argv = ["study/small.py", "--methods=alra,pd,rld", "--rld.lr=0.1", *tune]
     spec, cfg = compare.arguments(argv)
@@ -164,7 +164,7 @@ def test_flags_override_a_study():
 def test_students_have_the_chosen_settings():
     chosen = {"pd": {"lr": 1e-3}, "alra": {"lr": 1e-2, "gamma": 9}}
     spec, cfg = compare.arguments(["study/small.py", "--alra.tau=2"])
-    hyper = {s.methods[0]: s.hyper[s.methods[0]] for s in compare.plan(spec, cfg, chosen)}
+    hyper = {s.methods[0]: s.hyper[s.methods[0]] for s in compare.plan_students(spec, cfg, chosen)}
     assert hyper["pd"] == {"lr": 1e-3}
     assert hyper["alra"] == {"tau": 2, "lr": 1e-2, "gamma": 9}
     assert hyper["pretrain@flops"] == {}

@@ -219,7 +219,7 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
         tail = rng.integers(1, 311, rng.integers(1, 13))
         pairs.append((rng.integers(1, 311, length).tolist(), tail.tolist()))
     assert sum(len(head + tail) > 32 for head, tail in pairs) > 1  # these lose their beginning
-    monkeypatch.setattr(ev, "HEAD_ROWS", 7)
+    monkeypatch.setattr(ev, "N_AT_ONCE", 7)
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
     scores = scorer._loglikelihood_tokens([(("", ""), *pair) for pair in pairs * 2], True)
     assert scores[:31] == scores[31:]

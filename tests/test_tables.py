@@ -160,7 +160,7 @@ def test_ablations_have_tables_of_their_own(tmp_path):
 def test_one_seed_has_an_interval_over_rows():
     """It is scored in nats or shares, and printed in the unit of its column."""
     rows = {"alra": {1: {"top1": 0.5, "top1_half": 0.025}}, "pd": {1: {"top1": 0.4}}}
-    marked = tables.mark(rows, {"top1": FIGURES["top1"]})
+    marked = tables.ranked(rows, {"top1": FIGURES["top1"]})
     assert marked == [["alra", "50.00 ± 2.50"], ["pd", "40.00"]]
 
 

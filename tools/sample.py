@@ -20,7 +20,7 @@ from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer
 from lib.tokens import leading_bos
 from run.scoring import check_model
-from run.tables import run_facts
+from run.tables import training_facts
 from run.teacher import Teacher, check_vocabulary, load_teacher
 
 OPTIONS = {"prompt": "", "tokens": 100, "temperature": 0.8, "seed": 0}
@@ -54,11 +54,10 @@ def main(argv):
     tokenizer = load_tokenizer(str(folder))
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
     check_vocabulary(args.checkpoint, len(model.head), tokenizer)
-    facts = run_facts(folder, {"bos": int | None, "made_by": {"shape": dict}})
-    bos = leading_bos(tokenizer)  # the id that starts a document, or None
+    facts = training_facts(folder, {"bos": int | None, "made_by": {"shape": dict}})
     if facts:
         check_model(args.checkpoint, model.model, facts)
-        bos = facts["bos"]
+    bos = facts["bos"] if facts else leading_bos(tokenizer)  # starts a document, or None
     eos = tokenizer.eos_token_id
     first = eos if bos is None else bos
     prompt = [first, *tokenizer.encode(args.prompt, add_special_tokens=False)]

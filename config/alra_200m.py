@@ -18,4 +18,4 @@ student = "200m"
 out_dir = "out/alra_200m"
 device = "cuda"
 compile = True
-histogram_every_steps = 250  # for Figures 3 and 4: 506 updates * 16 rows, about the paper's 8,000
+histogram_every_steps = 250  # for Figures 3 and 4: 506 * 16 rows, about the paper's 8,000

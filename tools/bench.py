@@ -9,13 +9,13 @@
            products alone, with other methods (--methods), and with losses.py's function on whole
            logits, not compiled
     step   training steps of --rows rows (8 with `gpu`): ALRA and vanilla KD compared with a
-           transformers loop, and with each other
+           transformers loop with ALRA, and with each other
 
 The models are the presets --student and --teacher of model.py, with random weights; a row has --n
-inputs. The table goes to --out too. It has the median of --repeats rounds, and the range. The cases
-of `fused` run in turn, round after round, so that the machine's load affects all alike; steps run
-one after the other, as few machines hold two. Memory is the peak above what was in use at the
-start: resident memory on the CPU (Linux), allocated memory on a GPU.
+inputs. The table goes to --out too. It has the median of --repeats rounds, and the range of times.
+The cases of `fused` run in turn, round after round, so that the machine's load affects all alike;
+steps run one after the other, as few machines hold two. Memory is the peak above what was in use at
+the start: resident memory on the CPU (Linux), allocated memory on a GPU.
 """
 
 import argparse
@@ -175,7 +175,7 @@ def measure(cases: dict, args) -> dict[str, dict]:
 
 
 def start_memory(device) -> float:
-    """Free memory and make what is in use the peak. Returns it in MiB."""
+    """Free memory, reset the peak to what is in use, and return that in MiB."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""All settings of the project, and the only reader of config files and flags.
+"""All settings of prepare.py, train.py and compare.py: keys, config files and flags.
 
     python train.py config/alra_200m.py --micro_batch=8 --out_dir=out/try
 
@@ -41,21 +41,23 @@ CORPUS = "monology/pile-uncopyrighted@3be90335b66f24456a5d6659d9c8d208c0357119"
 
 
 def key(default: object, affects: str):
-    """Return a field of `Config` whose value alone does not determine what a student learns.
+    """Return a field of `Config` that is not, by itself, part of what identifies a student.
 
-    affects  "paths": where something is found, which is identified by its content
+    affects  what the value decides
+             "paths": where something is found, which is identified by its content
              "data": how rows are made and read, which are identified by their content
              "speed": where and how fast a run computes, which changes rounding at most
-             "log": what a run prints, records and keeps
+             "log": what a run prints, records and keeps, and when a student stops
     """
     return field(default=default, metadata={"affects": affects})
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. A key with a plain default affects the weights.
+    """All settings. Each has one line of comment, which `--help` prints.
 
-    run/identity.py identifies a student by these keys, and by the content of paths and data.
+    A key with a plain default affects the weights. run/identity.py identifies a student by these
+    keys, and by the content of paths and data.
     """
 
     # ---- students and teacher
@@ -91,7 +93,7 @@ class Config:
     n_documents: PositiveInt | None = key(2_000_000, "data")
     # training rows to write: 126,400 updates * 16 rows; None: all that the documents give
     train_rows: PositiveInt | None = key(2_022_400, "data")
-    # held-out rows: the last of the stream, so of the last file; prefer val_share for your own text
+    # held-out rows: the last of the stream, all from the last file; prefer val_share for own text
     val_rows: NonNegativeInt = key(2_048, "data")
     # share of documents held out by hash, instead of val_rows
     val_share: Below1 = key(0.0, "data")
@@ -112,17 +114,17 @@ class Config:
 
     # updates of this run, which may end before schedule_steps
     max_steps: PositiveInt = 126_400
-    # length of the learning-rate schedule in updates; it ends at min_lr
+    # updates over which the learning rate, and settings that change in training, follow a schedule
     schedule_steps: PositiveInt = 126_400
     # rows per update
     batch_rows: PositiveInt = 16
     # rows per forward pass, at most; affects speed and memory alone; None: all of a process
     micro_batch: PositiveInt | None = key(None, "speed")
-    # rows per forward batch (the paper's T_B), over which batch statistics are computed
+    # rows per forward batch (the paper's B), over whose valid positions batch statistics run
     group: PositiveInt = 1
     # peak learning rate
     lr: Positive = 6e-4
-    # learning rate at schedule_steps
+    # learning rate at the end of the schedules "cosine" and "wsd"
     min_lr: Positive = 6e-5
     # updates of linear warm-up
     warmup_steps: NonNegativeInt = 512
@@ -202,7 +204,7 @@ class Config:
         return self.hyper.get(method, {}) | self.hyper.get(student, {})
 
     def overrides_of(self, student: str) -> dict:
-        """Return the `settings_of` a student without `lr`: those that a `Method` has."""
+        """Return the `settings_of` a student without `lr`, which is the optimizer's."""
         return {name: x for name, x in self.settings_of(student).items() if name != "lr"}
 
     def lr_factor(self, student: str) -> float:
@@ -272,7 +274,7 @@ def load(argv, epilog=tuple) -> Config:
     A file may have settings of methods that the run does not train: they are left out. Those of a
     flag are refused.
 
-    epilog  returns the lines that `--help` prints below the keys
+    epilog  returns the lines that `--help` prints below the keys; by default none
     """
     if "-h" in argv or "--help" in argv:
         print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
@@ -423,8 +425,8 @@ def guard(main) -> int:
     An error that the user can correct, and Ctrl-C, end in one line on stderr. Any other error
     prints its traceback, and adds it to a file in the run's folder if there is one.
 
-    With --max_restarts, torchrun starts again after every code but 0. It must not after a signal
-    that ended a run or after a `UserError`, so these return 0.
+    With --max_restarts, torchrun starts again after every code but 0. It must not after a signal,
+    a `UserError`, or a run in which a student stopped, so these return 0.
     """
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:

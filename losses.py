@@ -95,7 +95,7 @@ def alra(
     """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1.
 
         loss[u] = KL(b_t || b_s) + KL(p~_t,I || p~_s,I) + KL(p~_t,R || p~_s,R)       ALD, Eq. 14
-                  + lambda_pair * sum_{i<j in I} kappa_ij KL(r_t(i,j) || r_s(i,j))   SWPRA, Eq. 17
+                  + lambda_pair * sum_{i<j in I} kappa_ij KL(r_t(i,j) || r_s(i,j))   SWPRA, Eq. 21
 
     The candidate set C starts as the student's top d_max (Eq. 4). If the teacher's top-1 token is
     missing, it replaces the lowest-ranked of them (Eq. 5). Then C is sorted by teacher logit. The
@@ -112,9 +112,8 @@ def alra(
     coefficients     of the three divergences: "ald" 1 each (Eq. 14); "exact" 1 for mass, alpha_t
                      for local and 1 - alpha_t for rest, where alpha_t is the teacher's mass of I:
                      then they sum to the full KL (Eq. 13)
-    anchor           what the candidate set must hold, by the paper's names of the variants:
-                     "teacher" ALRA, the teacher's top-1; "none" ALRA-N; "label" ALRA-NG, the label;
-                     "both" ALRA-G
+    anchor           the tokens that the candidate set always holds: "teacher" its top-1 (ALRA),
+                     "none" (the paper's ALRA-N), "label" the label (ALRA-NG), "both" (ALRA-G)
     pair             the weight kappa: "swpra" Eq. 20; "pra_u" 1 / |pairs| and "pra" 1, Eq. 18
     budget           "adaptive" (Eq. 8); "fixed": the local set is the student's top d_max, in the
                      student's order, and `anchor` and `d_min` are unused. The paper's Fixed-Budget
@@ -144,8 +143,9 @@ def alra(
         d_u = tokens.new_full((N,), d_max)
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
-    # `selected_*`: raw logits of the candidates. `others_*`: logsumexp of the tempered logits of
-    # all other tokens. `others_kl`: the KL within the others.
+    # `selected_*`: logits of the candidates, not divided by tau. `others_*`: logsumexp of the
+    # tempered logits of all other tokens. Both are relative to the largest logit of these others,
+    # so only differences are used below. `others_kl`: the KL within the others.
     split = vocab.split(z_s, z_t, tokens, tau, valid)
     # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1]. R is
     # that category, and the candidates outside I.
@@ -192,7 +192,7 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
     The last column is the logsumexp of the other tokens' tempered logits.
     """
-    # `selected_*` are raw logits, `others_*` are at tau already
+    # `others_*` are at tau already
     x_s = torch.cat([split.selected_s / tau, split.others_s[:, None]], 1)
     x_t = torch.cat([split.selected_t / tau, split.others_t[:, None]], 1)
     return x_s, x_t
@@ -219,7 +219,7 @@ def _anchored(tokens, z_t, y, anchor) -> Tensor:
 
 @torch.no_grad()
 def _effective_support(in_t, tau) -> Tensor:
-    """Return exp of the teacher's entropy within the candidate set (Eq. 6)  # [N, k] -> [N]
+    """Return exp of the teacher's entropy within the candidate set (Eq. 6), [N, k] -> [N].
 
     In fp64, which costs nothing at this size: equal logits then have equal budgets, whether they
     are held in fp32 or fp64.
@@ -274,7 +274,7 @@ def vanilla_kd(
 
 
 def _standardized(z) -> Tensor:
-    """Give each row mean 0 and standard deviation 1; a constant row becomes 0  # [N, V]"""
+    """Give each row mean 0 and standard deviation 1; a constant row becomes 0; [N, V]."""
     z = z - z.mean(-1, keepdim=True)
     squares = z.square().sum(-1, keepdim=True)
     variance = squares / (z.shape[1] - 1)
@@ -535,14 +535,14 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 # ----------------------------------------------------------------------------------------------
 # further objectives: sums over the vocabulary
 #
-# Each of them writes a function `terms` of ln q and ln p, q = P_s and p = P_t. It returns the
-# summand of each token [N, V], and the slope: the derivative of the sum by each ln q, written by
-# hand, so that the backward pass needs the logits alone. The gradient of the logits is (slope - q *
-# sum(slope)) / tau. Since q sums to 1, adding c * q to the slope changes nothing.
+# Each of them defines `terms(ln_q, ln_p)`, where q = P_s and p = P_t. It returns each token's
+# summand [N, V], and its slope [N, V]: the derivative of the sum with respect to that token's ln q,
+# written by hand, so that the backward pass needs the logits alone. A slope may leave out c * q for
+# any constant c, as the gradient of the logits, (slope - q * sum(slope)) / tau, is the same.
 
 
 def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
-    """Sum `terms` of q = P_s and p = P_t at temperature tau over V, and add `plus`  # [N]"""
+    """Sum `terms` of q = P_s and p = P_t at temperature tau over V, and add `plus`, -> [N]."""
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
 
@@ -556,7 +556,7 @@ def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
 
     def terms(ln_q, ln_p):
         x = ln_q.exp() * (ln_q - ln_p)
-        return x, x  # the full slope is x + q
+        return x, x  # the full slope is x + q; q may be left out
 
     return _sum_over_vocab(terms, z_s, z_t, y, tau)
 
@@ -672,7 +672,7 @@ def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """Skew reverse KL (DistiLLM, Ko et al. 2024): KL(P_s || lam P_s + (1 - lam) P_t).
 
     It is at most -ln lam. lam = 0 is KL(P_s || P_t). The gradient runs through the mixture too;
-    some copies of the code detach it there.
+    some copies of the authors' code detach the mixture.
     """
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
@@ -784,7 +784,7 @@ def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
 
 @torch.no_grad()
 def _head_share(z_s, z_t, mu) -> Tensor:
-    """Return AKL's h  # [N, 1]
+    """Return AKL's h, [N, 1].
 
     The head's border is found by bisection, which is faster than sorting the vocabulary.
     """
@@ -888,11 +888,11 @@ def adakd(
     hardest = valid & (rank < n_hardest)
     median = vocab.lower_median(s, hardest)
     median = torch.where(median > 0, median, 1.0)
-    # Only the hardest may reach T. Both `where` are needed: s may be NaN at ignored positions, and
-    # with the second alone, 0 * NaN would reach the gradient of the median.
+    # Positions that are not among the hardest must not affect T. The first `where` is needed too:
+    # s may be NaN at ignored positions, and the gradient of the median would become 0 * NaN.
     s = torch.where(hardest, s, 1.0)
     ratio = torch.where(hardest, s / median, 1.0)
-    ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 even in fp64
+    ratio = ratio.clamp(min=1e-8)  # the authors' floor, where tanh(ln) is -1 up to rounding
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
@@ -936,7 +936,7 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """TAID (Shing et al. 2025): KL(r || P_s), r = softmax((1 - t) z_s + t z_t) a constant target.
 
     t  share of the teacher. t = 1 is KL(P_t || P_s); t = 0 has no gradient. By default training
-       raises it from 0.4 to 1 (see `METHODS`): it then passes a tensor [], which is not checked
+       raises it from 0.4 to 1 (see `METHODS`), and passes it as a tensor [] that is not checked
 
     The authors' code returns the cross-entropy with r, whose entropy moves with the student. Their
     adaptive schedule of t is left out. In runs of up to about 4,000 updates it moves more slowly
@@ -967,8 +967,8 @@ class Method(NamedTuple):
     hyper: dict = {}  # noqa: RUF012 (settings that differ from the objective's defaults)
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
-    # settings that change in training: function of progress (0 at the first update of the schedule,
-    # 1 at its end) -> value; if w_kd is one of them, w_ce is 1 - w_kd
+    # Settings that change in training: function of progress, update / schedule_steps -> value. In
+    # training an objective gets the value as an fp64 tensor []. If w_kd moves, w_ce is 1 - w_kd.
     moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
     state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
 
@@ -993,7 +993,8 @@ def _fixed(d: int) -> Method:
 
 
 METHODS: dict[str, Method] = {
-    # the main comparison: the paper's table of baseline configurations
+    # the main comparison: the paper's table of baseline configurations. It has no pd_wsd, which is
+    # PD with its authors' schedule of the weights; the paper fixes w_kd at 1 instead.
     "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
     "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
     "pd": Method(pd),
@@ -1059,12 +1060,13 @@ def method_loss(
     state        of an objective that keeps one; None: its first
     settings     of the objective, and its weights w_kd and w_ce, where they differ from `METHODS`;
                  those in `moving` do not change by themselves here
-    ->           mean loss, differentiable in z_s; detached means of its terms, and the next state
-                 under state.KEY (zeros if no label is valid: then keep the old one)
+    ->           mean loss, differentiable in z_s; a dict of detached means of its terms, which has
+                 the next state too, each tensor KEY of it under "state.KEY". Without a valid label
+                 the next state is zeros: keep the old one
     """
     method = with_sequences(resolve(name, **settings), n_sequences)
     if method.state:
-        method = method._replace(hyper={**method.hyper, "state": state or method.state})
+        method = method._replace(hyper=method.hyper | {"state": state or method.state})
     loss, sums = mean_loss(method, z_s, z_t, y)
     n_valid = sums.pop("n_valid").clamp(min=1)
     return loss, {key: value / n_valid for key, value in sums.items()}
@@ -1074,10 +1076,10 @@ def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
     z_s, z_t, y  as for an objective: the positions of one forward batch
-    ->           mean loss [], and a dict of sums over positions, of which lib/head.py makes means:
-                 `loss`, `kd` (with a teacher), `ce`, the objective's parts, `n_valid`. The next
-                 state of an objective that keeps one is under state.KEY. It is multiplied by
-                 n_valid, so that it is summed over forward batches and divided like the others
+    ->           mean loss [], and a dict of sums over the valid positions: `loss`, `kd` (with a
+                 teacher), `ce`, the objective's parts; and `n_valid`, by which lib/head.py divides
+                 them. The next state of an objective that keeps one is under "state.KEY", times
+                 n_valid, so that the same division gives its mean over the forward batches
 
     A term of weight 0 costs no gradient.
     """
@@ -1092,8 +1094,7 @@ def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     if method.has_teacher:
         uses_kd = _is_used(method.w_kd)
         if z_t is None:
-            fn = getattr(method.fn, "func", method.fn)
-            raise UserError(f"z_t: {fn.__name__} needs teacher logits, got None")
+            raise UserError("z_t: this method needs teacher logits, got None")
         with torch.set_grad_enabled(with_gradient and uses_kd):
             parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
         kd = parts.pop("loss")  # [N]
@@ -1122,12 +1123,13 @@ def parts_of(result) -> dict[str, Tensor]:
 
 
 def with_sequences(method, n_sequences: int) -> Method:
+    """Set `n_sequences` if the objective has that keyword."""
     if "n_sequences" not in default_settings(method.fn):
         return method
     return method._replace(hyper=method.hyper | {"n_sequences": n_sequences})
 
 
-def resolve(name, **overrides) -> Method:
+def resolve(name, /, **overrides) -> Method:
     """Return the row of `METHODS` for METHOD or METHOD@LABEL, with overrides of its settings.
 
     Raises `UserError` for an unknown method, setting or value.
@@ -1152,6 +1154,8 @@ def resolve(name, **overrides) -> Method:
         else:
             hyper[key] = value
     moving = {key: value for key, value in method.moving.items() if key not in overrides}
+    if "w_kd" in moving and "w_ce" in overrides:
+        raise UserError(f"{name}.w_ce: it is 1 - w_kd, which moves; set w_kd too, to fix both")
     return method._replace(hyper=hyper, moving=moving, **weights)
 
 
@@ -1162,6 +1166,8 @@ def settings(name) -> dict[str, object]:
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key in default_settings(fn):
         if key not in ("n_sequences", "generator", "state"):  # the caller sets these
+            if key not in hints:
+                raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
             kinds[key] = hints[key]
     return kinds
 

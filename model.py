@@ -39,15 +39,14 @@ from torch import Tensor, nn
 from lib.errors import UserError, nearest
 from lib.files import read_json, reading
 from lib.hf import (
-    INIT_STD,
     check_weights,
     find_folder,
-    load_tokenizer,  # noqa: F401  for users
     read_weights,
     save_folder,
 )
 from lib.settings import NonNegativeInt, Positive, PositiveInt, check_fields, checked
 
+INIT_STD = 0.02  # of a student's first weights
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
 LLAMA3 = (  # parameters of Llama 3's rope scaling
     "factor",
@@ -99,8 +98,8 @@ class Qwen2Config:
 
 
 # The paper's table of architectures, then the demo's. If there is a teacher, `student_config`
-# replaces vocabulary, rope base, norm epsilon and context by the teacher's. Of these four the
-# paper states the vocabulary alone; the defaults of the others are Qwen1.5's.
+# replaces vocabulary, rope base and scaling, norm epsilon and context by the teacher's. Of these
+# the paper states the vocabulary alone; the defaults of the others are Qwen1.5's.
 _DEMO = {"vocab_size": 4096, "rope_theta": 1e4, "max_position_embeddings": 1024}
 PRESETS = {
     # D, width of the MLP, layers, H, G
@@ -170,7 +169,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions  # [B, T, D] -> [B, T, D]"""
+    """Causal grouped-query attention with rotary positions, [B, T, D] -> [B, T, D]."""
 
     def __init__(self, config):
         super().__init__()
@@ -203,7 +202,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU  # [B, T, D] -> [B, T, D]"""
+    """SwiGLU, [B, T, D] -> [B, T, D]."""
 
     def __init__(self, config):
         super().__init__()
@@ -218,7 +217,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then MLP, each added onto the residual stream  # [B, T, D] -> [B, T, D]"""
+    """Attention, then MLP, each added onto the residual stream, [B, T, D] -> [B, T, D]."""
 
     def __init__(self, config):
         super().__init__()
@@ -289,7 +288,7 @@ class Qwen2(nn.Module):
         return self.lm_head.weight
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Return the logits, in the dtype of the weights  # [B, T] -> [B, T, V]"""
+        """Return the logits, in the dtype of the weights, [B, T] -> [B, T, V]."""
         return F.linear(self.hidden(idx), self.head)
 
     def compile_layers(self):
@@ -353,7 +352,8 @@ class Qwen2(nn.Module):
         weights    the unsharded tensors by name, if this model's are sharded
         """
         weights = weights or self.state_dict()
-        save_folder(Path(folder), dataclasses.asdict(self.config), weights, tokenizer)
+        shape = dataclasses.asdict(self.config) | {"initializer_range": INIT_STD}
+        save_folder(Path(folder), shape, weights, tokenizer)
 
 
 def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
@@ -426,7 +426,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
             fields = json.loads(shape)
         if not teacher and "vocab_size" not in fields:
             raise UserError(f"student={shape}: expected a vocab_size, or a teacher that has one")
-        # 8 / 3 D, up to a multiple of 64: 192 = 3 * 64
+        # 8 / 3 * D, rounded up to a multiple of 64; 192 is 3 * 64
         mlp = 64 * math.ceil(fields["hidden_size"] * 8 / 192)
         heads = fields["num_attention_heads"]
         defaults = {"intermediate_size": mlp, "num_key_value_heads": heads}
@@ -489,14 +489,14 @@ def unsupported(hf: dict) -> str | None:
     rope = rope_of(hf)
     if rope["rope_type"] not in ("default", "llama3"):
         return f"rope scaling {rope}, expected none or Llama 3's"
-    computed = {
+    supported = {
         "hidden_act": "silu",
         "use_sliding_window": False,
         "mlp_bias": False,
         "partial_rotary_factor": 1.0,
         "quantization_config": None,
     }
-    for key, expected in computed.items():
+    for key, expected in supported.items():
         if hf.get(key, expected) != expected:
             return f"{key}={hf[key]!r}, expected {expected!r}"
     return None

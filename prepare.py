@@ -416,7 +416,7 @@ def token_class(piece):
     if re.search(rb"[ \t\n\r]", piece):
         bits |= GAP
     last = text.rstrip(CLOSERS + INCOMPLETE)[-1:]
-    if not last or last in STOPS:  # without a `last`, an earlier token may have the stop
+    if not last or last in STOPS:  # nothing but closers: the stop may be in the token before
         bits |= STOP
     elif piece.rstrip(b" \t").endswith(b"\n"):
         bits |= LINE

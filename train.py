@@ -8,7 +8,7 @@ the run after the current update: it saves a checkpoint and exits with code 75. 
 the code too. The teacher's forward pass is computed once for all students. run/checkpoints.py
 describes the folder of a run.
 
-Dimension key: B rows, T time, D width, V vocabulary, N positions.
+Dimension key: B rows, T time, D width.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from run.log import (
     say_values,
     write_waiting,
 )
-from run.methods import compute_dtype, make_objective, method_lines
+from run.methods import compute_dtype, make_evaluate_at, method_lines
 from run.preflight import open_teacher
 from run.students import SINCE_LOG, Run, Student, hidden_and_head, n_validated
 
@@ -90,7 +90,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
     torch.manual_seed(cfg.seed)  # for the initial weights of modules that you add below
-    extras = nn.ModuleDict()  # add the modules of your own loss term here
+    extras = nn.ModuleDict()  # add the modules of your own loss term here; "state" is taken
     if cfg.compile:
         model.compile_layers()
     if method.state:  # what an objective carries from one update to the next (docs/objectives.md)
@@ -126,7 +126,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         init_sha256=init_sha256,
         tokenizer=tokenizer,
         lr_factor=cfg.lr_factor(name),
-        objective_at=make_objective(name, cfg),
+        evaluate_at=make_evaluate_at(name, cfg),
     )
 
 
@@ -166,7 +166,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
-    objectives = [s.objective_at(step, s.state) for s in students]
+    evaluators = [s.evaluate_at(step, s.state) for s in students]
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
     n_local = n_micro // parallel.world()
     n_valid = 0
@@ -176,7 +176,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         x, y, n, h_t = next(stream)
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]
         heads = [s.model.head for s in students]
-        inputs = list(zip(h_s, heads, objectives, strict=True))
+        inputs = list(zip(h_s, heads, evaluators, strict=True))
         # runs the heads forward and backward, one forward batch of logits at a time
         results = head_losses(inputs, h_t, head_t, y, cfg.group)
         is_last = micro == n_local - 1
@@ -210,7 +210,11 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
 
 
 def loop(run, rows, val, teacher, students):
-    """Train until `max_steps` is reached, a signal arrives, or every student has stopped."""
+    """Train until `max_steps` is reached, a signal arrives, or every student has stopped.
+
+    A student is identified by the code that this calls, and not by the code of the loop itself
+    (run/identity.py): an edit that changes weights belongs into `update` or `micro_batches`.
+    """
     cfg = run.cfg
     resume(students, run)
     live = [s for s in students if not s.stopped]
@@ -218,7 +222,7 @@ def loop(run, rows, val, teacher, students):
     if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
     say_names(cfg)
-    is_hidden = True if parallel.rank() > 0 else None  # None shows the bar on a terminal only
+    is_hidden = parallel.rank() > 0 or None  # None shows the bar on a terminal only
     bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
     run.first_step = run.step
     run.began = time.perf_counter()
@@ -276,8 +280,8 @@ def is_due(every: int | None, run) -> bool:
 def learning_rate(step, cfg) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
-    It rises linearly to `lr` at the last warm-up update. Then it follows `lr_schedule`, whose
-    length is `schedule_steps` updates. No run is longer:
+    It rises linearly to `lr` at the last warm-up update. After that it follows `lr_schedule`, up to
+    the end of the `schedule_steps` updates that a run can have at most:
 
     cosine    falls to `min_lr` at the schedule's last update
     wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`
@@ -318,7 +322,7 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     return norm
 
 
-def add_terms(s, terms, n: int):
+def add_terms(s, terms, n):
     """Add n times each term to its sum. A term is a mean over the n labels of a micro-batch.
 
     The sums give the means in the log, and the next state of an objective that keeps one.
@@ -387,10 +391,10 @@ def validate_and_log(live, teacher, val, run) -> bool:
 
 
 def validate(live, teacher, val, cfg) -> dict[str, dict]:
-    """Return each student's CE, KL(teacher || student) and top-1 agreement at temperature 1.
+    """Return the figures of each student by name: those of VALIDATION_FIGURES, at temperature 1.
 
-    They are means per token over the first `val_max_rows` held-out rows. Returns nothing if a
-    signal arrives.
+    They are means per token over the first `val_max_rows` held-out rows: CE, KL(teacher || student)
+    and top-1 agreement of the student, CE and entropy of the teacher. Empty if a signal arrives.
     """
     n_rows = n_validated(val, cfg)
     head_t = teacher.head if teacher else None
@@ -514,7 +518,7 @@ def distil(cfg) -> int:
 
     The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
     """
-    UNWRITTEN.clear()
+    UNWRITTEN.clear()  # lines left over from an earlier run in this process
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     # not earlier, since a process that waits for others in `parallel.start` would not see a signal
@@ -533,14 +537,14 @@ def distil(cfg) -> int:
         try:
             preflight.check_config(cfg)
             share = cfg.batch_rows // parallel.world()  # rows of this process in an update
-            # lowered to a divisor of the share, so that all micro-batches have as many rows
+            # lowered to a divisor of the share, so that all micro-batches have the same size
             micro_batch = math.gcd(share, cfg.micro_batch or share)
             cfg = dataclasses.replace(cfg, micro_batch=micro_batch)
             return train_students(cfg)
         except torch.OutOfMemoryError:
             ending.fail(
                 UserError(
-                    f"out of memory on {cfg.device}: set a smaller micro_batch, --recompute=True, "
+                    f"out of memory on {cfg.device}: set --recompute=True, a smaller micro_batch, "
                     "--shard=N, or fewer methods"
                 ),
                 cfg,

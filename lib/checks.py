@@ -54,12 +54,12 @@ class _Guard(torch.autograd.Function):
 
 
 def leave(loss, valid) -> Tensor:
-    """Return the loss with 0 at ignored positions  # [N] -> [N]"""
+    """Return the loss with 0 at ignored positions, [N] -> [N]."""
     return loss.masked_fill(~valid, 0.0)
 
 
 def valid_mean(x, valid) -> Tensor:
-    """Return the mean over the valid positions, 0 where there is none  # [N] -> []"""
+    """Return the mean over the valid positions, 0 where there is none, [N] -> []."""
     return leave(x, valid).sum() / valid.sum().clamp(min=1)
 
 

@@ -4,7 +4,7 @@
 project's own files, and so on. A name is one of the same file, or one that the file imports, such
 as `from lib.vocab import kl`, or `from lib import vocab` with `vocab.split`. A class counts as a
 whole. Each definition is identified by a hash of its syntax tree. Comments, layout, docstrings,
-annotations, and what `raise` and calls that print say do not count; names in an annotation are
+annotations, and the words of `raise` and of calls that print do not count; names in these are
 followed all the same.
 """
 

@@ -104,7 +104,7 @@ def machine_facts(device) -> dict:
 
 
 def uncommitted_edits() -> str:
-    """Return what `git diff` says of the code. Reports of studies do not count."""
+    """Return `git diff HEAD` without the results of studies. Untracked files are not in it."""
     return run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
 
 
@@ -129,7 +129,7 @@ def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:
 
 
 def peak_bytes(device) -> int:
-    """Return the most memory that this process has held, on the card or in the machine."""
+    """Return the most memory that this process has had: allocated on its card, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -34,9 +34,9 @@ def join(device, timeout: timedelta):
 def name_of_start(store: dist.Store, rank: int, n_processes: int) -> str:
     """Return a name that the processes of this start share, and that no earlier start had.
 
-    The restart count would not do: each node's torchrun counts its own. So each process sends a
-    random word, gets process 0's word in answer, and sends that back. Process 0 also answers words
-    that processes of an earlier start have left, but only processes that are alive send its word
+    The restart count would not do: each node's torchrun counts its own. So each process queues a
+    random word. Process 0 answers every queued word with its own, and waits until all others have
+    sent that back. Words that an earlier start has left are answered too, but nobody sends that
     back.
     """
     word = uuid.uuid4().hex
@@ -62,11 +62,11 @@ def shard(
     layers_only: bool,
     dtype: torch.dtype | None = None,
 ):
-    """Keep 1 / n of the weights on each process; FSDP2 gathers a layer while it computes.
+    """Keep 1 / n of the weights on each process; FSDP2 gathers a layer for its computation.
 
     n            a divisor of the number of processes; every n consecutive processes hold one copy
     layers_only  keep what is outside the layers, such as embedding and head, whole everywhere
-    dtype        in which the weights of layers travel (None: their own); gradients travel in fp32
+    dtype        in which layers are sent to each other (None: their own); gradients in fp32
     """
     from torch.distributed import fsdp  # takes half a second, and few runs need it
 

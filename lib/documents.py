@@ -35,11 +35,11 @@ def list_files(source: str) -> list[str]:
     seen = set()
     if path.is_dir():
         for folder, subfolders, inside in os.walk(path, onerror=refuse, followlinks=True):
-            if os.path.realpath(folder) in seen:  # a link has led back
+            if os.path.realpath(folder) in seen:  # reached before, by another name
                 inside.clear()
                 subfolders.clear()
             seen.add(os.path.realpath(folder))
-            subfolders.sort()  # every machine uses the same of a folder's two names
+            subfolders.sort()  # every machine takes the same name of a linked folder
             names.extend(os.path.join(folder, name) for name in inside)
     elif not path.exists():
         names = glob.glob(str(path), recursive=True)

@@ -156,6 +156,7 @@ def append_line(path, record: dict):
 
 
 def write_lines(path, records: list[dict]):
+    """Write a file of JSON lines. A number that is not finite is written as NaN or Infinity."""
     atomic_write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -173,9 +174,9 @@ def reading(path: Path | str, remedy=REMEDY):
 
 
 def read_json(path, kinds=(), remedy=REMEDY) -> dict:
-    """Return the object in a JSON file. Raises `UserError` if it is broken, or not of `kinds`."""
+    """Return the object in a JSON file. Raises `UserError` if it is broken, or lacks `kinds`."""
     with reading(path, remedy):
-        # int refuses NaN and Infinity
+        # int("NaN") raises `ValueError`
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)
     return check_kinds(value, kinds, path, remedy)
 
@@ -219,8 +220,10 @@ def truncate_lines(path, step):
 
 def set_aside(path):
     """Rename a broken file, and say so."""
-    n_aside = len([*path.parent.glob(f"{path.name}.broken*")])
-    aside = path.rename(f"{path}.broken{n_aside}")
+    n = 0
+    while Path(f"{path}.broken{n}").exists():
+        n += 1
+    aside = path.rename(f"{path}.broken{n}")
     print(f"{path}: broken; it is kept as {aside.name}, and the run goes on", file=sys.stderr)
 
 

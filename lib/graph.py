@@ -28,9 +28,9 @@ class Rewrite(CustomGraphPass):
     def __call__(self, graph: Graph):
         compute_once(graph)
         inputs = [_shape(node) for node in graph.find_nodes(op="placeholder")]
-        logits = [shape for shape in inputs if len(shape) == 2]  # of one shape in both models
-        if logits:
-            dense = logits[0]
+        matrices = [shape for shape in inputs if len(shape) == 2]  # logits, or a state
+        if matrices:
+            dense = max(matrices, key=math.prod)
             scatter_last(graph, dense)
             store_per_position(graph, dense)
             scatter_in_place(graph)
@@ -44,8 +44,7 @@ class Rewrite(CustomGraphPass):
 def compute_once(graph: Graph):
     """Merge nodes of the same operation on the same operands.
 
-    Top-k, anchor, split and the reported cross-entropy all begin with the maximum and the sum of
-    each block.
+    Top-k, anchor, split and the reported cross-entropy all begin with the maximum of each block.
     """
     first = {}
     for node in graph.nodes:
@@ -58,7 +57,7 @@ def compute_once(graph: Graph):
 def _is_pure(target) -> bool:
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    return not target._schema.is_mutable  # nor random: such objectives are not compiled
+    return not target._schema.is_mutable  # random objectives are not compiled
 
 
 def scatter_last(graph: Graph, dense: tuple):
@@ -91,9 +90,9 @@ def scatter_last(graph: Graph, dense: tuple):
 
 
 def _gathered(graph, node, dim, index) -> Node:
-    """Return node.gather(dim, index) of a copy of the node's dense arithmetic.
+    """Return node.gather(dim, index), computed from a copy of the node's dense arithmetic.
 
-    Inductor would write a dense node with two users to memory.
+    With a second user, Inductor would write the dense node to memory.
     """
 
     def copy(n):
@@ -114,7 +113,7 @@ def _copy(graph, node, operands: dict) -> Node:
 def store_per_position(graph: Graph, dense: tuple):
     """Write numbers per position to memory before a dense operation reads them.
 
-    `force_stride_order` does that. Inductor would repeat their arithmetic, fp64 logarithms
+    `force_stride_order` forces that. Otherwise Inductor repeats their arithmetic, fp64 logarithms
     included, for each of the [N, V] elements.
     """
     for node in list(graph.nodes):
@@ -123,7 +122,7 @@ def store_per_position(graph: Graph, dense: tuple):
         if not users or not node.all_input_nodes or not is_small:  # inputs are in memory already
             continue
         value = node.meta["val"]
-        if value.is_floating_point():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():  # a sort has two
             with graph.inserting_after(node):
                 stored = graph.call_function(force_stride_order, (node, value.stride()))
             for user in users:

@@ -25,7 +25,7 @@ def head_losses(
     """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], evaluate): last hidden states, head
-              weight and objective
+              weight, and the function described below
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
     group     rows per forward batch, a divisor of B
@@ -39,7 +39,7 @@ def head_losses(
     """
     n_rows = y.shape[0]
     if n_rows % group:
-        raise UserError(f"group={group}: expected a divisor of the {n_rows} sequences")
+        raise UserError(f"group={group}: expected a divisor of the {n_rows} rows")
     ignored = (y == IGNORE)[..., None]
     if h_t is not None:
         h_t, w_t = operands(h_t, w_t, ignored)
@@ -96,7 +96,7 @@ class _Head:
             self.sums[key] = self.sums.get(key, 0) + value
         if self.dh is not None:
             dh = mm(dz, self.w).div_(n_batches)
-            self.dh[rows] = dh.view_as(self.dh[rows]).to(self.dh.dtype)
+            self.dh[rows] = dh.view_as(self.dh[rows])
         if self.dw is not None:
             add_mm(self.dw, dz.t(), h, 1 / n_batches)
 
@@ -135,13 +135,13 @@ class _Attach(torch.autograd.Function):
 
 
 def operands(h: Tensor, w: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states and head as they are multiplied, with 0 at ignored positions."""
+    """Return hidden states and head for `mm`, with hidden states of 0 at ignored positions."""
     h = h.detach().masked_fill(ignored, 0.0)
     return operand(h, h.dtype), operand(w.detach(), h.dtype)
 
 
 def operand(x: Tensor, dtype) -> Tensor:
-    """Return hidden states or a head as they are multiplied: in `dtype`, on the CPU in fp32."""
+    """Cast hidden states or a head for `mm`: to `dtype`, on the CPU to fp32 or wider."""
     x = x.to(dtype)
     return x if x.is_cuda else x.to(_wide(x))
 

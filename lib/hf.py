@@ -22,7 +22,6 @@ from lib.checks import all_finite
 from lib.errors import UserError, first_line
 from lib.files import atomic_folder, read_json, reading
 
-INIT_STD = 0.02  # of a student's first weights
 HUB_FILES = (
     "config.json",
     "*.safetensors",
@@ -138,7 +137,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
     A `qwen2` whose tokenizer would not survive becomes a `llama` with `attention_bias`. Then, and
     in a `qwen3` with biases, the attention's output has a bias too, which is 0.
 
-    shape   the fields of the decoder's config
+    shape   a dict of the fields of the decoder's config, which is changed
     """
     norm = weights["model.norm.weight"]
     with atomic_folder(folder) as new:
@@ -153,7 +152,6 @@ def save_folder(folder, shape: dict, weights, tokenizer):
             "model_type": kind,
             "hidden_act": "silu",
             "torch_dtype": str(norm.dtype).removeprefix("torch."),
-            "initializer_range": INIT_STD,
         }
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
@@ -183,7 +181,7 @@ def read_weights(model, folder):
     tied_head = None
     for file in weight_files(folder):
         with open_tensors(file) as tensors:
-            names = list(tensors.keys())
+            names = tensors.keys()
         for name in names:
             with open_tensors(file) as tensors:  # opened anew, or all that was read stays in memory
                 source = tensors.get_tensor(name)

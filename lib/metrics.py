@@ -30,12 +30,12 @@ LEVELS = {
 }
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # these need a teacher
 
-# last hidden states of inputs [B, T] -> [B, T, D], and the head [V, D]
+# (function: inputs [B, T] -> last hidden states [B, T, D], head [V, D])
 Model = tuple[Callable[[Tensor], Tensor], Tensor]
 
 
 def figures(sums):
-    """Return means from sums of any shape, as `sums_by_part` gives them, and `gap` [.., BINS].
+    """Return means from the sums of `sums_by_part` as numpy arrays, of any shape; `gap` [.., BINS].
 
     ce             cross-entropy, nats per target; every target but padding counts
     bits_per_byte  the same over the targets that stand for text, by their bytes: comparable across

@@ -61,16 +61,16 @@ def estimate(by_seed: dict[int, float]) -> Estimate:
 def half_interval(sums: np.ndarray, n: np.ndarray) -> float | None:
     """Return half of the 95 % interval of the mean per target, sums.sum() / n.sum().
 
-    sums, n  [parts] of the targets in each part (a document, or a row), and the number of targets
+    sums, n  [parts] sum over the targets of each part (a document, or a row), and their number
 
     Parts are taken as independent, their targets are not. The standard error is the jackknife's:
-    each part is left out in turn, which does justice to parts of unequal length. A single part has
+    each part is left out in turn, which takes account of parts of unequal length. A single part has
     no interval.
     """
     n_parts = np.count_nonzero(n)
     if n_parts < 2:
         return None
-    changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean, by each part
+    changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean without a part
     error = np.linalg.norm(changes) * math.sqrt((n_parts - 1) / n_parts)
     return float(stdtrit(n_parts - 1, 0.975) * error)
 
@@ -89,10 +89,10 @@ def differences(pairs: list[tuple[dict, dict]]) -> list[Estimate]:
 
 
 def holm(ps: list[float | None]) -> list[float | None]:
-    """Return the p-values of one family, corrected by Holm's steps (1979); None is in no family."""
+    """Return the p-values of one family, corrected by Holm's steps (1979); None stays None."""
     order = sorted((i for i, p in enumerate(ps) if p is not None), key=lambda i: ps[i])
     corrected = list(ps)
-    largest = 0.0  # so far: a larger p never gets a smaller correction
+    largest = 0.0  # so far: corrected values keep the order of the p-values
     for place, i in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - place) * ps[i]))
         corrected[i] = largest

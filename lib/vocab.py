@@ -1,11 +1,11 @@
 """Sums over the vocabulary, and the small distributions that are built from them.
 
-The first half works on the vocabulary: tensors of [N, V]. Each of its functions reads the logits
-once forward (`pointwise` more often) and once backward, and keeps nothing else of that size. A loss
-is fast if it reads the vocabulary through them only. The second half works on k selected tokens per
-position: tensors of [N, k].
+The first half works on the vocabulary: tensors of [N, V]. Compiled, each of its functions reads
+the logits once forward (`pointwise` more often) and once backward, and keeps nothing else of that
+size. A loss is fast if it reads the vocabulary through them only. The second half works on k
+selected tokens per position: tensors of [N, k].
 
-The order of operations is part of the contract: lib/graph.py finds equal operations in the compiled
+Keep the order of operations: lib/graph.py merges equal ones of different functions in a compiled
 graph. Equal logits rank by lowest index.
 
 Dimension key: N positions, V vocabulary, k selected tokens.
@@ -24,17 +24,17 @@ from torch import Tensor
 class Split(NamedTuple):
     """Logits split into k selected tokens per position and the rest of the vocabulary.
 
-    The selected tokens keep one logit each; three numbers sum up the rest. All logits of a model
-    are relative to its largest logit in the rest. Softmax is blind to that shift, and rounding
-    errors then scale with ln p, not with the logit. The shift has no gradient, so use them only
-    where it does not matter.
+    The selected tokens keep one logit each; three numbers summarize the rest. All logits of a model
+    are relative to its largest logit in the rest: rounding errors then scale with ln p, not with
+    the logit. That shift has no gradient, so use the logits only in functions that it does not
+    change, such as softmax.
     """
 
     selected_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
     selected_t: Tensor  # [N, k] teacher logits of the tokens, not tempered
     others_s: Tensor  # [N] log sum exp(z_s / tau) over all other tokens; differentiable
     others_t: Tensor  # [N] the same of the teacher
-    others_kl: Tensor  # [N] KL of the softmaxes over all other tokens; differentiable
+    others_kl: Tensor  # [N] KL(teacher || student) of the softmaxes over them; differentiable
 
 
 def split(z_s, z_t, tokens, tau, valid) -> Split:
@@ -48,8 +48,9 @@ def split(z_s, z_t, tokens, tau, valid) -> Split:
 
 
 def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
-    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V  # [N, V] -> [N]
+    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N].
 
+    valid  as in `split`
     below  [N, 1] take only the tokens with z_t < below; 0 where there are none
     """
     parts = Split(*_Split.apply(z_s, z_t, below, tau, valid))
@@ -59,15 +60,15 @@ def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """The only place where a divergence reads the whole vocabulary: one pass forward, one backward.
+    """All that ALRA's divergences read of the vocabulary: one pass forward, one backward.
 
     Forward: each block is read once, for its largest logit and for its sums relative to that. A
     block without selected tokens belongs to the rest as a whole. The other blocks, at most k of
     them, are gathered, and their rest is summed separately. So the rest is always a sum over the
-    rest, never `1 - p`, which cancels in fp32; and no mask of [N, V] exists.
+    rest, never `1 - p`, which cancels in fp32; and tokens need no mask of [N, V].
 
-    selected  tokens [N, k] int64; or `below` [N, 1], a teacher logit that leaves tokens with
-              z_t >= below out of the rest; or None. Without tokens k is 0
+    selected  [N, k] int64 tokens; or [N, 1] `below`, a teacher logit that leaves tokens with
+              z_t >= below out of the rest (k is 0); or None (k is 0)
 
     Backward: the gradient of the rest is written everywhere, then the selected tokens get their
     own. Autograd would keep four tensors of [N, V]; this keeps the logits only.
@@ -87,49 +88,49 @@ class _Split(torch.autograd.Function):
             [N, blocks, size] -> [N, blocks] each; e is exp((x - largest x of the block) / tau)
             """
             left_out = None if below is None else x_t >= below[..., None]
-            max_s = _masked(x_s, left_out).amax(-1)
-            max_t = _masked(x_t, left_out).amax(-1)
-            ln_e_s = (x_s - _finite(max_s, left_out)[..., None]) / tau
-            ln_e_t = (x_t - _finite(max_t, left_out)[..., None]) / tau
+            block_max_s = _masked(x_s, left_out).amax(-1)
+            block_max_t = _masked(x_t, left_out).amax(-1)
+            ln_e_s = (x_s - _finite(block_max_s, left_out)[..., None]) / tau
+            ln_e_t = (x_t - _finite(block_max_t, left_out)[..., None]) / tau
             e_s = _masked(ln_e_s, left_out).exp()
             # exp2: an exp that is used twice would be stored, [N, V], by Inductor on the CPU
             e_t = (_masked(ln_e_t, left_out) * math.log2(math.e)).exp2()
-            return max_s, max_t, e_s.sum(-1), e_t.sum(-1), (e_t * (ln_e_t - ln_e_s)).sum(-1)
+            cross = (e_t * (ln_e_t - ln_e_s)).sum(-1)
+            return block_max_s, block_max_t, e_s.sum(-1), e_t.sum(-1), cross
 
-        max_s, max_t, sum_s, sum_t, cross = by_block(sums, z_s, z_t)
-        mixed = torch.zeros_like(max_t, dtype=torch.bool)  # [N, blocks] not of the rest as a whole
-        block = tokens // block_size(z_t.shape[1])
-        mixed = mixed.scatter(1, block, True)
+        block_max_s, block_max_t, sum_s, sum_t, cross = by_block(sums, z_s, z_t)
+        # [N, blocks] that have selected tokens, or nothing of the rest
+        mixed = torch.zeros_like(block_max_t, dtype=torch.bool)
+        mixed = mixed.scatter(1, tokens // block_size(z_t.shape[1]), True)
         if below is not None:
-            mixed = mixed | (max_t == -math.inf)
-        more_s, more_t = _rest_of_mixed(z_s, z_t, tokens)
+            mixed = mixed | (block_max_t == -math.inf)
+        gathered_s, gathered_t = _rest_of_mixed(z_s, z_t, tokens)
 
-        def totals(z_max, z_sum, more):
-            """Return largest logit, factor of each block's sums, gathered exps, and sum of exps."""
-            top = torch.cat([z_max.masked_fill(mixed, -math.inf), more], 1).amax(-1, keepdim=True)
-            factor = ((z_max - top) / tau).exp().masked_fill(mixed, 0.0)
-            e_more = ((more - top) / tau).exp()
-            total = (factor * z_sum).sum(-1, keepdim=True, dtype=torch.float64)
-            return top, factor, e_more, total + e_more.sum(-1, keepdim=True)
+        def totals(block_max, block_sum, gathered):
+            """Return the rest's largest logit; relative to it, factors of blocks, exps, and sum."""
+            maxima = torch.cat([block_max.masked_fill(mixed, -math.inf), gathered], 1)
+            row_max = maxima.amax(-1, keepdim=True)
+            factor = ((block_max - row_max) / tau).exp().masked_fill(mixed, 0.0)
+            e_gathered = ((gathered - row_max) / tau).exp()
+            total = (factor * block_sum).sum(-1, keepdim=True, dtype=torch.float64)
+            return row_max, factor, e_gathered, total + e_gathered.sum(-1, keepdim=True)
 
-        top_s, _, _, total_s = totals(max_s, sum_s, more_s)
-        top_t, factor, e_more, total_t = totals(max_t, sum_t, more_t)
+        max_s, _, _, total_s = totals(block_max_s, sum_s, gathered_s)
+        max_t, factor, e_gathered, total_t = totals(block_max_t, sum_t, gathered_t)
         # Sum e_t (ln e_t - ln e_s) over the rest. `shift` corrects for the maximum of each block.
-        shift = ((max_t - top_t) - (max_s - top_s)) / tau
+        shift = ((block_max_t - max_t) - (block_max_s - max_s)) / tau
         gap = torch.where(mixed, 0.0, factor * (cross + sum_t * shift))
         gap = gap.sum(-1, keepdim=True, dtype=torch.float64)
-        shift = ((more_t - top_t) - (more_s - top_s)) / tau
-        gap_more = torch.where(e_more > 0, e_more * shift, 0.0)
-        gap = gap + gap_more.sum(-1, keepdim=True)
+        shift = ((gathered_t - max_t) - (gathered_s - max_s)) / tau
+        gap = gap + torch.where(e_gathered > 0, e_gathered * shift, 0.0).sum(-1, keepdim=True)
         lse_s = total_s.log()
         lse_t = total_t.log()
-        kl = gap / total_t + (lse_s - lse_t)
-        others_kl = kl.to(z_s.dtype)
+        others_kl = (gap / total_t + (lse_s - lse_t)).to(z_s.dtype)
         others_s = lse_s.to(z_s.dtype)
         others_t = lse_t.to(z_t.dtype)
-        selected_s = z_s.gather(1, tokens) - top_s
-        selected_t = z_t.gather(1, tokens) - top_t
-        ctx.save_for_backward(z_s, z_t, tokens, below, valid, top_s, top_t, others_s, others_t)
+        selected_s = z_s.gather(1, tokens) - max_s
+        selected_t = z_t.gather(1, tokens) - max_t
+        ctx.save_for_backward(z_s, z_t, tokens, below, valid, max_s, max_t, others_s, others_t)
         others_t = others_t.squeeze(1)
         ctx.mark_non_differentiable(selected_t, others_t)
         ctx.tau = tau
@@ -137,11 +138,11 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g_selected, _, g_others, __, g_kl):
-        z_s, z_t, tokens, below, valid, top_s, top_t, others_s, others_t = ctx.saved_tensors
+        z_s, z_t, tokens, below, valid, max_s, max_t, others_s, others_t = ctx.saved_tensors
         g_kl = g_kl[:, None]
         g_others = g_others[:, None]
-        q_s = ((z_s - top_s) / ctx.tau - others_s).exp()
-        q_t = ((z_t - top_t) / ctx.tau - others_t).exp()
+        q_s = ((z_s - max_s) / ctx.tau - others_s).exp()
+        q_t = ((z_t - max_t) / ctx.tau - others_t).exp()
         grad = ((g_kl + g_others) * q_s - g_kl * q_t) / ctx.tau  # correct within the rest only
         if below is not None:
             grad = grad.masked_fill(z_t >= below, 0.0)
@@ -152,9 +153,9 @@ def _masked(x, left_out):
     return x if left_out is None else x.masked_fill(left_out, -math.inf)
 
 
-def _finite(top, left_out):
+def _finite(block_max, left_out):
     """Replace -inf, the maximum of a fully masked block, by 0 to avoid inf - inf."""
-    return top if left_out is None else top.masked_fill(top == -math.inf, 0.0)
+    return block_max if left_out is None else block_max.masked_fill(block_max == -math.inf, 0.0)
 
 
 def _rest_of_mixed(z_s, z_t, tokens):
@@ -175,13 +176,13 @@ def _rest_of_mixed(z_s, z_t, tokens):
     left_out = left_out | repeated.repeat_interleave(size, 1)
     left_out = left_out.scatter(1, first * size + tokens % size, True)
     member = member.clamp(max=V - 1)
-    more_t = z_t.gather(1, member)
-    more_s = z_s.gather(1, member)
-    return more_s.masked_fill(left_out, -math.inf), more_t.masked_fill(left_out, -math.inf)
+    gathered_t = z_t.gather(1, member)
+    gathered_s = z_s.gather(1, member)
+    return gathered_s.masked_fill(left_out, -math.inf), gathered_t.masked_fill(left_out, -math.inf)
 
 
 def _members(block, size):
-    """Return the tokens of each block; those of a short last block reach beyond V.
+    """Return the tokens of each block; in a short last block some are V or more.
 
     [N, k] -> [N, k * size]
     """
@@ -233,7 +234,10 @@ def by_block(f, *zs):
 
 
 def log_p(z, tokens, tau, valid) -> Tensor:
-    """Return ln softmax(z / tau) at distinct `tokens`  # [N, V], [N, k] -> [N, k]"""
+    """Return ln softmax(z / tau) at distinct `tokens`, [N, V], [N, k] -> [N, k].
+
+    valid  as in `split`
+    """
     return _LogP.apply(z, tokens, tau, valid)
 
 
@@ -243,30 +247,30 @@ class _LogP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, tokens, tau, valid):
         def sums(x):
-            top = x.amax(-1)
-            e = ((x - top[..., None]) / tau).exp()
-            return top, e.sum(-1)
+            block_max = x.amax(-1)
+            e = ((x - block_max[..., None]) / tau).exp()
+            return block_max, e.sum(-1)
 
-        largest, total = by_block(sums, z)
-        top = largest.amax(-1, keepdim=True)
-        total = ((largest - top) / tau).exp() * total
+        block_max, total = by_block(sums, z)
+        row_max = block_max.amax(-1, keepdim=True)
+        total = ((block_max - row_max) / tau).exp() * total
         ln_total = total.sum(-1, keepdim=True, dtype=torch.float64).log().to(z.dtype)
-        logp = (z.gather(1, tokens) - top) / tau - ln_total
-        ctx.save_for_backward(z, tokens, valid, top, ln_total, logp)
+        logp = (z.gather(1, tokens) - row_max) / tau - ln_total
+        ctx.save_for_backward(z, tokens, valid, row_max, ln_total, logp)
         ctx.tau = tau
         return logp
 
     @staticmethod
     def backward(ctx, g):
-        z, tokens, valid, top, ln_total, logp = ctx.saved_tensors
+        z, tokens, valid, row_max, ln_total, logp = ctx.saved_tensors
         g = g / ctx.tau
         every = -g.sum(-1, keepdim=True)
-        grad = every * ((z - top) / ctx.tau - ln_total).exp()
+        grad = every * ((z - row_max) / ctx.tau - ln_total).exp()
         return _put(grad, tokens, every * logp.exp() + g, valid), None, None, None
 
 
 def pointwise(terms, z_s, z_t, tau, valid, *of_row) -> Tensor:
-    """Sum a function of q = softmax(z_s / tau) and p = softmax(z_t / tau) over V  # -> [N]
+    """Sum a function of q = softmax(z_s / tau) and p = softmax(z_t / tau) over V, -> [N].
 
     terms   (ln q, ln p, *of_row) -> summands [N, V], and slopes [N, V], the derivative of the sum
             with respect to ln q. Slopes may leave out a multiple of q. The gradient is
@@ -282,37 +286,37 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, z_s, z_t, tau, valid, terms, *of_row):
-        top_s = z_s.amax(-1, keepdim=True)
-        top_t = z_t.amax(-1, keepdim=True)
-        ln_sum_s = ((z_s - top_s) / tau).exp().sum(-1, keepdim=True).log()
-        ln_sum_t = ((z_t - top_t) / tau).exp().sum(-1, keepdim=True).log()
-        ln_q = _ln(z_s, top_s, ln_sum_s, tau)
-        ln_p = _ln(z_t, top_t, ln_sum_t, tau)
+        max_s = z_s.amax(-1, keepdim=True)
+        max_t = z_t.amax(-1, keepdim=True)
+        ln_sum_s = ((z_s - max_s) / tau).exp().sum(-1, keepdim=True).log()
+        ln_sum_t = ((z_t - max_t) / tau).exp().sum(-1, keepdim=True).log()
+        ln_q = _ln(z_s, max_s, ln_sum_s, tau)
+        ln_p = _ln(z_t, max_t, ln_sum_t, tau)
         value, slope = terms(ln_q, ln_p, *of_row)
         slopes = slope.sum(-1, keepdim=True)
-        ctx.save_for_backward(z_s, z_t, valid, top_s, top_t, ln_sum_s, ln_sum_t, slopes, *of_row)
+        ctx.save_for_backward(z_s, z_t, valid, max_s, max_t, ln_sum_s, ln_sum_t, slopes, *of_row)
         ctx.tau = tau
         ctx.terms = terms
         return value.sum(-1)
 
     @staticmethod
     def backward(ctx, g):
-        z_s, z_t, valid, top_s, top_t, ln_sum_s, ln_sum_t, slopes, *of_row = ctx.saved_tensors
-        ln_q = _ln(z_s, top_s, ln_sum_s, ctx.tau)
-        ln_p = _ln(z_t, top_t, ln_sum_t, ctx.tau)
+        z_s, z_t, valid, max_s, max_t, ln_sum_s, ln_sum_t, slopes, *of_row = ctx.saved_tensors
+        ln_q = _ln(z_s, max_s, ln_sum_s, ctx.tau)
+        ln_p = _ln(z_t, max_t, ln_sum_t, ctx.tau)
         _, slope = ctx.terms(ln_q, ln_p, *of_row)
         grad = (slope - ln_q.exp() * slopes) * (g[:, None] / ctx.tau)
         grad = grad.masked_fill(~valid[:, None], 0.0)
         return grad, None, None, None, None, *(None for _ in of_row)
 
 
-def _ln(z, top, ln_sum, tau):
-    return (z - top) / tau - ln_sum
+def _ln(z, row_max, ln_sum, tau):
+    return (z - row_max) / tau - ln_sum
 
 
 @torch.no_grad()
 def top(z, k) -> Tensor:
-    """Return the tokens of the k largest logits, largest first  # [N, V] -> [N, k]
+    """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k].
 
     Only the k blocks with the largest maxima are searched (equal maxima by lowest index). Each of
     them holds a token that ranks before every token of the other blocks.
@@ -321,9 +325,9 @@ def top(z, k) -> Tensor:
     size = block_size(V)
     if 2 * k * size >= V:  # k blocks are half of the vocabulary or more
         return _top_of_few(z, k)
-    (largest,) = by_block(lambda x: (x.amax(-1),), z)
-    block = _top_of_few(largest, k)
-    block = _ranked(block, block[:, None, :] < block[..., None])
+    (block_max,) = by_block(lambda x: (x.amax(-1),), z)
+    block = _top_of_few(block_max, k)
+    block = _ranked(block, block[:, None, :] < block[..., None])  # by rising index
     member = _members(block, size)  # [N, k * size], rising
     inside = member.clamp(max=V - 1)
     x = z.gather(1, inside).masked_fill(member >= V, -math.inf)
@@ -352,7 +356,7 @@ def _top_of_few(z, k):
 
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
-    """Sort `tokens` by falling logit in z  # [N, V], [N, k] -> [N, k]"""
+    """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
     x = z.gather(1, tokens)
     mine = x[..., None]  # [N, k, 1]
     other = x[:, None, :]  # [N, 1, k]
@@ -374,7 +378,7 @@ def _ranked(tokens, before):
 
 
 def kl(x_t, x_s, keep=None) -> Tensor:
-    """Return KL(softmax(x_t) || softmax(x_s)) over the entries to keep  # [N, k] -> [N]"""
+    """Return KL(softmax(x_t) || softmax(x_s)) over the entries to keep, [N, k] -> [N]."""
     ln_t = ln_softmax(x_t, keep)
     ln_s = ln_softmax(x_s, keep)
     p_t = ln_t.exp()
@@ -384,16 +388,17 @@ def kl(x_t, x_s, keep=None) -> Tensor:
 
 
 def ln_softmax(x, keep) -> Tensor:
-    """Return ln softmax over the entries to keep, some finite number at the others  # [N, k]"""
+    """Return ln softmax over the entries to keep, at least one; finite at the others, [N, k]."""
     if keep is None:
         return x.log_softmax(-1)
+    # relative to the largest, so that rounding errors scale with ln p, not with the logit
     kept = x.detach().masked_fill(~keep, -math.inf)
     x = x - kept.amax(-1, keepdim=True)
     return x - lse(x, keep)[:, None]
 
 
 def lse(x, keep) -> Tensor:
-    """Return log sum exp over the entries to keep  # [N, k] -> [N]"""
+    """Return log sum exp over the entries to keep, [N, k] -> [N]."""
     return x.masked_fill(~keep, -math.inf).logsumexp(-1)
 
 
@@ -429,26 +434,26 @@ class _BinaryKL(torch.autograd.Function):
 
 
 def _two_way(odds):
-    """Return p, ln p, 1 - p, ln(1 - p), from one exponential that never exceeds 1."""
+    """Return p, ln p, 1 - p, ln(1 - p) for log-odds, from one exponential that is at most 1."""
     e = (-odds.abs()).exp()
     less = e / (1 + e)
     more = 1 / (1 + e)
     ln = e.log1p()
     up = odds >= 0
-    p = torch.where(up, more, less)
-    ln_p = odds.clamp(max=0) - ln
+    yes = torch.where(up, more, less)
+    ln_yes = odds.clamp(max=0) - ln
     no = torch.where(up, less, more)
     ln_no = (-odds).clamp(max=0) - ln
-    return p, ln_p, no, ln_no
+    return yes, ln_yes, no, ln_no
 
 
 def differences(x) -> Tensor:
-    """Return x_i - x_j of all ordered pairs  # [N, k] -> [N, k, k]"""
+    """Return x_i - x_j of all ordered pairs, [N, k] -> [N, k, k]."""
     return x[..., None] - x[:, None, :]
 
 
 def upper(k, device) -> Tensor:
-    """Mark each unordered pair once: i before j  # [k, k] bool"""
+    """Mark each unordered pair once, i before j: [k, k] bool."""
     rank = torch.arange(k, device=device)
     return rank[:, None] < rank[None, :]
 
@@ -458,14 +463,14 @@ def upper(k, device) -> Tensor:
 
 
 def rising_rank(x, keep) -> Tensor:
-    """Count the entries to keep that are smaller, or equal and earlier  # [N] -> [N]"""
+    """Count the entries to keep that are smaller, or equal and earlier, [N] -> [N]."""
     place = torch.arange(len(x), device=x.device)
     before = (x < x[:, None]) | ((x == x[:, None]) & (place < place[:, None]))
     return (before & keep).sum(-1)
 
 
 def lower_median(x, keep) -> Tensor:
-    """Return the lower median of the entries to keep, 0 if there are none  # [N] -> []
+    """Return the lower median of the entries to keep, 0 if there are none, [N] -> [].
 
     Does not wait for the device.
     """

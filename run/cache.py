@@ -90,18 +90,18 @@ class States:
 class CachedTeacher:
     """A `Teacher` that reads hidden states from the cache.
 
-    `body` computes the rows that are missing. If no row is missing, it is None until `load` loads
-    it for a row that is damaged.
+    `teacher` computes the rows that are missing. If no row is missing, it is None until `load`
+    loads it for a row that is damaged.
     """
 
-    def __init__(self, head: Tensor, states: dict[Rows, States], body: Teacher | None, load):
+    def __init__(self, head: Tensor, states: dict[Rows, States], teacher: Teacher | None, load):
         self.head = head
         self.states = states
-        self.body = body
+        self.teacher = teacher
         self.load = load
-        self.is_stored = body is None
+        self.is_stored = teacher is None
         # sharded layers compute on all processes together, even on those that could read
-        modules = body.model.modules() if body else ()
+        modules = teacher.model.modules() if teacher else ()
         self.always_computes = any(map(parallel.is_sharded, modules))
 
     def hidden(self, x: Tensor, rows, index: np.ndarray) -> Tensor:
@@ -118,22 +118,22 @@ class CachedTeacher:
             if self.head.is_cuda:
                 h = h.pin_memory()
             return h.to(self.head.device, non_blocking=True)
-        if not self.body:
-            # mark them as missing: if this process cannot load the body, the next one will
+        if not self.teacher:
+            # mark them as missing: if this run cannot load the teacher, the next one computes them
             states.put(states.values.size, index[bad], np.zeros(bad.sum(), np.uint64))
-            self.body = self.load(1)
-        if not self.body:
+            self.teacher = self.load(1)
+        if not self.teacher:
             raise UserError(
                 f"{states.file}: row {index[bad][0]} is damaged; the same command computes it anew"
             )
-        h = self.body.hidden(x)
+        h = self.teacher.hidden(x)
         if bad.any():
             values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
             states.write(index[bad], values[bad])
         return h
 
     def flops_per_token(self, seq_len) -> float:
-        return self.body.flops_per_token(seq_len) if self.body else 0.0
+        return self.teacher.flops_per_token(seq_len) if self.teacher else 0.0
 
 
 def rows_of_run(cfg, rows, val) -> RowIndices:
@@ -157,24 +157,24 @@ def open_cached(
 ) -> CachedTeacher | None:
     """Return a teacher that reads the hidden states of `wanted` from the cache.
 
-    load  returns the teacher's body, which computes hidden states, or None. All processes call it
-          if the head or some hidden states are missing. A process that reads a damaged row during
-          the run calls load(1), without sharding, on its own.
+    load  returns the `Teacher`, which computes hidden states, or None. All processes call it if the
+          head or some hidden states are missing. A process that reads a damaged row during the run
+          calls load(1), without sharding, on its own.
 
-    Returns None if the body is needed and `load` returns None.
+    Returns None if the `Teacher` is needed and `load` returns None.
     """
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     head = read_head(head_file)
-    body = None
+    teacher = None
     if any(parallel.all_gather(head is None)):  # all processes load it, or none does
-        body = load()
-        if not body:
+        teacher = load()
+        if not teacher:
             return None
     if head is None:
-        head = body.whole_head.cpu().contiguous()
+        head = teacher.whole_head.cpu().contiguous()
         if parallel.rank() == 0:
             saved = {"head": head, "checksum": torch.tensor(checksum_of(head))}
             with contextlib.suppress(UserError):  # `put` reports a full disk
@@ -185,14 +185,14 @@ def open_cached(
     for rows, index in wanted.items():
         n_missing = int((states[rows].sums[index] == 0).sum())
         missing_bytes += n_missing * states[rows].values.shape[1]
-    if not body and not any(parallel.all_gather(missing_bytes)):
-        say(f"teacher: its body is not loaded, as all hidden states are in {folder}")
+    if not teacher and not any(parallel.all_gather(missing_bytes)):
+        say(f"teacher: not loaded, as all hidden states are in {folder}")
         return CachedTeacher(head[:vocab_size].to(home, copy=True), states, None, load)
-    body = body or load()
-    if not body:
+    teacher = teacher or load()
+    if not teacher:
         return None
     say(f"teacher: hidden states take {gib(missing_bytes)} more disk space in {folder}")
-    return CachedTeacher(body.head, states, body, load)
+    return CachedTeacher(teacher.head, states, teacher, load)
 
 
 def read_head(file) -> Tensor | None:
@@ -235,7 +235,7 @@ def fill(teacher: CachedTeacher, wanted: RowIndices, size: int):
         missing = index[parallel.all_gather(states.sums[index] == 0)[0]]
         end = len(missing)
         if teacher.always_computes:
-            end += rank * size  # so that all processes make as many batches
+            end += rank * size  # so that all processes make the same number of batches
         starts = range(rank * size, end, parallel.world() * size)
         for at in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
             batch = missing[at : at + size]

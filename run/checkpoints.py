@@ -7,13 +7,13 @@ OUT/code.diff            the uncommitted edits of the newest start that had any
 OUT/teacher.jsonl        a record every histogram_every_steps
 OUT/METHOD/log.jsonl     a record every log_every_steps, and one for each validation
 OUT/METHOD/checkpoints/step_00001000/
-                         model/ as below, optimizer.safetensors (PARAMETER/exp_avg ..), state.json
+                         model/ as below, optimizer.safetensors (tensors PARAMETER/exp_avg ..),
+                         extras.safetensors if the student has extras, state.json
 OUT/METHOD/model/, run.json
                          at the end: the model for transformers, and its provenance
 OUT/METHOD/stopped.json  instead, if the student stopped: at which step, and why
 
-Nothing here changes what a student learns. A checkpoint appears under its name only once it is
-complete.
+A checkpoint appears under its name only once it is complete.
 """
 
 import math
@@ -94,7 +94,7 @@ def resume(students, run):
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
             files.truncate_lines(s.folder / "log.jsonl", run.step)
-            # a histogram of step n is of the weights before update n
+            # those of this step were recorded before its update, which comes again
             files.truncate_lines(s.folder / "histograms.jsonl", run.step - 1)
             if cfg.tensorboard or cfg.wandb_project:
                 from run.services import services
@@ -155,7 +155,7 @@ def newest_intact(live, steps) -> int:
 def check_same_run(name, checkpoint, run):
     """Raise `UserError` if a checkpoint belongs to another student than `name` of this run.
 
-    `accept_edits` takes code that was edited as equal; run.json says so.
+    With `accept_edits`, edited code counts as equal; run.json records it.
     """
     changes = record_changes(read_state(checkpoint)["made_by"], run.facts["made_by"][name])
     if not changes:
@@ -195,7 +195,7 @@ def restore(live, run):
 
 def start_from(name, live, run):
     """Load the checkpoint `resume_from` into every student. `run` goes on from its step."""
-    checkpoint = find_folder(name).parent  # it finds the model/ inside
+    checkpoint = find_folder(name).parent  # find_folder returns CHECKPOINT/model
     if not (checkpoint / "state.json").is_file():
         raise UserError(
             f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
@@ -203,8 +203,9 @@ def start_from(name, live, run):
     state = read_state(checkpoint)
     for s in live:
         changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
-        for key in changes.keys() & {"shape", "tokenizer_sha256", "batch_rows"}:
-            raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
+        for key in ("shape", "tokenizer_sha256", "batch_rows"):
+            if key in changes:
+                raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
         load_checkpoint(checkpoint, s)
     run.step = state["step"]
     run.counts["valid_tokens"] = state["valid_tokens"]
@@ -230,7 +231,7 @@ def record_start(file, starts, run):
 
 
 def check_disk(students, cfg) -> str:
-    """Check that checkpoints and models fit on the disk. Returns a sentence that says so."""
+    """Check that checkpoints and models fit on the disk. Returns a sentence with both sizes."""
     out = Path(cfg.out_dir)
     n_params = students[0].model.n_params
     n_checkpoints = cfg.keep_checkpoints + 1
@@ -250,7 +251,7 @@ def check_disk(students, cfg) -> str:
 
 
 def say_summary(students, run):
-    """Print the machine, teacher and students, their size, how far the run is, and `check_disk`."""
+    """Print machine, teacher, students and their size, how far the run is, and its disk space."""
     cfg = run.cfg
     first = students[0]
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
@@ -298,7 +299,7 @@ def write_model(s, weights, run):
 
 @torch.no_grad()
 def differs_in_transformers(folder, shape, weights) -> str | None:
-    """Return how the logits of a saved model differ in transformers by more than rounding."""
+    """Return how transformers' logits of a saved model differ beyond rounding, or its error."""
     with torch.device("meta"):
         model = Qwen2(shape)
     model.load_state_dict(weights, assign=True)
@@ -319,7 +320,7 @@ def save_checkpoints(live, run):
 
     Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
     """
-    parallel.on_first(write_waiting)  # first: a run that resumes here does not log these again
+    parallel.on_first(write_waiting)  # first, as a run that resumes here does not log these again
     for s in live:
         groups = {}
         if run.step:  # a checkpoint of step 0 has no tensors
@@ -333,7 +334,7 @@ def save_checkpoints(live, run):
 
 
 def tensors_of(s):
-    """Return the tensors of each file of a checkpoint: whole ones, on the first process only."""
+    """Return the tensors of each file of a checkpoint, unsharded; none but on the first process."""
     optimizer = {}
     for name, p in s.parameters_by_name().items():
         for key, value in s.optimizer.state[p].items():
@@ -361,8 +362,8 @@ def write_checkpoint(path, groups, state: dict, s):
 def delete_older(s, run):
     """Delete checkpoints up to this step, except the last `keep_checkpoints`.
 
-    A stopping student keeps all of them: after a kill before stopped.json is written, the students
-    need a common step.
+    A stopping student keeps all of them: if a kill comes before stopped.json is written, the run
+    resumes from a step that all students have.
     """
     if s.stopped:
         return
@@ -379,7 +380,7 @@ def read_state(path) -> dict:
 
     Raises `UserError` unless every file of the checkpoint is as it was saved.
     """
-    remedy = f"move {path} aside to resume from an earlier one"
+    remedy = "restore it, or use another checkpoint"
     state = read_json(path / "state.json", STATE, remedy)
     hashes = state["files_sha256"]
     changed = []
@@ -401,8 +402,8 @@ def load_checkpoint(path, s) -> dict:
     groups = {file: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
     if not groups:  # a checkpoint of step 0
         return state
-    problem = "its student had other parameters or extras; choose another checkpoint"
-    with reading(path, problem), torch.no_grad():
+    remedy = "its student had other parameters or extras; choose another checkpoint"
+    with reading(path, remedy), torch.no_grad():
         copy_tensors(groups[MODEL], s.model)
         copy_tensors(groups.get(EXTRAS, {}), s.extras)
         parameters = s.parameters_by_name()
@@ -447,10 +448,13 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
 
 def stop(s, run):
     """Write stopped.json, and print how the student can continue."""
-    newest = max(s.checkpoints().values(), default="CHECKPOINT")
+    remedy = "begin again"
+    for step, path in s.checkpoints().items():
+        if step:  # that of step 0 has no tensors
+            remedy = f"to go on, --resume_from={path}"
     s.stopped = (
-        f"step {run.step}: {s.stopped}; to go on, --resume_from={newest} with another out_dir "
-        f"and an lr below {run.cfg.lr * s.lr_factor:g}"
+        f"step {run.step}: {s.stopped}; {remedy} with another out_dir and an lr below "
+        f"{run.cfg.lr * s.lr_factor:g}"
     )
     say(f"{s.name} stopped at {s.stopped}")
     facts = student_facts(s, run) | {"why": s.stopped}

@@ -24,8 +24,8 @@ TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in s
 
 
 def signals_anywhere() -> list[str]:
-    """Return the names of the signals that a process has received; all processes agree."""
-    return max(parallel.all_gather(RECEIVED))  # [] is the least
+    """Return the signals that some process has received: the same list on all processes."""
+    return max(parallel.all_gather(RECEIVED))  # an empty list is the least
 
 
 def catch_signals():
@@ -50,7 +50,7 @@ def fail(error: Exception, cfg) -> NoReturn:
         if parallel.world() > 1 and "step" in configure.PROGRESS:
             # the others are in the middle of an update: torchrun ends them
             raise RuntimeError("an error of this process alone") from error
-        parallel.all_gather(error)  # raises it here, and where the others reach theirs
+        parallel.all_gather(error)  # raises it here, and on the others at their next all_gather
     raise error
 
 
@@ -82,6 +82,6 @@ def exit_code(students, run) -> int:
         write_exit(cfg, code, why)
     n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
-        # else this node's torchrun waits five minutes for that of the node that got the signal
+        # otherwise this node's torchrun waits five minutes for that of the signalled node
         os.kill(os.getppid(), signal.SIGTERM)
     return code

@@ -65,7 +65,7 @@ def foreign_config(name) -> transformers.PretrainedConfig:
             f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
         )
     if getattr(config.get_text_config(), "final_logit_softcapping", None):
-        # a cap changes small logits by less than the rounding that `check_logits` allows
+        # `check_logits` cannot see a cap: it changes small logits by less than rounding
         raise UserError(
             f"{name}: final_logit_softcapping: its logits are not hidden states times head; "
             "choose another teacher"
@@ -75,7 +75,7 @@ def foreign_config(name) -> transformers.PretrainedConfig:
 
 @torch.no_grad()
 def check_logits(name, model):
-    """Check on a few tokens that logits are last hidden states times head, and that it is causal.
+    """Check on a few tokens that a model is causal, its logits last hidden states times head.
 
     Raises `UserError`.
     """
@@ -94,7 +94,7 @@ def check_logits(name, model):
     idx[1, -1] = 0  # the rows differ in their last token
     h = model.base_model(idx, use_cache=False)[0]
     z = model(idx, use_cache=False).logits
-    tolerance = 1e-4 if z.dtype == torch.float32 else 2e-2  # relative, in norm: rounding
+    tolerance = 1e-4 if z.dtype == torch.float32 else 2e-2  # relative error of a norm by rounding
     error = (h.to(head.weight.dtype) @ head.weight.T - z).float().norm()
     if not error <= tolerance * z.float().norm():  # NaN is refused too
         raise UserError(message)
@@ -106,19 +106,16 @@ def check_logits(name, model):
 
 
 def foreign_shape(name, keys: tuple[str, ...]) -> dict:
-    """Return the `keys` of a model's config that it has.
+    """Return those of `keys` that a model's config has, with their values.
 
-    It may lack some: a model with LayerNorm has no `rms_norm_eps`. `rope_theta` is inside
-    `rope_parameters`.
+    A model with LayerNorm has no `rms_norm_eps`. `rope_theta` is inside `rope_parameters`, and rope
+    scaling is left out.
     """
     config = foreign_config(name).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     values = {}
     for key in keys:
-        if "rope" in key:
-            value = rope.get(key)
-        else:
-            value = getattr(config, key, None)
+        value = rope.get(key) if "rope" in key else getattr(config, key, None)
         if value is not None:
             values[key] = value
     return values

@@ -29,8 +29,8 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     The teacher's record:
 
     n                                         valid positions
-    d_u_hist                                  positions by budget; the teacher is its own student
-    p_label, p_top1, agree, ce, entropy       means
+    d_u_hist                                  positions by budget, with the teacher as the student
+    p_label, p_top1, agree, ce, entropy       means; `agree`: the teacher's top-1 is the label
     p_label_hist, p_top1_hist                 positions in 50 equal bins of [0, 1]
     """
     hyper = resolve("alra", **cfg.overrides_of("alra")).hyper

@@ -3,7 +3,8 @@
 train.py compares records before it resumes a run, study/compare.py finds finished students by them,
 and tables check that their rows can be compared. The record is `made_by` in run.json, in
 checkpoints and in results. It holds the config keys that affect the weights, and hashes of the
-content of teacher, rows and first weights. Paths, speed and logging are not in it.
+content of teacher, rows and given first weights, and of the code that a step passes through. Paths,
+speed and logging are not in it.
 """
 
 import ast
@@ -31,8 +32,8 @@ from run.teacher import inherited
 
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# Where the search for the code of a training step begins. It covers all from rows and first weights
-# to the update. It follows names, so the class of an argument, such as `Rows`, must be listed.
+# Where the search for the code of a training step begins. It covers everything from rows and first
+# weights to the update. It follows names, so the class of an argument, like `Rows`, must be listed.
 STEP = (
     "train.update",
     "train.micro_batches",
@@ -41,7 +42,7 @@ STEP = (
     "run.teacher.load_teacher",
     "run.methods.compute_dtype",
 )
-# What cannot change a number of a step, or is in the record by its content.
+# What changes no number of a step, or what the record identifies by its content.
 NOT_FOLLOWED = (
     "configure",
     "lib.device",
@@ -62,7 +63,7 @@ NOT_FOLLOWED = (
 
 
 def made_by(cfg, name) -> dict:
-    """Return what makes a student's weights up to rounding, and its held-out rows; as JSON."""
+    """Return what determines a student's weights up to rounding, and its held-out rows; as JSON."""
     method = resolve(name, **cfg.overrides_of(name))
     kinds = {"sha256": str, "tokenizer_sha256": str}
     train = read_json(Path(cfg.data_dir, "train.json"), kinds)
@@ -181,7 +182,7 @@ def step_code() -> dict[str, str]:
 def objective_code(name) -> dict[str, str]:
     """Return the hashes of the definitions that only a method's objective passes through.
 
-    An objective that no `def` of a file defines (a closure, a `partial` or a lambda) is also
+    An objective without a `def` at the top of a file (a closure, a `partial` or a lambda) is also
     identified by its row in `METHODS`.
     """
     name = name.partition("@")[0]

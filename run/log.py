@@ -52,7 +52,7 @@ def say_row(label: str, cells, cfg):
 
 
 def log_validation(live, validated, val, run):
-    """Print and record the results of a validation, at first with the reference CEs.
+    """Print and record the results of a validation, the first time with the reference CEs.
 
     val  the held-out rows (`Rows`)
     """
@@ -121,9 +121,9 @@ def record(s, values: dict):
     """Add a record to a student's log, with None for a value that is not finite."""
     values = files.for_json(values)
     append(s.folder / "log.jsonl", values)
-    for service, connected in list(s.services.items()):
+    for service, connect in list(s.services.items()):
         try:
-            connected()(values)
+            connect()(values)
         except Exception as error:  # whatever it is, log.jsonl has the record
             why = first_line(error)
             say(f"{s.name}: left out {service} from step {values['step']} on: {why}")

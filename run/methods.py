@@ -82,8 +82,8 @@ def compute_dtype(cfg) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def make_objective(name, cfg):
-    """Return a function: update, state -> the student's objective, as `head_losses` calls it.
+def make_evaluate_at(name, cfg):
+    """Return a function (update, state) -> `evaluate` of this student, as `head_losses` calls it.
 
     The random numbers of a forward batch depend on its place in the update, and not on how the
     update is divided into micro-batches and processes. An objective that draws some is not
@@ -94,7 +94,7 @@ def make_objective(name, cfg):
     is_random = "generator" in default_settings(method.fn)
     loss_fn = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
 
-    def objective_at(step, state) -> Callable:
+    def evaluate_at(step, state):
         scheduled = {}
         for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
             # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
@@ -114,7 +114,7 @@ def make_objective(name, cfg):
 
         return with_generator
 
-    return objective_at
+    return evaluate_at
 
 
 def make_loss_fn(name, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
@@ -183,7 +183,7 @@ def evaluate(
 # the trial before a run
 
 
-def check_settings(name, V: int, **overrides):
+def check_settings(name, V: int, /, **overrides):
     """Try the method on three positions at a vocabulary of V.
 
     Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
@@ -238,7 +238,7 @@ def _check_unchanged(name, argument, original):
 
 
 def _try_once(method, z, y) -> Tensor:
-    """Return loss, gradient and next state in one tensor  # z [2, N, V], y [N]"""
+    """Return loss, gradient and next state in one tensor; z is [2, N, V], y [N]."""
     z_s, z_t = z.clone()
     labels = y.clone()
     state = {key: value.clone() for key, value in method.state.items()}

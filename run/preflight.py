@@ -27,7 +27,7 @@ def open_data(cfg, name) -> Rows:
 
 
 def uses_teacher(cfg) -> bool:
-    """Return whether a method learns from a teacher. Raises `UserError` if none is set."""
+    """Return whether a method learns from a teacher. Raises `UserError` if `teacher` is None."""
     for name in cfg.methods:
         if needs_teacher(name):
             if not cfg.teacher:
@@ -68,9 +68,6 @@ def check_config(cfg):
     shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
     # each process has a device of its own
     parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
-    shape = student_shape(cfg)
-    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
-        check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
     world = parallel.world()
     if cfg.batch_rows % (world * cfg.group):
         raise UserError(
@@ -80,6 +77,9 @@ def check_config(cfg):
     if world % cfg.shard:
         raise UserError(f"shard={cfg.shard}: expected a divisor of the {world} processes")
     uses_teacher(cfg)
+    shape = student_shape(cfg)  # may download the teacher
+    for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
+        check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
     if cfg.seq_len > shape.max_position_embeddings:
         raise UserError(
             f"seq_len={cfg.seq_len}: the student supports {shape.max_position_embeddings} positions"
@@ -129,7 +129,7 @@ def check_rows(folder, rows, val, name, tokenizer):
 
 
 def check_initial_ids(student_weights, ids: dict[str, int]):
-    """Check that the tokenizer beside the initial weights, if any, has the same ids."""
+    """Check that a tokenizer beside the initial weights gives shared tokens the same ids."""
     if student_weights and (find_folder(student_weights) / "tokenizer.json").is_file():
         for token, index in load_tokenizer(student_weights).get_vocab().items():
             if ids.get(token, index) != index:
@@ -159,7 +159,7 @@ def check_number_of_rows(cfg, rows):
 def say_precision(cfg, val):
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = n_validated(val, cfg)
-    # half of a 95 % interval: the manifest has that of all held-out rows
+    # half of a 95 % interval; the manifest's is over all held-out rows
     half = val.manifest.get("unigram_half", 0) * math.sqrt(val.n / n_rows)
     if half > 0.1:
         say(
@@ -169,7 +169,7 @@ def say_precision(cfg, val):
 
 
 def run_facts(cfg, rows) -> dict:
-    """Return the provenance of every result of the run, with the students' records.
+    """Return the provenance of every result of the run, with each student's `made_by`.
 
     Raises `UserError` if the processes do not agree on the records (run/identity.py).
     """

@@ -14,16 +14,17 @@ def services(s, run) -> dict[str, Callable]:
     """
     chosen = {}
     if run.cfg.tensorboard:
-        chosen["TensorBoard"] = functools.cache(lambda: tensorboard(s))
+        chosen["TensorBoard"] = functools.cache(lambda: tensorboard(s, run))
     if run.cfg.wandb_project:
         chosen["Weights & Biases"] = functools.cache(lambda: wandb_run(s, run))
     return chosen
 
 
-def tensorboard(s) -> Callable:
+def tensorboard(s, run) -> Callable:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(s.folder / "tensorboard")
+    # records after a checkpoint from which the run resumes come again
+    writer = SummaryWriter(s.folder / "tensorboard", purge_step=run.step + 1)
 
     def send(record: dict):
         for key, value in record.items():

@@ -30,16 +30,16 @@ class Student:
     extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
     optimizer: torch.optim.Optimizer
     folder: Path
-    init_sha256: str
+    init_sha256: str  # of the initial weights
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
     lr_factor: float = 1.0  # multiplies the schedule's learning rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
-    gnorm: float = 0.0
+    gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
-    warned: bool = False  # that its held-out CE rises, since the program started
+    warned: bool = False  # whether this program has warned that its held-out CE rises
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
-    objective_at: Callable | None = None  # update, state -> objective (run/methods.py)
+    evaluate_at: Callable | None = None  # (update, state) -> `evaluate` (run/methods.py)
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
 
     @property
@@ -102,7 +102,7 @@ def hidden_and_head(s, cfg) -> metrics.Model:
 
 
 def student_facts(s, run) -> dict:
-    """Return the provenance of one student's weights and scores."""
+    """Return the provenance of one student's weights and scores, and how far it has come."""
     cfg = run.cfg
     record = run.facts["made_by"][s.name]
     return {

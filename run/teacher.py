@@ -44,7 +44,7 @@ class Teacher:
 
         rows  not used here; `CachedTeacher.hidden` looks the hidden states up by them
         """
-        # blocking copies: a CPU would read what a GPU has not yet written
+        # blocking copies: a CPU could read one before the GPU has finished it
         idx = idx.to(next(self.model.parameters()).device)
         if self.native:
             h = self.model.hidden(idx)

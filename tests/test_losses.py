@@ -562,7 +562,7 @@ def test_bad_shapes_are_refused_by_name():
         refused("z_t: expected shape (7, 61) as z_s has", fn, z_s, z_t[:, 1:], y)
         refused("z_s, y: expected [N, V] and [N], got (7, 61) and (6,)", fn, z_s, z_t, y[1:])
     refused("y: expected int64 labels, got torch.int32", losses.alra, z_s, z_t, y.int())
-    refused("z_t: tad needs teacher logits, got None", method_loss, "tad", z_s, None, y)
+    refused("z_t: this method needs teacher logits, got None", method_loss, "tad", z_s, None, y)
 
 
 REFUSED = """
@@ -579,6 +579,7 @@ jsd: beta=2.0 => beta=2.0: expected float 0 to 1
 skew_fkl: lam=1.0 => lam=1.0: expected float 0 to below 1
 taid: t=torch.tensor(0.5) => t=tensor(0.5000): expected float 0 to 1
 tad: w_ce=-1.0 => w_ce=-1.0: expected float 0 or more
+pd_wsd: w_ce=0.3 => pd_wsd.w_ce: it is 1 - w_kd, which moves; set w_kd too
 tad: d_max=7 => tad takes no d_max; it takes beta, norm, tau, top_k, w_ce, w_kd
 aldra => no such method 'aldra', did you mean 'alra'?
 perplexity => no such method 'perplexity'. Known
@@ -590,6 +591,11 @@ def test_bad_settings_are_refused_by_name_value_and_bound(line):
     setting, message = line.split(" => ")
     ((name, settings),) = read_settings(setting)
     refused(message, method_loss, name, *case(), **settings)
+
+
+def test_a_keyword_without_annotation_is_refused(monkeypatch):
+    monkeypatch.setitem(METHODS, "mine", losses.Method(lambda z_s, z_t, y, *, tau=1.0: y))
+    refused("mine: tau has no annotation; write tau: float", losses.settings, "mine")
 
 
 @pytest.mark.parametrize("name", METHODS)

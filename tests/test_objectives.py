@@ -118,7 +118,7 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
             processes = SimpleNamespace(rank=lambda rank=rank: rank, world=lambda: world)
             monkeypatch.setattr(methods, "parallel", processes)
             cfg = Config(batch_rows=8, group=2, seed=seed, device="cpu", compile=True)
-            objective = methods.make_objective(name, cfg)(step, {})
+            objective = methods.make_evaluate_at(name, cfg)(step, {})
             for _ in range(4 // world):
                 objective(torch.float64, *case())
         return seeds.copy()

@@ -38,14 +38,15 @@ from torch import Tensor
 
 import configure
 from lib import metrics
+from lib.checks import IGNORE
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
 from lib.files import write_json, write_lines, writing
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash
-from lib.rows import IGNORE, Rows, open_rows
+from lib.rows import Rows, open_rows
 from lib.stats import half_interval
 from lib.tasks import (
-    STORYCLOZE,
+    NO_STORYCLOZE,
     TASKS,
     Items,
     choose_tasks,
@@ -72,7 +73,7 @@ def score(args) -> str:
     optional = "storycloze_2016" in names and args.tasks == "all"
     if optional and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
-        say(STORYCLOZE)
+        say(NO_STORYCLOZE)
     checkpoints = open_checkpoints(args)  # a missing one must show before the hub is asked
     items = read_items(names, args.split, args.data_dir, args.storycloze, args.any_items)
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)

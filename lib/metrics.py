@@ -96,10 +96,10 @@ def sums_by_part(
     step = max(MIN_POSITIONS, N_LOGITS[device.type] // n_vocab)
     cast = functools.cache(operand)  # a head that must be cast is cast once
     for part_of, x, y, h_t in batches:
-        valid = (y != IGNORE).flatten().nonzero()[:, 0]  # a GPU synchronises here
+        labelled = (y != IGNORE).flatten().nonzero()[:, 0]  # indices; a GPU synchronises here
         states = [(hidden(x).flatten(0, 1), head) for hidden, head in students]  # [B * T, D]
-        for lo in range(0, len(valid), step):
-            positions = valid[lo : lo + step]  # [N]
+        for lo in range(0, len(labelled), step):
+            positions = labelled[lo : lo + step]  # [N]
             part = part_of.flatten()[positions]  # [N]
             label = y.flatten()[positions]  # [N]
             teacher = None

@@ -97,11 +97,11 @@ def on_first(function: Callable, *args):
 def check_agreement(**facts):
     """Raise `UserError` on every process unless all of them hold the same facts."""
     first, *others = all_gather(facts)
-    for rank, other in enumerate(others, 1):
+    for process, other in enumerate(others, 1):
         for key, value in first.items():
             if other[key] != value:
                 raise UserError(
-                    f"{key}: {value} on process 0, {other[key]} on process {rank}; expected the "
+                    f"{key}: {value} on process 0, {other[key]} on process {process}; expected the "
                     "same"
                 )
 

@@ -83,7 +83,7 @@ SUITES = {
     "validation": [name for name, task in TASKS.items() if task.validation],
 }
 
-STORYCLOZE = (
+NO_STORYCLOZE = (
     "storycloze_2016: its authors give the items out on request (cs.rochester.edu/nlp/rocstories), "
     "no hub has them; put them at DATA_DIR/storycloze_2016/test.csv or name the file by "
     "--storycloze; without it averages are over 8 of 9 tasks"
@@ -163,7 +163,7 @@ def read_rows(
     if name == "storycloze_2016":
         file = find_storycloze(data_dir, storycloze)
         if file is None:
-            raise UserError(STORYCLOZE)
+            raise UserError(NO_STORYCLOZE)
         return str(file), read_stories(file)
     config = read_config(name)
     source = config["dataset_path"]

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import metrics
-from lib.rows import IGNORE
+from lib.checks import IGNORE
 from lib.stats import half_interval
 from model import Qwen2Config
 from tests.world import make_model

@@ -65,15 +65,17 @@ def test_the_memory_of_a_step_counts_all_that_it_holds(monkeypatch):
 def test_one_command_runs_every_section(tmp_path, monkeypatch, printed):
     """Nothing is compiled, which would take a minute; test_head.py compiles."""
     compiled = []
+    layers = []  # of the models whose layers are compiled
     signals = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in signals]
     forgetful = functools.lru_cache(methods._compiled.__wrapped__)
     monkeypatch.setattr(methods, "_compiled", forgetful)
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
-    monkeypatch.setattr(Qwen2, "compile_layers", lambda model: None)
+    monkeypatch.setattr(Qwen2, "compile_layers", lambda model: layers.append(model))
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
         bench.main(["gpu", "--device=cpu", *TINY, f"--out={tmp_path / 'small.md'}"])
     assert len(compiled) == 2  # one for each method: `compile` reaches the objectives
+    assert len(layers) == 4
     text = (tmp_path / "small.md").read_text()
     cells = [line.strip("| ").split(" | ")[:3] for line in text.splitlines()[4:]]
     assert cells == [

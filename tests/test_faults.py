@@ -554,7 +554,9 @@ def test_an_empty_library_in_the_compile_cache_is_removed(tmp_path, monkeypatch,
     """Unless it is new: it may be being written."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    shell("mkdir aa; cd aa; : > empty.so; : > a.py; echo x > full.so; touch -d @0 *; : > new.so")
+    shell(
+        "mkdir a; cd a; : > empty.so; : > a.py; echo > full.so; touch -d @0 *; touch -d 1min new.so"
+    )
     repair_compile_cache()
     assert {p.name for p in tmp_path.glob("*/*")} == {"full.so", "new.so", "a.py"}
     assert "empty.so, which is empty" in capsys.readouterr().err
@@ -562,7 +564,7 @@ def test_an_empty_library_in_the_compile_cache_is_removed(tmp_path, monkeypatch,
 
 NO_MEMORY = (
     "UserError: out of memory on cpu: "
-    "set a smaller micro_batch, --recompute=True, --shard=N, or fewer methods"
+    "set --recompute=True, a smaller micro_batch, --shard=N, or fewer methods"
 )
 
 

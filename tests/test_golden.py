@@ -84,12 +84,6 @@ def test_the_recorded_positions(name, key, settings):
         assert_recorded(loss != 0, parts[key], case)
 
 
-def test_the_hardest_positions_of_adakd():
-    for case, parts, loss in evaluated("adakd"):
-        hardest = parts["sel"].sort().values
-        assert_recorded(loss.nonzero()[:, 0], hardest, case)
-
-
 def test_the_pieces_of_tad():
     head_only = evaluated("ref_tad", beta=0.0, norm="unit")
     both = evaluated("ref_tad", beta=1.0, norm="unit")

@@ -103,10 +103,9 @@ def test_figures_equal_plain_loops(student, teacher, batch):
     assert figures == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("n", [[7, 7, 7, 7], [7, 1, 5, 3]])
-def test_an_interval_takes_documents_as_independent(n):
+def test_an_interval_takes_documents_as_independent():
     """It is that of leaving one out at a time, the jackknife."""
-    n = np.array(n)
+    n = np.array([7, 1, 5, 3])
     ce = n * np.random.default_rng(0).normal(3.0, 1.0, len(n))
     left_out = (ce.sum() - ce) / (n.sum() - n)
     variance = (len(n) - 1) / len(n) * np.square(left_out - ce.sum() / n.sum()).sum()

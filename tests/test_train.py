@@ -742,7 +742,7 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
 def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch, run):
     boards = collections.defaultdict(mock.Mock)
     services = collections.defaultdict(mock.Mock)
-    module = mock.Mock(SummaryWriter=boards.__getitem__)
+    module = mock.Mock(SummaryWriter=lambda folder, purge_step: boards[folder])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     init = mock.Mock(side_effect=lambda **keys: services[keys["name"]])
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))

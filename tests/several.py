@@ -38,8 +38,8 @@ def update_or_signal(students, teacher, stream, step, cfg):
 
 def count_and_loop(run, rows, val, teacher, students):
     for part in (teacher, *students):
-        body = getattr(part, "body", part)  # None if its hidden states are stored
-        n = sum(parallel.local(p).numel() for p in body.model.parameters()) if body else 0
+        loaded = getattr(part, "teacher", part)  # None if its hidden states are stored
+        n = sum(parallel.local(p).numel() for p in loaded.model.parameters()) if loaded else 0
         if parallel.rank() == 1:
             print(f"process 1: {n} of {type(part).__name__} in {Path(run.cfg.out_dir).name}")
     loop(run, rows, val, teacher, students)

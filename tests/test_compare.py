@@ -35,7 +35,7 @@ from tools import plot
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t with two degrees of freedom, closed form
 STUDY = configure.load([f"{ROOT}/study/small.py"])
 RESULTS = ROOT / "study/results"
-STUDIES = ["small", "smollm2"]
+STUDIES = ["small", "smollm2_code", "smollm2"]
 WHY = "step 3: gradient norm inf"
 
 
@@ -803,8 +803,8 @@ def test_readme_quotes_the_reports():
     for study in STUDIES:
         assert f"](study/results/{study}/report/README.md)" in readme
     methods = ("pretrain", "pd", "alra", "alra@ce", "fixed_9")
-    rows = readme[readme.index("| held-out CE less") :].splitlines()[2 : 2 + len(methods)]
-    for at, study in zip((2, 4), STUDIES, strict=True):
+    rows = readme[readme.index("| held-out CE minus") :].splitlines()[2 : 2 + len(methods)]
+    for at, study in zip((2, 4, 6), STUDIES, strict=True):
         _, students, others, _ = reports.read(RESULTS / study)
         ces = {}  # method -> seed -> CE
         for x in (*others, *students):  # the second one of a method and seed counts

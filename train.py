@@ -213,7 +213,7 @@ def loop(run, rows, val, teacher, students):
     """Train until `max_steps` is reached, a signal arrives, or every student has stopped.
 
     A student is identified by the code that this calls, and not by the code of the loop itself
-    (run/identity.py): an edit that changes weights belongs into `update` or `micro_batches`.
+    (run/identity.py): an edit that changes weights belongs in `update` or `micro_batches`.
     """
     cfg = run.cfg
     resume(students, run)

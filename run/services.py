@@ -14,17 +14,18 @@ def services(s, run) -> dict[str, Callable]:
     """
     chosen = {}
     if run.cfg.tensorboard:
-        chosen["TensorBoard"] = functools.cache(lambda: tensorboard(s, run))
+        next_step = run.step + 1
+        chosen["TensorBoard"] = functools.cache(lambda: tensorboard(s, next_step))
     if run.cfg.wandb_project:
         chosen["Weights & Biases"] = functools.cache(lambda: wandb_run(s, run))
     return chosen
 
 
-def tensorboard(s, run) -> Callable:
+def tensorboard(s, next_step) -> Callable:
     from torch.utils.tensorboard import SummaryWriter
 
-    # records after a checkpoint from which the run resumes come again
-    writer = SummaryWriter(s.folder / "tensorboard", purge_step=run.step + 1)
+    # an earlier start may have sent records after the checkpoint that the run resumes from
+    writer = SummaryWriter(s.folder / "tensorboard", purge_step=next_step)
 
     def send(record: dict):
         for key, value in record.items():

@@ -512,8 +512,7 @@ logit_std: w_kd=9.0, w_ce=0.1
 @pytest.mark.parametrize("name", METHODS)
 def test_the_table_is_that_of_the_paper(name):
     row = METHODS[name]
-    fn = "alra" if name in VARIANTS else FUNCTIONS.get(name, name)
-    assert row.fn.__name__ == fn
+    assert row.fn.__name__ == ("alra" if name in VARIANTS else FUNCTIONS.get(name, name))
     weights = WEIGHTS.get(name, {"w_kd": 1.0, "w_ce": 0.0})
     assert {"w_kd": row.w_kd, "w_ce": row.w_ce} == weights
     if name in PAPER:
@@ -727,8 +726,8 @@ def _with_state(change):
 
 
 def test_a_loop_of_ones_own_passes_the_state_on(monkeypatch):
-    method = _with_state(lambda state, x: {"mean": state["mean"] + 1})
-    monkeypatch.setitem(METHODS, "mine", method)
+    counts = _with_state(lambda state, x: {"mean": state["mean"] + 1})
+    monkeypatch.setitem(METHODS, "mine", counts)
     _, terms = method_loss("mine", *case(), state={"mean": torch.tensor(5.0)})
     assert terms["state.mean"] == 6
 

@@ -742,13 +742,14 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
 def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch, run):
     boards = collections.defaultdict(mock.Mock)
     services = collections.defaultdict(mock.Mock)
-    module = mock.Mock(SummaryWriter=lambda folder, purge_step: boards[folder])
+    purged = set()
+    module = mock.Mock(SummaryWriter=lambda at, purge_step: purged.add(purge_step) or boards[at])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     init = mock.Mock(side_effect=lambda **keys: services[keys["name"]])
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     for n in (4, 6):
-        flags = "--methods=pretrain,alra --tensorboard=True --wandb_project=p"
-        run(tmp_path, flags, max_steps=n)
+        run(tmp_path, "--methods=pretrain,alra --tensorboard=True --wandb_project=p", max_steps=n)
+    assert purged == {1, 5}
     ids = set()
     for call in init.call_args_list:
         keys = call.kwargs

@@ -8,7 +8,7 @@
 # The rows are those of config/alra_200m.py. We have not run this yet.
 # Computed, not measured; hours at 40 % of an H100's peak:
 #   200m  6.5e18 FLOP, 4.6 h
-#   500m  12.7e18 FLOP, 8.9 h; about 94 GiB, or 53 with --recompute=True
+#   500m  12.7e18 FLOP, 8.9 h; on an H100 with --recompute=True
 
 methods = ("fixed_3", "fixed_7", "fixed_9", "fixed_15", "fixed_19", "fixed_25", "alra")
 student = "200m"

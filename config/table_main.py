@@ -9,8 +9,8 @@
 # Computed, not measured; hours at 40 % of an H100's peak:
 #   200m  14.8e18 FLOP, 10.4 h
 #   500m  29.9e18 FLOP, 21.0 h
-# Memory, computed: 53 GiB for 200m; 120 GiB for 500m, or 67 with --recompute=True. You can also
-# divide `methods` among several runs.
+# docs/running.md has the memory: on an H100, 500m needs --recompute=True. Or divide `methods` among
+# several runs.
 
 methods = ("pretrain", "vanilla_kd", "pd", "atkd", "rld", "ldrld", "tad", "bild", "alra")
 student = "200m"

@@ -268,7 +268,7 @@ def test_commands_above_a_config_are_of_that_config(file, monkeypatch):
             assert args.table or args.split == split
 
 
-COST = r"\d[\d.]*(?:e18 FLOP| G?FLOP| h| GB)\b"
+COST = r"\d[\d.]*(?:e18 FLOP| G?FLOP| h| GiB| GB)\b"
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

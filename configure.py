@@ -8,6 +8,7 @@ impossible combination raises `UserError`.
 """
 
 import contextlib
+import faulthandler
 import inspect
 import os
 import platform
@@ -428,6 +429,7 @@ def guard(main) -> int:
     With --max_restarts, torchrun starts again after every code but 0. It must not after a signal,
     a `UserError`, or a run in which a student stopped, so these return 0.
     """
+    faulthandler.enable()  # a crash of a library, such as NCCL's abort, prints where it was
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         code = main() or 0
@@ -452,7 +454,10 @@ def guard(main) -> int:
             path = Path(PROGRESS["out"], f"traceback_{rank}.txt")
             with contextlib.suppress(OSError), path.open("a") as file:
                 file.write(text)
-        return 1
+        code = PROGRESS.get("code", 1)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            os._exit(code)  # the orderly way may wait for a process that is lost
+        return code
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return 0
     return code

@@ -21,35 +21,34 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import configure
-from lib import metrics, parallel
-from lib.checks import IGNORE
-from lib.device import mfu, peak_bytes, pick_device, repair_compile_cache
+from lib import parallel
+from lib.device import pick_device, repair_compile_cache
 from lib.errors import UserError
-from lib.files import locked, read_lines
+from lib.files import locked
 from lib.head import head_losses
 from lib.hf import weights_hash
 from lib.rows import read_ahead, row_order
 from losses import resolve
-from model import Qwen2, flops_per_token, init_student
+from model import Qwen2, init_student
 from run import ending, preflight
-from run.checkpoints import resume, save_checkpoints, save_model, stop_diverged
+from run.checkpoints import finish_saving, resume, save_checkpoints, save_model, stop_diverged
 from run.identity import student_shape
 from run.log import (
     UNWRITTEN,
     log_histograms,
+    log_terms,
     log_validation,
-    record,
+    progress_bar,
     say,
     say_names,
-    say_values,
     write_waiting,
 )
 from run.methods import compute_dtype, make_evaluate_at, method_lines
 from run.preflight import open_teacher
-from run.students import SINCE_LOG, Run, Student, hidden_and_head, n_validated
+from run.students import Run, Student
+from run.validate import validate
 
 # ----------------------------------------------------------------------------------------------
 # rows
@@ -121,7 +120,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         name=name,
         model=model,
         extras=extras,
-        optimizer=optimizer,
+        optimizers=[optimizer],
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
         tokenizer=tokenizer,
@@ -166,30 +165,24 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
-    evaluators = [s.evaluate_at(step, s.state) for s in students]
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
-    n_local = n_micro // parallel.world()
+    evaluators = [s.evaluate_at(step, s.state) for s in students]
     n_valid = 0
-    pending = []  # handles of gradient all-reduces in flight
-
-    for micro in range(n_local):
+    for _ in range(n_micro // parallel.world()):
         x, y, n, h_t = next(stream)
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]
         heads = [s.model.head for s in students]
         inputs = list(zip(h_s, heads, evaluators, strict=True))
         # runs the heads forward and backward, one forward batch of logits at a time
         results = head_losses(inputs, h_t, head_t, y, cfg.group)
-        is_last = micro == n_local - 1
         for s, (loss, terms) in zip(students, results, strict=True):
-            # gradients are summed over the processes once, during the last backward pass
-            with parallel.summing_gradients(s.model, s.extras, is_last, pending):
-                # `head_losses` has computed the gradients of h_s and of the head already. This
-                # scales them by 1 / n_micro, and continues backward from h_s through the layers.
-                (loss / n_micro).backward()
+            # `head_losses` has computed the gradients of h_s and of the head already. This scales
+            # them by 1 / n_micro, and continues backward from h_s through the layers.
+            (loss / n_micro).backward()
             add_terms(s, terms, n)
         n_valid += n
-    for handle in pending:
-        handle.wait()
+    for s in students:
+        parallel.sum_gradients(s.parameters_by_name().values())
 
     norms = [clip_gradients(s.parameters_by_name().values(), cfg.clip) for s in students]
     norms = torch.stack(norms).tolist()  # one wait for the device, for all students
@@ -197,14 +190,16 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         s.gnorm = norm
         if math.isfinite(norm):
             rate = learning_rate(step, cfg) * s.lr_factor
-            for group in s.optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_factor", 1.0)
-            s.optimizer.step()
+            for optimizer in s.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group.get("lr_factor", 1.0)
+                optimizer.step()
             advance_state(s, n_valid)
             s.skipped = 0
         else:
             count_skipped_update(s, step, cfg)
-        s.optimizer.zero_grad(set_to_none=True)
+        for optimizer in s.optimizers:
+            optimizer.zero_grad()
         s.next_state.clear()
     return n_valid
 
@@ -212,8 +207,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
 def loop(run, rows, val, teacher, students):
     """Train until `max_steps` is reached, a signal arrives, or every student has stopped.
 
-    A student is identified by the code that this calls, and not by the code of the loop itself
-    (run/identity.py): an edit that changes weights belongs in `update` or `micro_batches`.
+    A checkpoint comes last in a step, so that it is never ahead of the log.
     """
     cfg = run.cfg
     resume(students, run)
@@ -221,56 +215,45 @@ def loop(run, rows, val, teacher, students):
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
+    stream = timed(stream, run)
     say_names(cfg)
-    is_hidden = parallel.rank() > 0 or None  # None shows the bar on a terminal only
-    bar = tqdm(total=cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
-    run.first_step = run.step
-    run.began = time.perf_counter()
-    pause = 60 * (cfg.checkpoint_every_minutes or math.inf)  # seconds between checkpoints
-    next_save = run.began + pause
-    save_failed = False
-    stop = ending.signals_anywhere()
-    # a resumed run first makes up for a validation that a signal has cut short
-    if not stop and parallel.on_first(validation_is_missing, live, run):
-        stop = not validate_and_log(live, teacher, val, run)  # False: a signal cut it short
+    bar = progress_bar(run)
+    run.start_clock()
 
-    while run.step < cfg.max_steps and live and not stop:
+    while run.step < cfg.max_steps and live and not run.stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
-        before = time.perf_counter()
         n_valid = update(live, teacher, stream, run.step, cfg)
-        after = time.perf_counter()
-        # A signal may reach any process, and only process 0 looks at the clock:
-        # summing tells every process.
-        save_is_due = save_failed or (parallel.rank() == 0 and after > next_save)
-        has_signal = bool(ending.RECEIVED)
-        n_valid, stop, save_is_due = parallel.all_reduce_sum(n_valid, has_signal, save_is_due)
-        run.step += 1
-        run.count_update(n_valid, after - before)
-        validation_is_due = is_due(cfg.val_every_steps, run)
-        save = stop or save_is_due or is_due(cfg.checkpoint_every_steps, run)
-        live = stop_diverged(live, run, check_weights=save or validation_is_due)
+        run.count_update(n_valid, bool(ending.RECEIVED))
+        validation_is_due = run.is_due(cfg.val_every_steps)
+        live = stop_diverged(live, run, check_weights=run.save or validation_is_due)
 
-        if live and is_due(cfg.log_every_steps, run):
-            log_terms(live, teacher, run)
-        if live and save:  # before the validation, in which the run may be killed
-            save_failed = not try_save(live, run, is_first_try=not save_failed)
-            next_save = time.perf_counter() + pause
-        if live and validation_is_due and not stop:
-            stop = not validate_and_log(live, teacher, val, run)  # False: a signal cut it short
-        if run.step == run.first_step + 1:
-            run.began = time.perf_counter()  # the first update may compile
+        if live and run.is_due(cfg.log_every_steps):
+            log_terms(live, teacher, learning_rate(run.step - 1, cfg), run)
+        if live and validation_is_due:
+            log_validation(live, validate(live, teacher, val, cfg), val, run)
+        if live and run.save:
+            save_checkpoints(live, run)
+        if run.step == run.first_step + 1:  # which may have compiled
+            ending.finish_updates()
+            run.began = time.perf_counter()
         bar.update()
     bar.close()
-    write_rest(live, run)
-    if stop:
-        run.signals = ending.signals_anywhere()  # their names
+    finish_saving(run)
+    parallel.on_first(write_waiting)
 
 
-def is_due(every: int | None, run) -> bool:
-    """Return whether the step is a multiple of `every`, or the last step of the run."""
-    return run.step == run.cfg.max_steps or (every is not None and run.step % every == 0)
+def timed(batches: Iterable, run) -> Iterator:
+    """Yield the batches. The time that they take is added to `run.wait_sec`."""
+    batches = iter(batches)
+    while True:
+        before = time.perf_counter()
+        batch = next(batches, None)
+        run.wait_sec += time.perf_counter() - before
+        if batch is None:
+            return
+        yield batch
 
 
 # ----------------------------------------------------------------------------------------------
@@ -362,154 +345,6 @@ def count_skipped_update(s, step, cfg):
 
 
 # ----------------------------------------------------------------------------------------------
-# what the loop calls
-
-# the name in the log -> the key in what metrics.figures returns
-VALIDATION_FIGURES = {
-    "val_ce": "ce",
-    "val_kl": "kl",
-    "val_agree": "top1",
-    "val_teacher_ce": "teacher_ce",
-    "val_teacher_entropy": "teacher_entropy",
-}
-
-
-def validation_is_missing(live, run) -> bool:
-    """Return whether the validation of this step was due, but was cut short."""
-    if not live or not run.step or not is_due(run.cfg.val_every_steps, run):
-        return False
-    log = read_lines(live[0].folder / "log.jsonl")
-    return not any("val_ce" in line and line["step"] == run.step for line in log)
-
-
-def validate_and_log(live, teacher, val, run) -> bool:
-    """Validate all students, and log the figures. Returns False if a signal cuts it short."""
-    validated = validate(live, teacher, val, run.cfg)
-    if validated:
-        log_validation(live, validated, val, run)
-    return bool(validated)
-
-
-def validate(live, teacher, val, cfg) -> dict[str, dict]:
-    """Return the figures of each student by name: those of VALIDATION_FIGURES, at temperature 1.
-
-    They are means per token over the first `val_max_rows` held-out rows: CE, KL(teacher || student)
-    and top-1 agreement of the student, CE and entropy of the teacher. Empty if a signal arrives.
-    """
-    n_rows = n_validated(val, cfg)
-    head_t = teacher.head if teacher else None
-    with parallel.gathered_roots(s.model for s in live):  # gathers heads that are sharded
-        models = [hidden_and_head(s, cfg) for s in live]
-        batches = validation_batches(val, teacher, n_rows, cfg)
-        sums = metrics.sums_by_part(models, head_t, batches, n_rows)  # a part is a row here
-    validated = {}
-    if ending.signals_anywhere():
-        return validated
-    for s, by_row in zip(live, sums, strict=True):
-        parallel.sum_in_place(by_row.values())  # on each process, 0 for the others' rows
-        totals = {key: value.sum(0).cpu().numpy() for key, value in by_row.items()}
-        figures = metrics.figures(totals)
-        validated[s.name] = {}
-        for name, key in VALIDATION_FIGURES.items():
-            if key in figures:
-                validated[s.name][name] = float(figures[key])
-    return validated
-
-
-def validation_batches(val, teacher, n_rows: int, cfg):
-    """Yield this process's batches of held-out rows.
-
-    A batch is a tuple: each label's row number [B, T], inputs x [B, T], labels y [B, T], and the
-    teacher's last hidden states [B, T, D_t] (None without a teacher).
-    """
-    size = cfg.micro_batch
-    begin = parallel.rank() * size
-    # Sharded layers compute on all processes together, so every process makes as many batches as
-    # process 0. A batch whose `first` is past the last row repeats row 0 without labels.
-    for first in range(begin, begin + n_rows, parallel.world() * size):
-        if ending.signals_anywhere():
-            return
-        has_rows = first < n_rows
-        index = np.arange(first, min(first + size, n_rows)) if has_rows else np.array([0])
-        x, y, _ = val.batch(index, torch.device(cfg.device))
-        if not has_rows:
-            y = torch.full_like(y, IGNORE)
-        h_t = teacher.hidden(x, val, index) if teacher else None
-        row = torch.from_numpy(index).to(y.device)[:, None]
-        yield row.expand_as(y), x, y, h_t
-
-
-def log_terms(live, teacher, run):
-    """Write a record for each student, with means over all tokens since the last record."""
-    cfg = run.cfg
-    counts = run.counts
-    device = torch.device(cfg.device)
-    n_timed = max(run.step - run.first_step - 1, 1)  # all but the first update
-    sec_per_step = (time.perf_counter() - run.began) / n_timed
-    sec_left = sec_per_step * (cfg.max_steps - run.step)
-    tok_per_sec = counts["since_log_steps"] * cfg.batch_rows * cfg.seq_len / counts["since_log_sec"]
-    flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)
-    if teacher:
-        flops += teacher.flops_per_token(cfg.seq_len)
-    utilisation = mfu(tok_per_sec * flops, device, parallel.world())
-    machine = {
-        "tok_per_sec": tok_per_sec,
-        "mfu": utilisation,
-        "mem_gib": peak_bytes(device) / 2**30,
-        "eta_sec": sec_left,
-    }
-    rate = learning_rate(run.step - 1, cfg)
-    n_tokens = max(counts["since_log_tokens"], 1)
-    means = {}
-    for s in live:
-        means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
-        values = {
-            "step": run.step,
-            "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
-            "valid_tokens": counts["valid_tokens"],
-            **means[s.name],
-            "lr": rate * s.lr_factor,
-            "gnorm": s.gnorm,
-        }
-        record(s, values | machine)
-        s.sums = {}
-    label = f"step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
-    if utilisation:
-        label += f"  mfu {utilisation:.0%}"
-    label += f"  eta {tqdm.format_interval(sec_left):>8}"
-    say_values(label, means, ["ce"], cfg)
-    counts.update(dict.fromkeys(SINCE_LOG, 0))
-
-
-def write_rest(live, run):
-    """Save the last step if the loop has not, and write what a full disk has kept back.
-
-    Raises `UserError` if the disk is still full.
-    """
-    if live:
-        steps = parallel.on_first(live[-1].checkpoints)  # the last student is saved last
-        # The loop has not saved this step if `try_save` has failed, or if a signal came before the
-        # first update or during a validation.
-        if run.step not in steps:
-            save_checkpoints(live, run)
-    parallel.on_first(write_waiting)
-
-
-def try_save(live, run, is_first_try: bool) -> bool:
-    """Save a checkpoint of every student. Returns whether it could be written.
-
-    A full disk does not end the run: the loop tries again after each update.
-    """
-    try:
-        save_checkpoints(live, run)
-        return True
-    except UserError as error:
-        if is_first_try:
-            say(f"step {run.step}: no checkpoint; trying after each update: {error}")
-        return False
-
-
-# ----------------------------------------------------------------------------------------------
 # a whole run
 
 
@@ -522,35 +357,22 @@ def distil(cfg) -> int:
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))
     parallel.start(torch.device(cfg.device), cfg.timeout_minutes)
     # not earlier, since a process that waits for others in `parallel.start` would not see a signal
-    ending.catch_signals()
-    out = Path(cfg.out_dir)
-    configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
+    ending.catch_signals(cfg)
     lock = locked(
-        out,
-        f"out_dir={out}: another train.py is running there; wait until it ends, or choose another "
-        "out_dir",
+        Path(cfg.out_dir),
+        f"out_dir={cfg.out_dir}: another train.py is running there; wait until it ends, or choose "
+        "another out_dir",
     )
     with contextlib.ExitStack() as stack:
-        stack.callback(parallel.stop)
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
-        (out / "exit.json").unlink(missing_ok=True)
-        try:
-            preflight.check_config(cfg)
-            share = cfg.batch_rows // parallel.world()  # rows of this process in an update
-            # lowered to a divisor of the share, so that all micro-batches have the same size
-            micro_batch = math.gcd(share, cfg.micro_batch or share)
-            cfg = dataclasses.replace(cfg, micro_batch=micro_batch)
-            return train_students(cfg)
-        except torch.OutOfMemoryError:
-            ending.fail(
-                UserError(
-                    f"out of memory on {cfg.device}: set --recompute=True, a smaller micro_batch, "
-                    "--shard=N, or fewer methods"
-                ),
-                cfg,
-            )
-        except Exception as error:
-            ending.fail(error, cfg)  # raises it
+        stack.enter_context(ending.reported(cfg))
+        preflight.check_config(cfg)
+        share = cfg.batch_rows // parallel.world()  # rows of this process in an update
+        # lowered to a divisor of the share, so that all micro-batches have the same size
+        micro_batch = math.gcd(share, cfg.micro_batch or share)
+        code = train_students(dataclasses.replace(cfg, micro_batch=micro_batch))
+    parallel.stop()  # not after an error: it may wait for a process that is lost
+    return code
 
 
 def train_students(cfg) -> int:
@@ -572,7 +394,7 @@ def train_students(cfg) -> int:
     students = [make_student(name, cfg, tokenizer) for name in cfg.methods]
     loop(run, rows, val, teacher, students)
     for s in students:
-        if not s.stopped and not run.signals:
+        if not s.stopped and not run.stop:
             save_model(s, run)
     return ending.exit_code(students, run)
 

@@ -1,57 +1,12 @@
-"""What only several processes need: joining torchrun's group, and sharding weights (FSDP2)."""
+"""Weights sharded over several processes (FSDP2)."""
 
-import uuid
 from collections.abc import Iterable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lib.parallel import world
-
-
-def join(device, timeout: timedelta):
-    """Join the other processes of this torchrun. None waits for another longer than `timeout`."""
-    backend = "gloo"
-    device_id = None
-    if device.type == "cuda":
-        backend = "nccl"
-        device_id = device
-    store, rank, n_processes = next(dist.rendezvous("env://", timeout=timeout))
-    # After a restart torchrun's store still holds the addresses of processes that have ended.
-    store = dist.PrefixStore(name_of_start(store, rank, n_processes), store)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=n_processes,
-        timeout=timeout,
-        device_id=device_id,
-    )
-
-
-def name_of_start(store: dist.Store, rank: int, n_processes: int) -> str:
-    """Return a name that the processes of this start share, and that no earlier start had.
-
-    The restart count would not do: each node's torchrun counts its own. So each process queues a
-    random word. Process 0 answers every queued word with its own, and waits until all others have
-    sent that back. Words that an earlier start has left are answered too, but nobody sends that
-    back.
-    """
-    word = uuid.uuid4().hex
-    if rank:
-        store.queue_push("words", word)
-        name = store.get(word).decode()
-        store.queue_push("words", name)
-        return name
-    missing = n_processes - 1
-    while missing:
-        received = store.queue_pop("words").decode()
-        if received == word:
-            missing -= 1
-        store.set(received, word)
-    return word
 
 
 def shard(

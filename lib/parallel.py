@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lib.errors import UserError
 
@@ -26,9 +27,13 @@ def start(device, timeout_minutes: float = 30.0):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # else every process opens a context on card 0 too
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        from lib.distributed import join  # a run of one process needs none of it
-
-        join(device, timedelta(minutes=timeout_minutes))
+        backend = "gloo"
+        device_id = None
+        if device.type == "cuda":
+            backend = "nccl"
+            device_id = device
+        timeout = timedelta(minutes=timeout_minutes)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
 
 def stop():
@@ -106,31 +111,10 @@ def check_agreement(**facts):
                 )
 
 
-@contextlib.contextmanager
-def summing_gradients(model, extras: nn.Module, last: bool, handles):
-    """Sum the gradients of a backward pass over the processes, if it is the `last` of an update.
-
-    Each sum starts as soon as its gradient is ready, and runs beside the rest of the backward pass
-    and that of the next model. Wait for `handles` before you read gradients. FSDP2 sums those of
-    sharded weights.
-    """
-    parameters = [*extras.parameters()]
-    if is_sharded(model):
-        model.set_requires_gradient_sync(last)
-    else:
-        parameters += model.parameters()
-
-    def start_sum(p: Tensor):
-        handles.append(dist.all_reduce(p.grad, async_op=True))
-
-    hooks = []
-    if last and world() > 1:
-        for p in parameters:
-            if p.requires_grad:
-                hooks.append(p.register_post_accumulate_grad_hook(start_sum))
-    yield
-    for hook in hooks:
-        hook.remove()
+def sum_gradients(parameters: Iterable[Tensor]):
+    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights."""
+    grads = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+    sum_in_place(grads)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -156,26 +140,26 @@ def full_tensor(t: Tensor) -> Tensor:
 
 
 def distribute_like(t: Tensor, like: Tensor) -> Tensor:
-    """Move a whole tensor to where `like` is, and shard it as `like` is. Scalars stay whole."""
+    """Move a whole tensor to where `like` is, and shard it as `like` is if it has its shape."""
     t = t.to(like.device)
-    if not is_sharded(like) or t.ndim == 0:
+    if not is_sharded(like) or t.shape != like.shape:
         return t
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def to_first(tensors) -> dict[str, Tensor]:
-    """Return whole tensors on the CPU of the first process, and no tensors on the others.
+def whole_on_cpu(tree):
+    """Return a copy of nested dicts and lists, with each tensor whole and on the CPU.
 
-    They are gathered one at a time.
+    Tensors are gathered one at a time, and only the first process keeps them: None on the others.
     """
-    gathered = {}
-    for name, t in tensors.items():
+
+    def copy(t: Tensor):
         whole = full_tensor(t)
-        if rank() == 0:
-            gathered[name] = whole.cpu()
-    return gathered
+        return whole.detach().to("cpu", copy=True) if rank() == 0 else None
+
+    return tree_map_only(Tensor, copy, tree)
 
 
 def reduce_norm(norm: Tensor, like: Tensor) -> Tensor:

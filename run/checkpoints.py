@@ -7,13 +7,14 @@ OUT/code.diff            the uncommitted edits of the newest start that had any
 OUT/teacher.jsonl        a record every histogram_every_steps
 OUT/METHOD/log.jsonl     a record every log_every_steps, and one for each validation
 OUT/METHOD/checkpoints/step_00001000/
-                         model/ as below, optimizer.safetensors (tensors PARAMETER/exp_avg ..),
-                         extras.safetensors if the student has extras, state.json
+                         model/ as below, state.json, and training.pt: the state dicts of `extras`
+                         and of the optimizers, which torch.load reads
 OUT/METHOD/model/, run.json
                          at the end: the model for transformers, and its provenance
 OUT/METHOD/stopped.json  instead, if the student stopped: at which step, and why
 
-A checkpoint appears under its name only once it is complete.
+A checkpoint appears under its name only once it is complete. The first process decides from which
+one the run resumes, and every process checks that it reads the files that the first one has seen.
 """
 
 import math
@@ -26,8 +27,9 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import transformers
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-import configure
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, uncommitted_edits
@@ -37,21 +39,24 @@ from lib.hf import find_folder, tensors_hash
 from lib.settings import NonNegativeInt
 from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
-from run.log import say, write_waiting
+from run.log import say
 from run.methods import compute_dtype
 from run.students import COUNTS, Student, student_facts
 
 # files of tensors in a checkpoint
 MODEL = "model/model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-EXTRAS = "extras.safetensors"
+TRAINING = "training.pt"
 STATE = {  # what is read from a checkpoint's state.json
     "made_by": dict,
     "sums": dict[str, float | None],
     "step": NonNegativeInt,
-    "files_sha256": dict[str, str],
+    "files_sha256": {MODEL: str, TRAINING: str},
     **dict.fromkeys(COUNTS, float),
 }
+# entries of a parameter group that the config sets, also when a checkpoint is loaded
+CONFIGURED = ("lr_factor", "betas", "eps", "weight_decay")
+ANOTHER = "restore it, or use another checkpoint"
+WRITER = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
 
 # ----------------------------------------------------------------------------------------------
 # resuming
@@ -64,26 +69,17 @@ def resume(students, run):
     """
     cfg = run.cfg
     out = Path(cfg.out_dir)
-    starts = earlier_starts(out / "run.json", cfg)
-    histories = [[s.init_sha256, *s.checkpoints()] for s in students]
-    parallel.check_agreement(**{"first weights and checkpoints": histories})
-    stop_steps = read_stops(students)
+    parallel.check_agreement(initial_weights=[s.init_sha256 for s in students])
+    starts, stops, sources = parallel.on_first(read_folder, students, run)
+    for s in students:
+        if s.name in stops:
+            s.stopped = stops[s.name]["why"]
+            run.step = max(run.step, stops[s.name]["step"])
+            say(f"{s.name} stopped at {s.stopped}")
     live = [s for s in students if not s.stopped]
-    common = set()  # the steps of which every live student has a checkpoint
-    if live:
-        common = set.intersection(*[{*s.checkpoints()} for s in live])
-    if not live:  # every student has stopped
-        run.step = max(stop_steps)
-    elif common:
-        run.step = newest_intact(live, common)
-        restore(live, run)
-    elif any((s.folder / "log.jsonl").exists() for s in live):
-        raise UserError(
-            f"{out}: its students have no checkpoint in common; "
-            "restore one, or choose another out_dir"
-        )
-    elif cfg.resume_from:
-        start_from(cfg.resume_from, live, run)
+    for s in live:
+        if s.name in sources:
+            load_checkpoint(*sources[s.name], s, run)
     if run.step > cfg.max_steps:
         raise UserError(
             f"max_steps={cfg.max_steps}: {out} is at step {run.step}; set at least that"
@@ -102,9 +98,37 @@ def resume(students, run):
                 s.services = services(s, run)
         files.truncate_lines(out / "teacher.jsonl", run.step - 1)
         record_start(out / "run.json", starts, run)
-    if live and not common:  # so that logs never exist without a checkpoint to resume from
-        save_checkpoints(live, run)
-    configure.PROGRESS["step"] = run.step
+    if live and run.step not in parallel.on_first(common_steps, live):
+        save_checkpoints(live, run)  # so that logs never exist without one to resume from
+        finish_saving(run)
+
+
+def read_folder(students, run):
+    """Return what process 0 finds in the folder of a run.
+
+    ->  the earlier starts; by student, the facts of those that stopped; and, for the others, the
+        checkpoint to begin with and its state (none: the run is new)
+    """
+    cfg = run.cfg
+    starts = earlier_starts(Path(cfg.out_dir, "run.json"), cfg)
+    stops = {}
+    for s in students:
+        file = s.folder / "stopped.json"
+        if file.is_file():
+            stops[s.name] = read_json(file, {"why": str, "step": int})
+    live = [s for s in students if s.name not in stops]
+    sources = newest_intact(live)
+    for s in live:
+        if sources:
+            check_same_run(s.name, *sources[s.name], run)
+        elif (s.folder / "log.jsonl").exists():
+            raise UserError(
+                f"{cfg.out_dir}: its students have no checkpoint in common; "
+                "restore one, or choose another out_dir"
+            )
+    if not sources and cfg.resume_from:
+        sources = dict.fromkeys([s.name for s in live], branch_point(cfg.resume_from, live, run))
+    return starts, stops, sources
 
 
 def earlier_starts(file, cfg) -> list[dict]:
@@ -123,41 +147,35 @@ def earlier_starts(file, cfg) -> list[dict]:
     return facts.get("starts", [])
 
 
-def read_stops(students) -> list[int]:
-    """Mark the students that stopped in an earlier start. Returns the steps at which they did."""
-    steps = []
-    for s in students:
-        file = s.folder / "stopped.json"
-        if file.is_file():
-            facts = read_json(file, {"why": str, "step": int})
-            s.stopped = facts["why"]
-            steps.append(facts["step"])
-            say(f"{s.name} stopped at {s.stopped}")
-    return steps
+def common_steps(live) -> set[int]:
+    """Return the steps of which every student has a checkpoint."""
+    steps = [set(s.checkpoints()) for s in live]
+    return set.intersection(*steps) if steps else set()
 
 
-def newest_intact(live, steps) -> int:
-    """Return the newest of `steps` at which every student's checkpoint is as it was saved.
+def newest_intact(live) -> dict[str, tuple]:
+    """Return, by student, the newest common checkpoint that is as it was saved, and its state.
 
-    Raises `UserError` if there is none.
+    Empty if there is no common checkpoint. Raises `UserError` if all of them are broken.
     """
+    steps = common_steps(live)
     for step in sorted(steps, reverse=True):
+        paths = {s.name: s.checkpoints()[step] for s in live}
         try:
-            for s in live:
-                read_state(s.checkpoints()[step])
-            return step
+            return {name: (path, read_state(path)) for name, path in paths.items()}
         except UserError as error:
             if step == min(steps):
                 raise
             say(f"skipped: {error}")
+    return {}
 
 
-def check_same_run(name, checkpoint, run):
+def check_same_run(name, checkpoint, state, run):
     """Raise `UserError` if a checkpoint belongs to another student than `name` of this run.
 
     With `accept_edits`, edited code counts as equal; run.json records it.
     """
-    changes = record_changes(read_state(checkpoint)["made_by"], run.facts["made_by"][name])
+    changes = record_changes(state["made_by"], run.facts["made_by"][name])
     if not changes:
         return
     phrases = "; ".join(list(changes.values())[:3])
@@ -176,25 +194,8 @@ def check_same_run(name, checkpoint, run):
     raise UserError(message)
 
 
-def restore(live, run):
-    """Load every student's checkpoint of `run.step`, and the counts of the run.
-
-    Raises `UserError` if one belongs to another run.
-    """
-    # the saved sums are over all processes, so the first process takes them
-    share = 0.0 if parallel.rank() else 1.0
-    for s in live:
-        checkpoint = s.checkpoints()[run.step]
-        check_same_run(s.name, checkpoint, run)
-        state = load_checkpoint(checkpoint, s)
-        for key, value in state["sums"].items():
-            total = math.nan if value is None else value * share  # JSON has no NaN
-            s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
-    run.counts = {key: state[key] for key in COUNTS}
-
-
-def start_from(name, live, run):
-    """Load the checkpoint `resume_from` into every student. `run` goes on from its step."""
+def branch_point(name, live, run):
+    """Return the checkpoint `resume_from` and its state, with which every student can begin."""
     checkpoint = find_folder(name).parent  # find_folder returns CHECKPOINT/model
     if not (checkpoint / "state.json").is_file():
         raise UserError(
@@ -206,9 +207,8 @@ def start_from(name, live, run):
         for key in ("shape", "tokenizer_sha256", "batch_rows"):
             if key in changes:
                 raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
-        load_checkpoint(checkpoint, s)
-    run.step = state["step"]
-    run.counts["valid_tokens"] = state["valid_tokens"]
+    # its log goes on elsewhere
+    return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
 
 
 def record_start(file, starts, run):
@@ -278,7 +278,7 @@ def say_summary(students, run):
 
 def save_model(s, run):
     """Write the model for transformers, and then its provenance beside it."""
-    weights = parallel.to_first(s.model.state_dict())
+    weights = parallel.whole_on_cpu(s.model.state_dict())
     parallel.on_first(write_model, s, weights, run)
     say(f"{s.name}: {s.folder / 'model'}")
 
@@ -316,107 +316,127 @@ def differs_in_transformers(folder, shape, weights) -> str | None:
 
 
 def save_checkpoints(live, run):
-    """Write a checkpoint of every student, then delete older ones.
+    """Copy every student to the CPU; a thread writes the checkpoints while training goes on.
 
-    Raises `UserError`, on all processes, if one cannot be written: then nothing is deleted.
+    The copies take 12 bytes for each parameter of each student. If the checkpoints before these
+    could not be written, as on a full disk, that is said, and the older ones are still there.
     """
-    parallel.on_first(write_waiting)  # first, as a run that resumes here does not log these again
+    try:
+        finish_saving(run)
+    except UserError as error:
+        say(f"step {run.step}: the checkpoint before this one is missing: {error}")
+    run.save_at = time.perf_counter() + 60 * (run.cfg.checkpoint_every_minutes or math.inf)
+    copies = []
     for s in live:
-        groups = {}
-        if run.step:  # a checkpoint of step 0 has no tensors
-            groups = tensors_of(s)
-        state = student_facts(s, run)
-        state["sums"] = files.for_json(s.totals())
-        path = s.folder / "checkpoints" / f"step_{run.step:08d}"
-        parallel.on_first(write_checkpoint, path, groups, state, s)
-    for s in live:
-        parallel.on_first(delete_older, s, run)
+        tensors = parallel.whole_on_cpu(s.state_dict())
+        state = student_facts(s, run) | {"sums": files.for_json(s.totals())}
+        copies.append((s, tensors, state))
+    if parallel.rank() == 0:
+        run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
 
 
-def tensors_of(s):
-    """Return the tensors of each file of a checkpoint, unsharded; none but on the first process."""
-    optimizer = {}
-    for name, p in s.parameters_by_name().items():
-        for key, value in s.optimizer.state[p].items():
-            optimizer[f"{name}/{key}"] = value
-    groups = {OPTIMIZER: optimizer, MODEL: s.model.state_dict()}
-    if s.extras:
-        groups[EXTRAS] = s.extras.state_dict()
-    return {file: parallel.to_first(tensors) for file, tensors in groups.items()}
+def finish_saving(run):
+    """Wait until the checkpoints are written. Raises `UserError` if they could not be."""
+    saving = run.saving
+    run.saving = None
+    parallel.on_first(lambda: saving and saving.result())
 
 
-def write_checkpoint(path, groups, state: dict, s):
-    """Write a folder with model/ for transformers, further groups of tensors, and state.json."""
-    hashes = {}
-    with files.atomic_folder(path) as new, ThreadPoolExecutor() as pool:
-        for file, tensors in groups.items():
-            if file == MODEL:
-                s.model.save_pretrained(new / "model", s.tokenizer, tensors)
-            else:
-                safetensors.torch.save_file(tensors, new / file)
-            hashes[file] = pool.submit(file_hash, new / file)  # while the next one is written
-        state["files_sha256"] = {file: sha.result() for file, sha in hashes.items()}
-        files.write_json(new / "state.json", state)
+def write_checkpoints(copies, step, cfg):
+    """Write a checkpoint of every student, and then delete older ones."""
+    for s, tensors, state in copies:
+        with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
+            s.model.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
+            torch.save(tensors, new / TRAINING)
+            state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
+            files.write_json(new / "state.json", state)
+    for s, *_ in copies:
+        delete_older(s, step, cfg)
 
 
-def delete_older(s, run):
-    """Delete checkpoints up to this step, except the last `keep_checkpoints`.
+def delete_older(s, step, cfg):
+    """Delete checkpoints up to `step`, except the last `keep_checkpoints`.
 
     A stopping student keeps all of them: if a kill comes before stopped.json is written, the run
     resumes from a step that all students have.
     """
     if s.stopped:
         return
-    cfg = run.cfg
     saved = s.checkpoints()
-    steps = [step for step in saved if step <= run.step]
-    for step in steps[: -cfg.keep_checkpoints]:
-        if not cfg.keep_every_steps or step % cfg.keep_every_steps:
-            files.discard(saved[step])
+    earlier = [n for n in saved if n <= step]
+    for n in earlier[: -cfg.keep_checkpoints]:
+        if not cfg.keep_every_steps or n % cfg.keep_every_steps:
+            files.discard(saved[n])
 
 
 def read_state(path) -> dict:
-    """Read a checkpoint's state.json.
-
-    Raises `UserError` unless every file of the checkpoint is as it was saved.
-    """
-    remedy = "restore it, or use another checkpoint"
-    state = read_json(path / "state.json", STATE, remedy)
-    hashes = state["files_sha256"]
-    changed = []
-    for file, sha in hashes.items():
-        if not (path / file).is_file() or file_hash(path / file) != sha:
-            changed.append(file)
-    if state["step"]:
-        changed += {MODEL, OPTIMIZER} - hashes.keys()
+    """Read a checkpoint's state.json. Raises `UserError` unless its files are as it says."""
+    state = read_json(path / "state.json", STATE, ANOTHER)
     if path.name != f"step_{state['step']:08d}":
-        changed.append(f"its name, as it is of step {state['step']}")
-    if changed:
-        raise UserError(f"{path}: {', '.join(changed)}: not as it was saved; {remedy}")
+        raise UserError(f"{path}: its name is not that of step {state['step']}; {ANOTHER}")
+    check_files(path, state)
     return state
 
 
-def load_checkpoint(path, s) -> dict:
-    """Restore a student's weights, extras and optimizer. Returns the checkpoint's state."""
-    state = read_state(path)
-    groups = {file: safetensors.torch.load_file(path / file) for file in state["files_sha256"]}
-    if not groups:  # a checkpoint of step 0
-        return state
-    remedy = "its student had other parameters or extras; choose another checkpoint"
-    with reading(path, remedy), torch.no_grad():
-        copy_tensors(groups[MODEL], s.model)
-        copy_tensors(groups.get(EXTRAS, {}), s.extras)
-        parameters = s.parameters_by_name()
-        for key, value in groups[OPTIMIZER].items():
-            name, _, state_key = key.rpartition("/")
-            p = parameters[name]
-            s.optimizer.state[p][state_key] = parallel.distribute_like(value, p)
-    return state
+def check_files(path, state):
+    """Raise `UserError` unless the tensors of a checkpoint are those that its state describes."""
+    for file, sha in state["files_sha256"].items():
+        if not (path / file).is_file() or file_hash(path / file) != sha:
+            raise UserError(f"{path}: {file}: not as it was saved; {ANOTHER}")
+
+
+@torch.no_grad()
+def load_checkpoint(path, state, s, run):
+    """Restore a student and the counts of its run. All processes call it.
+
+    state  the checkpoint's state.json as process 0 has read it
+    """
+    problem = None
+    try:
+        check_files(path, state)
+        with reading(path, "its student had other parameters or extras; choose another checkpoint"):
+            load_tensors(path, s)
+    except UserError as error:
+        problem = error
+    parallel.all_gather(problem)  # raises it on all processes
+    for key, value in state["sums"].items():
+        # the saved sums are over all processes, so the first process takes them
+        total = math.nan if value is None else value  # JSON has no NaN
+        total = 0.0 if parallel.rank() else total
+        s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
+    run.step = state["step"]
+    run.counts = {key: state[key] for key in COUNTS}
+
+
+def load_tensors(path, s):
+    saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
+    copy_tensors(safetensors.torch.load_file(path / MODEL), s.model)
+    copy_tensors(saved["extras"], s.extras)
+    for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
+        load_optimizer(optimizer, values)
 
 
 def copy_tensors(saved, module):
     for key, p in module.state_dict().items():
         p.copy_(parallel.distribute_like(saved[key], p))
+
+
+def load_optimizer(optimizer, saved):
+    """Load a state dict, sharded as the parameters are; settings stay those of the config."""
+    configured = []
+    parameters = []
+    for group in optimizer.param_groups:
+        configured.append({key: group[key] for key in CONFIGURED if key in group})
+        parameters += group["params"]
+    for index, values in saved["state"].items():
+
+        def place(t: Tensor, like=parameters[index]):
+            return parallel.distribute_like(t, like)
+
+        saved["state"][index] = tree_map_only(Tensor, place, values)
+    optimizer.load_state_dict(saved)
+    for group, values in zip(optimizer.param_groups, configured, strict=True):
+        group.update(values)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -428,18 +448,16 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
 
     If a stopping student still has finite weights, they are saved in a last checkpoint.
     """
-    if check_weights or any(s.stopped for s in live):
-        for s in live:
-            finite = [all_finite(parallel.local(p)) for p in s.parameters_by_name().values()]
-            # summed, so that all processes stop the same students
-            (diverged,) = parallel.all_reduce_sum(not all(finite))
-            if diverged:
-                s.stopped = s.stopped or "its weights are not finite"
-            elif s.stopped:
-                try:
-                    save_checkpoints([s], run)
-                except UserError as error:
-                    s.stopped += f"; its last weights are lost: {error}"
+    if not check_weights and not any(s.stopped for s in live):
+        return live
+    for s in live:
+        finite = [all_finite(parallel.local(p)) for p in s.parameters_by_name().values()]
+        # summed, so that all processes stop the same students
+        (diverged,) = parallel.all_reduce_sum(not all(finite))
+        if diverged:
+            s.stopped = s.stopped or "its weights are not finite"
+        elif s.stopped:
+            save_checkpoints([s], run)
     for s in live:
         if s.stopped:
             stop(s, run)
@@ -448,10 +466,13 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
 
 def stop(s, run):
     """Write stopped.json, and print how the student can continue."""
+    try:
+        finish_saving(run)
+    except UserError as error:
+        s.stopped += f"; its last weights are lost: {error}"
     remedy = "begin again"
-    for step, path in s.checkpoints().items():
-        if step:  # that of step 0 has no tensors
-            remedy = f"to go on, --resume_from={path}"
+    for path in parallel.on_first(s.checkpoints).values():
+        remedy = f"to go on, --resume_from={path}"
     s.stopped = (
         f"step {run.step}: {s.stopped}; {remedy} with another out_dir and an lr below "
         f"{run.cfg.lr * s.lr_factor:g}"

@@ -1,57 +1,78 @@
 """How a run ends: by signals, by errors, or at its last update; and what a scheduler is told.
 
-OUT/exit.json has {code, step, max_steps, why} of the last start:
+OUT/exit.json has {code, step, max_steps, why} of the last start, unless it was killed:
 
     0   every student has reached the end
     1   an error, or a student that stopped
-    75  a signal ended the run early: the same command resumes
+    75  the same command resumes: after a signal, or if another process was lost
 """
 
 import contextlib
 import json
-import os
 import signal
 from pathlib import Path
-from typing import NoReturn
+
+import torch
 
 import configure
 from lib import parallel
 from lib.errors import UserError, first_line
 from run.log import say
 
-RECEIVED: list[str] = []  # names of the signals that this process has received
-TRY_AGAIN = 75  # exit code of a run that a signal ended early (EX_TEMPFAIL in sysexits.h)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+RECEIVED: list[str] = []  # names of the signals that this process has received in its updates
+TRY_AGAIN = 75  # exit code of a run that may go on (EX_TEMPFAIL in sysexits.h)
 
 
-def signals_anywhere() -> list[str]:
-    """Return the signals that some process has received: the same list on all processes."""
-    return max(parallel.all_gather(RECEIVED))  # an empty list is the least
-
-
-def catch_signals():
-    """From now on, SIGINT, SIGTERM, SIGHUP and SIGUSR1 end the run.
-
-    It ends before the first update, after the current one, or between two batches of a validation.
-    """
+def catch_signals(cfg):
+    """From now on, a signal ends the run at once: until its first update nothing is lost."""
     RECEIVED.clear()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+
+    def end(number, _):
+        write_exit(cfg, TRY_AGAIN, signal.Signals(number).name)
+        raise SystemExit(TRY_AGAIN)
+
+    handle_signals(end)
+
+
+def finish_updates():
+    """From now on, a signal ends the run after the current update."""
+    handle_signals(lambda number, _: RECEIVED.append(signal.Signals(number).name))
+
+
+def handle_signals(handler):
+    for number in SIGNALS:
         under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         if not under_nohup:
-            signal.signal(number, lambda n, _: RECEIVED.append(signal.Signals(n).name))
+            signal.signal(number, handler)
 
 
-def fail(error: Exception, cfg) -> NoReturn:
-    """Raise an error that ends a run, after writing it into exit.json.
+@contextlib.contextmanager
+def reported(cfg):
+    """Write an error that ends a run into exit.json.
 
     A `UserError` of one process is raised on all of them if training has not begun.
     """
-    write_exit(cfg, 1, f"{type(error).__name__}: {first_line(error)}")
-    if isinstance(error, UserError) and not error.is_shared:
-        if parallel.world() > 1 and "step" in configure.PROGRESS:
-            # the others are in the middle of an update: torchrun ends them
-            raise RuntimeError("an error of this process alone") from error
-        parallel.all_gather(error)  # raises it here, and on the others at their next all_gather
-    raise error
+    out = Path(cfg.out_dir)
+    configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
+    (out / "exit.json").unlink(missing_ok=True)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message = (
+            f"out of memory on {cfg.device}: set --recompute=True, a smaller micro_batch, "
+            "--shard=N, or fewer methods"
+        )
+        write_exit(cfg, 1, message)
+        raise UserError(message) from error
+    except Exception as error:
+        # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo
+        is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+        configure.PROGRESS["code"] = TRY_AGAIN if is_lost else 1
+        write_exit(cfg, configure.PROGRESS["code"], f"{type(error).__name__}: {first_line(error)}")
+        if isinstance(error, UserError) and "step" not in configure.PROGRESS:
+            parallel.all_gather(error)  # raises it here, and on the others at their next all_gather
+        raise
 
 
 def write_exit(cfg, code, why):
@@ -73,15 +94,11 @@ def exit_code(students, run) -> int:
     reached = f"{cfg.out_dir}: step {run.step} of {cfg.max_steps}"
     code = 1 if stopped else 0
     why = "; ".join(stopped) or "finished"
-    if run.signals and len(stopped) < len(students):
+    if run.stop and len(stopped) < len(students):
         reached += "; the same command resumes"
         code = TRY_AGAIN
-        why = run.signals[0]
+        why = max(parallel.all_gather(RECEIVED))[0]  # an empty list is the least
     say(reached)
     if parallel.rank() == 0:
         write_exit(cfg, code, why)
-    n_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    if code == TRY_AGAIN and n_nodes > 1 and os.environ["LOCAL_RANK"] == "0":
-        # otherwise this node's torchrun waits five minutes for that of the signalled node
-        os.kill(os.getppid(), signal.SIGTERM)
     return code

@@ -2,13 +2,17 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from lib import files, metrics, parallel
+from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
+from model import flops_per_token
 from run.students import n_validated
 
 
@@ -23,6 +27,12 @@ def say(text):
         # Nobody reads the pipe any more: Ctrl-C ends `| tee` too. Go on without output, so that the
         # checkpoint is written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def progress_bar(run) -> tqdm:
+    """Return a bar of updates, on the first process and on a terminal only."""
+    is_hidden = parallel.rank() > 0 or None
+    return tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
 
 
 def say_names(cfg):
@@ -49,6 +59,55 @@ def say_row(label: str, cells, cfg):
         width = max(len(name), 6) + 2
         line += f"{cells.get(name, ''):>{width}}"
     say(line)
+
+
+def log_terms(live, teacher, rate: float, run):
+    """Write a record for each student, with means over all tokens since the last record.
+
+    rate  the schedule's learning rate in the last update
+    """
+    cfg = run.cfg
+    device = torch.device(cfg.device)
+    now = time.perf_counter()
+    n_timed = max(run.step - run.first_step - 1, 1)  # all but the first update
+    sec_left = (now - run.began) / n_timed * (cfg.max_steps - run.step)
+    # of everything since the last record: updates, validations, checkpoints
+    n_rows = (run.step - run.logged_step) * cfg.batch_rows
+    tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
+    flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)
+    if teacher:
+        flops += teacher.flops_per_token(cfg.seq_len)
+    utilisation = mfu(tok_per_sec * flops, device, parallel.world())
+    machine = {
+        "tok_per_sec": tok_per_sec,
+        "mfu": utilisation,
+        "mem_gib": max(parallel.all_gather(peak_bytes(device))) / 2**30,  # of any process
+        "wait_sec": run.wait_sec,
+        "eta_sec": sec_left,
+    }
+    n_tokens = max(run.counts["since_log_tokens"], 1)
+    means = {}
+    for s in live:
+        means[s.name] = {name: value / n_tokens for name, value in s.totals().items()}
+        values = {
+            "step": run.step,
+            "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
+            "valid_tokens": run.counts["valid_tokens"],
+            **means[s.name],
+            "lr": rate * s.lr_factor,
+            "gnorm": s.gnorm,
+        }
+        record(s, values | machine)
+        s.sums = {}
+    label = f"{time.strftime('%T')}  step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
+    if utilisation:
+        label += f"  mfu {utilisation:.0%}"
+    label += f"  eta {tqdm.format_interval(sec_left):>8}"
+    say_values(label, means, ["ce"], cfg)
+    run.counts["since_log_tokens"] = 0
+    run.wait_sec = 0.0
+    run.logged_step = run.step
+    run.logged_at = now
 
 
 def log_validation(live, validated, val, run):
@@ -119,7 +178,7 @@ def log_histograms(live, teacher, batches: Iterable[tuple], run):
 
 def record(s, values: dict):
     """Add a record to a student's log, with None for a value that is not finite."""
-    values = files.for_json(values)
+    values = files.for_json(values) | {"time": time.strftime("%FT%T%z")}
     append(s.folder / "log.jsonl", values)
     for service, connect in list(s.services.items()):
         try:

@@ -1,8 +1,11 @@
 """A student during training, and how far its run has come."""
 
 import functools
+import math
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +20,7 @@ from model import Qwen2
 from run.identity import record_hash
 from run.methods import compute_dtype
 
-SINCE_LOG = ("since_log_tokens", "since_log_steps", "since_log_sec")  # since the last record
-COUNTS = ("valid_tokens", *SINCE_LOG)
+COUNTS = ("valid_tokens", "since_log_tokens")  # labels so far, and since the last record
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Student:
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
     model: Qwen2
     extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]  # each for some of the parameters
     folder: Path
     init_sha256: str  # of the initial weights
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
@@ -51,6 +53,12 @@ class Student:
         """Return the parameters of the model and of the extras by name."""
         extras = self.extras.named_parameters(prefix="extras")
         return dict(self.model.named_parameters()) | dict(extras)
+
+    def state_dict(self) -> dict:
+        """Return all that training has changed, for a checkpoint."""
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        extras = self.extras.state_dict()
+        return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}
 
     def totals(self) -> dict[str, float]:
         """Return `sums`, added up over all processes."""
@@ -78,14 +86,39 @@ class Run:
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     first_step: int = 0  # at which this program started: 0, or that of a checkpoint
     began: float = 0.0  # `time.perf_counter()` when it started, later after its first update
-    signals: list[str] = field(default_factory=list)  # names of those that ended the run early
+    logged_step: int = 0  # of the last record
+    logged_at: float = 0.0  # its `time.perf_counter()`
+    wait_sec: float = 0.0  # since then, for rows and for the teacher
+    save_at: float = math.inf  # `time.perf_counter()` of the next checkpoint by time
+    saving: Future | None = None  # the checkpoints that process 0 is writing
+    save: bool = False  # whether checkpoints are due after this update
+    stop: bool = False  # whether some process has received a signal
 
-    def count_update(self, n_valid: float, seconds: float):
+    def start_clock(self):
+        now = time.perf_counter()
+        self.first_step = self.step
+        self.logged_step = self.step
+        self.logged_at = now
+        self.began = now
+        self.save_at = now + 60 * (self.cfg.checkpoint_every_minutes or math.inf)
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether the step is a multiple of `every`, or the last step of the run."""
+        return self.step == self.cfg.max_steps or (every is not None and self.step % every == 0)
+
+    def count_update(self, n_valid: int, has_signal: bool):
+        """Count an update of `n_valid` labels, and learn whether to stop or to save after it.
+
+        A signal may reach any process, and only process 0 looks at the clock: sums tell all.
+        """
+        self.step += 1
         configure.PROGRESS["step"] = self.step
+        is_late = parallel.rank() == 0 and time.perf_counter() > self.save_at
+        n_valid, n_signals, n_late = parallel.all_reduce_sum(n_valid, has_signal, is_late)
         self.counts["valid_tokens"] += n_valid
         self.counts["since_log_tokens"] += n_valid
-        self.counts["since_log_steps"] += 1
-        self.counts["since_log_sec"] += seconds
+        self.stop = n_signals > 0
+        self.save = self.stop or n_late > 0 or self.is_due(self.cfg.checkpoint_every_steps)
 
 
 def n_validated(val, cfg) -> int:

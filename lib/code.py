@@ -1,111 +1,126 @@
-"""The definitions that a computation passes through, found in the source without running it.
+"""Hashes of code, by which a result knows whether the code that made it was edited since.
 
-`closure` begins with some definitions and follows every name that they use to its definition in the
-project's own files, and so on. A name is one of the same file, or one that the file imports, such
-as `from lib.vocab import kl`, or `from lib import vocab` with `vocab.split`. A class counts as a
-whole. Each definition is identified by a hash of its syntax tree. Comments, layout, docstrings,
-annotations, and the words of `raise` and of calls that print do not count; names in these are
-followed all the same.
+A hash is of syntax trees: comments, layout, docstrings, annotations, and the words of `raise` and
+of calls that print do not count. `file_code` is of a whole file. `definitions` is of what an
+objective reaches, as it stands in memory: functions and classes in the project's files by their
+source, and constants, closures' variables and defaults by their value. So it sees objectives that
+are made in a loop, rows of a table, and names that come through any import. It does not see a name
+that is looked up by a string, nor the attributes of an object that is not a function or class.
 """
 
 import ast
 import functools
 import hashlib
+import inspect
+import marshal
+import sys
+import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 PRINTS = ("say(", "print(")
+CONSTANTS = (bool, int, float, str, bytes, type(None), torch.dtype, torch.Tensor)
 # fields of a node that only some versions of Python have, or that change no number
 LEFT_OUT = ("annotation", "ctx", "kind", "returns", "type_comment", "type_params")
 
 
-class Source(NamedTuple):
-    definitions: dict[str, list[ast.stmt]]  # top-level name -> statements that bind or change it
-    imports: dict[str, str]  # name -> dotted path, such as "vocab" -> "lib.vocab"
+@functools.cache
+def file_code(name: str) -> str:
+    """Return the hash of one of the project's files."""
+    return text_hash((ROOT / name).read_text(encoding="utf-8"))
 
 
-def closure(begin, skip=(), roots=(ROOT,)) -> dict[str, str]:
-    """Return the hashes of all definitions that a computation passes through, by dotted path.
+def definitions(begin, folders, skip) -> dict[str, str]:
+    """Return the hashes of the functions and classes that some of them reach, by dotted path.
 
-    begin  dotted paths of the first definitions, such as "train.update"
-    skip   modules and definitions that are not followed, such as "run.log" or "losses.METHODS"
-    roots  folders of the files that are followed
+    folders  of the files that are followed
+    skip     modules that are not followed
     """
     hashes = {}
     waiting = list(begin)
     while waiting:
-        file, module, name = find_definition(waiting.pop(), roots)
-        path = f"{module}.{name}"
-        if file is None or path in hashes or path in skip or module in skip:
+        thing = waiting.pop()
+        if isinstance(thing, functools.partial):
+            waiting += [thing.func, *thing.args, *thing.keywords.values()]
+        thing = inspect.unwrap(thing)
+        if not isinstance(thing, types.FunctionType | type) or thing.__module__ in skip:
             continue
-        source = read_source(file)
-        if name in source.imports:
-            waiting.append(source.imports[name])
-        if name in source.definitions:
-            hashes[path] = tree_hash(source.definitions[name])
-            for statement in source.definitions[name]:
-                waiting += used_paths(statement, module, source)
+        path = f"{thing.__module__}.{thing.__qualname__}"
+        if path in hashes or not is_followed(thing, folders):
+            continue
+        constants = []
+        for name, value in sorted(used_values(thing, folders), key=lambda pair: pair[0]):
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, CONSTANTS):
+                    constants.append(f"{name}={leaf!r}")
+                else:
+                    waiting.append(leaf)
+        hashes[path] = text_hash(source_of(thing), *constants)
     return dict(sorted(hashes.items()))
 
 
-@functools.cache
-def find_definition(path: str, roots):
-    """Return the file, module and name that a dotted path stands for; None if `roots` have none."""
-    parts = path.split(".")
-    for n in range(1, len(parts)):
-        for root in roots:
-            file = root.joinpath(*parts[:n]).with_suffix(".py")
-            if file.is_file():
-                return file, ".".join(parts[:n]), parts[n]
-    return None, "", ""
+def file_of(thing) -> str:
+    """Return the file of a function, class or module; "" for what is built in."""
+    if isinstance(thing, types.FunctionType):
+        return thing.__code__.co_filename
+    if isinstance(thing, type):
+        thing = sys.modules.get(thing.__module__)
+    return getattr(thing, "__file__", None) or ""
 
 
-@functools.cache
-def read_source(file) -> Source:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    definitions = {}
-    for statement in tree.body:
-        for name in bound_names(statement):
-            definitions.setdefault(name, []).append(statement)
-    imports = {}
-    for node in ast.walk(tree):  # also inside functions
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                imports[alias.asname or alias.name] = prefix + alias.name
-    return Source(definitions, imports)
+def is_followed(thing, folders) -> bool:
+    """Return whether a thing is made in memory, or in a file of the folders, which isn't installed."""
+    file = file_of(thing)
+    in_folders = any(Path(file).is_relative_to(folder) for folder in folders)
+    return file.startswith("<") or (in_folders and "site-packages" not in file)
 
 
-def bound_names(statement) -> set[str]:
-    """Return the names that a top-level statement binds, or whose items or attributes it sets."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return {statement.name}
-    names = set()
-    for node in ast.walk(statement):
-        if isinstance(getattr(node, "ctx", None), ast.Store):
-            while isinstance(node, ast.Attribute | ast.Subscript):
-                node = node.value
-            if isinstance(node, ast.Name):
-                names.add(node.id)
+def source_of(thing) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(thing))
+    except OSError:  # made in memory
+        return marshal.dumps(thing.__code__).hex()
+
+
+def used_values(thing, folders) -> Iterator[tuple[str, object]]:
+    """Yield the names and values that a function, or the methods of a class, can read."""
+    members = [thing] if isinstance(thing, types.FunctionType) else vars(thing).values()
+    for function in members:
+        if not isinstance(function, types.FunctionType):
+            continue
+        names = names_in(function.__code__)
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if not isinstance(value, types.ModuleType):
+                yield name, value
+            elif is_followed(value, folders):
+                for member in names & vars(value).keys():
+                    yield f"{name}.{member}", vars(value)[member]
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            yield name, cell.cell_contents
+        yield "defaults", (function.__defaults__, function.__kwdefaults__)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names that code uses, with the functions inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= names_in(constant)
     return names
 
 
-def used_paths(statement, module: str, source: Source) -> Iterator[str]:
-    """Yield dotted paths of the definitions that a statement names."""
-    for node in ast.walk(statement):
-        names = []
-        while isinstance(node, ast.Attribute):
-            names.insert(0, node.attr)
-            node = node.value
-        if isinstance(node, ast.Name):
-            first = source.imports.get(node.id, f"{module}.{node.id}")
-            yield ".".join([first, *names])
-
-
-def tree_hash(tree: object) -> str:
-    return hashlib.sha256(dump(tree).encode()).hexdigest()[:8]
+def text_hash(text: str, *constants: str) -> str:
+    try:
+        text = dump(ast.parse(text).body)
+    except SyntaxError:  # part of a statement, as for a lambda
+        pass
+    return hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()[:8]
 
 
 def dump(node: object) -> str:
@@ -114,10 +129,9 @@ def dump(node: object) -> str:
         return f"[{', '.join(map(dump, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     is_print = isinstance(node, ast.Expr) and ast.unparse(node).startswith(PRINTS)
-    if isinstance(node, ast.Raise) or is_print:
+    if isinstance(node, ast.Raise) or is_text or is_print:
         return ""
-    fields = {key: value for key, value in ast.iter_fields(node) if key not in LEFT_OUT}
-    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-        fields["body"] = node.body[1:]
-    return f"{type(node).__name__}({', '.join(map(dump, fields.values()))})"
+    fields = [dump(value) for key, value in ast.iter_fields(node) if key not in LEFT_OUT]
+    return f"{type(node).__name__}({', '.join(fields)})"

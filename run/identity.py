@@ -7,12 +7,10 @@ content of teacher, rows and given first weights, and of the code that a step pa
 speed and logging are not in it.
 """
 
-import ast
 import dataclasses
 import functools
 import hashlib
 import json
-import marshal
 import os
 import sys
 from collections.abc import Callable
@@ -22,44 +20,31 @@ import numpy as np
 
 from configure import AFFECTS
 from lib import parallel
-from lib.code import ROOT, closure, read_source, tree_hash, used_paths
+from lib.code import ROOT, definitions, file_code
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
-from losses import default_settings, resolve, settings
+from losses import default_settings, mean_loss, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# Where the search for the code of a training step begins. It covers everything from rows and first
-# weights to the update. It follows names, so the class of an argument, like `Rows`, must be listed.
+# What a training step passes through, from rows and first weights to the update: any edit counts.
 STEP = (
-    "train.update",
-    "train.micro_batches",
-    "lib.rows.Rows",
-    "train.make_student",
-    "run.teacher.load_teacher",
-    "run.methods.compute_dtype",
+    "train.py",
+    "model.py",
+    "lib/checks.py",
+    "lib/distributed.py",
+    "lib/graph.py",
+    "lib/head.py",
+    "lib/rows.py",
+    "run/foreign.py",
+    "run/methods.py",
+    "run/teacher.py",
 )
-# What changes no number of a step, or what the record identifies by its content.
-NOT_FOLLOWED = (
-    "configure",
-    "lib.device",
-    "lib.errors",
-    "lib.files",
-    "lib.hf",
-    "lib.settings",
-    "run.cache",
-    "run.checkpoints",
-    "run.identity",
-    "run.log",
-    "run.preflight",
-    "run.students",
-    "losses.METHODS",
-    "losses.HINTS",
-    "model.PRESETS",
-)
+# What an objective may use, but what changes none of its numbers; STEP covers lib.checks.
+NOT_FOLLOWED = ("lib.checks", "lib.errors", "lib.settings")
 
 
 def made_by(cfg, name) -> dict:
@@ -76,7 +61,7 @@ def made_by(cfg, name) -> dict:
         "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
         "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
-        "code": step_code(),
+        "code": {file: file_code(file) for file in STEP},
         "shape": dataclasses.asdict(student_shape(cfg)),
         "student_weights": content_hash(cfg.student_weights),
         "resume_from": content_hash(cfg.resume_from),
@@ -119,13 +104,21 @@ def record_changes(earlier: dict, current: dict) -> dict[str, str]:
         if old == new:
             continue
         if key not in EDITS:
-            phrases[key] = f"{key} was {old!r:.80}, now {new!r:.80}"
+            phrases[key] = difference(key, old, new)
         elif isinstance(old, dict):
             edited = [path for path in old | new if old.get(path) != new.get(path)]
             phrases[key] = f"edited since: {', '.join(edited)}"
         else:
             phrases[key] = f"its {key} was recorded by another version of this project"
     return phrases
+
+
+def difference(key: str, old, new) -> str:
+    """Return how two values differ; of dicts, the entries that differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        changed = [name for name in old | new if old.get(name) != new.get(name)]
+        return ", ".join(difference(f"{key}.{n}", old.get(n), new.get(n)) for n in changed)
+    return f"{key} was {old!r:.80}, now {new!r:.80}"
 
 
 def student_shape(cfg) -> Qwen2Config:
@@ -169,46 +162,8 @@ def _file_hash(file, size, mtime_ns) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------
-# the code that a student's numbers pass through
-
-
-@functools.cache
-def step_code() -> dict[str, str]:
-    """Return the hashes of the definitions that every training step passes through."""
-    return closure(STEP, NOT_FOLLOWED)
-
-
 def objective_code(name) -> dict[str, str]:
-    """Return the hashes of the definitions that only a method's objective passes through.
-
-    An objective without a `def` at the top of a file (a closure, a `partial` or a lambda) is also
-    identified by its row in `METHODS`.
-    """
-    name = name.partition("@")[0]
-    fn = resolve(name).fn
-    module = fn.__module__
-    path = f"{module}.{getattr(fn, '__qualname__', '')}"
-    file = getattr(sys.modules.get(module), "__file__", None) or ROOT
-    hashes = closure([path], NOT_FOLLOWED, (ROOT, Path(file).parent))
-    if path not in hashes:
-        row = row_of(name)
-        if row is None:  # set outside losses.py
-            code = getattr(fn, "func", fn).__code__  # a `partial` has its function in `func`
-            hashes[path] = hashlib.sha256(marshal.dumps(code)).hexdigest()[:8]
-        else:
-            used = used_paths(row, "losses", read_source(ROOT / "losses.py"))
-            hashes |= closure(used, NOT_FOLLOWED) | {f"losses.METHODS[{name}]": tree_hash(row)}
-    return {path: sha for path, sha in hashes.items() if path not in step_code()}
-
-
-def row_of(name) -> ast.expr | None:
-    """Return the expression of a row of `METHODS` in losses.py; None if it is set elsewhere."""
-    rows = {}
-    for statement in read_source(ROOT / "losses.py").definitions["METHODS"]:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Dict):
-                rows |= zip(map(ast.unparse, node.keys), node.values, strict=True)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                rows[ast.unparse(node.targets[0].slice)] = node.value
-    return rows.get(repr(name))
+    """Return the hashes of the functions that only a method's objective passes through."""
+    fn = resolve(name.partition("@")[0]).fn
+    file = getattr(sys.modules.get(fn.__module__), "__file__", None) or ROOT
+    return definitions([fn, mean_loss], (ROOT, Path(file).parent), NOT_FOLLOWED)

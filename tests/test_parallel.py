@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import losses
 import train
-from lib import distributed, parallel
+from lib import parallel
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
@@ -32,7 +31,6 @@ from tests.world import (
     final_bits,
     flags,
     read_jsonl,
-    records,
     refusal,
     untimed,
 )
@@ -98,8 +96,7 @@ def together(tiny, wide, tmp_path_factory):
         2: [flags(wide, f"{root}/{name}", text) for name, text in two.items()],
         4: [flags(tiny, root / name, text) for name, text in four.items()],
     }
-    nodes = flags(wide, root / "nodes", ENDLESS)
-    process = world.start(several.main, root, nodes, todo, out=root / "output")
+    process = world.start(several.main, root, todo, out=root / "output")
     process.join(600)
     text = (root / "output").read_text()
     assert process.exitcode == 0, text
@@ -117,10 +114,10 @@ def alone(wide, tmp_path_factory):
 def vector(run, method, kind, step):
     """All weights of a checkpoint, or all moments, in a row."""
     folder = run / method / f"checkpoints/step_{step:08d}"
-    file = folder / "model/model.safetensors"
     if kind == "optimizer":
-        file = folder / "optimizer.safetensors"
-    tensors = safetensors.torch.load_file(file)
+        tensors = world.moments(folder)
+    else:
+        tensors = safetensors.torch.load_file(folder / "model/model.safetensors")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)]).double()
 
 
@@ -263,45 +260,10 @@ def test_processes_that_differ_are_refused_before_anything_is_written(together, 
 
 def test_each_start_waits_as_long_as_it_is_told(monkeypatch):
     keys = {}
-    store = dist.HashStore()
-    monkeypatch.setattr(dist, "rendezvous", lambda *args, **keys: iter([(store, 1, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **kw: keys.update(kw))
-    monkeypatch.setattr(distributed, "name_of_start", lambda *args: "a")
     monkeypatch.setenv("WORLD_SIZE", "2")
     parallel.start(torch.device("cpu"), 2.5)
     assert keys["timeout"] == timedelta(minutes=2.5)
-    assert (keys["rank"], keys["world_size"]) == (1, 2)
-
-
-def test_each_start_has_a_name_of_its_own_whatever_the_dead_have_left():
-    """torchrun keeps its store over a restart."""
-    store = dist.HashStore()
-    names = []
-    for n in range(3):
-        store.queue_push("words", f"of one that was killed in start {n}")
-        with ThreadPoolExecutor() as pool:
-            ranks = pool.map(lambda rank: distributed.name_of_start(store, rank, 3), (2, 1, 0))
-            (name,) = set(ranks)
-        assert name not in names
-        names.append(name)
-        store.queue_push("words", name)
-
-
-@pytest.mark.slow
-def test_two_nodes_of_which_one_loses_its_process_twice_go_on_from_a_checkpoint(
-    together, wide, tmp_path
-):
-    """Each node's torchrun counts its restarts. SIGTERM ends the last start with a checkpoint."""
-    root, text = together
-    assert "nodes end with [1, 1]" in text
-    step = int(world.saved(root / "nodes/alra")[-1].removeprefix("step_"))
-    end = f"step {step} of 50000; the same command resumes"
-    assert end in (root / "nodes.log").read_text()
-    whole = f"{ENDLESS} --max_steps={step} --checkpoint_every_steps={step}"
-    assert train.distil(config(wide, tmp_path, whole)) == 0
-    assert records(root / "nodes", "alra")[-1]["step"] <= step
-    # an update that is lost or made twice: 1e-2
-    assert distance(root / "nodes", tmp_path, "alra", step=step) < 1e-4
 
 
 STUBS = {

@@ -429,7 +429,7 @@ def guard(main) -> int:
     With --max_restarts, torchrun starts again after every code but 0. It must not after a signal,
     a `UserError`, or a run in which a student stopped, so these return 0.
     """
-    faulthandler.enable()  # a crash of a library, such as NCCL's abort, prints where it was
+    faulthandler.enable(sys.__stderr__)  # a library's crash, like NCCL's, prints where it was
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         code = main() or 0

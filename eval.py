@@ -288,8 +288,10 @@ def score_rows(
             if not args.teacher:
                 check_content(teacher_name, "teacher_sha256", sha256, c.record)
         dtype = getattr(torch, args.dtype)
-        teacher = open_cached(teacher_name, dtype, device, rows.n_vocab, {rows: index})
-        if teacher is None:
+        teacher = open_cached(teacher_name, dtype, device, {rows: index})
+        if teacher:
+            teacher.head = teacher.head[: rows.n_vocab]
+        else:
             teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
         if len(teacher.head) != rows.n_vocab:
             raise UserError(

@@ -1,126 +1,89 @@
-"""Hashes of code, by which a result knows whether the code that made it was edited since.
+"""Hashes of the project's code, by which a result knows whether what made it was edited since.
 
-A hash is of syntax trees: comments, layout, docstrings, annotations, and the words of `raise` and
-of calls that print do not count. `file_code` is of a whole file. `definitions` is of what an
-objective reaches, as it stands in memory: functions and classes in the project's files by their
-source, and constants, closures' variables and defaults by their value. So it sees objectives that
-are made in a loop, rows of a table, and names that come through any import. It does not see a name
-that is looked up by a string, nor the attributes of an object that is not a function or class.
+A hash is of a syntax tree: comments, layout, docstrings, annotations, and the words of `raise` and
+of calls that print do not count. Files are found by their import statements, also inside functions;
+definitions by the names that they use, wherever in the file a name is bound.
 """
 
 import ast
 import functools
 import hashlib
-import inspect
-import marshal
-import sys
-import textwrap
-import types
-from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 PRINTS = ("say(", "print(")
-CONSTANTS = (bool, int, float, str, bytes, type(None), torch.dtype, torch.Tensor)
 # fields of a node that only some versions of Python have, or that change no number
 LEFT_OUT = ("annotation", "ctx", "kind", "returns", "type_comment", "type_params")
 
 
-@functools.cache
-def file_code(name: str) -> str:
-    """Return the hash of one of the project's files."""
-    return text_hash((ROOT / name).read_text(encoding="utf-8"))
+def files_reached(begin, skip=(), root=ROOT) -> dict[str, str]:
+    """Return the hashes of modules, and of all that they import from the project, by name.
 
-
-def definitions(begin, folders, skip) -> dict[str, str]:
-    """Return the hashes of the functions and classes that some of them reach, by dotted path.
-
-    folders  of the files that are followed
-    skip     modules that are not followed
+    begin, skip  names of modules, such as "run.log"; those of `skip` are left out
     """
     hashes = {}
     waiting = list(begin)
     while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, functools.partial):
-            waiting += [thing.func, *thing.args, *thing.keywords.values()]
-        thing = inspect.unwrap(thing)
-        if not isinstance(thing, types.FunctionType | type) or thing.__module__ in skip:
+        name = waiting.pop()
+        path = root.joinpath(*name.split("."))
+        file = next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
+        if file is None or name in hashes or name in skip:
             continue
-        path = f"{thing.__module__}.{thing.__qualname__}"
-        if path in hashes or not is_followed(thing, folders):
-            continue
-        constants = []
-        for name, value in sorted(used_values(thing, folders), key=lambda pair: pair[0]):
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, CONSTANTS):
-                    constants.append(f"{name}={leaf!r}")
-                else:
-                    waiting.append(leaf)
-        hashes[path] = text_hash(source_of(thing), *constants)
+        hashes[name] = tree_hash(read_tree(file))
+        for node in ast.walk(read_tree(file)):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                waiting.append(node.module)
+                waiting += [f"{node.module}.{alias.name}" for alias in node.names]
     return dict(sorted(hashes.items()))
 
 
-def file_of(thing) -> str:
-    """Return the file of a function, class or module; "" for what is built in."""
-    if isinstance(thing, types.FunctionType):
-        return thing.__code__.co_filename
-    if isinstance(thing, type):
-        thing = sys.modules.get(thing.__module__)
-    return getattr(thing, "__file__", None) or ""
+def definitions_reached(begin, file) -> dict[str, str]:
+    """Return the hashes of the definitions in a file that names use, and so on, by name."""
+    bound = definitions(file)
+    hashes = {}
+    waiting = list(begin)
+    while waiting:
+        name = waiting.pop()
+        if name in bound and name not in hashes:
+            hashes[name] = tree_hash(bound[name])
+            for node in bound[name]:
+                waiting += names_in(node)
+    return dict(sorted(hashes.items()))
 
 
-def is_followed(thing, folders) -> bool:
-    """Return whether a thing is made in memory, or in a file of the folders, which isn't installed."""
-    file = file_of(thing)
-    in_folders = any(Path(file).is_relative_to(folder) for folder in folders)
-    return file.startswith("<") or (in_folders and "site-packages" not in file)
+@functools.cache
+def read_tree(file) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def source_of(thing) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(thing))
-    except OSError:  # made in memory
-        return marshal.dumps(thing.__code__).hex()
+@functools.cache
+def definitions(file) -> dict[str, list[ast.stmt]]:
+    """Return the statements that define or change each name, for those at the top of a file.
+
+    A statement such as `if` or `for` counts as a whole for each name inside it.
+    """
+    bound = {}
+    for statement in read_tree(file).body:
+        names = {getattr(statement, "name", "")}
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names = names_in(statement, ast.FunctionDef | ast.ClassDef)
+            for node in ast.walk(statement):
+                if isinstance(getattr(node, "ctx", None), ast.Store):
+                    names |= names_in(node)
+        for name in names:
+            bound.setdefault(name, []).append(statement)
+    return bound
 
 
-def used_values(thing, folders) -> Iterator[tuple[str, object]]:
-    """Yield the names and values that a function, or the methods of a class, can read."""
-    members = [thing] if isinstance(thing, types.FunctionType) else vars(thing).values()
-    for function in members:
-        if not isinstance(function, types.FunctionType):
-            continue
-        names = names_in(function.__code__)
-        for name in names & function.__globals__.keys():
-            value = function.__globals__[name]
-            if not isinstance(value, types.ModuleType):
-                yield name, value
-            elif is_followed(value, folders):
-                for member in names & vars(value).keys():
-                    yield f"{name}.{member}", vars(value)[member]
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            yield name, cell.cell_contents
-        yield "defaults", (function.__defaults__, function.__kwdefaults__)
+def names_in(node, kinds=ast.Name) -> set[str]:
+    found = [child for child in ast.walk(node) if isinstance(child, kinds)]
+    return {getattr(child, "id", None) or child.name for child in found}
 
 
-def names_in(code: types.CodeType) -> set[str]:
-    """Return the names that code uses, with the functions inside it."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= names_in(constant)
-    return names
-
-
-def text_hash(text: str, *constants: str) -> str:
-    try:
-        text = dump(ast.parse(text).body)
-    except SyntaxError:  # part of a statement, as for a lambda
-        pass
-    return hashlib.sha256("\n".join([text, *constants]).encode()).hexdigest()[:8]
+def tree_hash(tree: object) -> str:
+    return hashlib.sha256(dump(tree).encode()).hexdigest()[:8]
 
 
 def dump(node: object) -> str:

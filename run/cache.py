@@ -10,8 +10,7 @@ DATA_DIR/teacher_ROWS.NAME.states   hidden states [rows, seq_len, D] of NAME.bin
 Objectives stay exact, as hidden states and head give the logits of the whole vocabulary. The uint64
 of a missing row is 0. That of a stored row is 2**32 + a checksum of the file's name, the row's
 number and its bytes, so nothing that a kill, a full disk or a copy leaves behind is taken for a
-complete row. Rows that are missing or damaged are computed; a row that cannot be stored is computed
-again by the next run.
+complete row. A run computes the rows that are missing before its first update.
 """
 
 import contextlib
@@ -50,7 +49,6 @@ class States:
         source = Path(rows.file)
         key = record_hash(facts | {"rows": rows.manifest["sha256"]})[:12]
         self.file = source.with_name(f"teacher_{key}.{source.stem}.states")
-        self.error: UserError | None = None  # why a row could not be stored
         row_bytes = (rows.ids.shape[1] - 1) * position_bytes
         size = rows.n * (row_bytes + 8)
         if not self.file.is_file() or self.file.stat().st_size != size:
@@ -76,64 +74,38 @@ class States:
     def put(self, start, index, parts):
         """Write each part at its row's place in the array that begins at byte `start`."""
         # on a full disk this is an error; a write to a memmap would be a crash
-        try:
-            with writing(self.file), self.file.open("r+b") as file:
-                for row, part in zip(index.tolist(), parts, strict=True):
-                    file.seek(start + row * part.nbytes)
-                    file.write(part)
-        except UserError as error:
-            if not self.error:
-                say(f"teacher_cache: rows are not stored: {error}")
-            self.error = error
+        with writing(self.file), self.file.open("r+b") as file:
+            for row, part in zip(index.tolist(), parts, strict=True):
+                file.seek(start + row * part.nbytes)
+                file.write(part)
 
 
 class CachedTeacher:
-    """A `Teacher` that reads hidden states from the cache.
+    """A `Teacher` that reads hidden states from the cache, and computes nothing."""
 
-    `teacher` computes the rows that are missing. If no row is missing, it is None until `load`
-    loads it for a row that is damaged.
-    """
+    is_stored = True
 
-    def __init__(self, head: Tensor, states: dict[Rows, States], teacher: Teacher | None, load):
+    def __init__(self, head: Tensor, states: dict[Rows, States]):
         self.head = head
         self.states = states
-        self.teacher = teacher
-        self.load = load
-        self.is_stored = teacher is None
-        # sharded layers compute on all processes together, even on those that could read
-        modules = teacher.model.modules() if teacher else ()
-        self.always_computes = any(map(parallel.is_sharded, modules))
 
     def hidden(self, x: Tensor, rows, index: np.ndarray) -> Tensor:
-        """Return the last hidden states [B, T, D] of rows `index`, whose inputs are x [B, T].
-
-        If a row is missing from the cache or damaged, the whole batch is computed, and the row is
-        stored.
-        """
+        """Return the stored hidden states [B, T, D] of rows `index`, whose inputs are x [B, T]."""
         states = self.states[rows]
         values = states.values[index]
-        bad = states.checksums(index, values) != states.sums[index]
-        if not bad.any() and not self.always_computes:
-            h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
-            if self.head.is_cuda:
-                h = h.pin_memory()
-            return h.to(self.head.device, non_blocking=True)
-        if not self.teacher:
-            # mark them as missing: if this run cannot load the teacher, the next one computes them
-            states.put(states.values.size, index[bad], np.zeros(bad.sum(), np.uint64))
-            self.teacher = self.load(1)
-        if not self.teacher:
+        bad = index[states.checksums(index, values) != states.sums[index]]
+        if len(bad):
             raise UserError(
-                f"{states.file}: row {index[bad][0]} is damaged; the same command computes it anew"
+                f"{states.file}: row {bad[0]} is damaged; delete the file, and the same command "
+                "computes it anew"
             )
-        h = self.teacher.hidden(x)
-        if bad.any():
-            values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
-            states.write(index[bad], values[bad])
-        return h
+        h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
+        if self.head.is_cuda:
+            h = h.pin_memory()
+        return h.to(self.head.device, non_blocking=True)
 
     def flops_per_token(self, seq_len) -> float:
-        return self.teacher.flops_per_token(seq_len) if self.teacher else 0.0
+        return 0.0
 
 
 def rows_of_run(cfg, rows, val) -> RowIndices:
@@ -151,48 +123,61 @@ def open_cached(
     name,
     dtype,
     home: torch.device,
-    vocab_size: int,
     wanted: RowIndices,
-    load: Callable = lambda *shard: None,
+    load: Callable = lambda: None,
+    size: int = 1,
 ) -> CachedTeacher | None:
     """Return a teacher that reads the hidden states of `wanted` from the cache.
 
-    load  returns the `Teacher`, which computes hidden states, or None. All processes call it if the
-          head or some hidden states are missing. A process that reads a damaged row during the run
-          calls load(1), without sharding, on its own.
+    load  returns the `Teacher`, or None. All processes call it if the head or a row is missing, and
+          then compute what is missing, `size` rows at a time
 
-    Returns None if the `Teacher` is needed and `load` returns None.
+    Returns None if something is missing and `load` returns None. The head is whole.
     """
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
-    head = read_head(head_file)
+    # process 0 decides what is missing, as another program may be writing
+    head = parallel.on_first(read_head, head_file)
+    row_bytes = None if head is None else head.shape[1] * dtype.itemsize
     teacher = None
-    if any(parallel.all_gather(head is None)):  # all processes load it, or none does
+    if head is None:
         teacher = load()
         if not teacher:
             return None
-    if head is None:
         head = teacher.whole_head.cpu().contiguous()
-        if parallel.rank() == 0:
-            saved = {"head": head, "checksum": torch.tensor(checksum_of(head))}
-            with contextlib.suppress(UserError):  # `put` reports a full disk
-                atomic_write(head_file, safetensors.torch.save(saved))
+        row_bytes = head.shape[1] * dtype.itemsize
+        saved = {"head": head, "checksum": torch.tensor(checksum_of(head))}
+        parallel.on_first(atomic_write, head_file, safetensors.torch.save(saved))
+    states = {rows: States(rows, facts, row_bytes) for rows in wanted}
+    missing = {rows: index[states[rows].sums[index] == 0] for rows, index in wanted.items()}
+    missing = dict(zip(missing, parallel.all_gather([*missing.values()])[0], strict=True))
+    n_missing = sum(map(len, missing.values()))
+    if n_missing:
+        teacher = teacher or load()
+        if not teacher:
+            return None
+        n_bytes = n_missing * states[first].values.shape[1]
+        say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
+        fill(teacher, states, missing, size)
+    say(f"teacher: all hidden states are in {folder}")
+    return CachedTeacher(head.to(home), states)
 
-    states = {rows: States(rows, facts, head.shape[1] * dtype.itemsize) for rows in wanted}
-    missing_bytes = 0
-    for rows, index in wanted.items():
-        n_missing = int((states[rows].sums[index] == 0).sum())
-        missing_bytes += n_missing * states[rows].values.shape[1]
-    if not teacher and not any(parallel.all_gather(missing_bytes)):
-        say(f"teacher: not loaded, as all hidden states are in {folder}")
-        return CachedTeacher(head[:vocab_size].to(home, copy=True), states, None, load)
-    teacher = teacher or load()
-    if not teacher:
-        return None
-    say(f"teacher: hidden states take {gib(missing_bytes)} more disk space in {folder}")
-    return CachedTeacher(teacher.head, states, teacher, load)
+
+def fill(teacher: Teacher, states, missing: RowIndices, size: int):
+    """Compute and store the missing rows, divided among the processes."""
+    rank = parallel.rank()
+    for rows, index in missing.items():
+        starts = range(0, len(index), parallel.world() * size)
+        for first in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
+            batch = index[first + rank * size :][:size]
+            # sharded layers compute on all processes together, even without a row of their own
+            x, _, _ = rows.batch(batch if len(batch) else index[:1], teacher.head.device)
+            h = teacher.hidden(x)
+            values = h.cpu().contiguous().view(torch.uint8).flatten(1).numpy()
+            states[rows].write(batch, values[: len(batch)])
+    parallel.all_gather(None)  # every row is there
 
 
 def read_head(file) -> Tensor | None:
@@ -215,36 +200,11 @@ def fill_cache(cfg):
     device = pick_device(cfg.device)
     cfg = dataclasses.replace(cfg, device=str(device), teacher_cache=True, val_max_rows=None)
     parallel.start(device, cfg.timeout_minutes)
-    try:
-        rows = open_data(cfg, "train")
-        val = open_data(cfg, "val")
-        check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
-        size = cfg.micro_batch or min(cfg.batch_rows, 16)
-        fill(open_teacher(cfg, rows, val), rows_of_run(cfg, rows, val), size)
-    finally:
-        parallel.stop()
-
-
-def fill(teacher: CachedTeacher, wanted: RowIndices, size: int):
-    """Compute and store the missing rows, `size` rows at a time, divided among the processes."""
-    rank = parallel.rank()
-    for rows, index in wanted.items():
-        states = teacher.states[rows]
-        # Process 0 decides which rows are missing, as another process may be writing: sharded
-        # layers need the same number of batches on all processes.
-        missing = index[parallel.all_gather(states.sums[index] == 0)[0]]
-        end = len(missing)
-        if teacher.always_computes:
-            end += rank * size  # so that all processes make the same number of batches
-        starts = range(rank * size, end, parallel.world() * size)
-        for at in progress(starts, f"teacher, {rows.file}", unit="batch", disable=rank > 0):
-            batch = missing[at : at + size]
-            if at >= len(missing):  # this process has no rows left
-                batch = missing[:1]
-            x, _, _ = rows.batch(batch, teacher.head.device)
-            teacher.hidden(x, rows, batch)
-            if states.error:
-                raise states.error
+    rows = open_data(cfg, "train")
+    val = open_data(cfg, "val")
+    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
+    open_teacher(cfg, rows, val)
+    parallel.stop()
 
 
 def progress(*args, **kwargs) -> tqdm:

@@ -10,9 +10,9 @@ speed and logging are not in it.
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,31 +20,37 @@ import numpy as np
 
 from configure import AFFECTS
 from lib import parallel
-from lib.code import ROOT, definitions, file_code
+from lib.code import ROOT, definitions_reached, files_reached, names_in, read_tree
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
-from losses import default_settings, mean_loss, resolve, settings
+from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
 
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# What a training step passes through, from rows and first weights to the update: any edit counts.
-STEP = (
-    "train.py",
-    "model.py",
-    "lib/checks.py",
-    "lib/distributed.py",
-    "lib/graph.py",
-    "lib/head.py",
-    "lib/rows.py",
-    "run/foreign.py",
-    "run/methods.py",
-    "run/teacher.py",
+# The files that every training step passes through: these, and what they import, count as a whole.
+STEP = ("train", "run.teacher", "lib.vocab")
+# But for what changes no number of a step, or what the record identifies otherwise.
+NOT_FOLLOWED = (
+    "configure",
+    "losses",
+    "lib.code",
+    "lib.device",
+    "lib.errors",
+    "lib.files",
+    "lib.hf",
+    "lib.settings",
+    "run.cache",
+    "run.checkpoints",
+    "run.ending",
+    "run.identity",
+    "run.log",
+    "run.preflight",
+    "run.students",
+    "run.validate",
 )
-# What an objective may use, but what changes none of its numbers; STEP covers lib.checks.
-NOT_FOLLOWED = ("lib.checks", "lib.errors", "lib.settings")
 
 
 def made_by(cfg, name) -> dict:
@@ -61,7 +67,7 @@ def made_by(cfg, name) -> dict:
         "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
         "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
-        "code": {file: file_code(file) for file in STEP},
+        "code": files_reached(STEP, NOT_FOLLOWED),
         "shape": dataclasses.asdict(student_shape(cfg)),
         "student_weights": content_hash(cfg.student_weights),
         "resume_from": content_hash(cfg.resume_from),
@@ -91,7 +97,7 @@ def schedule_hash(value_at: Callable, cfg) -> str:
     return hashlib.sha256(np.array(values).tobytes()).hexdigest()
 
 
-def record_hash(record: dict) -> str:
+def record_hash(record: dict | list) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -163,7 +169,25 @@ def _file_hash(file, size, mtime_ns) -> str:
 
 
 def objective_code(name) -> dict[str, str]:
-    """Return the hashes of the functions that only a method's objective passes through."""
+    """Return the hashes of the definitions in losses.py that a method passes through.
+
+    An objective in another file counts with all that this file and the files that it imports have.
+    Variables of closures and defaults count by value, as in METHODS[f"x{k}"] = Method(make(k)).
+    """
     fn = resolve(name.partition("@")[0]).fn
-    file = getattr(sys.modules.get(fn.__module__), "__file__", None) or ROOT
-    return definitions([fn, mean_loss], (ROOT, Path(file).parent), NOT_FOLLOWED)
+    fn = getattr(fn, "func", fn)  # of a `partial`, whose arguments are settings
+    used = {"mean_loss"}
+    values = []
+    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    for value in (fn, *cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+        path = getattr(value, "__qualname__", None)  # of a function
+        values.append(path or repr(value))
+        used |= {*(path or "").split(".")}
+    hashes = {"values": record_hash(values)[:8]}
+    file = Path(inspect.getsourcefile(fn) or "")
+    if not file.is_file():
+        raise UserError(f"{name}: its objective is in no file; define it in losses.py")
+    if file != ROOT / "losses.py":
+        hashes |= files_reached([file.stem], NOT_FOLLOWED, file.parent)
+        used |= names_in(read_tree(file))
+    return hashes | definitions_reached(used, ROOT / "losses.py")

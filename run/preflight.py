@@ -51,8 +51,8 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
-    def load(shard: int = cfg.shard) -> Teacher:
-        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, shard)
+    def load() -> Teacher:
+        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, cfg.shard)
         if cfg.compile and teacher.native:
             teacher.model.compile_layers()
         return teacher
@@ -61,7 +61,11 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
         return load()
     from run.cache import open_cached, rows_of_run  # few runs need it
 
-    return open_cached(cfg.teacher, dtype, home, vocab_size, rows_of_run(cfg, rows, val), load)
+    wanted = rows_of_run(cfg, rows, val)
+    size = cfg.micro_batch or min(cfg.batch_rows, 16)
+    cached = open_cached(cfg.teacher, dtype, home, wanted, load, size)
+    cached.head = cached.head[:vocab_size]
+    return cached
 
 
 def check_config(cfg):

@@ -2,36 +2,26 @@
 
 import dataclasses
 
-from lib.code import file_code
+from lib.code import files_reached
 from lib.errors import UserError
 from lib.hf import weights_hash
-from run.identity import record_hash
+from run.identity import NOT_FOLLOWED, record_hash
 
-# The files that a score passes through: figures over held-out rows, and tasks.
-SCORING = {
-    "figures": (
-        "eval.py",
-        "model.py",
-        "lib/metrics.py",
-        "lib/rows.py",
-        "lib/tokens.py",
-        "lib/vocab.py",
-        "run/foreign.py",
-        "run/teacher.py",
-    ),
-    "tasks": ("eval.py", "model.py", "lib/tasks.py", "lib/vocab.py"),
-}
+# The modules that a score passes through, besides what they import: figures over held-out rows,
+# and tasks.
+SCORING = {"figures": ("eval", "lib.metrics"), "tasks": ("eval", "lib.tasks")}
+NOT_SCORING = (*NOT_FOLLOWED, "run.methods", "run.paper", "run.scoring", "run.tables")
 
 
 def scoring_code(part: str) -> str:
     """Return the hash of the files that a part of SCORING passes through."""
-    return record_hash([file_code(file) for file in SCORING[part]])[:8]
+    return record_hash(files_reached(SCORING[part], NOT_SCORING))[:8]
 
 
 def decoder_edits(record: dict) -> list[str]:
-    """Return model.py if it was edited since a student was trained."""
-    is_edited = record["code"].get("model.py") != file_code("model.py")
-    return ["model.py"] * is_edited
+    """Return "model" if model.py was edited since a student was trained."""
+    decoder = files_reached(["model"], NOT_FOLLOWED)
+    return [name for name, sha in decoder.items() if record["code"].get(name) != sha]
 
 
 def check_content(name, key: str, sha256: str, record: dict):

@@ -278,7 +278,7 @@ def load(argv, epilog=tuple) -> Config:
     epilog  returns the lines that `--help` prints below the keys; by default none
     """
     if "-h" in argv or "--help" in argv:
-        print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
+        print(sys.modules["__main__"].__doc__, inspect.getsource(Config), *epilog(), sep="\n")
         sys.exit(0)
     if not argv:
         raise UserError(
@@ -304,20 +304,6 @@ def load(argv, epilog=tuple) -> Config:
         )
     hyper = {name: settings for name, settings in cfg.hyper.items() if name in trained}
     return replace(cfg, hyper=hyper)
-
-
-def key_lines() -> list[str]:
-    """Return the lines of `--help`: each key with its default, and its comment below it."""
-    lines = []
-    for comment, name in re.findall(r"    # (.+)\n(?:    (\w+): )?", inspect.getsource(Config)):
-        if not name:
-            lines += ["", comment]
-            continue
-        value = getattr(Config, name, {})
-        if isinstance(value, tuple):
-            value = ",".join(value)
-        lines += [f"  --{name}={value}", f"      {comment}"]
-    return lines
 
 
 def read_argument(arg: str) -> dict:
@@ -440,7 +426,8 @@ def guard(main) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same
+        is_alone = "step" in PROGRESS and not error.is_shared
+        if is_alone or os.environ.get("LOCAL_RANK", "0") == "0":  # else all have the same
             print(f"UserError: {error}", file=sys.stderr)
         code = 1
     except Exception:

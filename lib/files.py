@@ -204,27 +204,10 @@ def read_lines(path, kinds=()) -> list[dict]:
 
 
 def truncate_lines(path, step):
-    """Remove the records after `step`, and a last line that a kill cut short.
-
-    A file with other broken lines is set aside.
-    """
-    if not path.is_file():
-        return
-    try:
+    """Remove the records after `step`, and a last line that a kill cut short."""
+    if path.is_file():
         records = read_lines(path, {"step": int})
-    except UserError:
-        set_aside(path)
-    else:
         write_lines(path, [record for record in records if record["step"] <= step])
-
-
-def set_aside(path):
-    """Rename a broken file, and say so."""
-    n = 0
-    while Path(f"{path}.broken{n}").exists():
-        n += 1
-    aside = path.rename(f"{path}.broken{n}")
-    print(f"{path}: broken; it is kept as {aside.name}, and the run goes on", file=sys.stderr)
 
 
 def check_kinds(value, kinds, where: Path | str, remedy=REMEDY) -> dict:

@@ -1,7 +1,7 @@
 """The folder of a run: checkpoints, resuming from them, and students that stop.
 
-OUT/run.json             config, command, hashes of data and teacher, versions, machine; in `starts`
-                         the same for each start
+OUT/run.json             config, command, hashes of data and teacher, versions, machine
+OUT/starts.jsonl         the same for each start, with its step, time and host
 OUT/exit.json            how the last start ended: its exit code, step, max_steps, and why
 OUT/code.diff            the uncommitted edits of the newest start that had any
 OUT/teacher.jsonl        a record every histogram_every_steps
@@ -19,7 +19,6 @@ one the run resumes, and every process checks that it reads the files that the f
 
 import math
 import platform
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+import configure
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import gib, uncommitted_edits
@@ -70,7 +70,7 @@ def resume(students, run):
     cfg = run.cfg
     out = Path(cfg.out_dir)
     parallel.check_agreement(initial_weights=[s.init_sha256 for s in students])
-    starts, stops, sources = parallel.on_first(read_folder, students, run)
+    stops, sources = parallel.on_first(read_folder, students, run)
     for s in students:
         if s.name in stops:
             s.stopped = stops[s.name]["why"]
@@ -97,20 +97,21 @@ def resume(students, run):
 
                 s.services = services(s, run)
         files.truncate_lines(out / "teacher.jsonl", run.step - 1)
-        record_start(out / "run.json", starts, run)
+        record_start(out, run)
     if live and run.step not in parallel.on_first(common_steps, live):
         save_checkpoints(live, run)  # so that logs never exist without one to resume from
         finish_saving(run)
+    configure.PROGRESS["step"] = run.step
 
 
 def read_folder(students, run):
     """Return what process 0 finds in the folder of a run.
 
-    ->  the earlier starts; by student, the facts of those that stopped; and, for the others, the
-        checkpoint to begin with and its state (none: the run is new)
+    ->  by student, the facts of those that stopped; and, for the others, the checkpoint to begin
+        with and its state (none: the run is new)
     """
     cfg = run.cfg
-    starts = earlier_starts(Path(cfg.out_dir, "run.json"), cfg)
+    check_methods(Path(cfg.out_dir, "run.json"), cfg)
     stops = {}
     for s in students:
         file = s.folder / "stopped.json"
@@ -128,23 +129,18 @@ def read_folder(students, run):
             )
     if not sources and cfg.resume_from:
         sources = dict.fromkeys([s.name for s in live], branch_point(cfg.resume_from, live, run))
-    return starts, stops, sources
+    return stops, sources
 
 
-def earlier_starts(file, cfg) -> list[dict]:
-    """Return the starts in a run's run.json; none if it is missing or broken.
-
-    Raises `UserError` if it is that of a student, or of a run of other methods.
-    """
-    try:
-        facts = read_json(file, RUN_FILE)
-    except UserError:
-        return []
+def check_methods(file, cfg):
+    """Raise `UserError` if run.json is that of a student, or of a run of other methods."""
+    if not file.is_file():
+        return
+    facts = read_json(file, RUN_FILE)
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
         raise UserError(f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir")
-    return facts.get("starts", [])
 
 
 def common_steps(live) -> set[int]:
@@ -211,64 +207,38 @@ def branch_point(name, live, run):
     return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
 
 
-def record_start(file, starts, run):
-    """Write run.json with this start after the earlier ones, and code.diff if code was edited.
-
-    A broken run.json is set aside.
-    """
+def record_start(out, run):
+    """Write run.json, add this start to starts.jsonl, and write code.diff if code was edited."""
     edits = uncommitted_edits()
     if edits:
-        files.atomic_write(file.with_name("code.diff"), edits)
-    if file.is_file() and not starts:
-        files.set_aside(file)
+        files.atomic_write(out / "code.diff", edits)
     start = {
         "step": run.step,
         "time": time.strftime("%FT%T%z"),
         "host": platform.node(),
         "processes": parallel.world(),
     }
-    files.write_json(file, run.facts | {"starts": [*starts, start | run.facts]})
-
-
-def check_disk(students, cfg) -> str:
-    """Check that checkpoints and models fit on the disk. Returns a sentence with both sizes."""
-    out = Path(cfg.out_dir)
-    n_params = students[0].model.n_params
-    n_checkpoints = cfg.keep_checkpoints + 1
-    if cfg.keep_every_steps:
-        n_checkpoints += cfg.max_steps // cfg.keep_every_steps
-    # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
-    needed = len(students) * n_params * (12 * n_checkpoints + 4)
-    free = shutil.disk_usage(out).free
-    # old checkpoints are deleted as new ones are written, so their space counts as free
-    for file in out.glob("*/checkpoints/**/*"):
-        if file.is_file():
-            free += file.stat().st_size
-    use = f"checkpoints and models take up to {gib(needed)} of disk, {gib(free)} are free"
-    if needed > free:
-        raise UserError(f"out_dir={out}: {use}; choose another disk, or set --keep_checkpoints=1")
-    return use
+    files.append_line(out / "starts.jsonl", start | run.facts)
+    files.write_json(out / "run.json", run.facts)
 
 
 def say_summary(students, run):
-    """Print machine, teacher, students and their size, how far the run is, and its disk space."""
+    """Print machine, teacher, students and their size, and how far the run is."""
     cfg = run.cfg
-    first = students[0]
     names = [f"{s.name} {cfg.settings_of(s.name) or ''}".strip() for s in students]
-    teacher = run.facts["teacher_used"] or "no teacher"
+    model = students[0].model
     dtype = str(compute_dtype(cfg)).removeprefix("torch.")
+    # bytes per parameter: 12 in a checkpoint (weights and two moments), 4 in the final model
+    n_bytes = len(students) * model.n_params * (12 * (cfg.keep_checkpoints + 1) + 4)
     say(
         f"{run.facts['machine']}, processes: {parallel.world()}, {dtype}, compile={cfg.compile}, "
         f"micro_batch={cfg.micro_batch}"
     )
-    say(f"{teacher} -> {', '.join(names)}")
-    say(
-        f"{cfg.student}: {first.model.n_params:,} parameters, "
-        f"initial weights {first.init_sha256[:12]}"
-    )
+    say(f"{run.facts['teacher_used'] or 'no teacher'} -> {', '.join(names)}")
+    say(f"{cfg.student}: {model.n_params:,} parameters")
     say(
         f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
-        f"{check_disk(students, cfg)}"
+        f"checkpoints and models take some {gib(n_bytes)} of disk"
     )
 
 

@@ -125,7 +125,6 @@ def log_validation(live, validated, val, run):
     for s in live:
         figures = validated[s.name]
         record(s, {"step": run.step} | figures | levels)
-        say_if_overfitting(s, run)
         ce = figures["val_ce"]
         uniform = levels["val_uniform_ce"]
         if not ce < uniform:
@@ -133,18 +132,6 @@ def log_validation(live, validated, val, run):
                 f"{s.name}, step {run.step}: held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, "
                 "that of a uniform guess; if it was lower before, try a smaller lr"
             )
-
-
-def say_if_overfitting(s, run):
-    """Print what to do if the held-out CE has risen three times in a row, but only once."""
-    records = files.read_lines(s.folder / "log.jsonl")
-    ces = [line["val_ce"] for line in records if line.get("val_ce")][-4:]
-    if not s.warned and len(ces) == 4 and ces == sorted(set(ces)):
-        s.warned = True
-        say(
-            f"{s.name}, step {run.step}: held-out CE rose in three validations in a row, likely "
-            "from overfitting; begin again with more text, or with fewer passes (max_steps)"
-        )
 
 
 def say_levels(values: dict[str, float]):

@@ -39,7 +39,6 @@ class Student:
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
-    warned: bool = False  # whether this program has warned that its held-out CE rises
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     evaluate_at: Callable | None = None  # (update, state) -> `evaluate` (run/methods.py)
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels

@@ -235,7 +235,8 @@ def say_summary(students, run):
         f"micro_batch={cfg.micro_batch}"
     )
     say(f"{run.facts['teacher_used'] or 'no teacher'} -> {', '.join(names)}")
-    say(f"{cfg.student}: {model.n_params:,} parameters")
+    initial = students[0].init_sha256[:12]
+    say(f"{cfg.student}: {model.n_params:,} parameters, initial weights {initial}")
     say(
         f"{cfg.out_dir}: step {run.step:,} of {cfg.max_steps:,}, {cfg.batch_rows} rows each; "
         f"checkpoints and models take some {gib(n_bytes)} of disk"

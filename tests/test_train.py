@@ -46,6 +46,7 @@ from tests.world import (
     assert_same,
     config,
     final_bits,
+    read_jsonl,
     records,
     refusal,
     saved,
@@ -624,7 +625,7 @@ def test_bad_updates_are_skipped_and_a_student_that_makes_no_other_stops_alone(
     name = "vanilla_kd@lower"
     run(lower, f"--methods={name} --{name}.lr=1e-3 --resume_from={checkpoint}")
     assert steps_of(lower / name)[-1] == records(lower, name)[-1]["step"] == 6
-    assert read_json(lower / "run.json")["starts"][0]["step"] == step // 2 * 2
+    assert read_jsonl(lower / "starts.jsonl")[0]["step"] == step // 2 * 2
 
 
 def test_a_loss_that_is_not_finite_ends_no_run_and_passes_through_a_checkpoint(
@@ -790,7 +791,6 @@ def test_records_wait_for_room_on_the_disk(tmp_path, printed):
 def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
     tmp_path, monkeypatch, printed, hook_update, run
 ):
-    """A held-out CE that rises is told once, also if the run was resumed meanwhile."""
     ces = iter([8.1, 8.2, 8.3, 8.4, 8.5, math.nan])  # ln V is 8.32
     validate = train.validate
 
@@ -804,9 +804,9 @@ def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_no
     hook_update(after=after)
     for n in (3, 6):
         run(tmp_path, "--methods=alra --log_every_steps=1 --val_every_steps=1", max_steps=n)
-    pattern = r"alra, step (\d): held-out CE (rose|\S+ exceeds) (?:in three|ln V = 8.32)"
+    pattern = r"alra, step (\d): held-out CE (\S+ exceeds) ln V = 8.32"
     warnings = " ".join(map(" ".join, re.findall(pattern, printed())))
-    assert warnings == "4 rose 4 8.40 exceeds 5 8.50 exceeds 6 nan exceeds"
+    assert warnings == "4 8.40 exceeds 5 8.50 exceeds 6 nan exceeds"
     assert {r["kd"] for r in with_key(tmp_path, "alra", "kd")} == {None}
 
 
@@ -826,16 +826,6 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(
     assert printed().count(line) == 1
     assert send.call_count == 4 * (fails == "log")
     assert_same(tmp_path, finished, "alra")
-
-
-def test_checkpoints_that_do_not_fit_the_disk_are_refused_at_the_start(tmp_path, monkeypatch, run):
-    free = 67_488 * (3 * 12 + 4) - 1
-    usage = types.SimpleNamespace(free=free)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    message = "take up to 2.6 MiB of disk, 2.6 MiB are free; choose another disk"
-    with refusal(message):
-        run(tmp_path, "--methods=pretrain")
-    run(tmp_path, "--methods=pretrain --keep_checkpoints=1 --max_steps=1")
 
 
 def assert_end(out, code, step, why):

@@ -33,8 +33,9 @@ def update_or_signal(students, teacher, stream, step, cfg):
 
 def count_and_loop(run, rows, val, teacher, students):
     for part in (teacher, *students):
-        loaded = getattr(part, "teacher", part)  # None if its hidden states are stored
-        n = sum(parallel.local(p).numel() for p in loaded.model.parameters()) if loaded else 0
+        n = 0
+        if hasattr(part, "model"):  # unless its hidden states are stored
+            n = sum(parallel.local(p).numel() for p in part.model.parameters())
         if parallel.rank() == 1:
             print(f"process 1: {n} of {type(part).__name__} in {Path(run.cfg.out_dir).name}")
     loop(run, rows, val, teacher, students)

@@ -42,7 +42,6 @@ from run.log import (
     log_validation,
     progress_bar,
     say,
-    say_names,
     write_waiting,
 )
 from run.methods import compute_dtype, make_evaluate_at, method_lines
@@ -216,7 +215,6 @@ def loop(run, rows, val, teacher, students):
     if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
     stream = timed(stream, run)
-    say_names(cfg)
     bar = progress_bar(run)
     run.start_clock()
 

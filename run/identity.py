@@ -180,11 +180,11 @@ def objective_code(name) -> dict[str, str]:
     values = []
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     for value in (fn, *cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-        path = getattr(value, "__qualname__", None)  # of a function
+        path = getattr(value, "__qualname__", "")  # of a function
         values.append(path or repr(value))
-        used |= {*(path or "").split(".")}
+        used |= {*path.replace("<lambda>", "METHODS").split(".")}  # a lambda stands in that table
     hashes = {"values": record_hash(values)[:8]}
-    file = Path(inspect.getsourcefile(fn) or "")
+    file = Path(inspect.getsourcefile(fn) or "").resolve()
     if not file.is_file():
         raise UserError(f"{name}: its objective is in no file; define it in losses.py")
     if file != ROOT / "losses.py":

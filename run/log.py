@@ -35,30 +35,11 @@ def progress_bar(run) -> tqdm:
     return tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=is_hidden)
 
 
-def say_names(cfg):
-    """Print the column heads of `say_values` if there are several students."""
-    if len(cfg.methods) > 1:
-        say_row("", {name: name for name in cfg.methods}, cfg)
-
-
-def say_values(label: str, values, keys, cfg):
-    """Print every value of a single student, or one row per key with a column per student."""
-    if len(cfg.methods) == 1:
-        for terms in values.values():
-            cells = "  ".join(f"{key} {x:.4f}" for key, x in terms.items())
-            say(f"{label}  |  {cells}")
-        return
-    for key in keys:
-        cells = {name: f"{terms[key]:.4f}" for name, terms in values.items()}
-        say_row(f"{label}  {key}", cells, cfg)
-
-
-def say_row(label: str, cells, cfg):
-    line = f"{label:<64} |"
-    for name in cfg.methods:
-        width = max(len(name), 6) + 2
-        line += f"{cells.get(name, ''):>{width}}"
-    say(line)
+def say_values(label: str, values):
+    """Print a line for each student."""
+    for name, terms in values.items():
+        cells = "  ".join(f"{key} {x:.4f}" for key, x in terms.items())
+        say(f"{label}  |  {name}  {cells}")
 
 
 def log_terms(live, teacher, rate: float, run):
@@ -99,11 +80,12 @@ def log_terms(live, teacher, rate: float, run):
         }
         record(s, values | machine)
         s.sums = {}
-    label = f"{time.strftime('%T')}  step {run.step}/{cfg.max_steps}  lr {rate:.1e}  {tok_per_sec:8,.0f} tok/s"
+    label = f"{time.strftime('%T')}  step {run.step}/{cfg.max_steps}  lr {rate:.1e}"
+    label += f"  {tok_per_sec:8,.0f} tok/s"
     if utilisation:
         label += f"  mfu {utilisation:.0%}"
     label += f"  eta {tqdm.format_interval(sec_left):>8}"
-    say_values(label, means, ["ce"], cfg)
+    say_values(label, means)
     run.counts["since_log_tokens"] = 0
     run.wait_sec = 0.0
     run.logged_step = run.step
@@ -118,8 +100,7 @@ def log_validation(live, validated, val, run):
     first, *_ = validated.values()
     levels = {f"val_{key}": ce for key, ce in val.levels.items()}
     n_rows = n_validated(val, run.cfg)
-    keys = [key for key in ("val_ce", "val_kl", "val_agree") if key in first]
-    say_values(f"step {run.step}, {n_rows:,} held-out rows", validated, keys, run.cfg)
+    say_values(f"step {run.step}, {n_rows:,} held-out rows", validated)
     if run.step <= run.first_step + run.cfg.val_every_steps:
         say_levels(first | levels)
     for s in live:

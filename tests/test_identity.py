@@ -19,37 +19,38 @@ from lib import code, device
 from lib.files import read_json
 from losses import METHODS, Method
 from run import identity, methods, scoring
+from tests import world
 from tests.world import ROOT, config, final_bits, records, refusal
 
 # edits of the project's files: file, old text, new text, and the definition that they change
 COUNTED = {
-    "activation": ("model.py", "F.silu(", "F.gelu(", "model.MLP"),
-    "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "train.make_student"),
-    "text loss": ("losses.py", "leave(-logp[", "leave(-1.5 * logp[", "losses.cross_entropy"),
-    "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "losses.mean_loss"),
-    "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods.scheduled_settings"),
-    "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows.shuffled"),
-    "labels": ("lib/rows.py", "IGNORE)[:, 1:]", "IGNORE)[:, :-1]", "lib.rows.Rows"),
-    "kernels": ("lib/graph.py", "def _is_pure(", "def _is_pure(*_, ", "lib.graph._is_pure"),
+    "activation": ("model.py", "F.silu(", "F.gelu(", "model"),
+    "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "train"),
+    "text loss": ("losses.py", "leave(-logp[", "leave(-1.5 * logp[", "cross_entropy"),
+    "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "mean_loss"),
+    "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods"),
+    "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows"),
+    "labels": ("lib/rows.py", "IGNORE)[:, 1:]", "IGNORE)[:, :-1]", "lib.rows"),
+    "kernels": ("lib/graph.py", "def _is_pure(", "def _is_pure(*_, ", "lib.graph"),
     "divergence": (
         "lib/vocab.py",
         "return parts.others_kl\n",
         "return 3 * parts.others_kl\n",
-        "lib.vocab.forward_kl",
+        "lib.vocab",
     ),
     "objective": (
         "losses.py",
         "tau: Positive = 0.5,\n    t2",
         "tau: Positive = 0.6,\n    t2",
-        "losses.vanilla_kd",
+        "vanilla_kd",
     ),
 }
 SCORED = {  # of figures or of scores
-    "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics._add_figures"),
-    "decoder": ("model.py", "F.silu(self", "F.gelu(self", "model.MLP"),
-    "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "eval.Scorer"),
-    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval.task_config"),
-    "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens.token_bytes"),
+    "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics"),
+    "decoder": ("model.py", "F.silu(self", "F.gelu(self", "model"),
+    "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "eval"),
+    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval"),
+    "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens"),
 }
 NOT_COUNTED = {
     "an annotation": ("train.py", "rate(step, cfg) -> float:", "rate(step, cfg):"),
@@ -82,18 +83,20 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hashes(project):
-    """hashes(kind) -> hashes of the unedited files' definitions, and those of today's."""
-    begins = {
-        "step": (*identity.STEP, "losses.vanilla_kd"),
-        "scores": (*itertools.chain(*scoring.SCORING.values()),),
-    }
+    """hashes(kind) -> hashes of the unedited files and definitions, and those of today's."""
 
-    def closure(kind):
-        code.read_source.cache_clear()
-        return code.closure(begins[kind], identity.NOT_FOLLOWED, (project,))
+    def reached(kind):
+        code.read_tree.cache_clear()
+        code.definitions.cache_clear()
+        if kind == "scores":
+            begin = itertools.chain(*scoring.SCORING.values())
+            return code.files_reached(begin, scoring.NOT_SCORING, project)
+        files = code.files_reached(identity.STEP, identity.NOT_FOLLOWED, project)
+        names = ("vanilla_kd", "mean_loss")
+        return files | code.definitions_reached(names, project / "losses.py")
 
-    originals = {kind: closure(kind) for kind in begins}
-    return lambda kind: (originals[kind], closure(kind))
+    originals = {kind: reached(kind) for kind in ("step", "scores")}
+    return lambda kind: (originals[kind], reached(kind))
 
 
 @pytest.mark.parametrize(
@@ -110,71 +113,64 @@ def test_edits_that_can_change_a_number_are_known_by_definition(project, hashes,
     assert changed == ([] if definition is None else [definition])
 
 
-def test_each_kind_of_result_is_of_the_whole_decoder():
-    for begin in (identity.STEP, *scoring.SCORING.values()):
-        assert "model.rotary" in code.closure(begin, identity.NOT_FOLLOWED)
-
-
 FILES = {
     "a.py": """
-from lib import b
-from lib.c import f as g
+from lib.b import *
 
 def start(x: Shape):
-    return b.table[x] + g(x)
+    return table[x] + late(x)
 
-class Shape:
-    size = SIZE
+if True:
+    def late(x):
+        return SIZE
+
+for k in (1, 2):
+    ROWS[f"x{k}"] = make(k)
+
+def by_row(x):
+    return ROWS["x1"](x)
+
+def make(k): ...
 
 SIZE = 3
 other = 1
 """,
-    "lib/b.py": """
-table = {}
-table["x"] = later()
-
-def later():
-    from lib import c
-
-    return c.h
-""",
-    "lib/c.py": """
-def f(x):
-    return x
-
-def h():
-    return unknown
-
-def unused():
-    pass
-""",
+    "lib/__init__.py": "from lib.c import f",
+    "lib/b.py": "def later():\n    from lib import d",
+    "lib/c.py": "f = 1",
+    "lib/d.py": "g = 1",
+    "lib/e.py": "unused = 1",
 }
 
 
-def test_code_is_followed_through_classes_functions_and_modules(tmp_path):
+def test_code_is_followed_through_files_and_definitions(tmp_path):
     (tmp_path / "lib").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    hashes = code.closure(["a.start"], roots=(tmp_path,))
-    names = "a.SIZE a.Shape a.start lib.b.later lib.b.table lib.c.f lib.c.h"
-    assert [*hashes] == names.split()
-    skipped = code.closure(["a.start"], ("lib.c", "a.Shape"), (tmp_path,))
-    assert [*skipped] == ["a.start", "lib.b.later", "lib.b.table"]
+    assert [*code.files_reached(["a"], root=tmp_path)] == ["a", "lib", "lib.b", "lib.c", "lib.d"]
+    assert [*code.files_reached(["a"], ("lib.b",), tmp_path)] == ["a"]
+    file = tmp_path / "a.py"
+    assert [*code.definitions_reached(["start"], file)] == ["SIZE", "late", "start"]
+    assert [*code.definitions_reached(["by_row"], file)] == ["ROWS", "by_row", "k", "make"]
 
 
-def test_an_objective_made_by_a_closure_is_known_by_its_row(monkeypatch):
-    """Here the row of `fixed_3` is the expression that makes it."""
-    power = lambda *z: losses.tvd(*z) ** 2  # noqa: E731
-    monkeypatch.setitem(METHODS, "fixed_3", Method(functools.partial(power)))
-    hashes = identity.objective_code("fixed_3@label")
-    assert {"losses.METHODS[fixed_3]", "losses._fixed", "losses.alra"} <= hashes.keys()
+def test_an_objective_made_by_a_closure_is_known_by_its_variables(tmp_path, monkeypatch):
+    text = "def make(k, f):\n    def mine(z_s, z_t, y): return f(z_s, z_t, y) * k\n    return mine"
+    module = world.import_objective(text, tmp_path)
+    rows = {"a": (2, losses.tvd), "b": (3, losses.tvd), "c": (2, losses.jsd)}
     known = []
-    for power in (2, 3):
-        made = {}
-        exec(f"def f(z_s, z_t, y): return z_s ** {power}", made)
-        monkeypatch.setitem(METHODS, "made", Method(made["f"]))
-        known.append(identity.objective_code("made"))
-    assert known[0] != known[1]
+    for name, values in rows.items():
+        monkeypatch.setitem(METHODS, name, Method(module.make(*values)))
+        known.append(identity.objective_code(name))
+    assert known[0] != known[1] and known[0] != known[2]
+    assert {"tvd", "mean_loss", module.__name__} <= known[0].keys()
+    monkeypatch.setitem(METHODS, "table", Method(lambda *z: losses.tvd(*z) ** 2))
+    assert {"METHODS", "tvd"} <= identity.objective_code("table").keys()
+    made = {}
+    exec("def f(z_s, z_t, y): return z_s", made)
+    monkeypatch.setitem(METHODS, "made", Method(made["f"]))
+    with refusal("made: its objective is in no file"):
+        identity.objective_code("made")
 
 
 def test_a_record_lists_settings_in_the_order_of_the_signature(tiny):
@@ -214,7 +210,7 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
 
     def go(text, out, **keys):
         sys.modules.pop("mine", None)
-        code.read_source.cache_clear()
+        code.read_tree.cache_clear()
         (tmp_path / "mine.py").write_text(text)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         monkeypatch.setitem(METHODS, "mine", Method(importlib.import_module("mine").mine))
@@ -223,7 +219,7 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
     edited = MINE.replace("square()", "abs()")
     assert go(MINE, "a", max_steps=3) == 0
     problem = (
-        r"a different run \(mine: edited since: mine.helper\); choose another out_dir; "
+        r"a different run \(mine: edited since: mine\); choose another out_dir; "
         ".*--resume_from=.* --student_weights.* --accept_edits=True"
     )
     for steps in (6, 3):
@@ -231,15 +227,15 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
             go(edited, "a", max_steps=steps)
     assert go("# a comment\n" + MINE, "a", max_steps=4) == 0
     assert go(edited, "a", accept_edits=True) == 0 and len(records(tmp_path / "a", "mine")) == 7
-    assert "mine: accepted edits; edited since: mine.helper" in printed()
+    assert "mine: accepted edits; edited since: mine" in printed()
     facts = read_json(tmp_path / "a/run.json")
-    assert facts["accepted_edits"] == {"mine": "edited since: mine.helper"}
+    assert facts["accepted_edits"] == {"mine": "edited since: mine"}
     keys = {"methods": "mine", "max_steps": 1}
     keys["student_weights"] = tmp_path / "a/mine/checkpoints/step_00000006"
     cfg = config(tiny, tmp_path / "b", **keys)  # the second way on
     assert train.distil(cfg) == 0
     monkeypatch.setitem(METHODS, "mine", METHODS["mine"]._replace(w_ce=0.5))
-    with refusal(r"mine: hyper was .*'w_ce': 0.0.*, now .*'w_ce': 0.5"):
+    with refusal(r"mine: hyper.w_ce was 0.0, now 0.5"):
         train.distil(cfg)
 
 

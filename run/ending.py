@@ -70,7 +70,8 @@ def reported(cfg):
         is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
         configure.PROGRESS["code"] = TRY_AGAIN if is_lost else 1
         write_exit(cfg, configure.PROGRESS["code"], f"{type(error).__name__}: {first_line(error)}")
-        if isinstance(error, UserError) and "step" not in configure.PROGRESS:
+        is_own = isinstance(error, UserError) and not error.is_shared
+        if is_own and "step" not in configure.PROGRESS:
             parallel.all_gather(error)  # raises it here, and on the others at their next all_gather
         raise
 

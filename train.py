@@ -214,7 +214,7 @@ def loop(run, rows, val, teacher, students):
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
-    stream = timed(stream, run)
+    stream = run.timed(stream)
     bar = progress_bar(run)
     run.start_clock()
 
@@ -240,18 +240,6 @@ def loop(run, rows, val, teacher, students):
     bar.close()
     finish_saving(run)
     parallel.on_first(write_waiting)
-
-
-def timed(batches: Iterable, run) -> Iterator:
-    """Yield the batches. The time that they take is added to `run.wait_sec`."""
-    batches = iter(batches)
-    while True:
-        before = time.perf_counter()
-        batch = next(batches, None)
-        run.wait_sec += time.perf_counter() - before
-        if batch is None:
-            return
-        yield batch
 
 
 # ----------------------------------------------------------------------------------------------

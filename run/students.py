@@ -4,7 +4,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +104,14 @@ class Run:
     def is_due(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every`, or the last step of the run."""
         return self.step == self.cfg.max_steps or (every is not None and self.step % every == 0)
+
+    def timed(self, batches: Iterable) -> Iterator:
+        """Yield the batches. The time that they take is added to `wait_sec`."""
+        began = time.perf_counter()
+        for batch in batches:
+            self.wait_sec += time.perf_counter() - began
+            yield batch
+            began = time.perf_counter()
 
     def count_update(self, n_valid: int, has_signal: bool):
         """Count an update of `n_valid` labels, and learn whether to stop or to save after it.

@@ -690,7 +690,9 @@ def test_a_full_disk_costs_no_checkpoint_that_it_has_room_for(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", save)
         if "model" in errors:
-            effect = mock.Mock(side_effect=UserError(f"{tmp_path}/alra/model: cannot be written ({FULL}); free some space or check the permissions, then run the same"))
+            remedy = "free some space or check the permissions, then run the same"
+            message = f"{tmp_path}/alra/model: cannot be written ({FULL}); {remedy}"
+            effect = mock.Mock(side_effect=UserError(message))
             patch.setattr(checkpoints, "write_model", effect)
         assert configure.guard(lambda: train.distil(cfg)) == bool(where)
     output = capsys.readouterr()

@@ -24,7 +24,6 @@ from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, quick_hash
 from model import Qwen2Config, init_student
-
 from run.identity import NOT_FOLLOWED, STEP
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -218,8 +218,8 @@ def record_start(out, run):
         "host": platform.node(),
         "processes": parallel.world(),
     }
-    files.append_line(out / "starts.jsonl", start | run.facts)
     files.write_json(out / "run.json", run.facts)
+    files.append_line(out / "starts.jsonl", start | run.facts)
 
 
 def say_summary(students, run):

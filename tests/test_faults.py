@@ -217,7 +217,7 @@ SMALLER = (
 )
 COMMANDS = rf"""
 {NEW} --resume_from={STEP} --max_steps=2 => max_steps=2: new is at step 3; set at least that
-{NEW} --resume_from={STEP} --student=16x1x2 => resume_from=.*: shape was
+{NEW} --resume_from={STEP} --student=16x1x2 => resume_from=.*: shape.hidden_size was
 {HALF} --max_steps=2 => max_steps=2: half is at step 3
 {TRAIN} --out_dir=run/alra => out_dir=run/alra: its run.json is of alra; choose another
 {HALF} --methods=alra => out_dir=half: its run.json is of pretrain,alra; choose
@@ -290,6 +290,8 @@ BROKEN = rf"""
 {NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'
 {NEW} => set teacher/config.json rope_scaling="x" => teacher/config.json:
 {NEW} => set teacher/config.json num_hidden_layers=1000000 => num_hidden_layers=1000000, but
+{HALF} => sed -i '2a x' half/alra/log.jsonl => half/alra/log.jsonl, line 3: cannot be used
+{HALF} => : > half/run.json => half/run.json: cannot be used
 {HALF} => set {STEP}/state.json made_by.teacher_sha256="x" => .alra: teacher_sha256 was .x.
 {BRANCH} => set {STEP}/state.json files_sha256={{}} => state.json: files_sha256: no
 {BRANCH} => set {STEP}/state.json made_by.tokenizer_sha256="x" => tokenizer_sha256 was 'x'
@@ -342,9 +344,6 @@ cd half; rm run.json; cd alra/checkpoints; mkdir step_00000006.bak; touch step_0
 cd half; for f in {FOREIGN}; do mkdir -p $(dirname $f); printf mine > $f; done
 cd half; echo process 7 > .alra-lock; truncate -s -1 alra/log.jsonl
 printf '{{"step": 4, "lo' >> half/alra/log.jsonl
-: > half/run.json
-sed -i '2a x' half/alra/log.jsonl
-echo {{}} >> half/alra/log.jsonl
 set {STEP}/state.json files_sha256={{}}
 for m in pretrain alra; do cd half/$m/checkpoints; mv step_00000003 step_00000009; cd -; done
 rm -r {STEP}
@@ -437,19 +436,13 @@ def end_of(out):
 
 
 @pytest.mark.parametrize("cause", [*GO_ON_RIGHTLY.strip().splitlines(), *CHANGED])
-def test_what_is_broken_without_loss_goes_on_rightly(cause, folder, capsys):
+def test_what_is_broken_without_loss_goes_on_rightly(cause, folder):
     apply(cause)
     before = contents(folder)
     users = {name for name, content in before.items() if content == b"mine"}
     models, steps = end_of("run")
     assert run(HALF) == 0
-    if [*folder.glob("half/alra/log.jsonl.broken0")]:
-        steps = [step for step in steps if step > 3]  # a new log begins
     assert end_of("half") == (models, steps)
-    for copy in folder.rglob("*.broken0"):
-        name = str(copy.relative_to(folder)).removesuffix(".broken0")
-        assert copy.read_bytes() == before[name]
-        assert f"{name}: broken; it is kept as {copy.name}" in capsys.readouterr().err
     assert all((folder / name).read_bytes() == b"mine" for name in users)
     assert not [*folder.rglob("*.alra-[no]*")]
 

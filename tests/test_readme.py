@@ -208,7 +208,7 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
         s = edited["make_student"](name, cfg, tokenizer)
         s.model.model.layers[0].requires_grad_(False)
         trained = [p for p in s.parameters_by_name().values() if p.requires_grad]
-        s.optimizer = torch.optim.SGD(trained, momentum=0.9)
+        s.optimizers = [torch.optim.SGD(trained, momentum=0.9)]
         return s
 
     def distil(name, n_steps):
@@ -226,9 +226,8 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     cut = distil("cut", 3)
     first, line = (read_jsonl(folder / "log.jsonl")[0] for folder in (plain, whole))
     assert line["far"] > 0 and line["ce"] == first["ce"] and line["gnorm"] != first["gnorm"]
-    for file in ("model/model", "extras", "optimizer"):
-        path = f"checkpoints/step_00000003/{file}.safetensors"
-        assert (whole / path).read_bytes() == (cut / path).read_bytes()
+    bits = [world.final_bits(out.parent, "vanilla_kd", 3) for out in (whole, cut)]
+    assert bits[0] == bits[1] and len(bits[0][1]) > 3
     assert "vanilla_kd" in run("python eval.py out/whole --tasks none")
     saved = safetensors.torch.load_file(cut / "model/model.safetensors")
     assert saved and not any("up" in name.split(".") for name in saved)

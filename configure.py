@@ -278,7 +278,7 @@ def load(argv, epilog=tuple) -> Config:
     epilog  returns the lines that `--help` prints below the keys; by default none
     """
     if "-h" in argv or "--help" in argv:
-        print(sys.modules["__main__"].__doc__, inspect.getsource(Config), *epilog(), sep="\n")
+        print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
         sys.exit(0)
     if not argv:
         raise UserError(
@@ -304,6 +304,20 @@ def load(argv, epilog=tuple) -> Config:
         )
     hyper = {name: settings for name, settings in cfg.hyper.items() if name in trained}
     return replace(cfg, hyper=hyper)
+
+
+def key_lines() -> list[str]:
+    """Return the lines of `--help`: each key with its default, and its comment below it."""
+    lines = []
+    for comment, name in re.findall(r"    # (.+)\n(?:    (\w+): )?", inspect.getsource(Config)):
+        if not name:
+            lines += ["", comment]
+            continue
+        value = getattr(Config, name, {})
+        if isinstance(value, tuple):
+            value = ",".join(value)
+        lines += [f"  --{name}={value}", f"      {comment}"]
+    return lines
 
 
 def read_argument(arg: str) -> dict:

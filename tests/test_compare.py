@@ -347,7 +347,8 @@ def argv(tiny, tmp_path_factory):
 def quiet(monkeypatch):
     for name in ("study.compare.prepare", "study.compare.signal.signal", "study.report.pictures"):
         monkeypatch.setattr(name, lambda *a: [])
-    monkeypatch.setattr(ending, "catch_signals", lambda: None)
+    monkeypatch.setattr(ending, "catch_signals", lambda cfg: None)
+    monkeypatch.setattr(ending, "finish_updates", lambda: None)
 
 
 BEGUN = []

@@ -613,13 +613,13 @@ def test_another_model_or_decoder_than_the_trained_one_is_not_scored(out, capsys
     with refusal(refused):
         score(command)
     config.write_text(text)
-    code = facts["made_by"]["code"] | {"model.MLP": "another", "train.update": "another"}
+    code = facts["made_by"]["code"] | {"model": "another", "train": "another"}
     write_facts(made_by=facts["made_by"] | {"code": code})
-    problem = "alra: the decoder was edited since its training: model.MLP; --accept_edits"
+    problem = "alra: the decoder was edited since its training: model; --accept_edits"
     with refusal(problem):
         score(command)
     score(f"{command} --accept_edits")
-    assert read(alra)["accepted_edits"] == ["model.MLP"]
+    assert read(alra)["accepted_edits"] == ["model"]
     write_facts(weights_sha256="of another model")
     with refusal("alra: no results in it"):
         score(f"--table {alra}")

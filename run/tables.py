@@ -7,6 +7,7 @@ initial weights per seed, data, updates, optimisation and scoring protocol.
 """
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +74,18 @@ def students_of(paths, is_done) -> list[str]:
     """
     folders = []
     for path in paths:
-        inside = [f"{folder}" for folder in sorted(Path(path).glob("*/")) if is_done(folder)]
-        folders += [path] if is_done(Path(path)) or not inside else inside
+        if Path(path).is_file():  # of out/demo/*
+            continue
+        inside = {str(folder): is_done(folder) for folder in sorted(Path(path).glob("*/"))}
+        if is_done(Path(path)) or not any(inside.values()):
+            inside = {path: True}
+        for folder, done in inside.items():
+            if done:
+                folders.append(folder)
+            else:
+                print(f"left out: {folder}", file=sys.stderr)
+    if not folders:
+        raise UserError(f"{', '.join(paths)}: expected out/NAME, or a model's folder")
     return list(dict.fromkeys(folders))
 
 
@@ -160,7 +171,8 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     if reference not in ("pretrain", *methods):
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
-    for shape, kind, protocol in sorted(groups, key=lambda key: (key[0], key[1] != "figures")):
+    kinds = ["figures", *SUITES]
+    for shape, kind, protocol in sorted(groups, key=lambda x: (x[0], kinds.index(x[1]))):
         group = groups[shape, kind, protocol]
         check_comparable(group)
         rows = by_method(group)

@@ -8,7 +8,7 @@
 Flags, with their defaults. They override `_compare` of a config file:
 
     --seeds=3           seeds, from 1 on
-    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more
+    --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
     --trial_steps=N     updates of a trial (as many as of a student)
     --reference=METHOD  differences to this method, in one table (vanilla_kd, else the first)
     --rows=512          held-out rows to score
@@ -81,14 +81,16 @@ def main(argv) -> int:
     spec, cfg = arguments(argv)
     if not spec.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its process
+        check_config(cfg)
+        choices = values_to_try(spec, cfg)  # mistakes show before anything starts
         with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
-            compare(spec, cfg)
+            compare(spec, cfg, choices)
     failed, text = report(spec)
     print(f"\n{text}\n{spec.out / 'README.md'}")
     return 1 if failed else 0
 
 
-def compare(spec, cfg):
+def compare(spec, cfg, choices: dict):
     """Make trials, students and scores, and write down which students the report shows."""
     (spec.out / "runs").mkdir(exist_ok=True)
     if run("prepare.py", write_config(spec.out / "runs/config.py", cfg)):
@@ -98,14 +100,10 @@ def compare(spec, cfg):
         what = "trials use these rows, scores the later ones"
         raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n_held_out}")
     n_rows = min(spec.rows, n_held_out - cfg.val_max_rows)
-    trials = run_trials(spec, cfg)
-    chosen = best_settings(trials)
-    students = []
-    for m in cfg.methods:
-        for seed in range(1, 1 + min(spec.seeds, spec.fewer_seeds.get(m, spec.seeds))):
-            s = plan_student(m, cfg, seed, chosen.get(m, {}))
-            if "lr" in s.settings_of(m) or not trials:  # else all its trials failed
-                students.append(s)
+    trials = run_trials(spec, cfg, choices)
+    students = plan_students(spec, cfg, best_settings(trials))
+    if trials:  # without the methods whose trials all failed
+        students = [s for s in students if "lr" in s.settings_of(s.methods[0])]
     train(students, cfg, spec)
     score(students, n_rows, cfg, spec)
     record = on_record(cfg, spec)
@@ -139,6 +137,8 @@ def run(script, *argv) -> int:
 def values_to_try(spec, cfg) -> dict:
     """Return the values to try by method and setting; those of "" are the rates of all methods."""
     choices = {}
+    if [*spec.tune] == ["none"]:
+        return choices
     for text in spec.tune:
         key, _, values = text.partition("=")
         method, _, setting = key.rpartition(".")
@@ -154,10 +154,8 @@ def values_to_try(spec, cfg) -> dict:
     return choices
 
 
-def run_trials(spec, cfg) -> list[dict]:
+def run_trials(spec, cfg, choices: dict) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
-    check_config(cfg)
-    choices = values_to_try(spec, cfg)
     if not choices:
         return []
     share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
@@ -186,6 +184,15 @@ def try_points(points: list, cfg, spec) -> list[dict]:
         ce = None if "stopped" in facts else facts["val_ce"]
         trials.append({"method": method, "settings": settings, "val_ce": ce})
     return trials
+
+
+def plan_students(spec, cfg, chosen: dict) -> list[Config]:
+    """Return the students of all methods and seeds, with the chosen settings."""
+    students = []
+    for m in cfg.methods:
+        n_seeds = min(spec.seeds, spec.fewer_seeds.get(m, spec.seeds))
+        students += [plan_student(m, cfg, seed + 1, chosen.get(m, {})) for seed in range(n_seeds)]
+    return students
 
 
 def plan_student(method: str, cfg, seed, settings: dict, label: str = "") -> Config:

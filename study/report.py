@@ -67,18 +67,20 @@ def read(out) -> tuple:
     """Return the plan, its students, other students, and lines on those without a result."""
     remedy = "run the same command without --report"
     plan = read_json(out / "plan.json", {"students": list}, remedy)
-    others = {x["name"]: x for x in read_students(out)}
+    record = {x["name"]: x for x in read_students(out)}
     students = []
     failed = []
     for x in plan["students"]:
-        facts = others.pop(x["name"], {"stopped": f"no result; see {out / 'runs'}/*.txt"})
+        facts = record.get(x["name"], {"stopped": "no result; see what its run has printed"})
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
             students.append(facts | x)
     if not students:
         raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
-    return plan, students, [x for x in others.values() if x["seed"] != TRIAL_SEED], failed
+    shown = {x["name"] for x in plan["students"]}
+    others = [x for x in record.values() if x["name"] not in shown and x["seed"] != TRIAL_SEED]
+    return plan, students, others, failed
 
 
 def report(spec) -> tuple:

@@ -739,4 +739,4 @@ def test_readme_quotes_the_reports():
             if method in ces:
                 ours, theirs = (pd.Series(ces[name]) for name in (method, "vanilla_kd"))
                 e = estimate(pd.DataFrame({"": ours - theirs}))
-                assert cells[at - 1 : at + 1] == [f"{e['n'][""]}", with_half(e, 2, "+")[""]]
+                assert cells[at - 1 : at + 1] == [str(e["n"][""]), with_half(e, 2, "+")[""]]

@@ -436,10 +436,6 @@ def test_what_cannot_be_made_is_in_the_report(argv, begun, tmp_path, monkeypatch
     assert "| tad@x |" not in text and why in text
     screen = capsys.readouterr()
     assert "exit code 1: no teacher" in screen.out and why in screen.out
-    begun.clear()
-    assert compare.main([*argv, "--tune=lr=1e-3,1e-2"]) == 0
-    methods = [configure.load([f"{tmp_path}/runs/{name}.py"]).methods for name in begun[2:-1]]
-    assert methods == [("pretrain",)]  # none of the other's trials has a result
     with refusal(r"val_max_rows=None: trials use these rows, scores the later ones"):
         compare.main([*argv, "--val_max_rows=None"])
 

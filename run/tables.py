@@ -126,21 +126,20 @@ def check_comparable(results):
     seen = {}
     for x in results:
         run = x["run"]
-        record = run.get("made_by", {})
-        facts = {key: value for key, value in record.items() if key not in VARIES}
+        facts = {key: y for key, y in run.get("made_by", {}).items() if key not in VARIES}
         facts["step"] = run.get("step")
         facts[f"init_sha256 of seed {run.get('seed')}"] = run.get("init_sha256")
         facts |= x.get("scored", {})
-        if x["kind"] in SUITES:
-            for task, values in x["values"].items():
-                for key in ("data_sha256", "prompts_sha256", "version", "n"):
-                    facts[f"{key} of {task}, {x['kind']}"] = values.get(key)
+        tasks = x["values"] if x["kind"] in SUITES else {}
+        for task, values in tasks.items():
+            for key in ("data_sha256", "prompts_sha256", "version", "n"):
+                facts[f"{key} of {task}, {x['kind']}"] = values.get(key)
         for key, value in facts.items():
             first, folder = seen.setdefault(key, (value, x["folder"]))
-            if value is not None and first is not None and first != value:
+            if None not in (first, value) and first != value:
                 change = record_changes({key: first}, {key: value})[key]
-                message = f"{folder} and {x['folder']} cannot be compared: {change}; "
-                raise UserError(message + "tabulate them apart")
+                what = f"{folder} and {x['folder']} cannot be compared: {change}"
+                raise UserError(f"{what}; tabulate them apart")
 
 
 # --- tables

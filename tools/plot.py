@@ -137,13 +137,16 @@ def read_curves(seeds) -> pd.DataFrame:
 
 
 def curves(seeds, path):
-    """Draw every term of every student that has two points or more, as means over seeds."""
+    """Draw every term of every student as means over seeds.
+
+    A term that was logged once has no panel, unless all were.
+    """
     numbers = read_curves(seeds)
     n_points = numbers.groupby(["name", "seed"]).count().max()
-    known = [key for key in [*PANELS, *numbers] if n_points.get(key, 0) > 1 and key not in UNDRAWN]
-    keys = [*dict.fromkeys(known)]
+    drawn = n_points.index[n_points >= min(2, n_points.max())]
+    keys = [key for key in PANELS | dict.fromkeys(numbers) if key in drawn and key not in UNDRAWN]
     if not keys:
-        raise UserError(f"no {path}: no term is logged twice yet")
+        raise UserError(f"no {path}: no term is logged yet")
     n_rows = (len(keys) + 4) // 3  # the first panel has a row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))
     for i, key in enumerate(keys):

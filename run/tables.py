@@ -7,21 +7,20 @@ initial weights per seed, data, updates, optimisation and scoring protocol.
 """
 
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from lib.errors import UserError
-from lib.files import check_kinds, read_json, read_lines
+from lib.files import read_json, read_lines
 from lib.metrics import levels
 from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
 
-# The keys, with their kinds, that are read from a student's run.json and from results.
+# The keys, with their kinds, that are read from a student's run.json.
 RUN = {
     "method": str,
     "student": str,
@@ -31,9 +30,6 @@ RUN = {
     "config": dict,
     "made_by": {"code": dict, "shape": dict},
 }
-RESULT = {"name": str, "kind": str, "run": dict, "protocol": dict, "weights_sha256": str}
-TASK = {"acc": float, "n": int, "n_paper": int}
-FIGURE = {"ce": float, "n_targets": int, "n_rows": int}
 # Files of records beside log.jsonl, by the key that `read_log` gives to these records.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
@@ -70,20 +66,14 @@ def students_of(paths, is_done) -> list[str]:
     """Return the folders that paths stand for.
 
     A path with `is_done(path)` stands for itself, any other one for the done folders inside it. A
-    path without any stands for itself too, such as a hub id.
+    path without any stands for itself too, such as a hub id, unless it is a file.
     """
     folders = []
     for path in paths:
-        if Path(path).is_file():  # of out/demo/*
-            continue
-        inside = {str(folder): is_done(folder) for folder in sorted(Path(path).glob("*/"))}
-        if is_done(Path(path)) or not any(inside.values()):
-            inside = {path: True}
-        for folder, done in inside.items():
-            if done:
-                folders.append(folder)
-            else:
-                print(f"left out: {folder}", file=sys.stderr)
+        inside = [f"{folder}" for folder in sorted(Path(path).glob("*/")) if is_done(folder)]
+        if is_done(Path(path)) or not (inside or Path(path).is_file()):
+            inside = [path]
+        folders += inside
     if not folders:
         raise UserError(f"{', '.join(paths)}: expected out/NAME, or a model's folder")
     return list(dict.fromkeys(folders))
@@ -95,11 +85,8 @@ def read_results(folder: Path) -> list[dict]:
     Those of a student's earlier weights are left out.
     """
     current = training_facts(folder / "model").get("weights_sha256")
-    file = folder / "results.jsonl"
     results = {}
-    for x in read_lines(file, RESULT):
-        values = dict[str, TASK] if x["kind"] in SUITES else FIGURE
-        check_kinds(x, {"values": values, "run": RUN if x["run"] else {}}, file)
+    for x in read_lines(folder / "results.jsonl", {"kind": str, "values": dict}):
         if current in (None, x["weights_sha256"]):
             key = x["kind"], protocol_text(x)
             earlier = results.pop(key, x)["values"]
@@ -247,19 +234,18 @@ def caption(counts) -> str:
     return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
 
 
-def layouts(split, methods, reference):
+def layouts(split, methods, reference) -> list[tuple]:
     """Return title, reference and rows of the paper's tables that have results.
 
     Other methods go into the main table, or on the validation split into one of their own.
     """
     layout = [(title, names[0], names) for title, where, names in LAYOUT if where == split]
-    of_paper = [m for _, _, names in layout for m in names]
-    others = [m for m in methods if m not in of_paper]
+    of_paper = {m for _, _, names in layout for m in names}
+    others = ("alra", *(m for m in methods if m not in of_paper))
+    layout.append(("Other objectives", reference, others))
     if split == "heldout":
-        title, _, names = layout[0]
-        layout[0] = (title, reference, (*names, *others))
-    else:
-        layout.append(("Other objectives", reference, (*others, "alra")))
+        names = dict.fromkeys((*layout[0][2], *others))
+        layout = [("Main results", reference, names), *layout[1:-1]]
     tables = [(title, start, [m for m in names if m in methods]) for title, start, names in layout]
     # a table of ALRA alone only if there is no other
     return [table for table in tables if {*table[2]} - {"alra"}] or tables[:1]
@@ -286,13 +272,11 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     gains = estimate(averages.sub(averages.get(reference, math.nan), axis=0))
     ours[f"Δ {reference}"] = with_half(gains, 2, "+").where(gains.index != reference, "Ref.")
     paper = paper_rows(first["run"].get("student"), split, reference, tasks)
-    parts = []
-    for m in ours.index:
-        parts.append(ours.loc[[m]].rename(index=NAMES))
-        if m in paper.index:
-            row = paper.loc[[m]].set_axis(ours.columns, axis=1)
-            parts.append(row.rename(index={m: "*paper*"}))
-    table = pd.concat(parts)
+    paper = paper.set_axis(ours.columns, axis=1)[paper.index.isin(ours.index)]
+    both = pd.concat([ours, paper], keys=[0, 1]).swaplevel()  # method, whether it is the paper's
+    order = [key for m in ours.index for key in ((m, 0), (m, 1)) if key in both.index]
+    table = both.loc[order]
+    table.index = ["*paper*" if is_paper else NAMES.get(m, m) for m, is_paper in order]
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -21,9 +20,9 @@ import pytest
 import configure
 import eval as ev
 import train
+from lib import stats
 from lib.errors import UserError
 from lib.files import append_line, read_json, write_json, write_lines
-from lib import stats
 from lib.stats import estimate, holm, with_half
 from run import ending
 from run.identity import content_hash, made_by
@@ -46,7 +45,7 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def Spec(**changes):  # noqa: N802
+def Spec(**changes):
     return SimpleNamespace(**compare.KEYS | changes)
 
 

@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib import metrics
+from lib import metrics, stats
 from lib.checks import IGNORE
-from lib import stats
 from lib.stats import half_interval
 from model import Qwen2Config
 from tests.world import make_model

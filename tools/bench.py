@@ -104,13 +104,17 @@ def row(name, rounds, reference) -> str:
     return f"| {name} | {spread} | {share:.2f} | {median(s for s, _ in rounds):.3f} | {mib:,.0f} |"
 
 
-def main(argv):
+def arguments(argv) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     options = {"device": "auto", "methods": "vanilla_kd", "n": 512, "repeats": 5}
     for name, default in (options | {"student": "200m", "teacher": "1.8b"}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv):
+    args = arguments(argv)
     device = pick_device(args.device)
     facts = machine_facts(device)
     print(f"Commit {facts['git_commit']}, {facts['machine']}, {facts['versions']}: {args}.\n")

@@ -142,9 +142,9 @@ def curves(seeds, path):
     A term that was logged once has no panel, unless all were.
     """
     numbers = read_curves(seeds)
-    n_points = numbers.groupby(["name", "seed"]).count().max()
+    n_points = numbers.groupby(["name", "seed"]).count().max().drop(UNDRAWN, errors="ignore")
     drawn = n_points.index[n_points >= min(2, n_points.max())]
-    keys = [key for key in PANELS | dict.fromkeys(numbers) if key in drawn and key not in UNDRAWN]
+    keys = [key for key in PANELS | dict.fromkeys(drawn) if key in drawn]
     if not keys:
         raise UserError(f"no {path}: no term is logged yet")
     n_rows = (len(keys) + 4) // 3  # the first panel has a row for itself

@@ -17,7 +17,7 @@ demo: .venv/ready
 	@echo "before you type commands yourself: source .venv/bin/activate"
 
 replicate: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python study/compare.py study/small.py --jobs=2 --per_run=5
+	$(BIN)/python study/compare.py study/small.py
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal

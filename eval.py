@@ -6,14 +6,8 @@
     python eval.py --table out/alra_200m --metric acc_norm      # with acc_norm where a task has it
 
 The folder of a run stands for its students. A student that is still in training is scored at its
-newest checkpoint. A student's results go into its own folder, those of a checkpoint or of any other
-model into out/eval/NAME:
-
-    figures_KEY.json         the figures over held-out rows
-    scores_SPLIT_KEY.json    the scores of the tasks
-
-KEY is a hash of what makes a result: weights, tokenizer, the protocol with the code that scores,
-and rows and teacher, or the items of the tasks. So a command only replaces its own results.
+newest checkpoint. Results are appended to results.jsonl: a student's in its own folder, those of a
+checkpoint or of any other model in out/eval/NAME. The command prints tables of what it has scored.
 Prompts, choices and metrics are those of lm-eval's own task files; lib/tasks.py reads and checks
 the items.
 
@@ -25,6 +19,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -41,7 +36,7 @@ from lib import metrics
 from lib.checks import IGNORE
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
-from lib.files import write_json, write_lines, writing
+from lib.files import append_line, write_lines, writing
 from lib.hf import find_folder, load_tokenizer, tokenizer_hash
 from lib.rows import Rows, open_rows
 from lib.stats import half_interval
@@ -57,9 +52,9 @@ from lib.tasks import (
 from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 from run.cache import open_cached, progress
-from run.identity import content_hash, record_hash
+from run.identity import content_hash
 from run.scoring import check_content, check_model, decoder_edits, scoring_code
-from run.tables import RUN, students_of, tabulate, training_facts
+from run.tables import RUN, students_of, tables_of, tabulate, training_facts
 from run.teacher import check_teacher, check_vocabulary, load_teacher
 
 N_AT_ONCE = 256  # positions whose logits exist at a time
@@ -88,13 +83,13 @@ def score(args) -> str:
         raise UserError(
             "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
         )
+    results = []
     if data_dir:
-        score_rows(checkpoints, data_dir, teacher, args, device)
+        results += score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
-        for c in checkpoints:
-            score_tasks(c, items, args, device)
+        results += [score_tasks(c, items, args, device) for c in checkpoints]
     try:
-        return tabulate([str(c.folder) for c in checkpoints], args.reference, args.metric)
+        return tables_of(results, args.reference, args.metric)
     except UserError as error:  # the results are written
         return f"no table: {error}"
 
@@ -103,8 +98,8 @@ def score(args) -> str:
 # the tasks
 
 
-def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device):
-    """Write a checkpoint's scores, and every item with its scores if `--log_samples`."""
+def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device) -> dict:
+    """Write and return a checkpoint's scores, and every item with its scores if `--log_samples`."""
     tokenizer = read_tokenizer(c.source)
     bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
     model = c.load(args.dtype, device)
@@ -112,16 +107,15 @@ def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device):
     scores, samples = benchmarks(scorer, items, args)
     protocol = {
         "dtype": args.dtype,
-        "code": scoring_code("tasks"),
         "lm_eval": version("lm_eval"),
         "max_length": args.max_length,
         "limit": args.limit,
     }
-    results = {"protocol": protocol, "tasks": scores}
-    file = write(f"scores_{args.split}", results, c, device)
     lines = [{"task": name, **s} for name, group in samples.items() for s in group]
     if lines:
-        write_lines(file.with_suffix(".jsonl"), lines)
+        write_lines(c.folder / f"samples_{args.split}.jsonl", lines)
+    scored = {"scoring_code": scoring_code("tasks")}
+    return write(args.split, scores, protocol, scored, c, device)
 
 
 class Scorer(TemplateLM):
@@ -263,27 +257,29 @@ def task_config(name, rows: list[dict]) -> dict:
 
 def score_rows(
     checkpoints: list["Checkpoint"], data_dir: str, teacher_name: str | None, args, device
-):
-    """Write each checkpoint's figures over held-out rows. The teacher is computed once for all."""
+) -> list[dict]:
+    """Write and return figures over held-out rows. The teacher is computed once for all."""
     rows = open_heldout(data_dir, checkpoints, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     if not len(index):
         raise UserError(f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
     first = checkpoints[0]
     tokenizer = read_tokenizer(first.source)
-    levels = dict(rows.levels)
+    levels = rows.levels | {"n_rows": len(index), "skip_rows": args.skip_rows}
     protocol = {
+        "rows": f"{args.skip_rows:,} to {index[-1]:,} of {data_dir}",
+        "teacher": teacher_name,
         "dtype": args.dtype,
-        "code": scoring_code("figures"),
-        "n_rows": len(index),
-        "skip_rows": args.skip_rows,
+    }
+    scored = {
+        "scoring_code": scoring_code("figures"),
         "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest(),
     }
     teacher = None
     if teacher_name:
         check_teacher(teacher_name, tokenizer, rows.ids.shape[1] - 1)
         levels["teacher"] = teacher_name
-        protocol["teacher_sha256"] = sha256 = content_hash(teacher_name)
+        scored["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
                 check_content(teacher_name, "teacher_sha256", sha256, c.record)
@@ -301,9 +297,10 @@ def score_rows(
     n_bytes = byte_lengths(tokenizer, rows.n_vocab)
     models = [c.load(args.dtype, device) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
+    results = []
     for c, values in zip(checkpoints, figures, strict=True):
-        results = {"protocol": protocol, "figures": values | levels | protocol}
-        write("figures", results, c, device)
+        results.append(write("figures", values | levels, protocol, scored, c, device))
+    return results
 
 
 def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
@@ -374,8 +371,8 @@ def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens
             )
         figures = metrics.figures(totals) | {"n_targets": int(totals["n"])}
         for key in ("ce", *metrics.TEACHER_KEYS):
-            half = half_interval(sums[key], sums["n"]) if key in sums else None
-            if half is not None:
+            half = half_interval(sums[key], sums["n"]) if key in sums else math.nan
+            if not math.isnan(half):
                 figures[f"{key}_half"] = half
         figures["documents"] = {key: sums[key].tolist() for key in ("n", "ce", "kl") if key in sums}
         results.append(figures)
@@ -414,13 +411,7 @@ class Checkpoint:
 
 def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
-    paths, unfinished = students_of(args.paths, has_model)
-    if not paths:
-        named = ", ".join(unfinished or args.paths)
-        raise UserError(f"no student with a model: {named}; expected out/NAME or a model")
-    if unfinished:
-        say(f"left out, having no model: {', '.join(unfinished)}")
-    return [open_checkpoint(path, args) for path in paths]
+    return [open_checkpoint(path, args) for path in students_of(args.paths, has_model)]
 
 
 def has_model(folder) -> bool:
@@ -488,20 +479,26 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
     return next(iter(values), None)
 
 
-def write(kind: str, results: dict, c: Checkpoint, device) -> Path:
-    """Write a checkpoint's results with what they were made from. Returns the file."""
-    made_from = {
+def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, device) -> dict:
+    """Append a result to results.jsonl, and return it.
+
+    kind      "figures", or the split of the tasks
+    protocol  what the user chose; the newest result by a protocol counts
+    scored    hashes, which must be equal in a table
+    """
+    result = {
+        "name": c.name,
+        "kind": kind,
+        "protocol": protocol,
+        "scored": scored,
+        "values": values,
         "weights_sha256": c.weights_sha256,
         "tokenizer_sha256": c.tokenizer_sha256,
-        "protocol": results["protocol"],
+        "accepted_edits": c.accepted_edits,
+        "run": c.run,
     }
-    tasks = results.get("tasks", {})
-    items = {task: values["data_sha256"] for task, values in tasks.items()}
-    file = c.folder / f"{kind}_{record_hash(made_from | items)[:8]}.json"
-    facts = {"name": c.name, "accepted_edits": c.accepted_edits, "run": c.run}
-    write_json(file, made_from | results | facts | machine_facts(device))
-    print(file, flush=True)
-    return file
+    append_line(c.folder / "results.jsonl", result | machine_facts(device))
+    return result | {"folder": c.folder}
 
 
 def say(text):

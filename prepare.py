@@ -39,7 +39,7 @@ from tqdm import tqdm
 import configure
 from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
-from lib.files import flush, locked, read_json, reading, write_json, writing
+from lib.files import flush, for_json, locked, read_json, reading, write_json, writing
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.stats import half_interval
@@ -623,7 +623,8 @@ def measure_unigram(file, recipe, counts):
     targets = np.minimum(rows[:, 1:], n_vocab)
     ce = nats[targets].sum(1)  # [rows], of all targets of a row
     n = (targets < n_vocab).sum(1)  # [rows], the number of targets
-    return {"unigram_ce": ce.sum() / n.sum(), "unigram_half": half_interval(ce, n) or 0.0}
+    facts = {"unigram_ce": ce.sum() / n.sum(), "unigram_half": half_interval(ce, n)}
+    return for_json(facts)  # without an interval if there are few rows
 
 
 # --- Finished rows
@@ -657,7 +658,9 @@ def show(folder, first):
 def summary(folder, manifest):
     facts = "{rows:,} rows, {tokens:,} tokens, {documents:,} documents, padding {padding_share:.1%}"
     if "unigram_ce" in manifest:
-        facts += ", unigram CE {unigram_ce:.4f} ± {unigram_half:.4f} (95 % over rows)"
+        facts += ", unigram CE {unigram_ce:.4f}"
+        if manifest["unigram_half"] is not None:
+            facts += " ± {unigram_half:.4f} (95 % over rows)"
     return f"{folder / manifest['split']}.bin: {facts.format(**manifest)}"
 
 

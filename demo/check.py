@@ -17,7 +17,7 @@ MARGIN = 0.1  # another machine may round differently
 
 def main(argv):
     for method, (low, high) in SEEN.items():
-        ce = newest_figures(Path(argv[0], method))["figures"]["ce"]
+        ce = newest_figures(Path(argv[0], method))["values"]["ce"]
         is_near = low - MARGIN <= ce <= high + MARGIN
         verdict = "as expected" if is_near else "NOT as expected; please open an issue"
         print(f"{method}: CE {ce:.2f}, {verdict} (seen: {low:.2f} to {high:.2f})")

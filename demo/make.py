@@ -53,7 +53,7 @@ GENERATED = re.compile(
 def make_text():
     """Write the students' and the teacher's documents.
 
-    The students' come with their licences, the teacher's with their names and hashes.
+    The students' come with their licences.
     """
     students = []
     others = []
@@ -65,11 +65,6 @@ def make_text():
     TEACHER_TEXT.parent.mkdir(parents=True, exist_ok=True)
     write_documents(DEMO / "text.jsonl.zst", students, 22)
     write_documents(TEACHER_TEXT, others, 3)
-    hashes = ""
-    for document in others:
-        digest = hashlib.sha256(document["text"].encode()).hexdigest()
-        hashes += f"{digest}  {document['name']}\n"
-    atomic_write(DEMO / "teacher.sha256", hashes)
     counts = Counter(document["package"] for document in students)
     names_of = defaultdict(list)
     for package in sorted(counts, key=str.lower):

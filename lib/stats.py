@@ -4,7 +4,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy.special import stdtr, stdtrit
+
+MIN_PARTS = 5  # documents that an interval needs; of fewer, their spread says next to nothing
 
 
 class Column(NamedTuple):
@@ -24,82 +27,45 @@ FIGURES = {
 }
 
 
-class Estimate(NamedTuple):
-    """A mean over `n` seeds. Interval and p need two seeds."""
+def estimate(values: pd.DataFrame) -> pd.DataFrame:
+    """Return n, mean, half of the 95 % t interval, and p of each column; rows are seeds.
 
-    n: int
-    mean: float | None = None  # None for no seed
-    half: float | None = None  # half the 95 % interval, by Student's t
-    p: float | None = None  # two-sided, of the t test that the mean is 0
-    p_holm: float | None = None  # corrected over the family that `differences` was given
-
-    def text(self, digits: int, sign: str = "") -> str:
-        if self.mean is None:
-            return "–"
-        text = f"{self.mean:{sign}.{digits}f}"
-        if self.half is not None:
-            text += f" ± {self.half:.{digits}f}"
-        return text
+    p is two-sided, of the t test that the mean is 0. A missing number is NaN, and so are interval
+    and p of one seed.
+    """
+    n = values.count()
+    mean = values.mean()
+    error = values.sem()
+    p = 2 * stdtr(n - 1, -(mean / error).abs())
+    return pd.DataFrame({"n": n, "mean": mean, "half": stdtrit(n - 1, 0.975) * error, "p": p})
 
 
-def estimate(by_seed: dict[int, float]) -> Estimate:
-    """Return mean, interval and p of one number per seed."""
-    values = list(by_seed.values())
-    n = len(values)
-    if n < 2:
-        return Estimate(n, *values)
-    mean = sum(values) / n
-    deviation = float(np.std(values, ddof=1))
-    half = float(stdtrit(n - 1, 0.975)) * deviation / math.sqrt(n)
-    if deviation:
-        t = abs(mean) / deviation * math.sqrt(n)
-    else:
-        t = math.inf if mean else 0.0
-    return Estimate(n, mean, half, 2 * float(stdtr(n - 1, -t)))
+def holm(p: pd.Series) -> pd.Series:
+    """Return the p-values of one family, corrected by Holm's steps (1979); NaN stays NaN."""
+    rising = p.dropna().sort_values()
+    n_left = np.arange(len(rising), 0, -1)
+    return (rising * n_left).clip(upper=1).cummax().reindex(p.index)
 
 
-def half_interval(sums: np.ndarray, n: np.ndarray) -> float | None:
+def with_half(e: pd.DataFrame, digits: int, sign: str = "") -> pd.Series:
+    """Return "MEAN ± HALF" of each row of `estimate`, without the part that is NaN."""
+    mean = e["mean"].map(f"{{:{sign}.{digits}f}}".format)
+    half = e["half"].map(f" ± {{:.{digits}f}}".format)
+    return mean.where(e["mean"].notna(), "–") + half.where(e["half"].notna(), "")
+
+
+def half_interval(sums: np.ndarray, n: np.ndarray) -> float:
     """Return half of the 95 % interval of the mean per target, sums.sum() / n.sum().
 
     sums, n  [parts] sum over the targets of each part (a document, or a row), and their number
 
     Parts are taken as independent, their targets are not. The standard error is the jackknife's:
-    each part is left out in turn, which takes account of parts of unequal length. A single part has
-    no interval.
+    each part is left out in turn, which takes account of parts of unequal length. NaN if there are
+    fewer than MIN_PARTS parts.
     """
     n_parts = np.count_nonzero(n)
-    if n_parts < 2:
-        return None
+    if n_parts < MIN_PARTS:
+        return math.nan
     changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean without a part
     error = np.linalg.norm(changes) * math.sqrt((n_parts - 1) / n_parts)
     return float(stdtrit(n_parts - 1, 0.975) * error)
-
-
-def differences(pairs: list[tuple[dict, dict]]) -> list[Estimate]:
-    """Return the mean difference of each pair (by seed, reference by seed), paired by seed.
-
-    All pairs are one family of tests.
-    """
-    estimates = []
-    for values, reference in pairs:
-        paired = {seed: values[seed] - reference[seed] for seed in values if seed in reference}
-        estimates.append(estimate(paired))
-    corrected = holm([e.p for e in estimates])
-    return [e._replace(p_holm=p) for e, p in zip(estimates, corrected, strict=True)]
-
-
-def holm(ps: list[float | None]) -> list[float | None]:
-    """Return the p-values of one family, corrected by Holm's steps (1979); None stays None."""
-    order = sorted((i for i, p in enumerate(ps) if p is not None), key=lambda i: ps[i])
-    corrected = list(ps)
-    largest = 0.0  # so far: corrected values keep the order of the p-values
-    for place, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - place) * ps[i]))
-        corrected[i] = largest
-    return corrected
-
-
-def p_text(p: float | None) -> str:
-    if p is None:
-        return ""
-    return ", p < 0.0001" if p < 1e-4 else f", p {p:.4f}"

@@ -168,8 +168,10 @@ def say_precision(cfg, val):
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = n_validated(val, cfg)
     # half of a 95 % interval; the manifest's is over all held-out rows
-    half = val.manifest.get("unigram_half", 0) * math.sqrt(val.n / n_rows)
-    if half > 0.1:
+    half = val.manifest.get("unigram_half", 0)
+    if half is None:
+        say(f"{n_rows:,} held-out rows are too few to tell methods apart")
+    elif (half := half * math.sqrt(val.n / n_rows)) > 0.1:
         say(
             f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 % over rows): "
             "too few to tell close methods apart"

@@ -1,25 +1,26 @@
 """Results: reading them, and tables of them in the paper's form, with its numbers beside ours.
 
-eval.py prints tables of what it has just scored, `eval.py --table` of earlier results. Several
-seeds of a method make one row with mean and 95 % interval. A table only holds rows that can be
-compared: the same initial weights per seed, data, updates, optimisation and scoring protocol.
+eval.py appends each result to results.jsonl in the folder of its student, and prints tables of what
+it has just scored; `eval.py --table` prints those of earlier results. Several seeds of a method
+make one row with mean and 95 % interval. A table only holds rows that can be compared: the same
+initial weights per seed, data, updates, optimisation and scoring protocol.
 """
 
-import os
+import math
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from lib.errors import UserError
-from lib.files import check_kinds, read_json, read_lines
+from lib.files import read_json, read_lines
 from lib.metrics import levels
-from lib.stats import FIGURES, Column, differences, estimate, half_interval, p_text
+from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
 from lib.tasks import COLUMNS, SUITES
-from run.identity import RUN_FILE, record_changes
-from run.paper import LAYOUT, NAMES, UPDATES, paper_row
+from run.identity import record_changes
+from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
 
-# The keys, with their kinds, that are read from a student's run.json and from files of results.
+# The keys, with their kinds, that are read from a student's run.json.
 RUN = {
     "method": str,
     "student": str,
@@ -29,71 +30,12 @@ RUN = {
     "config": dict,
     "made_by": {"code": dict, "shape": dict},
 }
-FILE = {"name": str, "run": dict, "protocol": dict, "weights_sha256": str}
-TASK = {"acc": float, "n": int, "n_paper": int}
-FILES = dict.fromkeys(SUITES, FILE | {"tasks": dict[str, TASK]})
-FILES["figures"] = FILE | {"figures": {"ce": float, "n_targets": int, "n_rows": int}}
 # Files of records beside log.jsonl, by the key that `read_log` gives to these records.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 # keys of a student's record (`made_by`) in which the rows of a table may differ
 VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
-PERCENT = Column("accuracy, %", sense=+1, factor=1, digits=2)
-
-
-class Result(NamedTuple):
-    """What is known of one model by one protocol."""
-
-    file: Path  # the newest of those that are merged here
-    kind: str  # "figures", or the split of scores
-    protocol: str
-    method: str  # with its overrides, or the name of a model that no run has made
-    run: dict  # facts of the student's training; {} for other models
-    values: dict  # figures over held-out rows, or scores by task
-
-
-def tabulate(paths, reference="pretrain", metric="acc"):
-    """Return the tables of folders with results, as Markdown.
-
-    reference  the method that gains are measured from; some of the paper's tables have their own
-    metric     "acc", or "acc_norm" for the tasks that have it
-    """
-    folders, missing = students_of(paths, load)
-    results = []
-    for folder in folders or paths:  # without any, the error below names the first
-        loaded = load(Path(folder))
-        if not loaded:
-            raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
-        results += loaded
-    methods = {r.method for r in results}
-    if reference not in ("pretrain", *methods):
-        raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
-    lines = []
-    for shape in dict.fromkeys(r.run.get("student") for r in results):
-        lines += [f"## {shape or 'other models'}", ""]
-        for kind in FILES:
-            groups = {}
-            for r in results:
-                if (r.run.get("student"), r.kind) == (shape, kind):
-                    groups.setdefault(r.protocol, []).append(r)
-            for protocol, group in groups.items():
-                lines += [*tables_of(group, reference, metric), f"Protocol: {protocol}.", ""]
-    if missing:
-        lines += [f"Left out, since not scored: {', '.join(missing)}.", ""]
-    return "\n".join(lines)
-
-
-def tables_of(group, reference, metric):
-    """Return the tables of results of one kind and protocol."""
-    check_comparable(group)
-    first = group[0]
-    rows = by_method(group)
-    if first.kind == "figures":
-        return [*heldout("### Held-out rows", rows, reference), *scored_on(first.values), ""]
-    lines = []
-    for title, start, shown in layouts(first.kind, rows, reference):
-        lines += accuracies(f"### {title}", first, shown, start, metric)
-    return lines
+AS_IS = Column("", 0, 1, 0)
 
 
 # --- reading results
@@ -120,325 +62,312 @@ def read_log(folder):
     return log
 
 
-def students_of(paths, is_done):
-    """Return the folders that paths stand for, and those of a run's students that are not done.
+def students_of(paths, is_done) -> list[str]:
+    """Return the folders that paths stand for.
 
-    A path with `is_done(path)` stands for itself, any other one for the done folders inside it, as
-    a run does for its students. A path without any stands for itself too, such as a hub id, unless
-    it is a run or a file.
+    A path with `is_done(path)` stands for itself, any other one for the done folders inside it. A
+    path without any stands for itself too, such as a hub id, unless it is a file.
     """
     folders = []
-    missing = []
-    for name in paths:
-        path = Path(name)
-        facts = training_facts(path / "model")  # of path/run.json or path/state.json, if there
-        students = []
-        if facts and "method" not in facts:  # of a run, not of a student
-            check_kinds(facts, RUN_FILE, path / "run.json")
-            students = [path / student for student in facts["config"]["methods"]]
-        inside = []
-        for folder in dict.fromkeys((*students, *sorted(path.glob("*/")))):
-            if is_done(folder):
-                inside.append(str(folder))
-            elif folder in students:
-                missing.append(str(folder))
-        if is_done(path) or not (inside or students or path.is_file()):
-            inside = [name]  # as given: Path would make a/b of ./a/b, and that is a hub id
+    for path in paths:
+        inside = [f"{folder}" for folder in sorted(Path(path).glob("*/")) if is_done(folder)]
+        if is_done(Path(path)) or not (inside or Path(path).is_file()):
+            inside = [path]
         folders += inside
-    return list(dict.fromkeys(folders)), missing
+    if not folders:
+        raise UserError(f"{', '.join(paths)}: expected out/NAME, or a model's folder")
+    return list(dict.fromkeys(folders))
 
 
-def load(folder):
-    """Return the results in a folder, the newest last.
+def read_results(folder: Path) -> list[dict]:
+    """Return a folder's results, the newest of each kind and protocol, tasks of one merged.
 
-    Those of a student's earlier weights are left out. Tasks scored by one protocol are merged.
+    Those of a student's earlier weights are left out.
     """
-    results = {}
     current = training_facts(folder / "model").get("weights_sha256")
-    for file in sorted(folder.glob("*_*.json"), key=os.path.getmtime):
-        kind = file.stem.removeprefix("scores_").rpartition("_")[0]
-        if kind not in FILES:
-            continue
-        content = read_json(file, FILES[kind])
-        run = content["run"]
-        if run:
-            check_kinds(run, RUN, file)
-        sha256 = content["weights_sha256"]
-        if current and current != sha256:  # of earlier weights
-            continue
-        protocol = ", ".join(
-            f"{key} {x!s:.12}" for key, x in content["protocol"].items() if x is not None
-        )
-        key = kind, protocol, sha256
-        values = content.get("figures") or content["tasks"]
-        if key in results:
-            values = results.pop(key).values | values
-        results[key] = Result(file, kind, protocol, method_of(content), run, values)
+    results = {}
+    for x in read_lines(folder / "results.jsonl", {"kind": str, "values": dict}):
+        if current in (None, x["weights_sha256"]):
+            key = x["kind"], protocol_text(x)
+            earlier = results.pop(key, x)["values"]
+            results[key] = x | {"values": earlier | x["values"], "folder": folder}
     return list(results.values())
 
 
-def newest_figures(folder):
-    """Return what the newest file of figures in a folder holds, or {}."""
-    files = [r.file for r in load(folder) if r.kind == "figures"]
-    return read_json(files[-1]) if files else {}
+def protocol_text(result) -> str:
+    return ", ".join(f"{key} {x}" for key, x in result["protocol"].items() if x is not None)
 
 
-def method_of(content):
-    """Return the method of a file of results with its overrides, or the name of its model."""
-    run = content["run"]
-    if not run:
-        return content["name"]
-    overrides = [f"{key}={value}" for key, value in run["overrides"].items()]
-    return " ".join([run["method"], *overrides])
-
-
-def by_method(results):
-    """Return method -> seed -> values, in the order of the paper's tables, others as they come.
-
-    Of several results in a folder the newest counts.
-    """
-    rows = {}
-    folders = {}
-    for r in results:
-        seed = r.run.get("seed")
-        folder = r.file.parent
-        other = folders.setdefault((r.method, seed), folder)
-        if other != folder:
-            raise UserError(
-                f"{other} and {folder} both hold {r.method} with seed {seed}; leave one out"
-            )
-        rows.setdefault(r.method, {})[seed] = r.values
-    return {m: rows[m] for m in (*NAMES, *rows) if m in rows}
+def newest_figures(folder) -> dict:
+    """Return a folder's newest result over held-out rows, or {}."""
+    figures = [x for x in read_results(folder) if x["kind"] == "figures"]
+    return figures[-1] if figures else {}
 
 
 def check_comparable(results):
     """Refuse results that differ in a fact that must be equal. A fact that is None does not apply.
 
-    Records (`made_by`) may only differ in VARIES. Steps, first weights of a seed, and the items of
-    tasks must be equal.
+    Records (`made_by`) may only differ in VARIES. Steps, first weights of a seed, and all that was
+    scored must be equal.
     """
     seen = {}
-    for r in results:
-        record = r.run.get("made_by", {})
-        facts = {key: value for key, value in record.items() if key not in VARIES}
-        facts["step"] = r.run.get("step")
-        facts[f"init_sha256 of seed {r.run.get('seed')}"] = r.run.get("init_sha256")
-        if r.kind != "figures":
-            for task, values in r.values.items():
-                for key in ("data_sha256", "prompts_sha256", "version", "n"):
-                    facts[f"{key} of {task}, {r.kind}"] = values.get(key)
+    for x in results:
+        run = x["run"]
+        facts = {key: y for key, y in run.get("made_by", {}).items() if key not in VARIES}
+        facts["step"] = run.get("step")
+        facts[f"init_sha256 of seed {run.get('seed')}"] = run.get("init_sha256")
+        facts |= x.get("scored", {})
+        tasks = x["values"] if x["kind"] in SUITES else {}
+        for task, values in tasks.items():
+            for key in ("data_sha256", "prompts_sha256", "version", "n"):
+                facts[f"{key} of {task}, {x['kind']}"] = values.get(key)
         for key, value in facts.items():
-            if value is None:
-                continue
-            first, folder = seen.setdefault(key, (value, r.file.parent))
-            if first != value:
+            first, folder = seen.setdefault(key, (value, x["folder"]))
+            if None not in (first, value) and first != value:
                 change = record_changes({key: first}, {key: value})[key]
-                raise UserError(
-                    f"{folder} and {r.file.parent} cannot be compared: {change}; tabulate them "
-                    "apart"
-                )
+                what = f"{folder} and {x['folder']} cannot be compared: {change}"
+                raise UserError(f"{what}; tabulate them apart")
 
 
 # --- tables
 
 
-def grid(head, body):
-    """Return the lines of a Markdown table."""
-    rule = ["---"] + ["--:"] * (len(head) - 1)
-    return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
+def tabulate(paths, reference="pretrain", metric="acc") -> str:
+    """Return the tables of folders with results, as Markdown."""
+    results = []
+    for folder in students_of(paths, read_results):
+        found = read_results(Path(folder))
+        if not found:
+            raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
+        results += found
+    return tables_of(results, reference, metric)
 
 
-def by_seed(rows, key, column):
-    """Return one figure in the unit that is printed: method -> seed -> value."""
-    return {m: {s: column.factor * x[key] for s, x in seeds.items()} for m, seeds in rows.items()}
+def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
+    """Return the tables of each shape of students, kind of results, and protocol.
 
-
-def ranked(rows, columns):
-    """Return the rows of a table as text: a method, and a cell for each column.
-
-    The best of a column is bold, the second italic; values that print alike tie. One seed alone is
-    not ranked, and its interval is over the scored documents.
-
-    rows  method -> seed -> figures
+    reference  the method that gains are measured from; some of the paper's tables have their own
+    metric     "acc", or "acc_norm" for the tasks that have it
     """
-    body = [[m] for m in rows]
-    for key, column in columns.items():
-        estimates = [estimate(values) for values in by_seed(rows, key, column).values()]
-        means = {round(e.mean, column.digits) for e in estimates if e.n > 1}
-        order = sorted(means, reverse=column.sense > 0)
-        stars = {}
-        if len(order) > 1:
-            stars = {order[0]: "**", order[1]: "*"}
-        for row, e, seeds in zip(body, estimates, rows.values(), strict=True):
-            star = ""
-            if e.n > 1:
-                star = stars.get(round(e.mean, column.digits), "")
-            else:
-                for figures in seeds.values():  # one at most
-                    if f"{key}_half" in figures:
-                        e = e._replace(half=column.factor * figures[f"{key}_half"])
-            row.append(f"{star}{e.text(column.digits)}{star}")
-    return body
+    groups = {}
+    for x in results:
+        shape = x["run"].get("student", "other models")
+        groups.setdefault((shape, x["kind"], protocol_text(x)), []).append(x)
+    methods = {method_of(x) for x in results}
+    if reference not in ("pretrain", *methods):
+        raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
+    lines = []
+    kinds = ["figures", *SUITES]
+    for shape, kind, protocol in sorted(groups, key=lambda x: (x[0], kinds.index(x[1]))):
+        group = groups[shape, kind, protocol]
+        check_comparable(group)
+        rows = by_method(group)
+        lines += ["" if f"## {shape}" in lines else f"## {shape}", ""]
+        if kind == "figures":
+            title = f"### Held-out rows of {group[0]['protocol'].get('rows')}"
+            lines += [*heldout(title, rows, reference), *scored_on(group[0]["values"]), ""]
+        else:
+            for title, start, names in layouts(kind, rows.index.unique(0), reference):
+                shown = pd.concat([rows.loc[[m]] for m in names])
+                lines += accuracies(f"### {title}", group[0], shown, start, metric)
+        lines += [f"Protocol: {protocol}.", ""]
+    return "\n".join(lines)
 
 
-def seed_counts(rows):
-    """Return the different numbers of seeds that methods have, rising."""
-    return sorted({len(seeds) for seeds in rows.values()} - {0})
+def method_of(result) -> str:
+    """Return the method of a result with its overrides, or the name of its model."""
+    run = result["run"]
+    overrides = [f"{key}={value}" for key, value in run.get("overrides", {}).items()]
+    return " ".join([run.get("method", result["name"]), *overrides])
 
 
-def caption(counts):
-    if counts == [1]:
+def by_method(results: list[dict]) -> pd.DataFrame:
+    """Return values by method and seed, in the order of the paper's tables, others as they come."""
+    rows = {}
+    for x in results:
+        seed = x["run"].get("seed", 0)
+        other = rows.setdefault((method_of(x), seed), x)["folder"]
+        if other != x["folder"]:
+            what = f"{method_of(x)} with seed {seed}"
+            raise UserError(f"{other} and {x['folder']} both hold {what}; leave one out")
+    order = [*NAMES, *(method for method, _ in rows)]
+    keys = sorted(rows, key=lambda key: order.index(key[0]))
+    index = pd.MultiIndex.from_tuples(keys, names=["method", "seed"])
+    return pd.DataFrame([rows[key]["values"] for key in keys], index)
+
+
+def grid(table: pd.DataFrame) -> list[str]:
+    """Return the lines of a Markdown table."""
+    rule = ["---"] + ["--:"] * table.shape[1]
+    rows = [["", *table], rule, *table.itertuples()]
+    return [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
+def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
+    """Return mean and interval of each method as text, a column for each figure.
+
+    The best is bold, the second italic; values that print alike tie. One seed alone is not ranked,
+    and its interval is over documents.
+    """
+    table = {}
+    for key, c in columns.items():
+        e = estimate(by_seed(students, key, c))
+        if f"{key}_half" in students:
+            halves = c.factor * students[f"{key}_half"].groupby("method").first()
+            e["half"] = e["half"].fillna(halves)
+        shown = e["mean"].where(e["n"] > 1).round(c.digits)
+        places = shown.rank(method="dense", ascending=c.sense < 0)
+        stars = places.map({1: "**", 2: "*"}).fillna("") if shown.nunique() > 1 else ""
+        table[c.heading] = stars + with_half(e, c.digits) + stars
+    return pd.DataFrame(table)
+
+
+def by_seed(students: pd.DataFrame, key, column=AS_IS) -> pd.DataFrame:
+    """Return one figure [seeds, methods] in the unit that is printed."""
+    return column.factor * students[key].unstack("method", sort=False)
+
+
+def caption(counts) -> str:
+    if counts.max() == 1:
         return "One seed each."
-    n = counts[0] if len(counts) == 1 else "n"
+    n = counts.max() if counts.nunique() == 1 else "n"
     return f"Mean and 95 % interval over {n} seeds; **best**, *second*."
 
 
-def layouts(split, rows, reference):
+def layouts(split, methods, reference) -> list[tuple]:
     """Return title, reference and rows of the paper's tables that have results.
 
     Other methods go into the main table, or on the validation split into one of their own.
     """
-    layout = []
-    others = list(rows)
-    for title, where, names in LAYOUT:
-        if where == split:
-            layout.append((title, names[0], names))
-            others = [m for m in others if m not in names]
+    layout = [(title, names[0], names) for title, where, names in LAYOUT if where == split]
+    of_paper = {m for _, _, names in layout for m in names}
+    others = ("alra", *(m for m in methods if m not in of_paper))
+    layout.append(("Other objectives", reference, others))
     if split == "heldout":
-        title, _, names = layout[0]
-        layout[0] = (title, reference, (*names, *others))
-    else:
-        layout.append(("Other objectives", reference, (*others, "alra")))
-    tables = [
-        (title, start, {m: rows[m] for m in names if m in rows}) for title, start, names in layout
-    ]
+        names = dict.fromkeys((*layout[0][2], *others))
+        layout = [("Main results", reference, names), *layout[1:-1]]
+    tables = [(title, start, [m for m in names if m in methods]) for title, start, names in layout]
     # a table of ALRA alone only if there is no other
-    return [table for table in tables if table[2].keys() - {"alra"}] or tables[:1]
+    return [table for table in tables if {*table[2]} - {"alra"}] or tables[:1]
 
 
-def accuracies(title, first, rows, reference, metric):
+def accuracies(title, first, rows, reference, metric) -> list[str]:
     """Return a table of the tasks that every row has, with their average and its gain.
 
     The paper's row of a method follows ours.
 
     first  one of the results; its split, shape and step are those of all
+    rows   method, seed -> scores by task
     """
-    split = first.kind
-    every = SUITES[split]
-    students = [scores for seeds in rows.values() for scores in seeds.values()]
-    tasks = [t for t in every if all(t in scores for scores in students)]
+    split = first["kind"]
+    tasks = [t for t in SUITES[split] if t in rows and rows[t].notna().all()]
     if not tasks:
         return [f"{title}: no task in common, {split}", ""]
-    ours = {m: {} for m in rows}
-    for m, seeds in rows.items():
-        for seed, scores in seeds.items():
-            values = {t: 100 * scores[t].get(metric, scores[t]["acc"]) for t in tasks}
-            ours[m][seed] = values | {"avg": sum(values.values()) / len(tasks)}
-    columns = dict.fromkeys((*tasks, "avg"), PERCENT)
-    averages = by_seed(ours, "avg", PERCENT)
-    gains = differences([(values, averages.get(reference, {})) for values in averages.values()])
-    body = []
-    for (m, *cells), e in zip(ranked(ours, columns), gains, strict=True):
-        gain = "Ref." if m == reference else e.text(2, "+")
-        body.append([NAMES.get(m, m), *cells, gain])
-        cells = paper_row(first.run.get("student"), split, m, reference, tasks)
-        if cells:
-            body.append(["*paper*", *cells])
-    average = "Avg." if tasks == every else f"Avg. ({len(tasks)} of {len(every)})"
-    heads = ["", *(COLUMNS[t] for t in tasks), average, f"Δ {reference}"]
+    accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
+    accs["avg"] = accs.mean(axis=1)
+    average = "Avg." if tasks == SUITES[split] else f"Avg. ({len(tasks)} of {len(SUITES[split])})"
+    headings = {t: COLUMNS[t] for t in tasks} | {"avg": average}
+    ours = means(accs, {t: Column(heading, +1, 1, 2) for t, heading in headings.items()})
+    averages = by_seed(accs, "avg")
+    gains = estimate(averages.sub(averages.get(reference, math.nan), axis=0))
+    ours[f"Δ {reference}"] = with_half(gains, 2, "+").where(gains.index != reference, "Ref.")
+    paper = paper_rows(first["run"].get("student"), split, reference, tasks)
+    paper = paper.set_axis(ours.columns, axis=1)[paper.index.isin(ours.index)]
+    both = pd.concat([ours, paper], keys=[0, 1]).swaplevel()  # method, whether it is the paper's
+    order = [key for m in ours.index for key in ((m, 0), (m, 1)) if key in both.index]
+    table = both.loc[order]
+    table.index = ["*paper*" if is_paper else NAMES.get(m, m) for m, is_paper in order]
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"
-    notes = [caption(seed_counts(rows))]
+    notes = [caption(averages.count())]
     for t in tasks:
-        scores = students[0][t]  # of as many items as all others
+        scores = rows[t].iloc[0]  # of as many items as all others
         if scores["n"] != scores["n_paper"]:
-            notes.append(
-                f"{COLUMNS[t]}: {scores['n']:,} items, the paper has {scores['n_paper']:,}."
-            )
-    if len(body) > len(rows):  # some are the paper's
-        notes.append(
-            f"Ours after {first.run['step']:,} updates, the paper's after {UPDATES[split]:,}."
-        )
-    return [f"{title}: {what}, {split}", "", *grid(heads, body), "", *notes, ""]
+            paper_has = f"the paper has {scores['n_paper']:,}"
+            notes.append(f"{COLUMNS[t]}: {scores['n']:,} items, {paper_has}.")
+    if "*paper*" in table.index:
+        step = first["run"]["step"]
+        notes.append(f"Ours after {step:,} updates, the paper's after {UPDATES[split]:,}.")
+    return [f"{title}: {what}, {split}", "", *grid(table), "", *notes, ""]
 
 
-def heldout(title, rows, reference):
-    """Return a table of figures over held-out rows, and one of differences to `reference`."""
-    students = [figures for seeds in rows.values() for figures in seeds.values()]
-    columns = {key: f for key, f in FIGURES.items() if all(key in x for x in students)}
-    heads = [f.heading for f in columns.values()]
-    counts = seed_counts(rows)
-    head = ["", *heads]
-    body = ranked(rows, columns)
-    if len(counts) > 1:
-        head.insert(1, "n")
-        for row, seeds in zip(body, rows.values(), strict=True):
-            row.insert(1, f"{len(seeds)}")
+def heldout(title, students: pd.DataFrame, reference) -> list[str]:
+    """Return a table of figures over held-out rows, and one of differences to `reference`.
+
+    students  method, seed -> figures
+    """
+    known = students.columns[students.notna().all()]
+    columns = {key: c for key, c in FIGURES.items() if key in known}
+    table = means(students, columns)
+    counts = by_seed(students, "ce").count()
     note = caption(counts)
-    if 1 in counts and any("ce_half" in x for x in students):
+    if counts.nunique() > 1:
+        table.insert(0, "n", counts)
+    if counts.min() == 1 and "ce_half" in students:
         note += " ± of one seed is half of a 95 % interval over the documents."
-    lines = [title, "", *grid(head, body), "", note, ""]
-    others = [m for m in rows if m != reference]
-    if not others or not rows.get(reference):
+    lines = [title, "", *grid(table), "", note, ""]
+    if reference not in counts or len(counts) == 1:
         return lines
-    body = [[m] for m in others]
-    # of each difference that excludes 0 over seeds: whether it also does over documents
-    also_over_documents = []
-    for key, f in columns.items():
-        values = by_seed(rows, key, f)
-        pairs = [(values[m], values[reference]) for m in others]
-        for row, e in zip(body, differences(pairs), strict=True):
-            cell = e.text(f.digits, "+") + p_text(e.p_holm)
-            half = half_over_documents(rows[row[0]], rows[reference], key)
-            if half:
-                if e.half is not None:
-                    cell += ","
-                    if abs(e.mean) > e.half:
-                        also_over_documents.append(abs(e.mean) > half)
-                cell += f" ± {half:.{f.digits}f} over documents"
-            row.append(cell)
+    table = pd.DataFrame()
+    both = []  # of each difference that excludes 0 over seeds: whether it does over documents
+    for key, c in columns.items():
+        values = by_seed(students, key, c)
+        e = estimate(values.drop(columns=reference).sub(values[reference], axis=0))
+        cells = with_half(e, c.digits, "+") + holm(e["p"]).map(p_text)
+        for m in e.index:
+            half = half_over_documents(students, m, reference, key)
+            if not math.isnan(half):
+                if e["n"][m] > 1:
+                    cells[m] += ","
+                cells[m] += f" ± {half:.{c.digits}f} over documents"
+                if abs(e["mean"][m]) > e["half"][m]:
+                    both.append(abs(e["mean"][m]) > half)
+        table[c.heading] = cells
     how = ""
-    if counts != [1]:
+    if counts.max() > 1:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
-    lines += [f"{title}: difference to {reference}{how}", "", *grid(["", *heads], body), ""]
-    if also_over_documents:
+    lines += [f"{title}: difference to {reference}{how}", "", *grid(table), ""]
+    if both:
         lines += [
-            f"{len(also_over_documents)} differences have both intervals, and exclude 0 over seeds "
-            f"(uncorrected); {sum(also_over_documents)} of these exclude 0 over documents, too.",
+            f"{len(both)} differences have both intervals, and exclude 0 over seeds (uncorrected); "
+            f"{sum(both)} of these exclude 0 over documents, too.",
             "",
         ]
     return lines
 
 
-def half_over_documents(students, references, key):
+def p_text(p: float) -> str:
+    if math.isnan(p):
+        return ""
+    return ", p < 0.0001" if p < 1e-4 else f", p {p:.4f}"
+
+
+def half_over_documents(students, method, reference, key) -> float:
     """Return half of the 95 % interval of a mean difference over the scored documents.
 
-    None unless all seeds that both have come with sums of `key` by document.
-
-    students, references  seed -> figures
+    NaN unless all seeds that both have come with sums of `key` by document.
     """
     changes = []
-    for seed in sorted(students.keys() & references.keys()):
-        ours = students[seed].get("documents", {})
-        theirs = references[seed].get("documents", {})
-        if key not in ours or key not in theirs:
-            return None
-        changes.append(np.subtract(ours[key], theirs[key]))
-    if not changes:
-        return None
-    return half_interval(np.mean(changes, 0), np.array(ours["n"]))  # n: of all seeds
+    for seed, ours in students.loc[method].iterrows():
+        if (reference, seed) in students.index:
+            ours = ours.get("documents")
+            theirs = students.loc[reference, seed].get("documents")
+            if not isinstance(ours, dict) or not isinstance(theirs, dict) or key not in ours:
+                return math.nan
+            changes.append(np.subtract(ours[key], theirs[key]))
+            n = np.array(ours["n"])  # of all seeds
+    return half_interval(np.mean(changes, 0), n) if changes else math.nan
 
 
-def scored_on(facts):
+def scored_on(facts) -> list[str]:
     """Return what figures were computed on, and what a CE is to be compared with."""
     teacher = "no teacher"
     if "teacher" in facts:
-        teacher = (
-            f"teacher: {facts['teacher']} (CE {facts['teacher_ce']:.4f}, entropy "
-            f"{facts['teacher_entropy']:.4f})"
-        )
-    return [
-        f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows; {teacher}.",
-        f"{levels(facts)}.",
-    ]
+        ce = f"CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f}"
+        teacher = f"teacher: {facts['teacher']} ({ce})"
+    on = f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows"
+    n_documents = len(facts.get("documents", {}).get("n", range(MIN_PARTS)))
+    if n_documents < MIN_PARTS:
+        on += f" of {n_documents} documents, too few for an interval"
+    return [f"{on}; {teacher}.", f"{levels(facts)}."]

@@ -3,34 +3,31 @@
     python study/compare.py config/tiny.py --methods=vanilla_kd,alra --tune=lr=1e-3,3e-3,1e-2
     python study/compare.py config/tiny.py --tune=lr=1e-3,1e-2 --tune=vanilla_kd.tau=0.5,1 --seeds=5
     python study/compare.py config/tiny.py --report    write tables and pictures anew
-    python study/compare.py study/small.py --jobs=2 --per_run=5    a study described by its config
+    python study/compare.py study/small.py             a study described by its config
 
 Flags, with their defaults. They override `_compare` of a config file:
 
     --seeds=3           seeds, from 1 on
     --tune=TEXT         lr=RATE,RATE,.. or METHOD.SETTING=VALUE,..; repeated for more, or none
     --trial_steps=N     updates of a trial (as many as of a student)
-    --trial_seeds=1     seeds over which the CE of a trial is averaged: 0, 1000, 2000, ..
     --reference=METHOD  differences to this method, in one table (vanilla_kd, else the first)
     --rows=512          held-out rows to score
-    --jobs=1            runs at a time
-    --per_run=N         students that share a run, at most (all)
-    --out=FOLDER        folder of runs, logs and report (out/compare_CONFIG)
+    --out=FOLDER        folder of runs, students and report (out/compare_CONFIG)
 
 All methods try the same rates; a method's own settings are tried at its best rate. A method whose
-`lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have seed 0, and with more seeds
-1000, 2000, .., which no student has. The lowest CE over the first `val_max_rows` held-out rows
-wins; later rows are scored. Then come seeds 1, 2, ..: a seed gives the student's initial weights
-and the order of rows, the same for all methods. Students of one seed share a run, and so one pass
-of the teacher.
+`lr` is set in the config (--METHOD.lr=RATE) has no trials. Trials have seed 0, which no student
+has. The lowest CE over the first `val_max_rows` held-out rows wins; later rows are scored. Then
+come seeds 1, 2, ..: a seed gives the student's initial weights and the order of rows, the same for
+all methods. Students of one seed share a run, and so one pass of the teacher.
 
-OUT/runs has a folder for each run, with its weights. OUT/logs has a file for each student and each
-trial: facts and figures in the first line, then the log. The report is written from these files.
-A finished student is found there by the record of what made it (run/identity.py) and not trained
-again, so after a kill the same command continues. If students lack a result, the report names them
-and the exit code is 1.
+OUT/runs has a folder for each run, with its weights, and OUT/students.jsonl.zst all students and
+trials that have ended; the report is written from it. A student is found there by the record of
+what made it (run/identity.py) and not trained again, so after a kill the same command continues,
+and a command with some of the methods (such as fit in memory) adds to the same OUT. If students
+lack a result, the report names them and the exit code is 1.
 """
 
+import argparse
 import functools
 import itertools
 import runpy
@@ -39,6 +36,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -49,9 +47,9 @@ import configure
 from configure import Config
 from lib.code import ROOT
 from lib.errors import UserError
-from lib.files import atomic_write, locked, read_json, read_lines, write_json, write_lines
+from lib.files import atomic_write, locked, read_json, write_json
 from lib.rows import open_rows
-from lib.settings import checked, literal, parsed
+from lib.settings import literal
 from losses import resolve
 from model import flops_per_token, load_config
 from run.foreign import foreign_config, foreign_flops_per_token
@@ -61,149 +59,139 @@ from run.preflight import check_config
 from run.scoring import scoring_code
 from run.tables import newest_figures, read_log
 from run.teacher import is_native
-from study.report import KINDS, TRIAL_SEEDS, Spec, best_settings, read_students, report
+from study.report import TRIAL_SEED, best_settings, read_students, report, write_students
+
+KEYS = {  # of `_compare`, and of flags
+    "title": "Comparison",
+    "summary": "",  # what the tables say, in words
+    "tables": (),  # (title, methods, reference), ..
+    "reference": None,
+    "seeds": 3,
+    "fewer_seeds": {},  # number by method
+    "rows": 512,
+    "tune": (),
+    "trial_steps": None,
+    "out": "out/compare",
+    "report": False,
+}
+OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
 
 
 def main(argv) -> int:
     spec, cfg = arguments(argv)
     if not spec.report:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its runs
-        try:
-            compare(spec, cfg)
-        except (KeyboardInterrupt, SystemExit):
-            print("stopped; the same command resumes")
-            raise
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its process
+        check_config(cfg)
+        choices = values_to_try(spec, cfg)  # mistakes show before anything starts
+        with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
+            compare(spec, cfg, choices)
     failed, text = report(spec)
-    print(f"\n{text}\n{spec.out / 'report/README.md'}")
+    print(f"\n{text}\n{spec.out / 'README.md'}")
     return 1 if failed else 0
 
 
-def compare(spec, cfg):
-    """Make trials, students and scores, and write down which files of OUT/logs the report reads."""
-    try_objectives(spec, cfg)
-    with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
-        for folder in ("logs", "runs", "report"):
-            (spec.out / folder).mkdir(exist_ok=True)
-        prepare(cfg, spec.out / "runs/config.py")
-        n_held_out = len(open_rows(cfg.data_dir, "val")[0])
-        n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
-        if n_rows < 1:
-            raise UserError(
-                f"val_max_rows={cfg.val_max_rows}: trials use these rows, scores the later ones; "
-                f"{cfg.data_dir} has {n_held_out}: set --val_max_rows={n_held_out // 2}"
-            )
-        trials = run_trials(spec, cfg)
-        students = plan_students(spec, cfg, best_settings(trials))
-        # a method whose trials all failed has no rate, and is not trained
-        train([s for s in students if "lr" in s.settings_of(s.methods[0]) or not trials], cfg, spec)
-        score(students, n_rows, cfg, spec)
-        record = on_record(cfg, spec)
+def compare(spec, cfg, choices: dict):
+    """Make trials, students and scores, and write down which students the report shows."""
+    (spec.out / "runs").mkdir(exist_ok=True)
+    if run("prepare.py", write_config(spec.out / "runs/config.py", cfg)):
+        raise UserError("prepare.py: made no rows; see its message above")
+    n_held_out = len(open_rows(cfg.data_dir, "val")[0])
+    if cfg.val_max_rows is None or cfg.val_max_rows >= n_held_out:
+        what = "trials use these rows, scores the later ones"
+        raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n_held_out}")
+    n_rows = min(spec.rows, n_held_out - cfg.val_max_rows)
+    trials = run_trials(spec, cfg, choices)
+    students = plan_students(spec, cfg, best_settings(trials))
+    if trials:  # without the methods whose trials all failed
+        students = [s for s in students if "lr" in s.settings_of(s.methods[0])]
+    train(students, cfg, spec)
+    score(students, n_rows, cfg, spec)
+    record = on_record(cfg, spec)
     lines = []
     for s in students:
         facts = record.get(recipe(s), {})
-        file = facts["file"] if is_scored(s, facts, n_rows) else None
-        lines.append({"method": s.methods[0], "seed": s.seed, "file": file})
-    plan = {
-        "config": asdict(cfg),
-        "trial_steps": spec.trial_steps or cfg.max_steps,
-        "trial_seeds": spec.trial_seeds,
-        "students": lines,
-        "trials": trials,
-    }
-    write_json(spec.out / "report/plan.json", plan)
-
-
-def prepare(cfg, file):
-    write_config(file, cfg)
-    if subprocess.call([sys.executable, ROOT / "prepare.py", file]):
-        raise UserError("prepare.py: made no rows; see its message above")
+        name = facts["name"] if is_scored(s, facts, n_rows) else None
+        lines.append({"method": s.methods[0], "seed": s.seed, "name": name})
+    plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
+    write_json(spec.out / "plan.json", plan | {"students": lines, "trials": trials})
 
 
 def write_config(file, cfg):
     atomic_write(file, "".join(f"{key} = {value!r}\n" for key, value in asdict(cfg).items()))
+    return file
 
 
-# --- what is tried, and what is trained
+def run(script, *argv) -> int:
+    """Run a script of this project. Ctrl-C or SIGTERM ends it with a checkpoint."""
+    process = subprocess.Popen([sys.executable, ROOT / script, *argv])
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        process.wait()
 
 
-def try_objectives(spec, cfg):
-    """Try every objective on three positions, with all of its settings, before anything starts."""
-    check_config(cfg)
-    for method, values_of in values_to_try(spec.tune).items():
+# --- trials and students
+
+
+def values_to_try(spec, cfg) -> dict:
+    """Return the values to try by method and setting; those of "" are the rates of all methods."""
+    choices = {}
+    if [*spec.tune] == ["none"]:
+        return choices
+    for text in spec.tune:
+        key, _, values = text.partition("=")
+        method, _, setting = key.rpartition(".")
         name = method or cfg.methods[0]  # rates are tried with the first method
-        resolve(name)  # refuses an unknown name; a study may tune methods that --methods leaves out
-        if name in cfg.methods:
-            for settings in combinations(values_of):
-                check_config(plan_student(name, cfg, 0, settings))
+        resolve(name)  # refuses an unknown name
+        for value in map(literal, values.split(",")):
+            choices.setdefault(method, {}).setdefault(setting, []).append(value)
+            if name in cfg.methods:
+                check_config(plan_student(name, cfg, TRIAL_SEED, {setting: value}))
+    if choices and [*choices.get("", ())] != ["lr"]:
+        expected = "expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.."
+        raise UserError(f"--tune={' --tune='.join(spec.tune)}: {expected}")
+    return choices
 
 
-def combinations(values_of: dict) -> list:
-    """Return all combinations of the values of some settings."""
-    products = itertools.product(*values_of.values())
-    return [dict(zip(values_of, values, strict=True)) for values in products]
-
-
-def run_trials(spec, cfg) -> list[dict]:
+def run_trials(spec, cfg, choices: dict) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
-    share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
-    cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
-    choices = values_to_try(spec.tune)
     if not choices:
         return []
+    share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
+    cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
-    points = list(itertools.product(tuned, combinations(choices[""])))
-    for method, best in best_settings(try_points(points, cfg, spec)).items():
-        for settings in combinations(choices.get(method, {})):  # {}: the best one again
-            points.append((method, best | settings))
+    points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]
+    for m, best in best_settings(try_points(points, cfg, spec)).items():
+        own = choices.get(m, {})
+        for values in itertools.product(*own.values()):
+            points.append((m, best | dict(zip(own, values, strict=True))))
     return try_points(points, cfg, spec)
 
 
 def try_points(points: list, cfg, spec) -> list[dict]:
-    """Train the trials that are not on record. Return method, settings and mean CE of each one."""
-    students = []
-    trials = {}  # method, and a recipe for each seed -> trial
+    """Train the trials that are not on record. Return method, settings and CE of each one."""
+    students = {}
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
-        seeds = range(0, TRIAL_SEEDS * spec.trial_seeds, TRIAL_SEEDS)
-        members = [plan_student(method, cfg, seed, settings, label) for seed in seeds]
-        students += members
-        trial = {"method": method, "settings": settings, "val_ce": None}
-        trials.setdefault((method, *map(recipe, members)), trial)
-    train(students, cfg, spec)
+        student = plan_student(method, cfg, TRIAL_SEED, settings, label)
+        students.setdefault((method, recipe(student)), (student, settings))
+    train([student for student, _ in students.values()], cfg, spec)
     record = on_record(cfg, spec)
-    ces = {key: facts["val_ce"] for key, facts in record.items() if "stopped" not in facts}
-    for (_, *recipes), trial in trials.items():
-        values = [ces.get(key) for key in recipes]
-        if None not in values:
-            trial["val_ce"] = sum(values) / len(values)
-    return list(trials.values())
-
-
-def values_to_try(tune: tuple) -> dict:
-    """Return the values to try by method and setting; those of "" are the rates of all methods."""
-    if tune in ((), ("none",)):
-        return {}
-    choices = {"": {}}
-    for text in tune:
-        key, _, values = text.partition("=")
-        method, _, setting = key.rpartition(".")
-        known = choices.setdefault(method, {}).setdefault(setting, [])
-        known += map(literal, values.split(","))
-    if choices[""].keys() != {"lr"}:
-        raise UserError(
-            f"--tune={' --tune='.join(tune)}: expected lr=RATE,RATE,.., and beside it "
-            "METHOD.SETTING=VALUE,.."
-        )
-    return choices
+    trials = []
+    for (method, key), (_, settings) in students.items():
+        facts = record.get(key, {"stopped": ""})
+        ce = None if "stopped" in facts else facts["val_ce"]
+        trials.append({"method": method, "settings": settings, "val_ce": ce})
+    return trials
 
 
 def plan_students(spec, cfg, chosen: dict) -> list[Config]:
     """Return the students of all methods and seeds, with the chosen settings."""
     students = []
-    for name in cfg.methods:
-        n_seeds = min(spec.seeds, spec.fewer_seeds.get(name, spec.seeds))
-        for seed in range(1, n_seeds + 1):
-            students.append(plan_student(name, cfg, seed, chosen.get(name, {})))
+    for m in cfg.methods:
+        n_seeds = min(spec.seeds, spec.fewer_seeds.get(m, spec.seeds))
+        students += [plan_student(m, cfg, seed + 1, chosen.get(m, {})) for seed in range(n_seeds)]
     return students
 
 
@@ -258,37 +246,35 @@ def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
 
     Its code comes last. With `accept_edits` True takes its place, so that all code is equal.
     """
-    trial_rows = None if config["seed"] % TRIAL_SEEDS else config["val_max_rows"]
+    trial_rows = config["val_max_rows"] if config["seed"] == TRIAL_SEED else None
     others = {key: value for key, value in record.items() if key not in EDITS}
     code = record_hash([record.get(key) for key in EDITS])
     return record_hash(others), config["max_steps"], trial_rows, accept_edits or code
 
 
 def on_record(cfg, spec) -> dict:
-    """Return the facts of the students in OUT/logs by recipe, after filing the runs that ended."""
-    for run in spec.out.glob("runs/*/run.json"):
-        ends = [*run.parent.glob("*/run.json"), *run.parent.glob("*/stopped.json")]
+    """Return the students on record by recipe, after adding those of the runs that ended."""
+    students = {x["name"]: x for x in read_students(spec.out)}
+    before = dict(students)
+    for file in sorted(spec.out.glob("runs/*/run.json")):
+        ends = [*file.parent.glob("*/run.json"), *file.parent.glob("*/stopped.json")]
         # a run of which some students have not ended resumes with all of them
-        if len(ends) == len(read_json(run)["config"]["methods"]):
+        if len(ends) == len(read_json(file)["config"]["methods"]):
             for end in ends:
-                file_student(end, spec.out)
-    record = {}
-    for facts in read_students(spec.out):
-        record[key_of(facts["made_by"], facts["config"], cfg.accept_edits)] = facts
-    return record
+                student = read_student(end)
+                students[student["name"]] = student
+    if students != before:
+        write_students(spec.out, [*students.values()])
+    return {key_of(x["made_by"], x["config"], cfg.accept_edits): x for x in students.values()}
 
 
-def file_student(end: Path, out: Path):
-    """Write a student's file in OUT/logs: facts and figures in a line, its log, its histograms."""
+def read_student(end: Path) -> dict:
+    """Return a student's facts, figures and log from the folder of `end`."""
     folder = end.parent
-    file = out / f"logs/{folder.name}_{folder.parent.name}.jsonl"
     scores = newest_figures(folder)
-    figures = scores.pop("figures", {})
-    if file.is_file() and figures.items() <= read_lines(file)[0].items():
-        return
-    scores.pop("run", None)
-    facts = read_json(end) | figures
-    facts |= {"folder": f"{folder.parent.name}/{folder.name}", "scores": scores}
+    facts = read_json(end) | scores.pop("values", {}) | scores.pop("scored", {})
+    scores = {key: value for key, value in scores.items() if key not in ("run", "folder")}
+    facts |= {"name": f"{folder.name}_{folder.parent.name}", "scores": scores}
     if "why" in facts:
         facts["stopped"] = facts.pop("why")
     student, teacher = flops(Config(**facts["config"]))
@@ -299,20 +285,17 @@ def file_student(end: Path, out: Path):
     for line in log:
         if "val_ce" in line:
             facts["val_ce"] = line["val_ce"]  # of the last validation
-    write_lines(file, [facts, *log])
+    return facts | {"log": log}
 
 
 def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
     """Return whether a student has stopped, or has figures over these rows with this teacher."""
     expected = {"skip_rows": student.val_max_rows, "n_rows": n_rows}
-    if "code" in facts:  # committed studies have figures without it
-        expected |= {"code": scoring_code("figures"), "dtype": "float32"}
+    if "scoring_code" in facts:  # committed studies have figures without it
+        expected["scoring_code"] = scoring_code("figures")
     if student.teacher:
         expected["teacher_sha256"] = content_hash(student.teacher)
     return "stopped" in facts or expected.items() <= facts.items()
-
-
-# --- runs
 
 
 def train(students: list[Config], cfg, spec):
@@ -325,27 +308,18 @@ def train(students: list[Config], cfg, spec):
     missing = {recipe(s): s for s in students if recipe(s) not in record}
     aside = {key[:-1] for key in record} & {key[:-1] for key in missing}
     if aside:
-        print(
-            f"{len(aside)} finished students of other code are left aside; --accept_edits=True "
-            "takes them as they are"
-        )
+        print(f"{len(aside)} finished students of other code are left aside; see --accept_edits")
     groups = {}
     for s in missing.values():
-        key = (s.seed, s.max_steps, "@" in s.methods[0])
-        groups.setdefault(key, []).append(s)
-    jobs = {}
-    for members in groups.values():
-        for part in chunks(members, spec.per_run):
-            hyper = {}
-            for s in part:
-                hyper |= s.hyper  # one key: its name
-            sha = record_hash([recipe(s) for s in part])
-            name = f"seed{part[0].seed}_{sha[:8]}"
-            file = spec.out / f"runs/{name}.py"
-            out_dir = f"{spec.out}/runs/{name}"
-            write_config(file, replace(part[0], methods=tuple(hyper), hyper=hyper, out_dir=out_dir))
-            jobs[name] = [ROOT / "train.py", f"{file}"]
-    launch(jobs, spec)
+        groups.setdefault((s.seed, s.max_steps, "@" in s.methods[0]), []).append(s)
+    for (seed, *_), members in groups.items():
+        hyper = {}
+        for s in members:
+            hyper |= s.hyper  # one key: its name
+        sha = record_hash([recipe(s) for s in members])
+        out = spec.out / f"runs/seed{seed}_{sha[:8]}"
+        shared = replace(members[0], methods=tuple(hyper), hyper=hyper, out_dir=f"{out}")
+        run("train.py", write_config(out.with_suffix(".py"), shared))
 
 
 def score(students: list[Config], n_rows: int, cfg, spec):
@@ -355,92 +329,45 @@ def score(students: list[Config], n_rows: int, cfg, spec):
     for s in students:
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, n_rows):
-            folders.append(f"{spec.out}/runs/{facts['folder']}")
+            run_name = facts["name"].removeprefix(f"{facts['method']}_")
+            folders.append(spec.out / "runs" / run_name / facts["method"])
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
-    if cfg.accept_edits:
-        flags.append("--accept_edits")
-    jobs = {}
-    for part in chunks(folders, spec.per_run):
-        jobs[f"eval_{len(jobs)}"] = [ROOT / "eval.py", *part, "--tasks=none", *flags]
-    launch(jobs, spec)
-
-
-def chunks(items: list, size: int) -> list:
-    return [items[at : at + size] for at in range(0, len(items), size)]
-
-
-def launch(jobs: dict, spec):
-    """Run the commands, `--jobs` at a time, and say how far they are and how each one ended."""
-    for part in chunks([*enumerate(jobs, 1)], spec.jobs):
-        running = {}  # process -> its name, and the file that it prints to
-        try:
-            for number, name in part:
-                file = spec.out / f"runs/{name}.txt"
-                with file.open("a") as log:
-                    command = [sys.executable, *jobs[name]]
-                    process = subprocess.Popen(command, stdout=log, stderr=log)
-                label = f"run {number} of {len(jobs)}, {name}"
-                running[process] = label, file
-            watch(running)
-        finally:  # also at Ctrl-C or SIGTERM: runs of train.py then end with a checkpoint
-            for process in running:
-                process.terminate()
-            for process, (name, file) in running.items():
-                print(f"{name}: exit code {process.wait()}: {last_line(file)}", flush=True)
-
-
-def watch(running: dict):
-    """Wait for processes, and say twice a minute how far they are."""
-    for process in running:
-        while process.poll() is None:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                for name, file in running.values():
-                    print(f"{name}: {last_line(file)}", flush=True)
-
-
-def last_line(file) -> str:
-    """Return the last line that a run has printed; train.py's have step and remaining time."""
-    return file.read_text().strip().rpartition("\n")[2]
+    flags += ["--accept_edits"] * cfg.accept_edits
+    if folders:
+        run("eval.py", *folders, "--tasks=none", *flags)
 
 
 # --- flags
 
 
 def arguments(argv) -> tuple:
-    """Return the `Spec`, from config files' `_compare` and flags, and the config of all runs.
+    """Return settings of the comparison, and the config of all runs.
 
     With --methods, keys of `_compare` that are about the config's own methods are dropped.
     """
-    flags = {}
-    rest = []
-    for word in argv:
-        key, equals, text = word.removeprefix("--").partition("=")
-        if key not in KINDS or not word.startswith("--"):
-            rest.append(word)
-        elif key == "tune":
-            flags[key] = (*flags.get(key, ()), text)
-        else:
-            flags[key] = parsed(text if equals else "True", KINDS[key])
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout, allow_abbrev=False
+    )
+    for key, kind in {"seeds": int, "rows": int, "trial_steps": int, "reference": str}.items():
+        parser.add_argument(f"--{key}", type=kind)
+    parser.add_argument("--tune", action="append")
+    parser.add_argument("--out")
+    parser.add_argument("--report", action="store_true", default=None)
+    flags, rest = parser.parse_known_args(argv)
     cfg = configure.load(rest)
-    keys = {}
+    keys = dict(KEYS)
     for word in rest:
         if not word.startswith("--"):
-            keys.setdefault("out", f"out/compare_{Path(word).stem}")
+            keys |= {"out": f"out/compare_{Path(word).stem}"}
             keys |= runpy.run_path(word).get("_compare", {})
         elif word.startswith(("--seed=", "--out_dir=")):
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
-            for key in ("title", "summary", "reference", "tables", "fewer_seeds"):
-                keys.pop(key, None)
-    unknown = keys.keys() - KINDS.keys()
-    if unknown:
-        raise UserError(f"_compare: no such keys {sorted(unknown)}; expected {', '.join(KINDS)}")
-    keys |= flags
-    values = {key: checked(key, value, KINDS[key]) for key, value in keys.items()}
-    spec = Spec(**values)
-    spec = replace(spec, out=Path(spec.out))
+            keys |= {key: KEYS[key] for key in OF_METHODS}
+    keys |= {key: value for key, value in vars(flags).items() if value is not None}
+    spec = SimpleNamespace(**keys)
+    spec.out = Path(spec.out)
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     return spec, cfg

@@ -1,7 +1,7 @@
 # A study for one machine, with students of 1.1M parameters: the main table's nine methods, and
 # variants. It takes many hours: ALRA and vanilla KD have eight seeds, the others three or five.
 #
-#   python study/compare.py study/small.py --jobs=2 --per_run=5
+#   python study/compare.py study/small.py
 #
 # What differs from the paper's appendix E beside the sizes, and why:
 #   learning rate   chosen, with one setting of eight methods, by trials of a quarter of the

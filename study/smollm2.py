@@ -1,7 +1,7 @@
 # The study's main comparison with another teacher: SmolLM2-135M, its 49,152 tokens, English text;
 # students of 6.9M parameters.
 #
-#   python study/compare.py study/smollm2.py --jobs=2 --per_run=2 --teacher=DIR --source=FILE
+#   python study/compare.py study/smollm2.py --teacher=DIR --source=FILE
 #
 # study/LOG.md says what DIR (the Instruct weights in 4 bits) and FILE were; neither is in the
 # repository. There are no trials: the settings are from the first trials of study/small.py.

@@ -8,26 +8,27 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
+import pandas as pd
 import pytest
 
 import configure
 import eval as ev
 import train
+from lib import stats
 from lib.errors import UserError
-from lib.files import read_json, read_lines, write_json, write_lines
-from lib.stats import Estimate, differences, estimate, holm
+from lib.files import append_line, read_json, write_json, write_lines
+from lib.stats import estimate, holm, with_half
 from run import ending
 from run.identity import content_hash, made_by
 from run.scoring import scoring_code
 from study import compare
 from study import report as reports
-from study.report import Spec
 from tests import world
 from tests.world import ROOT, read_table, refusal
 from tools import plot
@@ -44,42 +45,33 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+def Spec(**changes):
+    return SimpleNamespace(**compare.KEYS | changes)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_estimates_have_closed_forms(sign):
     t = 2 * math.sqrt(3)  # mean 2, deviation 1, three seeds
-    e = estimate({1: sign * 3.0, 2: sign * 1.0, 3: sign * 2.0})
-    assert e[:4] == pytest.approx(
-        (3, sign * 2.0, T975 / math.sqrt(3), 1 - t / math.sqrt(2 + t * t))
-    )
-    one_degree = estimate({1: 1.0, 2: 3.0})  # t = 2
-    assert one_degree.p == pytest.approx(1 - 2 / math.pi * math.atan(2))
-    assert one_degree.text(1, "+") == "+2.0 ± 12.7"
+    (e,) = estimate(pd.DataFrame({"x": [sign * 3.0, sign * 1.0, sign * 2.0]})).values
+    expected = (3, sign * 2.0, T975 / math.sqrt(3), 1 - t / math.sqrt(2 + t * t))
+    assert e == pytest.approx(expected)
+    one_degree = estimate(pd.DataFrame({"x": [1.0, 3.0]}))  # t = 2
+    assert one_degree["p"]["x"] == pytest.approx(1 - 2 / math.pi * math.atan(2))
+    assert with_half(one_degree, 1, "+")["x"] == "+2.0 ± 12.7"
 
 
 def test_estimates_of_few_or_equal_values():
-    assert estimate({5: 0.7}) == Estimate(1, 0.7)
-    assert estimate({}) == Estimate(0)
-    assert Estimate(0).text(2) == "–"
-    assert estimate({1: 0.0, 2: 0.0}).p == 1.0
-    assert estimate({1: 0.5, 2: 0.5}).p == 0.0
-
-
-def test_differences_are_paired_by_seed_and_one_family():
-    reference = {3: 0.3, 1: 0.25}
-    (e,) = differences([({1: 0.5, 2: 0.25, 3: 0.1}, reference)])
-    assert e[:4] == pytest.approx(estimate({1: 0.25, 3: -0.2})[:4])
-    assert e.p_holm == e.p
-    by_seed = [{1: 1.0, 3: 1.1}, {1: 0.5, 3: 0.1}, {2: 0.0}]
-    a, b, no_pair = differences([(values, reference) for values in by_seed])
-    assert no_pair == Estimate(0)
-    assert a.p < b.p == b.p_holm
-    assert a.p_holm == 2 * a.p
+    values = pd.DataFrame({"one": [0.7, math.nan], "none": math.nan, "equal": 0.5})
+    e = estimate(values)
+    assert [*with_half(e, 2)] == ["0.70", "–", "0.50 ± 0.00"]
+    assert [*e["n"]] == [1, 0, 2] and e["p"]["equal"] == 0
+    assert e["p"][:2].isna().all()
 
 
 # 0.04 becomes no less than 2 * 0.03
 HOLM = """
 [0.01, 0.04, 0.03, 0.005] => [0.03, 0.06, 0.06, 0.02]
-[null, 0.4, 0.7] => [null, 0.8, 0.8]
+[NaN, 0.4, 0.7] => [NaN, 0.8, 0.8]
 [0.9, 0.6] => [1.0, 1.0]
 [] => []
 """
@@ -87,15 +79,15 @@ HOLM = """
 
 @pytest.mark.parametrize(("ps", "corrected"), read_table(HOLM))
 def test_holm(ps, corrected):
-    assert holm(json.loads(ps)) == pytest.approx(json.loads(corrected))
+    p = pd.Series(json.loads(ps), dtype=float)
+    assert [*holm(p)] == pytest.approx(json.loads(corrected), nan_ok=True)
 
 
 # --- what is planned
 
 
 def make_folders(out):
-    for name in ("logs", "runs", "report"):
-        (out / name).mkdir(exist_ok=True)
+    (out / "runs").mkdir(exist_ok=True)
 
 
 def planned(*argv: str):
@@ -116,27 +108,27 @@ def test_all_methods_try_the_same_rates_and_own_settings_at_the_best(monkeypatch
     # rld has a rate already, so it is not tried
     argv = ["study/small.py", "--methods=alra,pd,rld", "--rld.lr=0.1", *tune]
     spec, cfg = compare.arguments(argv)
-    compare.run_trials(spec, cfg)
+    compare.run_trials(spec, cfg, compare.values_to_try(spec, cfg))
     rates = [(m, {"lr": lr}) for m in ("alra", "pd") for lr in (1e-3, 1e-2)]
     own = [("alra", {"lr": 1e-2, "gamma": g, "tau": t}) for g in (1, 5) for t in (1, 2)]
     assert asked == [rates, [*rates, *own, ("pd", {"lr": 1e-2})]]
 
 
-def test_a_trial_is_the_mean_over_its_seeds(tiny, tmp_path, monkeypatch):
+def test_a_trial_that_stopped_has_no_ce(tiny, tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(compare, "train", lambda students, *_: trained.extend(students))
 
     def on_record(*_):
-        record = {compare.recipe(s): {"val_ce": 4.0 + s.seed} for s in trained}
+        record = {compare.recipe(s): {"val_ce": 4.0} for s in trained}
         record[compare.recipe(trained[-1])]["stopped"] = WHY
         return record
 
     monkeypatch.setattr(compare, "on_record", on_record)
     points = [("pd", {"lr": 1e-3}), ("pd@x", {"lr": 1e-3}), ("pd", {"lr": 1e-2})]
     cfg = world.config(tiny, tmp_path, "--methods=pd")
-    trials = compare.try_points(points, cfg, Spec(trial_seeds=2))
-    assert [s.seed for s in trained] == [0, 1000] * 3
-    assert [x["val_ce"] for x in trials] == [504.0, 504.0, None]  # the first two are one student
+    trials = compare.try_points(points, cfg, Spec())
+    assert [s.seed for s in trained] == [0] * 3
+    assert [x["val_ce"] for x in trials] == [4.0, 4.0, None]  # the first two are one student
 
 
 def test_the_best_trial_has_the_lowest_ce_and_the_first_of_equal_ones():
@@ -158,7 +150,7 @@ def test_flags_override_a_study():
     assert planned("--out=3")[0].out == Path("3")
     spec, students = planned("--methods=pd,tad", "--tune=none")  # the tables are of other methods
     assert {s.methods for s in students} == {("pd",), ("tad",)}
-    assert (spec.tables, compare.values_to_try(spec.tune), spec.seeds) == ((), {}, 8)
+    assert (spec.tables, compare.values_to_try(spec, STUDY), spec.seeds) == ((), {}, 8)
 
 
 def test_students_have_the_chosen_settings():
@@ -186,16 +178,13 @@ def test_students_that_differ_only_in_method_and_settings_share_a_run(tiny, tmp_
     students = [*planned(*argv)[1], *planned(*argv, *labelled)[1]]
     make_folders(tmp_path)
     launched = []
-    monkeypatch.setattr(compare, "launch", lambda jobs, spec: launched.append(jobs))
-    for per_run in (99, 7):
-        compare.train(students, STUDY, Spec(out=tmp_path, per_run=per_run))
-    runs = [configure.load(argv) for _, *argv in launched[0].values()]
+    monkeypatch.setattr(compare, "run", lambda script, file: launched.append(str(file)))
+    compare.train(students, STUDY, Spec(out=tmp_path))
+    runs = [configure.load([file]) for file in launched]
     assert [(cfg.seed, len(cfg.methods)) for cfg in runs] == [(1, 13), (2, 13), (1, 1), (2, 1)]
     assert runs[0].methods == plain
-    assert [cfg.out_dir for cfg in runs] == [f"{tmp_path}/runs/{name}" for name in launched[0]]
+    assert [f"{cfg.out_dir}.py" for cfg in runs] == launched
     assert runs[2].settings_of("alra@x") == {"detach_weights": False, "tau": 3}
-    sizes = [len(configure.load(argv).methods) for _, *argv in launched[1].values()]
-    assert sorted(sizes) == [1, 1, 6, 6, 7, 7]
 
 
 def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
@@ -221,12 +210,12 @@ def test_students_of_edited_code_are_left_aside_or_accepted(
 ):
     flags = f"--methods=pd --accept_edits={accept}"
     cfg = compare.plan_student("pd", world.config(tiny, tmp_path, flags), 1, {})
-    facts = {"folder": "x/pd", "config": vars(cfg), "made_by": made_by(cfg, "pd")}
+    facts = {"name": "pd_x", "config": vars(cfg), "made_by": made_by(cfg, "pd")}
     facts["made_by"]["code"]["train.update"] = "edited"
     make_folders(tmp_path)
-    write_lines(tmp_path / "logs/pd_seed1.jsonl", [facts])
+    reports.write_students(tmp_path, [facts])
     launched = []
-    monkeypatch.setattr(compare, "launch", lambda jobs, spec: launched.extend(jobs))
+    monkeypatch.setattr(compare, "run", lambda *argv: launched.append(argv))
     compare.train([cfg], cfg, Spec(out=tmp_path))
     assert len(launched) == n_jobs
     assert printed().startswith(said)
@@ -252,35 +241,35 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
     write_json(pretrain / "stopped.json", facts | {"made_by": {"other": 1}, "why": WHY})
     key = compare.key_of({}, facts["config"], False)
     x = compare.on_record(STUDY, spec)[key]
-    assert (x["folder"], x["val_ce"]) == ("seed1_ab/alra@x", 4.0)
+    assert (x["name"], x["val_ce"]) == ("alra@x_seed1_ab", 4.0)
     assert (x["student_flops"], x["teacher_flops"]) == (20.0, 30.0)
     parts = [
         {"step": 1, "histogram": {"step": 1, "n": 2}},
         {"step": 1, "teacher": {"step": 1, "n": 7}},
     ]
-    assert read_lines(tmp_path / "logs" / x["file"])[1:] == log + parts
-    stopped = read_lines(tmp_path / "logs/pretrain_seed1_ab.jsonl")[0]
-    assert stopped["stopped"] == WHY
+    assert x["log"] == log + parts
+    stopped = compare.on_record(STUDY, spec)[compare.key_of({"other": 1}, facts["config"], False)]
+    assert (stopped["name"], stopped["stopped"]) == ("pretrain_seed1_ab", WHY)
     assert "teacher_flops" not in stopped
-    scores = {"name": "x", "run": {}, "protocol": {}, "weights_sha256": "w"}
     figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
-    write_json(alra / "figures_0a.json", scores | {"figures": figures})
+    scores = {"name": "x", "run": {}, "protocol": {}, "weights_sha256": "w", "kind": "figures"}
+    append_line(alra / "results.jsonl", scores | {"values": figures})
     shutil.copytree(run, tmp_path / "runs/seed1_cd")  # other students of these names
     x = compare.on_record(STUDY, spec)[key]
-    assert (x["file"], x["ce"], x["n_rows"]) == ("alra@x_seed1_cd.jsonl", 3.5, 7)
+    assert (x["name"], x["ce"], x["n_rows"]) == ("alra@x_seed1_cd", 3.5, 7)
     assert x["scores"]["weights_sha256"] == "w"
-    names = [f"{name}_seed1_{run}.jsonl" for name in ("alra@x", "pretrain") for run in ("ab", "cd")]
-    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == names
+    names = [f"{name}_seed1_{run}" for run in ("ab", "cd") for name in ("alra@x", "pretrain")]
+    assert sorted(x["name"] for x in reports.read_students(tmp_path)) == sorted(names)
 
 
 def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
     cfg = world.config(tiny, tmp_path, methods="pd", val_max_rows=4)
-    facts = {"skip_rows": 4, "n_rows": 3, "dtype": "float32", "code": scoring_code("figures")}
+    facts = {"skip_rows": 4, "n_rows": 3, "scoring_code": scoring_code("figures")}
     facts["teacher_sha256"] = content_hash(cfg.teacher)
     assert compare.is_scored(cfg, facts, 3)
     for key in facts:
         assert not compare.is_scored(cfg, facts | {key: "another"}, 3), key
-    del facts["code"], facts["dtype"]  # of the committed studies
+    del facts["scoring_code"]  # of the committed studies
     assert compare.is_scored(cfg, facts, 3)
 
 
@@ -290,10 +279,7 @@ REFUSALS = """
 --seed=3 => --seed=3: would have no effect; set --seeds=N or --out=FOLDER
 --out_dir=x => --out_dir=x: would have no effect; set --seeds=N or --out=FOLDER
 --tunes=x => --tunes=x: no such key 'tunes'
---seeds=0 => seeds=0: expected int 1 or more
---jobs => jobs=True: expected int 1 or more
 --reference=vanila_kd => --reference=vanila_kd: expected one of pretrain, vanilla_kd, alra
-unknown.py => _compare: no such keys ['sedes']; expected title,
 """
 EARLY = """
 --tune=gamma=1,2 => --tune=gamma=1,2: expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.
@@ -307,17 +293,14 @@ EARLY = """
 
 
 @pytest.mark.parametrize(("argv", "message"), read_table(REFUSALS))
-def test_refusals(argv, message, tmp_path):
-    config = tmp_path / "unknown.py"
-    config.write_text("_compare = {'sedes': 3}\n")
-    argv = argv.replace("unknown.py", str(config))
+def test_refusals(argv, message):
     with refusal(re.escape(message)):
         compare.arguments(["config/demo.py", *argv.split()])
 
 
 @pytest.mark.parametrize(("argv", "message"), read_table(EARLY))
 def test_what_cannot_run_is_found_before_anything_starts(argv, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "prepare", None)
+    monkeypatch.setattr(compare, "run", None)
     argv = ["config/demo.py", "--methods=alra", *argv.split(), f"--out={tmp_path}/out"]
     with refusal(re.escape(message)):
         compare.main(argv)
@@ -345,7 +328,7 @@ def argv(tiny, tmp_path_factory):
 
 @pytest.fixture
 def quiet(monkeypatch):
-    for name in ("study.compare.prepare", "study.compare.signal.signal", "study.report.pictures"):
+    for name in ("study.compare.signal.signal", "study.report.pictures"):
         monkeypatch.setattr(name, lambda *a: [])
     monkeypatch.setattr(ending, "catch_signals", lambda cfg: None)
     monkeypatch.setattr(ending, "finish_updates", lambda: None)
@@ -354,27 +337,25 @@ def quiet(monkeypatch):
 BEGUN = []
 
 
-def launch(jobs, spec):
-    """Run jobs in this process, which saves the imports. BEGUN has their names."""
-    for name, argv in jobs.items():
-        BEGUN.append(name)
-        try:
-            run_here(*argv)
-        except ValueError as error:
-            print(f"{name}: exit code 1: {error}")
-
-
-def run_here(script, *argv: str):
-    if script.name == "train.py":
-        train.distil(configure.load(list(argv)))
-    else:
-        ev.main(list(argv))
+def run(script, *argv):
+    """Run a script in this process, which saves the imports. BEGUN has the names of runs."""
+    argv = [*map(str, argv)]
+    if script == "prepare.py":
+        return 0
+    BEGUN.append("eval" if script == "eval.py" else Path(argv[0]).stem)
+    try:
+        if script == "train.py":
+            train.distil(configure.load(argv))
+        else:
+            ev.main(argv)
+    except ValueError as error:
+        print(f"exit code 1: {error}")
 
 
 @pytest.fixture
 def begun(quiet, monkeypatch):
     BEGUN.clear()
-    monkeypatch.setattr(compare, "launch", launch)
+    monkeypatch.setattr(compare, "run", run)
     return BEGUN
 
 
@@ -399,7 +380,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     students = students_of(tmp_path)
     made = [(x["method"], x["seed"], x["n_rows"]) for x in students]
     assert made == [(m, seed, 3) for m in ("pretrain", "alra") for seed in (1, 2)]
-    trials = read_json(tmp_path / "report/plan.json")["trials"]
+    trials = read_json(tmp_path / "plan.json")["trials"]
     tried = [[x["settings"] for x in trials if x["method"] == m] for m in ("pretrain", "alra")]
     assert [len(settings) for settings in tried] == [2, 3]  # alra's default is a tau of 1
     assert len({x["val_ce"] for x in trials}) == 5
@@ -411,7 +392,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     costs = [3 * 2 * cfg.seq_len * n for n in compare.flops(cfg)]
     assert [c["student_flops"], c["teacher_flops"]] == costs
     assert "teacher_flops" not in a
-    text = (tmp_path / "report/README.md").read_text()
+    text = (tmp_path / "README.md").read_text()
     assert "Trials have 2 updates. CE in nats per token over the first 3 held-out rows" in text
     assert "| alra † | " in text
     assert (tmp_path / "runs" / begun[2] / "code.diff").read_text() == "-a\n+b\n"
@@ -420,7 +401,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     begun.clear()
     assert compare.main(argv) == 0
     assert begun == []  # the same command makes nothing again
-    assert (tmp_path / "report/README.md").read_text() == text
+    assert (tmp_path / "README.md").read_text() == text
     more = [word.replace("pretrain,alra", "pretrain,alra,tad") for word in argv]
     assert compare.main(more) == 0  # another method: its own trials and seeds alone
     assert kinds(begun) == ["seed0", "seed1", "seed2", "eval"]
@@ -436,123 +417,58 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     assert kinds(begun) == ["seed1", "seed2", "eval"]  # it has no trials
 
 
-def test_what_cannot_be_made_or_scored_is_in_the_report(argv, begun, tmp_path, monkeypatch, capsys):
-    scored = ev.score_rows
-
-    def score_rows(checkpoints, *more):
-        if any(c.name.endswith("alra") for c in checkpoints):
-            raise UserError("the weights have diverged")
-        scored(checkpoints, *more)
-
+def test_what_cannot_be_made_is_in_the_report(argv, begun, tmp_path, monkeypatch, capsys):
     def open_teacher(cfg, *more):
         if "tad" in cfg.methods[0]:
             raise UserError("no teacher")
         return opened(cfg, *more)
 
     opened = train.open_teacher
-    monkeypatch.setattr(ev, "score_rows", score_rows)
     monkeypatch.setattr(train, "open_teacher", open_teacher)
-    argv = [*argv, "--seeds=1", "--per_run=1", f"--out={tmp_path}"]
-    argv.append("--methods=pretrain,alra,tad")
+    argv = [*argv, "--seeds=1", f"--out={tmp_path}", "--methods=pretrain,tad@x"]
     assert compare.main(argv) == 1
-    assert kinds(begun) == ["seed1"] * 3 + ["eval"] * 2
+    assert kinds(begun) == ["seed1", "seed1", "eval"]
     _, (student,), _, failed = reports.read(tmp_path)
     assert student["method"] == "pretrain"
-    why = f"no result; see {tmp_path}/runs/*.txt"
-    assert failed == [f"- {name} (seed 1): {why}" for name in ("alra", "tad")]
-    text = (tmp_path / "report/README.md").read_text()
-    assert text.count("| tad |") == 2  # in the tables of figures alone
-    assert f"- tad (seed 1): {why}" in text
+    why = "- tad@x (seed 1): no result; see what its run has printed"
+    assert failed == [why]
+    text = (tmp_path / "README.md").read_text()
+    assert "| tad@x |" not in text and why in text
     screen = capsys.readouterr()
-    assert "exit code 1: no teacher" in screen.out
-    assert f"- tad (seed 1): {why}" in screen.out
-    begun.clear()
-    assert compare.main([*argv, "--tune=lr=1e-3,1e-2"]) == 1
-    methods = [
-        configure.load([f"{tmp_path}/runs/{name}.py"]).methods
-        for name in begun
-        if name.startswith("seed1")
-    ]
-    assert ("tad",) not in methods  # none of its trials has a result
+    assert "exit code 1: no teacher" in screen.out and why in screen.out
     with refusal(r"val_max_rows=None: trials use these rows, scores the later ones"):
         compare.main([*argv, "--val_max_rows=None"])
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_runs(sign, tmp_path, monkeypatch, printed):
-    """The first job would take an hour; the second waits for its turn, and never begins."""
-    make_folders(tmp_path)
-    script = "import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(3600)"
-    (tmp_path / "sleep.py").write_text(script)
-    first, second = tmp_path / "first", tmp_path / "second"
-    jobs = {file.name: [tmp_path / "sleep.py", str(file)] for file in (first, second)}
-    spec = Spec(out=tmp_path)
-    monkeypatch.setattr(compare, "arguments", lambda argv: (spec, None))
-    monkeypatch.setattr(compare, "compare", lambda *a: compare.launch(jobs, spec))
+def test_a_signal_ends_the_run(sign, tmp_path, monkeypatch):
+    """The script would take an hour."""
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    (tmp_path / "sleep.py").write_text(f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path("{ended}").touch()))
+pathlib.Path("{begun}").touch()
+time.sleep(3600)
+""")
+    monkeypatch.setattr(compare, "arguments", lambda argv: (Spec(out=tmp_path), STUDY))
+    monkeypatch.setattr(compare, "compare", lambda *_: compare.run(tmp_path / "sleep.py"))
 
     def interrupt():
-        while not first.exists():
+        for _ in range(3000):
+            if begun.exists():
+                os.kill(os.getpid(), sign)
+                return
             time.sleep(0.02)
-        os.kill(os.getpid(), sign)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(SystemExit if sign == signal.SIGTERM else KeyboardInterrupt):
         compare.main([])
-    assert not second.exists()
-    text = printed()
-    assert f"run 1 of 2, first: exit code {-signal.SIGTERM}" in text  # ended, and waited for
-    assert "the same command resumes" in text
-
-
-def test_jobs_run_at_a_time(tmp_path, printed):
-    """Each of two jobs ends once the other has begun."""
-    make_folders(tmp_path)
-    script = """
-import pathlib, sys, time
-mine, other = map(pathlib.Path, sys.argv[1:])
-mine.touch()
-for _ in range(1000):
-    if other.exists():
-        sys.exit("done")
-    time.sleep(0.02)
-"""
-    (tmp_path / "wait.py").write_text(script)
-    a, b = tmp_path / "a", tmp_path / "b"
-    jobs = {x.name: [tmp_path / "wait.py", str(x), str(y)] for x, y in ((a, b), (b, a))}
-    compare.launch(jobs, Spec(out=tmp_path, jobs=2))
-    text = printed()
-    assert re.findall("^run ([12]) of 2, ([ab]): exit code 1: done$", text, re.M) == [
-        ("1", "a"),
-        ("2", "b"),
-    ]
-
-
-class Process:
-    """A process that ends after some seconds, of which none really passes."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def poll(self):
-        return None if self.seconds > 0 else 0
-
-    def wait(self, timeout):
-        self.seconds -= timeout
-        if self.seconds > 0:
-            raise subprocess.TimeoutExpired("", timeout)
-
-
-def test_it_says_how_far_runs_are(tmp_path, capsys):
-    file = tmp_path / "seed1.txt"
-    file.write_text("begun\nstep 10/20  eta 00:30\n")
-    compare.watch({Process(45): ("run 2 of 4, seed1", file)})
-    assert capsys.readouterr().out == "run 2 of 4, seed1: step 10/20  eta 00:30\n"
+    assert ended.exists()  # ended, and waited for
 
 
 def compare_here(argv):
-    compare.prepare = lambda *a: None
-    compare.launch = launch
+    compare.run = run
     compare.main(argv)
 
 
@@ -563,7 +479,7 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     has_checkpoint = lambda: any(cut.glob("runs/*/*/checkpoints/step_*[1-9]"))  # noqa: E731
     world.kill_when(has_checkpoint, compare_here, [*argv, f"--out={cut}"])
-    assert not (cut / "report/plan.json").exists()
+    assert not (cut / "plan.json").exists()
     results = {}
     for out in (whole, cut):
         begun.clear()
@@ -600,27 +516,28 @@ def made_up(out, ces, trials=(), **first):
     KL is 1 less than CE; agreement is 1 less a tenth of it.
     """
     facts = json.loads(FACTS)
-    shutil.rmtree(out / "logs", ignore_errors=True)
     make_folders(out)
     students = []
+    lines = []
     first = {"git_commit": None} | first  # as without git
     for method, values in ces.items():
         for seed, ce in enumerate(values, 1):
-            name = f"{method}_seed{seed}.jsonl"
+            name = f"{method}_seed{seed}"
             figures = {"ce": ce, "bits_per_byte": ce / 3, "kl": ce - 1, "top1": 1 - ce / 10}
-            about = {"method": method, "seed": seed}
-            write_lines(out / "logs" / name, [facts | about | figures | first])
-            students.append({"method": method, "seed": seed, "file": name})
+            about = {"method": method, "seed": seed, "name": name}
+            students.append(facts | about | figures | first | {"log": []})
+            lines.append(about)
             first = {}
-    plan = {"config": dataclasses.asdict(STUDY), "trial_steps": 150, "trial_seeds": 1}
-    write_json(out / "report/plan.json", plan | {"students": students, "trials": list(trials)})
+    reports.write_students(out, students)
+    plan = {"config": dataclasses.asdict(STUDY), "trial_steps": 150}
+    write_json(out / "plan.json", plan | {"students": lines, "trials": list(trials)})
 
 
 def report_of(out, spec=None):
     spec = spec or compare.arguments(["study/small.py"])[0]
-    _, screen = reports.report(dataclasses.replace(spec, out=out))
+    _, screen = reports.report(SimpleNamespace(**vars(spec) | {"out": out}))
     assert "Chosen:" in screen or "No trials are on record" in screen
-    return (out / "report/README.md").read_text()
+    return (out / "README.md").read_text()
 
 
 def test_the_report_says_what_the_results_say(tmp_path, quiet):
@@ -641,7 +558,7 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert f"| vanilla_kd | +1.3333 ± {half:.4f}, p " in text  # and the other methods in another
     assert "| pd | 3 | 5.7333 ± 1.0040 |" in text
     row = "| lr 0.003, pair none, w_kd 0.5 | 0 | 0 | abc | def | 1, 2, 3 | 5.5000, 5.5000, 6.2000 |"
-    assert f"| pd {row} pd_seed1.jsonl, pd_seed2.jsonl, pd_seed3.jsonl |" in text
+    assert f"| pd {row} pd_seed1, pd_seed2, pd_seed3 |" in text
     assert "seeds, p and interval have one degree of freedom" in text  # alra_u
     assert text.count("**4.1667 ± 1.8973**") == 3
     assert "over n seeds; **best**, *second*." in text
@@ -665,15 +582,17 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
     assert "| mine † | +1.2500 ± 3.1766, p 0.1257 |" in other
 
 
-def test_differences_have_an_interval_over_documents_too(tmp_path, quiet):
+def test_differences_have_an_interval_over_documents_too(tmp_path, quiet, monkeypatch):
     """Where all seeds have sums. PD's CE and KL and ALRA's KL are not 0 over seeds."""
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.1], "alra": [4.0, 4.1], "pd": [6.0, 6.1]})
+    students = {x["name"]: x for x in reports.read_students(tmp_path)}
     sums = {"vanilla_kd": [50, 50, 40], "alra": [41, 40, 32], "pd": [100, 35, 30]}
     for method, ce in sums.items():
         for seed in (1, 2):
-            file = tmp_path / f"logs/{method}_seed{seed}.jsonl"
             documents = {"n": [10, 10, 8], "ce": ce, "kl": [x * seed for x in ce]}
-            write_lines(file, [read_lines(file)[0] | {"documents": documents}])
+            students[f"{method}_seed{seed}"]["documents"] = documents
+    reports.write_students(tmp_path, [*students.values()])
+    monkeypatch.setattr(stats, "MIN_PARTS", 3)
     text = report_of(tmp_path, Spec())
     # ALRA's CE less that of the reference: -9, -10 and -8, in 10, 10 and 8 targets
     changes = [27 / 28 - 18 / 18, 27 / 28 - 17 / 18, 27 / 28 - 19 / 20]  # without each of them
@@ -695,18 +614,19 @@ def test_stopped_students_are_listed_and_left_out(tmp_path, quiet):
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5, 6.0], "alra": [4.0, 3.5, 5.0]}, stopped=WHY)
     text = report_of(tmp_path)
     assert f"- vanilla_kd (seed 1): {WHY}" in text
-    assert "| 2, 3 | 5.5000, 6.0000 | vanilla_kd_seed2.jsonl, " in text
+    assert "| 2, 3 | 5.5000, 6.0000 | vanilla_kd_seed2, " in text
     assert "| alra | -1.5000 ± " in text  # over seeds 2 and 3
 
 
 def test_students_that_no_table_has_are_listed_without_trials(tmp_path, quiet):
     made_up(tmp_path, {"alra": [4.0, 3.5], "pd": [5.0]})
-    file = tmp_path / "report/plan.json"
+    file = tmp_path / "plan.json"
     plan = read_json(file)
     plan["students"][1] = plan["students"][0] | {"method": "alra@same"}  # settings as of alra
     write_json(file, plan)
-    facts = read_lines(tmp_path / "logs/pd_seed1.jsonl")[0]
-    write_lines(tmp_path / "logs/pd@t0.jsonl", [facts | {"seed": 1000}])
+    students = reports.read_students(tmp_path)
+    trial = students[-1] | {"seed": 0, "name": "pd@t0"}
+    reports.write_students(tmp_path, [*students, trial])
     tables, _, others = report_of(tmp_path, Spec()).partition("## Made at other settings")
     assert "\n| alra@same | 4.0000 | " in tables
     assert (
@@ -717,7 +637,7 @@ def test_students_that_no_table_has_are_listed_without_trials(tmp_path, quiet):
 
 def test_what_has_no_pair_is_not_compared_and_one_seed_is_not_ranked(tmp_path, quiet):
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
-    file = tmp_path / "report/plan.json"
+    file = tmp_path / "plan.json"
     plan = read_json(file)
     for x in plan["students"]:
         x["seed"] += 2 * (x["method"] == "alra")
@@ -731,29 +651,28 @@ def test_what_has_no_pair_is_not_compared_and_one_seed_is_not_ranked(tmp_path, q
 
 def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monkeypatch):
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
-    for file in (tmp_path / "logs").iterdir():
-        method, seed = re.match(r"(.*)_seed(.)", file.name).groups()
-        last = 3.5 if (method, seed) == ("alra", "2") else 4.5
-        log = [
-            {"step": 1, "ce": 5.0 + int(seed), "val_ce": 6.0},
+    students = reports.read_students(tmp_path)
+    for x in students:
+        last = 3.5 if x["name"] == "alra_seed2" else 4.5
+        x["log"] = [
+            {"step": 1, "ce": 5.0 + x["seed"], "val_ce": 6.0},
             {"step": 2, "ce": 4.0, "val_ce": last},
         ]
-        write_lines(file, read_lines(file) + log)
+    reports.write_students(tmp_path, students)
     monkeypatch.setattr(plot.plt, "close", lambda figure: None)
-    results = tmp_path / "report"
+    results = tmp_path
     written = []
     for _ in range(2):
         assert compare.main(["study/small.py", "--report", f"--out={tmp_path}"]) == 0
-        written.append({file.name: file.read_bytes() for file in results.iterdir()})
+        names = ("plan.json", "curves.png", "README.md")
+        written.append({name: (results / name).read_bytes() for name in names})
         for name in ("curves.png", "README.md"):
             (results / name).unlink()
     assert written[0] == written[1]
-    assert written[0].keys() == {"plan.json", "curves.png", "README.md"}
     text = written[0]["README.md"].decode()
     assert re.findall(r"\]\((.*)\)", text) == ["curves.png"]
-    lines = plot.plt.gcf().axes[0].get_lines()
-    means = [line for line in lines if line.get_marker() != "_"]
-    assert [*map(tuple, means[0].get_xydata())] == [(32, 6.5), (64, 4.0)]
+    line, *_ = plot.plt.gcf().axes[1].get_lines()
+    assert [*map(tuple, line.get_xydata())] == [(32, 6.5), (64, 4.0)]
     plot.plt.close("all")
 
 
@@ -790,10 +709,10 @@ def test_a_committed_study_is_written_anew_byte_for_byte(study, tmp_path):
     out = shutil.copytree(RESULTS / study, tmp_path / study)
     locked = f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.lock").read_text()
     before = {}
-    for file in (out / "report").iterdir():
+    for file in out.iterdir():
         if file.suffix != ".png" or locked:  # another matplotlib draws other pixels
             before[file] = file.read_bytes()
-        if file.suffix != ".json":
+        if file.suffix in (".md", ".png"):
             file.unlink()
     assert compare.main([f"study/{study}.py", "--report", f"--out={out}"]) == 0
     assert {file: file.read_bytes() for file in before} == before
@@ -802,7 +721,7 @@ def test_a_committed_study_is_written_anew_byte_for_byte(study, tmp_path):
 def test_readme_quotes_the_reports():
     readme = (ROOT / "README.md").read_text()
     for study in STUDIES:
-        assert f"](study/results/{study}/report/README.md)" in readme
+        assert f"](study/results/{study}/README.md)" in readme
     methods = ("pretrain", "pd", "alra", "alra@ce", "fixed_9")
     rows = readme[readme.index("| held-out CE minus") :].splitlines()[2 : 2 + len(methods)]
     for at, study in zip((2, 4, 6), STUDIES, strict=True):
@@ -813,5 +732,6 @@ def test_readme_quotes_the_reports():
         for method, row in zip(methods, rows, strict=True):
             cells = [cell.strip() for cell in row.split("|")[1:-1]]
             if method in ces:
-                (e,) = differences([(ces[method], ces["vanilla_kd"])])
-                assert cells[at - 1 : at + 1] == [f"{e.n}", e.text(2, "+")]
+                ours, theirs = (pd.Series(ces[name]) for name in (method, "vanilla_kd"))
+                e = estimate(pd.DataFrame({"": ours - theirs}))
+                assert cells[at - 1 : at + 1] == [str(e["n"][""]), with_half(e, 2, "+")[""]]

@@ -454,35 +454,33 @@ def out(trained, tmp_path):
     return shutil.copytree(trained / "out", tmp_path / "run")
 
 
-def read(folder, name="figures_*.json"):
-    (file,) = folder.glob(name)
-    return read_json(file)
+def read(folder, kind="figures"):
+    """Return the newest result of a kind."""
+    return [x for x in read_jsonl(folder / "results.jsonl") if x["kind"] == kind][-1]
 
 
 def test_from_checkpoints_to_tables(out, capsys):
-    """A run's folder stands for its students; those that are not finished are named."""
+    """A run's folder stands for its students; those that are not finished are left out."""
     score(f"{out} --tasks=none")
     output = capsys.readouterr()
-    assert f"left out, having no model: {out / 'tad'}\n" in output.err
     text = output.out[output.out.index("## tiny") :]
     assert "accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
-    figures = {method: read(out / method)["figures"] for method in ("pretrain", "alra")}
+    figures = {method: read(out / method)["values"] for method in ("pretrain", "alra")}
     ce = {method: values["ce"] for method, values in figures.items()}
     assert cells(text, "alra")[1] == f"{ce['alra']:.4f} ± {figures['alra']['ce_half']:.4f}"
     difference, _, _ = cells(text, "alra", 1)[1].partition(" ± ")
     assert difference == f"{ce['alra'] - ce['pretrain']:+.4f}"
     score(f"--table {out}")
-    left_out = f"Left out, since not scored: {out / 'tad'}."
-    assert capsys.readouterr().out.split() == [*text.split(), *left_out.split()]
+    assert capsys.readouterr().out.split() == text.split()
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
-    assert "no table: " in text and "data_sha256 was 'd', now 'other'" in text
+    assert "no table: " in text and "data_sha256 was 'other', now 'd'" in text
 
 
 def test_sums_by_document_are_those_of_a_plain_loop(out, rows):
     score(f"{out}/alra --tasks=none --max_rows=6 --skip_rows=2 --batch_tokens=50")
-    documents = read(out / "alra")["figures"]["documents"]
+    documents = read(out / "alra")["values"]["documents"]
     student = make_model(STUDENT, 9, 7.0)
     sums = [[0, 0.0]]
     for stored in rows.ids[2:8].astype(int):
@@ -506,11 +504,11 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
     )
     score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
     text = printed()
-    scores = read(out / "alra", "scores_heldout_*.json")
+    scores = read(out / "alra", "heldout")
     assert scores["protocol"]["limit"] == 3
-    n_scored = {name: values["n"] for name, values in scores["tasks"].items()}
-    assert n_scored == {"arc_easy": 3, "piqa": 3} and scores["tasks"]["piqa"]["n_rows"] == 7
-    assert len(list((out / "alra").glob("scores*.jsonl"))) == 1
+    n_scored = {name: values["n"] for name, values in scores["values"].items()}
+    assert n_scored == {"arc_easy": 3, "piqa": 3} and scores["values"]["piqa"]["n_rows"] == 7
+    assert len(list((out / "alra").glob("samples*.jsonl"))) == 1
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
     with refusal("--max_length 601: .*alra takes 600 at most"):
         score(f"{out}/alra --max_length=601 {flags}")
@@ -531,12 +529,12 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
         teacher = Teacher(model, torch.device("cpu"))
         (expected,) = ev.over_rows([student], teacher, rows, np.arange(rows.n), n_bytes, 4096)
         for key in ("ce", "kl", "teacher_ce"):
-            assert (results["figures"][key] == expected[key]) == (dtype == torch.bfloat16), key
+            assert (results["values"][key] == expected[key]) == (dtype == torch.bfloat16), key
 
 
 SLIPS = """
 {0}/tad => tad: no model/ in it, and no checkpoint; has its training begun?
-{0}/run.json => no student with a model: .*run.json
+{0}/run.json => run.json: expected out/NAME
 {0}/gone => gone: no such folder
 {0}/alra --limit=1 => --limit 1
 {0}/alra --tasks=winogrande --split=validation => no .'winogrande'. in the validation
@@ -559,16 +557,16 @@ def test_a_model_that_is_no_student(trained, rows, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     flags = f"--tasks=none --teacher=none --rows={Path(rows.file).parent}"
     score(f"{trained}/teacher {flags}")
-    (file,) = Path().glob("out/**/*.json")
+    (file,) = Path().glob("out/**/*.jsonl")
     figures = read(file.parent)
     assert file.parent == Path("out/eval/teacher")
-    assert figures["run"] == {} and "kl" not in figures["figures"]
+    assert figures["run"] == {} and "kl" not in figures["values"]
     tokenizer = load_tokenizer(f"{trained}/teacher")
     make_model(STUDENT, 3).save_pretrained(tmp_path / "teacher", tokenizer)
     capsys.readouterr()
     score(f"teacher {flags}")
     assert capsys.readouterr().out.count("| teacher | ") == 1  # the one that was scored last
-    assert len([*file.parent.glob("figures_*.json")]) == 2
+    assert len(read_jsonl(file)) == 2
 
 
 def test_a_command_replaces_no_results_but_its_own(out, data, monkeypatch):
@@ -582,22 +580,18 @@ def test_a_command_replaces_no_results_but_its_own(out, data, monkeypatch):
     commands += [f"{commands[1]} {flag}" for flag in ("--max_length=99", "--dtype=bfloat16")]
     for flags in ("", "--max_rows=3", "--skip_rows=3 --max_rows=3", "--teacher=none"):
         commands.append(f"{alra} --tasks=none {flags}")
-    written = {}
-    for n, command in enumerate([*commands, commands[1], commands[4]], 1):
-        if n > len(commands):
-            monkeypatch.setattr(ev, "scoring_code", lambda part: "other")
+    written = []
+    for command in [*commands, commands[1]]:
         score(command)
-        files = {file: file.read_bytes() for file in alra.glob("*_*.json")}
-        assert len(files) == n and written.items() <= files.items(), command
-        written = files
-    score(command)
-    assert {*alra.glob("*_*.json")} == {*written}
+        results = read_jsonl(alra / "results.jsonl")
+        assert results[:-1] == written, command
+        written = results
 
 
 def test_another_model_or_decoder_than_the_trained_one_is_not_scored(out, capsys):
     alra = out / "alra"
     command = f"{alra} --tasks=none --teacher=none"
-    facts = read(alra, "run.json")
+    facts = read_json(alra / "run.json")
     facts["made_by"]["shape"] = dataclasses.asdict(STUDENT)
     facts["weights_sha256"] = weights_hash(make_model(STUDENT, 9, 7.0))
     refused = "alra: its model/ is not the one that run.json describes"
@@ -655,5 +649,5 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
         world.edit(alra / "run.json", f'made_by.{key}_sha256="another"')
         assert f"{name}: its content has changed since the student was trained" in error(alra)
     world.edit(alra / "run.json", 'config.data_dir="elsewhere"')
-    problem = f"data_dir: {data_dir} in one run, elsewhere in another"
+    problem = f"data_dir: elsewhere in one run, {data_dir} in another"
     assert f"{problem}; score them apart, or set --rows" in error(out)

@@ -487,8 +487,8 @@ def test_an_unfinished_run_is_scored_and_sampled_by_a_checkpoint(name, steps, fo
     assert [int(step) for _, step in scored] == steps
     for out, step in scored:
         place = folder / f"out/eval/{out.replace('/', '_')}_step_0000000{step}"
-        (file,) = place.glob("figures_*.json")
-        assert files.read_json(file)["run"]["step"] == int(step)
+        *_, result = files.read_lines(place / "results.jsonl")
+        assert result["run"]["step"] == int(step)
     assert name == "half" or run(SAMPLE.replace("run/alra", name)) == 0
     assert contents(folder / "half") == before
 

@@ -10,7 +10,7 @@ from lib.files import write_json
 from lib.hf import load_tokenizer
 from run.paper import NAMES
 from tests.world import DEMO, STUDENT, make_model, refusal, write_jsonl, write_run
-from tools import plot, sample, sentence
+from tools import plot, sample
 from train import VALIDATION_FIGURES
 
 
@@ -75,8 +75,10 @@ def run(tmp_path):
     terms = {"alra": alra, "mine": {"forward": 0.5}}  # of which plot.py has never heard
     for i, method in enumerate(("pretrain", "alra", "fixed_7", "mine")):
         records = [{"step": s, "ce": 5.0 / s + i, "loss": 1.0, **rates} for s in (1, 2, 3)]
-        records[0] |= terms.get(method, {})
-        write_jsonl(out / method / "log.jsonl", [*records, {**validated, "val_ce": 2.0 + i}])
+        for record in records:
+            record |= terms.get(method, {})
+        records += [validated | {"step": step, "val_ce": 5.0 + i - step} for step in (2, 3)]
+        write_jsonl(out / method / "log.jsonl", records)
     write_json(out / "run.json", {"config": {"batch_rows": 4, "seq_len": 10}})
     return out
 
@@ -99,65 +101,62 @@ def test_curves_have_the_numbers_of_the_logs(run, drawn, capsys):
         assert line.startswith(f"no {figure}.png: ") and "--histogram_every_steps=N" in line
     axes = {axis.get_ylabel(): lines(axis) for axis in drawn["curves.png"].axes}
     assert set(axes) == {*plot.PANELS, "forward"} - {"support"}
-    assert axes["forward"] == {"mine": [(40, 0.5)]}
-    assert axes["d_u"] == {"alra": [(40, 4.5)]}
-    training, held_out = drawn["curves.png"].axes[0].lines[2:4]
-    assert heights(training) == [6.0, 3.5, 5 / 3 + 1]
-    assert training.get_color() == held_out.get_color()
-    assert axes["ce"]["alra"] == [(120, 3.0)]  # the held-out one
-    assert {y for _, y in axes["ce"]["teacher"]} == {1.5}
+    assert axes["forward"] == {"mine": [(40, 0.5), (80, 0.5), (120, 0.5)]}
+    assert axes["d_u"] == {"alra": [(40, 4.5), (80, 4.5), (120, 4.5)]}
+    assert axes["ce"]["alra"] == [(40, 6.0), (80, 3.5), (120, 5 / 3 + 1)]
+    assert axes["val_ce"]["alra"] == [(80, 4.0), (120, 3.0)]
+    assert "teacher: 1.50" in axes["val_ce"]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_curves_of_several_seeds_are_means_with_intervals_or_the_seeds(n, run, tmp_path, drawn):
-    first = plot.read_logs([run])["alra"]
-    seeds = []
-    for seed in range(n):
-        log = [{"step": r["step"], "kd": r["kd"] + 2 * seed} for r in first["log"] if "kd" in r]
-        seeds.append({"alra": first | {"log": [*first["log"], *log] if seed == 0 else log}})
-    values = {seed: 4.5 + 2 * seed for seed in range(n)}
-    assert plot.read_curves(seeds)["alra"]["kd"] == {40: values}
-    name = f"alra ({'lr=0.00132, ' * 4})"
-    plot.curves([{name: logs["alra"]} for logs in seeds], tmp_path / "c.png")
-    figure = drawn["c.png"]
-    assert figure.legends[0].get_window_extent().x0 >= 0
-    (axis,) = [axis for axis in figure.axes if axis.get_ylabel() == "kd"]
-    points = [heights(line) for line in axis.lines if line.get_marker() == "_"]
-    bar = axis.collections[0].get_paths()[0].get_extents()
-    mean = 4.5 + n - 1
-    if n < 4:
-        assert points == [[*values.values()]] and bar.y0 == bar.y1 == mean
-        return
-    assert not points and bar.x0 == bar.x1 == 40  # seen at a single point too
-    # Student's t of three degrees of freedom; the deviation of four seeds is sqrt(20 / 3)
-    assert bar.y1 == pytest.approx(mean + 3.18245 * math.sqrt(20 / 3) / 2, rel=1e-4)
-    assert axis.get_ylim()[0] >= 0
+def make_logs(ys, steps=(1, 2)):
+    """Return logs of students whose held-out CE falls to y from y + 1."""
+    logs = {}
+    for name, y in ys.items():
+        log = [{"step": step, "val_ce": y + steps[-1] - step} for step in steps]
+        logs[name] = {"config": {"batch_rows": 4, "seq_len": 10}, "log": log}
+    return logs
 
 
-def test_a_student_far_above_the_others_does_not_flatten_their_curves(tmp_path, drawn):
-    seeds = []
-    for spread in (-0.5, 0.5):
-        logs = {}
-        for name, y in {"a": 3.0, "b": 3.3, "far": 6.0}.items():
-            log = [{"step": 1, "val_ce": y + 1 + spread}, {"step": 2, "val_ce": y + spread}]
-            log += [{"step": i, "ce": 9.0 if i < 3 else 3.5} for i in range(30)]
-            log[1] |= {"val_teacher_ce": 2.0, "val_uniform_ce": 8.0}
-            logs[name] = {"config": {"batch_rows": 4, "seq_len": 10}, "log": log}
-        seeds.append(logs)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_curves_of_several_seeds_are_means_with_intervals_or_ranges(n, tmp_path, drawn):
+    seeds = [make_logs({"alra": 4.5 + 2 * seed}) for seed in range(n)]
     plot.curves(seeds, tmp_path / "c.png")
-    axis = drawn["c.png"].axes[0]
-    assert axis.get_ylim()[1] == pytest.approx(1.03 * 4.3)
-    names = {"a", "b", "far", "teacher", "ln V (above the panel)"}
-    assert set(lines(axis)) == names
-    (legend,) = drawn["c.png"].legends
-    assert names == {text.get_text() for text in legend.get_texts()}
+    (axis,) = drawn["c.png"].axes
+    mean = 4.5 + n - 1
+    assert lines(axis) == {"alra": [(40, mean + 1), (80, mean)]}
+    band = axis.collections[0].get_paths()[0].vertices
+    high = max(y for x, y in band if x == 80)
+    # Student's t of three degrees of freedom; the deviation of four seeds is sqrt(20 / 3)
+    half = 3.18245 * math.sqrt(20 / 3) / 2 if n == 4 else n - 1
+    assert high == pytest.approx(mean + half, rel=1e-4)
+
+
+def test_no_student_and_no_reference_flattens_the_curves(tmp_path, drawn):
+    logs = make_logs({"a": 3.0, "b": 3.3, "far": 6.0})
+    for student in logs.values():
+        student["log"][1] |= {"val_teacher_ce": 2.0, "val_uniform_ce": 8.0}
+    plot.curves([logs], tmp_path / "c.png")
+    (axis,) = drawn["c.png"].axes
+    low, high = axis.get_ylim()
+    assert 2.9 < low < 3.0 and 4.3 < high < 4.4
+    names = {"a", "b", "far", "teacher: 2.00", "ln V: 8.00"}
+    assert names == {text.get_text() for text in drawn["c.png"].legends[0].get_texts()}
+
+
+def test_what_is_logged_once_has_no_panel(tmp_path, drawn):
+    logs = make_logs({"a": 3.0})
+    logs["a"]["log"][0]["val_kl"] = 1.0
+    plot.curves([logs], tmp_path / "c.png")
+    assert [axis.get_ylabel() for axis in drawn["c.png"].axes] == ["val_ce"]
+    plot.curves([make_logs({"a": 3.0}, steps=(1,))], tmp_path / "c.png")
+    assert lines(drawn["c.png"].axes[0]) == {"a": [(40, 3.0)]}
 
 
 def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     terms = losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]
     assert {"loss", "kd", "ce", *terms} <= set(plot.PANELS)
-    assert set(VALIDATION_FIGURES) <= {*plot.PANELS, *plot.LEVELS, "val_ce"}
+    assert set(VALIDATION_FIGURES) <= {*plot.PANELS, *plot.UNDRAWN}
 
 
 def test_curves_of_several_folders_are_named_by_folder(run, tmp_path):
@@ -169,7 +168,7 @@ def test_curves_of_several_folders_are_named_by_folder(run, tmp_path):
     assert list(plot.read_logs([run])) == ["pretrain", "alra", "fixed_7", "mine"]
     logs = plot.read_logs([other, run])
     assert list(logs)[:3] == [f"{run}/pretrain", str(other), f"{run}/alra"]
-    assert plot.read_curves([logs])[str(other)]["ce"] == {21: {0: 7.0}}  # the last line of a step
+    assert plot.read_curves([logs])["ce"][str(other), 21, 0] == 7.0  # the last line of a step
 
 
 def test_no_two_methods_look_alike():
@@ -228,9 +227,9 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     about = {"config": config, "bos": None}
     write_json(run / "run.json", about | {"made_by": {"alra@x": {"teacher_sha256": "of another"}}})
     with refusal("/t: its content has changed since the student was"):
-        sentence.main([f"{run}/alra@x", "import $x$ os"])
+        plot.main([f"{run}/alra@x", "--text=import $x$ os"])
     write_json(run / "run.json", about | {"made_by": {}})
-    sentence.main([f"{run}/alra@x", "import $x$ os"])
+    plot.main([f"{run}/alra@x", "--text=import $x$ os"])
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer("import $x$ os").input_ids])
     z_t, *students = (m.hidden(ids[None, :-1])[0] @ m.head.T for m in models.values())
     n_red = 0
@@ -259,10 +258,10 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
 def test_what_cannot_be_drawn_is_refused(tmp_path):
     config = {"hyper": {}, "teacher": None}
     write_json(tmp_path / "run.json", {"config": config, "bos": None, "made_by": {}})
-    with refusal(r"x: no log\.jsonl there or one folder below"):
+    with refusal("x: no log.jsonl; expected a run"):
         plot.main([f"{tmp_path}/x"])
     with refusal("expected a student of ALRA with checkpoints"):
-        sentence.main([f"{tmp_path}/tad", "x"])
+        plot.main([f"{tmp_path}/tad", "--text=x"])
 
 
 def test_samples_are_a_function_of_the_seed(tmp_path, printed):

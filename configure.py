@@ -208,12 +208,9 @@ class Config:
         """Return the `settings_of` a student without `lr`, which is the optimizer's."""
         return {name: x for name, x in self.settings_of(student).items() if name != "lr"}
 
-    def lr_factor(self, student: str) -> float:
-        """Return the factor that multiplies the schedule for this student.
-
-        With --METHOD.lr=X it is X / lr, from the first update to the last.
-        """
-        return self.settings_of(student).get("lr", self.lr) / self.lr
+    def lr_of(self, student: str) -> float:
+        """Return the peak learning rate of this student, which --METHOD.lr=X sets."""
+        return self.settings_of(student).get("lr", self.lr)
 
     def __post_init__(self):
         check_fields(self)

@@ -56,7 +56,7 @@ from run.validate import validate
 def rows_of_update(rows, step, cfg) -> np.ndarray:
     """Return the indices of this process's rows in an update. They depend on the step alone."""
     shuffle_seed = cfg.seed if cfg.shuffle else None
-    order = row_order(step, cfg.batch_rows, rows.n, shuffle_seed)
+    order = row_order(step - rows.first_step, cfg.batch_rows, rows.n, shuffle_seed)
     return np.array_split(order, parallel.world())[parallel.rank()]
 
 
@@ -81,8 +81,9 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
 def make_student(name, cfg, tokenizer=None) -> Student:
     """Build a student and its optimizer. All students of a run start from the same weights.
 
-    For a loss term of your own you can add trainable modules to `extras`. A parameter group may
-    have an `lr_factor` (default 1), by which `update` multiplies the student's learning rate.
+    For a loss term of your own you can add trainable modules to `extras`. Other optimizers, and
+    parameter groups with an lr of their own, are welcome: `update` scales the lr that each group is
+    made with by the schedule.
     """
     method = resolve(name)
     model = initial_model(cfg)
@@ -113,7 +114,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         group["params"].append(p)
     betas = (cfg.beta1, cfg.beta2)
     groups = [decayed] if cfg.decay_1d else [decayed, others]
-    optimizer = torch.optim.AdamW(groups, cfg.lr, betas, cfg.adam_eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, cfg.lr_of(name), betas, cfg.adam_eps, fused=True)
 
     return Student(
         name=name,
@@ -123,7 +124,6 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
         tokenizer=tokenizer,
-        lr_factor=cfg.lr_factor(name),
         evaluate_at=make_evaluate_at(name, cfg),
     )
 
@@ -185,13 +185,13 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
 
     norms = [clip_gradients(s.parameters_by_name().values(), cfg.clip) for s in students]
     norms = torch.stack(norms).tolist()  # one wait for the device, for all students
+    rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
-            rate = learning_rate(step, cfg) * s.lr_factor
             for optimizer in s.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate * group.get("lr_factor", 1.0)
+                    group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             advance_state(s, n_valid)
             s.skipped = 0

@@ -60,15 +60,11 @@ def sum_in_place(tensors: Iterable[Tensor]):
             handle.wait()
 
 
-def all_reduce_sum(*numbers: Tensor | float) -> list[float]:
+def all_reduce_sum(numbers: Tensor | list[float]) -> list[float]:
     """Return the numbers, each summed over the processes. Waits for the device."""
-    device = "cpu"
+    sums = torch.as_tensor(numbers, dtype=torch.float64)
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        device = "cuda"
-    for x in numbers:
-        if isinstance(x, Tensor):  # so that the host waits once, and not for each tensor
-            device = x.device
-    sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
+        sums = sums.cuda()
     sum_in_place([sums])
     return sums.tolist()
 

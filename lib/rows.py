@@ -59,6 +59,7 @@ class Rows:
     def __init__(self, folder: str, name, seq_len, mask_after_eos: bool, n_vocab: int):
         self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
         self.n = len(self.ids)
+        self.first_step = 0  # the update that reads row 0; not 0 in a branch on other rows
         self.file = f"{folder}/{name}.bin"
         self.n_vocab = n_vocab
         self.eos = self.manifest["eos_id"]

@@ -110,7 +110,7 @@ class CachedTeacher:
 
 def rows_of_run(cfg, rows, val) -> RowIndices:
     """Return the indices of all rows that a run reads."""
-    n = min(rows.n, cfg.max_steps * cfg.batch_rows)
+    n = min(rows.n, (cfg.max_steps - rows.first_step) * cfg.batch_rows)
     shuffle_seed = None  # the order is irrelevant if the run reads every row
     if cfg.shuffle and n < rows.n:
         shuffle_seed = cfg.seed

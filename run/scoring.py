@@ -2,20 +2,19 @@
 
 import dataclasses
 
-from lib.code import files_reached
+from lib.code import code_reached, files_reached
 from lib.errors import UserError
 from lib.hf import weights_hash
 from run.identity import NOT_FOLLOWED, record_hash
 
-# The modules that a score passes through, besides what they import: figures over held-out rows,
-# and tasks.
-SCORING = {"figures": ("eval", "lib.metrics"), "tasks": ("eval", "lib.tasks")}
+# The functions of eval.py that a score passes through: figures over held-out rows, and tasks.
+SCORING = {"figures": ("byte_lengths", "over_rows"), "tasks": ("Scorer", "benchmarks")}
 NOT_SCORING = (*NOT_FOLLOWED, "run.methods", "run.paper", "run.scoring", "run.tables")
 
 
 def scoring_code(part: str) -> str:
-    """Return the hash of the files that a part of SCORING passes through."""
-    return record_hash(files_reached(SCORING[part], NOT_SCORING))[:8]
+    """Return the hash of the code that a part of SCORING passes through."""
+    return record_hash(code_reached(["eval"], SCORING[part], NOT_SCORING))[:8]
 
 
 def decoder_edits(record: dict) -> list[str]:

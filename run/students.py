@@ -34,7 +34,6 @@ class Student:
     folder: Path
     init_sha256: str  # of the initial weights
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
-    lr_factor: float = 1.0  # multiplies the schedule's learning rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
@@ -42,6 +41,12 @@ class Student:
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     evaluate_at: Callable | None = None  # (update, state) -> `evaluate` (run/methods.py)
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
+
+    def __post_init__(self):
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                # as it was made: `update` scales its lr, and checkpoints tell settings from state
+                group["initial"] = {key: group[key] for key in group if key != "params"}
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -63,7 +68,8 @@ class Student:
         """Return `sums`, added up over all processes."""
         if not self.sums:
             return {}
-        return dict(zip(self.sums, parallel.all_reduce_sum(*self.sums.values()), strict=True))
+        totals = parallel.all_reduce_sum(torch.stack([*self.sums.values()]))
+        return dict(zip(self.sums, totals, strict=True))
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
@@ -88,6 +94,7 @@ class Run:
     logged_step: int = 0  # of the last record
     logged_at: float = 0.0  # its `time.perf_counter()`
     wait_sec: float = 0.0  # since then, for rows and for the teacher
+    save_sec: float = 0.0  # since then, for checkpoints
     save_at: float = math.inf  # `time.perf_counter()` of the next checkpoint by time
     saving: Future | None = None  # the checkpoints that process 0 is writing
     save: bool = False  # whether checkpoints are due after this update
@@ -121,7 +128,7 @@ class Run:
         self.step += 1
         configure.PROGRESS["step"] = self.step
         is_late = parallel.rank() == 0 and time.perf_counter() > self.save_at
-        n_valid, n_signals, n_late = parallel.all_reduce_sum(n_valid, has_signal, is_late)
+        n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])
         self.counts["valid_tokens"] += n_valid
         self.counts["since_log_tokens"] += n_valid
         self.stop = n_signals > 0

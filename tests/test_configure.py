@@ -149,7 +149,7 @@ def test_settings_of_several_sources_add_up(tmp_path):
     assert cfg.settings_of("alra@a.1") == {"gamma": 1, "d_max": 7, "lr": 3e-4}
     assert cfg.settings_of("alra")["gamma"] == 3
     assert cfg.overrides_of("alra@a.1") == {"gamma": 1, "d_max": 7}
-    assert (cfg.lr_factor("alra@a.1"), cfg.lr_factor("alra")) == (3e-4 / 6e-4, 1.0)
+    assert (cfg.lr_of("alra@a.1"), cfg.lr_of("alra")) == (3e-4, 6e-4)
 
 
 def test_settings_of_methods_that_are_not_run_are_left_out_unless_a_flag_has_them(tmp_path):

@@ -414,7 +414,11 @@ PROGRESS: dict = {}
 
 def run(main):
     """Run a script's `main` on the command's arguments, and exit with its code."""
-    sys.exit(guard(lambda: main(sys.argv[1:])))
+    code = guard(lambda: main(sys.argv[1:]))
+    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        os._exit(code)  # to leave in order might mean to wait for a process that is lost
+    sys.exit(code)
 
 
 def guard(main) -> int:
@@ -440,7 +444,7 @@ def guard(main) -> int:
         is_alone = "step" in PROGRESS and not error.is_shared
         if is_alone or os.environ.get("LOCAL_RANK", "0") == "0":  # else all have the same
             print(f"UserError: {error}", file=sys.stderr)
-        code = 1
+        code = PROGRESS.get("code", 1)
     except Exception:
         rank = os.environ.get("RANK", 0)
         text = (
@@ -452,10 +456,7 @@ def guard(main) -> int:
             path = Path(PROGRESS["out"], f"traceback_{rank}.txt")
             with contextlib.suppress(OSError), path.open("a") as file:
                 file.write(text)
-        code = PROGRESS.get("code", 1)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            os._exit(code)  # the orderly way may wait for a process that is lost
-        return code
+        return PROGRESS.get("code", 1)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return 0
     return code

@@ -114,13 +114,13 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         group["params"].append(p)
     betas = (cfg.beta1, cfg.beta2)
     groups = [decayed] if cfg.decay_1d else [decayed, others]
-    optimizer = torch.optim.AdamW(groups, cfg.lr_of(name), betas, cfg.adam_eps, fused=True)
+    optimizers = [torch.optim.AdamW(groups, cfg.lr_of(name), betas, cfg.adam_eps, fused=True)]
 
     return Student(
         name=name,
         model=model,
         extras=extras,
-        optimizers=[optimizer],
+        optimizers=optimizers,
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
         tokenizer=tokenizer,
@@ -189,9 +189,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
+            for group in s.parameter_groups():
+                group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             advance_state(s, n_valid)
             s.skipped = 0

@@ -108,9 +108,19 @@ def check_agreement(**facts):
 
 
 def sum_gradients(parameters: Iterable[Tensor]):
-    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights."""
+    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights.
+
+    Small ones are sent as one tensor, as each message takes time.
+    """
     grads = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
-    sum_in_place(grads)
+    small = [grad for grad in grads if grad.numel() < 1 << 20]
+    if world() == 1 or not small:
+        return sum_in_place(grads)
+    together = torch.cat([grad.flatten() for grad in small])
+    sum_in_place([together, *(grad for grad in grads if grad.numel() >= 1 << 20)])
+    parts = together.split([grad.numel() for grad in small])
+    for grad, part in zip(small, parts, strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 # ----------------------------------------------------------------------------------------------

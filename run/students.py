@@ -42,12 +42,6 @@ class Student:
     evaluate_at: Callable | None = None  # (update, state) -> `evaluate` (run/methods.py)
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
 
-    def __post_init__(self):
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                # as it was made: `update` scales its lr, and checkpoints tell settings from state
-                group["initial"] = {key: group[key] for key in group if key != "params"}
-
     @property
     def state(self) -> dict[str, Tensor]:
         """The state of the objective, which checkpoints hold as buffers of `extras`."""
@@ -58,8 +52,17 @@ class Student:
         extras = self.extras.named_parameters(prefix="extras")
         return dict(self.model.named_parameters()) | dict(extras)
 
+    def parameter_groups(self) -> list[dict]:
+        """Return the optimizers' groups. `initial` has the entries that a group was made with."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group in groups:
+            if "initial" not in group:
+                group["initial"] = {key: group[key] for key in group if key != "params"}
+        return groups
+
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
+        self.parameter_groups()  # checkpoints tell settings from state by `initial`
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         extras = self.extras.state_dict()
         return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}

@@ -180,11 +180,11 @@ def test_every_command_runs(run, monkeypatch):
 def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     """The blocks run where the pages say, and the commands after them: train, eval, plot.
 
-    A run with extras, a frozen layer and another optimizer resumes to the same bits.
+    A run with extras, a frozen layer and two optimizers resumes to the same bits.
     """
-    names = r"<!-- (step \d|extras|hidden states) -->"
+    names = r"<!-- (step \d|extras|hidden states|optimizers) -->"
     steps = dict(re.findall(names + r"\n```\w+\n(.*?)```", PAGES, re.S))
-    assert list(steps) == ["step 1", "step 2", "step 3", "extras", "hidden states"]
+    assert list(steps) == ["step 1", "step 2", "step 3", "extras", "hidden states", "optimizers"]
     monkeypatch.setitem(losses.METHODS, "sqrt_kd", None)
     mine = world.import_objective(steps["step 1"] + steps["step 2"], copy)
     printed = [run(command) for command in steps["step 3"].splitlines()]
@@ -198,17 +198,21 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     places = [
         (train.update, "hidden states", "        for s, (loss, terms) in zip(students"),
         (train.make_student, "extras", "    if cfg.compile:\n"),
+        (train.make_student, "optimizers", "    return Student("),
     ]
+    sources = {}
     for function, step, line in places:
-        source = inspect.getsource(function)
+        source = sources.get(function, inspect.getsource(function))
         assert source.count(line) == 1
-        exec(source.replace(line, steps[step] + line), edited)
+        sources[function] = source.replace(line, steps[step] + line)
+    for source in sources.values():
+        exec(source, edited)
 
     def frozen(name, cfg, tokenizer):
         s = edited["make_student"](name, cfg, tokenizer)
         s.model.model.layers[0].requires_grad_(False)
-        trained = [p for p in s.parameters_by_name().values() if p.requires_grad]
-        s.optimizers = [torch.optim.SGD(trained, momentum=0.9)]
+        muon, adamw = s.optimizers
+        assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (0.02, cfg.lr)
         return s
 
     def distil(name, n_steps):

@@ -38,6 +38,7 @@ LOGGED = (
     "tok_per_sec",
     "mfu",
     "mem_gib",
+    "wait_sec",
     "eta_sec",
     "checkpoint_sec",  # this and `time` are in earlier logs only
     "time",

@@ -37,7 +37,7 @@ PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other t
     "val_ce": "held-out cross-entropy, nats/token",
     "ce": "training cross-entropy, nats/token",
     "loss": "training loss, nats/token",
-    "val_kl": "held-out KL(teacher || student), nats/token",
+    "val_kl": "held-out KL to the teacher, nats/token",
     "val_agree": "held-out top-1 agreement with teacher",
     "gnorm": "gradient norm before clipping",
     "lr": "learning rate",
@@ -99,9 +99,8 @@ def looks(names) -> dict:
         styles[name] = {
             "label": name,
             "color": plt.get_cmap("tab20")(i * 2 % 20 + i // 10 % 2),  # light ones from the 11th on
-            "linestyle": ("-", "--", "-.", ":")[i % 4],
+            "linestyle": ("-", "--", "-.", ":")[(i + i // 20) % 4],
             "marker": "os^vDPX*h<>pd"[i % 13],
-            "markersize": 4.5,
         }
     return styles
 
@@ -149,8 +148,8 @@ def curves(seeds, path):
 def draw_panel(axis, key, numbers):
     """Draw one term of all students: its mean over seeds, and their range.
 
-    A panel of CE ends at 1.5 times the lowest one: the first updates, and a student that diverged,
-    may lie above. Reference CEs are numbers in the legend.
+    A panel of CE or KL ends at twice the lowest one: the first updates, and a student that
+    diverged, may lie above. Reference CEs are numbers in the legend.
     """
     points = numbers[key].dropna().groupby(["name", "tokens"]).agg(["mean", "min", "max"])
     for name, look in looks(numbers.index.unique("name")).items():
@@ -158,9 +157,9 @@ def draw_panel(axis, key, numbers):
             line = points.loc[name]
             axis.plot(line["mean"], markevery=len(line) // 6 or 1, **look)
             axis.fill_between(line.index, line["min"], line["max"], color=look["color"], alpha=0.15)
-    if key.endswith("ce"):
+    if key.endswith(("ce", "kl")):
         low = points["mean"].min()
-        axis.set_ylim(0.99 * low, 1.01 * min(1.5 * low, points["mean"].max()))
+        axis.set_ylim(0.99 * low, 1.01 * min(2 * low, points["mean"].max()))
     if key == "val_ce":
         for level, label in LEVELS.items():
             if level in numbers:

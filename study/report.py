@@ -44,7 +44,8 @@ CURVES = """\
 ## Training
 
 Curves are means over all seeds, with the range of the seeds. If histograms were logged, seed {} \
-has the paper's Figures 3 (budgets, of methods with an adaptive one) and 4 (anchoring, of the teacher alone). docs/running.md explains them.
+has the paper's Figures 3 (budgets, of methods with an adaptive one) and 4 (anchoring, of the \
+teacher alone). docs/running.md explains them.
 """
 
 

@@ -148,8 +148,8 @@ def curves(seeds, path):
 def draw_panel(axis, key, numbers):
     """Draw one term of all students: its mean over seeds, and their range.
 
-    A panel of CE or KL ends at twice the lowest one: the first updates, and a student that
-    diverged, may lie above. Reference CEs are numbers in the legend.
+    A panel of CE or KL ends at 1.7 times the lowest one: the first updates, and a student far
+    above the others, may lie above. Reference CEs are numbers in the legend.
     """
     points = numbers[key].dropna().groupby(["name", "tokens"]).agg(["mean", "min", "max"])
     for name, look in looks(numbers.index.unique("name")).items():
@@ -159,7 +159,7 @@ def draw_panel(axis, key, numbers):
             axis.fill_between(line.index, line["min"], line["max"], color=look["color"], alpha=0.15)
     if key.endswith(("ce", "kl")):
         low = points["mean"].min()
-        axis.set_ylim(0.99 * low, 1.01 * min(2 * low, points["mean"].max()))
+        axis.set_ylim(0.99 * low, 1.01 * min(1.7 * low, points["mean"].max()))
     if key == "val_ce":
         for level, label in LEVELS.items():
             if level in numbers:

@@ -39,6 +39,7 @@ LOGGED = (
     "mfu",
     "mem_gib",
     "wait_sec",
+    "save_sec",
     "eta_sec",
     "checkpoint_sec",  # this and `time` are in earlier logs only
     "time",

@@ -64,6 +64,7 @@ read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one t
 def score(args) -> str:
     """Score all checkpoints and return their tables. Results are written as they are computed."""
     device = pick_device(args.device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan each shape of a batch anew
     names = choose_tasks(args.tasks, args.split)
     optional = "storycloze_2016" in names and args.tasks == "all"
     if optional and not find_storycloze(args.data_dir, args.storycloze):

@@ -43,9 +43,9 @@ These students have other settings, code or rows than those above.
 CURVES = """\
 ## Training
 
-Curves are means over all seeds, with 95 % intervals, or with each seed where there are two or \
-three. If histograms were logged, seed {} has the paper's Figures 3 (budgets, of methods with an \
-adaptive one) and 4 (anchoring, of the teacher alone). docs/running.md explains them.
+Curves are means over all seeds, with the range of the seeds. If histograms were logged, seed {} \
+has the paper's Figures 3 (budgets, of methods with an adaptive one) and 4 (anchoring, of the \
+teacher alone). docs/running.md explains them.
 """
 
 

@@ -150,6 +150,12 @@ def assert_close(scores, expected):
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
 
 
+def score_ids(lm, requests):
+    """Score ids of (context, continuation) pairs."""
+    lm.items = [f"item {i}" for i in range(len(requests))]
+    return lm._loglikelihood_tokens([(("", ""), *pair) for pair in requests], True)
+
+
 def score(command):
     ev.main(command.split())
 
@@ -157,7 +163,11 @@ def score(command):
 def bench(lm, names, flags):
     args = ev.arguments(f"x {flags}".split())
     items = tasks.read_items(names, args.split, args.data_dir, any_items=True)
-    return ev.benchmarks(lm, items, args)
+    scores = {}
+    samples = {}
+    for name, chosen in items.items():
+        scores[name], samples[name] = ev.benchmark(lm, name, chosen, args)
+    return scores, samples
 
 
 @pytest.mark.parametrize("bos", [None, 307])
@@ -221,7 +231,7 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
     assert sum(len(head + tail) > 32 for head, tail in pairs) > 1  # these lose their beginning
     monkeypatch.setattr(ev, "N_AT_ONCE", 7)
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
-    scores = scorer._loglikelihood_tokens([(("", ""), *pair) for pair in pairs * 2], True)
+    scores = score_ids(scorer, pairs * 2)
     assert scores[:31] == scores[31:]
     assert_close(scores[:31], [naive(student, *pair, 31) for pair in pairs])
     assert [greedy for _, greedy in scores[:2]] == [True, False]  # one missed token is not greedy
@@ -229,13 +239,13 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
 
 def test_scores_are_fp32_whatever_the_backbone(tokenizer):
     half = make_model(STUDENT, 5, 7.0).to(torch.bfloat16)
-    request = (("", ""), [5, 7, 11, 13], [17, 19, 23])
-    ((score, _),) = ev.Scorer(half, tokenizer)._loglikelihood_tokens([request], True)
+    pair = [5, 7, 11, 13], [17, 19, 23]
+    ((score, _),) = score_ids(ev.Scorer(half, tokenizer), [pair])
 
     def logits(x):
         return half.hidden(x).double() @ half.head.double().T
 
-    assert score == pytest.approx(naive(logits, *request[1:], 512)[0], rel=1e-6)
+    assert score == pytest.approx(naive(logits, *pair, 512)[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("pair", [("the cat", ""), (" \n", "cat"), ("the cat", " dog" * 13)])

@@ -262,9 +262,14 @@ def read_file(file) -> list[dict]:
         raise UserError(f"{file}: expected one of .jsonl, .csv")
     with reading(file, "fetch it again"):
         text = file.read_bytes().decode("utf-8-sig")
-        if file.suffix == ".jsonl":
-            return [json.loads(line) for line in text.split("\n") if line]
-        return list(csv.DictReader(io.StringIO(text, newline="")))
+        if file.suffix == ".csv":
+            return list(csv.DictReader(io.StringIO(text, newline="")))
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        with reading(f"{file}, line {number}", "correct or remove it"):
+            if line:
+                rows.append(json.loads(line))
+    return rows
 
 
 def read_config(name) -> dict:

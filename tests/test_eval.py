@@ -12,6 +12,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from tokenizers import pre_tokenizers
 
 import configure
 import eval as ev
@@ -21,6 +22,7 @@ from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, Rows
 from model import Qwen2
+from run.tables import read_results
 from run.teacher import Teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
@@ -33,6 +35,7 @@ needs_shared = pytest.mark.skipif(
 )
 WORDS = "the cat saw a dog under old trees while rain on seven boats 13 quiet"
 CONFIG = dataclasses.asdict(configure.Config())
+JOINED = "rain| on"  # three tokens of "rain" become "rain " and two more, of "on"
 
 ARC = (
     '{"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, '
@@ -132,7 +135,7 @@ def data(tmp_path_factory):
 
 def score_pairs(lm, *pairs):
     """Score (context, continuation) pairs, each a document of its own."""
-    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    requests = [Instance("loglikelihood", {}, pair, i, ("task", i, 1)) for i, pair in enumerate(pairs)]
     return lm.loglikelihood(requests, disable_tqdm=True)
 
 
@@ -248,10 +251,77 @@ def test_scores_are_fp32_whatever_the_backbone(tokenizer):
     assert score == pytest.approx(naive(logits, *pair, 512)[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("pair", [("the cat", ""), (" \n", "cat"), ("the cat", " dog" * 13)])
-def test_requests_without_an_answer_are_refused(student, tokenizer, pair):
-    with refusal("expected a context"):
-        score_pairs(ev.Scorer(student, tokenizer, max_length=7), pair)
+@pytest.mark.parametrize(
+    ("pair", "problem"),
+    [
+        (("the cat", ""), "'' after 'the cat' has no token of its own"),
+        ((" \n", "cat"), "has no token before it"),
+        (("the cat", " dog" * 13), "has 13 tokens, and --max_length is 7"),
+    ],
+)
+def test_requests_without_an_answer_are_refused(student, tokenizer, pair, problem):
+    with refusal(f"task, item 1: .*{problem}"):
+        score_pairs(ev.Scorer(student, tokenizer, max_length=7), ("the cat", " saw"), pair)
+
+
+def lm_evals_own(folder, tokenizer, **keys):
+    """Return lm-eval's Hugging Face backend."""
+    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=16,
+        logits_cache=False,
+        device="cpu",
+        max_length=512,
+    )
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory, student):
+    """A folder of a student whose tokenizer makes tokens of several words."""
+    folder = tmp_path_factory.mktemp("joined") / "joined"
+    tokenizer = make_tokenizer(
+        split=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    )
+    student.save_pretrained(folder, tokenizer)
+    return folder
+
+
+def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined):
+    """What follows that token is the continuation. Where nothing follows, neither has an answer."""
+    tokenizer = load_tokenizer(str(joined))
+    scorer = ev.Scorer(Qwen2.from_pretrained(str(joined)), tokenizer)
+    theirs = lm_evals_own(joined, tokenizer)
+    pairs = [("rain on", " seven boats 13 quiet"), ("dog under", " old trees while saw the")]
+    for context, continuation in pairs:
+        ids = tokenizer.encode(context)
+        whole = tokenizer.encode(context + continuation)
+        assert whole[: len(ids)] != ids and len(whole) > len(ids)
+    assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
+    pair = tuple(JOINED.split("|"))
+    assert len(tokenizer.encode("".join(pair))) <= len(tokenizer.encode(pair[0]))
+    with pytest.raises(AssertionError):
+        score_pairs(theirs, pair)
+    with refusal(f"item 0: '{pair[1]}' after '{pair[0]}' has no token of its own"):
+        score_pairs(scorer, pair)
+
+
+def test_an_item_without_a_score_costs_no_other_task(joined, data, tmp_path, printed):
+    items = shutil.copytree(data, tmp_path / "items")
+    asked = [{"text": JOINED.replace("|", "")}]
+    file = items / "lambada_openai/test.jsonl"
+    world.write_jsonl(file, asked + [{"text": "the cat saw the quiet boats"}])
+    flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
+    with refusal("lambada_openai, item 0: .* has no token of its own.*--tasks can leave out"):
+        score(f"{joined} --tasks=arc_easy,lambada_openai,piqa {flags}")
+    lines = read_jsonl(tmp_path / "results.jsonl")
+    assert [list(line["values"]) for line in lines] == [["arc_easy"], ["piqa"]]
+    assert "Avg. (2 of 9)" in printed()
 
 
 class Recorder(TemplateLM):
@@ -293,10 +363,6 @@ def test_two_sets_of_the_protocol(data):
 )
 def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, data, tmp_path):
     """Every log-likelihood, greedy flag and score; on real weights and items if they are here."""
-    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM
-
     if split == "made-up":
         folder = tmp_path
         student.save_pretrained(folder, tokenizer)
@@ -308,14 +374,7 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
         published = (known.split("/") for known in tasks.PUBLISHED)
         names = [name for name, part in published if part == split]
     tokenizer = load_tokenizer(str(folder))
-    theirs = HFLM(
-        pretrained=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        tokenizer=tokenizer,
-        max_length=512,
-        batch_size=16,
-        logits_cache=False,
-        device="cpu",
-    )
+    theirs = lm_evals_own(folder, tokenizer)
     bos = ev.leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
     (a, of_a), (b, of_b) = (bench(lm, names, f"{flags} --log_samples") for lm in (ours, theirs))
@@ -399,8 +458,6 @@ def test_the_published_items_are_those_that_are_known(known):
 
 PIQA = "piqa/validation.jsonl"
 STORY = "story.csv"
-NO_FIELD = "{}: cannot be used .KeyError: 'sol1'.*expected items of piqa, with goal, sol1"
-NO_LABEL = "{}: .*expected answer_right_ending to be 1 or 2"
 
 
 @pytest.mark.parametrize(
@@ -409,9 +466,9 @@ NO_LABEL = "{}: .*expected answer_right_ending to be 1 or 2"
         (PIQA, None, "no {} and no folder .*baber/piqa"),
         (PIQA, b"", "{}: no rows"),
         (PIQA, b'{"goal": "\xe9"}\n', "{}: cannot be used .UnicodeDecodeError"),
-        (PIQA, b'{"goal": "a"}\n', NO_FIELD),
+        (PIQA, b'{"goal": "a"}\n{\n', "{}, line 2: cannot be used .JSONDecodeError"),
+        (PIQA, b"[1]\n", "{}, item 0: cannot be used .TypeError"),
         (STORY, b"InputSentence1\n\xe9\n", "{}: cannot be used"),
-        (STORY, b"InputSentence1,AnswerRightEnding\na,3\n", NO_LABEL),
         ("story.xml", b"x", "{}: expected one of .jsonl, .csv"),
         (STORY, None, "--storycloze {}: no such file"),
         ("", None, "on request"),
@@ -426,6 +483,50 @@ def test_broken_items_are_refused_by_file(file, content, problem, tmp_path):
     story = str(path) if "story" in file else None
     with refusal(problem.format(path)):
         tasks.read_items([name], "heldout", str(tmp_path), story, True)
+
+
+# a task, and what replaces fields of its item; lm-eval fails at some, and scores others wrongly
+BAD_ITEMS = """
+arc_easy => "answerKey": "E" => .E. is not in list
+arc_challenge => "answerKey": 1 => 1 is not in list
+arc_easy => "choices": {"text": [], "label": []} => .B. is not in list
+arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => answer 1 .from 0. of 1 choices
+arc_easy => "question": null => question is None, not a text
+openbookqa => "answerKey": "" => .. is not in list
+openbookqa => "choices": {"text": ["a", " "], "label": ["A", "B"]} => a choice is . .
+hellaswag => "label": "-1" => answer -1 .from 0. of 2 choices
+hellaswag => "label": "" => invalid literal for int
+hellaswag => "endings": [] => answer 1 .from 0. of 0 choices
+hellaswag => "endings": "ab" => choices are .ab., not a list
+hellaswag => "ctx_b": 3 => ctx_b is 3, not a text
+lambada_openai => "text": "a cat saw " => a choice is ..
+piqa => "label": "1" => answer .1. .from 0. of 2 choices
+piqa => "label": 1.0 => answer 1.0 .from 0. of 2 choices
+piqa => "label": -1 => answer -1 .from 0. of 2 choices
+piqa => "sol1": "" => a choice is ..
+social_iqa => "label": "0" => answer -1 .from 0. of 3 choices
+social_iqa => "label": "4" => answer 3 .from 0. of 3 choices
+social_iqa => "answerC": null => answerC is None, not a text
+storycloze_2016 => "answer_right_ending": 3 => answer 2 .from 0. of 2 choices
+storycloze_2016 => "answer_right_ending": null => TypeError
+winogrande => "sentence": "Ann ran." => no _ in the sentence
+winogrande => "sentence": "Ann saw _" => no _ in the sentence with words after it
+winogrande => "answer": 1 => 1 is not in list
+winogrande => "answer": "" => .. is not in list
+"""
+
+
+@pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_ITEMS))
+def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path):
+    good = json.loads(PROMPTS[name][0])
+    split = tasks.TASKS[name].heldout[0]
+    bad = good | json.loads(f"{{{fields}}}")
+    write_items(tmp_path, name, split, [good, bad, good])
+    expected = rf"{name}/{split}.jsonl, item 1: .*{problem}.*expected an item of {name}"
+    with refusal(expected):
+        tasks.read_items([name], "heldout", str(tmp_path), any_items=True)
+    write_items(tmp_path, name, split, [good, good])
+    assert tasks.read_items([name], "heldout", str(tmp_path), any_items=True)
 
 
 @pytest.fixture(scope="module")
@@ -514,11 +615,12 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
     )
     score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
     text = printed()
-    scores = read(out / "alra", "heldout")
+    (scores,) = read_results(out / "alra")
     assert scores["protocol"]["limit"] == 3
     n_scored = {name: values["n"] for name, values in scores["values"].items()}
     assert n_scored == {"arc_easy": 3, "piqa": 3} and scores["values"]["piqa"]["n_rows"] == 7
-    assert len(list((out / "alra").glob("samples*.jsonl"))) == 1
+    for name in ("arc_easy", "piqa"):
+        assert len(read_jsonl(out / f"alra/samples_heldout_{name}.jsonl")) == 3
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
     with refusal("--max_length 601: .*alra takes 600 at most"):
         score(f"{out}/alra --max_length=601 {flags}")

@@ -35,7 +35,7 @@ from lib import metrics
 from lib.checks import IGNORE
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
-from lib.files import append_line, reading, write_lines, writing
+from lib.files import append_line, for_json, reading, write_lines, writing
 from lib.hf import find_folder, tokenizer_hash
 from lib.rows import Rows, open_rows
 from lib.stats import half_interval
@@ -365,7 +365,8 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
 def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_tokens) -> list[dict]:
     """Return the figures of each student, and the number of targets.
 
-    KEY_half is half of a figure's 95 % interval over the documents; "documents" has the number of
+    KEY_half is half of a figure's 95 % interval over the documents, None if there are too few;
+    "documents" has the number of
     targets of each document, and its sums of CE and KL.
 
     index    numbers of the rows to read
@@ -401,9 +402,9 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
             )
         figures = metrics.figures(totals) | {"n_targets": int(totals["n"])}
         for key in ("ce", *metrics.TEACHER_KEYS):
-            half = half_interval(sums[key], sums["n"]) if key in sums else math.nan
-            if not math.isnan(half):
-                figures[f"{key}_half"] = half
+            if key in sums:
+                figures[f"{key}_half"] = half_interval(sums[key], sums["n"])
+        figures = for_json(figures)
         figures["documents"] = {key: sums[key].tolist() for key in ("n", "ce", "kl") if key in sums}
         results.append(figures)
     return results

@@ -153,8 +153,8 @@ def read_items(
         expected = PUBLISHED.get(f"{name}/{split}", got)
         if got != expected and not any_items:
             raise UserError(
-                f"{source}: {len(chosen):,} items that are not the published ones of {name} (sha256 "
-                f"{got[:12]}, expected {expected[:12]}); --any_items scores them all the same"
+                f"{source}: {len(chosen):,} items that are not the published ones of {name} "
+                f"(sha256 {got[:12]}, expected {expected[:12]}); --any_items scores them"
             )
     return items
 

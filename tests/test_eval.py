@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from tokenizers import pre_tokenizers
@@ -23,7 +25,7 @@ from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, Rows
 from model import Qwen2
 from run.tables import read_results
-from run.teacher import Teacher
+from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
 from tests.test_tables import cells
@@ -135,7 +137,9 @@ def data(tmp_path_factory):
 
 def score_pairs(lm, *pairs):
     """Score (context, continuation) pairs, each a document of its own."""
-    requests = [Instance("loglikelihood", {}, pair, i, ("task", i, 1)) for i, pair in enumerate(pairs)]
+    requests = []
+    for i, pair in enumerate(pairs):
+        requests.append(Instance("loglikelihood", {}, pair, i, ("task", i, 1)))
     return lm.loglikelihood(requests, disable_tqdm=True)
 
 
@@ -268,9 +272,8 @@ def lm_evals_own(folder, tokenizer, **keys):
     """Return lm-eval's Hugging Face backend."""
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return HFLM(
         pretrained=model,
         tokenizer=tokenizer,
@@ -311,11 +314,24 @@ def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined)
         score_pairs(scorer, pair)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "olmoe", "mamba"])
+def test_models_that_transformers_computes_are_scored_as_by_lm_eval(family, tokenizer, tmp_path):
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"vocab_size": 311, "intermediate_size": 24, "initializer_range": 0.5}
+    config = transformers.AutoConfig.for_model(family, **shape, pad_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pairs = [("rain on", " seven boats 13 quiet"), ("", "dog under old trees"), ("a", " cat")]
+    scorer = ev.Scorer(load_teacher(tmp_path, torch.float32, torch.device("cpu")), tokenizer)
+    theirs = lm_evals_own(tmp_path, tokenizer)
+    assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
+
+
 def test_an_item_without_a_score_costs_no_other_task(joined, data, tmp_path, printed):
     items = shutil.copytree(data, tmp_path / "items")
-    asked = [{"text": JOINED.replace("|", "")}]
-    file = items / "lambada_openai/test.jsonl"
-    world.write_jsonl(file, asked + [{"text": "the cat saw the quiet boats"}])
+    texts = [{"text": JOINED.replace("|", "")}, {"text": "the cat saw the quiet boats"}]
+    world.write_jsonl(items / "lambada_openai/test.jsonl", texts)
     flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
     with refusal("lambada_openai, item 0: .* has no token of its own.*--tasks can leave out"):
         score(f"{joined} --tasks=arc_easy,lambada_openai,piqa {flags}")
@@ -570,19 +586,28 @@ def read(folder, kind="figures"):
     return [x for x in read_jsonl(folder / "results.jsonl") if x["kind"] == kind][-1]
 
 
-def test_from_checkpoints_to_tables(out, capsys):
-    """A run's folder stands for its students; those that are not finished are left out."""
+def test_from_checkpoints_to_tables(out, capsys, printed):
+    """A run's folder stands for its students; those that are not finished are named."""
+    (out / "tad/log.jsonl").touch()
     score(f"{out} --tasks=none")
     output = capsys.readouterr()
     text = output.out[output.out.index("## tiny") :]
     assert "accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
+    assert f"{out}/tad: left out (it stopped, or has no checkpoint yet)\n" in output.err
+    assert re.search(r"targets in 11 rows of \d+ documents; teacher: ", text)
     figures = {method: read(out / method)["values"] for method in ("pretrain", "alra")}
     ce = {method: values["ce"] for method, values in figures.items()}
     assert cells(text, "alra")[1] == f"{ce['alra']:.4f} ± {figures['alra']['ce_half']:.4f}"
     difference, _, _ = cells(text, "alra", 1)[1].partition(" ± ")
     assert difference == f"{ce['alra'] - ce['pretrain']:+.4f}"
     score(f"--table {out}")
-    assert capsys.readouterr().out.split() == text.split()
+    output = capsys.readouterr()
+    assert output.out.split() == text.split()
+    assert output.err == f"{out}/tad: left out (not scored)\n"
+    score(f"{out}/pretrain --tasks=none --max_rows=2 --teacher=none")
+    text = printed()
+    assert cells(text, "pretrain")[1].endswith(" ± –") and " ± " not in cells(text, "pretrain")[2]
+    assert "in 2 rows of 3 documents, too few for an interval; no teacher." in text
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out

@@ -3,9 +3,9 @@
     python tools/sample.py out/demo/alra --prompt "def" --tokens 80 --temperature 0.8
     python tools/sample.py demo/teacher out/demo/* --prompt "def"
 
-It takes students' folders, checkpoints, any Hugging Face folders, or hub ids. An empty prompt is the
-start of a document. The text ends with the document, after --tokens, or where the model's context
-is full. Temperature 0 takes the most likely token each time.
+A model is a student's folder, a checkpoint, any Hugging Face folder, or a hub id. An empty prompt
+is the start of a document. The text ends with the document, after --tokens, or where the model's
+context is full. Temperature 0 takes the most likely token each time.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def encode(name, m: Opened, prompt: str) -> list[int]:
     longer = m.tokenizer.encode(f"{prompt}a", add_special_tokens=False)
     if prompt != prompt.rstrip() and longer[: len(ids)] != ids:
         print(
-            f"{name}: the prompt ends in a blank, which this tokenizer joins to the next word: text "
-            "seldom goes on after it; leave it out",
+            f"{name}: --prompt ends in a blank, which this tokenizer joins to the next word; leave "
+            "it out, or the text goes on with a piece of a word",
             file=sys.stderr,
         )
     if m.context and len(ids) >= m.context:

@@ -477,7 +477,7 @@ def open_checkpoint(name, args) -> Checkpoint:
         say(f"{name}: scoring the checkpoint {source.parent}")
         run_name = Path(run["config"]["out_dir"]).name
         # not inside the checkpoint, which training may delete
-        folder = Path(f"out/eval/{run_name}_{run['method']}_{source.parent.name}")
+        folder = Path(f"out/eval/{run_name}_{run['method']}_{source.parent.resolve().name}")
     edits = decoder_edits(run["made_by"]) if run else []
     if edits and not args.accept_edits:
         raise UserError(

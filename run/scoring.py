@@ -43,8 +43,8 @@ def open_model(name, kinds) -> Opened:
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    if folder.resolve().name == "model":  # the facts of training stand beside it, not a link
-        folder = folder.resolve()
+    if folder.name != "model" and folder.resolve().name == "model":
+        folder = folder.resolve()  # the facts of training stand beside it, not beside a link
     run = training_facts(folder, kinds)
     tokenizer = read_tokenizer(str(folder))
     model = load_teacher(str(folder), torch.float32, torch.device("cpu"))

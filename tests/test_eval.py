@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -30,6 +31,7 @@ from tests import world
 from tests.test_metrics import STUDENT, TEACHER
 from tests.test_tables import cells
 from tests.world import make_model, read_jsonl, refusal
+from tools import sample
 
 SHARED = world.SHARED / "data"
 needs_shared = pytest.mark.skipif(
@@ -667,6 +669,37 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
         (expected,) = ev.over_rows([student], teacher, rows, np.arange(rows.n), n_bytes, 4096)
         for key in ("ce", "kl", "teacher_ce"):
             assert (results["values"][key] == expected[key]) == (dtype == torch.bfloat16), key
+
+
+def test_samples_of_several_models(out, trained, tmp_path, capsys):
+    """A text ends where the context is full; a blank that joins the next word is told."""
+    (tmp_path / "link").symlink_to(out / "alra/model")
+    names = f"{out}/alra {tmp_path}/link {trained}/teacher"
+    sample.main(f"{names} --prompt=the --tokens=9 --temperature=1e-320".split())
+    _, alra, link, teacher = capsys.readouterr().out.split("--- ")
+    tokenizer = load_tokenizer(f"{trained}/teacher")
+    for text, model in (
+        (alra, make_model(STUDENT, 9, 7.0)),
+        (teacher, make_model(TEACHER, 6, 7.0)),
+    ):
+        ids = [0, *tokenizer.encode("the")]
+        for _ in range(9):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+            if ids[-1] == 0:
+                break
+        assert text.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
+    assert link.partition("\n")[2] == alra.partition("\n")[2]
+    for prompt, told in (("the", 0), ("the ", 1), ("the\n", 0)):
+        sample.main([f"{out}/alra", "--prompt", prompt, "--tokens=0"])
+        output = capsys.readouterr()
+        assert output.out == f"{prompt}\n" and output.err.count("ends in a blank") == told
+    with refusal("--prompt: .*expected UTF-8"):
+        sample.main([f"{out}/alra", "--prompt", "\udcff"])
+    short = dataclasses.replace(STUDENT, max_position_embeddings=4)
+    make_model(short, 5, 7.0).save_pretrained(tmp_path / "short", tokenizer)
+    opened = sample.open_model(str(tmp_path / "short"), {})
+    args = SimpleNamespace(tokens=99, temperature=0)
+    assert len(sample.generate(opened, [5, 7], args)) == 4 + 1
 
 
 SLIPS = """

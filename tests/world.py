@@ -191,7 +191,7 @@ def untimed(out, method):
     """Return the records without what the clock and the machine decide."""
     lines = records(out, method)
     for record in lines:
-        for key in ("tok_per_sec", "eta_sec", "mem_gib", "mfu", "wait_sec", "time"):
+        for key in ("tok_per_sec", "eta_sec", "mem_gib", "mfu", "wait_sec", "save_sec", "time"):
             record.pop(key, None)
     return lines
 

@@ -1,7 +1,7 @@
 """Print text that one or more models write.
 
     python tools/sample.py out/demo/alra --prompt "def" --tokens 80 --temperature 0.8
-    python tools/sample.py demo/teacher out/demo/* --prompt "def"
+    python tools/sample.py demo/teacher out/demo/alra --prompt "def"
 
 A model is a student's folder, a checkpoint, any Hugging Face folder, or a hub id. An empty prompt
 is the start of a document. The text ends with the document, after --tokens, or where the model's

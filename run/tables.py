@@ -213,12 +213,15 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     for key, c in columns.items():
         e = estimate(by_seed(students, key, c))
         if f"{key}_half" in students:
-            halves = c.factor * students[f"{key}_half"].groupby("method").first()
-            e["half"] = e["half"].fillna(halves)
+            halves = students[f"{key}_half"].astype(float).groupby("method").first()
+            e["half"] = e["half"].fillna(c.factor * halves)
+        cells = with_half(e, c.digits)
+        if f"{key}_half" in students:
+            cells += e["half"].map(lambda half: " ± –" if math.isnan(half) else "")
         shown = e["mean"].where(e["n"] > 1).round(c.digits)
         places = shown.rank(method="dense", ascending=c.sense < 0)
         stars = places.map({1: "**", 2: "*"}).fillna("") if shown.nunique() > 1 else ""
-        table[c.heading] = stars + with_half(e, c.digits) + stars
+        table[c.heading] = stars + cells + stars
     return pd.DataFrame(table)
 
 
@@ -304,7 +307,7 @@ def heldout(title, students: pd.DataFrame, reference) -> list[str]:
     note = caption(counts)
     if counts.nunique() > 1:
         table.insert(0, "n", counts)
-    if counts.min() == 1 and "ce_half" in students:
+    if counts.min() == 1 and "ce_half" in students and students["ce_half"].notna().any():
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(table), "", note, ""]
     if reference not in counts or len(counts) == 1:
@@ -367,7 +370,9 @@ def scored_on(facts) -> list[str]:
         ce = f"CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f}"
         teacher = f"teacher: {facts['teacher']} ({ce})"
     on = f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows"
-    n_documents = len(facts.get("documents", {}).get("n", range(MIN_PARTS)))
-    if n_documents < MIN_PARTS:
-        on += f" of {n_documents} documents, too few for an interval"
+    if "documents" in facts:
+        n = np.count_nonzero(facts["documents"]["n"])
+        on += f" of {n} documents" if n > 1 else " of one document"
+        if n < MIN_PARTS:
+            on += ", too few for an interval"
     return [f"{on}; {teacher}.", f"{levels(facts)}."]

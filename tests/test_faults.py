@@ -228,7 +228,10 @@ COMMANDS = rf"""
 eval.py --table nowhere => nowhere
 tools/plot.py nowhere => nowhere
 tools/sample.py nowhere => nowhere: no such folder
-{SAMPLE} --temperature=nan => --temperature
+{SAMPLE} --temperature=nan => --temperature=nan: expected float 0 or more
+{SAMPLE} --seed=18446744073709551616 => --seed=18446744073709551616: expected int
+{SAMPLE} --tokens=-2 => --tokens=-2: expected int 0 or more
+{SAMPLE} --prompt={"a" * 64} => --prompt: 65 tokens with the first, run/alra takes 64
 run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
 {PREPARE} --source=nowhere => nowhere
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file

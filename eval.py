@@ -53,8 +53,8 @@ from lib.tokens import leading_bos, token_bytes
 from model import Qwen2, Qwen2Config
 from run.cache import open_cached, progress
 from run.identity import content_hash
+from run.results import RUN, students_of, training_facts
 from run.scoring import check_content, check_model, decoder_edits, scoring_code
-from run.tables import RUN, students_of, tables_of, tabulate, training_facts
 from run.teacher import check_teacher, check_vocabulary, load_teacher
 
 N_AT_ONCE = 256  # positions whose logits exist at a time
@@ -88,6 +88,8 @@ def score(args) -> str:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
         results += [score_tasks(c, items, args, device) for c in checkpoints]
+    from run.tables import tables_of  # imports pandas, which takes a second
+
     try:
         return tables_of(results, args.reference, args.metric)
     except UserError as error:  # the results are written
@@ -549,6 +551,8 @@ def arguments(argv) -> argparse.Namespace:
 def main(argv):
     args = arguments(argv)
     if args.table:
+        from run.tables import tabulate
+
         print(tabulate(args.paths, args.reference, args.metric))
     else:
         print(score(args))

@@ -9,7 +9,14 @@ from run.identity import NOT_FOLLOWED, record_hash
 
 # The functions of eval.py that a score passes through: figures over held-out rows, and tasks.
 SCORING = {"figures": ("byte_lengths", "over_rows"), "tasks": ("Scorer", "benchmarks")}
-NOT_SCORING = (*NOT_FOLLOWED, "run.methods", "run.paper", "run.scoring", "run.tables")
+NOT_SCORING = (
+    *NOT_FOLLOWED,
+    "run.methods",
+    "run.paper",
+    "run.results",
+    "run.scoring",
+    "run.tables",
+)
 
 
 def scoring_code(part: str) -> str:

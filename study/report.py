@@ -1,20 +1,17 @@
 """The report of a comparison: README.md and pictures in OUT, from OUT/plan.json and its students.
 
-OUT/students.jsonl.zst has a line for each student and each trial: its facts, figures (CE, KL, ..)
-and `log`. `pandas.read_json(FILE, lines=True)` reads it. plan.json, written by study/compare.py,
-has the config, the trials, and the method, seed and name of each student of the tables.
+plan.json, written by study/compare.py, has the config, the trials, and the method, seed and name of
+each student of the tables.
 """
 
-import json
-
 import pandas as pd
-import zstandard
 
 from lib.errors import UserError
-from lib.files import atomic_write, read_json, reading
+from lib.files import atomic_write, read_json
 from run import tables
+from study.record import TRIAL_SEED, read_students
 
-TRIAL_SEED = 0  # of all trials; students have seeds from 1 on
+PLAN = {"config": dict, "trial_steps": int, "students": list, "trials": list}
 
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. An \
@@ -49,35 +46,25 @@ adaptive one) and 4 (anchoring, of the teacher alone). docs/running.md explains 
 """
 
 
-def read_students(out) -> list[dict]:
-    """Return all students and trials on record, with their logs."""
-    file = out / "students.jsonl.zst"
-    if not file.exists():
-        return []
-    with reading(file), zstandard.open(file, "rt") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def write_students(out, students: list[dict]):
-    lines = "".join(json.dumps(x) + "\n" for x in students)
-    atomic_write(out / "students.jsonl.zst", zstandard.compress(lines.encode(), 12))
-
-
 def read(out) -> tuple:
     """Return the plan, its students, other students, and lines on those without a result."""
     remedy = "run the same command without --report"
-    plan = read_json(out / "plan.json", {"students": list}, remedy)
+    plan = read_json(out / "plan.json", PLAN, remedy)
+    untried = {x["method"] for x in plan["trials"]} - best_settings(plan["trials"]).keys()
     record = {x["name"]: x for x in read_students(out)}
     students = []
     failed = []
     for x in plan["students"]:
         facts = record.get(x["name"], {"stopped": "no result; see what its run has printed"})
+        if x["method"] in untried:
+            facts = {"stopped": "not trained, as all of its trials failed"}
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
             students.append(facts | x)
     if not students:
-        raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
+        first = failed[0][2:] if failed else "none is planned"
+        raise UserError(f"{out}: no student has a result; the first: {first}; {remedy}")
     shown = {x["name"] for x in plan["students"]}
     others = [x for x in record.values() if x["name"] not in shown and x["seed"] != TRIAL_SEED]
     return plan, students, others, failed

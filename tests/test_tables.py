@@ -31,7 +31,7 @@ def test_the_papers_numbers_agree_with_themselves():
     for _, rows in main.set_index("method").groupby("size"):
         gains = rows["avg"] - rows["avg"]["pretrain"]
         assert (gains - rows["gain"]).abs().max() < 0.0101
-    assert [m for _, _, names in LAYOUT for m in names].count("alra") == 4
+    assert [m for _, _, names in LAYOUT for m in names].count("alra") == 3
     assert len(PAPER) == 2 * (9 + 2 + 10)  # the last: budget and anchoring share one alra
 
 

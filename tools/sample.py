@@ -19,8 +19,8 @@ import configure
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer
 from lib.tokens import leading_bos
+from run.results import training_facts
 from run.scoring import check_model
-from run.tables import training_facts
 from run.teacher import Teacher, check_vocabulary, load_teacher
 
 OPTIONS = {"prompt": "", "tokens": 100, "temperature": 0.8, "seed": 0}

@@ -94,7 +94,10 @@ def main(argv) -> int:
 
 def check_folder(out):
     """Refuse a folder of other files: the report would replace those of equal names."""
-    if any(out.glob("[!.]*")) and not (out / "plan.json").exists():
+    file = out / "plan.json"
+    if file.exists():
+        read_json(file, PLAN)
+    elif any(out.glob("[!.]*")):
         raise UserError(f"{out}: has files, but no plan.json; set --out to a new folder")
 
 
@@ -136,7 +139,7 @@ def shared_record(cfg, file) -> dict:
     shared = made_by(cfg, cfg.methods[0]) | {"teacher_sha256": content_hash(cfg.teacher)}
     for key in {*VARIES, *EDITS} - {"shape"}:
         del shared[key]
-    earlier = read_json(file, PLAN).get("shared")
+    earlier = read_json(file).get("shared")
     changes = record_changes(earlier or shared, shared)
     if changes:
         what = f"{file.parent}: has another study ({'; '.join(changes.values())})"

@@ -44,7 +44,8 @@ def read_students(out) -> list[dict]:
     file = out / FILE
     if not file.exists():
         return []
-    with reading(file), zstandard.open(file, "rt") as lines:
+    with reading(file):
+        lines = zstandard.decompress(file.read_bytes()).splitlines()  # refuses a file that was cut
         students = [json.loads(line) for line in lines]
     return [check_kinds(x, STUDENT, file) for x in students]
 
@@ -117,7 +118,7 @@ def read_student(end: Path, cfg) -> dict:
     facts["log"] = read_log(folder)
     ces = [line["val_ce"] for line in facts["log"] if "val_ce" in line]
     facts["val_ce"] = ces[-1] if ces else None
-    return check_kinds(facts, STUDENT, folder)
+    return check_kinds(facts, STUDENT, end)
 
 
 def flops(cfg) -> tuple:

@@ -63,8 +63,7 @@ def read(out) -> tuple:
         else:
             students.append(facts | x)
     if not students:
-        first = failed[0][2:] if failed else "none is planned"
-        raise UserError(f"{out}: no student has a result; the first: {first}; {remedy}")
+        raise UserError(f"{out}: no student has a result {failed[:1]}; {remedy}")
     shown = {x["name"] for x in plan["students"]}
     others = [x for x in record.values() if x["name"] not in shown and x["seed"] != TRIAL_SEED]
     return plan, students, others, failed
@@ -74,25 +73,23 @@ def report(spec) -> tuple:
     """Write the report. Return its lines on students without a result, and text for the screen."""
     plan, students, others, failed = read(spec.out)
     results = pd.DataFrame(students).set_index(["method", "seed"])
-    edited = {x["method"] for x in students if "+" in f"{x['git_commit']}"}
     methods = [*results.index.unique("method")]
-    default = "vanilla_kd" if "vanilla_kd" in methods else methods[0]
+    start = spec.reference or ("vanilla_kd" if "vanilla_kd" in methods else methods[0])
     compared = []
-    for title, names, reference in spec.tables or [("Methods", methods, spec.reference or default)]:
+    for title, names, reference in spec.tables or [("Methods", methods, start)]:
         shown = [m for m in dict.fromkeys((*names, reference)) if m in methods]
         # the first table always, and others that compare something
         if not compared or (reference in shown and len(shown) > 1):
-            rows = pd.concat([results.loc[[m]] for m in shown])
-            table = "\n".join(tables.heldout(f"## {title}", rows, reference))
-            for m in edited:
-                table = table.replace(f"| {m} |", f"| {m} † |")
+            table = "\n".join(tables.heldout(f"## {title}", results.loc[shown], reference))
+            for x in students:
+                if "+" in f"{x['git_commit']}":  # trained with uncommitted edits
+                    table = table.replace(f"| {x['method']} |", f"| {x['method']} † |")
             compared.append(table)
     trials = trial_lines(plan)
     config = plan["config"]
     machines = ", ".join(sorted({x["machine"] for x in students}))
     text = [
-        f"# {spec.title}\n",
-        f"{spec.summary}\n",
+        f"# {spec.title}\n\n{spec.summary}\n",
         "Written by `compare.py` from the files beside it; do not edit.\n",
         f"{len(students)} students of shape `{config['student']}`: "
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
@@ -163,15 +160,16 @@ def trial_lines(plan: dict) -> list[str]:
     best = best_settings(trials)
     cells = {}
     for x in trials:
-        own = {key: value for key, value in x["settings"].items() if key != "lr"}
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
         if x["settings"] == best.get(x["method"]):
             text = f"**{text}**"
-        cells[f"{x['method']} {settings_text(own)}".strip(), x["settings"]["lr"]] = text
+        own = dict(x["settings"])
+        lr = own.pop("lr")
+        cells[f"{x['method']} {settings_text(own)}".strip(), lr] = text
     table = pd.Series(cells).unstack(sort=False).sort_index(axis=1).fillna("–")
     rates = [*table]
-    n_trials = pd.Series([x["method"] for x in trials]).value_counts()
-    chosen = [f"- {m}: {settings_text(x)} ({n_trials[m]} trials)" for m, x in best.items()]
+    tried = [x["method"] for x in trials]
+    chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
     at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
     advice = "No chosen rate is the lowest or highest tried."
     if at_an_end:

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import matplotlib
 import pandas as pd
 import pytest
+import scipy.stats
+import zstandard
 
 import configure
 import eval as ev
@@ -222,22 +224,34 @@ def test_students_of_edited_code_are_left_aside_or_accepted(
     assert printed().startswith(said)
 
 
-def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0))
-    make_folders(tmp_path)
-    run = tmp_path / "runs/seed1_ab"
+SCORES = {"name": "x", "run": {}, "protocol": {}, "scored": {"rows_sha256": "r"}}
+SCORES |= {"kind": "figures", "weights_sha256": "w"}
+
+
+def finished_run(run):
+    """Write a run of ALRA, which has ended, and pre-training. Returns the facts of both."""
     alra, pretrain = run / "alra@x", run / "pretrain"
     for folder in (alra, pretrain):
         folder.mkdir(parents=True)
-    facts = json.loads(FACTS) | {"method": "", "seed": 1, "nominal_tokens": 10}
+    facts = json.loads(FACTS) | {"method": "alra@x", "seed": 1, "nominal_tokens": 10}
     facts["config"] = {"max_steps": 6, "val_max_rows": 4, "seed": 1}
     untaught = facts | {"made_by": facts["made_by"] | {"teacher_sha256": None}, "why": WHY}
-    log = [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}]
     write_json(run / "run.json", {"config": {"methods": ["alra@x", "pretrain"]}})
     write_json(alra / "run.json", facts)
-    write_lines(alra / "log.jsonl", log)
+    write_lines(alra / "log.jsonl", LOG)
     write_lines(alra / "histograms.jsonl", [{"step": 1, "n": 2}])
     write_lines(run / "teacher.jsonl", [{"step": 1, "n": 7}])
+    return facts, untaught
+
+
+LOG = [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}]
+
+
+def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0))
+    run = tmp_path / "runs/seed1_ab"
+    alra, pretrain = run / "alra@x", run / "pretrain"
+    facts, untaught = finished_run(run)
     assert record.on_record(STUDY, tmp_path) == {}  # the run resumes as a whole
     write_json(pretrain / "stopped.json", untaught)
     key, other = (record.key_of(x["made_by"], x["config"], False) for x in (facts, untaught))
@@ -248,20 +262,83 @@ def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
         {"step": 1, "histogram": {"step": 1, "n": 2}},
         {"step": 1, "teacher": {"step": 1, "n": 7}},
     ]
-    assert x["log"] == log + parts
+    assert x["log"] == LOG + parts
     stopped = record.on_record(STUDY, tmp_path)[other]
     assert (stopped["name"], stopped["stopped"]) == ("pretrain_seed1_ab", WHY)
     assert "teacher_flops" not in stopped
     figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
-    scores = {"name": "x", "run": {}, "protocol": {}, "weights_sha256": "w", "kind": "figures"}
-    scores["scored"] = {"rows_sha256": "r"}
-    append_line(alra / "results.jsonl", scores | {"values": figures})
+    append_line(alra / "results.jsonl", SCORES | {"values": figures})
     shutil.copytree(run, tmp_path / "runs/seed1_cd")  # other students of these names
     x = record.on_record(STUDY, tmp_path)[key]
     assert (x["name"], x["ce"], x["n_rows"]) == ("alra@x_seed1_cd", 3.5, 7)
     assert x["scores"]["weights_sha256"] == "w"
     names = [f"{name}_seed1_{run}" for run in ("ab", "cd") for name in ("alra@x", "pretrain")]
     assert sorted(x["name"] for x in record.read_students(tmp_path)) == sorted(names)
+
+
+# file of a finished run => its broken content; empty: it is cut in half
+BROKEN = """
+run.json => []
+run.json => {"config": {"methods": 3}}
+alra@x/run.json =>
+alra@x/run.json => {"nominal_tokens": 10}
+alra@x/run.json => {"nominal_tokens": "10", "made_by": {}}
+alra@x/run.json => {"nominal_tokens": 10, "made_by": {"lr": 1, "hyper": {}}, "config": {}}
+pretrain/stopped.json => {"nominal_tokens": 10, "made_by": []}
+alra@x/log.jsonl => [3]
+alra@x/log.jsonl => {"ce": 1.0}
+teacher.jsonl => {"step": "1"}
+alra@x/results.jsonl => {"kind": "figures", "values": {}}
+alra@x/results.jsonl => {"kind": "figure", "name": "x", "protocol": {}, "scored": {}, "values": {}}
+"""
+
+
+@pytest.mark.parametrize(("name", "content"), [x.split(" =>") for x in BROKEN.split("\n") if x])
+def test_a_broken_run_is_moved_aside_and_its_students_are_made_again(
+    name, content, tmp_path, monkeypatch, printed
+):
+    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0))
+    run = tmp_path / "runs/seed1_ab"
+    _, untaught = finished_run(run)
+    write_json(run / "pretrain/stopped.json", untaught)
+    file = run / name
+    content = content + "\n" if content else file.read_text()[:-100]
+    file.write_text(content)
+    assert record.on_record(STUDY, tmp_path) == {}
+    aside = tmp_path / "runs/broken0_seed1_ab"
+    assert (aside / name).read_text() == content and not run.exists()
+    assert file.name in printed()
+    finished_run(run)
+    write_json(run / "pretrain/stopped.json", untaught)
+    assert len(record.on_record(STUDY, tmp_path)) == 2
+
+
+@pytest.mark.parametrize("broken", ["cut", '{"name": "x"}', "[]"])
+def test_a_broken_file_of_students_is_refused_and_kept(broken, tmp_path):
+    made_up(tmp_path, {"alra": [4.0, 3.0]})
+    file = tmp_path / record.FILE
+    content = file.read_bytes()[:-9] if broken == "cut" else zstandard.compress(broken.encode())
+    file.write_bytes(content)
+    with refusal(re.escape(f"{file}: ") + ".*; move it aside, and the command that wrote it"):
+        record.on_record(STUDY, tmp_path)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("argv", [[], ["--report"]])
+@pytest.mark.parametrize("names", [["README.md"], ["README.md", "runs/a"], ["plan.json"]])
+def test_a_folder_of_the_user_is_left_as_it_is(names, argv, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "run", None)
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"mine": 1}')
+    before = sorted(tmp_path.rglob("*"))
+    with refusal(r"has files, but no plan|plan\.json: (no|cannot)"):
+        compare.main(["config/demo.py", f"--out={tmp_path}", *argv])
+    assert [x for x in sorted(tmp_path.rglob("*")) if x.name != ".alra-lock"] in (
+        before,
+        sorted([*before, tmp_path / "runs"]),
+    )
+    assert all((tmp_path / name).read_text() == '{"mine": 1}' for name in names)
 
 
 def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
@@ -417,6 +494,12 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     with_a_rate = [word.replace("alra,tad", "alra,tad,pd") for word in more]
     assert compare.main([*with_a_rate, "--rows=4", "--pd.lr=0.01"]) == 0
     assert kinds(begun) == ["seed1", "seed2", "eval"]  # it has no trials
+    text = (tmp_path / "README.md").read_text()
+    begun.clear()
+    for other in (["--lr=0.5"], [f"--student={cfg.teacher}"]):
+        with refusal(f"{tmp_path}: has another study .*; set --out to another folder"):
+            compare.main([*argv, *other])
+    assert begun == [] and (tmp_path / "README.md").read_text() == text
 
 
 def test_what_cannot_be_made_is_in_the_report(argv, begun, tmp_path, monkeypatch, capsys):
@@ -428,14 +511,16 @@ def test_what_cannot_be_made_is_in_the_report(argv, begun, tmp_path, monkeypatch
     opened = train.open_teacher
     monkeypatch.setattr(train, "open_teacher", open_teacher)
     argv = [*argv, "--seeds=1", f"--out={tmp_path}", "--methods=pretrain,tad@x"]
+    argv += ["--tune=lr=1e-2", "--pretrain.lr=0.01"]
     assert compare.main(argv) == 1
-    assert kinds(begun) == ["seed1", "seed1", "eval"]
+    assert kinds(begun) == ["seed0", "seed0", "seed1", "eval"]  # tad has no rate
     _, (student,), _, failed = reports.read(tmp_path)
     assert student["method"] == "pretrain"
-    why = "- tad@x (seed 1): no result; see what its run has printed"
+    why = "- tad@x (seed 1): not trained, as all of its trials failed"
     assert failed == [why]
-    text = (tmp_path / "README.md").read_text()
+    text, trials = (tmp_path / "README.md").read_text().split("## Trials")
     assert "| tad@x |" not in text and why in text
+    assert "| tad@x | stopped |" in trials
     screen = capsys.readouterr()
     assert "exit code 1: no teacher" in screen.out and why in screen.out
     with refusal(r"val_max_rows=None: trials use these rows, scores the later ones"):
@@ -481,7 +566,7 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     has_checkpoint = lambda: any(cut.glob("runs/*/*/checkpoints/step_*[1-9]"))  # noqa: E731
     world.kill_when(has_checkpoint, compare_here, [*argv, f"--out={cut}"])
-    assert not (cut / "plan.json").exists()
+    assert read_json(cut / "plan.json")["students"] == []
     results = {}
     for out in (whole, cut):
         begun.clear()
@@ -609,8 +694,21 @@ def test_a_report_needs_a_result(tmp_path, quiet):
     with refusal(message):
         report_of(tmp_path)
     made_up(tmp_path, {"alra": [4.0]}, stopped=WHY)
-    with refusal(r"no student has a result; the first: .*: step 3"):
+    with refusal(r"no student has a result .*alra .seed 1.: step 3"):
         report_of(tmp_path)
+    write_json(tmp_path / "plan.json", read_json(tmp_path / "plan.json") | {"students": []})
+    with refusal(r"no student has a result \[\]; run the same command"):
+        report_of(tmp_path)
+
+
+def test_students_without_a_result_are_named(tmp_path, quiet):
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
+    file = tmp_path / "plan.json"
+    plan = read_json(file)
+    plan["students"][3]["name"] = None
+    write_json(file, plan)
+    text = report_of(tmp_path, Spec())
+    assert "- alra (seed 2): no result; see what its run has printed" in text
 
 
 def test_stopped_students_are_listed_and_left_out(tmp_path, quiet):
@@ -705,6 +803,23 @@ def test_a_committed_study_is_what_its_plan_says(study):
         assert x["val_ce"] == trial["val_ce"]
     keys = {(record.record_hash(x["made_by"]), x["step"]) for x in facts}
     assert len(keys) == len(facts)  # no student is there twice
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_stranger_recomputes_a_report_from_its_files(study):
+    """Differences to vanilla KD and their intervals, with pandas and scipy alone."""
+    students = pd.read_json(RESULTS / study / "students.jsonl.zst", lines=True).set_index("name")
+    plan = json.loads((RESULTS / study / "plan.json").read_text())
+    planned = pd.DataFrame(plan["students"]).join(students["ce"], on="name")
+    ces = planned.pivot(index="seed", columns="method", values="ce")
+    report = (RESULTS / study / "README.md").read_text()
+    table = report.split(": difference to vanilla_kd")[1].split("\n\n")[1]
+    rows = re.findall(r"^\| (\S+)(?: †)? \| (\S+) ± ([\d.]+),", table, re.M)  # of several seeds
+    for method, mean, half in rows:
+        gain = (ces[method] - ces["vanilla_kd"]).dropna()
+        t = scipy.stats.t.ppf(0.975, len(gain) - 1)
+        assert (f"{gain.mean():+.4f}", f"{t * gain.sem():.4f}") == (mean, half), method
+    assert len(rows) == len(table.splitlines()) - 2 - (study == "smollm2") * 2
 
 
 @pytest.mark.parametrize("study", STUDIES)

@@ -312,7 +312,9 @@ def test_the_files_that_are_named_are_there():
 # The only ones that import a script; study/compare.py starts train.py and eval.py as processes.
 DRIVERS = [
     ("tools.bench", "train"),
+    ("study.compare", "study.record"),
     ("study.compare", "study.report"),
+    ("study.report", "study.record"),
     ("study.report", "tools.plot"),
     ("tools.sentence", "tools.plot"),
 ]

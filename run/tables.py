@@ -95,7 +95,6 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
 def tables_of_kind(kind, results, reference, metric) -> list[str]:
     """Return the tables of results of one kind and protocol."""
     students = by_method(results)
-    check_comparable(students.values())
     first = results[0]
     index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
     rows = pd.DataFrame([x["values"] for x in students.values()], index)
@@ -118,7 +117,7 @@ def method_of(result) -> str:
 def by_method(results: list[dict]) -> dict:
     """Return method, seed -> result, in the order of the paper's tables, others as they come.
 
-    Of several results in a folder the newest counts.
+    Of several results in a folder the newest counts. Refuses those that cannot be compared.
     """
     rows = {}
     for x in results:
@@ -128,6 +127,7 @@ def by_method(results: list[dict]) -> dict:
             what = f"{key[0]} with seed {key[1]}"
             raise UserError(f"{other} and {x['folder']} both hold {what}; leave one out")
         rows[key] = x
+    check_comparable(rows.values())
     order = [*NAMES, *(method for method, _ in rows)]
     return {key: rows[key] for key in sorted(rows, key=lambda key: order.index(key[0]))}
 

@@ -217,7 +217,7 @@ def test_a_method_without_a_teacher_does_not_hide_that_two_teachers_differ(tmp_p
     for method, teacher in (("pretrain", None), ("alra", "one"), ("tad", "another")):
         file = fake(tmp_path / method, method, ALL)
         edit(file, f"run.made_by.teacher_sha256={json.dumps(teacher)}")
-    with refusal("cannot be compared: teacher_sha256 was 'another', now 'one'"):
+    with refusal("cannot be compared: teacher_sha256 was 'one', now 'another'"):
         table_of(*(tmp_path / name for name in ("pretrain", "alra", "tad")))
 
 

@@ -51,8 +51,8 @@ from lib.tasks import (
 from lib.tokens import leading_bos, token_bytes
 from run.cache import open_cached, progress
 from run.identity import content_hash
+from run.results import RUN, students_of
 from run.scoring import check_content, decoder_edits, open_model, read_tokenizer, scoring_code
-from run.tables import RUN, read_results, students_of, tables_of, tabulate
 from run.teacher import Teacher, check_teacher, load_teacher
 
 N_AT_ONCE = 256  # positions whose logits exist at a time
@@ -90,6 +90,8 @@ def score(args):
         results += score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
         results += [score_tasks(c, items, args, device, refused) for c in checkpoints]
+    from run.tables import tables_of  # imports pandas, which takes a second
+
     try:
         print(tables_of([x for x in results if x["values"]], args.reference, args.metric))
     except UserError as error:  # the results are written
@@ -585,8 +587,8 @@ def arguments(argv) -> argparse.Namespace:
 def main(argv):
     args = arguments(argv)
     if args.table:
-        names = students_of(args.paths, read_results)
-        say_left_out(args.paths, names, "not scored")
+        from run.tables import tabulate
+
         print(tabulate(args.paths, args.reference, args.metric))
     else:
         score(args)

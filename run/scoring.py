@@ -12,12 +12,19 @@ from lib.code import code_reached, files_reached
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, weights_hash
 from run.identity import NOT_FOLLOWED, record_hash
-from run.tables import training_facts
+from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_teacher
 
 # The functions of eval.py that a score passes through: figures over held-out rows, and tasks.
 SCORING = {"figures": ("byte_lengths", "over_rows"), "tasks": ("Scorer", "benchmark")}
-NOT_SCORING = (*NOT_FOLLOWED, "run.methods", "run.paper", "run.scoring", "run.tables")
+NOT_SCORING = (
+    *NOT_FOLLOWED,
+    "run.methods",
+    "run.paper",
+    "run.results",
+    "run.scoring",
+    "run.tables",
+)
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
 

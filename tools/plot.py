@@ -29,8 +29,8 @@ from losses import default_settings, resolve
 from run.identity import content_hash
 from run.methods import LOGGED
 from run.paper import NAMES
+from run.results import read_log, training_facts
 from run.scoring import check_content
-from run.tables import read_log, training_facts
 from run.teacher import load_teacher
 
 PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other terms follow

@@ -283,7 +283,15 @@ def stored(file):
 
 
 def rows_in(folder):
-    return stored(folder / "train.bin") + stored(folder / "val.bin")
+    """All rows in the order of the text: val has those after train, or the last of equal parts."""
+    rows = stored(folder / "train.bin")
+    val = stored(folder / "val.bin")
+    n = len(rows) + len(val)
+    if manifest(folder, "train")["train_rows"]:
+        return rows + val
+    for i, row in enumerate(val, 1):
+        rows.insert(i * n // len(val) - 1, row)
+    return rows
 
 
 def manifest(folder, split):
@@ -354,14 +362,35 @@ def test_held_out_documents_do_not_depend_on_batches(small, tmp_path, monkeypatc
         monkeypatch.setattr(prepare, "BATCH_CHARS", chars)
         small.prepare(tmp_path / str(chars), "--val_rows=0 --val_share=0.3")
     assert files_of(tmp_path / "1") == files_of(tmp_path / "1000000")
-    held = [text for text in small.texts if prepare.held_out({"name": "", "text": text}, 0.3)]
+    held = [text for text in small.texts if prepare.held_out(text, 0.3)]
     assert 10 < len(held) < 40
     assert joined(stored(tmp_path / "1/val.bin")) == small.stream_of(held)
 
 
-def test_a_text_file_is_held_out_by_its_name():
-    documents = [{"name": f"{i}.txt", "text": "same"} for i in range(99)]
-    assert 30 < sum(prepare.held_out(document, 0.5) for document in documents) < 70
+@pytest.mark.parametrize("bos", [None, "<s>"])
+def test_held_out_rows_are_of_all_documents(bos, tmp_path):
+    """26 files of about ten rows; each label knows its document, which eval.py's intervals need."""
+    tokenizer = make_tokenizer(bos=bos)
+    tokenizer.save_pretrained(tmp_path / "t")
+    (tmp_path / "texts").mkdir()
+    files = {}
+    for i, c in enumerate(string.ascii_lowercase):
+        files[c] = c * (150 + i * 13)
+        (tmp_path / f"texts/{c}.txt").write_text(files[c])
+    flags = f"--tokenizer={tmp_path}/t --source={tmp_path}/texts --data_dir={tmp_path}/rows"
+    counts = "--n_documents=none --train_rows=none --val_rows=20 --seq_len=30"
+    prepare.main(f"{flags} {counts}".split())
+    val = rows.Rows(tmp_path / "rows", "val", 30, False, 257)
+    assert val.n == 20 and len(stored(tmp_path / "rows/train.bin")) > 200
+    documents = val.documents(np.arange(3, 20))
+    letter = {}
+    for ids, numbers in zip(val.ids[3:, 1:], documents, strict=True):
+        for token, number in zip(ids, numbers, strict=True):
+            if token not in (PAD, tokenizer.eos_token_id, tokenizer.bos_token_id):
+                letter.setdefault(number, set()).add(tokenizer.decode([token]))
+    assert len(letter) > 15 and list(letter) == list(range(documents.max() + 1))
+    assert max(map(len, letter.values())) == 1
+    assert len(set().union(*letter.values())) == len(letter)  # no document has two numbers
 
 
 def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
@@ -493,7 +522,7 @@ def test_rows_are_flushed_before_the_state_that_counts_them(small, tmp_path, mon
     monkeypatch.setattr(os, "replace", record)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(prepare, "BATCH_CHARS", 9000)
-    small.prepare(tmp_path / "a")
+    small.prepare(tmp_path / "a", "--val_rows=0 --val_share=0.3")
     commits = " ".join(events).split("-> prepare.state")[1:-1]  # the first one counts no rows
     assert len(commits) > 3
     assert set(commits) == {" train.bin.tmp val.bin.tmp .prepare.state.alra-new "}
@@ -691,7 +720,9 @@ def test_tokenizers_that_keep_text_are_taken(name):
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     if name == "NFKC":
         backend.normalizer = tokenizers.normalizers.NFKC()
-    encode_texts(backend, ["  naïve Straße:\n\n\tif\r\n    你 नमस्ते 🙂 ½ e\u0301 ﬁ ℡ \u200b ▁"])
+    text = "  naïve Straße:\n\n\tif\r\n    你 नमस्ते 🙂 ½ e\u0301 ﬁ ℡ \u200b ▁"
+    ((_, change),) = encode_texts(backend, [text])
+    assert change == ""
 
 
 def test_a_character_that_is_lost_late_in_a_batch_is_seen():
@@ -700,9 +731,9 @@ def test_a_character_that_is_lost_late_in_a_batch_is_seen():
     model["vocab"] = {piece: i for piece, i in model["vocab"].items() if "q" not in piece}
     model["merges"] = [pair for pair in model["merges"] if "q" not in "".join(pair)]
     backend = tokenizers.Tokenizer.from_str(json.dumps(facts))
-    assert len(encode_texts(backend, ["y", "x" * 9999])) == 2
-    with refusal("loses 'q' of 'y"):
-        encode_texts(backend, ["x" * 9999, "y" * 9999 + "q"])
+    texts = ["x" * 9999, "y" * 9999 + "q"]
+    (_, kept), (_, lost) = encode_texts(backend, texts)
+    assert kept == "" and "loses 'q' of 'y" in lost
 
 
 def test_a_tokenizer_that_does_not_give_its_text_back_is_refused():

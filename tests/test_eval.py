@@ -24,8 +24,8 @@ from model import Qwen2
 from run.teacher import Teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
-from tests.test_tables import cells
 from tests.test_prepare import tokenizer_of
+from tests.test_tables import cells
 from tests.world import make_model, read_jsonl, refusal
 
 SHARED = world.SHARED / "data"

@@ -598,7 +598,7 @@ def held_out_rows(recipe, n_rows) -> np.ndarray:
     n = min(recipe["val_rows"], n_rows)
     if recipe["train_rows"] is not None:
         return np.arange(n_rows - n, n_rows)
-    return np.arange(1, n + 1) * n_rows // max(n, 1) - 1
+    return np.arange(1, 2 * n, 2) * n_rows // max(2 * n, 1)
 
 
 def divide_rows(folder, recipe, held):

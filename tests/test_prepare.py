@@ -309,14 +309,14 @@ def stored(file):
 
 
 def rows_in(folder):
-    """All rows in the order of the text: val has those after train, or the last of equal parts."""
+    """All rows in the text.s order: val has those after train, or the middle of equal parts."""
     rows = stored(folder / "train.bin")
     val = stored(folder / "val.bin")
     n = len(rows) + len(val)
     if manifest(folder, "train")["train_rows"]:
         return rows + val
     for i, row in enumerate(val, 1):
-        rows.insert(i * n // len(val) - 1, row)
+        rows.insert((2 * i - 1) * n // (2 * len(val)), row)
     return rows
 
 

@@ -94,7 +94,7 @@ class Config:
     n_documents: PositiveInt | None = key(2_000_000, "data")
     # training rows to write: 126,400 updates * 16 rows; None: all that the documents give
     train_rows: PositiveInt | None = key(2_022_400, "data")
-    # held-out rows: the last of the stream, all from the last file; prefer val_share for own text
+    # held-out rows: those after train_rows, or spread over the text; prefer val_share for own text
     val_rows: NonNegativeInt = key(2_048, "data")
     # share of documents held out by hash, instead of val_rows
     val_share: Below1 = key(0.0, "data")

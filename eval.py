@@ -48,7 +48,7 @@ from lib.tasks import (
     read_config,
     read_items,
 )
-from lib.tokens import leading_bos, token_bytes
+from lib.tokens import leading_bos, space_spelling, spelled_spaces, token_bytes
 from run.cache import open_cached, progress
 from run.identity import content_hash
 from run.results import RUN, students_of
@@ -327,7 +327,7 @@ def score_rows(
                 f"{teacher_name}: vocabulary of {len(teacher.head):,}, {first.name} has "
                 f"{rows.n_vocab:,}"
             )
-    n_bytes = byte_lengths(tokenizer, rows.n_vocab)
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.ids[index])
     models = [c.load(args.dtype, device) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
@@ -379,9 +379,7 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
     device = students[0].head.device
     per_batch = max(1, batch_tokens // rows.ids.shape[1])
 
-    is_eos = rows.ids[index] == rows.eos  # [rows, T + 1]; an EOS is the last token of a document
-    n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # before each token
-    documents = torch.from_numpy(n_ended[:, 1:])  # [rows, T] the document of each label
+    documents = torch.from_numpy(rows.documents(index))  # [rows, T] the document of each label
 
     def batches():
         for first in progress(range(0, len(index), per_batch), "held-out rows"):
@@ -413,10 +411,21 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
     return results
 
 
-def byte_lengths(tokenizer, n_vocab: int) -> Tensor:
-    """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding."""
-    lengths = [len(piece) for piece in token_bytes(tokenizer.backend_tokenizer)]
-    return torch.tensor(lengths + [0] * (n_vocab - len(lengths)))
+def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
+    """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
+
+    ids  the rows to score: three tokens that spell a space stand for a third of a byte each, and
+         for a byte elsewhere. The result has their mean over these rows.
+    """
+    pieces = token_bytes(tokenizer.backend_tokenizer)
+    lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
+    stream = np.ravel(ids)
+    spelling = space_spelling(tokenizer.backend_tokenizer)
+    n_spelled = len(spelled_spaces(stream, spelling))
+    if n_spelled:
+        for token in spelling:
+            lengths[token] -= 2 / 3 * n_spelled / np.count_nonzero(stream == token)
+    return torch.tensor(lengths)
 
 
 # ----------------------------------------------------------------------------------------------

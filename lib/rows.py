@@ -95,6 +95,18 @@ class Rows:
             y = y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True), n_valid
 
+    def documents(self, index: np.ndarray) -> np.ndarray:
+        """Return the number of the document of each label of these rows [B, T], from 0 on."""
+        ids = self.ids[index]
+        is_eos = ids == self.eos  # an EOS is the last token of a document
+        n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # before each token
+        if "ended_in_train" in self.manifest:
+            n_ended += np.array(self.manifest["ended_in_train"])[index, None]
+        is_label = ids[:, 1:] != PAD
+        numbers = np.zeros(is_label.shape, int)
+        numbers[is_label] = np.unique(n_ended[:, 1:][is_label], return_inverse=True)[1]
+        return numbers
+
 
 def quick_hash(file) -> str:
     """Return the sha256 of a file's size and of 64 blocks of 1 MiB spread over it.

@@ -120,8 +120,13 @@ def check_teacher(name, tokenizer, seq_len):
 
 
 def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one") -> int:
-    """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
-    n_tokens = max(tokenizer.get_vocab().values()) + 1
+    """Return the number of tokens that texts need. Raises `UserError` if a vocabulary has fewer.
+
+    No text needs special tokens but EOS and BOS: Gemma 3's image token is beyond its vocabulary.
+    """
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = special - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    n_tokens = max(set(tokenizer.get_vocab().values()) - unused) + 1
     if n_tokens > n_vocab:
         raise UserError(
             f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "

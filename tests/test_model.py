@@ -294,6 +294,10 @@ def test_transformers_reads_a_saved_student_to_the_same_ids_and_logits(name, tmp
     eos = tokenizer.eos_token_id
     bos = tokenizer.bos_token_id
     assert config["model_type"] == kind
+    kept = read_json(tmp_path / "tokenizer_config.json")  # no more than transformers 4 knows
+    assert kept.pop("tokenizer_class") == "PreTrainedTokenizerFast"
+    assert not kept.pop("clean_up_tokenization_spaces")
+    assert set(kept) <= {"eos_token", "bos_token", "unk_token", "pad_token"}
     assert config["eos_token_id"] == eos
     assert config["bos_token_id"] == (eos if bos is None else bos)
 

@@ -783,6 +783,7 @@ def test_time_left_counts_from_the_start_of_this_process_and_checkpoints_by_minu
 
 
 def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch, run):
+    """TensorBoard gets numbers alone. W&B has `step` as its x-axis, which may go back."""
     boards = collections.defaultdict(mock.Mock)
     services = collections.defaultdict(mock.Mock)
     purged = set()
@@ -801,11 +802,14 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch,
     assert len(ids) == len(services) == 2
     for name in services:
         lines = records(tmp_path, name)
-        calls = [mock.call(r, step=r["step"]) for r in lines]
+        calls = [mock.call(r) for r in lines]
         assert services[name].log.call_args_list == calls and len(calls) == 6
+        axis = mock.call("*", step_metric="step")
+        assert services[name].define_metric.call_args_list == [axis, axis]
         scalars = []
         for r in lines:
             step = r.pop("step")
+            del r["time"]
             scalars += [mock.call(key, x, step) for key, x in r.items() if x is not None]
         board = boards[tmp_path / name / "tensorboard"]
         assert board.add_scalar.call_args_list == scalars

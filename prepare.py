@@ -33,10 +33,14 @@ import re
 import sys
 from pathlib import Path
 
+import configure
+
+if __name__ == "__main__" and sys.argv[1:2] not in (["--verify"], ["--show"]):
+    configure.check_flags()
+
 import numpy as np
 from tqdm import tqdm
 
-import configure
 from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
 from lib.files import flush, for_json, locked, read_json, reading, write_json, writing

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from lib.errors import UserError, nearest
+from lib.errors import UserError, naming_files, nearest
 from lib.settings import (
     Below1,
     NonNegative,
@@ -35,6 +35,11 @@ from lib.settings import (
     literal,
     parsed,
 )
+
+try:
+    import fcntl  # noqa: F401  (locks on files)
+except ModuleNotFoundError:
+    sys.exit("Windows is not supported; run this command in WSL, the Windows Subsystem for Linux")
 
 # The paper's teacher and corpus, each at one commit.
 TEACHER = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"
@@ -471,10 +476,13 @@ def guard(main) -> int:
     With --max_restarts, torchrun starts again after every code but 0. It must not after a signal,
     a `UserError`, or a run in which a student stopped, so these return 0.
     """
-    faulthandler.enable(sys.__stderr__)  # a library's crash, like NCCL's, prints where it was
+    open_streams()
+    faulthandler.enable(2)  # a library's crash, like NCCL's, prints where it was
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
-        code = main() or 0
+        with naming_files():
+            code = main() or 0
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
@@ -501,3 +509,13 @@ def guard(main) -> int:
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return 0
     return code
+
+
+def open_streams():
+    """Open /dev/null in place of each standard stream that is closed, as `>&-` leaves it.
+
+    Otherwise the next file to be opened would become that stream.
+    """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

@@ -240,7 +240,7 @@ tools/sample.py nowhere => nowhere: no such folder
 {SAMPLE} --seed=18446744073709551616 => --seed=18446744073709551616: expected int
 {SAMPLE} --tokens=-2 => --tokens=-2: expected int 0 or more
 {SAMPLE} --prompt={"a" * 64} => --prompt: 65 tokens with the first, run/alra takes 64
-tools/plot.py run --out=cfg.py => cfg.py: File exists; check that path
+tools/plot.py run --out=cfg.py => cfg.py.*File exists
 run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
 {PREPARE} --source=nowhere => nowhere
 {PREPARE} --source=nowhere/x.jsonl => source=nowhere/x.jsonl: no such file
@@ -319,7 +319,7 @@ BROKEN = rf"""
 {EVAL} => chmod 0 {MODEL} => {MODEL}: .*Permission denied
 {EVAL} => chmod 500 run/alra; chmod 400 run/alra/* => run/alra
 prepare.py --verify data => chmod 0 data/val.bin => data/val.bin: Permission denied
-tools/plot.py run --out=data/new => chmod 500 data => data/new: Permission denied
+tools/plot.py run --out=data/new => chmod 500 data => data/new.*Permission denied
 {HALF} => rm half/.alra-lock; ln -s ../cfg.py half/.alra-lock => half/.alra-lock: is a link to
 {HALF} => rm half/.alra-lock; ln cfg.py half/.alra-lock => half/.alra-lock: is a link to
 {HALF} => set {STEP}/state.json made_by.teacher_sha256="x" => .alra: teacher_sha256 was .x.

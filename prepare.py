@@ -33,10 +33,14 @@ import re
 import sys
 from pathlib import Path
 
+import configure
+
+if __name__ == "__main__" and sys.argv[1:2] not in (["--verify"], ["--show"]):
+    configure.check_flags()
+
 import numpy as np
 from tqdm import tqdm
 
-import configure
 from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
 from lib.files import (
@@ -117,11 +121,11 @@ def prepare(cfg):
         "eos_id": eos,
     }
     folder = Path(cfg.data_dir)
+    if is_prepared(folder, recipe):  # needs no lock, so the folder may be read-only
+        print(f"{folder}: already prepared with the same settings; --verify checks it")
+        return
     with locked(folder, f"{folder}: another prepare.py is at work there"):
         state = open_state(folder, recipe)
-        if state is None:
-            print(f"{folder}: already prepared with the same settings; --verify checks it")
-            return
         if "complete" not in state:
             write_rows(cfg, source, tokenizer, state)
         finish(folder, state, cfg.source)
@@ -478,8 +482,17 @@ def shorten(folder, state, split):
     os.truncate(file, size)
 
 
+def is_prepared(folder, recipe) -> bool:
+    """Return whether a folder holds the finished rows. Raises `UserError` for another recipe's."""
+    finished = (folder / "train.json").exists() and not (folder / "prepare.state").exists()
+    if finished:
+        for split in splits(recipe):
+            check_recipe(folder, open_rows(folder, split)[1], recipe)
+    return finished
+
+
 def open_state(folder, recipe):
-    """Return the state of the unfinished work in a folder, or None if `finish` has ended.
+    """Return the state of the unfinished work in a folder, or that of work that begins there.
 
     The state is what prepare.state holds:
 
@@ -490,7 +503,7 @@ def open_state(folder, recipe):
     writers   by split, the number of `rows` written, and the `rest`: the ids of the row after them
     complete  there if all rows are written, and only `finish` is left to do
 
-    Raises `UserError` if the folder holds data of another recipe, or other files.
+    Raises `UserError` if the folder holds unfinished work of another recipe, or other files.
     """
     file = folder / "prepare.state"
     if file.exists():
@@ -500,10 +513,6 @@ def open_state(folder, recipe):
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
-    elif (folder / "train.json").exists():
-        for split in splits(recipe):
-            check_recipe(folder, open_rows(folder, split)[1], recipe)
-        return None
     else:
         names = ("train.bin", "val.bin", "val.json", *WORK_FILES)
         foreign = [name for name in names if (folder / name).exists()]

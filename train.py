@@ -18,11 +18,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import configure
+
+if __name__ == "__main__":
+    configure.check_flags()
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-import configure
 from lib import parallel
 from lib.device import pick_device, repair_compile_cache
 from lib.errors import UserError

@@ -7,6 +7,7 @@ not finite; where a label out of range is read, torch raises an error of its own
 import torch
 from torch import Tensor
 
+import lib.torch_setup  # noqa: F401  (all that computes imports this file)
 from lib.errors import UserError
 
 IGNORE = -100  # label of an ignored position; torch's own `ignore_index`

@@ -253,8 +253,10 @@ def check_weights(folder, n_layers: int):
 
 @contextlib.contextmanager
 def open_tensors(file):
-    with reading(file, "download or write it again"), safetensors.safe_open(file, "pt") as tensors:
-        yield tensors
+    with reading(file, "download or write it again"):
+        file.open("rb").close()  # safetensors calls every failure to open "no such file"
+        with safetensors.safe_open(file, "pt") as tensors:
+            yield tensors
 
 
 def output_biases(names) -> set[str]:

@@ -21,13 +21,17 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import configure
+
+if __name__ == "__main__":
+    configure.check_flags()
+
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import configure
 from lib import parallel
 from lib.device import gib, pick_device
 from lib.errors import UserError

@@ -18,7 +18,7 @@ import torch
 
 import configure
 from lib import parallel
-from lib.errors import UserError, first_line
+from lib.errors import UserError, first_line, naming_files
 from run.log import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -59,7 +59,8 @@ def reported(cfg):
     configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
     (out / "exit.json").unlink(missing_ok=True)
     try:
-        yield
+        with naming_files():
+            yield
     except torch.OutOfMemoryError as error:
         message = (
             f"out of memory on {cfg.device}: set --recompute=True, a smaller micro_batch, "

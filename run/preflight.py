@@ -55,7 +55,9 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
     if not uses_teacher(cfg):
         return None
     home = torch.device(cfg.device)
-    device = pick_device(cfg.teacher_device or cfg.device)
+    device = home
+    if cfg.teacher_device:
+        device = pick_device(cfg.teacher_device, "teacher_device")
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 

@@ -15,7 +15,7 @@ os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network
 os.fsync = lambda fd: None  # what is flushed is lost in a power cut alone
 
-import lib  # noqa: E402, F401  (before any test computes: lib/__init__.py)
+import lib.torch_setup  # noqa: E402, F401  (before any test computes)
 
 
 def pytest_configure(config):

@@ -315,7 +315,7 @@ BROKEN = rf"""
 {HALF} => chmod 0 half/alra => half/alra/.*: Permission denied
 {HALF} => chmod 500 half => half/exit.json: Permission denied
 {HALF} => chmod 0 half/.alra-lock => half: cannot be written
-{PREPARE} => chmod 0 text/a.jsonl => text/a.jsonl: Permission denied
+{PREPARE} => chmod 0 text/a.jsonl => Permission denied.*text/a.jsonl
 {EVAL} => chmod 0 {MODEL} => {MODEL}: .*Permission denied
 {EVAL} => chmod 500 run/alra; chmod 400 run/alra/* => run/alra
 prepare.py --verify data => chmod 0 data/val.bin => data/val.bin: Permission denied

@@ -332,7 +332,7 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "train.py").symlink_to(world.ROOT / "train.py")
     script = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
-    command = ["env", places, *job.split(), *script]
+    command = ["env", places, f"PYTHON={sys.executable}", *job.split(), *script]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
     while not [*out.glob("alra/checkpoints/step_*[1-9]")]:

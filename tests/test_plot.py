@@ -368,5 +368,5 @@ def test_samples_are_a_function_of_the_seed(tmp_path, printed):
         z = model.hidden(torch.tensor([ids]))[0, -1] @ model.head.T
         ids.append(int(z.argmax()))
     assert text("--temperature=0") == tokenizer.decode(ids[1:])
-    with refusal("--temperature -1.0: expected 0 or more"):
+    with refusal("--temperature=-1.0: expected float 0 or more"):
         sample.main(["x", "--temperature=-1"])

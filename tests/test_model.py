@@ -191,7 +191,7 @@ use_sliding_window=true => use_sliding_window=True
 model_type="llama" => model.layers.0.self_attn.k_proj.bias
 hidden_size=null => hidden_size
 layer_types=["sliding_attention", "full_attention", "full_attention"] => layer_types=
-rope_scaling={"full_attention": {"rope_type": "default"}} => cannot be used
+rope_scaling={"full_attention": {"rope_type": "default"}} => rope scaling
 logit_scale=0.5 => logit_scale=0.5, expected None
 num_hidden_layers=1000000 => num_hidden_layers=1000000: expected int 0 to 1,000
 """

@@ -254,8 +254,7 @@ mistral => use_sliding_window=true => foreign
 qwen2 => rope_scaling={"type": "linear", "factor": 2.0} => foreign
 llama => partial_rotary_factor=0.5 => foreign
 llama => hidden_act="gelu" => foreign
-llama => sliding_window=8 => foreign
-qwen3 => per_layer_config={"1": {"rms_norm_eps": 0.1}} => foreign
+llama => sliding_window=8 => native
 """)
 
 

@@ -24,18 +24,22 @@ Dimension key: B batch, T time, D width, H query heads, G key/value heads, K wid
 V vocabulary.
 """
 
+import copy
 import dataclasses
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from lib.device import gib
 from lib.errors import UserError, nearest
 from lib.files import read_json, reading
 from lib.hf import (
@@ -44,7 +48,7 @@ from lib.hf import (
     read_weights,
     save_folder,
 )
-from lib.settings import NonNegativeInt, Positive, PositiveInt, check_fields, checked
+from lib.settings import Positive, PositiveInt, check_fields, checked
 
 INIT_STD = 0.02  # of a student's first weights
 NATIVE = ("qwen2", "qwen3", "llama", "mistral")  # families that this decoder computes
@@ -55,6 +59,43 @@ LLAMA3 = (  # parameters of Llama 3's rope scaling
     "original_max_position_embeddings",
 )
 
+# Keys of config.json. A model with any other key that matters is left to transformers.
+SIZES = {
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+}
+SAVED = SIZES | {  # what a saved student has, INERT aside
+    "model_type",
+    "hidden_act",
+    "num_key_value_heads",
+    "head_dim",
+    "attention_bias",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+}
+READ = SAVED - {"hidden_act"} | {"rope_scaling", "rope_parameters", "sliding_window"}
+INERT = {  # without effect on the logits of these families in evaluation
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "is_llama_config",
+    "max_window_layers",
+    "pad_token_id",
+    "pretraining_tp",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
 
 @dataclass(frozen=True)
 class Qwen2Config:
@@ -62,7 +103,7 @@ class Qwen2Config:
 
     hidden_size: PositiveInt  # D
     intermediate_size: PositiveInt  # width inside the MLP
-    num_hidden_layers: NonNegativeInt
+    num_hidden_layers: Annotated[int, "0 to 1,000", lambda n: 0 <= n <= 1000]
     num_attention_heads: PositiveInt  # H
     num_key_value_heads: PositiveInt  # G, a divisor of H
     vocab_size: PositiveInt = 151_936  # V
@@ -363,6 +404,13 @@ def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
     of the state dict, so a seed gives the same bits on every device.
     """
     config = student_config(shape) if isinstance(shape, str) else shape
+    n_bytes = 2 * flops_per_token(config, 0, trained=False)  # 4 per weight
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes > memory:
+        raise UserError(
+            f"student: its weights take {gib(n_bytes)}, this machine has {gib(memory)} of memory; "
+            "choose a smaller shape"
+        )
     with torch.device("meta"):
         model = Qwen2(config)
     model.to_empty(device="cpu")
@@ -437,80 +485,66 @@ def load_config(name) -> Qwen2Config:
     """Return the shape in a config.json, a model's folder, or a hub id.
 
     A Mistral with a sliding window becomes a decoder whose context is that window: on shorter rows
-    the two are the same. Raises `UserError` for a family that is not in NATIVE.
+    the two are the same. Raises `UserError` for what this decoder does not compute.
     """
     path = Path(name)
     if not name.endswith(".json"):
         path = find_folder(name) / "config.json"
     if not path.is_file():
         raise UserError(f"{name}: no config.json; expected a model's folder or its config.json")
-    hf = read_json(path)
-    reason = unsupported(hf)
+    values, reason = read_shape(path)
     if reason:
         raise UserError(f"{path}: {reason}; this decoder does not support it")
-    kind = hf["model_type"]
-    rope = rope_of(hf)
-    derived = {
-        "rope_theta": rope["rope_theta"],
-        "attention_bias": kind == "qwen2" or hf.get("attention_bias", False),
-        "qk_norm": kind == "qwen3",
-        "rope_scaling": None,
-    }
+    kind = values["model_type"]
+    rope = values["rope_parameters"]
+    fields = {field.name: values.get(field.name) for field in dataclasses.fields(Qwen2Config)}
+    fields["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] == "llama3":
-        derived["rope_scaling"] = {key: rope.get(key) for key in ("rope_type", *LLAMA3)}
-    defaults = {
-        "vocab_size": None,  # a file without one is refused, not given Qwen's
-        "tie_word_embeddings": False,
-        "num_key_value_heads": hf.get("num_attention_heads"),
-        "head_dim": 128 if kind == "qwen3" else None,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32_768,
-    }
-    values = defaults | hf | derived
-    fields = {}
-    for field in dataclasses.fields(Qwen2Config):
-        if field.name in values:  # the constructor below raises a TypeError for a missing field
-            fields[field.name] = values[field.name]
+        fields["rope_scaling"] = {key: rope[key] for key in ("rope_type", *LLAMA3)}
+    if kind in ("qwen2", "mistral"):  # without a choice
+        fields["attention_bias"] = kind == "qwen2"
+    fields["qk_norm"] = kind == "qwen3"
+    if kind == "mistral" and values["sliding_window"]:
+        context = values["max_position_embeddings"]
+        fields["max_position_embeddings"] = min(context, values["sliding_window"])
     try:
-        if kind == "mistral":
-            context = fields["max_position_embeddings"]
-            window = hf.get("sliding_window", 4096)  # transformers' default
-            fields["max_position_embeddings"] = min(context, window or context)
         return Qwen2Config(**fields)
-    except (UserError, TypeError) as error:
+    except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def unsupported(hf: dict) -> str | None:
-    """Return what a config.json asks for that this decoder does not compute, or None."""
+def read_shape(path) -> tuple[dict, str | None]:
+    """Return the values of a config.json, and which of them this decoder does not compute, or None.
+
+    Values that the file leaves out, sizes aside, are transformers' defaults. A key that is neither
+    in READ nor in INERT must be without effect on transformers' config object.
+    """
+    hf = read_json(path)
     kind = hf.get("model_type")
     if kind not in NATIVE:
-        return f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
-    rope = rope_of(hf)
-    if rope["rope_type"] not in ("default", "llama3"):
-        return f"rope scaling {rope}, expected none or Llama 3's"
-    supported = {
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": 1.0,
-        "quantization_config": None,
-    }
-    for key, expected in supported.items():
-        if hf.get(key, expected) != expected:
-            return f"{key}={hf[key]!r}, expected {expected!r}"
-    return None
+        return hf, f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
+    missing = SIZES - hf.keys()
+    if missing:
+        return hf, f"no {min(missing)}"
+    values = {key: value for key, value in hf.items() if key not in INERT}
+    if values.keys() == SAVED and values["hidden_act"] == "silu" and None not in values.values():
+        # transformers' class takes seconds to import for a `llama`, and would change nothing
+        rope = {"rope_theta": values["rope_theta"], "rope_type": "default"}
+        return values | {"rope_parameters": rope}, None
+    from transformers import AutoConfig
 
-
-def rope_of(hf: dict) -> dict:
-    """Return the rope base and scaling of a config.json.
-
-    Newer files keep both in `rope_parameters`. Older ones have `rope_theta` at the top, and the
-    rest in `rope_scaling`. Of several, the one that transformers uses wins: `rope_scaling` over
-    `rope_parameters`, and either of them over the top.
-    """
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        rope = {"type": rope}  # malformed; `unsupported` names it
-    kind = rope.get("type", "default")  # the older name of rope_type
-    return {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": kind} | rope
+    known = {key: value for key, value in values.items() if key in READ}
+    with reading(path, "correct config.json"):
+        # the class changes what it is given
+        complete = AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
+        ours = AutoConfig.for_model(**copy.deepcopy(known)).to_dict()
+    for key in (*sorted(values.keys() - READ), *complete):
+        value = complete.get(key)
+        expected = ours.get(key)
+        if value != expected and (value or expected):
+            return complete, f"{key}={value!r}, expected {expected!r}"
+    rope = complete["rope_parameters"]
+    known_rope = {"rope_theta", "rope_type", "type", *LLAMA3}
+    if rope.get("rope_type") not in ("default", "llama3") or not rope.keys() <= known_rope:
+        return complete, f"rope scaling {rope}, expected none or Llama 3's"
+    return complete, None

@@ -189,7 +189,8 @@ def read_weights(model, folder):
     """Copy a folder's safetensors into `model`: every tensor once, none left over, all finite.
 
     With `attention_bias` in config.json there may be biases on the attention's output, which must
-    be zero. Some writers store a tied head as well, which must equal the embedding.
+    be zero. Some writers store a tied head as well, which must equal the embedding. A decoder that
+    was saved without its head lacks the prefix `model.`.
     """
     targets = dict(model.state_dict())
     missing = set(targets)
@@ -199,10 +200,13 @@ def read_weights(model, folder):
     tied_head = None
     for file in weight_files(folder):
         with open_tensors(file) as tensors:
-            names = tensors.keys()
-        for name in names:
+            keys = tensors.keys()
+        for key in keys:
             with open_tensors(file) as tensors:  # opened anew, or all that was read stays in memory
-                source = tensors.get_tensor(name)
+                source = tensors.get_tensor(key)
+            name = key
+            if f"model.{key}" in targets:
+                name = f"model.{key}"
             if name in missing:
                 copy_weight(source, targets[name], f"{file}: {name}")
                 missing.remove(name)

@@ -11,9 +11,8 @@ import transformers
 from torch import Tensor
 
 from lib.errors import UserError
-from lib.files import read_json
 from lib.hf import find_folder, load_tokenizer
-from model import Qwen2, flops_per_token, load_config, unsupported
+from model import Qwen2, flops_per_token, load_config, read_shape
 
 # What a student's shape inherits from its teacher.
 INHERITED = (
@@ -92,7 +91,8 @@ def load_teacher(
 
 
 def is_native(name) -> bool:
-    return not unsupported(read_json(find_folder(name) / "config.json"))
+    _, reason = read_shape(find_folder(name) / "config.json")
+    return reason is None
 
 
 def check_teacher(name, tokenizer, seq_len):

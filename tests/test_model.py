@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import DEMO, ROOT, SHARED, refusal
@@ -140,6 +140,23 @@ def test_students_come_from_the_seed_alone():
     assert weights_hash(demo)[:16] == "398701d126de2c6d"
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [("8x1000000x2", "expected int 0 to 1,000"), ("10000000x1x2", "GiB of memory")],
+)
+def test_absurd_sizes_are_refused_before_anything_is_built(shape, message):
+    with refusal(message):
+        init_student(student_config(shape, {"vocab_size": 9}))
+
+
+def test_a_decoder_saved_without_its_head_is_read_if_the_head_is_tied(folder):
+    AutoModelForCausalLM.from_pretrained(folder).model.save_pretrained(folder)
+    assert "layers.0.mlp.up_proj.weight" in safetensors.torch.load_file(
+        folder / "model.safetensors"
+    )
+    assert weights_hash(load(folder)) == weights_hash(random_model(SMALL))
+
+
 def edit_weights(folder, edit):
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
@@ -173,6 +190,10 @@ hidden_act="gelu" => hidden_act='gelu', expected 'silu'
 use_sliding_window=true => use_sliding_window=True
 model_type="llama" => model.layers.0.self_attn.k_proj.bias
 hidden_size=null => hidden_size
+layer_types=["sliding_attention", "full_attention", "full_attention"] => layer_types=
+rope_scaling={"full_attention": {"rope_type": "default"}} => rope scaling
+logit_scale=0.5 => logit_scale=0.5, expected None
+num_hidden_layers=1000000 => num_hidden_layers=1000000: expected int 0 to 1,000
 """
 
 

@@ -2,9 +2,9 @@
 
 import json
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
@@ -58,10 +58,12 @@ gpt 2 => gpt2 => {}
 mistral with a window => mistral => {"sliding_window": 8}
 """)
 REFUSED = read_models("""
-a head with a bias => phi => {}
+a head with a bias => phi => {"hidden_size": 32}
+RecurrentGemma => recurrent_gemma => {"lru_width": 24}
+Llama 4 => llama4_text => {"intermediate_size_mlp": 36, "num_local_experts": 2}
 Gemma 2 => gemma2 => {"head_dim": 8}
 Cohere => cohere => {}
-Granite => granite => {"logits_scaling": 8.0}
+Granite => granite => {"logits_scaling": 1.005}
 """)
 NOT_A_PRODUCT = "its logits are not hidden states times head; choose another teacher"
 IDS = torch.randint(0, V, (3, 29), generator=torch.Generator().manual_seed(5))
@@ -201,8 +203,28 @@ def test_a_special_token_beyond_the_vocabulary_is_in_no_text(special):
 @pytest.mark.parametrize("kind", REFUSED)
 def test_logits_that_are_more_than_a_product_are_refused_by_name(kind, make):
     folder = make(*REFUSED[kind])
-    with refusal(NOT_A_PRODUCT):
-        load(folder)
+    for dtype in (torch.float32, torch.bfloat16):
+        with refusal(NOT_A_PRODUCT):
+            load_teacher(folder, dtype, torch.device("cpu"))
+
+
+class Tiny(nn.Module):
+    """An embedding, a change of it, and a head."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.embedding = nn.Embedding(V, 4)
+        self.head = nn.Linear(4, V, bias=False)
+        self.change = change
+
+    def base_model(self, ids, **_):
+        return [self.change(self.embedding(ids))]
+
+    def forward(self, ids, **_):
+        return SimpleNamespace(logits=self.head(self.base_model(ids)[0]))
+
+    def get_output_embeddings(self):
+        return self.head
 
 
 @pytest.mark.parametrize(
@@ -210,17 +232,73 @@ def test_logits_that_are_more_than_a_product_are_refused_by_name(kind, make):
     [
         (lambda h: h * float("nan"), NOT_A_PRODUCT),
         (lambda h: h + h.sum(1, keepdim=True), "depend on later tokens"),
-        (None, "Mock has no output embedding"),
     ],
 )
 def test_a_foreign_model_is_tried_on_a_few_tokens(change, message):
-    embedding = nn.Embedding(V, 4)
-    head = nn.Linear(4, V, bias=False)
-    model = mock.Mock(base_model=lambda ids, **_: [change(embedding(ids))])
-    model.side_effect = lambda ids, **_: SimpleNamespace(logits=head(model.base_model(ids)[0]))
-    model.get_output_embeddings.return_value = head if change else None
     with refusal(message):
+        check_logits("x", Tiny(change))
+    model = Tiny(change)
+    model.head = None
+    with refusal("Tiny has no output embedding"):
         check_logits("x", model)
+
+
+# a key of config.json, and whether this decoder computes the model, or transformers
+KEYS = read_table("""
+qwen2 => num_key_value_heads=4 => native
+llama => head_dim=null => native
+qwen3 => layer_types=["full_attention", "full_attention"] => native
+qwen3 => quantization_config=null => native
+mistral => attention_bias=true => native
+mistral => use_sliding_window=true => foreign
+qwen2 => rope_scaling={"type": "linear", "factor": 2.0} => foreign
+llama => partial_rotary_factor=0.5 => foreign
+llama => hidden_act="gelu" => foreign
+llama => sliding_window=8 => native
+""")
+
+
+@pytest.mark.parametrize(("family", "change", "by"), KEYS)
+def test_a_model_with_any_key_has_transformers_logits(family, change, by, make):
+    keys = {"num_key_value_heads": 4}
+    if family == "mistral":
+        keys["sliding_window"] = None
+    folder = make(family, keys)
+    edit(f"{folder}/config.json", change)
+    teacher = load(folder)
+    assert teacher.native == (by == "native")
+    check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
+
+
+def test_a_layer_that_transformers_refuses_is_one_line(make):
+    folder = make("qwen3", {"head_dim": 6})
+    layers = 'layer_types=["sliding_attention", "full_attention"]'
+    edit(f"{folder}/config.json", layers, "sliding_window=8")
+    with refusal("cannot be used"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "mask", "one"),
+    [
+        ("gpt2", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
+        ("gptj", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
+        ("gpt_neo", "transformer.h.0.attn.attention.bias", "transformer.h.0.attn.masked_bias"),
+    ],
+)
+def test_masks_that_old_checkpoints_hold_are_left_out(family, mask, one, make):
+    kinds = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+    keys = kinds if family == "gpt_neo" else {"rotary_dim": 4, "tie_word_embeddings": True}
+    folder = make(family, keys)
+    file = f"{folder}/model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors[mask] = torch.ones(1, 1, 64, 64).tril()
+    tensors[one] = torch.tensor(-1e4)
+    if "lm_head.bias" in tensors:
+        tensors["lm_head.bias"].zero_()
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    teacher = load(folder)
+    check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
 
 
 UNFIT = r"""
@@ -291,10 +369,11 @@ def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "head_dim", "context"),
-    [("qwen3", 128, 32_768), ("mistral", 64, 4096), ("llama", 64, 32_768)],
+    [("qwen3", 128, 32_768), ("mistral", 64, 4096), ("llama", 64, 2048)],
 )
 def test_what_a_config_leaves_out_is_the_familys_default(family, head_dim, context, tmp_path):
     facts = ONE_LAYER | {"hidden_size": 128, "intermediate_size": 8, "vocab_size": 9}
+    facts["num_key_value_heads"] = 2
     write_json(tmp_path / "config.json", {"model_type": family, **facts})
     shape = load_config(f"{tmp_path}/config.json")
     assert (shape.head_dim, shape.max_position_embeddings) == (head_dim, context)

@@ -15,7 +15,7 @@
   which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
   sets the loss at ignored positions to 0. The functions of lib/vocab.py that take `valid` keep the
   gradient there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s`
-  itself gets the same by `enter(.., guard=True)`, which sets the gradient there to 0 on its way
+  itself gets the same by `enter(..)`, which sets the gradient there to 0 on its way
   back.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
@@ -52,7 +52,7 @@ from lib.settings import (
     UnitInterval,
     checked,
 )
-from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
+from lib.vocab import binary_kl, differences, kl, ln_softmax, log_softmax, lse, upper
 
 # ----------------------------------------------------------------------------------------------
 # ALRA
@@ -129,9 +129,12 @@ def alra(
     if budget == "adaptive" and not 2 <= d_min <= d_max:
         raise UserError(f"d_min={d_min}: expected 2 <= d_min <= d_max={d_max}")
 
-    tokens = vocab.top(z_s, d_max)  # [N, d_max] student proposal set, Eq. 4
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    tokens = vocab.top(z_s, d_max, s.largest)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        tokens = _anchored(tokens, z_t, y, anchor)
+        top_1 = vocab.top(z_t, 1, t.largest)[:, 0]  # a_u
+        tokens = _anchored(tokens, top_1, y, anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
@@ -146,7 +149,7 @@ def alra(
     # `selected_*`: logits of the candidates, not divided by tau. `others_*`: logsumexp of the
     # tempered logits of all other tokens. Both are relative to the largest logit of these others,
     # so only differences are used below. `others_kl`: the KL within the others.
-    split = vocab.split(z_s, z_t, tokens, tau, valid)
+    split = vocab.split(s, t, tokens, tau)
     # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1]. R is
     # that category, and the candidates outside I.
     x_s, x_t = _categories(split, tau)
@@ -199,13 +202,13 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _anchored(tokens, z_t, y, anchor) -> Tensor:
+def _anchored(tokens, top_1, y, anchor) -> Tensor:
     """Let each missing anchor replace the lowest-ranked proposal that is no anchor (Eq. 5).
 
     tokens  [N, k]  the student's proposals, best first
+    top_1   [N]     the teacher's
     ->      [N, k]  as many distinct tokens
     """
-    top_1 = vocab.top(z_t, 1)[:, 0]  # a_u
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
     place = torch.arange(tokens.shape[1], device=tokens.device)  # 0 is the best
     for a in anchors:
@@ -239,8 +242,7 @@ def cross_entropy(z_s, z_t, y) -> Tensor:
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    logp = vocab.log_p(z_s, y[:, None], 1.0, valid)  # [N, 1]
-    return leave(-logp[:, 0], valid)
+    return leave(-vocab.log_p(z_s, y[:, None])[:, 0], valid)
 
 
 def vanilla_kd(
@@ -263,11 +265,11 @@ def vanilla_kd(
     The code of MiniPLM, a related method, trains the cross-entropy form. That differs by the
     teacher's entropy and has the same gradient.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=standardize)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     if standardize:
         z_s = _standardized(z_s)
         z_t = _standardized(z_t)
-    loss = vocab.forward_kl(z_s, z_t, tau, valid)
+    loss = vocab.forward_kl(z_s, z_t, tau)
     if t2_scaling:
         loss = loss * tau**2
     return leave(loss, valid)
@@ -313,7 +315,7 @@ def pd(
     tokens = vocab.top(z_t, top_k)  # [N, top_k] largest first
     if top_p < 1:
         tau_cut = tau if truncate_on == "tempered" else 1.0
-        p_t = vocab.log_p(z_t, tokens, tau_cut, valid).double().exp()
+        p_t = vocab.log_p(z_t, tokens, tau_cut).double().exp()
         mass_before = p_t.cumsum(-1) - p_t
         kept = mass_before < top_p
     else:  # not by the comparison, as mass_before may be rounded up to 1
@@ -324,7 +326,7 @@ def pd(
     total = x_t.logsumexp(-1, keepdim=True)
     ln_f = torch.where(kept, x_t - total, 0.0)
     tau_s = tau if temper_student else 1.0
-    logp_s = vocab.log_p(z_s, tokens, tau_s, valid)
+    logp_s = vocab.log_p(z_s, tokens, tau_s)
     loss = (f * (ln_f - logp_s)).sum(-1)
     return leave(loss, valid)
 
@@ -350,7 +352,7 @@ def atkd(
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau, valid)
+    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
     tkd_u = binary_kl(log_odds_t, log_odds_s)
     unc = -log_odds_t
     easy = valid & (unc < vocab.lower_median(unc, valid))
@@ -367,13 +369,15 @@ def _count(mask, z) -> Tensor:
     return mask.sum().clamp(min=1).to(z.dtype)
 
 
-def _target_split(z_s, z_t, token, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
+def _target_split(z_s, z_t, token, tau) -> tuple[Tensor, Tensor, Tensor]:
     """Return the student's and the teacher's log-odds of a token, and the KL over all others.
 
     token  [N] such as the label
     ->     [N] each
     """
-    split = vocab.split(z_s, z_t, token[:, None], tau, valid)
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    split = vocab.split(s, t, token[:, None], tau)
     log_odds_s = split.selected_s[:, 0] / tau - split.others_s
     log_odds_t = split.selected_t[:, 0] / tau - split.others_t
     return log_odds_s, log_odds_t, split.others_kl
@@ -402,11 +406,11 @@ def rld(
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     top_1 = vocab.top(z_t, 1)[:, 0]
-    _, log_odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf, valid)
-    log_odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
+    _, log_odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf)
+    log_odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf)
     scd_u = binary_kl(log_odds_m, log_odds_s)
     z_label = z_t.gather(1, y[:, None])
-    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_label)
+    mcd_u = vocab.forward_kl(z_s, z_t, tau, below=z_label)
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
 
@@ -439,7 +443,9 @@ def ldrld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    split = vocab.split(z_s, z_t, vocab.top(z_s, d), tau, valid)
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    split = vocab.split(s, t, vocab.top(z_s, d, s.largest), tau)
     x_s = split.selected_s / tau  # [N, d] in the student's order
     x_t = split.selected_t / tau
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
@@ -492,7 +498,9 @@ def tad(
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
     if n_sequences < 1 or N % n_sequences:
         raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
-    split = vocab.split(z_s, z_t, vocab.top(z_t, top_k), tau, valid)
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    split = vocab.split(s, t, vocab.top(z_t, top_k, t.largest), tau)
     x_s, x_t = _categories(split, tau)  # [N, K + 1]
     ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     if norm == "sequence":
@@ -517,7 +525,7 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     single pair (k = 2) would have nothing to learn, so k >= 3. Tokens outside both sets have no
     effect. No tau^2. The authors' KL on prompt tokens has no counterpart in pre-training.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 3 <= top_k <= z_s.shape[1]:
         raise UserError(f"top_k={top_k}: expected 3 to V")
     is_pair = upper(top_k, z_s.device).flatten()  # a before b
@@ -788,7 +796,7 @@ def _head_share(z_s, z_t, mu) -> Tensor:
 
     The head's border is found by bisection, which is faster than sorting the vocabulary.
     """
-    ln_p = _log_softmax(z_t)
+    ln_p = log_softmax(z_t)
     p = ln_p.exp()
     # Invariant: mass(ln_p >= low) > mu >= mass(ln_p >= high). It holds for the first `low`, since
     # the tokens below ln((1 - mu) / V) have less than 1 - mu in all. It fails for `high` = 0 if one
@@ -806,7 +814,7 @@ def _head_share(z_s, z_t, mu) -> Tensor:
         high = torch.where(over, high, middle)
     is_top = z_t == z_t.amax(-1, keepdim=True)
     in_head = (ln_p >= high) | is_top
-    error = (p - _log_softmax(z_s).exp()).abs()
+    error = (p - log_softmax(z_s).exp()).abs()
     head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
     total = error.sum(-1, keepdim=True)
     return torch.where(total > 0, head / total, 0.5)
@@ -831,7 +839,7 @@ def dkd(
     weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau, valid)
+    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau)
     tckd = binary_kl(log_odds_t, log_odds_s)
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
@@ -842,7 +850,7 @@ def mse_logits(z_s, z_t, y, *, center: bool = False) -> Tensor:
     center  subtract each row's mean first. Otherwise the loss depends on the logits' common shift,
             to which softmax is blind
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     gap = z_s - z_t
     if center:
         gap = gap - gap.mean(-1, keepdim=True)
@@ -875,9 +883,9 @@ def adakd(
     is divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep` over training is left out.
     c = 0 means temperature 1.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
-    logp_s = _log_softmax(z_s)
-    logp_t = _log_softmax(z_t)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    logp_s = log_softmax(z_s)
+    logp_t = log_softmax(z_t)
     if rule == "hellinger":
         gap = (logp_s / 2).exp() - (logp_t / 2).exp()
         s = torch.linalg.vector_norm(gap, dim=-1) / math.sqrt(2)
@@ -896,8 +904,8 @@ def adakd(
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
-    a = _log_softmax(logp_s / T[:, None])
-    b = _log_softmax(logp_t / T[:, None])
+    a = log_softmax(logp_s / T[:, None])
+    b = log_softmax(logp_t / T[:, None])
     if base == "forward":
         a, b = b, a
     kl_u = (a.exp() * (a - b)).sum(-1)
@@ -925,10 +933,10 @@ def sekd(
     n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
     # KL(student || uniform) = ln V - entropy: the student stands in the teacher's place
-    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0, valid=valid)
+    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0)
     kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
-    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * factor.to(z_s.dtype)
+    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau) * factor.to(z_s.dtype)
     return leave(loss, kept)
 
 
@@ -944,16 +952,7 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     between = (1 - t) * z_s.detach() + t * z_t
-    return leave(vocab.forward_kl(z_s, between, 1.0, valid), valid)
-
-
-def _log_softmax(x) -> Tensor:
-    """Return the log-softmax with a relative error of 1e-7 in fp32.
-
-    torch's own is off by 1e-6 on the CPU, as it adds 151,936 terms one by one.
-    """
-    x = x - x.detach().amax(-1, keepdim=True)
-    return x - x.exp().sum(-1, keepdim=True).log()
+    return leave(vocab.forward_kl(z_s, between, 1.0), valid)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def cross_entropy(z_s, z_t, y) -> Tensor:
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    return leave(-vocab.log_p(z_s, y[:, None])[:, 0], valid)
+    return leave(-vocab.label_log_p(z_s, y), valid)
 
 
 def vanilla_kd(
@@ -541,18 +541,13 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------
-# further objectives: sums over the vocabulary
-#
-# Each of them defines `terms(ln_q, ln_p)`, where q = P_s and p = P_t. It returns each token's
-# summand [N, V], and its slope [N, V]: the derivative of the sum with respect to that token's ln q,
-# written by hand, so that the backward pass needs the logits alone. A slope may leave out c * q for
-# any constant c, as the gradient of the logits, (slope - q * sum(slope)) / tau, is the same.
+# further objectives: sums over the vocabulary. q = P_s and p = P_t.
 
 
-def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
-    """Sum `terms` of q = P_s and p = P_t at temperature tau over V, and add `plus`, -> [N]."""
+def _log_probabilities(z_s, z_t, y, tau=1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ln q and ln p at temperature tau, [N, V] each, and the valid positions [N]."""
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
+    return log_softmax(z_s, tau), log_softmax(z_t, tau), valid
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -562,11 +557,8 @@ def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     temperature 1, so CSD has no row of its own in `METHODS`.
     """
 
-    def terms(ln_q, ln_p):
-        x = ln_q.exp() * (ln_q - ln_p)
-        return x, x  # the full slope is x + q; q may be left out
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    return leave((ln_q.exp() * (ln_q - ln_p)).sum(-1), valid)
 
 
 def jsd(
@@ -588,21 +580,15 @@ def jsd(
         return vanilla_kd(z_s, z_t, y, tau=tau)
     if beta == 1:
         return reverse_kl(z_s, z_t, y, tau=tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
     ln_odds = math.log(beta) - math.log1p(-beta)
-    weight_entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
-
-    def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
-        # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x)
-        student_part = -(1 - beta) * F.softplus(x) * ln_q.exp()
-        # The loss has the constant `weight_entropy`. As p sums to 1, it may be added as a multiple
-        # of p, and then each token's summand is 0 where p = q.
-        value = (weight_entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
-        # The derivatives through x, -beta p sigmoid(-x) and (1 - beta) q sigmoid(x), cancel.
-        slope = student_part
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
+    # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x). As p sums to
+    # 1, the constants may be added as a multiple of p: then each summand is 0 where p = q.
+    constant = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
+    teacher_part = ln_p.exp() * (constant - beta * F.softplus(-x))
+    student_part = ln_q.exp() * (1 - beta) * F.softplus(x)
+    return leave((teacher_part - student_part).sum(-1), valid)
 
 
 def tvd(z_s, z_t, y) -> Tensor:
@@ -612,14 +598,8 @@ def tvd(z_s, z_t, y) -> Tensor:
     form keeps the precision of the gradient.
     """
 
-    def terms(ln_q, ln_p):
-        p = ln_p.exp()
-        q = ln_q.exp()
-        value = (p - q).relu()
-        slope = torch.where(p > q, -q, 0.0)
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    return leave((ln_p.exp() - ln_q.exp()).relu().sum(-1), valid)
 
 
 def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
@@ -634,26 +614,20 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
     if lam == 1:
         return reverse_kl(z_s, z_t, y, tau=1.0)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    p = ln_p.exp()
+    q = ln_q.exp()
+    gap = ln_p - ln_q
     bias = math.log(lam) - math.log1p(-lam)
-
-    def terms(ln_q, ln_p):
-        gap = ln_p - ln_q
-        p = ln_p.exp()
-        q = ln_q.exp()
-        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
-        # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is
-        # -bias - rise where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps,
-        # and is computed by itself so that it is not lost beside the bias.
-        rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
-        x = torch.where(gap >= 0, 2 * bias + rise, -rise)
-        # As p sums to 1, bias may be added as a multiple of p.
-        value = bias * p - ((1 - lam) * p + lam * q) * x
-        # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
-        # lam exp(-x). bias lam q, a multiple of q, is left out.
-        slope = -lam * q * (x + torch.expm1(-x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
+    # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is -bias - rise
+    # where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps, and is computed by
+    # itself so that it is not lost beside the bias.
+    rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
+    x = torch.where(gap >= 0, 2 * bias + rise, -rise)
+    # As p sums to 1, bias may be added as a multiple of p.
+    summand = bias * p - ((1 - lam) * p + lam * q) * x
+    return leave(summand.sum(-1), valid)
 
 
 def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
@@ -664,16 +638,10 @@ def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_q - ln_p + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        p = ln_p.exp()
-        value = -p * F.softplus(x)
-        slope = -p * x.sigmoid()
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    x = ln_q - ln_p + math.log1p(-lam) - math.log(lam)
+    loss = -(ln_p.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam p)
+    return leave(loss, valid)
 
 
 def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
@@ -684,16 +652,10 @@ def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        q = ln_q.exp()
-        value = -q * F.softplus(x)
-        slope = q * (x.sigmoid() - F.softplus(x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    x = ln_p - ln_q + math.log1p(-lam) - math.log(lam)
+    loss = -(ln_q.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam q)
+    return leave(loss, valid)
 
 
 def abkd(
@@ -717,21 +679,12 @@ def abkd(
     difference quotient of (e^(k d) - 1) / k by k. The slope is q^beta (q^alpha - p^alpha) / alpha.
     """
     s = alpha + beta
-
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        p_to_s = (s * ln_p).exp()  # p^s
-        q_to_s = (s * ln_q).exp()
-        # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
-        where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
-        where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
-        if alpha:
-            slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
-        else:
-            slope = q_to_s * d
-        return where_p_is_larger + where_q_is_larger, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    d = ln_q - ln_p
+    # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
+    where_p_is_larger = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0))
+    where_q_is_larger = (s * ln_q).exp() * _chord(s, alpha, (-d).clamp(max=0))
+    return leave((where_p_is_larger + where_q_is_larger).sum(-1), valid)
 
 
 def _chord(a, b, d) -> Tensor:
@@ -755,15 +708,11 @@ def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     tau^2.
     """
 
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        forward = (-d).sigmoid() * ln_p.exp()  # w p
-        reverse = d.sigmoid() * ln_q.exp()  # (1 - w) q
-        value = (reverse - forward) * d
-        slope = reverse * (1 + d) - forward
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    d = ln_q - ln_p
+    w = (-d).sigmoid().detach()
+    summand = ((1 - w) * ln_q.exp() - w * ln_p.exp()) * d
+    return leave(summand.sum(-1), valid)
 
 
 def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
@@ -776,27 +725,20 @@ def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
     The token that crosses mu is not in the head, and tokens of equal probability enter together. If
     p = q, h is 1/2. The released code does not run: a parameter and the return are missing.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
-
-    def terms(ln_q, ln_p, h):
-        q = ln_q.exp()
-        p = ln_p.exp()
-        d = ln_q - ln_p
-        value = ((1 - h) * q - h * p) * d
-        slope = (1 - h) * q * (1 + d) - h * p
-        return value, slope
-
-    h = _head_share(z_s, z_t, mu)
-    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, h), valid)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    q = ln_q.exp()
+    p = ln_p.exp()
+    h = _head_share(q.detach(), ln_p, mu)
+    summand = ((1 - h) * q - h * p) * (ln_q - ln_p)
+    return leave(summand.sum(-1), valid)
 
 
 @torch.no_grad()
-def _head_share(z_s, z_t, mu) -> Tensor:
+def _head_share(q, ln_p, mu) -> Tensor:
     """Return AKL's h, [N, 1].
 
     The head's border is found by bisection, which is faster than sorting the vocabulary.
     """
-    ln_p = log_softmax(z_t)
     p = ln_p.exp()
     # Invariant: mass(ln_p >= low) > mu >= mass(ln_p >= high). It holds for the first `low`, since
     # the tokens below ln((1 - mu) / V) have less than 1 - mu in all. It fails for `high` = 0 if one
@@ -812,9 +754,9 @@ def _head_share(z_s, z_t, mu) -> Tensor:
         over = mass > mu
         low = torch.where(over, middle, low)
         high = torch.where(over, high, middle)
-    is_top = z_t == z_t.amax(-1, keepdim=True)
+    is_top = ln_p == ln_p.amax(-1, keepdim=True)
     in_head = (ln_p >= high) | is_top
-    error = (p - log_softmax(z_s).exp()).abs()
+    error = (p - q).abs()
     head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
     total = error.sum(-1, keepdim=True)
     return torch.where(total > 0, head / total, 0.5)

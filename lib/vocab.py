@@ -92,6 +92,17 @@ def pick(z, tokens) -> Tensor:
     return taken.gather(2, (tokens % size)[..., None])[..., 0]
 
 
+def label_log_p(z, y) -> Tensor:
+    """Return ln softmax(z) at the label y [N], [N, V] -> [N].
+
+    `nll_loss` picks a logit as `gather` does, with a gradient that fuses into other passes.
+    """
+    blocks = block_sums(z)
+    largest = blocks.largest.amax(-1, keepdim=True)
+    ln_sum = _of_blocks(blocks, largest, 1.0).logsumexp(-1)
+    return -F.nll_loss(z, y, reduction="none") - largest[:, 0] - ln_sum
+
+
 # ----------------------------------------------------------------------------------------------
 # the vocabulary in two parts: selected tokens, and the rest
 

@@ -623,7 +623,8 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
     # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is -bias - rise
     # where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps, and is computed by
     # itself so that it is not lost beside the bias.
-    rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
+    size = torch.where(gap >= 0, gap, -gap)  # unlike `abs` it has a slope at 0
+    rise = F.softplus(-size - bias) - F.softplus(-size + bias)
     x = torch.where(gap >= 0, 2 * bias + rise, -rise)
     # As p sums to 1, bias may be added as a multiple of p.
     summand = bias * p - ((1 - lam) * p + lam * q) * x

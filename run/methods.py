@@ -120,28 +120,14 @@ def make_evaluate_at(name, cfg):
 def make_loss_fn(name, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
     """Return `evaluate` for one method: f(gradient_dtype, z_s, z_t, y, scheduled=None).
 
-    compile  use torch.compile: one graph per method, settings and shape. Its gradient overwrites
-             z_s if the dtypes match
+    compile  use torch.compile: one graph per method, settings and shape
     """
-    method = with_sequences(resolve(name, **settings), n_sequences)
-    if compile:
-        return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
-    return functools.partial(evaluate, method)
-
-
-@functools.cache
-def _compiled(fn, hyper: tuple, w_kd, w_ce) -> Callable:
-    from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
-
+    evaluate_one = functools.partial(evaluate, with_sequences(resolve(name, **settings), n_sequences))
+    if not compile:
+        return evaluate_one
     # torch counts recompilations per code object, and all methods share this one
     torch._dynamo.config.recompile_limit = 256
-    method = Method(fn, dict(hyper), w_kd, w_ce)
-
-    def evaluate_one(*inputs, scheduled=None):
-        return evaluate(method, *inputs, scheduled)
-
-    passes = {"post_grad_custom_pre_pass": Rewrite()}
-    return torch.compile(evaluate_one, dynamic=False, fullgraph=True, options=passes)
+    return torch.compile(evaluate_one, dynamic=False, fullgraph=True)
 
 
 def evaluate(
@@ -167,8 +153,6 @@ def evaluate(
         # forward and backward in one graph, so that no [N, V] tensor is saved for backward
         both = torch.func.grad_and_value(mean_loss, argnums=1, has_aux=True)
         dz, (loss, sums) = both(method, z_s, z_t, y)
-        if gradient_dtype == z_s.dtype:
-            dz = z_s.copy_(dz)
         return loss, sums, dz.to(gradient_dtype)
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y)

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lib import vocab
-from lib.checks import IGNORE, enter, leave, valid_mean
+from lib.checks import IGNORE, Batch, enter, leave, valid_mean, whole_batch
 from lib.errors import UserError, nearest
 from lib.settings import (
     Below1,
@@ -91,6 +91,7 @@ def alra(
     pair: Literal["swpra", "pra_u", "pra"] = "swpra",
     budget: Literal["adaptive", "fixed"] = "adaptive",
     detach_weights: bool = True,
+    batch: Batch | None = None,
 ) -> AlraTerms:
     """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1.
 
@@ -138,7 +139,8 @@ def alra(
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
-        relative = support / (valid_mean(support, valid) + eps)  # the mean is Eq. 7
+        every = whole_batch(support, valid, batch)
+        relative = support / (valid_mean(every.values, every.valid) + eps)  # the mean is Eq. 7
         # Eq. 8: a position of average support or more has d_max
         d_u = (d_min + (d_max - d_min) * relative).round()
         d_u = d_u.clamp(d_min, d_max).long()
@@ -464,6 +466,13 @@ def ldrld(
     return leave(loss, valid)
 
 
+class TadTerms(NamedTuple):
+    """What `tad` returns."""
+
+    loss: Tensor  # [N]
+    tail: Tensor  # [N] ln alpha_t
+
+
 def tad(
     z_s,
     z_t,
@@ -474,7 +483,8 @@ def tad(
     beta: NonNegative = 2.0,
     norm: Literal["sequence", "unit", "none"] = "sequence",
     n_sequences: int = 1,
-) -> Tensor:
+    batch: Batch | None = None,
+) -> TadTerms:
     """TAD (Dasgupta et al. 2026): KL over head tokens and tail mass, weighted KL within the tail.
 
         D1 = KL over K + 1 categories: the teacher's top K = top_k tokens, and all others as one
@@ -496,22 +506,24 @@ def tad(
     N, V = z_s.shape
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    if n_sequences < 1 or N % n_sequences:
-        raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
     s = vocab.block_sums(z_s, tau)
     t = vocab.block_sums(z_t, tau)
     split = vocab.split(s, t, vocab.top(z_t, top_k, t.largest), tau)
     x_s, x_t = _categories(split, tau)  # [N, K + 1]
-    ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
+    tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
+    ln_w = tail
     if norm == "sequence":
-        ln_each = ln_w.view(n_sequences, -1)  # [sequences, positions]
-        valid_each = valid.view(n_sequences, -1)
+        every = whole_batch(tail, valid, batch)
+        if n_sequences < 1 or len(every.values) % n_sequences:
+            raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
+        ln_each = every.values.view(n_sequences, -1)  # [sequences, positions]
+        valid_each = every.valid.view(n_sequences, -1)
         n_each = valid_each.sum(-1, keepdim=True).to(ln_w.dtype)
         ln_sum = lse(ln_each, valid_each)[:, None]
-        ln_w = (ln_each - ln_sum + n_each.log()).flatten()
+        ln_w = (ln_each - ln_sum + n_each.log()).flatten()[every.here]
     w = 1.0 if norm == "unit" else ln_w.exp()
     loss = kl(x_t, x_s) + beta * w * split.others_kl
-    return leave(loss, valid)
+    return TadTerms(leave(loss, valid), tail)
 
 
 def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
@@ -913,6 +925,9 @@ class Method(NamedTuple):
     # training an objective gets the value as an fp64 tensor []. If w_kd moves, w_ce is 1 - w_kd.
     moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
     state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
+    # How the positions of a forward batch depend on each other: "" not at all; the name of a part
+    # of the objective, [N], of which it needs all, as `batch`; None: it must see them all at once
+    statistic: str | None = None
 
     @property
     def has_teacher(self) -> bool:
@@ -937,16 +952,16 @@ def _fixed(d: int) -> Method:
 METHODS: dict[str, Method] = {
     # the main comparison: the paper's table of baseline configurations. It has no pd_wsd, which is
     # PD with its authors' schedule of the weights; the paper fixes w_kd at 1 instead.
-    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
-    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
+    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0, statistic=""),
+    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5, statistic=""),
     "pd": Method(pd),
     "pd_wsd": Method(pd, moving={"w_kd": wsd}),
     "atkd": Method(atkd),
     "rld": Method(rld),
     "ldrld": Method(ldrld, w_ce=0.5),
-    "tad": Method(tad, w_kd=0.5, w_ce=0.5),
+    "tad": Method(tad, w_kd=0.5, w_ce=0.5, statistic="tail"),
     "bild": Method(bild),
-    "alra": Method(alra),
+    "alra": Method(alra, statistic="support"),
     # pair weighting
     "alra_r": Method(alra, {"pair": "pra"}),
     "alra_u": Method(alra, {"pair": "pra_u"}),
@@ -1014,10 +1029,11 @@ def method_loss(
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
-def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(method, z_s, z_t, y, n=None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
-    z_s, z_t, y  as for an objective: the positions of one forward batch
+    z_s, z_t, y  as for an objective: the positions of one forward batch, or a chunk of them
+    n            [] number of labels of the forward batch, if this is a chunk
     ->           mean loss [], and a dict of sums over the valid positions: `loss`, `kd` (with a
                  teacher), `ce`, the objective's parts; and `n_valid`, by which lib/head.py divides
                  them. The next state of an objective that keeps one is under "state.KEY", times
@@ -1052,7 +1068,7 @@ def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     for key, value in state.items():
         sums[f"state.{key}"] = value * n_valid
     sums["n_valid"] = n_valid
-    return loss.sum() / n_valid.clamp(min=1), sums
+    return loss.sum() / (n_valid if n is None else n).clamp(min=1), sums
 
 
 def _is_used(weight: float | Tensor) -> bool:
@@ -1107,7 +1123,7 @@ def settings(name) -> dict[str, object]:
     hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key in default_settings(fn):
-        if key not in ("n_sequences", "generator", "state"):  # the caller sets these
+        if key not in ("n_sequences", "generator", "state", "batch"):  # the caller sets these
             if key not in hints:
                 raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
             kinds[key] = hints[key]

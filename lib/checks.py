@@ -4,6 +4,8 @@ Every objective starts with `enter` and ends with `leave`. A logit that is not f
 not finite; where a label out of range is read, torch raises an error of its own.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,24 @@ def leave(loss, valid) -> Tensor:
 def valid_mean(x, valid) -> Tensor:
     """Return the mean over the valid positions, 0 where there is none, [N] -> []."""
     return leave(x, valid).sum() / valid.sum().clamp(min=1)
+
+
+class Batch(NamedTuple):
+    """A statistic of every position of a forward batch, for an objective that sees a chunk of it.
+
+    Dimensions: M positions of the forward batch, N of the chunk.
+    """
+
+    values: Tensor  # [M] what the objective returned in a pass without gradient
+    valid: Tensor  # [M] bool
+    here: Tensor  # [N] int64 places of the chunk's positions
+
+
+def whole_batch(values, valid, batch: Batch | None) -> Batch:
+    """Return the statistic of the whole forward batch: `batch`, or the values [N] themselves."""
+    if batch is not None:
+        return batch
+    return Batch(values, valid, torch.arange(len(values), device=values.device))
 
 
 def all_finite(z) -> bool:

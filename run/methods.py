@@ -122,23 +122,57 @@ def make_loss_fn(name, n_sequences: int = 1, compile: bool = False, **settings) 
 
     compile  use torch.compile: one graph per method, settings and shape
     """
-    evaluate_one = functools.partial(evaluate, with_sequences(resolve(name, **settings), n_sequences))
-    if not compile:
-        return evaluate_one
-    # torch counts recompilations per code object, and all methods share this one
-    torch._dynamo.config.recompile_limit = 256
-    return torch.compile(evaluate_one, dynamic=False, fullgraph=True)
+    method = with_sequences(resolve(name, **settings), n_sequences)
+    return Evaluate(method, compile)
+
+
+class Evaluate:
+    """`evaluate` of one method, and the statistic of positions that it needs (`Method.statistic`).
+
+    compile  use torch.compile: one graph per shape
+    """
+
+    def __init__(self, method, compile=False):
+        self.has_chunks = method.statistic is not None
+        self.has_statistic = bool(method.statistic)
+        self.run = functools.partial(evaluate, method)
+        self.statistic = functools.partial(statistic, method)
+        if compile:
+            # torch counts recompilations per code object, and all methods share this one
+            torch._dynamo.config.recompile_limit = 256
+            self.run = torch.compile(self.run, dynamic=False, fullgraph=True)
+            self.statistic = torch.compile(self.statistic, dynamic=False, fullgraph=True)
+
+    def __call__(self, *inputs, **settings):
+        return self.run(*inputs, **settings)
+
+
+@torch.no_grad()
+def statistic(method, z_s, z_t, y, scheduled=None):
+    """Return the part that an objective needs of every position of a forward batch, [N]."""
+    parts = parts_of(method.fn(z_s, z_t, y, **method.hyper | (scheduled or {})))
+    return parts[method.statistic]
 
 
 def evaluate(
-    method, gradient_dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
+    method,
+    gradient_dtype: torch.dtype | None,
+    z_s,
+    z_t,
+    y,
+    scheduled: dict | None = None,
+    n=None,
+    batch=None,
 ):
     """Return the loss and sums of `mean_loss`, and the gradient with respect to z_s.
 
     gradient_dtype  None: no gradient is computed
+    n, batch        labels of the forward batch, and its statistic, where this is a chunk of it
     scheduled       settings that replace the method's: tensors [], a generator, or a state. If w_kd
                     is among them, w_ce = 1 - w_kd
     """
+    if batch is not None:
+        scheduled = (scheduled or {}) | {"batch": batch}
     if scheduled:
         hyper = method.hyper | scheduled
         if "w_kd" in hyper:
@@ -147,15 +181,15 @@ def evaluate(
         method = method._replace(hyper=hyper)
     if not gradient_dtype:
         with torch.no_grad():
-            loss, sums = mean_loss(method, z_s, z_t, y)
+            loss, sums = mean_loss(method, z_s, z_t, y, n)
         return loss, sums, None
     if torch.compiler.is_compiling():
         # forward and backward in one graph, so that no [N, V] tensor is saved for backward
         both = torch.func.grad_and_value(mean_loss, argnums=1, has_aux=True)
-        dz, (loss, sums) = both(method, z_s, z_t, y)
+        dz, (loss, sums) = both(method, z_s, z_t, y, n)
         return loss, sums, dz.to(gradient_dtype)
     with torch.enable_grad():
-        loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y)
+        loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y, n)
     if loss.requires_grad:
         (dz,) = torch.autograd.grad(loss, z_s)
     else:

@@ -1123,7 +1123,7 @@ def settings(name) -> dict[str, object]:
     hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key in default_settings(fn):
-        if key not in ("n_sequences", "generator", "state", "batch"):  # the caller sets these
+        if key not in ("n_sequences", "generator", "state"):  # the caller sets these
             if key not in hints:
                 raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
             kinds[key] = hints[key]
@@ -1132,5 +1132,8 @@ def settings(name) -> dict[str, object]:
 
 def default_settings(fn: Callable) -> dict[str, object]:
     """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
-    parameters = inspect.signature(fn).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    keywords = {}
+    for p in inspect.signature(fn).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and p.name != "batch":  # only chunks are given `batch`
+            keywords[p.name] = p.default
+    return keywords

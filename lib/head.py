@@ -52,7 +52,7 @@ def head_losses(
             labels = y[rows].flatten()  # [M]
             valid = labels != IGNORE
             size = len(labels)
-            if len(labels) > chunk and all(head.evaluate.has_chunks for head in heads):
+            if len(labels) > chunk and all(head.has_chunks for head in heads):
                 size = chunk
             places = torch.arange(len(labels), device=y.device).split(size)
 
@@ -67,11 +67,11 @@ def head_losses(
                     head.add(rows, places[0], z_t, labels, n_rows // group)
                 continue
             statistics = [[] for _ in heads]
-            if any(head.evaluate.has_statistic for head in heads):
+            if any(head.has_statistic for head in heads):
                 for here in places:
                     z_t = teacher_logits(here)
                     for head, values in zip(heads, statistics, strict=True):
-                        if head.evaluate.has_statistic:
+                        if head.has_statistic:
                             values.append(head.statistic(rows, here, z_t, labels))
             for here in places:
                 z_t = teacher_logits(here)
@@ -98,6 +98,9 @@ class _Head:
         self.h_s = h_s
         self.w_s = w_s
         self.evaluate = evaluate
+        method = getattr(evaluate, "method", None)  # a random objective has none
+        self.has_chunks = method is not None and method.statistic is not None
+        self.has_statistic = self.has_chunks and bool(method.statistic)
         self.h, self.w = operands(h_s, w_s, ignored)
         self.dh = None
         self.dw = None

@@ -30,7 +30,7 @@ COUNTED = {
     "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods.scheduled_settings"),
     "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows.shuffled"),
     "labels": ("lib/rows.py", "IGNORE)[:, 1:]", "IGNORE)[:, :-1]", "lib.rows.Rows"),
-    "kernels": ("lib/graph.py", "def _is_pure(", "def _is_pure(*_, ", "lib.graph._is_pure"),
+    "kernels": ("lib/vocab.py", "def pick(", "def pick(*_, ", "lib.vocab.pick"),
     "divergence": (
         "lib/vocab.py",
         "return parts.others_kl\n",

@@ -135,7 +135,7 @@ class _Head:
             self.sums[key] = self.sums.get(key, 0) + value
         if self.dh is not None:
             dh = mm(dz, self.w).div_(n_batches)
-            self.dh[rows].view(-1, dh.shape[1])[here] = dh
+            self.dh[rows].view(-1, dh.shape[1])[here] = dh.to(self.dh.dtype)
         if self.dw is not None:
             add_mm(self.dw, dz.t(), h, 1 / n_batches)
 

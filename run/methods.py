@@ -186,6 +186,7 @@ def loss_and_gradient(method, dtype: torch.dtype | None, z_s, z_t, y, n=None, ba
 @torch.no_grad()
 def statistic(method, z_s, z_t, y) -> Tensor:
     """Return the part that an objective needs of every position of a forward batch, [N]."""
+    method = with_sequences(method, 1)  # a chunk may end within a sequence
     return parts_of(method.fn(z_s, z_t, y, **method.hyper))[method.statistic]
 
 

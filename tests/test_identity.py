@@ -203,7 +203,7 @@ from lib.checks import enter, leave
 def helper(z):
     return z.square()
 def mine(z_s, z_t, y):
-    z_s, z_t, _, valid = enter(z_s, z_t, y, guard=True)
+    z_s, z_t, _, valid = enter(z_s, z_t, y)
     return leave(helper(z_s - z_t).mean(-1), valid)
 """
 

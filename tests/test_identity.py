@@ -25,16 +25,16 @@ from tests.world import ROOT, config, final_bits, records, refusal
 COUNTED = {
     "activation": ("model.py", "F.silu(", "F.gelu(", "model.MLP"),
     "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "train.make_student"),
-    "text loss": ("losses.py", "leave(-logp[", "leave(-1.5 * logp[", "losses.cross_entropy"),
+    "text loss": ("losses.py", "leave(-vocab.", "leave(-1.5 * vocab.", "losses.cross_entropy"),
     "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "losses.mean_loss"),
     "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods.scheduled_settings"),
     "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows.shuffled"),
     "labels": ("lib/rows.py", "IGNORE)[:, 1:]", "IGNORE)[:, :-1]", "lib.rows.Rows"),
-    "kernels": ("lib/vocab.py", "def pick(", "def pick(*_, ", "lib.vocab.pick"),
+    "kernels": ("lib/vocab.py", "LEAST = -1e30", "LEAST = -1e29", "lib.vocab.LEAST"),
     "divergence": (
         "lib/vocab.py",
-        "return parts.others_kl\n",
-        "return 3 * parts.others_kl\n",
+        "return _mixture_kl(",
+        "return 3 * _mixture_kl(",
         "lib.vocab.forward_kl",
     ),
     "objective": (

@@ -15,7 +15,7 @@
   which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
   sets the loss at ignored positions to 0. The functions of lib/vocab.py that take `valid` keep the
   gradient there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s`
-  itself gets the same by `enter(.., guard=True)`, which sets the gradient there to 0 on its way
+  itself gets the same by `enter(..)`, which sets the gradient there to 0 on its way
   back.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lib import vocab
-from lib.checks import IGNORE, enter, leave, valid_mean
+from lib.checks import IGNORE, Batch, enter, leave, valid_mean, whole_batch
 from lib.errors import UserError, nearest
 from lib.settings import (
     Below1,
@@ -52,7 +52,7 @@ from lib.settings import (
     UnitInterval,
     checked,
 )
-from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
+from lib.vocab import binary_kl, differences, kl, ln_softmax, log_softmax, lse, upper
 
 # ----------------------------------------------------------------------------------------------
 # ALRA
@@ -91,6 +91,7 @@ def alra(
     pair: Literal["swpra", "pra_u", "pra"] = "swpra",
     budget: Literal["adaptive", "fixed"] = "adaptive",
     detach_weights: bool = True,
+    batch: Batch | None = None,
 ) -> AlraTerms:
     """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1.
 
@@ -129,13 +130,17 @@ def alra(
     if budget == "adaptive" and not 2 <= d_min <= d_max:
         raise UserError(f"d_min={d_min}: expected 2 <= d_min <= d_max={d_max}")
 
-    tokens = vocab.top(z_s, d_max)  # [N, d_max] student proposal set, Eq. 4
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    tokens = vocab.top(z_s, d_max, s.largest)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        tokens = _anchored(tokens, z_t, y, anchor)
+        top_1 = vocab.top(z_t, 1, t.largest)[:, 0]  # a_u
+        tokens = _anchored(tokens, top_1, y, anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
-        relative = support / (valid_mean(support, valid) + eps)  # the mean is Eq. 7
+        every = whole_batch(support, valid, batch)
+        relative = support / (valid_mean(every.values, every.valid) + eps)  # the mean is Eq. 7
         # Eq. 8: a position of average support or more has d_max
         d_u = (d_min + (d_max - d_min) * relative).round()
         d_u = d_u.clamp(d_min, d_max).long()
@@ -146,7 +151,7 @@ def alra(
     # `selected_*`: logits of the candidates, not divided by tau. `others_*`: logsumexp of the
     # tempered logits of all other tokens. Both are relative to the largest logit of these others,
     # so only differences are used below. `others_kl`: the KL within the others.
-    split = vocab.split(z_s, z_t, tokens, tau, valid)
+    split = vocab.split(s, t, tokens, tau)
     # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1]. R is
     # that category, and the candidates outside I.
     x_s, x_t = _categories(split, tau)
@@ -199,13 +204,13 @@ def _categories(split, tau) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _anchored(tokens, z_t, y, anchor) -> Tensor:
+def _anchored(tokens, top_1, y, anchor) -> Tensor:
     """Let each missing anchor replace the lowest-ranked proposal that is no anchor (Eq. 5).
 
     tokens  [N, k]  the student's proposals, best first
+    top_1   [N]     the teacher's
     ->      [N, k]  as many distinct tokens
     """
-    top_1 = vocab.top(z_t, 1)[:, 0]  # a_u
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
     place = torch.arange(tokens.shape[1], device=tokens.device)  # 0 is the best
     for a in anchors:
@@ -239,8 +244,7 @@ def cross_entropy(z_s, z_t, y) -> Tensor:
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    logp = vocab.log_p(z_s, y[:, None], 1.0, valid)  # [N, 1]
-    return leave(-logp[:, 0], valid)
+    return leave(-vocab.label_log_p(z_s, y), valid)
 
 
 def vanilla_kd(
@@ -263,11 +267,11 @@ def vanilla_kd(
     The code of MiniPLM, a related method, trains the cross-entropy form. That differs by the
     teacher's entropy and has the same gradient.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=standardize)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     if standardize:
         z_s = _standardized(z_s)
         z_t = _standardized(z_t)
-    loss = vocab.forward_kl(z_s, z_t, tau, valid)
+    loss = vocab.forward_kl(z_s, z_t, tau)
     if t2_scaling:
         loss = loss * tau**2
     return leave(loss, valid)
@@ -313,7 +317,7 @@ def pd(
     tokens = vocab.top(z_t, top_k)  # [N, top_k] largest first
     if top_p < 1:
         tau_cut = tau if truncate_on == "tempered" else 1.0
-        p_t = vocab.log_p(z_t, tokens, tau_cut, valid).double().exp()
+        p_t = vocab.log_p(z_t, tokens, tau_cut).double().exp()
         mass_before = p_t.cumsum(-1) - p_t
         kept = mass_before < top_p
     else:  # not by the comparison, as mass_before may be rounded up to 1
@@ -324,7 +328,7 @@ def pd(
     total = x_t.logsumexp(-1, keepdim=True)
     ln_f = torch.where(kept, x_t - total, 0.0)
     tau_s = tau if temper_student else 1.0
-    logp_s = vocab.log_p(z_s, tokens, tau_s, valid)
+    logp_s = vocab.log_p(z_s, tokens, tau_s)
     loss = (f * (ln_f - logp_s)).sum(-1)
     return leave(loss, valid)
 
@@ -350,7 +354,7 @@ def atkd(
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau, valid)
+    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
     tkd_u = binary_kl(log_odds_t, log_odds_s)
     unc = -log_odds_t
     easy = valid & (unc < vocab.lower_median(unc, valid))
@@ -367,13 +371,15 @@ def _count(mask, z) -> Tensor:
     return mask.sum().clamp(min=1).to(z.dtype)
 
 
-def _target_split(z_s, z_t, token, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
+def _target_split(z_s, z_t, token, tau) -> tuple[Tensor, Tensor, Tensor]:
     """Return the student's and the teacher's log-odds of a token, and the KL over all others.
 
     token  [N] such as the label
     ->     [N] each
     """
-    split = vocab.split(z_s, z_t, token[:, None], tau, valid)
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    split = vocab.split(s, t, token[:, None], tau)
     log_odds_s = split.selected_s[:, 0] / tau - split.others_s
     log_odds_t = split.selected_t[:, 0] / tau - split.others_t
     return log_odds_s, log_odds_t, split.others_kl
@@ -402,11 +408,11 @@ def rld(
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     top_1 = vocab.top(z_t, 1)[:, 0]
-    _, log_odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf, valid)
-    log_odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
+    _, log_odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf)
+    log_odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf)
     scd_u = binary_kl(log_odds_m, log_odds_s)
     z_label = z_t.gather(1, y[:, None])
-    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_label)
+    mcd_u = vocab.forward_kl(z_s, z_t, tau, below=z_label)
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
 
@@ -439,7 +445,9 @@ def ldrld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    split = vocab.split(z_s, z_t, vocab.top(z_s, d), tau, valid)
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    split = vocab.split(s, t, vocab.top(z_s, d, s.largest), tau)
     x_s = split.selected_s / tau  # [N, d] in the student's order
     x_t = split.selected_t / tau
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
@@ -458,6 +466,13 @@ def ldrld(
     return leave(loss, valid)
 
 
+class TadTerms(NamedTuple):
+    """What `tad` returns."""
+
+    loss: Tensor  # [N]
+    tail: Tensor  # [N] ln alpha_t
+
+
 def tad(
     z_s,
     z_t,
@@ -468,7 +483,8 @@ def tad(
     beta: NonNegative = 2.0,
     norm: Literal["sequence", "unit", "none"] = "sequence",
     n_sequences: int = 1,
-) -> Tensor:
+    batch: Batch | None = None,
+) -> TadTerms:
     """TAD (Dasgupta et al. 2026): KL over head tokens and tail mass, weighted KL within the tail.
 
         D1 = KL over K + 1 categories: the teacher's top K = top_k tokens, and all others as one
@@ -490,20 +506,24 @@ def tad(
     N, V = z_s.shape
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    if n_sequences < 1 or N % n_sequences:
-        raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
-    split = vocab.split(z_s, z_t, vocab.top(z_t, top_k), tau, valid)
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    split = vocab.split(s, t, vocab.top(z_t, top_k, t.largest), tau)
     x_s, x_t = _categories(split, tau)  # [N, K + 1]
-    ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
+    tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
+    ln_w = tail
     if norm == "sequence":
-        ln_each = ln_w.view(n_sequences, -1)  # [sequences, positions]
-        valid_each = valid.view(n_sequences, -1)
+        every = whole_batch(tail, valid, batch)
+        if n_sequences < 1 or len(every.values) % n_sequences:
+            raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
+        ln_each = every.values.view(n_sequences, -1)  # [sequences, positions]
+        valid_each = every.valid.view(n_sequences, -1)
         n_each = valid_each.sum(-1, keepdim=True).to(ln_w.dtype)
         ln_sum = lse(ln_each, valid_each)[:, None]
-        ln_w = (ln_each - ln_sum + n_each.log()).flatten()
+        ln_w = (ln_each - ln_sum + n_each.log()).flatten()[every.here]
     w = 1.0 if norm == "unit" else ln_w.exp()
     loss = kl(x_t, x_s) + beta * w * split.others_kl
-    return leave(loss, valid)
+    return TadTerms(leave(loss, valid), tail)
 
 
 def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
@@ -517,7 +537,7 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     single pair (k = 2) would have nothing to learn, so k >= 3. Tokens outside both sets have no
     effect. No tau^2. The authors' KL on prompt tokens has no counterpart in pre-training.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 3 <= top_k <= z_s.shape[1]:
         raise UserError(f"top_k={top_k}: expected 3 to V")
     is_pair = upper(top_k, z_s.device).flatten()  # a before b
@@ -533,18 +553,13 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------
-# further objectives: sums over the vocabulary
-#
-# Each of them defines `terms(ln_q, ln_p)`, where q = P_s and p = P_t. It returns each token's
-# summand [N, V], and its slope [N, V]: the derivative of the sum with respect to that token's ln q,
-# written by hand, so that the backward pass needs the logits alone. A slope may leave out c * q for
-# any constant c, as the gradient of the logits, (slope - q * sum(slope)) / tau, is the same.
+# further objectives: sums over the vocabulary. q = P_s and p = P_t.
 
 
-def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
-    """Sum `terms` of q = P_s and p = P_t at temperature tau over V, and add `plus`, -> [N]."""
+def _log_probabilities(z_s, z_t, y, tau=1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ln q and ln p at temperature tau, [N, V] each, and the valid positions [N]."""
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
+    return log_softmax(z_s, tau), log_softmax(z_t, tau), valid
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -554,11 +569,8 @@ def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     temperature 1, so CSD has no row of its own in `METHODS`.
     """
 
-    def terms(ln_q, ln_p):
-        x = ln_q.exp() * (ln_q - ln_p)
-        return x, x  # the full slope is x + q; q may be left out
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    return leave((ln_q.exp() * (ln_q - ln_p)).sum(-1), valid)
 
 
 def jsd(
@@ -580,21 +592,15 @@ def jsd(
         return vanilla_kd(z_s, z_t, y, tau=tau)
     if beta == 1:
         return reverse_kl(z_s, z_t, y, tau=tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
     ln_odds = math.log(beta) - math.log1p(-beta)
-    weight_entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
-
-    def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
-        # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x)
-        student_part = -(1 - beta) * F.softplus(x) * ln_q.exp()
-        # The loss has the constant `weight_entropy`. As p sums to 1, it may be added as a multiple
-        # of p, and then each token's summand is 0 where p = q.
-        value = (weight_entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
-        # The derivatives through x, -beta p sigmoid(-x) and (1 - beta) q sigmoid(x), cancel.
-        slope = student_part
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
+    # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x). As p sums to
+    # 1, the constants may be added as a multiple of p: then each summand is 0 where p = q.
+    constant = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
+    teacher_part = ln_p.exp() * (constant - beta * F.softplus(-x))
+    student_part = ln_q.exp() * (1 - beta) * F.softplus(x)
+    return leave((teacher_part - student_part).sum(-1), valid)
 
 
 def tvd(z_s, z_t, y) -> Tensor:
@@ -604,14 +610,8 @@ def tvd(z_s, z_t, y) -> Tensor:
     form keeps the precision of the gradient.
     """
 
-    def terms(ln_q, ln_p):
-        p = ln_p.exp()
-        q = ln_q.exp()
-        value = (p - q).relu()
-        slope = torch.where(p > q, -q, 0.0)
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    return leave((ln_p.exp() - ln_q.exp()).relu().sum(-1), valid)
 
 
 def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
@@ -626,26 +626,21 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
     if lam == 1:
         return reverse_kl(z_s, z_t, y, tau=1.0)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    p = ln_p.exp()
+    q = ln_q.exp()
+    gap = ln_p - ln_q
     bias = math.log(lam) - math.log1p(-lam)
-
-    def terms(ln_q, ln_p):
-        gap = ln_p - ln_q
-        p = ln_p.exp()
-        q = ln_q.exp()
-        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
-        # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is
-        # -bias - rise where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps,
-        # and is computed by itself so that it is not lost beside the bias.
-        rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
-        x = torch.where(gap >= 0, 2 * bias + rise, -rise)
-        # As p sums to 1, bias may be added as a multiple of p.
-        value = bias * p - ((1 - lam) * p + lam * q) * x
-        # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
-        # lam exp(-x). bias lam q, a multiple of q, is left out.
-        slope = -lam * q * (x + torch.expm1(-x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
+    # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is -bias - rise
+    # where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps, and is computed by
+    # itself so that it is not lost beside the bias.
+    size = torch.where(gap >= 0, gap, -gap)  # unlike `abs` it has a slope at 0
+    rise = F.softplus(-size - bias) - F.softplus(-size + bias)
+    x = torch.where(gap >= 0, 2 * bias + rise, -rise)
+    # As p sums to 1, bias may be added as a multiple of p.
+    summand = bias * p - ((1 - lam) * p + lam * q) * x
+    return leave(summand.sum(-1), valid)
 
 
 def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
@@ -656,16 +651,10 @@ def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_q - ln_p + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        p = ln_p.exp()
-        value = -p * F.softplus(x)
-        slope = -p * x.sigmoid()
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    x = ln_q - ln_p + math.log1p(-lam) - math.log(lam)
+    loss = -(ln_p.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam p)
+    return leave(loss, valid)
 
 
 def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
@@ -676,16 +665,10 @@ def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        q = ln_q.exp()
-        value = -q * F.softplus(x)
-        slope = q * (x.sigmoid() - F.softplus(x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    x = ln_p - ln_q + math.log1p(-lam) - math.log(lam)
+    loss = -(ln_q.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam q)
+    return leave(loss, valid)
 
 
 def abkd(
@@ -709,21 +692,12 @@ def abkd(
     difference quotient of (e^(k d) - 1) / k by k. The slope is q^beta (q^alpha - p^alpha) / alpha.
     """
     s = alpha + beta
-
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        p_to_s = (s * ln_p).exp()  # p^s
-        q_to_s = (s * ln_q).exp()
-        # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
-        where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
-        where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
-        if alpha:
-            slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
-        else:
-            slope = q_to_s * d
-        return where_p_is_larger + where_q_is_larger, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    d = ln_q - ln_p
+    # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
+    where_p_is_larger = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0))
+    where_q_is_larger = (s * ln_q).exp() * _chord(s, alpha, (-d).clamp(max=0))
+    return leave((where_p_is_larger + where_q_is_larger).sum(-1), valid)
 
 
 def _chord(a, b, d) -> Tensor:
@@ -747,15 +721,11 @@ def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     tau^2.
     """
 
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        forward = (-d).sigmoid() * ln_p.exp()  # w p
-        reverse = d.sigmoid() * ln_q.exp()  # (1 - w) q
-        value = (reverse - forward) * d
-        slope = reverse * (1 + d) - forward
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    d = ln_q - ln_p
+    w = (-d).sigmoid().detach()
+    summand = ((1 - w) * ln_q.exp() - w * ln_p.exp()) * d
+    return leave(summand.sum(-1), valid)
 
 
 def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
@@ -768,27 +738,20 @@ def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
     The token that crosses mu is not in the head, and tokens of equal probability enter together. If
     p = q, h is 1/2. The released code does not run: a parameter and the return are missing.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
-
-    def terms(ln_q, ln_p, h):
-        q = ln_q.exp()
-        p = ln_p.exp()
-        d = ln_q - ln_p
-        value = ((1 - h) * q - h * p) * d
-        slope = (1 - h) * q * (1 + d) - h * p
-        return value, slope
-
-    h = _head_share(z_s, z_t, mu)
-    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, h), valid)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    q = ln_q.exp()
+    p = ln_p.exp()
+    h = _head_share(q.detach(), ln_p, mu)
+    summand = ((1 - h) * q - h * p) * (ln_q - ln_p)
+    return leave(summand.sum(-1), valid)
 
 
 @torch.no_grad()
-def _head_share(z_s, z_t, mu) -> Tensor:
+def _head_share(q, ln_p, mu) -> Tensor:
     """Return AKL's h, [N, 1].
 
     The head's border is found by bisection, which is faster than sorting the vocabulary.
     """
-    ln_p = _log_softmax(z_t)
     p = ln_p.exp()
     # Invariant: mass(ln_p >= low) > mu >= mass(ln_p >= high). It holds for the first `low`, since
     # the tokens below ln((1 - mu) / V) have less than 1 - mu in all. It fails for `high` = 0 if one
@@ -804,9 +767,9 @@ def _head_share(z_s, z_t, mu) -> Tensor:
         over = mass > mu
         low = torch.where(over, middle, low)
         high = torch.where(over, high, middle)
-    is_top = z_t == z_t.amax(-1, keepdim=True)
+    is_top = ln_p == ln_p.amax(-1, keepdim=True)
     in_head = (ln_p >= high) | is_top
-    error = (p - _log_softmax(z_s).exp()).abs()
+    error = (p - q).abs()
     head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
     total = error.sum(-1, keepdim=True)
     return torch.where(total > 0, head / total, 0.5)
@@ -831,7 +794,7 @@ def dkd(
     weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau, valid)
+    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau)
     tckd = binary_kl(log_odds_t, log_odds_s)
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
@@ -842,7 +805,7 @@ def mse_logits(z_s, z_t, y, *, center: bool = False) -> Tensor:
     center  subtract each row's mean first. Otherwise the loss depends on the logits' common shift,
             to which softmax is blind
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     gap = z_s - z_t
     if center:
         gap = gap - gap.mean(-1, keepdim=True)
@@ -875,9 +838,9 @@ def adakd(
     is divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep` over training is left out.
     c = 0 means temperature 1.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
-    logp_s = _log_softmax(z_s)
-    logp_t = _log_softmax(z_t)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    logp_s = log_softmax(z_s)
+    logp_t = log_softmax(z_t)
     if rule == "hellinger":
         gap = (logp_s / 2).exp() - (logp_t / 2).exp()
         s = torch.linalg.vector_norm(gap, dim=-1) / math.sqrt(2)
@@ -896,8 +859,8 @@ def adakd(
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
-    a = _log_softmax(logp_s / T[:, None])
-    b = _log_softmax(logp_t / T[:, None])
+    a = log_softmax(logp_s / T[:, None])
+    b = log_softmax(logp_t / T[:, None])
     if base == "forward":
         a, b = b, a
     kl_u = (a.exp() * (a - b)).sum(-1)
@@ -925,10 +888,10 @@ def sekd(
     n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
     # KL(student || uniform) = ln V - entropy: the student stands in the teacher's place
-    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0, valid=valid)
+    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0)
     kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
-    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * factor.to(z_s.dtype)
+    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau) * factor.to(z_s.dtype)
     return leave(loss, kept)
 
 
@@ -944,16 +907,7 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     between = (1 - t) * z_s.detach() + t * z_t
-    return leave(vocab.forward_kl(z_s, between, 1.0, valid), valid)
-
-
-def _log_softmax(x) -> Tensor:
-    """Return the log-softmax with a relative error of 1e-7 in fp32.
-
-    torch's own is off by 1e-6 on the CPU, as it adds 151,936 terms one by one.
-    """
-    x = x - x.detach().amax(-1, keepdim=True)
-    return x - x.exp().sum(-1, keepdim=True).log()
+    return leave(vocab.forward_kl(z_s, between, 1.0), valid)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -971,6 +925,9 @@ class Method(NamedTuple):
     # training an objective gets the value as an fp64 tensor []. If w_kd moves, w_ce is 1 - w_kd.
     moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
     state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
+    # How the positions of a forward batch depend on each other: "" not at all; the name of a part
+    # of the objective, [N], of which it needs all, as `batch`; None: it must see them all at once
+    statistic: str | None = None
 
     @property
     def has_teacher(self) -> bool:
@@ -995,16 +952,16 @@ def _fixed(d: int) -> Method:
 METHODS: dict[str, Method] = {
     # the main comparison: the paper's table of baseline configurations. It has no pd_wsd, which is
     # PD with its authors' schedule of the weights; the paper fixes w_kd at 1 instead.
-    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
-    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
+    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0, statistic=""),
+    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5, statistic=""),
     "pd": Method(pd),
     "pd_wsd": Method(pd, moving={"w_kd": wsd}),
     "atkd": Method(atkd),
     "rld": Method(rld),
     "ldrld": Method(ldrld, w_ce=0.5),
-    "tad": Method(tad, w_kd=0.5, w_ce=0.5),
+    "tad": Method(tad, w_kd=0.5, w_ce=0.5, statistic="tail"),
     "bild": Method(bild),
-    "alra": Method(alra),
+    "alra": Method(alra, statistic="support"),
     # pair weighting
     "alra_r": Method(alra, {"pair": "pra"}),
     "alra_u": Method(alra, {"pair": "pra_u"}),
@@ -1072,10 +1029,11 @@ def method_loss(
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
-def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(method, z_s, z_t, y, n=None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
-    z_s, z_t, y  as for an objective: the positions of one forward batch
+    z_s, z_t, y  as for an objective: the positions of one forward batch, or a chunk of them
+    n            [] number of labels of the forward batch, if this is a chunk
     ->           mean loss [], and a dict of sums over the valid positions: `loss`, `kd` (with a
                  teacher), `ce`, the objective's parts; and `n_valid`, by which lib/head.py divides
                  them. The next state of an objective that keeps one is under "state.KEY", times
@@ -1110,7 +1068,7 @@ def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
     for key, value in state.items():
         sums[f"state.{key}"] = value * n_valid
     sums["n_valid"] = n_valid
-    return loss.sum() / n_valid.clamp(min=1), sums
+    return loss.sum() / (n_valid if n is None else n).clamp(min=1), sums
 
 
 def _is_used(weight: float | Tensor) -> bool:
@@ -1174,5 +1132,8 @@ def settings(name) -> dict[str, object]:
 
 def default_settings(fn: Callable) -> dict[str, object]:
     """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
-    parameters = inspect.signature(fn).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    keywords = {}
+    for p in inspect.signature(fn).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and p.name != "batch":  # only chunks are given `batch`
+            keywords[p.name] = p.default
+    return keywords

@@ -4,6 +4,8 @@ Every objective starts with `enter` and ends with `leave`. A logit that is not f
 not finite; where a label out of range is read, torch raises an error of its own.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,15 +14,11 @@ from lib.errors import UserError
 IGNORE = -100  # label of an ignored position; torch's own `ignore_index`
 
 
-def enter(z_s, z_t, y, guard=False):
+def enter(z_s, z_t, y):
     """Check and widen the input.
 
-    guard  give ignored positions a gradient of exactly 0, even if their logits are NaN. Set it if
-           the objective itself computes with z_s; `vocab.split`, `vocab.log_p` and
-           `vocab.pointwise` see to it themselves
-
-    -> z_s and z_t [N, V] in fp32 or wider, z_t constant; labels [N], 0 where ignored; valid [N]
-       bool
+    -> z_s and z_t [N, V] in fp32 or wider, 0 at ignored positions, z_t constant; labels [N], 0
+       where ignored; valid [N] bool
     """
     shape = tuple(z_s.shape)
     if z_s.ndim != 2 or y.shape != z_s.shape[:1]:
@@ -30,27 +28,11 @@ def enter(z_s, z_t, y, guard=False):
     if y.dtype != torch.int64:
         raise UserError(f"y: expected int64 labels, got {y.dtype}")
     dtype = torch.promote_types(z_s.dtype, torch.float32)
-    valid = y != IGNORE
+    ignored = y == IGNORE
+    z_s = z_s.to(dtype).masked_fill(ignored[:, None], 0.0)
     if z_t is not None:
-        z_t = z_t.detach().to(dtype)
-    z_s = z_s.to(dtype)
-    if guard:
-        z_s = _Guard.apply(z_s, valid)
-    return z_s, z_t, y.masked_fill(~valid, 0), valid
-
-
-class _Guard(torch.autograd.Function):
-    """The logits unchanged, with a gradient of exactly 0 at ignored positions."""
-
-    @staticmethod
-    def forward(ctx, z, valid):
-        ctx.save_for_backward(valid)
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx, g):
-        (valid,) = ctx.saved_tensors
-        return g.masked_fill(~valid[:, None], 0.0), None
+        z_t = z_t.detach().to(dtype).masked_fill(ignored[:, None], 0.0)
+    return z_s, z_t, y.masked_fill(ignored, 0), ~ignored
 
 
 def leave(loss, valid) -> Tensor:
@@ -61,6 +43,24 @@ def leave(loss, valid) -> Tensor:
 def valid_mean(x, valid) -> Tensor:
     """Return the mean over the valid positions, 0 where there is none, [N] -> []."""
     return leave(x, valid).sum() / valid.sum().clamp(min=1)
+
+
+class Batch(NamedTuple):
+    """A statistic of every position of a forward batch, for an objective that sees a chunk of it.
+
+    Dimensions: M positions of the forward batch, N of the chunk.
+    """
+
+    values: Tensor  # [M] what the objective returned in a pass without gradient
+    valid: Tensor  # [M] bool
+    here: Tensor  # [N] int64 places of the chunk's positions
+
+
+def whole_batch(values, valid, batch: Batch | None) -> Batch:
+    """Return the statistic of the whole forward batch: `batch`, or the values [N] themselves."""
+    if batch is not None:
+        return batch
+    return Batch(values, valid, torch.arange(len(values), device=values.device))
 
 
 def all_finite(z) -> bool:

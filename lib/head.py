@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lib.checks import IGNORE
+from lib.checks import IGNORE, Batch
 from lib.errors import UserError
 
 
@@ -21,6 +21,7 @@ def head_losses(
     w_t: Tensor | None,
     y: Tensor,
     group: int = 1,
+    chunk: int = 512,
 ):
     """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
@@ -29,6 +30,7 @@ def head_losses(
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
     group     rows per forward batch, a divisor of B
+    chunk     positions whose logits exist at a time, at most
     ->        for each student its loss [], the mean over forward batches, whose backward may run
               once; and the detached means of its terms over all valid positions
 
@@ -47,11 +49,37 @@ def head_losses(
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         for first in range(0, n_rows, group):
             rows = slice(first, first + group)
-            z_t = None
-            if h_t is not None:
-                z_t = mm(h_t[rows].flatten(0, 1), w_t.t())  # [N, V] fp32
-            for head in heads:
-                head.add_batch(rows, z_t, y[rows].flatten(), n_rows // group)
+            labels = y[rows].flatten()  # [M]
+            valid = labels != IGNORE
+            size = len(labels)
+            if len(labels) > chunk and all(head.has_chunks for head in heads):
+                size = chunk
+            places = torch.arange(len(labels), device=y.device).split(size)
+
+            def teacher_logits(here, rows=rows):
+                if h_t is None:
+                    return None
+                return mm(h_t[rows].flatten(0, 1)[here], w_t.t())  # [N, V] fp32
+
+            if len(places) == 1:
+                z_t = teacher_logits(places[0])
+                for head in heads:
+                    head.add(rows, places[0], z_t, labels, n_rows // group)
+                continue
+            statistics = [[] for _ in heads]
+            if any(head.has_statistic for head in heads):
+                for here in places:
+                    z_t = teacher_logits(here)
+                    for head, values in zip(heads, statistics, strict=True):
+                        if head.has_statistic:
+                            values.append(head.statistic(rows, here, z_t, labels))
+            for here in places:
+                z_t = teacher_logits(here)
+                for head, values in zip(heads, statistics, strict=True):
+                    settings = {"n": valid.sum()}
+                    if values:
+                        settings["batch"] = Batch(torch.cat(values), valid, here)
+                    head.add(rows, here, z_t, labels, n_rows // group, **settings)
     return [head.result() for head in heads]
 
 
@@ -70,6 +98,9 @@ class _Head:
         self.h_s = h_s
         self.w_s = w_s
         self.evaluate = evaluate
+        method = getattr(evaluate, "method", None)  # a random objective has none
+        self.has_chunks = method is not None and method.statistic is not None
+        self.has_statistic = self.has_chunks and bool(method.statistic)
         self.h, self.w = operands(h_s, w_s, ignored)
         self.dh = None
         self.dw = None
@@ -79,24 +110,32 @@ class _Head:
         if torch.is_grad_enabled() and w_s.requires_grad:
             self.dw = torch.zeros_like(self.w, dtype=_wide(w_s))
 
-    def add_batch(self, rows, z_t, labels, n_batches):
-        """Add one of `n_batches` forward batches.
+    def statistic(self, rows, here, z_t, labels):
+        """Return the objective's statistic of the positions `here`, [N]."""
+        h = self.h[rows].flatten(0, 1)[here]
+        return self.evaluate.statistic(mm(h, self.w.t()), z_t, labels[here])
+
+    def add(self, rows, here, z_t, labels, n_batches, **settings):
+        """Add a chunk of one of `n_batches` forward batches.
 
         rows    slice of the rows of h_s
+        here    [N] places of the chunk in the forward batch
         z_t     [N, V] the teacher's logits, or None
-        labels  [N]
+        labels  [M] of the forward batch
         """
-        h = self.h[rows].flatten(0, 1)  # [N, D]
+        h = self.h[rows].flatten(0, 1)[here]  # [N, D]
         gradient_dtype = None
         if self.dh is not None or self.dw is not None:
             gradient_dtype = self.w.dtype  # on a GPU bf16, as under autocast
-        loss, sums, dz = self.evaluate(gradient_dtype, mm(h, self.w.t()), z_t, labels)
+        z_s = mm(h, self.w.t())
+        loss, sums, dz = self.evaluate(gradient_dtype, z_s, z_t, labels[here], **settings)
+        del z_s
         sums["mean"] = loss * (1 / n_batches)
         for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0) + value
         if self.dh is not None:
             dh = mm(dz, self.w).div_(n_batches)
-            self.dh[rows] = dh.view_as(self.dh[rows])
+            self.dh[rows].view(-1, dh.shape[1])[here] = dh.to(self.dh.dtype)
         if self.dw is not None:
             add_mm(self.dw, dz.t(), h, 1 / n_batches)
 

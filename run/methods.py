@@ -11,6 +11,7 @@ import itertools
 import random
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,100 +84,110 @@ def compute_dtype(cfg) -> torch.dtype:
 
 
 def make_evaluate_at(name, cfg):
-    """Return a function (update, state) -> `evaluate` of this student, as `head_losses` calls it.
+    """Return a function (update, state) -> the `MethodLoss` of this student in an update.
 
     The random numbers of a forward batch depend on its place in the update, and not on how the
     update is divided into micro-batches and processes. An objective that draws some is not
     compiled.
     """
     overrides = cfg.overrides_of(name)
-    method = resolve(name, **overrides)
-    is_random = "generator" in default_settings(method.fn)
-    loss_fn = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
+    is_random = "generator" in default_settings(resolve(name).fn)
+    method_loss = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
 
     def evaluate_at(step, state):
-        scheduled = {}
-        for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
+        settings = {}
+        moving = scheduled_settings(method_loss.method, step, cfg.schedule_steps)
+        for key, value in moving.items():
             # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
             # blocking host-to-device copy.
-            scheduled[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
+            settings[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
         if state:
-            scheduled["state"] = state
+            settings["state"] = state
         if not is_random:
-            return functools.partial(loss_fn, scheduled=scheduled)
+            return method_loss.with_settings(settings)
         first_row = parallel.rank() * cfg.batch_rows // parallel.world()
         places = itertools.count(first_row // cfg.group)  # of forward batches, which come in order
 
         def with_generator(*inputs):
             seed = random.Random(f"{cfg.seed} {step} {name} {next(places)}").getrandbits(63)
             generator = torch.Generator(cfg.device).manual_seed(seed)
-            return loss_fn(*inputs, scheduled | {"generator": generator})
+            return method_loss.with_settings(settings | {"generator": generator})(*inputs)
 
         return with_generator
 
     return evaluate_at
 
 
-def make_loss_fn(name, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
-    """Return `evaluate` for one method: f(gradient_dtype, z_s, z_t, y, scheduled=None).
+def make_loss_fn(name, n_sequences: int = 1, compile: bool = False, **settings):
+    """Return the `MethodLoss` of a method with these settings."""
+    return MethodLoss(with_sequences(resolve(name, **settings), n_sequences), compile)
 
-    compile  use torch.compile: one graph per method, settings and shape. Its gradient overwrites
-             z_s if the dtypes match
+
+class MethodLoss(NamedTuple):
+    """A method's loss and gradient, as `head_losses` calls them.
+
+    compile  use torch.compile: one graph per method, settings and shape
     """
-    method = with_sequences(resolve(name, **settings), n_sequences)
-    if compile:
-        return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
-    return functools.partial(evaluate, method)
+
+    method: Method
+    compile: bool = False
+
+    def __call__(self, *inputs, **chunk):
+        fn = compiled(loss_and_gradient) if self.compile else loss_and_gradient
+        return fn(self.method, *inputs, **chunk)
+
+    def statistic(self, *inputs):
+        fn = compiled(statistic) if self.compile else statistic
+        return fn(self.method, *inputs)
+
+    def with_settings(self, settings):
+        """Replace settings by tensors, a state or a generator. If w_kd is one, w_ce = 1 - w_kd."""
+        hyper = self.method.hyper | settings
+        method = self.method
+        if "w_kd" in settings:
+            w_kd = hyper.pop("w_kd")
+            method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
+        return self._replace(method=method._replace(hyper=hyper))
 
 
 @functools.cache
-def _compiled(fn, hyper: tuple, w_kd, w_ce) -> Callable:
-    from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
-
-    # torch counts recompilations per code object, and all methods share this one
+def compiled(fn) -> Callable:
+    # torch counts recompilations per function, and all methods share these
     torch._dynamo.config.recompile_limit = 256
-    method = Method(fn, dict(hyper), w_kd, w_ce)
-
-    def evaluate_one(*inputs, scheduled=None):
-        return evaluate(method, *inputs, scheduled)
-
-    passes = {"post_grad_custom_pre_pass": Rewrite()}
-    return torch.compile(evaluate_one, dynamic=False, fullgraph=True, options=passes)
+    return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
-def evaluate(
-    method, gradient_dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
-):
+def loss_and_gradient(method, dtype: torch.dtype | None, z_s, z_t, y, n=None, batch=None):
     """Return the loss and sums of `mean_loss`, and the gradient with respect to z_s.
 
-    gradient_dtype  None: no gradient is computed
-    scheduled       settings that replace the method's: tensors [], a generator, or a state. If w_kd
-                    is among them, w_ce = 1 - w_kd
+    dtype     of the gradient; None: no gradient is computed
+    n, batch  labels of the forward batch, and its statistic, where this is a chunk of it
     """
-    if scheduled:
-        hyper = method.hyper | scheduled
-        if "w_kd" in hyper:
-            w_kd = hyper.pop("w_kd")
-            method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
-        method = method._replace(hyper=hyper)
-    if not gradient_dtype:
+    if batch is not None:
+        method = method._replace(hyper=method.hyper | {"batch": batch})
+    if not dtype:
         with torch.no_grad():
-            loss, sums = mean_loss(method, z_s, z_t, y)
+            loss, sums = mean_loss(method, z_s, z_t, y, n)
         return loss, sums, None
     if torch.compiler.is_compiling():
         # forward and backward in one graph, so that no [N, V] tensor is saved for backward
         both = torch.func.grad_and_value(mean_loss, argnums=1, has_aux=True)
-        dz, (loss, sums) = both(method, z_s, z_t, y)
-        if gradient_dtype == z_s.dtype:
-            dz = z_s.copy_(dz)
-        return loss, sums, dz.to(gradient_dtype)
+        dz, (loss, sums) = both(method, z_s, z_t, y, n)
+        return loss, sums, dz.to(dtype)
     with torch.enable_grad():
-        loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y)
+        loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y, n)
     if loss.requires_grad:
         (dz,) = torch.autograd.grad(loss, z_s)
     else:
         dz = torch.zeros_like(z_s)
-    return loss.detach(), sums, dz.to(gradient_dtype)
+    return loss.detach(), sums, dz.to(dtype)
+
+
+@torch.no_grad()
+def statistic(method, z_s, z_t, y) -> Tensor:
+    """Return the part that an objective needs of every position of a forward batch, [N]."""
+    method = with_sequences(method, 1)  # a chunk may end within a sequence
+    return parts_of(method.fn(z_s, z_t, y, **method.hyper))[method.statistic]
 
 
 # ----------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The fused head and loss against the plain path: values, gradients, batches of every size, and
 several students."""
 
-import functools
 import math
 
 import pytest
@@ -252,17 +251,17 @@ def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
     counter = torch._dynamo.testing.CompileCounter()
     compile = torch.compile
 
-    def counted(function, options, **keywords):
+    def counted(function, **keywords):
         return compile(function, backend=counter, **keywords)
 
     monkeypatch.setattr(torch, "compile", counted)
-    methods._compiled.cache_clear()
+    methods.compiled.cache_clear()
     *inputs, y = case()
 
     def scheduled(h_s, w_s, h_t, w_t, y, w_kd, compiled):
         tensor = torch.tensor(w_kd, dtype=torch.float64)
         evaluate = methods.make_loss_fn(name, compile=compiled)
-        evaluate = functools.partial(evaluate, scheduled={"w_kd": tensor})
+        evaluate = evaluate.with_settings({"w_kd": tensor})
         (result,) = head.head_losses([(h_s, w_s, evaluate)], h_t, w_t, y)
         return result
 
@@ -273,5 +272,5 @@ def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
             assert_close(got, loss, rtol=1e-5, atol=1e-6)
             assert_close(got_terms["kd"].float(), terms["kd"], rtol=1e-5, atol=1e-6)
             assert_close(got_gradients, gradients, rtol=1e-4, atol=1e-6)
-    methods._compiled.cache_clear()
+    methods.compiled.cache_clear()
     assert counter.frame_count == 1

@@ -45,7 +45,7 @@ def test_akls_head_is_found_to_the_last_token(dtype, mu):
     head = p.cumsum(-1) <= mu
     head[:, 0] = True
     expected = (error * head).sum(-1) / error.sum(-1)
-    (share,) = losses._head_share(z_s, z_t, mu).T
+    (share,) = losses._head_share(z_s.softmax(-1), z_t.log_softmax(-1), mu).T
     assert_close(share, expected)
 
 
@@ -82,7 +82,7 @@ def test_taids_t_moves_over_the_run():
     last = {"t": torch.tensor(1.0, dtype=torch.float64)}
     taid = methods.make_loss_fn("taid")
     plain = methods.make_loss_fn("vanilla_kd", tau=1.0, w_kd=1.0, w_ce=0.0)
-    moved = taid(z_s.dtype, z_s.clone(), z_t, y, last)
+    moved = taid.with_settings(last)(z_s.dtype, z_s.clone(), z_t, y)
     expected = plain(z_s.dtype, z_s, z_t, y)
     assert_close(moved, expected)
 
@@ -143,11 +143,10 @@ TRACED = """
 def test_value_and_gradient_are_one_graph(name):
     z_s, z_t, y = case(n=5, v=97, dtype=torch.float32)
     torch.compiler.reset()
-    evaluate = functools.partial(methods.evaluate, METHODS[name], torch.float32)
+    evaluate = functools.partial(methods.loss_and_gradient, METHODS[name], torch.float32)
     compiled = torch.compile(evaluate, backend="eager", fullgraph=True)
     z = z_s.clone()
     loss, _, dz = compiled(z, z_t, y)
-    assert dz is z  # the gradient overwrites the logits
     z_s.requires_grad_()
     expected, _ = method_loss(name, z_s, z_t, y)
     assert_close(loss, expected.detach())

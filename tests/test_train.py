@@ -193,7 +193,7 @@ def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
     student = train.make_student("pd_wsd", config(tiny, UNUSED, schedule_steps=1000))
 
     def weight(step):
-        return float(student.evaluate_at(step, {}).keywords["scheduled"]["w_kd"])
+        return float(student.evaluate_at(step, {}).method.w_kd)
 
     weights = [weight(step) for step in (0, 50, 100, 989, 995, 999)]
     assert weights == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.5, 0.1])

@@ -148,13 +148,9 @@ def alra(
         d_u = tokens.new_full((N,), d_max)
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
-    # `selected_*`: logits of the candidates, not divided by tau. `others_*`: logsumexp of the
-    # tempered logits of all other tokens. Both are relative to the largest logit of these others,
-    # so only differences are used below. `others_kl`: the KL within the others.
-    split = vocab.split(s, t, tokens, tau)
-    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1]. R is
-    # that category, and the candidates outside I.
-    x_s, x_t = _categories(split, tau)
+    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1], and the
+    # KL within that category. R is the category and the candidates outside I.
+    x_s, x_t, others_kl = vocab.split(s, t, tokens, tau)
     in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
     log_odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
     log_odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
@@ -163,12 +159,12 @@ def alra(
     # the chain rule, [N]: KL over the candidates in R and one category "others", plus
     # P_t(others | R) times the KL within the others
     share = ln_softmax(x_t, ~in_local)[:, -1].exp()
-    rest = kl(x_t, x_s, ~in_local) + share * split.others_kl
+    rest = kl(x_t, x_s, ~in_local) + share * others_kl
 
     both_inside = inside[:, :, None] & inside[:, None, :]
     pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
-    gap_s = differences(split.selected_s / tau_p)
-    gap_t = differences(split.selected_t / tau_p)
+    gap_s = differences(x_s[:, :-1] * tau / tau_p)
+    gap_t = differences(x_t[:, :-1] * tau / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
         p_s = x_s.log_softmax(-1)[:, :-1].exp()  # [N, d_max] full-vocabulary probabilities at tau
@@ -190,17 +186,6 @@ def alra(
     ald = w_mass * mass + w_local * local + w_rest * rest
     loss = leave(ald + lambda_pair * aligned, valid)
     return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
-
-
-def _categories(split, tau) -> tuple[Tensor, Tensor]:
-    """Return both models' tempered logits, [N, k + 1], of the selected tokens and of all others.
-
-    The last column is the logsumexp of the other tokens' tempered logits.
-    """
-    # `others_*` are at tau already
-    x_s = torch.cat([split.selected_s / tau, split.others_s[:, None]], 1)
-    x_t = torch.cat([split.selected_t / tau, split.others_t[:, None]], 1)
-    return x_s, x_t
 
 
 @torch.no_grad()
@@ -379,10 +364,14 @@ def _target_split(z_s, z_t, token, tau) -> tuple[Tensor, Tensor, Tensor]:
     """
     s = vocab.block_sums(z_s, tau)
     t = vocab.block_sums(z_t, tau)
-    split = vocab.split(s, t, token[:, None], tau)
-    log_odds_s = split.selected_s[:, 0] / tau - split.others_s
-    log_odds_t = split.selected_t[:, 0] / tau - split.others_t
-    return log_odds_s, log_odds_t, split.others_kl
+    x_s, x_t, others_kl = vocab.split(s, t, token[:, None], tau)
+    return x_s[:, 0] - x_s[:, 1], x_t[:, 0] - x_t[:, 1], others_kl
+
+
+def _log_odds(blocks, token, tau) -> Tensor:
+    """Return ln(p / (1 - p)) of one token per position, [N, 1] -> [N]."""
+    x, _ = vocab.categories(blocks, vocab.choose_blocks(blocks, token), tau)
+    return x[:, 0] - x[:, 1]
 
 
 def rld(
@@ -407,12 +396,14 @@ def rld(
     authors use alpha = 1, beta from 0.5 to 8, tau_conf = 1, and a warm-up, which is left out.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    top_1 = vocab.top(z_t, 1)[:, 0]
-    _, log_odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf)
-    log_odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf)
-    scd_u = binary_kl(log_odds_m, log_odds_s)
-    z_label = z_t.gather(1, y[:, None])
-    mcd_u = vocab.forward_kl(z_s, z_t, tau, below=z_label)
+    s = vocab.block_sums(z_s, tau_conf)
+    t = vocab.block_sums(z_t, tau_conf)
+    top_1 = vocab.top(z_t, 1, t.largest)
+    scd_u = binary_kl(_log_odds(t, top_1, tau_conf), _log_odds(s, y[:, None], tau_conf))
+    outside = z_t >= z_t.gather(1, y[:, None])
+    in_s = z_s.masked_fill(outside, vocab.LEAST)
+    in_t = z_t.masked_fill(outside, vocab.LEAST)
+    mcd_u = vocab.forward_kl(in_s, in_t, tau)
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
 
@@ -447,9 +438,10 @@ def ldrld(
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
     s = vocab.block_sums(z_s, tau)
     t = vocab.block_sums(z_t, tau)
-    split = vocab.split(s, t, vocab.top(z_s, d, s.largest), tau)
-    x_s = split.selected_s / tau  # [N, d] in the student's order
-    x_t = split.selected_t / tau
+    tokens = vocab.top(z_s, d, s.largest)
+    x_s, x_t, rest_u = vocab.split(s, t, tokens, tau)
+    x_s = x_s[:, :-1]  # [N, d] in the student's order
+    x_t = x_t[:, :-1]
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
     r = rank[:, None]
     q = rank[None, :]
@@ -462,7 +454,7 @@ def ldrld(
     if d == 2:  # the authors' code weights a set of two like a pair
         llki_u = llki_u * adw[0, 1]
     n = d * (d - 1) // 2 + 1 if pair_reduction == "mean" else 1
-    loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.others_kl)
+    loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * rest_u)
     return leave(loss, valid)
 
 
@@ -508,8 +500,8 @@ def tad(
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
     s = vocab.block_sums(z_s, tau)
     t = vocab.block_sums(z_t, tau)
-    split = vocab.split(s, t, vocab.top(z_t, top_k, t.largest), tau)
-    x_s, x_t = _categories(split, tau)  # [N, K + 1]
+    tokens = vocab.top(z_t, top_k, t.largest)
+    x_s, x_t, others_kl = vocab.split(s, t, tokens, tau)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     ln_w = tail
     if norm == "sequence":
@@ -522,7 +514,7 @@ def tad(
         ln_sum = lse(ln_each, valid_each)[:, None]
         ln_w = (ln_each - ln_sum + n_each.log()).flatten()[every.here]
     w = 1.0 if norm == "unit" else ln_w.exp()
-    loss = kl(x_t, x_s) + beta * w * split.others_kl
+    loss = kl(x_t, x_s) + beta * w * others_kl
     return TadTerms(leave(loss, valid), tail)
 
 

@@ -62,35 +62,33 @@ def block_kl(s: Blocks, t: Blocks) -> Tensor:
     return (p_t * (t.ln_e - s.ln_e)).sum(-1) + (s.ln_sum - t.ln_sum)
 
 
+def log_sum(blocks, tau=1.0) -> tuple[Tensor, Tensor]:
+    """Return the largest logit, and log sum exp((z - largest) / tau), [N, 1] each."""
+    largest = blocks.largest.amax(-1, keepdim=True)
+    return largest, sum_relative_to(largest, blocks, tau).logsumexp(-1, keepdim=True)
+
+
+def sum_relative_to(shift, blocks, tau) -> Tensor:
+    """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
+    return (blocks.largest - shift) / tau + blocks.ln_sum
+
+
 def log_softmax(z, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau), [N, V].
 
     torch's own has an error of 1e-6 on the CPU, as it adds 151,936 terms one by one.
     """
-    blocks = block_sums(z, tau)
-    largest = blocks.largest.amax(-1, keepdim=True)
-    ln_sum = _of_blocks(blocks, largest, tau).logsumexp(-1, keepdim=True)
+    largest, ln_sum = log_sum(block_sums(z, tau), tau)
     return (z - largest) / tau - ln_sum
 
 
 def log_p(z, tokens, tau=1.0) -> Tensor:
-    """Return ln softmax(z / tau) at `tokens`, [N, V], [N, k] -> [N, k]."""
+    """Return ln softmax(z / tau) at distinct `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
-    largest = blocks.largest.amax(-1, keepdim=True)
-    ln_sum = _of_blocks(blocks, largest, tau).logsumexp(-1, keepdim=True)
-    return (pick(blocks.z, tokens) - largest) / tau - ln_sum
-
-
-def _of_blocks(blocks, shift, tau) -> Tensor:
-    """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
-    return (blocks.largest - shift) / tau + blocks.ln_sum
-
-
-def pick(z, tokens) -> Tensor:
-    """Return the logits of tokens, [N, blocks, size], [N, k] -> [N, k]."""
-    size = z.shape[-1]
-    taken = take_blocks(z, tokens // size)  # [N, k, size]
-    return taken.gather(2, (tokens % size)[..., None])[..., 0]
+    largest, ln_sum = log_sum(blocks, tau)
+    chosen = choose_blocks(blocks, tokens)
+    selected = take_blocks(blocks.z, chosen).gather(1, chosen.at)
+    return (selected - largest) / tau - ln_sum
 
 
 def label_log_p(z, y) -> Tensor:
@@ -98,10 +96,8 @@ def label_log_p(z, y) -> Tensor:
 
     `nll_loss` picks a logit as `gather` does, with a gradient that fuses into other passes.
     """
-    blocks = block_sums(z)
-    largest = blocks.largest.amax(-1, keepdim=True)
-    ln_sum = _of_blocks(blocks, largest, 1.0).logsumexp(-1)
-    return -F.nll_loss(z, y, reduction="none") - largest[:, 0] - ln_sum
+    largest, ln_sum = log_sum(block_sums(z))
+    return (-F.nll_loss(z, y, reduction="none")[:, None] - largest - ln_sum)[:, 0]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -109,114 +105,112 @@ def label_log_p(z, y) -> Tensor:
 
 
 class Split(NamedTuple):
-    """Logits split into k selected tokens per position and the rest of the vocabulary.
+    """The vocabulary as k + 1 categories: k selected tokens, and all others together.
 
-    The selected tokens keep one logit each; three numbers summarize the rest. All logits of a model
-    are relative to its largest logit in the rest: rounding errors then scale with ln p, not with
-    the logit. That shift has no gradient, so use the logits only in functions that it does not
-    change, such as softmax.
+    x_s, x_t are logits of the categories, divided by tau and relative to the model's largest logit
+    among the others: rounding errors then scale with ln p, not with the logit. That shift has no
+    gradient, so use them only in functions that it does not change, such as softmax.
     """
 
-    selected_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
-    selected_t: Tensor  # [N, k] teacher logits of the tokens, not tempered
-    others_s: Tensor  # [N] log sum exp(z_s / tau) over all other tokens; differentiable
-    others_t: Tensor  # [N] the same of the teacher
-    others_kl: Tensor  # [N] KL(teacher || student) of the softmaxes over them; differentiable
+    x_s: Tensor  # [N, k + 1] of the student, the others last; differentiable
+    x_t: Tensor  # [N, k + 1] of the teacher
+    others_kl: Tensor  # [N] KL(teacher || student) of the softmaxes over the others; differentiable
 
 
-def forward_kl(z_s, z_t, tau, below=None) -> Tensor:
-    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N].
+def split(s: Blocks, t: Blocks, tokens, tau) -> Split:
+    """Split the vocabulary into selected tokens and all others.
 
-    below  [N, 1] take only the tokens with z_t < below; 0 where there are none
+    s, t    `block_sums` of the student's and the teacher's logits at tau
+    tokens  [N, k] int64, distinct: the selected ones
     """
-    if below is not None:
-        left_out = z_t >= below
-        z_s = z_s.masked_fill(left_out, LEAST)
-        z_t = z_t.masked_fill(left_out, LEAST)
+    chosen = choose_blocks(t, tokens)
+    x_s, parts_s = categories(s, chosen, tau)
+    x_t, parts_t = categories(t, chosen, tau)
+    return Split(x_s, x_t, mixture_kl(parts_s, parts_t, block_kl(s, t)))
+
+
+def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
+    """Return the logits of the selected tokens and of all others [N, k + 1], and of their parts.
+
+    The others are a mixture. Its parts are the blocks without a selected token, and the single
+    tokens of the chosen blocks. So the others are always a sum over the others, never `1 - p`,
+    which cancels in fp32.
+    """
+    taken = take_blocks(blocks.z, chosen)  # [N, c * size]
+    single = taken.masked_fill(chosen.is_selected, LEAST)
+    largest = blocks.largest.masked_fill(chosen.is_taken, LEAST)
+    shift = torch.cat([largest, single.detach()], 1).amax(-1, keepdim=True)
+    of_blocks = sum_relative_to(shift, blocks, tau).masked_fill(chosen.is_taken, LEAST)
+    parts = torch.cat([of_blocks, (single - shift) / tau], 1)
+    selected = (taken.gather(1, chosen.at) - shift) / tau
+    return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts
+
+
+def forward_kl(z_s, z_t, tau) -> Tensor:
+    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
     s = block_sums(z_s, tau)
     t = block_sums(z_t, tau)
-    parts_s = _of_blocks(s, s.largest.amax(-1, keepdim=True), tau)
-    parts_t = _of_blocks(t, t.largest.amax(-1, keepdim=True), tau)
-    return _mixture_kl(parts_s, parts_t, block_kl(s, t))
+    parts_s = sum_relative_to(s.largest.amax(-1, keepdim=True), s, tau)
+    parts_t = sum_relative_to(t.largest.amax(-1, keepdim=True), t, tau)
+    return mixture_kl(parts_s, parts_t, block_kl(s, t))
 
 
-def _mixture_kl(x_s, x_t, within) -> Tensor:
-    """KL of two mixtures, by the chain rule: over their parts, and within the first of these.
+def mixture_kl(x_s, x_t, within) -> Tensor:
+    """Return the KL of two mixtures by the chain rule: over their parts, and within them, [N].
 
     x_s, x_t  [N, parts] logits of the parts
     within    [N, blocks] KL within the first parts; the others are single tokens
     """
-    ln_s = x_s.log_softmax(-1)
-    ln_t = x_t.log_softmax(-1)
-    p_t = ln_t.exp()
-    blocks = within.shape[1]
-    return (p_t * (ln_t - ln_s)).sum(-1) + (p_t[:, :blocks] * within).sum(-1)
+    p_t = x_t.softmax(-1)[:, : within.shape[1]]
+    return kl(x_t, x_s) + (p_t * within).sum(-1)
 
 
-def split(s: Blocks, t: Blocks, tokens, tau) -> Split:
-    """Split the logits into selected tokens and all others, the rest.
-
-    s, t    `block_sums` of the student's and the teacher's logits at tau
-    tokens  [N, k] int64, distinct: the selected ones
-
-    A block without selected tokens belongs to the rest as a whole, as one part of a mixture. The
-    tokens of the other blocks, at most k of them, are parts by themselves. So the rest is always a
-    sum over the rest, never `1 - p`, which cancels in fp32.
-    """
-    size = t.z.shape[-1]
-    block = tokens // size  # [N, k]
-    mixed = torch.zeros_like(t.largest, dtype=torch.bool).scatter(1, block, True)
-    first = _first_of_equal(block)
-    repeated = first != torch.arange(tokens.shape[1], device=tokens.device)
-    place = first * size + tokens % size
-    left_out = repeated.repeat_interleave(size, 1).scatter(1, place, True)  # [N, k * size]
-
-    def of_model(blocks):
-        """Return the logits of the tokens, and those of the parts of the rest."""
-        taken = take_blocks(blocks.z, block).flatten(1)
-        alone = taken.masked_fill(left_out, LEAST)
-        largest = blocks.largest.masked_fill(mixed, LEAST)
-        shift = torch.cat([largest, alone.detach()], 1).amax(-1, keepdim=True)
-        of_blocks = _of_blocks(blocks, shift, tau).masked_fill(mixed, LEAST)
-        parts = torch.cat([of_blocks, (alone - shift) / tau], 1)
-        return taken.gather(1, place) - shift, parts
-
-    selected_s, parts_s = of_model(s)
-    selected_t, parts_t = of_model(t)
-    others_kl = _mixture_kl(parts_s, parts_t, block_kl(s, t))
-    return Split(selected_s, selected_t, parts_s.logsumexp(-1), parts_t.logsumexp(-1), others_kl)
+# ----------------------------------------------------------------------------------------------
+# blocks that hold selected tokens
 
 
-def _first_of_equal(block) -> Tensor:
-    """Return the first place in a row that has the same block, [N, k] -> [N, k]."""
-    return (block[..., None] == block[:, None, :]).long().argmax(-1)
+class Chosen(NamedTuple):
+    """Distinct blocks that hold all selected tokens, c of them for k tokens: c <= k."""
+
+    block: Tensor  # [N, c]
+    place: Tensor  # [N, blocks] place of each block in `block`, c if it is not chosen
+    is_taken: Tensor  # [N, blocks] whether a block is chosen
+    at: Tensor  # [N, k] the tokens' places among the c * size tokens of the chosen blocks
+    is_selected: Tensor  # [N, c * size] whether a token of the chosen blocks is selected
 
 
-def take_blocks(z, block) -> Tensor:
-    """Gather blocks, [N, blocks, size], [N, k] -> [N, k, size].
+def choose_blocks(blocks: Blocks, tokens) -> Chosen:
+    """Choose the blocks of the tokens. If two share one, other blocks bring their number up to c."""
+    N, n_blocks, size = blocks.z.shape
+    of_token = tokens // size
+    holds = torch.zeros_like(blocks.largest).scatter(1, of_token, 1.0)
+    c = min(tokens.shape[1], n_blocks)
+    block = holds.topk(c).indices
+    order = torch.arange(c, device=block.device).expand(N, -1)
+    place = torch.full_like(holds, c, dtype=torch.int64).scatter(1, block, order)
+    at = place.gather(1, of_token) * size + tokens % size
+    is_selected = at.new_zeros(N, c * size, dtype=torch.bool).scatter(1, at, True)
+    return Chosen(block, place, place < c, at, is_selected)
 
-    The first of equal ones gets the gradient of all. It is that of torch's `gather`, but read from
-    the blocks instead of scattered to them: a read fuses into a pass over [N, V].
-    """
-    return _TakeBlocks.apply(z, block)
+
+def take_blocks(z, chosen) -> Tensor:
+    """Gather the chosen blocks, [N, blocks, size] -> [N, c * size]."""
+    return _TakeBlocks.apply(z, chosen.block, chosen.place).flatten(1)
 
 
 class _TakeBlocks(torch.autograd.Function):
+    """`gather`. Its gradient reads where torch's own scatters: it fuses into a pass over [N, V]."""
+
     @staticmethod
-    def forward(ctx, z, block):
-        ctx.save_for_backward(block)
-        ctx.n_blocks = z.shape[1]
+    def forward(ctx, z, block, place):
+        ctx.save_for_backward(place)
         return z.gather(1, _wide(block, z.shape[2]))
 
     @staticmethod
     def backward(ctx, g):
-        (block,) = ctx.saved_tensors
-        N, k, size = g.shape
-        first = _first_of_equal(block)
-        total = torch.zeros_like(g).scatter_add(1, _wide(first, size), g)
-        total = F.pad(total, (0, 0, 0, 1))  # place k, that of all other blocks, has 0
-        place = block.new_full((N, ctx.n_blocks), k).scatter(1, block, first)
-        return total.gather(1, _wide(place, size)), None
+        (place,) = ctx.saved_tensors
+        g = F.pad(g, (0, 0, 0, 1))  # place c, that of all other blocks, gets 0
+        return g.gather(1, _wide(place, g.shape[2])), None, None
 
 
 def _wide(index, size):
@@ -264,7 +258,7 @@ def _top_of_few(z, k):
     lowest_first = torch.arange(z.shape[1], 0, -1, device=z.device, dtype=z.dtype)
     # in place: one tensor of [N, V]
     tied = z.clone().eq_(last).mul_(lowest_first).topk(k).indices
-    above = value > last
+    above = ~(value <= last)  # NaN too
     place = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
     lowest = tied.gather(1, place.clamp(min=0))
     return by_logit(z, torch.where(above, token, lowest))

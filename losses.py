@@ -325,6 +325,7 @@ def atkd(
     *,
     tau: Positive = 1.0,
     easy_weight: UnitInterval = 0.5,
+    batch: Batch | None = None,
 ) -> Tensor:
     """ATKD (Zhong et al. 2024): easy positions learn the non-targets, hard ones the target too.
 
@@ -342,12 +343,13 @@ def atkd(
     log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
     tkd_u = binary_kl(log_odds_t, log_odds_s)
     unc = -log_odds_t
-    easy = valid & (unc < vocab.lower_median(unc, valid))
-    hard = valid & ~easy
-    n = _count(valid, z_s)
+    every = whole_batch(unc, valid, batch)
+    easy = every.valid & (every.values < vocab.lower_median(every.values, every.valid))
+    hard = every.valid & ~easy
+    n = _count(every.valid, z_s)
     loss_easy = easy_weight * n / _count(easy, z_s) * dkd_u
     loss_hard = (1 - easy_weight) * n / _count(hard, z_s) * (tkd_u + dkd_u)
-    loss = torch.where(easy, loss_easy, loss_hard)
+    loss = torch.where(easy[every.here], loss_easy, loss_hard)
     return leave(loss, valid)
 
 
@@ -458,13 +460,6 @@ def ldrld(
     return leave(loss, valid)
 
 
-class TadTerms(NamedTuple):
-    """What `tad` returns."""
-
-    loss: Tensor  # [N]
-    tail: Tensor  # [N] ln alpha_t
-
-
 def tad(
     z_s,
     z_t,
@@ -476,7 +471,7 @@ def tad(
     norm: Literal["sequence", "unit", "none"] = "sequence",
     n_sequences: int = 1,
     batch: Batch | None = None,
-) -> TadTerms:
+) -> Tensor:
     """TAD (Dasgupta et al. 2026): KL over head tokens and tail mass, weighted KL within the tail.
 
         D1 = KL over K + 1 categories: the teacher's top K = top_k tokens, and all others as one
@@ -515,7 +510,7 @@ def tad(
         ln_w = (ln_each - ln_sum + n_each.log()).flatten()[every.here]
     w = 1.0 if norm == "unit" else ln_w.exp()
     loss = kl(x_t, x_s) + beta * w * others_kl
-    return TadTerms(leave(loss, valid), tail)
+    return leave(loss, valid)
 
 
 def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
@@ -826,6 +821,7 @@ def adakd(
     base                "reverse" KL(P_s || P_t) or "forward" KL(P_t || P_s)
     detach_temperature  False as in the authors' code, whose gradient runs through T_u
 
+    Its forward batch is never divided into chunks, since its gradient runs through the median.
     Each of the hardest is scaled by n_valid / n_hardest. Where the median is 0, as at equality, s_u
     is divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep` over training is left out.
     c = 0 means temperature 1.
@@ -867,6 +863,7 @@ def sekd(
     *,
     tau: Positive = 2.0,
     keep: PositiveFraction = 0.2,
+    batch: Batch | None = None,
 ) -> Tensor:
     """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) where the student is least sure.
 
@@ -875,16 +872,17 @@ def sekd(
     authors' code it keeps none if n_valid < 3, unless keep = 1.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    n_valid = valid.sum()
-    has_enough = (n_valid >= 3) | (keep == 1)
-    n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
     # KL(student || uniform) = ln V - entropy: the student stands in the teacher's place
     certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0)
-    kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
+    every = whole_batch(certainty, valid, batch)
+    n_valid = every.valid.sum()
+    has_enough = (n_valid >= 3) | (keep == 1)
+    n_kept = (keep * n_valid.double()).ceil() * has_enough
+    kept = every.valid & (vocab.rising_rank(every.values, every.valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau) * factor.to(z_s.dtype)
-    return leave(loss, kept)
+    return leave(loss, kept[every.here])
 
 
 def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
@@ -917,9 +915,9 @@ class Method(NamedTuple):
     # training an objective gets the value as an fp64 tensor []. If w_kd moves, w_ce is 1 - w_kd.
     moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
     state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
-    # How the positions of a forward batch depend on each other: "" not at all; the name of a part
-    # of the objective, [N], of which it needs all, as `batch`; None: it must see them all at once
-    statistic: str | None = None
+    # Whether a forward batch may be divided into chunks of positions. An objective whose positions
+    # depend on each other then takes `batch` (see `whole_batch`).
+    in_chunks: bool = False
 
     @property
     def has_teacher(self) -> bool:
@@ -938,29 +936,30 @@ def wsd(progress: float) -> float:
 
 def _fixed(d: int) -> Method:
     """ALD + PRA-U on the student's top d."""
-    return Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"})
+    hyper = {"budget": "fixed", "d_max": d, "pair": "pra_u"}
+    return Method(alra, hyper, in_chunks=True)
 
 
 METHODS: dict[str, Method] = {
     # the main comparison: the paper's table of baseline configurations. It has no pd_wsd, which is
     # PD with its authors' schedule of the weights; the paper fixes w_kd at 1 instead.
-    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0, statistic=""),
-    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5, statistic=""),
-    "pd": Method(pd),
-    "pd_wsd": Method(pd, moving={"w_kd": wsd}),
-    "atkd": Method(atkd),
-    "rld": Method(rld),
-    "ldrld": Method(ldrld, w_ce=0.5),
-    "tad": Method(tad, w_kd=0.5, w_ce=0.5, statistic="tail"),
-    "bild": Method(bild),
-    "alra": Method(alra, statistic="support"),
+    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0, in_chunks=True),
+    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5, in_chunks=True),
+    "pd": Method(pd, in_chunks=True),
+    "pd_wsd": Method(pd, moving={"w_kd": wsd}, in_chunks=True),
+    "atkd": Method(atkd, in_chunks=True),
+    "rld": Method(rld, in_chunks=True),
+    "ldrld": Method(ldrld, w_ce=0.5, in_chunks=True),
+    "tad": Method(tad, w_kd=0.5, w_ce=0.5, in_chunks=True),
+    "bild": Method(bild, in_chunks=True),
+    "alra": Method(alra, in_chunks=True),
     # pair weighting
-    "alra_r": Method(alra, {"pair": "pra"}),
-    "alra_u": Method(alra, {"pair": "pra_u"}),
+    "alra_r": Method(alra, {"pair": "pra"}, in_chunks=True),
+    "alra_u": Method(alra, {"pair": "pra_u"}, in_chunks=True),
     # anchoring
-    "alra_n": Method(alra, {"anchor": "none"}),
-    "alra_ng": Method(alra, {"anchor": "label"}),
-    "alra_g": Method(alra, {"anchor": "both"}),
+    "alra_n": Method(alra, {"anchor": "none"}, in_chunks=True),
+    "alra_ng": Method(alra, {"anchor": "label"}, in_chunks=True),
+    "alra_g": Method(alra, {"anchor": "both"}, in_chunks=True),
     # fixed budgets
     "fixed_3": _fixed(3),
     "fixed_7": _fixed(7),
@@ -969,26 +968,29 @@ METHODS: dict[str, Method] = {
     "fixed_19": _fixed(19),
     "fixed_25": _fixed(25),
     # further objectives
-    "reverse_kl": Method(reverse_kl),
-    "jsd": Method(jsd),
-    "tvd": Method(tvd),
-    "dkd": Method(dkd, w_ce=1.0),
-    "mse_logits": Method(mse_logits),
+    "reverse_kl": Method(reverse_kl, in_chunks=True),
+    "jsd": Method(jsd, in_chunks=True),
+    "tvd": Method(tvd, in_chunks=True),
+    "dkd": Method(dkd, w_ce=1.0, in_chunks=True),
+    "mse_logits": Method(mse_logits, in_chunks=True),
     "adakd": Method(adakd),
-    "sekd": Method(sekd, w_kd=0.9, w_ce=0.1),
-    "bdl": Method(bdl),
-    "skew_fkl": Method(skew_fkl),
-    "skew_rkl": Method(skew_rkl),
-    "abkd": Method(abkd),
-    "akl": Method(akl),
-    "todi": Method(todi, w_kd=0.5, w_ce=0.5),
-    "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}),
-    "topk_tail": Method(tad, {"beta": 0.0}),  # KL over the teacher's top K and one bucket
+    "sekd": Method(sekd, w_kd=0.9, w_ce=0.1, in_chunks=True),
+    "bdl": Method(bdl, in_chunks=True),
+    "skew_fkl": Method(skew_fkl, in_chunks=True),
+    "skew_rkl": Method(skew_rkl, in_chunks=True),
+    "abkd": Method(abkd, in_chunks=True),
+    "akl": Method(akl, in_chunks=True),
+    "todi": Method(todi, w_kd=0.5, w_ce=0.5, in_chunks=True),
+    "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}, in_chunks=True),
+    "topk_tail": Method(
+        tad, {"beta": 0.0}, in_chunks=True
+    ),  # KL over the teacher's top K and one bucket
     "logit_std": Method(
         vanilla_kd,
         {"tau": 2.0, "t2_scaling": True, "standardize": True},
         w_kd=9.0,  # the authors' weights
         w_ce=0.1,
+        in_chunks=True,
     ),
 }
 
@@ -997,6 +999,7 @@ METHODS: dict[str, Method] = {
 # calling a method: in a training loop of your own (`method_loss`), and in train.py (`mean_loss`)
 
 # what people may mean by a name that is not in `METHODS`
+GIVEN = ("n_sequences", "generator", "state", "batch")  # keywords that the caller sets
 HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
 
@@ -1021,50 +1024,48 @@ def method_loss(
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
-def mean_loss(method, z_s, z_t, y, n=None) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(method, z_s, z_t, y, batch: Batch | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
-    z_s, z_t, y  as for an objective: the positions of one forward batch, or a chunk of them
-    n            [] number of labels of the forward batch, if this is a chunk
-    ->           mean loss [], and a dict of sums over the valid positions: `loss`, `kd` (with a
-                 teacher), `ce`, the objective's parts; and `n_valid`, by which lib/head.py divides
-                 them. The next state of an objective that keeps one is under "state.KEY", times
-                 n_valid, so that the same division gives its mean over the forward batches
+    z_s, z_t, y  as for an objective: the positions of a forward batch, or a chunk of `batch`
+    ->           their part of the mean over the forward batch, []; and a dict of sums over the
+                 valid positions: `loss`, `kd` (with a teacher), `ce`, the objective's parts; and
+                 `n_valid`, by which the caller divides them. The next state of an objective that
+                 keeps one is under "state.KEY", times n_valid, so that the same division gives its
+                 mean over the forward batches
 
     A term of weight 0 costs no gradient.
     """
-    with_gradient = torch.is_grad_enabled()
     valid = y != IGNORE
-    state = {}
-    uses_ce = _is_used(method.w_ce)
-    with torch.set_grad_enabled(with_gradient and uses_ce):
-        ce = cross_entropy(z_s, None, y)  # [N]
-    loss = method.w_ce * ce if uses_ce else torch.zeros_like(ce)
+    n_valid = valid.sum()
+    ce = cross_entropy(_weighted(z_s, method.w_ce), None, y)  # [N]
+    loss = method.w_ce * ce
     terms = {"ce": ce}
+    state = {}
     if method.has_teacher:
-        uses_kd = _is_used(method.w_kd)
         if z_t is None:
             raise UserError("z_t: this method needs teacher logits, got None")
-        with torch.set_grad_enabled(with_gradient and uses_kd):
-            parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
-        kd = parts.pop("loss")  # [N]
+        hyper = method.hyper
+        if batch is not None and takes(method.fn, "batch"):
+            hyper = hyper | {"batch": batch}
+        parts = parts_of(method.fn(_weighted(z_s, method.w_kd), z_t, y, **hyper))
         state = parts.pop("state", {})
-        if uses_kd:
-            loss = loss + method.w_kd * kd
+        kd = parts.pop("loss")  # [N]
+        loss = loss + method.w_kd * kd
         terms = {"kd": kd, "ce": ce, **parts}
-    sums = {}
+    sums = {"n_valid": n_valid}
     for key, value in {"loss": loss, **terms}.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
-    n_valid = valid.sum()
     for key, value in state.items():
         sums[f"state.{key}"] = value * n_valid
-    sums["n_valid"] = n_valid
-    return loss.sum() / (n_valid if n is None else n).clamp(min=1), sums
+    n = n_valid if batch is None else batch.valid.sum()
+    return loss.sum() / n.clamp(min=1), sums
 
 
-def _is_used(weight: float | Tensor) -> bool:
-    return isinstance(weight, Tensor) or weight > 0  # a tensor is a weight that changes
+def _weighted(z, weight: float | Tensor) -> Tensor:
+    """Return the logits, without gradient if the weight is 0; a tensor is a weight that changes."""
+    return z if isinstance(weight, Tensor) or weight > 0 else z.detach()
 
 
 def parts_of(result) -> dict[str, Tensor]:
@@ -1074,7 +1075,7 @@ def parts_of(result) -> dict[str, Tensor]:
 
 def with_sequences(method, n_sequences: int) -> Method:
     """Set `n_sequences` if the objective has that keyword."""
-    if "n_sequences" not in default_settings(method.fn):
+    if not takes(method.fn, "n_sequences"):
         return method
     return method._replace(hyper=method.hyper | {"n_sequences": n_sequences})
 
@@ -1115,17 +1116,23 @@ def settings(name) -> dict[str, object]:
     hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key in default_settings(fn):
-        if key not in ("n_sequences", "generator", "state"):  # the caller sets these
-            if key not in hints:
-                raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
-            kinds[key] = hints[key]
+        if key not in hints:
+            raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
+        kinds[key] = hints[key]
     return kinds
 
 
 def default_settings(fn: Callable) -> dict[str, object]:
+    """Return the settings of an objective with their defaults."""
+    return {key: value for key, value in _keywords(fn).items() if key not in GIVEN}
+
+
+def takes(fn: Callable, keyword) -> bool:
+    """Return whether an objective has a keyword."""
+    return keyword in _keywords(fn)
+
+
+def _keywords(fn) -> dict[str, object]:
     """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
-    keywords = {}
-    for p in inspect.signature(fn).parameters.values():
-        if p.kind is p.KEYWORD_ONLY and p.name != "batch":  # only chunks are given `batch`
-            keywords[p.name] = p.default
-    return keywords
+    parameters = inspect.signature(fn).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -180,7 +180,7 @@ class Chosen(NamedTuple):
 
 
 def choose_blocks(blocks: Blocks, tokens) -> Chosen:
-    """Choose the blocks of the tokens. If two share one, other blocks bring their number up to c."""
+    """Choose the blocks of the tokens, and others where two tokens share one."""
     N, n_blocks, size = blocks.z.shape
     of_token = tokens // size
     holds = torch.zeros_like(blocks.largest).scatter(1, of_token, 1.0)
@@ -268,6 +268,7 @@ def _top_of_few(z, k):
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
     x = z.gather(1, tokens)
+    x = torch.where(x.isnan(), math.inf, x)  # NaN ranks first, so that it is not hidden
     mine = x[..., None]  # [N, k, 1]
     other = x[:, None, :]  # [N, 1, k]
     lower = tokens[:, None, :] < tokens[..., None]

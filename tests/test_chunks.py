@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lib.head import head_losses
-from run.methods import make_loss_fn
+from losses import METHODS, resolve, with_sequences
+from run.methods import head_losses
 from tests.test_head import case
 
 
 @pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("name", ["pretrain", "vanilla_kd", "alra", "tad"])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].in_chunks])
 def test_chunks_change_nothing(name, group):
     settings = {"d_max": 5} if name == "alra" else {}
     results = []
@@ -18,8 +18,8 @@ def test_chunks_change_nothing(name, group):
         h_s, w_s, h_t, w_t, y = case(dtype=torch.float64)
         h_s.requires_grad_()
         w_s.requires_grad_()
-        student = (h_s, w_s, make_loss_fn(name, group, **settings))
-        ((loss, terms),) = head_losses([student], h_t, w_t, y, group, chunk)
+        student = (h_s, w_s, with_sequences(resolve(name, **settings), group))
+        ((loss, terms),) = head_losses([student], h_t, w_t, y, group, chunk=chunk)
         loss.backward()
         results.append((loss.detach(), terms, h_s.grad, w_s.grad))
     whole, chunked = results

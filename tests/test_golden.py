@@ -49,8 +49,6 @@ def evaluated(name, **settings):
         objective, keywords = call(name, case.settings, z_s.shape[1])
         keywords |= settings
         result = getattr(losses, objective)(z_s, z_t, y, **keywords)
-        if isinstance(result, losses.TadTerms):
-            result = result.loss
         parts = {}
         for key, value in case.below("part").items():
             parts[key] = torch.from_numpy(value)

@@ -28,10 +28,9 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from lib.device import give_back_memory, machine_facts, pick_device
-from lib.head import head_losses
-from losses import method_loss
+from losses import method_loss, resolve
 from model import PRESETS
-from run.methods import make_loss_fn
+from run.methods import head_losses
 
 PROCESS = Path("/proc/self")  # only on Linux
 
@@ -61,13 +60,13 @@ def make_cases(args, device) -> dict:
         loss, _ = method_loss("alra", *map(Tensor.float, logits()), y[0])  # keeps no logits
         return torch.autograd.grad(loss, (h_s, w_s))
 
-    def fused(loss_fn):
-        results = head_losses([(h_s, w_s, loss_fn)], h_t, w_t, y)
+    def fused(method):
+        results = head_losses([(h_s, w_s, method)], h_t, w_t, y, compile=True)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
     cases = {"products alone": products, "plain alra": plain}
     for name in ("alra", *args.methods.split(",")):
-        cases[name] = functools.partial(fused, make_loss_fn(name, compile=True))
+        cases[name] = functools.partial(fused, resolve(name))
     return cases
 
 

@@ -573,6 +573,14 @@ def test_bad_shapes_are_refused_by_name():
     for fn in {row.fn for row in METHODS.values()} - {losses.cross_entropy}:
         refused("z_t: expected shape (7, 61) as z_s has", fn, z_s, z_t[:, 1:], y)
         refused("z_s, y: expected [N, V] and [N], got (7, 61) and (6,)", fn, z_s, z_t, y[1:])
+    for label in (-1, 61, -101):
+        refused("y: expected labels 0 to 60, or -100", losses.tvd, z_s, z_t, y.fill_(label))
+    y.fill_(3)
+    refused("z_t: expected floating-point logits", losses.tvd, z_s, z_t.long(), y)
+    for masked in (-math.inf, torch.finfo(torch.float32).min):
+        z_t[2, 5] = masked
+        refused("z_t: expected logits above -1e+30", losses.vanilla_kd, z_s, z_t, y)
+    z_s, z_t, y = case()
     refused("y: expected int64 labels, got torch.int32", losses.alra, z_s, z_t, y.int())
     refused("z_t: this method needs teacher logits, got None", method_loss, "tad", z_s, None, y)
 
@@ -629,7 +637,7 @@ def _squares(z_s, z_t, y, mean="valid"):
     z_s, z_t, _, valid = losses.enter(z_s, z_t, y)
     loss = (z_s - z_t).square().sum(-1)
     scale = losses.valid_mean(loss, valid) if mean == "valid" else loss.mean()
-    return loss / scale, valid
+    return loss / scale.detach(), valid
 
 
 def _left(**settings):
@@ -711,7 +719,10 @@ TRIED = [
     (_left(mean="all"), ""),
     (_scaled, READ),
     (_random, ""),
-    (_with_part(lambda *z: torch.rand(len(z[2]))), "equal calls differ; .* keyword `generator: torch.Gen"),
+    (
+        _with_part(lambda *z: torch.rand(len(z[2]))),
+        "equal calls differ; .* keyword `generator: torch.Gen",
+    ),
     (lambda *z: losses.reverse_kl(*z) * random.random(), "equal calls differ"),
     (_with_part(lambda z_s, z_t, y: z_s.mul_(2)), "z_s is changed in place"),
     (_with_part(lambda z_s, z_t, y: z_t.mul_(2)), "z_t is changed in place"),
@@ -746,6 +757,44 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
         refusal = pytest.raises(ValueError, match=f"^mine: .*{message}")
     with refusal:
         methods.check_settings("mine", 23)
+
+
+TEACHES_NOTHING = read_settings("""
+bdl: lam=0.5
+taid: t=0.0
+rld: alpha=0.0, beta=0.0
+ldrld: alpha=0.0, beta=0.0
+alra: w_mass=0.0, w_local=0.0, w_rest=0.0, lambda_pair=0.0
+jsd: beta=1e-8
+jsd: beta=0.99999999
+""")
+
+
+@pytest.mark.parametrize(("name", "settings"), TEACHES_NOTHING)
+def test_settings_that_teach_nothing_are_refused(name, settings):
+    with pytest.raises(ValueError, match="its gradient is zero at ordinary logits"):
+        methods.check_settings(name, 101, **settings)
+
+
+def test_a_chunk_that_is_not_like_the_whole_and_an_old_contract_are_refused(monkeypatch):
+    def guarded(z_s, z_t, y):
+        return losses.enter(z_s, z_t, y, guard=True)
+
+    methods_of_users = {
+        "half a forward batch": losses.Method(_left(), in_chunks=True),
+        "pass no `guard`": losses.Method(guarded),
+    }
+    for message, method in methods_of_users.items():
+        monkeypatch.setitem(METHODS, "mine", method)
+        with pytest.raises(ValueError, match=message):
+            methods.check_settings("mine", 101)
+
+
+def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
+    z_s, z_t, y = case()
+    z_s[0, 7] = math.nan
+    for name in KD_ROWS:
+        assert kd(name, z_s, z_t, y)[0].isnan(), name
 
 
 @pytest.mark.parametrize("V", [53, 4096])

@@ -15,7 +15,7 @@
   which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
   sets the loss at ignored positions to 0. The functions of lib/vocab.py that take `valid` keep the
   gradient there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s`
-  itself gets the same by `enter(.., guard=True)`, which sets the gradient there to 0 on its way
+  itself gets the same by `enter(..)`, which sets the gradient there to 0 on its way
   back.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lib import vocab
-from lib.checks import IGNORE, enter, leave, valid_mean
+from lib.checks import IGNORE, Batch, enter, leave, valid_mean, whole_batch
 from lib.errors import UserError, nearest
 from lib.settings import (
     Below1,
@@ -52,7 +52,7 @@ from lib.settings import (
     UnitInterval,
     checked,
 )
-from lib.vocab import binary_kl, differences, kl, ln_softmax, lse, upper
+from lib.vocab import binary_kl, differences, kl, ln_softmax, log_softmax, lse, upper
 
 # ----------------------------------------------------------------------------------------------
 # ALRA
@@ -91,6 +91,7 @@ def alra(
     pair: Literal["swpra", "pra_u", "pra"] = "swpra",
     budget: Literal["adaptive", "fixed"] = "adaptive",
     detach_weights: bool = True,
+    batch: Batch | None = None,
 ) -> AlraTerms:
     """Adaptive Local Relational Alignment, in the order of the paper's Algorithm 1.
 
@@ -129,13 +130,17 @@ def alra(
     if budget == "adaptive" and not 2 <= d_min <= d_max:
         raise UserError(f"d_min={d_min}: expected 2 <= d_min <= d_max={d_max}")
 
-    tokens = vocab.top(z_s, d_max)  # [N, d_max] student proposal set, Eq. 4
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    tokens = vocab.top(z_s, d_max, s.largest)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        tokens = _anchored(tokens, z_t, y, anchor)
+        top_1 = vocab.top(z_t, 1, t.largest)[:, 0]  # a_u
+        tokens = _anchored(tokens, top_1, y, anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
-        relative = support / (valid_mean(support, valid) + eps)  # the mean is Eq. 7
+        every = whole_batch(support, valid, batch)
+        relative = support / (valid_mean(every.values, every.valid) + eps)  # the mean is Eq. 7
         # Eq. 8: a position of average support or more has d_max
         d_u = (d_min + (d_max - d_min) * relative).round()
         d_u = d_u.clamp(d_min, d_max).long()
@@ -143,13 +148,9 @@ def alra(
         d_u = tokens.new_full((N,), d_max)
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
-    # `selected_*`: logits of the candidates, not divided by tau. `others_*`: logsumexp of the
-    # tempered logits of all other tokens. Both are relative to the largest logit of these others,
-    # so only differences are used below. `others_kl`: the KL within the others.
-    split = vocab.split(z_s, z_t, tokens, tau, valid)
-    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1]. R is
-    # that category, and the candidates outside I.
-    x_s, x_t = _categories(split, tau)
+    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1], and the
+    # KL within that category. R is the category and the candidates outside I.
+    x_s, x_t, others_kl = vocab.split(s, t, tokens, tau)
     in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
     log_odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
     log_odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
@@ -158,12 +159,12 @@ def alra(
     # the chain rule, [N]: KL over the candidates in R and one category "others", plus
     # P_t(others | R) times the KL within the others
     share = ln_softmax(x_t, ~in_local)[:, -1].exp()
-    rest = kl(x_t, x_s, ~in_local) + share * split.others_kl
+    rest = kl(x_t, x_s, ~in_local) + share * others_kl
 
     both_inside = inside[:, :, None] & inside[:, None, :]
     pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
-    gap_s = differences(split.selected_s / tau_p)
-    gap_t = differences(split.selected_t / tau_p)
+    gap_s = differences(x_s[:, :-1] * tau / tau_p)
+    gap_t = differences(x_t[:, :-1] * tau / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
         p_s = x_s.log_softmax(-1)[:, :-1].exp()  # [N, d_max] full-vocabulary probabilities at tau
@@ -187,25 +188,14 @@ def alra(
     return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
 
 
-def _categories(split, tau) -> tuple[Tensor, Tensor]:
-    """Return both models' tempered logits, [N, k + 1], of the selected tokens and of all others.
-
-    The last column is the logsumexp of the other tokens' tempered logits.
-    """
-    # `others_*` are at tau already
-    x_s = torch.cat([split.selected_s / tau, split.others_s[:, None]], 1)
-    x_t = torch.cat([split.selected_t / tau, split.others_t[:, None]], 1)
-    return x_s, x_t
-
-
 @torch.no_grad()
-def _anchored(tokens, z_t, y, anchor) -> Tensor:
+def _anchored(tokens, top_1, y, anchor) -> Tensor:
     """Let each missing anchor replace the lowest-ranked proposal that is no anchor (Eq. 5).
 
     tokens  [N, k]  the student's proposals, best first
+    top_1   [N]     the teacher's
     ->      [N, k]  as many distinct tokens
     """
-    top_1 = vocab.top(z_t, 1)[:, 0]  # a_u
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
     place = torch.arange(tokens.shape[1], device=tokens.device)  # 0 is the best
     for a in anchors:
@@ -239,8 +229,7 @@ def cross_entropy(z_s, z_t, y) -> Tensor:
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    logp = vocab.log_p(z_s, y[:, None], 1.0, valid)  # [N, 1]
-    return leave(-logp[:, 0], valid)
+    return leave(-vocab.label_log_p(z_s, y), valid)
 
 
 def vanilla_kd(
@@ -263,11 +252,11 @@ def vanilla_kd(
     The code of MiniPLM, a related method, trains the cross-entropy form. That differs by the
     teacher's entropy and has the same gradient.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=standardize)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     if standardize:
         z_s = _standardized(z_s)
         z_t = _standardized(z_t)
-    loss = vocab.forward_kl(z_s, z_t, tau, valid)
+    loss = vocab.forward_kl(z_s, z_t, tau)
     if t2_scaling:
         loss = loss * tau**2
     return leave(loss, valid)
@@ -313,7 +302,7 @@ def pd(
     tokens = vocab.top(z_t, top_k)  # [N, top_k] largest first
     if top_p < 1:
         tau_cut = tau if truncate_on == "tempered" else 1.0
-        p_t = vocab.log_p(z_t, tokens, tau_cut, valid).double().exp()
+        p_t = vocab.log_p(z_t, tokens, tau_cut).double().exp()
         mass_before = p_t.cumsum(-1) - p_t
         kept = mass_before < top_p
     else:  # not by the comparison, as mass_before may be rounded up to 1
@@ -324,7 +313,7 @@ def pd(
     total = x_t.logsumexp(-1, keepdim=True)
     ln_f = torch.where(kept, x_t - total, 0.0)
     tau_s = tau if temper_student else 1.0
-    logp_s = vocab.log_p(z_s, tokens, tau_s, valid)
+    logp_s = vocab.log_p(z_s, tokens, tau_s)
     loss = (f * (ln_f - logp_s)).sum(-1)
     return leave(loss, valid)
 
@@ -336,6 +325,7 @@ def atkd(
     *,
     tau: Positive = 1.0,
     easy_weight: UnitInterval = 0.5,
+    batch: Batch | None = None,
 ) -> Tensor:
     """ATKD (Zhong et al. 2024): easy positions learn the non-targets, hard ones the target too.
 
@@ -350,15 +340,16 @@ def atkd(
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau, valid)
+    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
     tkd_u = binary_kl(log_odds_t, log_odds_s)
     unc = -log_odds_t
-    easy = valid & (unc < vocab.lower_median(unc, valid))
-    hard = valid & ~easy
-    n = _count(valid, z_s)
+    every = whole_batch(unc, valid, batch)
+    easy = every.valid & (every.values < vocab.lower_median(every.values, every.valid))
+    hard = every.valid & ~easy
+    n = _count(every.valid, z_s)
     loss_easy = easy_weight * n / _count(easy, z_s) * dkd_u
     loss_hard = (1 - easy_weight) * n / _count(hard, z_s) * (tkd_u + dkd_u)
-    loss = torch.where(easy, loss_easy, loss_hard)
+    loss = torch.where(easy[every.here], loss_easy, loss_hard)
     return leave(loss, valid)
 
 
@@ -367,16 +358,22 @@ def _count(mask, z) -> Tensor:
     return mask.sum().clamp(min=1).to(z.dtype)
 
 
-def _target_split(z_s, z_t, token, tau, valid) -> tuple[Tensor, Tensor, Tensor]:
+def _target_split(z_s, z_t, token, tau) -> tuple[Tensor, Tensor, Tensor]:
     """Return the student's and the teacher's log-odds of a token, and the KL over all others.
 
     token  [N] such as the label
     ->     [N] each
     """
-    split = vocab.split(z_s, z_t, token[:, None], tau, valid)
-    log_odds_s = split.selected_s[:, 0] / tau - split.others_s
-    log_odds_t = split.selected_t[:, 0] / tau - split.others_t
-    return log_odds_s, log_odds_t, split.others_kl
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    x_s, x_t, others_kl = vocab.split(s, t, token[:, None], tau)
+    return x_s[:, 0] - x_s[:, 1], x_t[:, 0] - x_t[:, 1], others_kl
+
+
+def _log_odds(blocks, token, tau) -> Tensor:
+    """Return ln(p / (1 - p)) of one token per position, [N, 1] -> [N]."""
+    x, _ = vocab.categories(blocks, vocab.choose_blocks(blocks, token), tau)
+    return x[:, 0] - x[:, 1]
 
 
 def rld(
@@ -401,12 +398,14 @@ def rld(
     authors use alpha = 1, beta from 0.5 to 8, tau_conf = 1, and a warm-up, which is left out.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    top_1 = vocab.top(z_t, 1)[:, 0]
-    _, log_odds_m, _ = _target_split(z_s, z_t, top_1, tau_conf, valid)
-    log_odds_s, _, _ = _target_split(z_s, z_t, y, tau_conf, valid)
-    scd_u = binary_kl(log_odds_m, log_odds_s)
-    z_label = z_t.gather(1, y[:, None])
-    mcd_u = vocab.forward_kl(z_s, z_t, tau, valid, below=z_label)
+    s = vocab.block_sums(z_s, tau_conf)
+    t = vocab.block_sums(z_t, tau_conf)
+    top_1 = vocab.top(z_t, 1, t.largest)
+    scd_u = binary_kl(_log_odds(t, top_1, tau_conf), _log_odds(s, y[:, None], tau_conf))
+    outside = z_t >= z_t.gather(1, y[:, None])
+    in_s = z_s.masked_fill(outside, vocab.LEAST)
+    in_t = z_t.masked_fill(outside, vocab.LEAST)
+    mcd_u = vocab.forward_kl(in_s, in_t, tau)
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
 
@@ -439,9 +438,12 @@ def ldrld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    split = vocab.split(z_s, z_t, vocab.top(z_s, d), tau, valid)
-    x_s = split.selected_s / tau  # [N, d] in the student's order
-    x_t = split.selected_t / tau
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    tokens = vocab.top(z_s, d, s.largest)
+    x_s, x_t, rest_u = vocab.split(s, t, tokens, tau)
+    x_s = x_s[:, :-1]  # [N, d] in the student's order
+    x_t = x_t[:, :-1]
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
     r = rank[:, None]
     q = rank[None, :]
@@ -454,7 +456,7 @@ def ldrld(
     if d == 2:  # the authors' code weights a set of two like a pair
         llki_u = llki_u * adw[0, 1]
     n = d * (d - 1) // 2 + 1 if pair_reduction == "mean" else 1
-    loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * split.others_kl)
+    loss = tau**2 * (alpha * (pairs_u + llki_u) / n + beta * rest_u)
     return leave(loss, valid)
 
 
@@ -468,6 +470,7 @@ def tad(
     beta: NonNegative = 2.0,
     norm: Literal["sequence", "unit", "none"] = "sequence",
     n_sequences: int = 1,
+    batch: Batch | None = None,
 ) -> Tensor:
     """TAD (Dasgupta et al. 2026): KL over head tokens and tail mass, weighted KL within the tail.
 
@@ -490,19 +493,23 @@ def tad(
     N, V = z_s.shape
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    if n_sequences < 1 or N % n_sequences:
-        raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
-    split = vocab.split(z_s, z_t, vocab.top(z_t, top_k), tau, valid)
-    x_s, x_t = _categories(split, tau)  # [N, K + 1]
-    ln_w = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
+    s = vocab.block_sums(z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    tokens = vocab.top(z_t, top_k, t.largest)
+    x_s, x_t, others_kl = vocab.split(s, t, tokens, tau)  # [N, K + 1] twice, [N]
+    tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
+    ln_w = tail
     if norm == "sequence":
-        ln_each = ln_w.view(n_sequences, -1)  # [sequences, positions]
-        valid_each = valid.view(n_sequences, -1)
+        every = whole_batch(tail, valid, batch)
+        if n_sequences < 1 or len(every.values) % n_sequences:
+            raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
+        ln_each = every.values.view(n_sequences, -1)  # [sequences, positions]
+        valid_each = every.valid.view(n_sequences, -1)
         n_each = valid_each.sum(-1, keepdim=True).to(ln_w.dtype)
         ln_sum = lse(ln_each, valid_each)[:, None]
-        ln_w = (ln_each - ln_sum + n_each.log()).flatten()
+        ln_w = (ln_each - ln_sum + n_each.log()).flatten()[every.here]
     w = 1.0 if norm == "unit" else ln_w.exp()
-    loss = kl(x_t, x_s) + beta * w * split.others_kl
+    loss = kl(x_t, x_s) + beta * w * others_kl
     return leave(loss, valid)
 
 
@@ -517,7 +524,7 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     single pair (k = 2) would have nothing to learn, so k >= 3. Tokens outside both sets have no
     effect. No tau^2. The authors' KL on prompt tokens has no counterpart in pre-training.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 3 <= top_k <= z_s.shape[1]:
         raise UserError(f"top_k={top_k}: expected 3 to V")
     is_pair = upper(top_k, z_s.device).flatten()  # a before b
@@ -533,18 +540,13 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------
-# further objectives: sums over the vocabulary
-#
-# Each of them defines `terms(ln_q, ln_p)`, where q = P_s and p = P_t. It returns each token's
-# summand [N, V], and its slope [N, V]: the derivative of the sum with respect to that token's ln q,
-# written by hand, so that the backward pass needs the logits alone. A slope may leave out c * q for
-# any constant c, as the gradient of the logits, (slope - q * sum(slope)) / tau, is the same.
+# further objectives: sums over the vocabulary. q = P_s and p = P_t.
 
 
-def _sum_over_vocab(terms, z_s, z_t, y, tau=1.0, plus=0.0) -> Tensor:
-    """Sum `terms` of q = P_s and p = P_t at temperature tau over V, and add `plus`, -> [N]."""
+def _log_probabilities(z_s, z_t, y, tau=1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ln q and ln p at temperature tau, [N, V] each, and the valid positions [N]."""
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    return leave(vocab.pointwise(terms, z_s, z_t, tau, valid) + plus, valid)
+    return log_softmax(z_s, tau), log_softmax(z_t, tau), valid
 
 
 def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -554,11 +556,8 @@ def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     temperature 1, so CSD has no row of its own in `METHODS`.
     """
 
-    def terms(ln_q, ln_p):
-        x = ln_q.exp() * (ln_q - ln_p)
-        return x, x  # the full slope is x + q; q may be left out
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    return leave((ln_q.exp() * (ln_q - ln_p)).sum(-1), valid)
 
 
 def jsd(
@@ -580,21 +579,15 @@ def jsd(
         return vanilla_kd(z_s, z_t, y, tau=tau)
     if beta == 1:
         return reverse_kl(z_s, z_t, y, tau=tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
     ln_odds = math.log(beta) - math.log1p(-beta)
-    weight_entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
-
-    def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
-        # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x)
-        student_part = -(1 - beta) * F.softplus(x) * ln_q.exp()
-        # The loss has the constant `weight_entropy`. As p sums to 1, it may be added as a multiple
-        # of p, and then each token's summand is 0 where p = q.
-        value = (weight_entropy - beta * F.softplus(-x)) * ln_p.exp() + student_part
-        # The derivatives through x, -beta p sigmoid(-x) and (1 - beta) q sigmoid(x), cancel.
-        slope = student_part
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
+    # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x). As p sums to
+    # 1, the constants may be added as a multiple of p: then each summand is 0 where p = q.
+    constant = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
+    teacher_part = ln_p.exp() * (constant - beta * F.softplus(-x))
+    student_part = ln_q.exp() * (1 - beta) * F.softplus(x)
+    return leave((teacher_part - student_part).sum(-1), valid)
 
 
 def tvd(z_s, z_t, y) -> Tensor:
@@ -604,14 +597,8 @@ def tvd(z_s, z_t, y) -> Tensor:
     form keeps the precision of the gradient.
     """
 
-    def terms(ln_q, ln_p):
-        p = ln_p.exp()
-        q = ln_q.exp()
-        value = (p - q).relu()
-        slope = torch.where(p > q, -q, 0.0)
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    return leave((ln_p.exp() - ln_q.exp()).relu().sum(-1), valid)
 
 
 def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
@@ -626,26 +613,21 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
     if lam == 1:
         return reverse_kl(z_s, z_t, y, tau=1.0)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    p = ln_p.exp()
+    q = ln_q.exp()
+    gap = ln_p - ln_q
     bias = math.log(lam) - math.log1p(-lam)
-
-    def terms(ln_q, ln_p):
-        gap = ln_p - ln_q
-        p = ln_p.exp()
-        q = ln_q.exp()
-        # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
-        # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is
-        # -bias - rise where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps,
-        # and is computed by itself so that it is not lost beside the bias.
-        rise = F.softplus(-gap.abs() - bias) - F.softplus(-gap.abs() + bias)
-        x = torch.where(gap >= 0, 2 * bias + rise, -rise)
-        # As p sums to 1, bias may be added as a multiple of p.
-        value = bias * p - ((1 - lam) * p + lam * q) * x
-        # The slope is lam q (ln(a / b) + 1) - (1 - lam) q a / b, where (1 - lam) a / b is
-        # lam exp(-x). bias lam q, a multiple of q, is left out.
-        slope = -lam * q * (x + torch.expm1(-x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
+    # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is -bias - rise
+    # where p >= q, and bias + rise elsewhere. `rise` tends to 0 for large gaps, and is computed by
+    # itself so that it is not lost beside the bias.
+    size = torch.where(gap >= 0, gap, -gap)  # unlike `abs` it has a slope at 0
+    rise = F.softplus(-size - bias) - F.softplus(-size + bias)
+    x = torch.where(gap >= 0, 2 * bias + rise, -rise)
+    # As p sums to 1, bias may be added as a multiple of p.
+    summand = bias * p - ((1 - lam) * p + lam * q) * x
+    return leave(summand.sum(-1), valid)
 
 
 def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
@@ -656,16 +638,10 @@ def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_q - ln_p + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        p = ln_p.exp()
-        value = -p * F.softplus(x)
-        slope = -p * x.sigmoid()
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    x = ln_q - ln_p + math.log1p(-lam) - math.log(lam)
+    loss = -(ln_p.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam p)
+    return leave(loss, valid)
 
 
 def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
@@ -676,16 +652,10 @@ def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
-    ln_odds = math.log1p(-lam) - math.log(lam)
-
-    def terms(ln_q, ln_p):
-        x = ln_p - ln_q + ln_odds  # the log-ratio to the mixture is -ln lam - softplus(x)
-        q = ln_q.exp()
-        value = -q * F.softplus(x)
-        slope = q * (x.sigmoid() - F.softplus(x))
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, plus=-math.log(lam))
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    x = ln_p - ln_q + math.log1p(-lam) - math.log(lam)
+    loss = -(ln_q.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam q)
+    return leave(loss, valid)
 
 
 def abkd(
@@ -709,21 +679,12 @@ def abkd(
     difference quotient of (e^(k d) - 1) / k by k. The slope is q^beta (q^alpha - p^alpha) / alpha.
     """
     s = alpha + beta
-
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        p_to_s = (s * ln_p).exp()  # p^s
-        q_to_s = (s * ln_q).exp()
-        # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
-        where_p_is_larger = p_to_s * _chord(s, beta, d.clamp(max=0))
-        where_q_is_larger = q_to_s * _chord(s, alpha, (-d).clamp(max=0))
-        if alpha:
-            slope = (q_to_s - (alpha * ln_p + beta * ln_q).exp()) / alpha
-        else:
-            slope = q_to_s * d
-        return where_p_is_larger + where_q_is_larger, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    d = ln_q - ln_p
+    # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
+    where_p_is_larger = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0))
+    where_q_is_larger = (s * ln_q).exp() * _chord(s, alpha, (-d).clamp(max=0))
+    return leave((where_p_is_larger + where_q_is_larger).sum(-1), valid)
 
 
 def _chord(a, b, d) -> Tensor:
@@ -747,15 +708,11 @@ def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     tau^2.
     """
 
-    def terms(ln_q, ln_p):
-        d = ln_q - ln_p
-        forward = (-d).sigmoid() * ln_p.exp()  # w p
-        reverse = d.sigmoid() * ln_q.exp()  # (1 - w) q
-        value = (reverse - forward) * d
-        slope = reverse * (1 + d) - forward
-        return value, slope
-
-    return _sum_over_vocab(terms, z_s, z_t, y, tau)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    d = ln_q - ln_p
+    w = (-d).sigmoid().detach()
+    summand = ((1 - w) * ln_q.exp() - w * ln_p.exp()) * d
+    return leave(summand.sum(-1), valid)
 
 
 def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
@@ -768,27 +725,20 @@ def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
     The token that crosses mu is not in the head, and tokens of equal probability enter together. If
     p = q, h is 1/2. The released code does not run: a parameter and the return are missing.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y)
-
-    def terms(ln_q, ln_p, h):
-        q = ln_q.exp()
-        p = ln_p.exp()
-        d = ln_q - ln_p
-        value = ((1 - h) * q - h * p) * d
-        slope = (1 - h) * q * (1 + d) - h * p
-        return value, slope
-
-    h = _head_share(z_s, z_t, mu)
-    return leave(vocab.pointwise(terms, z_s, z_t, 1.0, valid, h), valid)
+    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
+    q = ln_q.exp()
+    p = ln_p.exp()
+    h = _head_share(q.detach(), ln_p, mu)
+    summand = ((1 - h) * q - h * p) * (ln_q - ln_p)
+    return leave(summand.sum(-1), valid)
 
 
 @torch.no_grad()
-def _head_share(z_s, z_t, mu) -> Tensor:
+def _head_share(q, ln_p, mu) -> Tensor:
     """Return AKL's h, [N, 1].
 
     The head's border is found by bisection, which is faster than sorting the vocabulary.
     """
-    ln_p = _log_softmax(z_t)
     p = ln_p.exp()
     # Invariant: mass(ln_p >= low) > mu >= mass(ln_p >= high). It holds for the first `low`, since
     # the tokens below ln((1 - mu) / V) have less than 1 - mu in all. It fails for `high` = 0 if one
@@ -804,9 +754,9 @@ def _head_share(z_s, z_t, mu) -> Tensor:
         over = mass > mu
         low = torch.where(over, middle, low)
         high = torch.where(over, high, middle)
-    is_top = z_t == z_t.amax(-1, keepdim=True)
+    is_top = ln_p == ln_p.amax(-1, keepdim=True)
     in_head = (ln_p >= high) | is_top
-    error = (p - _log_softmax(z_s).exp()).abs()
+    error = (p - q).abs()
     head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
     total = error.sum(-1, keepdim=True)
     return torch.where(total > 0, head / total, 0.5)
@@ -831,7 +781,7 @@ def dkd(
     weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau, valid)
+    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau)
     tckd = binary_kl(log_odds_t, log_odds_s)
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
@@ -842,7 +792,7 @@ def mse_logits(z_s, z_t, y, *, center: bool = False) -> Tensor:
     center  subtract each row's mean first. Otherwise the loss depends on the logits' common shift,
             to which softmax is blind
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
     gap = z_s - z_t
     if center:
         gap = gap - gap.mean(-1, keepdim=True)
@@ -871,13 +821,14 @@ def adakd(
     base                "reverse" KL(P_s || P_t) or "forward" KL(P_t || P_s)
     detach_temperature  False as in the authors' code, whose gradient runs through T_u
 
+    Its forward batch is never divided into chunks, since its gradient runs through the median.
     Each of the hardest is scaled by n_valid / n_hardest. Where the median is 0, as at equality, s_u
     is divided by 1 (the authors' 0 / 0 is NaN). Their schedule of `keep` over training is left out.
     c = 0 means temperature 1.
     """
-    z_s, z_t, y, valid = enter(z_s, z_t, y, guard=True)
-    logp_s = _log_softmax(z_s)
-    logp_t = _log_softmax(z_t)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    logp_s = log_softmax(z_s)
+    logp_t = log_softmax(z_t)
     if rule == "hellinger":
         gap = (logp_s / 2).exp() - (logp_t / 2).exp()
         s = torch.linalg.vector_norm(gap, dim=-1) / math.sqrt(2)
@@ -896,8 +847,8 @@ def adakd(
     T = (-c * torch.tanh(ratio.log())).exp()
     if detach_temperature:
         T = T.detach()
-    a = _log_softmax(logp_s / T[:, None])
-    b = _log_softmax(logp_t / T[:, None])
+    a = log_softmax(logp_s / T[:, None])
+    b = log_softmax(logp_t / T[:, None])
     if base == "forward":
         a, b = b, a
     kl_u = (a.exp() * (a - b)).sum(-1)
@@ -912,6 +863,7 @@ def sekd(
     *,
     tau: Positive = 2.0,
     keep: PositiveFraction = 0.2,
+    batch: Batch | None = None,
 ) -> Tensor:
     """SE-KD (code: almogtavor/SE-KD3x): tau^2 KL(P_t || P_s) where the student is least sure.
 
@@ -920,16 +872,17 @@ def sekd(
     authors' code it keeps none if n_valid < 3, unless keep = 1.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    n_valid = valid.sum()
-    has_enough = (n_valid >= 3) | (keep == 1)
-    n_kept = (keep * n_valid.double()).ceil() * has_enough
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
     # KL(student || uniform) = ln V - entropy: the student stands in the teacher's place
-    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0, valid=valid)
-    kept = valid & (vocab.rising_rank(certainty, valid) < n_kept)
+    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0)
+    every = whole_batch(certainty, valid, batch)
+    n_valid = every.valid.sum()
+    has_enough = (n_valid >= 3) | (keep == 1)
+    n_kept = (keep * n_valid.double()).ceil() * has_enough
+    kept = every.valid & (vocab.rising_rank(every.values, every.valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
-    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau, valid) * factor.to(z_s.dtype)
-    return leave(loss, kept)
+    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau) * factor.to(z_s.dtype)
+    return leave(loss, kept[every.here])
 
 
 def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
@@ -944,16 +897,7 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     between = (1 - t) * z_s.detach() + t * z_t
-    return leave(vocab.forward_kl(z_s, between, 1.0, valid), valid)
-
-
-def _log_softmax(x) -> Tensor:
-    """Return the log-softmax with a relative error of 1e-7 in fp32.
-
-    torch's own is off by 1e-6 on the CPU, as it adds 151,936 terms one by one.
-    """
-    x = x - x.detach().amax(-1, keepdim=True)
-    return x - x.exp().sum(-1, keepdim=True).log()
+    return leave(vocab.forward_kl(z_s, between, 1.0), valid)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -971,6 +915,9 @@ class Method(NamedTuple):
     # training an objective gets the value as an fp64 tensor []. If w_kd moves, w_ce is 1 - w_kd.
     moving: dict[str, Callable[[float], float]] = {}  # noqa: RUF012
     state: dict[str, Tensor] = {}  # noqa: RUF012 (first state of an objective that keeps one)
+    # Whether a forward batch may be divided into chunks of positions. An objective whose positions
+    # depend on each other then takes `batch` (see `whole_batch`).
+    in_chunks: bool = False
 
     @property
     def has_teacher(self) -> bool:
@@ -989,29 +936,30 @@ def wsd(progress: float) -> float:
 
 def _fixed(d: int) -> Method:
     """ALD + PRA-U on the student's top d."""
-    return Method(alra, {"budget": "fixed", "d_max": d, "pair": "pra_u"})
+    hyper = {"budget": "fixed", "d_max": d, "pair": "pra_u"}
+    return Method(alra, hyper, in_chunks=True)
 
 
 METHODS: dict[str, Method] = {
     # the main comparison: the paper's table of baseline configurations. It has no pd_wsd, which is
     # PD with its authors' schedule of the weights; the paper fixes w_kd at 1 instead.
-    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0),
-    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5),
-    "pd": Method(pd),
-    "pd_wsd": Method(pd, moving={"w_kd": wsd}),
-    "atkd": Method(atkd),
-    "rld": Method(rld),
-    "ldrld": Method(ldrld, w_ce=0.5),
-    "tad": Method(tad, w_kd=0.5, w_ce=0.5),
-    "bild": Method(bild),
-    "alra": Method(alra),
+    "pretrain": Method(cross_entropy, w_kd=0.0, w_ce=1.0, in_chunks=True),
+    "vanilla_kd": Method(vanilla_kd, w_kd=0.5, w_ce=0.5, in_chunks=True),
+    "pd": Method(pd, in_chunks=True),
+    "pd_wsd": Method(pd, moving={"w_kd": wsd}, in_chunks=True),
+    "atkd": Method(atkd, in_chunks=True),
+    "rld": Method(rld, in_chunks=True),
+    "ldrld": Method(ldrld, w_ce=0.5, in_chunks=True),
+    "tad": Method(tad, w_kd=0.5, w_ce=0.5, in_chunks=True),
+    "bild": Method(bild, in_chunks=True),
+    "alra": Method(alra, in_chunks=True),
     # pair weighting
-    "alra_r": Method(alra, {"pair": "pra"}),
-    "alra_u": Method(alra, {"pair": "pra_u"}),
+    "alra_r": Method(alra, {"pair": "pra"}, in_chunks=True),
+    "alra_u": Method(alra, {"pair": "pra_u"}, in_chunks=True),
     # anchoring
-    "alra_n": Method(alra, {"anchor": "none"}),
-    "alra_ng": Method(alra, {"anchor": "label"}),
-    "alra_g": Method(alra, {"anchor": "both"}),
+    "alra_n": Method(alra, {"anchor": "none"}, in_chunks=True),
+    "alra_ng": Method(alra, {"anchor": "label"}, in_chunks=True),
+    "alra_g": Method(alra, {"anchor": "both"}, in_chunks=True),
     # fixed budgets
     "fixed_3": _fixed(3),
     "fixed_7": _fixed(7),
@@ -1020,26 +968,29 @@ METHODS: dict[str, Method] = {
     "fixed_19": _fixed(19),
     "fixed_25": _fixed(25),
     # further objectives
-    "reverse_kl": Method(reverse_kl),
-    "jsd": Method(jsd),
-    "tvd": Method(tvd),
-    "dkd": Method(dkd, w_ce=1.0),
-    "mse_logits": Method(mse_logits),
+    "reverse_kl": Method(reverse_kl, in_chunks=True),
+    "jsd": Method(jsd, in_chunks=True),
+    "tvd": Method(tvd, in_chunks=True),
+    "dkd": Method(dkd, w_ce=1.0, in_chunks=True),
+    "mse_logits": Method(mse_logits, in_chunks=True),
     "adakd": Method(adakd),
-    "sekd": Method(sekd, w_kd=0.9, w_ce=0.1),
-    "bdl": Method(bdl),
-    "skew_fkl": Method(skew_fkl),
-    "skew_rkl": Method(skew_rkl),
-    "abkd": Method(abkd),
-    "akl": Method(akl),
-    "todi": Method(todi, w_kd=0.5, w_ce=0.5),
-    "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}),
-    "topk_tail": Method(tad, {"beta": 0.0}),  # KL over the teacher's top K and one bucket
+    "sekd": Method(sekd, w_kd=0.9, w_ce=0.1, in_chunks=True),
+    "bdl": Method(bdl, in_chunks=True),
+    "skew_fkl": Method(skew_fkl, in_chunks=True),
+    "skew_rkl": Method(skew_rkl, in_chunks=True),
+    "abkd": Method(abkd, in_chunks=True),
+    "akl": Method(akl, in_chunks=True),
+    "todi": Method(todi, w_kd=0.5, w_ce=0.5, in_chunks=True),
+    "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}, in_chunks=True),
+    "topk_tail": Method(
+        tad, {"beta": 0.0}, in_chunks=True
+    ),  # KL over the teacher's top K and one bucket
     "logit_std": Method(
         vanilla_kd,
         {"tau": 2.0, "t2_scaling": True, "standardize": True},
         w_kd=9.0,  # the authors' weights
         w_ce=0.1,
+        in_chunks=True,
     ),
 }
 
@@ -1048,6 +999,7 @@ METHODS: dict[str, Method] = {
 # calling a method: in a training loop of your own (`method_loss`), and in train.py (`mean_loss`)
 
 # what people may mean by a name that is not in `METHODS`
+GIVEN = ("n_sequences", "generator", "state", "batch")  # keywords that the caller sets
 HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
 
@@ -1072,49 +1024,48 @@ def method_loss(
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
-def mean_loss(method, z_s, z_t, y) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(method, z_s, z_t, y, batch: Batch | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
-    z_s, z_t, y  as for an objective: the positions of one forward batch
-    ->           mean loss [], and a dict of sums over the valid positions: `loss`, `kd` (with a
-                 teacher), `ce`, the objective's parts; and `n_valid`, by which lib/head.py divides
-                 them. The next state of an objective that keeps one is under "state.KEY", times
-                 n_valid, so that the same division gives its mean over the forward batches
+    z_s, z_t, y  as for an objective: the positions of a forward batch, or a chunk of `batch`
+    ->           their part of the mean over the forward batch, []; and a dict of sums over the
+                 valid positions: `loss`, `kd` (with a teacher), `ce`, the objective's parts; and
+                 `n_valid`, by which the caller divides them. The next state of an objective that
+                 keeps one is under "state.KEY", times n_valid, so that the same division gives its
+                 mean over the forward batches
 
     A term of weight 0 costs no gradient.
     """
-    with_gradient = torch.is_grad_enabled()
     valid = y != IGNORE
-    state = {}
-    uses_ce = _is_used(method.w_ce)
-    with torch.set_grad_enabled(with_gradient and uses_ce):
-        ce = cross_entropy(z_s, None, y)  # [N]
-    loss = method.w_ce * ce if uses_ce else torch.zeros_like(ce)
+    n_valid = valid.sum()
+    ce = cross_entropy(_weighted(z_s, method.w_ce), None, y)  # [N]
+    loss = method.w_ce * ce
     terms = {"ce": ce}
+    state = {}
     if method.has_teacher:
-        uses_kd = _is_used(method.w_kd)
         if z_t is None:
             raise UserError("z_t: this method needs teacher logits, got None")
-        with torch.set_grad_enabled(with_gradient and uses_kd):
-            parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
-        kd = parts.pop("loss")  # [N]
+        hyper = method.hyper
+        if batch is not None and takes(method.fn, "batch"):
+            hyper = hyper | {"batch": batch}
+        parts = parts_of(method.fn(_weighted(z_s, method.w_kd), z_t, y, **hyper))
         state = parts.pop("state", {})
-        if uses_kd:
-            loss = loss + method.w_kd * kd
+        kd = parts.pop("loss")  # [N]
+        loss = loss + method.w_kd * kd
         terms = {"kd": kd, "ce": ce, **parts}
-    sums = {}
+    sums = {"n_valid": n_valid}
     for key, value in {"loss": loss, **terms}.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
-    n_valid = valid.sum()
     for key, value in state.items():
         sums[f"state.{key}"] = value * n_valid
-    sums["n_valid"] = n_valid
-    return loss.sum() / n_valid.clamp(min=1), sums
+    n = n_valid if batch is None else batch.valid.sum()
+    return loss.sum() / n.clamp(min=1), sums
 
 
-def _is_used(weight: float | Tensor) -> bool:
-    return isinstance(weight, Tensor) or weight > 0  # a tensor is a weight that changes
+def _weighted(z, weight: float | Tensor) -> Tensor:
+    """Return the logits, without gradient if the weight is 0; a tensor is a weight that changes."""
+    return z if isinstance(weight, Tensor) or weight > 0 else z.detach()
 
 
 def parts_of(result) -> dict[str, Tensor]:
@@ -1124,7 +1075,7 @@ def parts_of(result) -> dict[str, Tensor]:
 
 def with_sequences(method, n_sequences: int) -> Method:
     """Set `n_sequences` if the objective has that keyword."""
-    if "n_sequences" not in default_settings(method.fn):
+    if not takes(method.fn, "n_sequences"):
         return method
     return method._replace(hyper=method.hyper | {"n_sequences": n_sequences})
 
@@ -1167,14 +1118,23 @@ def settings(name) -> dict[str, object]:
     hints = typing.get_type_hints(getattr(fn, "func", fn), include_extras=True)
     kinds = {"w_kd": NonNegative, "w_ce": NonNegative}
     for key in default_settings(fn):
-        if key not in ("n_sequences", "generator", "state"):  # the caller sets these
-            if key not in hints:
-                raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
-            kinds[key] = hints[key]
+        if key not in hints:
+            raise UserError(f"{name}: {key} has no annotation; write {key}: float, or its kind")
+        kinds[key] = hints[key]
     return kinds
 
 
 def default_settings(fn: Callable) -> dict[str, object]:
+    """Return the settings of an objective with their defaults."""
+    return {key: value for key, value in _keywords(fn).items() if key not in GIVEN}
+
+
+def takes(fn: Callable, keyword) -> bool:
+    """Return whether an objective has a keyword."""
+    return keyword in _keywords(fn)
+
+
+def _keywords(fn) -> dict[str, object]:
     """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
     parameters = inspect.signature(fn).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -31,10 +31,8 @@ from lib import parallel
 from lib.device import pick_device, repair_compile_cache
 from lib.errors import UserError
 from lib.files import locked
-from lib.head import head_losses
 from lib.hf import weights_hash
 from lib.rows import read_ahead, row_order
-from losses import resolve
 from model import Qwen2, init_student
 from run import ending, preflight
 from run.checkpoints import finish_saving, resume, save_checkpoints, save_model, stop_diverged
@@ -48,7 +46,7 @@ from run.log import (
     say,
     write_waiting,
 )
-from run.methods import compute_dtype, make_evaluate_at, method_lines
+from run.methods import compute_dtype, head_losses, make_method, method_at, method_lines
 from run.preflight import open_teacher
 from run.students import Run, Student
 from run.validate import validate
@@ -89,7 +87,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     parameter groups with an lr of their own, are welcome: `update` scales the lr that each group is
     made with by the schedule.
     """
-    method = resolve(name)
+    method = make_method(name, cfg)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
     torch.manual_seed(cfg.seed)  # for the initial weights of modules that you add below
@@ -127,8 +125,8 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         optimizers=optimizers,
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
+        method=method,
         tokenizer=tokenizer,
-        evaluate_at=make_evaluate_at(name, cfg),
     )
 
 
@@ -163,21 +161,21 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     batch. The loss of a forward batch is the mean over its labels. The loss of an update is
     the mean over all of its forward batches, so micro-batches and processes do not change it.
 
-    From here to an objective: `head_losses` (lib/head.py) computes the logits of a forward batch
-    and calls `evaluate` (run/methods.py), which calls `mean_loss` (losses.py) and its gradient.
+    From here to an objective: `head_losses` (run/methods.py) computes the logits of a forward batch
+    and calls `evaluate` for loss and gradient, which calls `mean_loss` and that the objective.
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
-    evaluators = [s.evaluate_at(step, s.state) for s in students]
+    methods = [method_at(s, step, cfg) for s in students]
     n_valid = 0
     for _ in range(n_micro // parallel.world()):
         x, y, n, h_t = next(stream)
         h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]
         heads = [s.model.head for s in students]
-        inputs = list(zip(h_s, heads, evaluators, strict=True))
+        inputs = list(zip(h_s, heads, methods, strict=True))
         # runs the heads forward and backward, one forward batch of logits at a time
-        results = head_losses(inputs, h_t, head_t, y, cfg.group)
+        results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile)
         for s, (loss, terms) in zip(students, results, strict=True):
             # `head_losses` has computed the gradients of h_s and of the head already. This scales
             # them by 1 / n_micro, and continues backward from h_s through the layers.

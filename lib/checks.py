@@ -1,8 +1,9 @@
 """What goes into an objective and what comes out: shapes, dtypes, ignored positions.
 
-Every objective starts with `enter` and ends with `leave`. A logit that is not finite makes the loss
-not finite; where a label out of range is read, torch raises an error of its own.
+Every objective starts with `enter` and ends with `leave`. A NaN in the logits makes the loss NaN.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +12,14 @@ import lib.torch_setup  # noqa: F401  (all that computes imports this file)
 from lib.errors import UserError
 
 IGNORE = -100  # label of an ignored position; torch's own `ignore_index`
+MASKED = -1e30  # a teacher's logit at or below it stands for a masked token
 
 
-def enter(z_s, z_t, y, guard=False):
+def enter(z_s, z_t, y):
     """Check and widen the input.
 
-    guard  give ignored positions a gradient of exactly 0, even if their logits are NaN. Set it if
-           the objective itself computes with z_s; `vocab.split`, `vocab.log_p` and
-           `vocab.pointwise` see to it themselves
-
-    -> z_s and z_t [N, V] in fp32 or wider, z_t constant; labels [N], 0 where ignored; valid [N]
-       bool
+    -> z_s and z_t [N, V] in fp32 or wider, 0 at ignored positions, z_t constant; labels [N], 0
+       where ignored; valid [N] bool
     """
     shape = tuple(z_s.shape)
     if z_s.ndim != 2 or y.shape != z_s.shape[:1]:
@@ -30,28 +28,34 @@ def enter(z_s, z_t, y, guard=False):
         raise UserError(f"z_t: expected shape {shape} as z_s has")
     if y.dtype != torch.int64:
         raise UserError(f"y: expected int64 labels, got {y.dtype}")
+    for name, z in {"z_s": z_s, "z_t": z_t}.items():
+        if z is not None and not z.is_floating_point():
+            raise UserError(f"{name}: expected floating-point logits, got {z.dtype}")
     dtype = torch.promote_types(z_s.dtype, torch.float32)
-    valid = y != IGNORE
+    ignored = y == IGNORE
+    z_s = z_s.to(dtype).masked_fill(ignored[:, None], 0.0)
     if z_t is not None:
-        z_t = z_t.detach().to(dtype)
-    z_s = z_s.to(dtype)
-    if guard:
-        z_s = _Guard.apply(z_s, valid)
-    return z_s, z_t, y.masked_fill(~valid, 0), valid
+        z_t = z_t.detach().to(dtype).masked_fill(ignored[:, None], 0.0)
+    y = y.masked_fill(ignored, 0)
+    if not torch.compiler.is_compiling():
+        check_values(z_t, y, shape[1])
+    return z_s, z_t, y, ~ignored
 
 
-class _Guard(torch.autograd.Function):
-    """The logits unchanged, with a gradient of exactly 0 at ignored positions."""
-
-    @staticmethod
-    def forward(ctx, z, valid):
-        ctx.save_for_backward(valid)
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx, g):
-        (valid,) = ctx.saved_tensors
-        return g.masked_fill(~valid[:, None], 0.0), None
+def check_values(z_t, y, V):
+    """Check labels, and on the CPU the teacher's logits. A GPU checks labels without a wait."""
+    fits = ((y >= 0) & (y < V)).all()
+    message = f"y: expected labels 0 to {V - 1}, or {IGNORE} where ignored"
+    if y.is_cuda:
+        torch._assert_async(fits, message)
+        return
+    if not fits:
+        raise UserError(f"{message}; got {y.min()} to {y.max()}")
+    if z_t is not None and z_t.numel() and z_t.amin() <= MASKED:
+        raise UserError(
+            f"z_t: expected logits above {MASKED}, got {z_t.amin():.1e}; "
+            "instead of masking tokens, cut them off the logits of both models"
+        )
 
 
 def leave(loss, valid) -> Tensor:
@@ -62,6 +66,27 @@ def leave(loss, valid) -> Tensor:
 def valid_mean(x, valid) -> Tensor:
     """Return the mean over the valid positions, 0 where there is none, [N] -> []."""
     return leave(x, valid).sum() / valid.sum().clamp(min=1)
+
+
+class Batch(NamedTuple):
+    """A forward batch of M positions, as an objective knows it that sees a chunk of N of them."""
+
+    values: Tensor | None  # [M] the objective's statistic, from a pass without gradient
+    valid: Tensor  # [M] bool
+    here: Tensor  # [N] int64 places of the chunk's positions
+
+
+def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
+    """Return a statistic of the whole forward batch, of which the values [N] may be a chunk.
+
+    batch  the keyword of an objective that is called twice for each chunk: first with a list, which
+           takes the values; then with a `Batch` of all values
+    """
+    if isinstance(batch, Batch):
+        return batch
+    if batch is not None:
+        batch.append(values.detach())
+    return Batch(values, valid, torch.arange(len(values), device=values.device))
 
 
 def all_finite(z) -> bool:

@@ -1,9 +1,8 @@
-"""Output head and loss in one: only one forward batch's logits exist at any time.
+"""The output head: logits in fp32, and the gradients of hidden states and head weight.
 
-The gradients of hidden states and head weight are computed along with the loss. This file knows no
-method: it is given a function of logits.
+The gradients are computed along with the loss, so that only one chunk's logits exist at any time.
 
-Dimension key: B rows, T time, D width, V vocabulary, N = group * T positions of a forward batch.
+Dimension key: B rows, T time, D width, V vocabulary, N positions at a time.
 """
 
 import functools
@@ -12,111 +11,50 @@ import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
-from lib.errors import UserError
 
 
-def head_losses(
-    students,
-    h_t: Tensor | None,
-    w_t: Tensor | None,
-    y: Tensor,
-    group: int = 1,
-):
-    """Return each student's loss and the means of its terms over the rows of a micro-batch.
+class Head:
+    """A model's last hidden states and head weight, without gradient, in the dtype of products.
 
-    students  for each student (h_s [B, T, D_s], w_s [V, D_s], evaluate): last hidden states, head
-              weight, and the function described below
-    h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
-    y         [B, T] labels; IGNORE marks ignored positions
-    group     rows per forward batch, a divisor of B
-    ->        for each student its loss [], the mean over forward batches, whose backward may run
-              once; and the detached means of its terms over all valid positions
-
-    `evaluate(gradient_dtype, z_s [N, V], z_t [N, V], y [N])` returns the mean loss [], the sums of
-    its terms with `n_valid`, and the gradient of z_s (None if gradient_dtype is None). It may
-    overwrite z_s. The teacher's logits are computed once for all students, and every student gets
-    the same bits as if it were alone.
-    """
-    n_rows = y.shape[0]
-    if n_rows % group:
-        raise UserError(f"group={group}: expected a divisor of the {n_rows} rows")
-    ignored = (y == IGNORE)[..., None]
-    if h_t is not None:
-        h_t, w_t = operands(h_t, w_t, ignored)
-    heads = [_Head(*student, ignored) for student in students]
-    with torch.autocast(y.device.type, enabled=False), torch.no_grad():
-        for first in range(0, n_rows, group):
-            rows = slice(first, first + group)
-            z_t = None
-            if h_t is not None:
-                z_t = mm(h_t[rows].flatten(0, 1), w_t.t())  # [N, V] fp32
-            for head in heads:
-                head.add_batch(rows, z_t, y[rows].flatten(), n_rows // group)
-    return [head.result() for head in heads]
-
-
-class _Head:
-    """One student's operands and gradients, and its sums over the forward batches of a call.
-
-    h_s, w_s  [B, T, D], [V, D] last hidden states and head weight
-    evaluate  the student's objective, as in `head_losses`
-    ignored   [B, T, 1] whether a position has no label
-    h, w      h_s and w_s in the dtype of the products; h is 0 at ignored positions
-    dh, dw    [B, T, D], [V, D] gradients, dw in fp32 or wider; None where none is needed
-    sums      the mean losses under "mean", and the sums of terms
+    h, w  [B * T, D], [V, D]; h is 0 at ignored positions
     """
 
-    def __init__(self, h_s, w_s, evaluate, ignored):
-        self.h_s = h_s
-        self.w_s = w_s
-        self.evaluate = evaluate
-        self.h, self.w = operands(h_s, w_s, ignored)
-        self.dh = None
-        self.dw = None
-        self.sums = {}
-        if torch.is_grad_enabled() and h_s.requires_grad:
-            self.dh = torch.zeros_like(h_s)
-        if torch.is_grad_enabled() and w_s.requires_grad:
-            self.dw = torch.zeros_like(self.w, dtype=_wide(w_s))
+    def __init__(self, h, w, y):
+        """Take hidden states [B, T, D], weight [V, D] and labels [B, T]."""
+        h = h.masked_fill((y == IGNORE)[..., None], 0.0)
+        self.h = operand(h, h.dtype).flatten(0, 1)
+        self.w = operand(w, h.dtype)
 
-    def add_batch(self, rows, z_t, labels, n_batches):
-        """Add one of `n_batches` forward batches.
+    def logits(self, here) -> Tensor:
+        """Return the logits [N, V] of the positions `here`, a slice of B * T."""
+        return mm(self.h[here], self.w.t())
 
-        rows    slice of the rows of h_s
-        z_t     [N, V] the teacher's logits, or None
-        labels  [N]
-        """
-        h = self.h[rows].flatten(0, 1)  # [N, D]
-        gradient_dtype = None
-        if self.dh is not None or self.dw is not None:
-            gradient_dtype = self.w.dtype  # on a GPU bf16, as under autocast
-        loss, sums, dz = self.evaluate(gradient_dtype, mm(h, self.w.t()), z_t, labels)
-        sums["mean"] = loss * (1 / n_batches)
-        for key, value in sums.items():
-            self.sums[key] = self.sums.get(key, 0) + value
-        if self.dh is not None:
-            dh = mm(dz, self.w).div_(n_batches)
-            self.dh[rows] = dh.view_as(self.dh[rows])
-        if self.dw is not None:
-            add_mm(self.dw, dz.t(), h, 1 / n_batches)
 
-    def result(self):
-        """Return the loss with its gradients attached, and the means of its terms."""
-        loss = _Attach.apply(self.h_s, self.w_s, self.sums.pop("mean"), self.dh, self.dw)
-        n_valid = self.sums.pop("n_valid").clamp(min=1)
-        return loss, {key: value / n_valid for key, value in self.sums.items()}
+class Gradients:
+    """The gradients of a head's inputs, added up from gradients of its logits.
+
+    dh, dw  [B * T, D], [V, D]; dw in fp32 or wider
+    """
+
+    def __init__(self, head):
+        self.head = head
+        self.dh = torch.zeros_like(head.h)
+        self.dw = torch.zeros_like(head.w, dtype=_wide(head.w))
+
+    def add(self, here, dz):
+        """Add those of the logits [N, V] at the positions `here`."""
+        self.dh[here] = mm(dz, self.head.w)
+        add_mm(self.dw, dz.t(), self.head.h[here])
+
+    def attach(self, loss, h, w) -> Tensor:
+        """Return the loss [] with these gradients of h [B, T, D] and w. Backward may run once."""
+        return _Attach.apply(h, w, loss, self.dh.view_as(h), self.dw)
 
 
 class _Attach(torch.autograd.Function):
-    """Attach gradients that are already computed to a loss.
-
-    They are freed after use; backward may run only once.
-    """
-
     @staticmethod
-    def forward(ctx, h_s, w_s, loss, dh, dw):
+    def forward(ctx, h, w, loss, dh, dw):
         ctx.gradients = (dh, dw)
-        ctx.dtype = w_s.dtype
         return loss.clone()
 
     @staticmethod
@@ -127,17 +65,7 @@ class _Attach(torch.autograd.Function):
             )
         dh, dw = ctx.gradients
         ctx.gradients = None
-        if dh is not None:
-            dh = dh.mul_(g)
-        if dw is not None:
-            dw = dw.mul_(g).to(ctx.dtype)
-        return dh, dw, None, None, None
-
-
-def operands(h: Tensor, w: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states and head for `mm`, with hidden states of 0 at ignored positions."""
-    h = h.detach().masked_fill(ignored, 0.0)
-    return operand(h, h.dtype), operand(w.detach(), h.dtype)
+        return dh.mul_(g), dw.mul_(g), None, None, None
 
 
 def operand(x: Tensor, dtype) -> Tensor:
@@ -153,14 +81,14 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def add_mm(total: Tensor, a: Tensor, b: Tensor, alpha: float):
-    """Add alpha times a @ b onto `total`, accumulated in fp32 or wider."""
+def add_mm(total: Tensor, a: Tensor, b: Tensor):
+    """Add a @ b onto `total`, accumulated in fp32 or wider."""
     if a.dtype.itemsize > 2:
-        total.addmm_(a, b, alpha=alpha)
+        total.addmm_(a, b)
     elif _adds_in_place(a.device, a.dtype):
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, alpha=alpha, out=total)
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
     else:
-        total.add_(mm(a, b), alpha=alpha)
+        total.add_(mm(a, b))
 
 
 @functools.cache
@@ -170,10 +98,10 @@ def _adds_in_place(device, dtype) -> bool:
     Tried once per device and dtype, on a product whose sum is known.
     """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
-    onto = torch.full((16, 16), 1 + 2**-20, device=device)
+    onto = torch.full((16, 16), 1 + 2**-19, device=device)
     try:
-        torch.ops.aten.addmm.dtype_out(onto, ones, ones, torch.float32, alpha=0.5, out=onto)
-        return torch.equal(onto, torch.full_like(onto, 9 + 2**-20))  # exact in fp32 alone
+        torch.ops.aten.addmm.dtype_out(onto, ones, ones, torch.float32, out=onto)
+        return torch.equal(onto, torch.full_like(onto, 17 + 2**-19))  # exact in fp32 alone
     except RuntimeError:  # no such kernel
         return False
 

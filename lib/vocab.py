@@ -1,12 +1,13 @@
 """Sums over the vocabulary, and the small distributions that are built from them.
 
-The first half works on the vocabulary: tensors of [N, V]. Compiled, each of its functions reads
-the logits once forward (`pointwise` more often) and once backward, and keeps nothing else of that
-size. A loss is fast if it reads the vocabulary through them only. The second half works on k
-selected tokens per position: tensors of [N, k].
+The first half works on the vocabulary: tensors of [N, V]. It is ordinary torch, and autograd finds
+the gradients. Sums are taken in two levels, over blocks of the vocabulary and then over the blocks:
+a block fits into a GPU's registers, so that torch.compile reads the logits once forward and once
+backward. Two levels also keep rounding errors small. The second half works on k selected tokens
+per position: tensors of [N, k].
 
-Keep the order of operations: lib/graph.py merges equal ones of different functions in a compiled
-graph. Equal logits rank by lowest index.
+Equal logits rank by lowest index. `LEAST` stands for minus infinity: it gives a probability of 0,
+but differences of it are numbers.
 
 Dimension key: N positions, V vocabulary, k selected tokens.
 """
@@ -16,194 +17,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+LEAST = -1e30
 
 # ----------------------------------------------------------------------------------------------
-# the vocabulary in two parts: selected tokens, and the rest
+# sums over blocks of the vocabulary
 
 
-class Split(NamedTuple):
-    """Logits split into k selected tokens per position and the rest of the vocabulary.
+class Blocks(NamedTuple):
+    """A model's logits z in blocks of the vocabulary, with the sums of exp(z / tau)."""
 
-    The selected tokens keep one logit each; three numbers summarize the rest. All logits of a model
-    are relative to its largest logit in the rest: rounding errors then scale with ln p, not with
-    the logit. That shift has no gradient, so use the logits only in functions that it does not
-    change, such as softmax.
-    """
-
-    selected_s: Tensor  # [N, k] student logits of the tokens, not tempered; differentiable
-    selected_t: Tensor  # [N, k] teacher logits of the tokens, not tempered
-    others_s: Tensor  # [N] log sum exp(z_s / tau) over all other tokens; differentiable
-    others_t: Tensor  # [N] the same of the teacher
-    others_kl: Tensor  # [N] KL(teacher || student) of the softmaxes over them; differentiable
-
-
-def split(z_s, z_t, tokens, tau, valid) -> Split:
-    """Split the logits into selected tokens and all others, the rest.
-
-    tokens  [N, k] int64, distinct: the selected ones
-    tau     temperature of the sums over the rest
-    valid   [N] bool; other positions get a gradient of exactly 0
-    """
-    return Split(*_Split.apply(z_s, z_t, tokens, tau, valid))
-
-
-def forward_kl(z_s, z_t, tau, valid, below=None) -> Tensor:
-    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N].
-
-    valid  as in `split`
-    below  [N, 1] take only the tokens with z_t < below; 0 where there are none
-    """
-    parts = Split(*_Split.apply(z_s, z_t, below, tau, valid))
-    if below is None:
-        return parts.others_kl
-    return parts.others_kl.masked_fill(parts.others_t == -math.inf, 0.0)
-
-
-class _Split(torch.autograd.Function):
-    """All that ALRA's divergences read of the vocabulary: one pass forward, one backward.
-
-    Forward: each block is read once, for its largest logit and for its sums relative to that. A
-    block without selected tokens belongs to the rest as a whole. The other blocks, at most k of
-    them, are gathered, and their rest is summed separately. So the rest is always a sum over the
-    rest, never `1 - p`, which cancels in fp32; and tokens need no mask of [N, V].
-
-    selected  [N, k] int64 tokens; or [N, 1] `below`, a teacher logit that leaves tokens with
-              z_t >= below out of the rest (k is 0); or None (k is 0)
-
-    Backward: the gradient of the rest is written everywhere, then the selected tokens get their
-    own. Autograd would keep four tensors of [N, V]; this keeps the logits only.
-    """
-
-    @staticmethod
-    def forward(ctx, z_s, z_t, selected, tau, valid):
-        tokens = selected
-        below = None
-        if selected is None or selected.is_floating_point():
-            tokens = z_t.new_empty(z_t.shape[0], 0, dtype=torch.int64)
-            below = selected
-
-        def sums(x_s, x_t):
-            """Return the largest logits, and the sums of e_s, e_t and e_t (ln e_t - ln e_s).
-
-            [N, blocks, size] -> [N, blocks] each; e is exp((x - largest x of the block) / tau)
-            """
-            left_out = None if below is None else x_t >= below[..., None]
-            block_max_s = _masked(x_s, left_out).amax(-1)
-            block_max_t = _masked(x_t, left_out).amax(-1)
-            ln_e_s = (x_s - _finite(block_max_s, left_out)[..., None]) / tau
-            ln_e_t = (x_t - _finite(block_max_t, left_out)[..., None]) / tau
-            e_s = _masked(ln_e_s, left_out).exp()
-            # exp2: an exp that is used twice would be stored, [N, V], by Inductor on the CPU
-            e_t = (_masked(ln_e_t, left_out) * math.log2(math.e)).exp2()
-            cross = (e_t * (ln_e_t - ln_e_s)).sum(-1)
-            return block_max_s, block_max_t, e_s.sum(-1), e_t.sum(-1), cross
-
-        block_max_s, block_max_t, sum_s, sum_t, cross = by_block(sums, z_s, z_t)
-        # [N, blocks] that have selected tokens, or nothing of the rest
-        mixed = torch.zeros_like(block_max_t, dtype=torch.bool)
-        mixed = mixed.scatter(1, tokens // block_size(z_t.shape[1]), True)
-        if below is not None:
-            mixed = mixed | (block_max_t == -math.inf)
-        gathered_s, gathered_t = _rest_of_mixed(z_s, z_t, tokens)
-
-        def totals(block_max, block_sum, gathered):
-            """Return the rest's largest logit; relative to it, factors of blocks, exps, and sum."""
-            maxima = torch.cat([block_max.masked_fill(mixed, -math.inf), gathered], 1)
-            row_max = maxima.amax(-1, keepdim=True)
-            factor = ((block_max - row_max) / tau).exp().masked_fill(mixed, 0.0)
-            e_gathered = ((gathered - row_max) / tau).exp()
-            total = (factor * block_sum).sum(-1, keepdim=True, dtype=torch.float64)
-            return row_max, factor, e_gathered, total + e_gathered.sum(-1, keepdim=True)
-
-        max_s, _, _, total_s = totals(block_max_s, sum_s, gathered_s)
-        max_t, factor, e_gathered, total_t = totals(block_max_t, sum_t, gathered_t)
-        # Sum e_t (ln e_t - ln e_s) over the rest. `shift` corrects for the maximum of each block.
-        shift = ((block_max_t - max_t) - (block_max_s - max_s)) / tau
-        gap = torch.where(mixed, 0.0, factor * (cross + sum_t * shift))
-        gap = gap.sum(-1, keepdim=True, dtype=torch.float64)
-        shift = ((gathered_t - max_t) - (gathered_s - max_s)) / tau
-        gap = gap + torch.where(e_gathered > 0, e_gathered * shift, 0.0).sum(-1, keepdim=True)
-        lse_s = total_s.log()
-        lse_t = total_t.log()
-        others_kl = (gap / total_t + (lse_s - lse_t)).to(z_s.dtype)
-        others_s = lse_s.to(z_s.dtype)
-        others_t = lse_t.to(z_t.dtype)
-        selected_s = z_s.gather(1, tokens) - max_s
-        selected_t = z_t.gather(1, tokens) - max_t
-        ctx.save_for_backward(z_s, z_t, tokens, below, valid, max_s, max_t, others_s, others_t)
-        others_t = others_t.squeeze(1)
-        ctx.mark_non_differentiable(selected_t, others_t)
-        ctx.tau = tau
-        return selected_s, selected_t, others_s.squeeze(1), others_t, others_kl.squeeze(1)
-
-    @staticmethod
-    def backward(ctx, g_selected, _, g_others, __, g_kl):
-        z_s, z_t, tokens, below, valid, max_s, max_t, others_s, others_t = ctx.saved_tensors
-        g_kl = g_kl[:, None]
-        g_others = g_others[:, None]
-        q_s = ((z_s - max_s) / ctx.tau - others_s).exp()
-        q_t = ((z_t - max_t) / ctx.tau - others_t).exp()
-        grad = ((g_kl + g_others) * q_s - g_kl * q_t) / ctx.tau  # correct within the rest only
-        if below is not None:
-            grad = grad.masked_fill(z_t >= below, 0.0)
-        return _put(grad, tokens, g_selected, valid), None, None, None, None
-
-
-def _masked(x, left_out):
-    return x if left_out is None else x.masked_fill(left_out, -math.inf)
-
-
-def _finite(block_max, left_out):
-    """Replace -inf, the maximum of a fully masked block, by 0 to avoid inf - inf."""
-    return block_max if left_out is None else block_max.masked_fill(block_max == -math.inf, 0.0)
-
-
-def _rest_of_mixed(z_s, z_t, tokens):
-    """Gather the blocks that hold a selected token, each once, -inf outside the rest.
-
-    -> both models' logits [N, k * size]
-    """
-    k = tokens.shape[1]
-    V = z_s.shape[1]
-    if not k:
-        return z_s[:, :0], z_t[:, :0]
-    size = block_size(V)
-    block = tokens // size
-    first = (block[..., None] == block[:, None, :]).long().argmax(-1)  # the first of its block
-    member = _members(block, size)
-    left_out = member >= V
-    repeated = first != torch.arange(k, device=first.device)
-    left_out = left_out | repeated.repeat_interleave(size, 1)
-    left_out = left_out.scatter(1, first * size + tokens % size, True)
-    member = member.clamp(max=V - 1)
-    gathered_t = z_t.gather(1, member)
-    gathered_s = z_s.gather(1, member)
-    return gathered_s.masked_fill(left_out, -math.inf), gathered_t.masked_fill(left_out, -math.inf)
-
-
-def _members(block, size):
-    """Return the tokens of each block; in a short last block some are V or more.
-
-    [N, k] -> [N, k * size]
-    """
-    member = block[..., None] * size + torch.arange(size, device=block.device)
-    return member.flatten(1)
-
-
-def _put(grad, tokens, values, valid):
-    """Write `values` [N, k] at distinct `tokens` of a gradient [N, V].
-
-    Ignored positions get exactly 0, even in place of a NaN.
-    """
-    grad = grad.masked_fill(~valid[:, None], 0.0)
-    values = values.masked_fill(~valid[:, None], 0.0)
-    k = tokens.shape[1]
-    if k == 0:
-        return grad
-    if k == 1:  # a comparison, unlike a scatter, fuses into any pass over [N, V]
-        token = torch.arange(grad.shape[1], device=grad.device)
-        return torch.where(token == tokens, values, grad)
-    return grad.scatter(1, tokens, values)
+    z: Tensor  # [N, blocks, size]
+    largest: Tensor  # [N, blocks] largest logit of each block, constant
+    ln_e: Tensor  # [N, blocks, size] (z - largest) / tau
+    ln_sum: Tensor  # [N, blocks] log sum exp(ln_e)
 
 
 def block_size(V) -> int:
@@ -211,112 +39,193 @@ def block_size(V) -> int:
     return 128 if V >= 2**15 else 32  # 128 divides Qwen's 151,936
 
 
-def by_block(f, *zs):
-    """Apply f to logits in blocks, and to a short last block separately.
+def in_blocks(z) -> Tensor:
+    """Return the logits in blocks, the last one filled up with LEAST: [N, blocks, size]."""
+    size = block_size(z.shape[1])
+    missing = -z.shape[1] % size
+    if missing:
+        z = F.pad(z, (0, missing), value=LEAST)
+    return z.unflatten(1, (-1, size))
 
-    f  [N, blocks, size] of each of zs [N, V] -> a tuple of [N, blocks]
+
+def block_sums(z, tau=1.0) -> Blocks:
+    """Sum each block of the logits [N, V]."""
+    z = in_blocks(z)
+    largest = z.detach().amax(-1)
+    ln_e = (z - largest[..., None]) / tau
+    return Blocks(z, largest, ln_e, ln_e.exp().sum(-1).log())
+
+
+def block_kl(s: Blocks, t: Blocks) -> Tensor:
+    """Return KL(teacher || student) of the softmaxes within each block, [N, blocks]."""
+    p_t = (t.ln_e - t.ln_sum[..., None]).exp()
+    return (p_t * (t.ln_e - s.ln_e)).sum(-1) + (s.ln_sum - t.ln_sum)
+
+
+def log_sum(blocks, tau=1.0) -> tuple[Tensor, Tensor]:
+    """Return the largest logit, and log sum exp((z - largest) / tau), [N, 1] each."""
+    largest = blocks.largest.amax(-1, keepdim=True)
+    return largest, sum_relative_to(largest, blocks, tau).logsumexp(-1, keepdim=True)
+
+
+def sum_relative_to(shift, blocks, tau) -> Tensor:
+    """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
+    return (blocks.largest - shift) / tau + blocks.ln_sum
+
+
+def log_softmax(z, tau=1.0) -> Tensor:
+    """Return ln softmax(z / tau), [N, V].
+
+    torch's own has an error of 1e-6 on the CPU, as it adds 151,936 terms one by one.
     """
-    V = zs[0].shape[1]
-    size = block_size(V)
-    n_even = V - V % size
-    parts = []
-    if n_even:
-        parts.append(f(*(z[:, :n_even].unflatten(1, (-1, size)) for z in zs)))
-    if n_even < V:
-        parts.append(f(*(z[:, None, n_even:] for z in zs)))
-    if len(parts) == 1:
-        return parts[0]
-    return tuple(torch.cat(pair, 1) for pair in zip(*parts, strict=True))
+    largest, ln_sum = log_sum(block_sums(z, tau), tau)
+    return (z - largest) / tau - ln_sum
+
+
+def log_p(z, tokens, tau=1.0) -> Tensor:
+    """Return ln softmax(z / tau) at distinct `tokens`, [N, V], [N, k] -> [N, k]."""
+    blocks = block_sums(z, tau)
+    largest, ln_sum = log_sum(blocks, tau)
+    chosen = choose_blocks(blocks, tokens)
+    selected = take_blocks(blocks.z, chosen).gather(1, chosen.at)
+    return (selected - largest) / tau - ln_sum
+
+
+def label_log_p(z, y) -> Tensor:
+    """Return ln softmax(z) at the label y [N], [N, V] -> [N].
+
+    `nll_loss` picks a logit as `gather` does, with a gradient that fuses into other passes.
+    """
+    largest, ln_sum = log_sum(block_sums(z))
+    return (-F.nll_loss(z, y, reduction="none")[:, None] - largest - ln_sum)[:, 0]
 
 
 # ----------------------------------------------------------------------------------------------
-# other sums over the vocabulary
+# the vocabulary in two parts: selected tokens, and the rest
 
 
-def log_p(z, tokens, tau, valid) -> Tensor:
-    """Return ln softmax(z / tau) at distinct `tokens`, [N, V], [N, k] -> [N, k].
+class Split(NamedTuple):
+    """The vocabulary as k + 1 categories: k selected tokens, and all others together.
 
-    valid  as in `split`
+    x_s, x_t are logits of the categories, divided by tau and relative to the model's largest logit
+    among the others: rounding errors then scale with ln p, not with the logit. That shift has no
+    gradient, so use them only in functions that it does not change, such as softmax.
     """
-    return _LogP.apply(z, tokens, tau, valid)
+
+    x_s: Tensor  # [N, k + 1] of the student, the others last; differentiable
+    x_t: Tensor  # [N, k + 1] of the teacher
+    others_kl: Tensor  # [N] KL(teacher || student) of the softmaxes over the others; differentiable
 
 
-class _LogP(torch.autograd.Function):
-    """`log_p`: one pass forward, one pass backward, as in `_Split`."""
+def split(s: Blocks, t: Blocks, tokens, tau) -> Split:
+    """Split the vocabulary into selected tokens and all others.
+
+    s, t    `block_sums` of the student's and the teacher's logits at tau
+    tokens  [N, k] int64, distinct: the selected ones
+    """
+    chosen = choose_blocks(t, tokens)
+    x_s, parts_s = categories(s, chosen, tau)
+    x_t, parts_t = categories(t, chosen, tau)
+    return Split(x_s, x_t, mixture_kl(parts_s, parts_t, block_kl(s, t)))
+
+
+def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
+    """Return the logits of the selected tokens and of all others [N, k + 1], and of their parts.
+
+    The others are a mixture. Its parts are the blocks without a selected token, and the single
+    tokens of the chosen blocks. So the others are always a sum over the others, never `1 - p`,
+    which cancels in fp32.
+    """
+    taken = take_blocks(blocks.z, chosen)  # [N, c * size]
+    single = taken.masked_fill(chosen.is_selected, LEAST)
+    largest = blocks.largest.masked_fill(chosen.is_taken, LEAST)
+    shift = torch.cat([largest, single.detach()], 1).amax(-1, keepdim=True)
+    of_blocks = sum_relative_to(shift, blocks, tau).masked_fill(chosen.is_taken, LEAST)
+    parts = torch.cat([of_blocks, (single - shift) / tau], 1)
+    selected = (taken.gather(1, chosen.at) - shift) / tau
+    return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts
+
+
+def forward_kl(z_s, z_t, tau) -> Tensor:
+    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
+    s = block_sums(z_s, tau)
+    t = block_sums(z_t, tau)
+    parts_s = sum_relative_to(s.largest.amax(-1, keepdim=True), s, tau)
+    parts_t = sum_relative_to(t.largest.amax(-1, keepdim=True), t, tau)
+    return mixture_kl(parts_s, parts_t, block_kl(s, t))
+
+
+def mixture_kl(x_s, x_t, within) -> Tensor:
+    """Return the KL of two mixtures by the chain rule: over their parts, and within them, [N].
+
+    x_s, x_t  [N, parts] logits of the parts
+    within    [N, blocks] KL within the first parts; the others are single tokens
+    """
+    p_t = x_t.softmax(-1)[:, : within.shape[1]]
+    return kl(x_t, x_s) + (p_t * within).sum(-1)
+
+
+# ----------------------------------------------------------------------------------------------
+# blocks that hold selected tokens
+
+
+class Chosen(NamedTuple):
+    """Distinct blocks that hold all selected tokens, c of them for k tokens: c <= k."""
+
+    block: Tensor  # [N, c]
+    place: Tensor  # [N, blocks] place of each block in `block`, c if it is not chosen
+    is_taken: Tensor  # [N, blocks] whether a block is chosen
+    at: Tensor  # [N, k] the tokens' places among the c * size tokens of the chosen blocks
+    is_selected: Tensor  # [N, c * size] whether a token of the chosen blocks is selected
+
+
+def choose_blocks(blocks: Blocks, tokens) -> Chosen:
+    """Choose the blocks of the tokens, and others where two tokens share one."""
+    N, n_blocks, size = blocks.z.shape
+    of_token = tokens // size
+    holds = torch.zeros_like(blocks.largest).scatter(1, of_token, 1.0)
+    c = min(tokens.shape[1], n_blocks)
+    block = holds.topk(c).indices
+    order = torch.arange(c, device=block.device).expand(N, -1)
+    place = torch.full_like(holds, c, dtype=torch.int64).scatter(1, block, order)
+    at = place.gather(1, of_token) * size + tokens % size
+    is_selected = at.new_zeros(N, c * size, dtype=torch.bool).scatter(1, at, True)
+    return Chosen(block, place, place < c, at, is_selected)
+
+
+def take_blocks(z, chosen) -> Tensor:
+    """Gather the chosen blocks, [N, blocks, size] -> [N, c * size]."""
+    return _TakeBlocks.apply(z, chosen.block, chosen.place).flatten(1)
+
+
+class _TakeBlocks(torch.autograd.Function):
+    """`gather`. Its gradient reads where torch's own scatters: it fuses into a pass over [N, V]."""
 
     @staticmethod
-    def forward(ctx, z, tokens, tau, valid):
-        def sums(x):
-            block_max = x.amax(-1)
-            e = ((x - block_max[..., None]) / tau).exp()
-            return block_max, e.sum(-1)
-
-        block_max, total = by_block(sums, z)
-        row_max = block_max.amax(-1, keepdim=True)
-        total = ((block_max - row_max) / tau).exp() * total
-        ln_total = total.sum(-1, keepdim=True, dtype=torch.float64).log().to(z.dtype)
-        logp = (z.gather(1, tokens) - row_max) / tau - ln_total
-        ctx.save_for_backward(z, tokens, valid, row_max, ln_total, logp)
-        ctx.tau = tau
-        return logp
+    def forward(ctx, z, block, place):
+        ctx.save_for_backward(place)
+        return z.gather(1, _wide(block, z.shape[2]))
 
     @staticmethod
     def backward(ctx, g):
-        z, tokens, valid, row_max, ln_total, logp = ctx.saved_tensors
-        g = g / ctx.tau
-        every = -g.sum(-1, keepdim=True)
-        grad = every * ((z - row_max) / ctx.tau - ln_total).exp()
-        return _put(grad, tokens, every * logp.exp() + g, valid), None, None, None
+        (place,) = ctx.saved_tensors
+        g = F.pad(g, (0, 0, 0, 1))  # place c, that of all other blocks, gets 0
+        return g.gather(1, _wide(place, g.shape[2])), None, None
 
 
-def pointwise(terms, z_s, z_t, tau, valid, *of_row) -> Tensor:
-    """Sum a function of q = softmax(z_s / tau) and p = softmax(z_t / tau) over V, -> [N].
-
-    terms   (ln q, ln p, *of_row) -> summands [N, V], and slopes [N, V], the derivative of the sum
-            with respect to ln q. Slopes may leave out a multiple of q. The gradient is
-            (slope_i - q_i sum_j slope_j) / tau
-    of_row  tensors [N, 1] that the terms take, constant
-    valid   [N] bool; other positions get a gradient of exactly 0
-    """
-    return _Pointwise.apply(z_s, z_t, tau, valid, terms, *of_row)
+def _wide(index, size):
+    return index[..., None].expand(-1, -1, size)
 
 
-class _Pointwise(torch.autograd.Function):
-    """`pointwise`: three passes forward, one backward; keeps the logits."""
-
-    @staticmethod
-    def forward(ctx, z_s, z_t, tau, valid, terms, *of_row):
-        max_s = z_s.amax(-1, keepdim=True)
-        max_t = z_t.amax(-1, keepdim=True)
-        ln_sum_s = ((z_s - max_s) / tau).exp().sum(-1, keepdim=True).log()
-        ln_sum_t = ((z_t - max_t) / tau).exp().sum(-1, keepdim=True).log()
-        ln_q = _ln(z_s, max_s, ln_sum_s, tau)
-        ln_p = _ln(z_t, max_t, ln_sum_t, tau)
-        value, slope = terms(ln_q, ln_p, *of_row)
-        slopes = slope.sum(-1, keepdim=True)
-        ctx.save_for_backward(z_s, z_t, valid, max_s, max_t, ln_sum_s, ln_sum_t, slopes, *of_row)
-        ctx.tau = tau
-        ctx.terms = terms
-        return value.sum(-1)
-
-    @staticmethod
-    def backward(ctx, g):
-        z_s, z_t, valid, max_s, max_t, ln_sum_s, ln_sum_t, slopes, *of_row = ctx.saved_tensors
-        ln_q = _ln(z_s, max_s, ln_sum_s, ctx.tau)
-        ln_p = _ln(z_t, max_t, ln_sum_t, ctx.tau)
-        _, slope = ctx.terms(ln_q, ln_p, *of_row)
-        grad = (slope - ln_q.exp() * slopes) * (g[:, None] / ctx.tau)
-        grad = grad.masked_fill(~valid[:, None], 0.0)
-        return grad, None, None, None, None, *(None for _ in of_row)
-
-
-def _ln(z, row_max, ln_sum, tau):
-    return (z - row_max) / tau - ln_sum
+# ----------------------------------------------------------------------------------------------
+# the largest logits
 
 
 @torch.no_grad()
-def top(z, k) -> Tensor:
+def top(z, k, largest=None) -> Tensor:
     """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k].
+
+    largest  [N, blocks] those of `block_sums`, where there are any
 
     Only the k blocks with the largest maxima are searched (equal maxima by lowest index). Each of
     them holds a token that ranks before every token of the other blocks.
@@ -325,13 +234,14 @@ def top(z, k) -> Tensor:
     size = block_size(V)
     if 2 * k * size >= V:  # k blocks are half of the vocabulary or more
         return _top_of_few(z, k)
-    (block_max,) = by_block(lambda x: (x.amax(-1),), z)
-    block = _top_of_few(block_max, k)
+    blocks = in_blocks(z)
+    if largest is None:
+        largest = blocks.amax(-1)
+    block = _top_of_few(largest, k)
     block = _ranked(block, block[:, None, :] < block[..., None])  # by rising index
-    member = _members(block, size)  # [N, k * size], rising
-    inside = member.clamp(max=V - 1)
-    x = z.gather(1, inside).masked_fill(member >= V, -math.inf)
-    return inside.gather(1, _top_of_few(x, k))
+    x = blocks.gather(1, _wide(block, size)).flatten(1)
+    place = _top_of_few(x, k)
+    return block.gather(1, place // size) * size + place % size
 
 
 def _top_of_few(z, k):
@@ -348,7 +258,7 @@ def _top_of_few(z, k):
     lowest_first = torch.arange(z.shape[1], 0, -1, device=z.device, dtype=z.dtype)
     # in place: one tensor of [N, V]
     tied = z.clone().eq_(last).mul_(lowest_first).topk(k).indices
-    above = value > last
+    above = ~(value <= last)  # NaN too
     place = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
     lowest = tied.gather(1, place.clamp(min=0))
     return by_logit(z, torch.where(above, token, lowest))
@@ -358,6 +268,7 @@ def _top_of_few(z, k):
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
     x = z.gather(1, tokens)
+    x = torch.where(x.isnan(), math.inf, x)  # NaN ranks first, so that it is not hidden
     mine = x[..., None]  # [N, k, 1]
     other = x[:, None, :]  # [N, 1, k]
     lower = tokens[:, None, :] < tokens[..., None]
@@ -406,45 +317,14 @@ def binary_kl(odds_t, odds_s) -> Tensor:
     """Return the KL of two-way distributions from their log-odds ln(p / (1 - p)); any shape.
 
     The log-odds of a set of tokens are the difference of two logsumexps, which is exact where p or
-    1 - p is tiny. `odds_t` gets no gradient.
+    1 - p is tiny.
     """
-    return _BinaryKL.apply(odds_t, odds_s)
-
-
-class _BinaryKL(torch.autograd.Function):
-    """`binary_kl` with a hand-written gradient.
-
-    Autograd would compute three times the exponentials, and ALRA takes them over all pairs.
-    """
-
-    @staticmethod
-    def forward(ctx, odds_t, odds_s):
-        yes_t, ln_yes_t, no_t, ln_no_t = _two_way(odds_t)
-        _, ln_yes_s, _, ln_no_s = _two_way(odds_s)
-        ctx.save_for_backward(odds_t, odds_s)
-        return yes_t * (ln_yes_t - ln_yes_s) + no_t * (ln_no_t - ln_no_s)
-
-    @staticmethod
-    def backward(ctx, g):
-        odds_t, odds_s = ctx.saved_tensors
-        yes_t, _, no_t, _ = _two_way(odds_t)
-        yes_s, _, no_s, _ = _two_way(odds_s)
-        # p_s - p_t, without cancellation where both are near 1
-        return None, g * (no_t * yes_s - yes_t * no_s)
-
-
-def _two_way(odds):
-    """Return p, ln p, 1 - p, ln(1 - p) for log-odds, from one exponential that is at most 1."""
-    e = (-odds.abs()).exp()
-    less = e / (1 + e)
-    more = 1 / (1 + e)
-    ln = e.log1p()
-    up = odds >= 0
-    yes = torch.where(up, more, less)
-    ln_yes = odds.clamp(max=0) - ln
-    no = torch.where(up, less, more)
-    ln_no = (-odds).clamp(max=0) - ln
-    return yes, ln_yes, no, ln_no
+    odds_t = odds_t.detach()
+    yes = F.logsigmoid(odds_t)
+    no = F.logsigmoid(-odds_t)
+    kl_yes = yes.exp() * (yes - F.logsigmoid(odds_s))
+    kl_no = no.exp() * (no - F.logsigmoid(-odds_s))
+    return kl_yes + kl_no
 
 
 def differences(x) -> Tensor:

@@ -1,7 +1,7 @@
 """How training calls the methods of losses.py.
 
 This file schedules their settings, seeds random objectives, compiles a method's loss together with
-its gradient, and tries each method on three positions before a run.
+its gradient, and tries each method on a few positions before a run.
 
 Dimensions: N positions, V vocabulary.
 """
@@ -9,15 +9,17 @@ Dimensions: N positions, V vocabulary.
 import functools
 import itertools
 import random
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from lib import parallel
-from lib.checks import IGNORE
+from lib.checks import IGNORE, Batch
 from lib.errors import UserError, first_line
+from lib.head import Gradients, Head
 from losses import (
     METHODS,
     Method,
@@ -25,8 +27,11 @@ from losses import (
     mean_loss,
     parts_of,
     resolve,
+    takes,
     with_sequences,
 )
+
+CHUNK_POSITIONS = 512  # whose logits exist at a time; the paper's forward batch has as many
 
 # What a record of log.jsonl has besides an objective's terms and the figures of validations.
 LOGGED = (
@@ -83,101 +88,180 @@ def compute_dtype(cfg) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def make_evaluate_at(name, cfg):
-    """Return a function (update, state) -> `evaluate` of this student, as `head_losses` calls it.
+def make_method(name, cfg) -> Method:
+    """Return a student's method with the settings of its config."""
+    return with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
 
-    The random numbers of a forward batch depend on its place in the update, and not on how the
-    update is divided into micro-batches and processes. An objective that draws some is not
-    compiled.
+
+def method_at(s, step, cfg) -> Method:
+    """Return the method of a student in update `step`, with its moving settings and its state."""
+    hyper = dict(s.method.hyper)
+    weights = {}
+    for key, value in scheduled_settings(s.method, step, cfg.schedule_steps).items():
+        # A tensor, so that one compiled graph serves every value. `torch.full` avoids a blocking
+        # host-to-device copy.
+        value = torch.full((), value, dtype=torch.float64, device=cfg.device)
+        if key == "w_kd":
+            weights = {"w_kd": value, "w_ce": 1.0 - value}
+        else:
+            hyper[key] = value
+    if s.state:
+        hyper["state"] = s.state
+    if takes(s.method.fn, "generator"):
+        hyper["generator"] = generators(s.name, step, cfg)
+    return s.method._replace(hyper=hyper, **weights)
+
+
+def generators(name, step, cfg) -> Iterator[torch.Generator]:
+    """Yield the generators of this process's forward batches in an update, in their order.
+
+    Their seeds depend on a forward batch's place in the update, and not on how the update is
+    divided into micro-batches and processes.
     """
-    overrides = cfg.overrides_of(name)
-    method = resolve(name, **overrides)
-    is_random = "generator" in default_settings(method.fn)
-    loss_fn = make_loss_fn(name, cfg.group, cfg.compile and not is_random, **overrides)
-
-    def evaluate_at(step, state):
-        scheduled = {}
-        for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
-            # A tensor, so that one compiled graph serves every value. `torch.full` avoids a
-            # blocking host-to-device copy.
-            scheduled[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
-        if state:
-            scheduled["state"] = state
-        if not is_random:
-            return functools.partial(loss_fn, scheduled=scheduled)
-        first_row = parallel.rank() * cfg.batch_rows // parallel.world()
-        places = itertools.count(first_row // cfg.group)  # of forward batches, which come in order
-
-        def with_generator(*inputs):
-            seed = random.Random(f"{cfg.seed} {step} {name} {next(places)}").getrandbits(63)
-            generator = torch.Generator(cfg.device).manual_seed(seed)
-            return loss_fn(*inputs, scheduled | {"generator": generator})
-
-        return with_generator
-
-    return evaluate_at
+    first_row = parallel.rank() * cfg.batch_rows // parallel.world()
+    for place in itertools.count(first_row // cfg.group):
+        seed = random.Random(f"{cfg.seed} {step} {name} {place}").getrandbits(63)
+        yield torch.Generator(cfg.device).manual_seed(seed)
 
 
-def make_loss_fn(name, n_sequences: int = 1, compile: bool = False, **settings) -> Callable:
-    """Return `evaluate` for one method: f(gradient_dtype, z_s, z_t, y, scheduled=None).
+def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=CHUNK_POSITIONS):
+    """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
-    compile  use torch.compile: one graph per method, settings and shape. Its gradient overwrites
-             z_s if the dtypes match
+    students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
+              weight, and `Method`
+    h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
+    y         [B, T] labels; IGNORE marks ignored positions
+    group     rows per forward batch, a divisor of B
+    compile   use torch.compile: one graph per method, settings and shape
+    chunk     positions whose logits exist at a time, at most, if the objective allows chunks
+    ->        for each student its loss [], the mean over forward batches, whose backward may run
+              once; and the detached means of its terms over all valid positions
+
+    The teacher's logits are computed once for all students, and every student gets the same bits as
+    if it were alone.
     """
-    method = with_sequences(resolve(name, **settings), n_sequences)
-    if compile:
-        return _compiled(method.fn, tuple(method.hyper.items()), method.w_kd, method.w_ce)
-    return functools.partial(evaluate, method)
+    if len(y) % group:
+        raise UserError(f"group={group}: expected a divisor of the {len(y)} rows")
+    n_batches = len(y) // group
+    size = y.numel() // n_batches  # positions of a forward batch
+    labels = y.flatten()
+    with torch.autocast(y.device.type, enabled=False), torch.no_grad():
+        teacher = None if h_t is None else Head(h_t, w_t, y)
+        losses = [HeadLoss(*student, y, compile) for student in students]
+        for first in range(0, y.numel(), size):
+            batch = slice(first, first + size)
+            whole = [loss for loss in losses if size <= chunk or not loss.has_chunks]
+            if whole:
+                z_t = teacher and teacher.logits(batch)
+                for loss in whole:
+                    loss.add(batch, z_t)
+                del z_t
+            if len(whole) < len(losses):
+                others = [loss for loss in losses if loss not in whole]
+                add_chunks(others, teacher, labels, batch, chunk)
+    return [loss.result(n_batches) for loss in losses]
+
+
+def add_chunks(losses, teacher, y, batch: slice, size):
+    """Add a forward batch to the losses, `size` positions at a time.
+
+    An objective that takes `batch` is called twice, first for what it needs of all positions.
+    """
+    valid = y[batch] != IGNORE
+    places = torch.arange(len(valid), device=y.device).split(size)
+    starts = range(batch.start, batch.stop, size)
+    chunks = [slice(first, min(first + size, batch.stop)) for first in starts]
+    statistics = {loss: [] for loss in losses if takes(loss.method.fn, "batch")}
+    if statistics:
+        for here in chunks:
+            z_t = teacher.logits(here)
+            for loss, values in statistics.items():
+                values.append(loss.statistic(here, z_t))
+    for loss, values in statistics.items():
+        statistics[loss] = torch.cat(values)
+    for here, place in zip(chunks, places, strict=True):
+        z_t = teacher and teacher.logits(here)
+        for loss in losses:
+            loss.add(here, z_t, Batch(statistics.get(loss), valid, place))
+
+
+class HeadLoss:
+    """One student in `head_losses`: its method, its head with gradients, the sums of its terms.
+
+    `here` is a slice of the B * T positions of the micro-batch.
+    """
+
+    def __init__(self, h, w, method, y, compile):
+        self.inputs = (h, w)
+        self.y = y.flatten()
+        self.method = method
+        self.evaluate = evaluate
+        self.has_chunks = method.in_chunks
+        if "generator" in method.hyper:
+            self.evaluate = evaluate_random
+            self.has_chunks = False
+        elif compile:
+            self.evaluate = compiled(evaluate)
+        self.head = Head(h, w, y)
+        self.gradients = Gradients(self.head)
+        self.sums = {}
+
+    def add(self, here, z_t, batch=None):
+        """Add loss and gradient of the positions `here`: a forward batch, or a chunk of `batch`."""
+        z_s = self.head.logits(here)
+        dtype = self.head.w.dtype
+        sums, dz = self.evaluate(self.method, dtype, z_s, z_t, self.y[here], batch)
+        del z_s
+        self.gradients.add(here, dz)
+        for key, value in sums.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+
+    def statistic(self, here, z_t) -> Tensor:
+        """Return what the objective must know of every position of a forward batch, [N]."""
+        fn = statistic if self.evaluate is evaluate else compiled(statistic)
+        return fn(self.method, self.head.logits(here), z_t, self.y[here])
+
+    def result(self, n_batches):
+        """Return the loss with its gradients attached, and the means of its terms."""
+        loss = self.gradients.attach(self.sums.pop("mean"), *self.inputs) / n_batches
+        n_valid = self.sums.pop("n_valid").clamp(min=1)
+        return loss, {key: value / n_valid for key, value in self.sums.items()}
 
 
 @functools.cache
-def _compiled(fn, hyper: tuple, w_kd, w_ce) -> Callable:
-    from lib.graph import Rewrite  # takes half a second, and only compiled runs need it
-
-    # torch counts recompilations per code object, and all methods share this one
+def compiled(fn) -> Callable:
+    # torch counts recompilations per function, and all methods share these
     torch._dynamo.config.recompile_limit = 256
-    method = Method(fn, dict(hyper), w_kd, w_ce)
-
-    def evaluate_one(*inputs, scheduled=None):
-        return evaluate(method, *inputs, scheduled)
-
-    passes = {"post_grad_custom_pre_pass": Rewrite()}
-    return torch.compile(evaluate_one, dynamic=False, fullgraph=True, options=passes)
+    # forward and backward are one graph, so that no [N, V] tensor is saved between them
+    torch._dynamo.config.trace_autograd_ops = True
+    return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
-def evaluate(
-    method, gradient_dtype: torch.dtype | None, z_s, z_t, y, scheduled: dict | None = None
-):
-    """Return the loss and sums of `mean_loss`, and the gradient with respect to z_s.
+def evaluate(method, dtype: torch.dtype, z_s, z_t, y, batch: Batch | None = None):
+    """Return the sums of `mean_loss`, with its loss as "mean", and the gradient of z_s in `dtype`.
 
-    gradient_dtype  None: no gradient is computed
-    scheduled       settings that replace the method's: tensors [], a generator, or a state. If w_kd
-                    is among them, w_ce = 1 - w_kd
+    z_s, z_t, y  as for an objective: the positions of a forward batch, or a chunk of `batch`
     """
-    if scheduled:
-        hyper = method.hyper | scheduled
-        if "w_kd" in hyper:
-            w_kd = hyper.pop("w_kd")
-            method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
-        method = method._replace(hyper=hyper)
-    if not gradient_dtype:
-        with torch.no_grad():
-            loss, sums = mean_loss(method, z_s, z_t, y)
-        return loss, sums, None
-    if torch.compiler.is_compiling():
-        # forward and backward in one graph, so that no [N, V] tensor is saved for backward
-        both = torch.func.grad_and_value(mean_loss, argnums=1, has_aux=True)
-        dz, (loss, sums) = both(method, z_s, z_t, y)
-        if gradient_dtype == z_s.dtype:
-            dz = z_s.copy_(dz)
-        return loss, sums, dz.to(gradient_dtype)
+    z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():
-        loss, sums = mean_loss(method, z_s.requires_grad_(), z_t, y)
-    if loss.requires_grad:
-        (dz,) = torch.autograd.grad(loss, z_s)
-    else:
-        dz = torch.zeros_like(z_s)
-    return loss.detach(), sums, dz.to(gradient_dtype)
+        loss, sums = mean_loss(method, z_s, z_t, y, batch)
+    (dz,) = torch.autograd.grad(loss, z_s)
+    return {"mean": loss.detach(), **sums}, dz.to(dtype)
+
+
+def evaluate_random(method, *inputs):
+    """Call `evaluate` with the generator of the next forward batch."""
+    generator = next(method.hyper["generator"])
+    return evaluate(method._replace(hyper=method.hyper | {"generator": generator}), *inputs)
+
+
+@torch.no_grad()
+def statistic(method, z_s, z_t, y) -> Tensor:
+    """Return what an objective must know of every position of a forward batch, [N]."""
+    method = with_sequences(method, 1)  # a chunk may end within a sequence
+    values = []
+    method.fn(z_s, z_t, y, **method.hyper | {"batch": values})
+    return values[0] if values else torch.zeros(len(y), device=y.device)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -185,7 +269,7 @@ def evaluate(
 
 
 def check_settings(name, V: int, /, **overrides):
-    """Try the method on three positions at a vocabulary of V.
+    """Try the method on a few positions at a vocabulary of V.
 
     Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
     """
@@ -201,21 +285,28 @@ def check_settings(name, V: int, /, **overrides):
         if not isinstance(error, UserError):
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
+        if isinstance(error, TypeError) and re.search("guard|positional argument", str(error)):
+            where += "; `enter` sets ignored logits to 0: pass no `guard` and no `valid` any more"
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
 def _check_contract(method, V):
-    """Check an objective on the labels 0 and V - 1 with an ignored position between them.
+    """Check an objective on ordinary logits, with the labels 0, V - 1 and an ignored one.
 
-    Settings that change during a run have their values in its first update.
+    Settings that change during a run have their largest values.
     """
-    hyper = method.hyper | scheduled_settings(method, 0, 1)
-    hyper.pop("w_kd", None)  # a weight, not a setting of the objective
+    hyper = dict(method.hyper)
+    for key, value_at in method.moving.items():
+        hyper[key] = max(value_at(i / 100) for i in range(101))
+    w_kd = hyper.pop("w_kd", method.w_kd)  # a weight, not a setting of the objective
     method = method._replace(hyper=hyper)
     generator = torch.Generator().manual_seed(0)
-    z = torch.randn(2, 3, V, generator=generator)  # student's and teacher's logits
-    y = torch.tensor([0, IGNORE, V - 1])
-    z_wild = z * torch.tensor([1.0, 1e3, 1.0])[:, None]  # other logits at the ignored position
+    N = max(8, min(CHUNK_POSITIONS, 2**20 // V))
+    z = torch.randn(2, N, V, generator=generator)  # student's and teacher's logits
+    y = torch.randint(V, (N,), generator=generator)
+    y[:3] = torch.tensor([0, IGNORE, V - 1])
+    z_wild = z.clone()
+    z_wild[:, 1] *= 1e3  # other logits at the ignored position
     random_state = torch.get_rng_state()
     first = _try_once(method, z, y)
     wild = _try_once(method, z_wild, y)
@@ -231,6 +322,34 @@ def _check_contract(method, V):
         )
     if not torch.equal(first, wild):
         raise UserError("ignored logits change other positions; use `valid_mean`")
+    gradient = first[N : N + N * V]
+    if w_kd > 0 and gradient.abs().sum() < 1e-6 * N:
+        raise UserError(
+            "its gradient is zero at ordinary logits: it teaches nothing; see its settings"
+        )
+    if method.in_chunks and not takes(method.fn, "generator"):
+        _check_chunks(method, *z, y)
+
+
+def _check_chunks(method, z_s, z_t, y):
+    """Check that the halves of a forward batch have the gradient of the whole."""
+    hyper = method.hyper | ({"state": method.state} if method.state else {})
+    method = method._replace(hyper=hyper, w_kd=1.0, w_ce=0.0)
+    _, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
+    halves = torch.arange(len(y)).split((len(y) + 1) // 2)
+    values = None
+    if takes(method.fn, "batch"):
+        values = torch.cat([statistic(method, z_s[h], z_t[h], y[h]) for h in halves])
+    gradients = []
+    for here in halves:
+        batch = Batch(values, y != IGNORE, here)
+        gradients.append(evaluate(method, z_s.dtype, z_s[here], z_t[here], y[here], batch)[1])
+    error = torch.cat(gradients) - expected
+    if error.norm() > 1e-3 * expected.norm():
+        raise UserError(
+            "in_chunks=True: half a forward batch has another gradient than the whole; "
+            "set it to False where positions depend on each other"
+        )
 
 
 def _check_unchanged(name, argument, original):
@@ -244,12 +363,14 @@ def _try_once(method, z, y) -> Tensor:
     labels = y.clone()
     state = {key: value.clone() for key, value in method.state.items()}
     keywords = dict(method.hyper)
-    if "generator" in default_settings(method.fn):
+    if takes(method.fn, "generator"):
         keywords["generator"] = torch.Generator()
     if state:
         keywords["state"] = state
     parts = parts_of(method.fn(z_s.requires_grad_(), z_t, labels, **keywords))
     loss = parts["loss"]
+    if not getattr(loss, "requires_grad", True):
+        raise UserError("its loss has no gradient; compute it from z_s, without `detach`")
     next_state = parts.pop("state", {})
     shapes = {key: value.shape for key, value in next_state.items()}
     expected = {key: value.shape for key, value in method.state.items()}
@@ -274,6 +395,6 @@ def _try_once(method, z, y) -> Tensor:
         _check_unchanged(f"state[{key!r}]", value, method.state[key])
     (gradient,) = torch.autograd.grad(loss.sum(), z_s)
     if gradient[1].any():
-        raise UserError("ignored positions have a gradient; use `valid_mean`, and `guard=True`")
+        raise UserError("ignored positions have a gradient; use `enter` and `valid_mean`")
     tensors = [loss.detach(), gradient, *next_state.values()]
     return torch.cat([tensor.flatten() for tensor in tensors])

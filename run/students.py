@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import configure
 from configure import Config
 from lib import metrics, parallel
+from losses import Method
 from model import Qwen2
 from run.identity import record_hash
 from run.methods import compute_dtype
@@ -33,13 +34,13 @@ class Student:
     optimizers: list[torch.optim.Optimizer]  # each for some of the parameters
     folder: Path
     init_sha256: str  # of the initial weights
+    method: Method  # with the settings of the config
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
-    evaluate_at: Callable | None = None  # (update, state) -> `evaluate` (run/methods.py)
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
 
     @property

@@ -103,5 +103,6 @@ def test_the_recorded_head_of_akl():
         h = parts["h_ratio"]
         assert_recorded(loss, h * parts["fkl"] + (1 - h) * parts["rkl"], case)
         z_s, z_t, _ = case.logits
-        share = losses._head_share(z_s, z_t, case.settings["mu"])
+        q = z_s.softmax(-1)
+        share = losses._head_share(q, z_t.log_softmax(-1), case.settings["mu"])
         assert_recorded(share[:, 0], h, case)

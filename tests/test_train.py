@@ -35,7 +35,7 @@ from lib.rows import PAD, row_order
 from losses import IGNORE, method_loss
 from model import MLP, Qwen2, Qwen2Config, flops_per_token, init_student
 from run import checkpoints, ending, identity, log, preflight, students
-from run.methods import compute_dtype, make_evaluate_at
+from run.methods import compute_dtype, make_method, method_at
 from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.world import (
@@ -190,10 +190,11 @@ def test_padding_never_reaches_a_loss(tiny):
 
 
 def test_the_weight_of_the_teacher_follows_pds_schedule(tiny):
-    student = train.make_student("pd_wsd", config(tiny, UNUSED, schedule_steps=1000))
+    cfg = config(tiny, UNUSED, schedule_steps=1000)
+    student = train.make_student("pd_wsd", cfg)
 
     def weight(step):
-        return float(student.evaluate_at(step, {}).keywords["scheduled"]["w_kd"])
+        return float(method_at(student, step, cfg).w_kd)
 
     weights = [weight(step) for step in (0, 50, 100, 989, 995, 999)]
     assert weights == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.5, 0.1])
@@ -1075,8 +1076,9 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
         for name in cfg.methods:
             model = Qwen2(STUDENT)
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            s = train.Student(name, model, torch.nn.ModuleDict(), [optimizer], None, "")
-            s.evaluate_at = make_evaluate_at(name, cfg)
+            method = make_method(name, cfg)
+            extras = torch.nn.ModuleDict()
+            s = train.Student(name, model, extras, [optimizer], None, "", method)
             students.append(s)
         model = Qwen2(STUDENT).requires_grad_(False)
         for p in model.parameters():

@@ -37,10 +37,10 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 import configure
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.files import read_lines
-from lib.head import head_losses
 from lib.hf import load_tokenizer
+from losses import resolve
 from model import PRESETS, init_student
-from run.methods import make_loss_fn
+from run.methods import head_losses
 
 PROCESS = Path("/proc/self")  # only on Linux
 OPTIONS = {
@@ -73,16 +73,16 @@ def make_cases(args) -> dict:
         z_s = h_s[0] @ w.T
         return h_t[0] @ w_t.T, z_s @ w, z_s.T @ h_s[0]
 
-    def fused(loss_fn):
-        results = head_losses([(h_s, w_s, loss_fn)], h_t, w_t, y)
+    def fused(method, compile=True):
+        results = head_losses([(h_s, w_s, method)], h_t, w_t, y, compile=compile)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
     cases = {
         "products alone": products,
-        "alra, not compiled": partial(fused, make_loss_fn("alra")),
+        "alra, not compiled": partial(fused, resolve("alra"), compile=False),
     }
     for name in ("alra", *args.methods.split(",")):
-        cases[name] = partial(fused, make_loss_fn(name, compile=True))
+        cases[name] = partial(fused, resolve(name))
     return cases
 
 

@@ -18,7 +18,7 @@ import train
 from lib import code, device
 from lib.files import read_json
 from losses import METHODS, Method
-from run import identity, methods, scoring
+from run import cache, identity, methods, preflight, scoring
 from tests import world
 from tests.world import ROOT, config, final_bits, records, refusal
 
@@ -266,6 +266,45 @@ def test_a_branch_begins_with_all_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     assert [line["step"] for line in lines if "ce" in line] == [5, 6]
     ends = [read_json(tmp_path / out / "vanilla_kd/run.json") for out in ("whole", "branch")]
     assert ends[0]["valid_tokens"] == ends[1]["valid_tokens"]
+
+
+def test_a_branch_on_other_rows_begins_at_row_0(tiny, tmp_path, monkeypatch, printed):
+    """Its counts, its advice and its cache follow; a branch of the branch goes on in these rows."""
+    read = []
+    batch = preflight.Rows.batch
+
+    def watched(rows, index, device):
+        if rows.file.endswith("train.bin"):
+            read.extend((rows.file, *index.tolist()))
+        return batch(rows, index, device)
+
+    def go(out, **keys):
+        read.clear()
+        keys = {"methods": "vanilla_kd", "lr_schedule": "constant", "warmup_steps": 1} | keys
+        keys |= {"shuffle": False, "val_every_steps": 99, "histogram_every_steps": None}
+        assert train.distil(config(tiny, tmp_path / out, **keys)) == 0
+        return [index for index in read if index != keys.get("data_dir")]
+
+    monkeypatch.setattr(preflight.Rows, "batch", watched)
+    go("base", max_steps=4)
+    data = tmp_path / "data"
+    shutil.copytree(tiny / "data", data)
+    world.write_rows(data, "train", 9, seed=5)  # two updates of four rows
+    checkpoint = tmp_path / "base/vanilla_kd/checkpoints/step_00000004"
+    keys = {"resume_from": checkpoint, "data_dir": data}
+    with refusal("max_steps=7: needs 12 rows, .* has 9; set --max_steps=6 "):
+        go("branch", max_steps=7, schedule_steps=9, **keys)
+    rows = go("branch", max_steps=5, **keys)
+    rows += go("branch", max_steps=6, **keys)
+    assert [index for index in rows if isinstance(index, int)] == [*range(8)]
+    assert "2 updates of 4 rows are 0.89 passes over 9 rows" in printed()
+    keys["resume_from"] = tmp_path / "branch/vanilla_kd/checkpoints/step_00000006"
+    rows = go("again", max_steps=7, schedule_steps=9, repeat_rows=True, **keys)
+    assert [index for index in rows if isinstance(index, int)] == [8, 0, 1, 2]
+    cfg = config(tiny, tmp_path / "cached", **{"methods": "vanilla_kd", "max_steps": 5} | keys)
+    rows = preflight.open_data(cfg, "train")
+    index, _ = cache.rows_of_run(cfg, rows, preflight.open_data(cfg, "val")).values()
+    assert index.tolist() == [0, 1, 2, 3]
 
 
 def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):

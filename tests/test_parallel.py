@@ -320,6 +320,28 @@ STUBS = {
 }
 
 
+def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(tmp_path):
+    """Killed processes leave no exit.json. Here each start but the first saves no checkpoint."""
+    stubs = STUBS | {"srun": 'test "$SLURM_RESTART_COUNT" || mkdir -p out/alra/checkpoints/step_2'}
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1"}
+    job |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", world.ROOT / "docs/slurm.sh", "out", "config.py"]
+    requeued = []
+    for count in ("", "1", "2", "3"):
+        env = job | {"SLURM_RESTART_COUNT": count}
+        assert subprocess.run(script, cwd=tmp_path, env=env).returncode == 75
+        requeued.append(len((tmp_path / "requeued").read_text().splitlines()))
+    assert requeued == [1, 2, 3, 3]
+    with (tmp_path / "out/exit.json").open("w") as file:
+        file.write('{"code": 1, "step": 2}')
+    (tmp_path / "srun").write_text('#!/bin/bash\necho \'{"code": 1, "step": 2}\' > out/exit.json')
+    assert subprocess.run(script, cwd=tmp_path, env=job).returncode == 1
+    assert len((tmp_path / "requeued").read_text().splitlines()) == 3
+
+
 @pytest.mark.slow
 def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     """A real torchrun under the script of docs/, whose signal comes from Slurm."""

@@ -213,6 +213,8 @@ def test_the_state_of_an_objective_is_of_updates_and_in_checkpoints(run, tmp_pat
     assert states["whole"] == states["stopped"] != 1.0
     assert states["micro"] == pytest.approx(states["whole"], rel=1e-5)
     assert_same(tmp_path / "whole", tmp_path / "stopped", "balanced_kl")
+    logged = with_key(tmp_path / "whole", "balanced_kl", "state.average")
+    assert len(logged) == 6 and logged[-1]["state.average"] == states["whole"]
     average = 1.0
     for record in with_key(tmp_path / "whole", "balanced_kl", "kd"):
         average *= 0.9 + 0.1 * record["kd"]  # the KL of an update is its kd times the average
@@ -875,6 +877,30 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(
 def assert_end(out, code, step, why):
     end = read_json(out / "exit.json")
     assert end == {"code": code, "step": step, "max_steps": 6, "why": why}
+
+
+def test_moving_settings_are_in_the_log(tmp_path, run):
+    """TAID's t goes from 0.4 to 1 over the schedule; a record has that of its last update."""
+    run(tmp_path, "--methods=taid --log_every_steps=3")
+    values = [record["t"] for record in with_key(tmp_path, "taid", "t")]
+    assert values == pytest.approx([0.4 + 0.6 * 2 / 6, 0.4 + 0.6 * 5 / 6])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a compiler was killed"), UserError("no room")])
+def test_an_error_after_a_signal_is_to_be_tried_again(
+    tiny, tmp_path, monkeypatch, hook_update, error
+):
+    """As when a scheduler signals all processes of a job, compilers too."""
+
+    def before(students, step, cfg):
+        if step == 2:
+            ending.RECEIVED.append("SIGTERM")
+            raise error
+
+    hook_update(before)
+    cfg = config(tiny, tmp_path, methods="pretrain")
+    assert configure.guard(lambda: train.distil(cfg)) == 75
+    assert_end(tmp_path, 75, 2, f"{type(error).__name__}: {error}")
 
 
 # as it loads; in the first update: at once; in a later one: after it

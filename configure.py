@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from lib.errors import UserError, nearest
+from lib.errors import UserError, naming_files, nearest
 from lib.settings import (
     Below1,
     NonNegative,
@@ -35,6 +35,11 @@ from lib.settings import (
     literal,
     parsed,
 )
+
+try:
+    import fcntl  # noqa: F401  (locks on files)
+except ModuleNotFoundError:
+    sys.exit("Windows is not supported; run this command in WSL, the Windows Subsystem for Linux")
 
 # The paper's teacher and corpus, each at one commit.
 TEACHER = "Qwen/Qwen1.5-1.8B@7846de7ed421727b318d6605a0bfab659da2c067"
@@ -94,7 +99,7 @@ class Config:
     n_documents: PositiveInt | None = key(2_000_000, "data")
     # training rows to write: 126,400 updates * 16 rows; None: all that the documents give
     train_rows: PositiveInt | None = key(2_022_400, "data")
-    # held-out rows: the last of the stream, all from the last file; prefer val_share for own text
+    # held-out rows: those after train_rows, or spread over the text; prefer val_share for own text
     val_rows: NonNegativeInt = key(2_048, "data")
     # share of documents held out by hash, instead of val_rows
     val_share: Below1 = key(0.0, "data")
@@ -189,7 +194,7 @@ class Config:
     checkpoint_every_steps: PositiveInt | None = key(None, "log")
     # newest checkpoints to keep; older ones are deleted
     keep_checkpoints: PositiveInt = key(2, "log")
-    # keep checkpoints at multiples of this many updates too; None: the newest alone
+    # keep those at multiples of this too, of which checkpoint_every_steps is a divisor; None: none
     keep_every_steps: PositiveInt | None = key(None, "log")
     # take students as equal if only code was edited since, for an edit known to change no number
     accept_edits: bool = key(False, "log")
@@ -208,12 +213,9 @@ class Config:
         """Return the `settings_of` a student without `lr`, which is the optimizer's."""
         return {name: x for name, x in self.settings_of(student).items() if name != "lr"}
 
-    def lr_factor(self, student: str) -> float:
-        """Return the factor that multiplies the schedule for this student.
-
-        With --METHOD.lr=X it is X / lr, from the first update to the last.
-        """
-        return self.settings_of(student).get("lr", self.lr) / self.lr
+    def lr_of(self, student: str) -> float:
+        """Return the peak learning rate of this student, which --METHOD.lr=X sets."""
+        return self.settings_of(student).get("lr", self.lr)
 
     def __post_init__(self):
         check_fields(self)
@@ -240,6 +242,9 @@ def check_students(cfg):
 
 def check_numbers(cfg):
     """Check that keys do not contradict each other. Raises `UserError`."""
+    for name, value in vars(cfg).items():
+        if value == "":
+            raise UserError(f"{name}='': expected a value; None means that it is not set")
     rows = cfg.batch_rows
     end = cfg.schedule_steps
     micro = cfg.micro_batch
@@ -251,6 +256,19 @@ def check_numbers(cfg):
         )
     if cfg.warmup_steps >= end:
         raise UserError(f"warmup_steps={cfg.warmup_steps}: expected less than schedule_steps={end}")
+    fall = {"constant": 1, "cosine": 2, "wsd": cfg.decay_share * end}[cfg.lr_schedule]
+    if cfg.warmup_steps > max(1, round(end - fall, 6)):
+        raise UserError(
+            f"warmup_steps={cfg.warmup_steps}: expected at most {max(1, int(end - fall))}, as "
+            f"lr_schedule={cfg.lr_schedule} lets the rate fall in the last {fall:g} updates of "
+            f"schedule_steps={end}"
+        )
+    keep = cfg.keep_every_steps
+    if keep and (cfg.checkpoint_every_steps is None or keep % cfg.checkpoint_every_steps):
+        raise UserError(
+            f"keep_every_steps={keep}: expected a multiple of "
+            f"checkpoint_every_steps={cfg.checkpoint_every_steps}; set both"
+        )
     if rows % cfg.group:
         raise UserError(f"group={cfg.group}: expected a divisor of batch_rows={rows}")
     if micro and micro % cfg.group:
@@ -273,13 +291,35 @@ def load(argv, epilog=tuple) -> Config:
     """Return the config that config files and `--key=value` flags make, in their order.
 
     A file may have settings of methods that the run does not train: they are left out. Those of a
-    flag are refused.
+    flag are refused, and so is the name of a method or setting that losses.py does not have.
 
     epilog  returns the lines that `--help` prints below the keys; by default none
     """
     if "-h" in argv or "--help" in argv:
         print(sys.modules["__main__"].__doc__, *key_lines(), *epilog(), sep="\n")
         sys.exit(0)
+    cfg = read_config(argv)
+    from losses import resolve, settings  # imports torch
+
+    for name in (*cfg.methods, *cfg.hyper):
+        overrides = cfg.overrides_of(name)
+        if not overrides.keys() <= settings(name).keys():
+            resolve(name, **overrides)  # raises `UserError`
+    trained = trained_methods(cfg)
+    return replace(cfg, hyper={name: x for name, x in cfg.hyper.items() if name in trained})
+
+
+def check_flags():
+    """End a mistyped command before its script imports torch, which takes seconds."""
+    if not {"-h", "--help"} & {*sys.argv}:
+        try:
+            read_config(sys.argv[1:])
+        except UserError:
+            run(read_config)
+
+
+def read_config(argv) -> Config:
+    """Return the config of a command, with the settings of all methods that its files have."""
     if not argv:
         raise UserError(
             "no config: expected one, such as config/alra_200m.py, or --KEY=VALUE; --help lists "
@@ -295,15 +335,18 @@ def load(argv, epilog=tuple) -> Config:
                 value = merged(values.get("hyper", {}), value)
             values[name] = value
     cfg = Config(**values)
-    trained = {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
-    unused = sorted(flagged - trained)
+    unused = sorted(flagged - trained_methods(cfg))
     if unused:
         raise UserError(
             f"settings of {unused}, not among methods={cfg.methods}; add the method, or remove "
             "its settings"
         )
-    hyper = {name: settings for name, settings in cfg.hyper.items() if name in trained}
-    return replace(cfg, hyper=hyper)
+    return cfg
+
+
+def trained_methods(cfg) -> set[str]:
+    """Return the methods of a config, with and without their labels."""
+    return {*cfg.methods, *(name.partition("@")[0] for name in cfg.methods)}
 
 
 def key_lines() -> list[str]:
@@ -417,7 +460,11 @@ PROGRESS: dict = {}
 
 def run(main):
     """Run a script's `main` on the command's arguments, and exit with its code."""
-    sys.exit(guard(lambda: main(sys.argv[1:])))
+    code = guard(lambda: main(sys.argv[1:]))
+    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        os._exit(code)  # to leave in order might mean to wait for a process that is lost
+    sys.exit(code)
 
 
 def guard(main) -> int:
@@ -429,10 +476,13 @@ def guard(main) -> int:
     With --max_restarts, torchrun starts again after every code but 0. It must not after a signal,
     a `UserError`, or a run in which a student stopped, so these return 0.
     """
-    faulthandler.enable(sys.__stderr__)  # a library's crash, like NCCL's, prints where it was
+    open_streams()
+    faulthandler.enable(2)  # a library's crash, like NCCL's, prints where it was
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
-        code = main() or 0
+        with naming_files():
+            code = main() or 0
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
@@ -443,7 +493,7 @@ def guard(main) -> int:
         is_alone = "step" in PROGRESS and not error.is_shared
         if is_alone or os.environ.get("LOCAL_RANK", "0") == "0":  # else all have the same
             print(f"UserError: {error}", file=sys.stderr)
-        code = 1
+        code = PROGRESS.get("code", 1)
     except Exception:
         rank = os.environ.get("RANK", 0)
         text = (
@@ -455,10 +505,17 @@ def guard(main) -> int:
             path = Path(PROGRESS["out"], f"traceback_{rank}.txt")
             with contextlib.suppress(OSError), path.open("a") as file:
                 file.write(text)
-        code = PROGRESS.get("code", 1)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            os._exit(code)  # the orderly way may wait for a process that is lost
-        return code
+        return PROGRESS.get("code", 1)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return 0
     return code
+
+
+def open_streams():
+    """Open /dev/null in place of each standard stream that is closed, as `>&-` leaves it.
+
+    Otherwise the next file to be opened would become that stream.
+    """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

@@ -15,7 +15,6 @@ Dimension key: B batch, T time, N positions, V vocabulary, D width.
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import logging
@@ -36,8 +35,8 @@ from lib import metrics
 from lib.checks import IGNORE
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
-from lib.files import append_line, write_lines, writing
-from lib.hf import find_folder, load_tokenizer, tokenizer_hash
+from lib.files import append_line, for_json, reading, write_lines, writing
+from lib.hf import find_folder, tokenizer_hash
 from lib.rows import Rows, open_rows
 from lib.stats import half_interval
 from lib.tasks import (
@@ -49,21 +48,24 @@ from lib.tasks import (
     read_config,
     read_items,
 )
-from lib.tokens import leading_bos, token_bytes
-from model import Qwen2, Qwen2Config
+from lib.tokens import leading_bos, space_spelling, spelled_spaces, token_bytes
 from run.cache import open_cached, progress
 from run.identity import content_hash
-from run.scoring import check_content, check_model, decoder_edits, scoring_code
-from run.tables import RUN, students_of, tables_of, tabulate, training_facts
-from run.teacher import check_teacher, check_vocabulary, load_teacher
+from run.results import RUN, students_of
+from run.scoring import check_content, decoder_edits, open_model, read_tokenizer, scoring_code
+from run.teacher import Teacher, check_teacher, load_teacher
 
 N_AT_ONCE = 256  # positions whose logits exist at a time
-read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
 
-def score(args) -> str:
-    """Score all checkpoints and return their tables. Results are written as they are computed."""
+def score(args):
+    """Score all checkpoints and print their tables. Results are written as they are computed.
+
+    A task with an item that has no score is left out. Raises `UserError` at the end if there is
+    one.
+    """
     device = pick_device(args.device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan each shape of a batch anew
     names = choose_tasks(args.tasks, args.split)
     optional = "storycloze_2016" in names and args.tasks == "all"
     if optional and not find_storycloze(args.data_dir, args.storycloze):
@@ -76,50 +78,66 @@ def score(args) -> str:
     for c in checkpoints:
         with writing(c.folder):  # before anything is computed
             c.folder.mkdir(parents=True, exist_ok=True)
-        limit = c.shape.max_position_embeddings
-        if names and args.max_length > limit:
-            raise UserError(f"--max_length {args.max_length}: {c.name} takes {limit} at most")
+        if names and args.max_length > c.context:
+            raise UserError(f"--max_length {args.max_length}: {c.name} takes {c.context} at most")
     if not names and not data_dir:
         raise UserError(
             "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
         )
     results = []
+    refused = []
     if data_dir:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
-        results += [score_tasks(c, items, args, device) for c in checkpoints]
+        results += [score_tasks(c, items, args, device, refused) for c in checkpoints]
+    from run.tables import tables_of  # imports pandas, which takes a second
+
     try:
-        return tables_of(results, args.reference, args.metric)
+        print(tables_of([x for x in results if x["values"]], args.reference, args.metric))
     except UserError as error:  # the results are written
-        return f"no table: {error}"
+        print(f"no table: {error}")
+    if refused:
+        raise UserError("; ".join(dict.fromkeys(refused)))
 
 
 # ----------------------------------------------------------------------------------------------
 # the tasks
 
 
-def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device) -> dict:
-    """Write and return a checkpoint's scores, and every item with its scores if `--log_samples`."""
+def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device, refused: list) -> dict:
+    """Write a checkpoint's scores on each task, and return them all.
+
+    With `--log_samples` every item is written with its scores.
+
+    refused  gets a message for each task with an item that has no score
+    """
     tokenizer = read_tokenizer(c.source)
     bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
     model = c.load(args.dtype, device)
     scorer = Scorer(model, tokenizer, args.max_length, args.batch_tokens, bos)
-    scores, samples = benchmarks(scorer, items, args)
     protocol = {
         "dtype": args.dtype,
         "lm_eval": version("lm_eval"),
         "max_length": args.max_length,
         "limit": args.limit,
     }
-    lines = [{"task": name, **s} for name, group in samples.items() for s in group]
-    if lines:
-        write_lines(c.folder / f"samples_{args.split}.jsonl", lines)
     scored = {"scoring_code": scoring_code("tasks")}
-    return write(args.split, scores, protocol, scored, c, device)
+    result = {}
+    values = {}
+    for name, chosen in items.items():
+        try:
+            values[name], samples = benchmark(scorer, name, chosen, args)
+        except UserError as error:
+            refused.append(str(error))
+            continue
+        result = write(args.split, {name: values[name]}, protocol, scored, c, device)
+        if args.log_samples:
+            write_lines(c.folder / f"samples_{args.split}_{name}.jsonl", samples)
+    return result | {"values": values}
 
 
 class Scorer(TemplateLM):
-    """lm-eval's view of a `Qwen2`: log-likelihoods equal to those of its own Hugging Face backend.
+    """lm-eval's view of a model: log-likelihoods equal to those of its own Hugging Face backend.
 
     Requests are sorted by length, and each is one row; at most a quarter of a batch is padding. The
     head runs only where a continuation is scored, in fp32.
@@ -152,17 +170,32 @@ class Scorer(TemplateLM):
             return ids
         return [self.bos, *ids]
 
+    def loglikelihood(self, requests, disable_tqdm=False):
+        self.items = [f"{request.task_name}, item {request.doc_id}" for request in requests]
+        return super().loglikelihood(requests, disable_tqdm)
+
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         """Return each continuation's log-probability in nats, and whether it is the greedy one.
 
         requests  [((context, continuation), context ids, continuation ids)]
+
+        Where a token spans the end of the context, the continuation is what follows that token.
         """
         rows = []  # the last ids that fit, and how many of them are scored
-        for (context, continuation), context_ids, ids in requests:
-            if not context_ids or not 0 < len(ids) <= self.max_length:
+        for item, ((context, continuation), context_ids, ids) in zip(
+            self.items, requests, strict=True
+        ):
+            problem = None
+            if not context_ids:
+                problem = "has no token before it"
+            elif not ids:
+                problem = "has no token of its own: the tokenizer merges it with the context"
+            elif len(ids) > self.max_length:
+                problem = f"has {len(ids):,} tokens, and --max_length is {self.max_length}"
+            if problem:
                 raise UserError(
-                    f"{continuation!r:.60} after {context!r:.60}: expected a context, and a "
-                    f"continuation of 1 to max_length={self.max_length} tokens"
+                    f"{item}: {continuation!r:.60} after {context[-40:]!r} {problem}; "
+                    "--tasks can leave out the task"
                 )
             rows.append((tuple(context_ids + ids)[-(self.max_length + 1) :], len(ids)))
         # Longest first: a batch that does not fit in memory fails at once.
@@ -204,8 +237,8 @@ class Scorer(TemplateLM):
     generate_until = loglikelihood_rolling = None  # none of the nine tasks asks for them
 
 
-def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> tuple[dict, dict]:
-    """Return the scores by task, and by task the items with their scores if `--log_samples`.
+def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list[dict]]:
+    """Return the scores of a task, and its items with their scores if `--log_samples`.
 
     Scores are metrics, standard errors, n, and the hashes of what was scored.
     """
@@ -215,26 +248,26 @@ def benchmarks(lm: TemplateLM, items: dict[str, Items], args) -> tuple[dict, dic
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with threads
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    configs = [task_config(name, chosen.rows[: args.limit]) for name, chosen in items.items()]
-    loaded = lm_eval.tasks.TaskManager(include_defaults=False).load(configs)
+    with reading(items.source, f"expected items of {name} that are alike in their types"):
+        config = task_config(name, items.rows[: args.limit])
+        loaded = lm_eval.tasks.TaskManager(include_defaults=False).load([config])
     out = lm_eval.evaluate(lm, loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
-    scores = {}
-    for name, task in loaded["tasks"].items():
-        values = {}
-        for key, value in out["results"][name].items():
-            if key.endswith(",none") and value != "N/A":  # a single item has no standard error
-                values[key.removesuffix(",none")] = value
-        prompts = "".join(json.dumps(instance.args) for instance in task.instances)
-        scores[name] = values | {
-            "n": len({instance.doc_id for instance in task.instances}),
-            "n_rows": len(items[name].rows),
-            "n_paper": getattr(TASKS[name], args.split)[1],
-            "source": items[name].source,
-            "data_sha256": items[name].sha256,
-            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
-            "version": out["versions"][name],
-        }
-    return scores, out.get("samples", {})
+    values = {}
+    for key, value in out["results"][name].items():
+        if key.endswith(",none") and value != "N/A":  # a single item has no standard error
+            values[key.removesuffix(",none")] = value
+    instances = loaded["tasks"][name].instances
+    prompts = "".join(json.dumps(instance.args) for instance in instances)
+    scores = values | {
+        "n": len({instance.doc_id for instance in instances}),
+        "n_rows": len(items.rows),
+        "n_paper": getattr(TASKS[name], args.split)[1],
+        "source": items.source,
+        "data_sha256": items.sha256,
+        "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+        "version": out["versions"][name],
+    }
+    return scores, out.get("samples", {}).get(name, [])
 
 
 def task_config(name, rows: list[dict]) -> dict:
@@ -294,7 +327,7 @@ def score_rows(
                 f"{teacher_name}: vocabulary of {len(teacher.head):,}, {first.name} has "
                 f"{rows.n_vocab:,}"
             )
-    n_bytes = byte_lengths(tokenizer, rows.n_vocab)
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.ids[index])
     models = [c.load(args.dtype, device) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
@@ -311,11 +344,10 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
     """
     seq_len = open_rows(data_dir, "val")[1]["row_len"] - 1
     first = checkpoints[0]
-    rows = Rows(data_dir, "val", seq_len, False, first.shape.vocab_size)
+    rows = Rows(data_dir, "val", seq_len, False, first.n_vocab)
     bos = rows.manifest["bos"]
     for c in checkpoints:
         trained_bos = c.run.get("bos", bos)
-        limit = c.shape.max_position_embeddings
         if not args.rows:
             check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record)
         if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
@@ -324,18 +356,20 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
         if bos != trained_bos:
             problem = f"{c.name} was trained on rows with bos={trained_bos}"
             raise UserError(f"{data_dir}: rows with bos={bos}, but {problem}")
-        if seq_len > limit:
-            raise UserError(f"{data_dir}: rows of {seq_len} inputs, {c.name} takes {limit} at most")
-        if c.shape.vocab_size != rows.n_vocab:
-            problem = f"vocabulary of {c.shape.vocab_size:,}, {first.name} has {rows.n_vocab:,}"
+        if seq_len > c.context:
+            problem = f"rows of {seq_len} inputs, {c.name} takes {c.context} at most"
+            raise UserError(f"{data_dir}: {problem}")
+        if c.n_vocab != rows.n_vocab:
+            problem = f"vocabulary of {c.n_vocab:,}, {first.name} has {rows.n_vocab:,}"
             raise UserError(f"{c.name}: {problem}")
     return rows
 
 
-def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens) -> list[dict]:
+def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_tokens) -> list[dict]:
     """Return the figures of each student, and the number of targets.
 
-    KEY_half is half of a figure's 95 % interval over the documents; "documents" has the number of
+    KEY_half is half of a figure's 95 % interval over the documents, None if there are too few;
+    "documents" has the number of
     targets of each document, and its sums of CE and KL.
 
     index    numbers of the rows to read
@@ -345,9 +379,7 @@ def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens
     device = students[0].head.device
     per_batch = max(1, batch_tokens // rows.ids.shape[1])
 
-    is_eos = rows.ids[index] == rows.eos  # [rows, T + 1]; an EOS is the last token of a document
-    n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # before each token
-    documents = torch.from_numpy(n_ended[:, 1:])  # [rows, T] the document of each label
+    documents = torch.from_numpy(rows.documents(index))  # [rows, T] the document of each label
 
     def batches():
         for first in progress(range(0, len(index), per_batch), "held-out rows"):
@@ -371,18 +403,29 @@ def over_rows(students: list[Qwen2], teacher, rows, index, n_bytes, batch_tokens
             )
         figures = metrics.figures(totals) | {"n_targets": int(totals["n"])}
         for key in ("ce", *metrics.TEACHER_KEYS):
-            half = half_interval(sums[key], sums["n"]) if key in sums else math.nan
-            if not math.isnan(half):
-                figures[f"{key}_half"] = half
+            if key in sums:
+                figures[f"{key}_half"] = half_interval(sums[key], sums["n"])
+        figures = for_json(figures)
         figures["documents"] = {key: sums[key].tolist() for key in ("n", "ce", "kl") if key in sums}
         results.append(figures)
     return results
 
 
-def byte_lengths(tokenizer, n_vocab: int) -> Tensor:
-    """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding."""
-    lengths = [len(piece) for piece in token_bytes(tokenizer.backend_tokenizer)]
-    return torch.tensor(lengths + [0] * (n_vocab - len(lengths)))
+def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
+    """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
+
+    ids  the rows to score: three tokens that spell a space stand for a third of a byte each, and
+         for a byte elsewhere. The result has their mean over these rows.
+    """
+    pieces = token_bytes(tokenizer.backend_tokenizer)
+    lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
+    stream = np.ravel(ids)
+    spelling = space_spelling(tokenizer.backend_tokenizer)
+    n_spelled = len(spelled_spaces(stream, spelling))
+    if n_spelled:
+        for token in spelling:
+            lengths[token] -= 2 / 3 * n_spelled / np.count_nonzero(stream == token)
+    return torch.tensor(lengths)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -395,7 +438,8 @@ class Checkpoint:
     source: str  # the model's folder
     folder: Path  # where its results go
     run: dict  # facts of the student's training; {} for other models
-    shape: Qwen2Config
+    n_vocab: int
+    context: float  # tokens that it takes at most
     weights_sha256: str  # of the fp32 weights, whatever --dtype
     tokenizer_sha256: str
     accepted_edits: list[str]  # of the decoder since the student was trained
@@ -404,14 +448,24 @@ class Checkpoint:
     def record(self) -> dict:
         return self.run.get("made_by", {})
 
-    def load(self, dtype: str, device) -> Qwen2:
+    def load(self, dtype: str, device) -> Teacher:
         give_back_memory()  # of earlier models
-        return Qwen2.from_pretrained(self.source, device=str(device)).to(getattr(torch, dtype))
+        return load_teacher(self.source, getattr(torch, dtype), device)
 
 
 def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
-    return [open_checkpoint(path, args) for path in students_of(args.paths, has_model)]
+    names = students_of(args.paths, has_model)
+    say_left_out(args.paths, names, "it stopped, or has no checkpoint yet")
+    return [open_checkpoint(name, args) for name in names]
+
+
+def say_left_out(paths, names, reason):
+    """Name the students inside the paths that are not among `names`."""
+    for path in paths:
+        for log in sorted(Path(path).glob("*/log.jsonl")):
+            if str(log.parent) not in names:
+                say(f"{log.parent}: left out ({reason})")
 
 
 def has_model(folder) -> bool:
@@ -423,13 +477,10 @@ def has_model(folder) -> bool:
 def open_checkpoint(name, args) -> Checkpoint:
     """Open a student's folder, a checkpoint, a model's folder or a hub id, and hash its weights.
 
-    Raises `UserError` if its tokenizer has ids beyond its vocabulary, or if the model or the
-    decoder is not that of its training.
+    Raises `UserError` if the model or the decoder is not that of its training.
     """
-    source = find_folder(name)
-    if not (source / "config.json").is_file():
-        raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
-    run = training_facts(source, RUN)
+    give_back_memory()
+    source, run, model, tokenizer, context, sha256 = open_model(name, RUN)
     if not run:
         folder = Path("out/eval", Path(name).resolve().name)
     elif (source.parent / "run.json").is_file():
@@ -438,24 +489,20 @@ def open_checkpoint(name, args) -> Checkpoint:
         say(f"{name}: scoring the checkpoint {source.parent}")
         run_name = Path(run["config"]["out_dir"]).name
         # not inside the checkpoint, which training may delete
-        folder = Path(f"out/eval/{run_name}_{run['method']}_{source.parent.name}")
-    give_back_memory()
-    model = Qwen2.from_pretrained(str(source))
-    sha256 = check_model(name, model, run)
+        folder = Path(f"out/eval/{run_name}_{run['method']}_{source.parent.resolve().name}")
     edits = decoder_edits(run["made_by"]) if run else []
     if edits and not args.accept_edits:
         raise UserError(
             f"{name}: the decoder was edited since its training: {', '.join(edits)}; "
             "--accept_edits scores it all the same"
         )
-    tokenizer = read_tokenizer(str(source))
-    check_vocabulary(name, len(model.head), tokenizer)
     return Checkpoint(
         name,
         str(source),
         Path(args.out or folder),
         run,
-        model.config,
+        len(model.head),
+        context or math.inf,
         sha256,
         tokenizer_hash(tokenizer),
         edits,
@@ -549,9 +596,11 @@ def arguments(argv) -> argparse.Namespace:
 def main(argv):
     args = arguments(argv)
     if args.table:
+        from run.tables import tabulate
+
         print(tabulate(args.paths, args.reference, args.metric))
     else:
-        print(score(args))
+        score(args)
 
 
 if __name__ == "__main__":

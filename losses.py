@@ -1098,7 +1098,9 @@ def resolve(name, /, **overrides) -> Method:
     weights = {}
     for key, value in overrides.items():
         if key not in kinds:
-            raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}")
+            near = nearest(key, kinds)
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}{hint}")
         value = checked(f"{name}.{key}", value, kinds[key])
         if key in ("w_kd", "w_ce"):
             weights[key] = value

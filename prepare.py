@@ -14,9 +14,9 @@ it if the tokenizer itself adds one to a text (unless that BOS is the EOS, or `b
 **Ids to rows.** The ids of all documents form one stream. `row_ends`, the boundary rule, cuts the
 stream into rows of at most `row_len` = seq_len + 1 ids. Concatenated, the rows are the stream
 again. Cutting stops after the last document, or as soon as there are `train_rows` + `val_rows`
-rows. The last `val_rows` rows go to val.bin, all others to train.bin. With `val_share` instead,
-whole documents are held out by a hash of their names (of their text if they have no names). These
-documents form a second stream.
+rows. `val_rows` rows go to val.bin, all others to train.bin: with `train_rows`, those after the
+training rows; without it, every n-th row of the text. With `val_share` instead, whole documents are
+held out by a hash of their text. These documents form a second stream.
 
 **Rows to files.** `<data_dir>/train.bin` and `val.bin` hold uint32 ids [rows, row_len], with PAD in
 the unused tail of a row. The manifests `train.json` and `val.json` say where the rows come from and
@@ -33,19 +33,40 @@ import re
 import sys
 from pathlib import Path
 
+import configure
+
+if __name__ == "__main__" and sys.argv[1:2] not in (["--verify"], ["--show"]):
+    configure.check_flags()
+
 import numpy as np
 from tqdm import tqdm
 
-import configure
 from lib.documents import SUFFIXES, list_files, read_document, read_files
 from lib.errors import UserError
-from lib.files import flush, for_json, locked, read_json, reading, write_json, writing
+from lib.files import (
+    flush,
+    for_json,
+    locked,
+    read_json,
+    reading,
+    working_name,
+    write_json,
+    writing,
+)
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.stats import half_interval
-from lib.tokens import check_tokenizer, encode_texts, leading_bos, token_bytes
+from lib.tokens import (
+    check_tokenizer,
+    encode_texts,
+    leading_bos,
+    space_spelling,
+    spelled_spaces,
+    token_bytes,
+)
 
 RULE_VERSION = 1  # version of the boundary rule
+HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
 BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
 SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
@@ -92,6 +113,7 @@ def prepare(cfg):
         **{key: getattr(cfg, key) for key in RECIPE_KEYS},
         "row_len": cfg.seq_len + 1,
         "rule_version": RULE_VERSION,
+        "held_out_version": HELD_OUT_VERSION,
         "tokenizer": tokenizer_name,
         "tokenizer_sha256": tokenizer_hash(tokenizer),
         "vocab_size": max(tokenizer.get_vocab().values()) + 1,
@@ -99,11 +121,11 @@ def prepare(cfg):
         "eos_id": eos,
     }
     folder = Path(cfg.data_dir)
+    if is_prepared(folder, recipe):  # needs no lock, so the folder may be read-only
+        print(f"{folder}: already prepared with the same settings; --verify checks it")
+        return
     with locked(folder, f"{folder}: another prepare.py is at work there"):
         state = open_state(folder, recipe)
-        if state is None:
-            print(f"{folder}: already prepared with the same settings; --verify checks it")
-            return
         if "complete" not in state:
             write_rows(cfg, source, tokenizer, state)
         finish(folder, state, cfg.source)
@@ -124,8 +146,6 @@ def write_rows(cfg, source, tokenizer, state):
     backend = tokenizer.backend_tokenizer
     # the library's words for: "<|endoftext|>" in a text is encoded as its characters
     backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
     for split in writers:
         shorten(folder, state, split)  # removes the rows that a kill left after the last commit
     if "source" in state:
@@ -145,8 +165,6 @@ def write_rows(cfg, source, tokenizer, state):
         add_ids(folder, state, split, table, [], last=True)
     writers["train"]["rows"] = min(writers["train"]["rows"], max_rows)
     shorten(folder, state, "train")
-    if cfg.val_rows:
-        hold_out_rows(folder, state, cfg.val_rows)
     state["complete"] = True
     commit(folder, state)
 
@@ -179,10 +197,10 @@ def open_source(cfg):
 def split_mixture(source):
     """Return the parts of a mixture "a:7,b:3", and their shares of the whole, here 0.7 and 0.3.
 
-    A source that is no mixture is its only part.
+    A source that is no mixture, or an existing file or folder, is its only part.
     """
     parts = [re.fullmatch(SHARE, part) for part in source.split(",")]
-    if not any(parts):
+    if not any(parts) or os.path.exists(os.path.expanduser(source)):
         return [source], [1.0]
     if not all(parts):
         raise UserError(f"source={source}: expected a share above 0 for each, as in a:0.7,b:0.3")
@@ -194,12 +212,12 @@ def open_part(name, cfg):
     """Return a stream of the documents of a source, and its name with a hash of its content."""
     import datasets
 
-    is_file = Path(name).expanduser().exists() or name.endswith(SUFFIXES)
+    is_file = os.path.exists(os.path.expanduser(name)) or name.endswith(SUFFIXES)
     if is_file or not re.fullmatch(HUB_ID, name):  # such as a pattern, data/*.gz
-        files = list_files(name)
-        root = os.path.commonpath([os.path.dirname(file) for file in files])
-        content = [(os.path.relpath(file, root), quick_hash(Path(file))) for file in files]
-        arguments = {"files": files, "root": root, "column": cfg.source_text}
+        with reading(f"source={name}", "check the name and the permissions"):
+            files = list_files(name)
+            content = [quick_hash(Path(file)) for file in files]
+        arguments = {"files": files, "column": cfg.source_text}
         stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
     else:
         stream, name = open_hub(name, cfg)
@@ -262,37 +280,36 @@ def read_batches(source, n_documents):
 def encode(backend, documents, state, max_bad_records):
     """Return the ids of the documents, each with BOS and EOS, by split.
 
-    Counts the records in `state`, and lists those that cannot be read. Raises `UserError` if there
-    are more of these than `max_bad_records`.
+    Counts the records in `state`, and lists those that cannot be read, or whose ids spell another
+    text. Raises `UserError` if there are more of these than `max_bad_records`.
     """
     recipe = state["recipe"]
     bos = [] if recipe["bos"] is None else [recipe["bos"]]
     eos = recipe["eos_id"]
     texts = [document["text"] for document in documents]
     ids_of = {"train": [], "val": []}
-    for document, ids in zip(documents, encode_texts(backend, texts), strict=True):
-        if document["bad"]:
-            problem = f"document {state['records']}: {document['bad']}"
+    for document, encoded in zip(documents, encode_texts(backend, texts), strict=True):
+        ids, change = encoded
+        bad = document["bad"] or change
+        if eos in ids:  # of a tokenizer whose EOS is an ordinary token
+            bad = "tokenizer: a text contains its eos_token; take one whose eos_token is special"
+        if bad:
+            problem = f"document {state['records']}: {document['where']}{bad}"
             state["skipped"].append(problem)
             if len(state["skipped"]) > max_bad_records:
                 raise UserError(
                     f"{problem}; correct it, or set max_bad_records above {max_bad_records}"
                 )
-        elif eos in ids:  # of a tokenizer whose EOS is an ordinary token
-            raise UserError(
-                "tokenizer: a text contains its eos_token; take one whose eos_token is special"
-            )
         else:
-            split = "val" if held_out(document, recipe["val_share"]) else "train"
+            split = "val" if held_out(document["text"], recipe["val_share"]) else "train"
             ids_of[split] += [*bos, *ids, eos]
         state["records"] += 1
     return ids_of
 
 
-def held_out(document, share):
-    """Return whether a document is held out, by a hash of its name, else of its text."""
-    key = document["name"] or document["text"]
-    digest = hashlib.sha256(key.encode()).hexdigest()
+def held_out(text, share):
+    """Return whether a document is held out, by a hash of its text: a copy is where it is."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
     return int(digest[:16], 16) < share * 2**64
 
 
@@ -347,12 +364,14 @@ def row_ends(ids, table, row_len, last):
     row. A cut depends on the next `row_len` + 1 ids of the stream alone, not on batches or kills.
 
     ids     [n] an array: the stream from the start of a row on
-    table   the class of each token, and its bytes
+    table   of `token_table`
     last    whether the stream ends with these ids; otherwise up to row_len of them are left over
     ->      the end of each row (exclusive), where the next row starts
     """
-    classes, pieces = table
-    flags = classes[ids].tolist()
+    classes, pieces, spelling = table
+    flags = classes[ids]
+    flags[spelled_spaces(ids, spelling)] = token_class(b" ")
+    flags = flags.tolist()
     ends = []
     start = 0
     while start + row_len < len(ids):  # not <=, since `ends_row` needs the id after a window
@@ -372,10 +391,14 @@ def ends_row(ids, flags, pieces, start, i):
     """Return whether a row that begins at `start` may end after ids[i]."""
     if flags[i] & (EOS | LINE):
         return True
-    if not flags[i] & STOP:
+    following = flags[i + 1]  # `row_ends` searches a window only if an id stands after it
+    if not flags[i] & STOP or not following & FRESH:
         return False
+    # No word reaches back beyond whitespace. The cost is linear: where whitespace follows, as
+    # where another FRESH token follows, no token is read from two places.
+    before = GAP if following & SPACE else GAP | FRESH
     first = i
-    while first > start and not flags[first] & GAP:  # no word reaches back beyond whitespace
+    while first > start and not flags[first] & before:
         first -= 1
     piece = b"".join(pieces[j] for j in ids[first : i + 1])
     text = piece.decode("utf-8", "replace").rstrip(CLOSERS)
@@ -383,9 +406,7 @@ def ends_row(ids, flags, pieces, start, i):
     stops = text[len(head) :]
     if not stops:
         return False
-    following = flags[i + 1]  # `row_ends` searches a window only if an id stands after it
-    is_apart = following & SPACE or (stops[-1] in WIDE and following & FRESH)
-    if not is_apart:
+    if not following & SPACE and stops[-1] not in WIDE:
         return False
     if stops != ".":
         return True
@@ -396,11 +417,12 @@ def ends_row(ids, flags, pieces, start, i):
 
 
 def token_table(tokenizer):
-    """Return the classes [V] uint8 of a tokenizer's tokens, and the bytes that each stands for."""
-    pieces = token_bytes(tokenizer.backend_tokenizer)
+    """Return the classes [V] uint8 of a tokenizer's tokens, their bytes, and `space_spelling`."""
+    backend = tokenizer.backend_tokenizer
+    pieces = token_bytes(backend)
     classes = np.array([token_class(piece) for piece in pieces], np.uint8)
     classes[tokenizer.eos_token_id] = EOS | GAP
-    return classes, pieces
+    return classes, pieces, space_spelling(backend)
 
 
 def token_class(piece):
@@ -413,7 +435,7 @@ def token_class(piece):
         bits |= SPACE
     if text[0] not in STOPS + CLOSERS + INCOMPLETE:
         bits |= FRESH
-    if re.search(rb"[ \t\n\r]", piece):
+    if re.search(r"\s", text):
         bits |= GAP
     last = text.rstrip(CLOSERS + INCOMPLETE)[-1:]
     if not last or last in STOPS:  # nothing but closers: the stop may be in the token before
@@ -447,18 +469,6 @@ def add_rows(folder, state, split, rows):
     state["writers"][split]["rows"] += len(rows)
 
 
-def hold_out_rows(folder, state, n):
-    """Move the last n training rows (all, if there are fewer) to the held-out rows."""
-    train = state["writers"]["train"]
-    row_len = state["recipe"]["row_len"]
-    n_left = max(train["rows"] - n, 0)
-    ids = np.fromfile(folder / "train.bin.tmp", np.uint32, offset=n_left * row_len * 4)
-    add_rows(folder, state, "val", ids.reshape(-1, row_len))
-    # `finish` cuts the moved rows off train.bin.tmp. Here they stay: after a kill before the next
-    # commit, the state on the disk still counts them, and `shorten` needs them.
-    train["rows"] = n_left
-
-
 def shorten(folder, state, split):
     """Cut a file of unfinished rows to the rows that the state counts.
 
@@ -472,8 +482,17 @@ def shorten(folder, state, split):
     os.truncate(file, size)
 
 
+def is_prepared(folder, recipe) -> bool:
+    """Return whether a folder holds the finished rows. Raises `UserError` for another recipe's."""
+    finished = (folder / "train.json").exists() and not (folder / "prepare.state").exists()
+    if finished:
+        for split in splits(recipe):
+            check_recipe(folder, open_rows(folder, split)[1], recipe)
+    return finished
+
+
 def open_state(folder, recipe):
-    """Return the state of the unfinished work in a folder, or None if `finish` has ended.
+    """Return the state of the unfinished work in a folder, or that of work that begins there.
 
     The state is what prepare.state holds:
 
@@ -484,7 +503,7 @@ def open_state(folder, recipe):
     writers   by split, the number of `rows` written, and the `rest`: the ids of the row after them
     complete  there if all rows are written, and only `finish` is left to do
 
-    Raises `UserError` if the folder holds data of another recipe, or other files.
+    Raises `UserError` if the folder holds unfinished work of another recipe, or other files.
     """
     file = folder / "prepare.state"
     if file.exists():
@@ -494,16 +513,13 @@ def open_state(folder, recipe):
             check_recipe(folder, state["recipe"], recipe)
             print(f"{folder}: resuming after {state['records']:,} documents", file=sys.stderr)
             return state | {"recipe": recipe}  # its names of tokenizer and sources may be new
-    elif (folder / "train.json").exists():
-        for split in splits(recipe):
-            check_recipe(folder, open_rows(folder, split)[1], recipe)
-        return None
     else:
         names = ("train.bin", "val.bin", "val.json", *WORK_FILES)
         foreign = [name for name in names if (folder / name).exists()]
         if foreign:
             raise UserError(f"{folder}: contains {foreign}, not of prepare.py; move it aside")
-    writers = {split: {"rows": 0, "rest": []} for split in splits(recipe)}
+    streams = ["train", "val"] if recipe["val_share"] else ["train"]
+    writers = {split: {"rows": 0, "rest": []} for split in streams}
     state = {"recipe": recipe, "records": 0, "writers": writers, "skipped": []}
     write_json(file, state)  # before any row, so that this file marks the others as ours
     return state
@@ -547,28 +563,76 @@ def commit(folder, state):
 def finish(folder, state, source):
     """Give the files their final names and write their manifests. Safe to repeat after a kill."""
     recipe = state["recipe"]
-    for split, writer in state["writers"].items():
-        if not writer["rows"]:
+    n_rows = {split: writer["rows"] for split, writer in state["writers"].items()}
+    held = held_out_rows(recipe, n_rows["train"])
+    if recipe["val_rows"]:
+        n_rows["train"] -= len(held)
+        n_rows["val"] = len(held)
+    for split, n in n_rows.items():
+        if not n:
             remove_work(folder)  # else the same command would resume, and end here again
             raise UserError(
                 f"source={source}: {state['records']:,} records leave no row for {split}; "
-                "--val_share=0 --val_rows=N holds out the last N rows, and a smaller --seq_len "
-                "makes more rows"
+                "--val_share=0 --val_rows=N holds out N rows, and a smaller --seq_len makes more "
+                "rows"
             )
-    counts_of = {}
     for split in state["writers"]:
         work = folder / f"{split}.bin.tmp"
-        file = folder / f"{split}.bin"
         if work.exists():
             shorten(folder, state, split)
-            os.replace(work, file)
+            if recipe["val_rows"]:
+                divide_rows(folder, recipe, held)
+            else:
+                os.replace(work, folder / f"{split}.bin")
+    counts_of = {}
+    for split in n_rows:
+        file = folder / f"{split}.bin"
         facts, counts_of[split] = measure(file, recipe)
         if split == "val":
             facts |= measure_unigram(file, recipe, counts_of["train"])
+            if recipe["val_rows"] and recipe["train_rows"] is None:
+                facts["ended_in_train"] = ended_in_train(folder, recipe, held)
         manifest = {"split": split, **recipe, "skipped": state["skipped"], **facts}
         write_json(folder / f"{split}.json", manifest)
         print(summary(folder, manifest))
     remove_work(folder)
+
+
+def held_out_rows(recipe, n_rows) -> np.ndarray:
+    """Return which rows of the text to hold out for `val_rows`, in rising order.
+
+    With `train_rows`, they are the ones after the training rows. Without it, they are spread evenly
+    over the text, so that they come from as many of its documents as they can.
+    """
+    n = min(recipe["val_rows"], n_rows)
+    if recipe["train_rows"] is not None:
+        return np.arange(n_rows - n, n_rows)
+    return np.arange(1, 2 * n, 2) * n_rows // max(2 * n, 1)
+
+
+def divide_rows(folder, recipe, held):
+    """Write the rows of train.bin.tmp to train.bin, and the `held` ones to val.bin."""
+    rows = np.memmap(folder / "train.bin.tmp", np.uint32, "r").reshape(-1, recipe["row_len"])
+    kept = np.delete(np.arange(len(rows)), held)
+    for split, index in (("train", kept), ("val", held)):
+        file = folder / f"{split}.bin"
+        new = working_name(file)
+        with writing(file):
+            with open(new, "wb") as stored:
+                for part in np.array_split(index, len(index) // 4096 + 1):
+                    stored.write(rows[part])
+            flush(new)
+            os.replace(new, file)
+
+
+def ended_in_train(folder, recipe, held) -> list[int]:
+    """Return how many documents end in the training rows before each held-out row.
+
+    Held-out rows alone do not tell whether two of them are of one document.
+    """
+    rows = np.memmap(folder / "train.bin", np.uint32, "r").reshape(-1, recipe["row_len"])
+    n_ended = np.cumsum([0] + [np.count_nonzero(row == recipe["eos_id"]) for row in rows])
+    return n_ended[held - np.arange(len(held))].tolist()
 
 
 def splits(recipe):

@@ -18,11 +18,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import configure
+
+if __name__ == "__main__":
+    configure.check_flags()
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-import configure
 from lib import parallel
 from lib.device import pick_device, repair_compile_cache
 from lib.errors import UserError
@@ -54,7 +58,7 @@ from run.validate import validate
 def rows_of_update(rows, step, cfg) -> np.ndarray:
     """Return the indices of this process's rows in an update. They depend on the step alone."""
     shuffle_seed = cfg.seed if cfg.shuffle else None
-    order = row_order(step, cfg.batch_rows, rows.n, shuffle_seed)
+    order = row_order(step - rows.first_step, cfg.batch_rows, rows.n, shuffle_seed)
     return np.array_split(order, parallel.world())[parallel.rank()]
 
 
@@ -79,8 +83,9 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
 def make_student(name, cfg, tokenizer=None) -> Student:
     """Build a student and its optimizer. All students of a run start from the same weights.
 
-    For a loss term of your own you can add trainable modules to `extras`. A parameter group may
-    have an `lr_factor` (default 1), by which `update` multiplies the student's learning rate.
+    For a loss term of your own you can add trainable modules to `extras`. Other optimizers, and
+    parameter groups with an lr of their own, are welcome: `update` scales the lr that each group is
+    made with by the schedule.
     """
     method = make_method(name, cfg)
     model = initial_model(cfg)
@@ -111,18 +116,17 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         group["params"].append(p)
     betas = (cfg.beta1, cfg.beta2)
     groups = [decayed] if cfg.decay_1d else [decayed, others]
-    optimizer = torch.optim.AdamW(groups, cfg.lr, betas, cfg.adam_eps, fused=True)
+    optimizers = [torch.optim.AdamW(groups, cfg.lr_of(name), betas, cfg.adam_eps, fused=True)]
 
     return Student(
         name=name,
         model=model,
         extras=extras,
-        optimizers=[optimizer],
+        optimizers=optimizers,
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
         method=method,
         tokenizer=tokenizer,
-        lr_factor=cfg.lr_factor(name),
     )
 
 
@@ -183,13 +187,13 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
 
     norms = [clip_gradients(s.parameters_by_name().values(), cfg.clip) for s in students]
     norms = torch.stack(norms).tolist()  # one wait for the device, for all students
+    rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
-            rate = learning_rate(step, cfg) * s.lr_factor
+            for group in s.parameter_groups():
+                group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * group.get("lr_factor", 1.0)
                 optimizer.step()
             advance_state(s, n_valid)
             s.skipped = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
-from run.tables import newest_figures
+from run.results import newest_figures
 
 # lowest and highest CE of four seeds, on an AMD EPYC with AVX2 and with AVX-512, and an Intel Xeon
 SEEN = {"pretrain": (5.80, 6.21), "vanilla_kd": (5.70, 5.96), "alra": (5.48, 5.60)}

@@ -10,33 +10,43 @@
 #   sbatch --nodes=2 --time=24:00:00 docs/slurm.sh OUT_DIR CONFIG [--key=value ..]
 #
 # Slurm sends USR1 to this script five minutes before the time limit, and TERM when it preempts the
-# job. On either, the script sends TERM to every torchrun. Then train.py saves a checkpoint, and
-# OUT_DIR/exit.json has code 75: the job queues again, and the same command resumes the run. The
-# script ends with the code in exit.json. If there is none, the code is 75 after a signal, else 1.
+# job. On either, the script sends TERM to every torchrun, and train.py saves a checkpoint. The job
+# queues again, and the same command resumes the run, if OUT_DIR/exit.json has code 75, or if there
+# is none, as after a lost node. After three starts in a row without a new checkpoint it does not.
+# The script ends with the code in exit.json.
 
 out=$1
 shift
+python=${PYTHON:-.venv/bin/python} # no environment need be active
+
+newest_step() { ls "$out"/*/checkpoints 2>/dev/null | grep -o '[0-9]*$' | sort -n | tail -n 1; }
+
 rm -f "$out/exit.json"
+step=$(newest_step)
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 40000))
 
 # --kill-on-bad-exit: where one torchrun ends, the others do not wait for it.
 # --signals-to-handle: else a USR1 that you send to the job would kill torchrun alone.
 # --shutdown-timeout: seconds for the last checkpoint; torchrun's own 30 are few for large students.
-srun --kill-on-bad-exit=1 torchrun \
-  --nnodes="$SLURM_NNODES" --nproc_per_node="$SLURM_GPUS_ON_NODE" --max_restarts=3 \
+srun --kill-on-bad-exit=1 "$python" -m torch.distributed.run \
+  --nnodes="$SLURM_NNODES" --nproc_per_node="$SLURM_GPUS_ON_NODE" \
   --rdzv_backend=c10d --rdzv_endpoint="$head:$port" \
   --rdzv_id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
   --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=240 \
   train.py "$@" --out_dir="$out" &
-step=$!
-missing=1 # the code if there is no exit.json
-trap 'missing=75; kill -TERM $step' USR1 TERM
-while kill -0 $step 2>/dev/null; do wait $step; done # a signal ends `wait`
+srun=$!
+trap 'kill -TERM $srun' USR1 TERM
+while kill -0 $srun 2>/dev/null; do wait $srun; done # a signal ends `wait`
 
 code=$(sed -n 's/^{"code": \([0-9]*\),.*/\1/p' "$out/exit.json" 2>/dev/null)
-code=${code:-$missing}
-if [ "$code" = 75 ]; then
+code=${code:-75}
+tries=0
+if [ "$(newest_step)" = "$step" ]; then
+  tries=$(($(cat "$out/tries" 2>/dev/null || echo 0) + 1))
+fi
+mkdir -p "$out" && echo "$tries" > "$out/tries"
+if [ "$code" = 75 ] && [ "$tries" -lt 3 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import lib.torch_setup  # noqa: F401  (all that computes imports this file)
 from lib.errors import UserError
 
 IGNORE = -100  # label of an ignored position; torch's own `ignore_index`

@@ -39,6 +39,20 @@ def files_reached(begin, skip=(), root=ROOT) -> dict[str, str]:
     return dict(sorted(hashes.items()))
 
 
+def code_reached(modules, names, skip=(), root=ROOT) -> dict[str, str]:
+    """Return the hashes of what functions of a script pass through, by name.
+
+    These are definitions in the script, found by `names`, and whole modules that it imports: so an
+    edit elsewhere in the script, as of its messages, does not count.
+
+    modules  the script, and modules that it reaches through one of `skip`
+    """
+    hashes = files_reached(modules, skip, root)
+    script, *_ = modules
+    del hashes[script]
+    return hashes | definitions_reached(names, root / f"{script}.py")
+
+
 def definitions_reached(begin, file) -> dict[str, str]:
     """Return the hashes of the definitions in a file that names use, and so on, by name."""
     bound = definitions(file)

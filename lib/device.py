@@ -8,48 +8,62 @@ import platform
 import re
 import resource
 import shutil
+import struct
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import torch
-import transformers
 
 from lib.errors import UserError
 
-# FLOP/s of dense bf16 products with fp32 accumulation, from the makers' data sheets. A card's name
-# contains the key as words; the first match counts.
+# FLOP/s of dense bf16 products with fp32 accumulation, from the makers' data sheets, by the name
+# that torch gives to the card. Other names, such as those of MIG's slices, have no known peak.
 PEAK_FLOPS = {
-    "H200 NVL": 835e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
 }
 
 
-def pick_device(name) -> torch.device:
-    """Return an existing device for "auto", "cpu", "cuda" or "cuda:1".
+def pick_device(name, key="device") -> torch.device:
+    """Return an existing device for "auto", "cpu", "cuda" or "cuda:1", the value of a key.
 
-    Under torchrun "cuda" is the process's own card. A process that computes on the CPU keeps the
-    memory that it frees. Raises `UserError` if there is no such device.
+    Under torchrun "cuda" is the process's own card: the only one that it can see, or that of its
+    rank. A process that computes on the CPU keeps the memory that it frees. Raises `UserError` if
+    there is no such device.
     """
+    given = name
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     n = torch.cuda.device_count()
+    cards = [f"cuda:{i}" for i in range(n)]
     n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if name == "cuda" and n_processes <= n:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    if name not in ("cpu", *(f"cuda:{i}" for i in range(n))):
+    if n_processes > 1 and name in cards:
+        raise UserError(f"{key}={given}: {n_processes} processes would share it; set cuda")
+    if name == "cuda":
+        if n == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+            name = "cuda:0"
+        elif n_processes <= n:
+            name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if name not in ("cpu", *cards):
         raise UserError(
-            f"device={name}: expected cpu, or cuda with a card for each process; "
-            f"torch finds {n} CUDA devices for {n_processes} processes"
+            f"{key}={given}: expected cpu, or cuda with a card for each process; torch finds {n} "
+            f"CUDA devices for {n_processes} processes; without a card, train.py runs with "
+            "--device=cpu --compile=False, other scripts with --device=cpu"
         )
     if name == "cpu":
         keep_memory()
@@ -91,8 +105,8 @@ def machine_facts(device) -> dict:
     if edits:
         commit += f"+{hashlib.sha256(edits.encode()).hexdigest()[:12]}"
     versions = {"python": platform.python_version()}
-    for module in (torch, transformers, np):
-        versions[module.__name__] = module.__version__
+    for name in ("torch", "transformers", "numpy"):
+        versions[name] = version(name)
     return {
         "git_commit": commit or None,
         "versions": versions,
@@ -121,11 +135,8 @@ def mfu(flops_per_sec: float, device, n_devices: int) -> float | None:
 
     None for a CPU or an unknown card.
     """
-    name = device_name(device)
-    for key, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{key}\b", name):
-            return flops_per_sec / (peak * n_devices)
-    return None
+    peak = PEAK_FLOPS.get(device_name(device))
+    return flops_per_sec / (peak * n_devices) if peak else None
 
 
 def peak_bytes(device) -> int:
@@ -141,19 +152,34 @@ def gib(n: int) -> str:
 
 
 def repair_compile_cache():
-    """Delete the empty libraries that a killed compiler left in torch's cache.
+    """Delete the libraries that a killed compiler left incomplete in torch's cache.
 
-    torch would try to load them again and again. Those younger than 5 seconds stay, as another
-    process may be linking them.
+    torch would load them again and again. Those that changed less than 5 seconds ago may be in the
+    hands of another process's linker, so this waits for them.
     """
+    if sys.platform != "linux":
+        return
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes a second
 
     for file in Path(cache_dir()).rglob("*.so"):
-        with contextlib.suppress(FileNotFoundError):  # another process was first
-            facts = file.stat()
-            if not facts.st_size and time.time() - facts.st_mtime > 5:
+        with contextlib.suppress(FileNotFoundError):  # it was deleted, here or by another process
+            while not is_whole_library(file):
+                if abs(time.time() - file.stat().st_mtime) < 5:
+                    time.sleep(0.2)
+                    continue
                 file.unlink()
-                print(f"torch's compile cache: removed {file}, which is empty", file=sys.stderr)
+                print(f"torch's compile cache: removed {file}, incomplete", file=sys.stderr)
+
+
+def is_whole_library(file) -> bool:
+    """Return whether a file is an ELF library with its section header table, which comes last."""
+    with file.open("rb") as f:
+        header = f.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return False
+    (start,) = struct.unpack_from("=Q", header, 40)
+    entry_size, n_entries = struct.unpack_from("=HH", header, 58)
+    return file.stat().st_size >= start + entry_size * n_entries
 
 
 def give_back_memory():

@@ -2,23 +2,28 @@
 
 A document is a dict:
 
-name   path of a text file; empty if the document is a record of a larger file
+where  file and number of the record; empty for a record of the hub
 text   empty if the record cannot be read
 bad    why it cannot be read; empty for a good record
 """
 
 import glob
-import io
+import gzip
 import json
 import os
 import re
+import stat
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+
+import zstandard
 
 from lib.errors import UserError, first_line
 from lib.files import reading
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+HIDDEN = re.compile(r"\.|__MACOSX$")  # the beginning of a name: copies that programs keep
+BLOCK = 1 << 16  # bytes read at a time
 
 
 def list_files(source: str) -> list[str]:
@@ -26,86 +31,159 @@ def list_files(source: str) -> list[str]:
 
     Raises `UserError` if two of the files hold one text: a link, or one packed beside itself.
     """
-
-    def refuse(error):
-        raise UserError(f"source={source}: {error}")
-
-    path = Path(source).expanduser()
-    names = [str(path)]
-    seen = set()
-    if path.is_dir():
-        for folder, subfolders, inside in os.walk(path, onerror=refuse, followlinks=True):
-            if os.path.realpath(folder) in seen:  # reached before, by another name
-                inside.clear()
-                subfolders.clear()
-            seen.add(os.path.realpath(folder))
-            subfolders.sort()  # every machine takes the same name of a linked folder
-            names.extend(os.path.join(folder, name) for name in inside)
-    elif not path.exists():
-        names = glob.glob(str(path), recursive=True)
-    regular = set(filter(os.path.isfile, names))
-    files = sorted(name for name in regular if name.lower().endswith(SUFFIXES))
-    others = sorted(regular.difference(files))
-    if not files:
+    path = os.path.expanduser(source)  # leaves the name of an unknown user as it is
+    hidden = []
+    if os.path.isdir(path):
+        names = walk(path, hidden)
+    elif os.path.exists(path):
+        names = [path]
+    else:
+        names = glob.glob(path, recursive=True)
+    broken = []
+    others = []
+    file_of = {}
+    for name in sorted(names):
+        try:
+            facts = os.stat(name)
+        except FileNotFoundError:
+            broken.append(name)
+            continue
+        if not stat.S_ISREG(facts.st_mode):
+            continue
+        if not name.lower().endswith(SUFFIXES):
+            others.append(name)
+            continue
+        unpacked = re.sub(r"(?i)\.(gz|zst)$", "", os.path.realpath(name))
+        for text in (unpacked, (facts.st_dev, facts.st_ino)):
+            other = file_of.setdefault(text, name)
+            if other != name:
+                raise UserError(
+                    f"source={source}: {other} and {name} hold one text; keep one of them"
+                )
+    for kind, left_out in (
+        ("hidden files or folders", hidden),
+        ("broken links", broken),
+        ("files with other suffixes", others),
+    ):
+        if left_out:
+            print(
+                f"source={source}: skips {len(left_out)} {kind}, such as {left_out[0]}",
+                file=sys.stderr,
+            )
+    if not file_of:
         raise UserError(
             f"source={source}: no such file, or no regular file there that ends in "
             f"{', '.join(SUFFIXES)}"
         )
-    if others:
-        print(
-            f"source={source}: skips {len(others)} files with other suffixes, such as {others[0]}",
-            file=sys.stderr,
-        )
-    file_of = {}
-    for file in files:
-        unpacked = re.sub(r"(?i)\.(gz|zst)$", "", os.path.realpath(file))
-        other = file_of.setdefault(unpacked, file)
-        if other != file:
-            raise UserError(f"source={source}: {other} and {file} hold one text; keep one of them")
-    return files
+    return sorted(set(file_of.values()))
 
 
-def read_files(files: list[str], root: str, column: str):
-    """Yield the documents of local files in their order. Only those of text files have names."""
+def walk(path, hidden: list) -> list[str]:
+    """Return the names of the files in a folder and below; adds those of hidden ones to `hidden`.
+
+    Links to folders are followed, each folder once.
+    """
+
+    def refuse(error):
+        raise error
+
+    names = []
+    seen = set()
+    for folder, subfolders, inside in os.walk(path, onerror=refuse, followlinks=True):
+        entries = sorted(subfolders) + inside  # every machine takes the same name of a linked one
+        subfolders.clear()
+        if os.path.realpath(folder) in seen:  # reached before, by another name
+            continue
+        seen.add(os.path.realpath(folder))
+        for entry in entries:
+            name = os.path.join(folder, entry)
+            if HIDDEN.match(entry):
+                hidden.append(name)
+            elif os.path.isdir(name):
+                subfolders.append(entry)
+            else:
+                names.append(name)
+    return names
+
+
+def read_files(files: list[str], column: str):
+    """Yield the documents of local files in their order."""
     for file in files:
         with reading(file, "download or write it again"):
             for number, record in enumerate(read_records(file, column), 1):
-                if record == b"":
-                    continue
-                document = read_document(record, column, f"{file}, record {number}: ")
-                if isinstance(record, Path):
-                    document["name"] = os.path.relpath(file, root)
-                yield document
+                if record != b"":
+                    yield read_document(record, column, f"{file}, record {number}: ")
 
 
-def read_records(file, column):
-    """Yield the records of a file as stored: lines of JSON, rows of parquet, or the path itself."""
+def read_records(file, column) -> Iterator[bytes | dict]:
+    """Yield the records of a file as stored: lines of JSON, or rows of a table."""
     import pyarrow.parquet
 
-    suffix = Path(file).suffix.lower()
+    suffix = os.path.splitext(file)[1].lower()
     if suffix == ".txt":
-        yield Path(file)
+        with open(file, "rb") as stored:
+            yield {column: stored.read()}
     elif suffix == ".parquet":
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024, columns=[column]):
-            yield from batch.to_pylist()
+        with open(file, "rb") as stored:
+            table = pyarrow.parquet.ParquetFile(stored)
+            for batch in table.iter_batches(1024, columns=[column]):
+                yield from batch.to_pylist()
+    elif suffix == ".zst":
+        yield from map(bytes.strip, lines_of(unpack(file)))
     else:
-        packing = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
-        with io.BufferedReader(pyarrow.input_stream(file, packing)) as lines:
+        with (gzip.open if suffix == ".gz" else open)(file, "rb") as lines:
             yield from map(bytes.strip, lines)
+
+
+def unpack(file) -> Iterator[bytes]:
+    """Yield the content of a zstd file in blocks. A frame may have a window of 2 GiB."""
+    unpacker = None
+    with open(file, "rb") as stored:
+        while block := stored.read(BLOCK):
+            while block:
+                if unpacker is None or unpacker.eof:
+                    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+                    unpacker = decompressor.decompressobj()
+                yield unpacker.decompress(block)
+                block = unpacker.unused_data
+    if unpacker and not unpacker.eof:
+        raise EOFError("it ends within a frame")
+
+
+def lines_of(blocks) -> Iterator[bytes]:
+    parts = []  # of a line that the blocks before have begun
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        parts.append(first)
+        for other in others:
+            yield b"".join(parts)
+            parts = [other]
+    yield b"".join(parts)
 
 
 def read_document(record, column: str, where: str = "") -> dict:
     """Return the document of a record; `bad` says why it has no text."""
     text = bad = ""
     try:
-        if isinstance(record, Path):
-            record = {column: record.read_bytes().decode("utf-8-sig")}
         if isinstance(record, bytes):
-            record = json.loads(record)
+            line = decoded(record)
+            if not line.startswith("{"):
+                raise ValueError(f"expected a JSON object on each line, got {line:.20}")
+            record = json.loads(line)
+        text = record[column]
+        if isinstance(text, bytes):
+            text = decoded(text)
         # replaces lone surrogates, which JSON can spell; raises TypeError unless it is text
-        text = re.sub("[\ud800-\udfff]", "\ufffd", record[column])
+        text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     except LookupError as error:
-        bad = f"{where}cannot be read: no {error}; source_text names the field"
+        bad = f"cannot be read: no {error}; source_text names the field"
     except (ValueError, TypeError, RecursionError) as error:
-        bad = f"{where}cannot be read: {first_line(error)}"
-    return {"name": "", "text": text, "bad": bad}
+        bad = f"cannot be read: {first_line(error)}"
+    return {"where": where, "text": "" if bad else text, "bad": bad}
+
+
+def decoded(content: bytes) -> str:
+    text = content.decode("utf-8-sig")
+    if "\0" in text:
+        raise ValueError("contains NUL, as UTF-16 does; write it as UTF-8")
+    return text

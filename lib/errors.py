@@ -1,5 +1,6 @@
 """The error that a user can correct, and helpers for its message."""
 
+import contextlib
 import difflib
 
 
@@ -10,6 +11,19 @@ class UserError(ValueError):
     """
 
     is_shared = False  # whether all processes of a run raise it (lib/parallel.py)
+
+
+@contextlib.contextmanager
+def naming_files():
+    """Turn an error of the file system that names a file, wherever it is, into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UserError(
+            f"{error.filename}: {error.strerror}; check that path and its permissions"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -103,18 +103,22 @@ def atomic_folder(path):
 def locked(folder, busy: str):
     """Lock a folder for this process, and make it if need be. A killed process loses its lock.
 
-    The lock is on a file, as NFS shows such locks to all hosts. The file says who held it last.
+    The lock is on a file, as NFS shows such locks to all hosts. The file says who held it last. A
+    link is refused, since writing that would replace the content of a file elsewhere.
 
     busy    the error if another process holds the lock
     """
     lock_file = folder / ".alra-lock"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock_file.touch()
-    with lock_file.open("r+") as file:
+        if lock_file.is_symlink() or (lock_file.exists() and lock_file.stat().st_nlink > 1):
+            raise UserError(f"{lock_file}: is a link to another file; remove it")
+        file = lock_file.open("a+")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            file.seek(0)
             raise UserError(f"{busy} ({file.read().strip()})") from error
         except OSError as error:  # a file system without locks
             print(
@@ -122,7 +126,7 @@ def locked(folder, busy: str):
                 "one runs",
                 file=sys.stderr,
             )
-        file.truncate()
+        file.truncate(0)
         file.write(
             f"process {os.getpid()} on {platform.node()}, since {time.strftime('%FT%T%z')}\n"
         )

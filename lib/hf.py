@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -14,13 +15,14 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
 from lib.checks import all_finite
 from lib.errors import UserError, first_line
-from lib.files import atomic_folder, read_json, reading
+from lib.files import atomic_folder, read_json, reading, write_json
 
 HUB_FILES = (
     "config.json",
@@ -44,7 +46,7 @@ def find_folder(name) -> Path:
     train.py writes it, the model is `model/`, or that of the newest checkpoint if the run has not
     ended. A checkpoint's model is its `model/` too.
     """
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # leaves the name of an unknown user as it is
     if folder.is_dir():
         newest = sorted(folder.glob("checkpoints/step_*/model"), reverse=True)
         for candidate in (folder, folder / "model", *newest):
@@ -70,7 +72,7 @@ def find_folder(name) -> Path:
 
 def pinned(name) -> str:
     """Return a hub id with the commit in use, `owner/name@commit`, or a local folder as it is."""
-    if Path(name).expanduser().is_dir():
+    if os.path.isdir(os.path.expanduser(name)):
         return name
     return f"{name.partition('@')[0]}@{find_folder(name).name}"  # snapshots/COMMIT
 
@@ -78,8 +80,9 @@ def pinned(name) -> str:
 def load_tokenizer(name) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a local folder or hub id, from its tokenizer.json alone.
 
-    `AutoTokenizer` would choose a class by the model's type, and rewrite the pre-tokenizer of small
-    vocabularies.
+    Every text gets all of its ids, and always the same ones: truncation, padding and dropout, which
+    the file may hold from an earlier training, are switched off. `AutoTokenizer` would choose a
+    class by the model's type, and rewrite the pre-tokenizer of small vocabularies.
     """
     file = find_folder(name) / "tokenizer.json"
     if not file.is_file():
@@ -88,7 +91,22 @@ def load_tokenizer(name) -> PreTrainedTokenizerFast:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no eos_token, which must end every document")
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    if isinstance(backend.model, BPE):
+        backend.model.dropout = None
     return tokenizer
+
+
+def save_tokenizer(folder, tokenizer):
+    """Write what transformers 4 and 5 both read: the tokenizer, and its special tokens by name."""
+    tokenizer.backend_tokenizer.save(f"{folder}/tokenizer.json")
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for key, token in tokenizer.special_tokens_map.items():
+        if isinstance(token, str):  # not a list of further ones, whose key is another in each
+            facts[key] = token
+    write_json(Path(folder) / "tokenizer_config.json", facts)
 
 
 def tokenizer_hash(tokenizer) -> str:
@@ -126,7 +144,7 @@ def survives_as_qwen2(tokenizer) -> bool:
         return decoder, re.sub(r"'trim_offsets': \w+|None|''", "", str(parts))
 
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(folder, tokenizer)
         return essence(Qwen2Tokenizer.from_pretrained(folder)) == essence(tokenizer)
 
 
@@ -154,7 +172,7 @@ def save_folder(folder, shape: dict, weights, tokenizer):
             "torch_dtype": str(norm.dtype).removeprefix("torch."),
         }
         if tokenizer is not None:
-            tokenizer.save_pretrained(new)
+            save_tokenizer(new, tokenizer)
             eos = tokenizer.eos_token_id
             bos = tokenizer.bos_token_id
             facts |= {"bos_token_id": eos if bos is None else bos, "eos_token_id": eos}
@@ -235,8 +253,10 @@ def check_weights(folder, n_layers: int):
 
 @contextlib.contextmanager
 def open_tensors(file):
-    with reading(file, "download or write it again"), safetensors.safe_open(file, "pt") as tensors:
-        yield tensors
+    with reading(file, "download or write it again"):
+        file.open("rb").close()  # safetensors calls every failure to open "no such file"
+        with safetensors.safe_open(file, "pt") as tensors:
+            yield tensors
 
 
 def output_biases(names) -> set[str]:

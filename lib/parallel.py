@@ -60,15 +60,11 @@ def sum_in_place(tensors: Iterable[Tensor]):
             handle.wait()
 
 
-def all_reduce_sum(*numbers: Tensor | float) -> list[float]:
+def all_reduce_sum(numbers: Tensor | list[float]) -> list[float]:
     """Return the numbers, each summed over the processes. Waits for the device."""
-    device = "cpu"
+    sums = torch.as_tensor(numbers, dtype=torch.float64)
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        device = "cuda"
-    for x in numbers:
-        if isinstance(x, Tensor):  # so that the host waits once, and not for each tensor
-            device = x.device
-    sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
+        sums = sums.cuda()
     sum_in_place([sums])
     return sums.tolist()
 
@@ -112,9 +108,19 @@ def check_agreement(**facts):
 
 
 def sum_gradients(parameters: Iterable[Tensor]):
-    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights."""
+    """Sum gradients over the processes, in place; FSDP2 has summed those of sharded weights.
+
+    Small ones are sent as one tensor, as each message takes time.
+    """
     grads = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
-    sum_in_place(grads)
+    small = [grad for grad in grads if grad.numel() < 1 << 20]
+    if world() == 1 or not small:
+        return sum_in_place(grads)
+    together = torch.cat([grad.flatten() for grad in small])
+    sum_in_place([together, *(grad for grad in grads if grad.numel() >= 1 << 20)])
+    parts = together.split([grad.numel() for grad in small])
+    for grad, part in zip(small, parts, strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 # ----------------------------------------------------------------------------------------------

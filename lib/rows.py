@@ -59,6 +59,7 @@ class Rows:
     def __init__(self, folder: str, name, seq_len, mask_after_eos: bool, n_vocab: int):
         self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
         self.n = len(self.ids)
+        self.first_step = 0  # the update that reads row 0; not 0 in a branch on other rows
         self.file = f"{folder}/{name}.bin"
         self.n_vocab = n_vocab
         self.eos = self.manifest["eos_id"]
@@ -93,6 +94,18 @@ class Rows:
             x = x.pin_memory()
             y = y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True), n_valid
+
+    def documents(self, index: np.ndarray) -> np.ndarray:
+        """Return the number of the document of each label of these rows [B, T], from 0 on."""
+        ids = self.ids[index]
+        is_eos = ids == self.eos  # an EOS is the last token of a document
+        n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # before each token
+        if "ended_in_train" in self.manifest:
+            n_ended += np.array(self.manifest["ended_in_train"])[index, None]
+        is_label = ids[:, 1:] != PAD
+        numbers = np.zeros(is_label.shape, int)
+        numbers[is_label] = np.unique(n_ended[:, 1:][is_label], return_inverse=True)[1]
+        return numbers
 
 
 def quick_hash(file) -> str:

@@ -1,11 +1,12 @@
-"""How figures (CE, KL, ..) are printed, and every interval and test."""
+"""How figures (CE, KL, ..) are printed, and every interval and test.
+
+scipy takes half a second to import, which only what computes an interval needs.
+"""
 
 import math
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
-from scipy.special import stdtr, stdtrit
 
 MIN_PARTS = 5  # documents that an interval needs; of fewer, their spread says next to nothing
 
@@ -27,27 +28,33 @@ FIGURES = {
 }
 
 
-def estimate(values: pd.DataFrame) -> pd.DataFrame:
-    """Return n, mean, half of the 95 % t interval, and p of each column; rows are seeds.
+def estimate(values):
+    """Return n, mean, half of the 95 % t interval, and p of each column of a DataFrame of seeds.
 
     p is two-sided, of the t test that the mean is 0. A missing number is NaN, and so are interval
     and p of one seed.
     """
+    from scipy.special import stdtr, stdtrit
+
     n = values.count()
     mean = values.mean()
     error = values.sem()
+    half = stdtrit(n - 1, 0.975) * error
     p = 2 * stdtr(n - 1, -(mean / error).abs())
-    return pd.DataFrame({"n": n, "mean": mean, "half": stdtrit(n - 1, 0.975) * error, "p": p})
+    return n.to_frame("n").assign(mean=mean, half=half, p=p)
 
 
-def holm(p: pd.Series) -> pd.Series:
-    """Return the p-values of one family, corrected by Holm's steps (1979); NaN stays NaN."""
+def holm(p):
+    """Return the p-values of one family, a Series, corrected by Holm's steps (1979).
+
+    NaN stays NaN.
+    """
     rising = p.dropna().sort_values()
     n_left = np.arange(len(rising), 0, -1)
     return (rising * n_left).clip(upper=1).cummax().reindex(p.index)
 
 
-def with_half(e: pd.DataFrame, digits: int, sign: str = "") -> pd.Series:
+def with_half(e, digits: int, sign: str = ""):
     """Return "MEAN ± HALF" of each row of `estimate`, without the part that is NaN."""
     mean = e["mean"].map(f"{{:{sign}.{digits}f}}".format)
     half = e["half"].map(f" ± {{:.{digits}f}}".format)
@@ -60,12 +67,18 @@ def half_interval(sums: np.ndarray, n: np.ndarray) -> float:
     sums, n  [parts] sum over the targets of each part (a document, or a row), and their number
 
     Parts are taken as independent, their targets are not. The standard error is the jackknife's:
-    each part is left out in turn, which takes account of parts of unequal length. NaN if there are
-    fewer than MIN_PARTS parts.
+    each part is left out in turn, which takes account of parts of unequal length. NaN of few parts.
     """
-    n_parts = np.count_nonzero(n)
-    if n_parts < MIN_PARTS:
+    if is_few(n):
         return math.nan
+    from scipy.special import stdtrit
+
+    n_parts = np.count_nonzero(n)
     changes = (sums - n * sums.sum() / n.sum()) / (n.sum() - n)  # of the mean without a part
     error = np.linalg.norm(changes) * math.sqrt((n_parts - 1) / n_parts)
     return float(stdtrit(n_parts - 1, 0.975) * error)
+
+
+def is_few(n) -> bool:
+    """Return whether too few parts have targets for an interval over parts."""
+    return np.count_nonzero(n) < MIN_PARTS

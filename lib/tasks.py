@@ -100,6 +100,11 @@ STORY_FIELDS = {
 }
 
 
+# What `check_item` asks of an item, and the fields that are not texts.
+FORM = "its fields, choices that are not blank, and a right answer among them"
+NOT_TEXTS = ("answer", "answerKey", "answer_right_ending", "choices", "endings", "label")
+
+
 class Items(NamedTuple):
     """The items of a task's set: where they come from, the fields that are read, and their hash."""
 
@@ -129,26 +134,72 @@ def read_items(
 
     data_dir    folder with local items; None: the hub
     storycloze  the user's own copy of that task
-    any_items   take also items that are not the published ones, without any check
+    any_items   take also items that are not the published ones
     """
     items = {}
     for name in names:
         source, rows = read_rows(name, getattr(TASKS[name], split)[0], data_dir, storycloze)
-        fields = TASKS[name].fields.split()
-        with reading(source, f"expected items of {name}, with {', '.join(fields)}"):
-            rows = [{field: row[field] for field in fields} for row in rows]
-        if not rows:
+        chosen = []
+        for number, row in enumerate(rows):
+            with reading(f"{source}, item {number}", f"expected an item of {name}, with {FORM}"):
+                item = {field: row[field] for field in TASKS[name].fields.split()}
+                check_item(name, item)
+            chosen.append(item)
+        if not chosen:
             raise UserError(f"{source}: no rows; expected items of {name}")
-        text = "".join(json.dumps(row, sort_keys=True) for row in rows)
+        text = "".join(json.dumps(item, sort_keys=True) for item in chosen)
         got = hashlib.sha256(text.encode()).hexdigest()
-        items[name] = Items(source, rows, got)
+        items[name] = Items(source, chosen, got)
         expected = PUBLISHED.get(f"{name}/{split}", got)
         if got != expected and not any_items:
             raise UserError(
-                f"{source}: {len(rows):,} items that are not the published ones of {name} (sha256 "
-                f"{got[:12]}, expected {expected[:12]}); --any_items scores them unchecked"
+                f"{source}: {len(chosen):,} items that are not the published ones of {name} "
+                f"(sha256 {got[:12]}, expected {expected[:12]}); --any_items scores them"
             )
     return items
+
+
+def check_item(name, item: dict):
+    """Raise an error for an item that lm-eval would stop at, or score without a right answer."""
+    for field, text in item.items():
+        if field not in NOT_TEXTS and not isinstance(text, str):
+            raise TypeError(f"{field} is {text!r}, not a text")
+    choices, answer = choices_of(name, item)
+    if not isinstance(choices, list):
+        raise TypeError(f"choices are {choices!r}, not a list")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice.strip():
+            raise ValueError(f"a choice is {choice!r}")
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f"answer {answer!r} (from 0) of {len(choices)} choices")
+
+
+def choices_of(name, item: dict) -> tuple[list[str], int]:
+    """Return an item's choices and the index of the right one, as lm-eval's task file has them.
+
+    LAMBADA has one choice, the last word.
+    """
+    match name:
+        case "arc_challenge" | "arc_easy" | "openbookqa":
+            choices = item["choices"]
+            answer = item["answerKey"]
+            if name == "openbookqa":
+                answer = answer.lstrip()
+            return choices["text"], choices["label"].index(answer)
+        case "hellaswag":
+            return item["endings"], int(item["label"])
+        case "lambada_openai":
+            return [item["text"].split(" ")[-1]], 0
+        case "piqa":
+            return [item["sol1"], item["sol2"]], item["label"]
+        case "social_iqa":
+            return [item["answerA"], item["answerB"], item["answerC"]], int(item["label"]) - 1
+        case "storycloze_2016":
+            return [item["sentence_quiz1"], item["sentence_quiz2"]], item["answer_right_ending"] - 1
+        case "winogrande":
+            if not item["sentence"].partition("_")[2].strip():
+                raise ValueError("no _ in the sentence with words after it")
+            return [item["option1"], item["option2"]], ["1", "2"].index(item["answer"])
 
 
 def read_rows(
@@ -197,11 +248,11 @@ def read_stories(file) -> list[dict]:
     """Return the items of StoryCloze in lm-eval's fields, with labels as numbers."""
     labels = {"1": 1, "2": 2}  # a CSV has texts
     rows = []
-    with reading(file, "expected answer_right_ending to be 1 or 2"):
+    with reading(file, "expected one story a line"):
         for row in read_file(file):
             story = {STORY_FIELDS.get(key, key): value for key, value in row.items()}
-            story["answer_right_ending"] = labels[str(story["answer_right_ending"])]
-            rows.append(story)
+            label = story.get("answer_right_ending")
+            rows.append(story | {"answer_right_ending": labels.get(str(label), label)})
     return rows
 
 
@@ -211,9 +262,14 @@ def read_file(file) -> list[dict]:
         raise UserError(f"{file}: expected one of .jsonl, .csv")
     with reading(file, "fetch it again"):
         text = file.read_bytes().decode("utf-8-sig")
-        if file.suffix == ".jsonl":
-            return [json.loads(line) for line in text.split("\n") if line]
-        return list(csv.DictReader(io.StringIO(text, newline="")))
+        if file.suffix == ".csv":
+            return list(csv.DictReader(io.StringIO(text, newline="")))
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        with reading(f"{file}, line {number}", "correct or remove it"):
+            if line:
+                rows.append(json.loads(line))
+    return rows
 
 
 def read_config(name) -> dict:

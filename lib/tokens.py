@@ -5,6 +5,7 @@ import re
 import unicodedata
 from collections import Counter
 
+import numpy as np
 import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -16,8 +17,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
     Reads byte-level vocabularies, and those that write U+2581 for a space.
     """
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+    kinds = decoder_kinds(backend)
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
         raise UserError(
@@ -40,6 +40,11 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
         else:
             pieces[i] = token.replace("▁", " ").encode()
     return pieces
+
+
+def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    return {part["type"] for part in decoder.get("decoders", [decoder]) if part}
 
 
 def leading_bos(tokenizer) -> int | None:
@@ -74,26 +79,54 @@ def check_tokenizer(tokenizer, file):
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
 
 
-def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each text. Raises `UserError` if they lose characters of it.
+def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:
+    """Return the ids of each text, and how they differ from it; "" if they spell the same text.
 
-    Differences in case, in Unicode's compatible forms and in control characters are no loss.
+    Differences in case, in Unicode's compatible forms, in control characters and in added spaces
+    count as none.
     """
     encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
     ids = [encoding.ids for encoding in encodings]
     decoded = backend.decode_batch(ids, skip_special_tokens=False)
-    for text, result in zip(texts, decoded, strict=True):
-        if result != text:
-            missing = Counter(comparable(text)) - Counter(comparable(result))
-            lost = "".join(c for c in missing if c.isprintable() or c in "\n\t")
-            if lost:
-                raise UserError(
-                    f"tokenizer: loses {lost!r} of {text!r:.80}; take one that keeps every "
-                    "character"
-                )
-    return ids
+    return list(zip(ids, map(difference, texts, decoded), strict=True))
+
+
+def difference(text, result) -> str:
+    """Return what decoded ids lose of a text or add to it; "" if nothing."""
+    if text == result:
+        return ""
+    expected = Counter(comparable(text))
+    found = Counter(comparable(result))
+    lost = printed(expected - found)
+    added = printed(found - expected).replace(" ", "")
+    if lost or added:
+        change = f"loses {lost!r} of" if lost else f"adds {added!r} to"
+        return f"tokenizer: {change} {text!r:.80}; take one that keeps every character"
+    return ""
+
+
+def printed(characters) -> str:
+    return "".join(c for c in characters if c.isprintable() or c in "\n\t")
 
 
 def comparable(text) -> str:
     text = text.replace("▁", " ")  # many tokenizers write a space so
     return unicodedata.normalize("NFKC", text).casefold()
+
+
+def space_spelling(backend: tokenizers.Tokenizer) -> list[int | None]:
+    """Return the ids of the bytes of U+2581, which spell a space where no token stands for it.
+
+    None for a byte that the vocabulary lacks. A byte-level vocabulary has other tokens for a space.
+    """
+    if "ByteLevel" in decoder_kinds(backend):
+        return [None]
+    return [backend.token_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
+
+
+def spelled_spaces(ids: np.ndarray, spelling) -> np.ndarray:
+    """Return the places in a stream of ids [n] where the three bytes of a space begin."""
+    starts = np.arange(len(ids) - 2)
+    for i, token in enumerate(spelling):
+        starts = starts[ids[starts + i] == token]
+    return starts

@@ -21,13 +21,17 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import configure
+
+if __name__ == "__main__":
+    configure.check_flags()
+
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import configure
 from lib import parallel
 from lib.device import gib, pick_device
 from lib.errors import UserError
@@ -110,7 +114,7 @@ class CachedTeacher:
 
 def rows_of_run(cfg, rows, val) -> RowIndices:
     """Return the indices of all rows that a run reads."""
-    n = min(rows.n, cfg.max_steps * cfg.batch_rows)
+    n = min(rows.n, (cfg.max_steps - rows.first_step) * cfg.batch_rows)
     shuffle_seed = None  # the order is irrelevant if the run reads every row
     if cfg.shuffle and n < rows.n:
         shuffle_seed = cfg.seed

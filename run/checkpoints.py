@@ -19,6 +19,7 @@ one the run resumes, and every process checks that it reads the files that the f
 
 import math
 import platform
+import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,11 +51,11 @@ STATE = {  # what is read from a checkpoint's state.json
     "made_by": dict,
     "sums": dict[str, float | None],
     "step": NonNegativeInt,
+    "first_row_step": NonNegativeInt,
+    "skipped": NonNegativeInt,
     "files_sha256": {MODEL: str, TRAINING: str},
     **dict.fromkeys(COUNTS, float),
 }
-# entries of a parameter group that the config sets, also when a checkpoint is loaded
-CONFIGURED = ("lr_factor", "betas", "eps", "weight_decay")
 ANOTHER = "restore it, or use another checkpoint"
 WRITER = ThreadPoolExecutor(1)  # writes checkpoints while training goes on
 
@@ -128,7 +129,9 @@ def read_folder(students, run):
                 "restore one, or choose another out_dir"
             )
     if not sources and cfg.resume_from:
-        sources = dict.fromkeys([s.name for s in live], branch_point(cfg.resume_from, live, run))
+        source = branch_point(cfg.resume_from)
+        check_branch(*source, live, run)
+        sources = dict.fromkeys([s.name for s in live], source)
     return stops, sources
 
 
@@ -158,7 +161,12 @@ def newest_intact(live) -> dict[str, tuple]:
     for step in sorted(steps, reverse=True):
         paths = {s.name: s.checkpoints()[step] for s in live}
         try:
-            return {name: (path, read_state(path)) for name, path in paths.items()}
+            sources = {}
+            for name, path in paths.items():
+                state = read_json(path / "state.json", STATE, ANOTHER)
+                check_state(path, state)
+                sources[name] = (path, state)
+            return sources
         except UserError as error:
             if step == min(steps):
                 raise
@@ -190,21 +198,25 @@ def check_same_run(name, checkpoint, state, run):
     raise UserError(message)
 
 
-def branch_point(name, live, run):
-    """Return the checkpoint `resume_from` and its state, with which every student can begin."""
+def branch_point(name):
+    """Return the checkpoint `resume_from` and its state. The counts for a log begin anew."""
     checkpoint = find_folder(name).parent  # find_folder returns CHECKPOINT/model
     if not (checkpoint / "state.json").is_file():
         raise UserError(
             f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
         )
-    state = read_state(checkpoint)
+    state = read_json(checkpoint / "state.json", STATE, ANOTHER)
+    return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
+
+
+def check_branch(checkpoint, state, live, run):
+    """Raise `UserError` unless every student can begin with the checkpoint `resume_from`."""
+    check_state(checkpoint, state)
     for s in live:
         changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
         for key in ("shape", "tokenizer_sha256", "batch_rows"):
             if key in changes:
-                raise UserError(f"resume_from={name}: {changes[key]}; expected the same")
-    # its log goes on elsewhere
-    return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
+                raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
 
 
 def record_start(out, run):
@@ -292,18 +304,26 @@ def save_checkpoints(live, run):
     The copies take 12 bytes for each parameter of each student. If the checkpoints before these
     could not be written, as on a full disk, that is said, and the older ones are still there.
     """
+    began = time.perf_counter()
+    say_if_unsaved(run)
+    copies = []
+    for s in live:
+        tensors = parallel.whole_on_cpu(s.state_dict())
+        state = student_facts(s, run) | {"sums": files.for_json(s.totals()), "skipped": s.skipped}
+        copies.append((s, tensors, state))
+    if parallel.rank() == 0:
+        run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
+    now = time.perf_counter()
+    run.save_sec += now - began
+    run.save_at = now + 60 * (run.cfg.checkpoint_every_minutes or math.inf)
+
+
+def say_if_unsaved(run):
+    """Wait until the checkpoints are written, and print why they could not be, if so."""
     try:
         finish_saving(run)
     except UserError as error:
         say(f"step {run.step}: the checkpoint before this one is missing: {error}")
-    run.save_at = time.perf_counter() + 60 * (run.cfg.checkpoint_every_minutes or math.inf)
-    copies = []
-    for s in live:
-        tensors = parallel.whole_on_cpu(s.state_dict())
-        state = student_facts(s, run) | {"sums": files.for_json(s.totals())}
-        copies.append((s, tensors, state))
-    if parallel.rank() == 0:
-        run.saving = WRITER.submit(write_checkpoints, copies, run.step, run.cfg)
 
 
 def finish_saving(run):
@@ -340,13 +360,11 @@ def delete_older(s, step, cfg):
             files.discard(saved[n])
 
 
-def read_state(path) -> dict:
-    """Read a checkpoint's state.json. Raises `UserError` unless its files are as it says."""
-    state = read_json(path / "state.json", STATE, ANOTHER)
+def check_state(path, state):
+    """Raise `UserError` unless a checkpoint's name and files are as its state.json says."""
     if path.name != f"step_{state['step']:08d}":
         raise UserError(f"{path}: its name is not that of step {state['step']}; {ANOTHER}")
     check_files(path, state)
-    return state
 
 
 def check_files(path, state):
@@ -375,6 +393,7 @@ def load_checkpoint(path, state, s, run):
         total = math.nan if value is None else value  # JSON has no NaN
         total = 0.0 if parallel.rank() else total
         s.sums[key] = torch.tensor(total, dtype=torch.float64, device=s.model.head.device)
+    s.skipped = state["skipped"]
     run.step = state["step"]
     run.counts = {key: state[key] for key in COUNTS}
 
@@ -383,6 +402,7 @@ def load_tensors(path, s):
     saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
     copy_tensors(safetensors.torch.load_file(path / MODEL), s.model)
     copy_tensors(saved["extras"], s.extras)
+    s.parameter_groups()
     for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
         load_optimizer(optimizer, values)
 
@@ -393,12 +413,18 @@ def copy_tensors(saved, module):
 
 
 def load_optimizer(optimizer, saved):
-    """Load a state dict, sharded as the parameters are; settings stay those of the config."""
-    configured = []
+    """Load a state dict, sharded as the parameters are.
+
+    Of a group's entries, those that training has changed are state, such as a counter. The others
+    are settings, which stay those of this run.
+    """
     parameters = []
-    for group in optimizer.param_groups:
-        configured.append({key: group[key] for key in CONFIGURED if key in group})
+    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         parameters += group["params"]
+        for key, value in old.pop("initial").items():
+            if old[key] == value:
+                old[key] = group[key]
+        old["initial"] = group["initial"]
     for index, values in saved["state"].items():
 
         def place(t: Tensor, like=parameters[index]):
@@ -406,8 +432,6 @@ def load_optimizer(optimizer, saved):
 
         saved["state"][index] = tree_map_only(Tensor, place, values)
     optimizer.load_state_dict(saved)
-    for group, values in zip(optimizer.param_groups, configured, strict=True):
-        group.update(values)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -415,20 +439,15 @@ def load_optimizer(optimizer, saved):
 
 
 def stop_diverged(live, run, check_weights: bool) -> list[Student]:
-    """Stop the students that cannot continue. Returns the others.
-
-    If a stopping student still has finite weights, they are saved in a last checkpoint.
-    """
+    """Stop the students that cannot continue. Returns the others."""
     if not check_weights and not any(s.stopped for s in live):
         return live
     for s in live:
         finite = [all_finite(parallel.local(p)) for p in s.parameters_by_name().values()]
         # summed, so that all processes stop the same students
-        (diverged,) = parallel.all_reduce_sum(not all(finite))
+        (diverged,) = parallel.all_reduce_sum([not all(finite)])
         if diverged:
             s.stopped = s.stopped or "its weights are not finite"
-        elif s.stopped:
-            save_checkpoints([s], run)
     for s in live:
         if s.stopped:
             stop(s, run)
@@ -436,17 +455,19 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
 
 
 def stop(s, run):
-    """Write stopped.json, and print how the student can continue."""
-    try:
-        finish_saving(run)
-    except UserError as error:
-        s.stopped += f"; its last weights are lost: {error}"
-    remedy = "begin again"
-    for path in parallel.on_first(s.checkpoints).values():
-        remedy = f"to go on, --resume_from={path}"
+    """Write stopped.json, and print how the student can continue.
+
+    It can from the newest checkpoint after which an update was good: with the weights of later
+    ones, every gradient so far was bad.
+    """
+    say_if_unsaved(run)
+    begin = ""
+    for step, path in parallel.on_first(s.checkpoints).items():
+        if 0 < step < run.step - s.skipped:
+            begin = f" --resume_from={shlex.quote(str(path))}"
     s.stopped = (
-        f"step {run.step}: {s.stopped}; {remedy} with another out_dir and an lr below "
-        f"{run.cfg.lr * s.lr_factor:g}"
+        f"step {run.step}: {s.stopped}; to try again, run the same command with "
+        f"--methods={s.name}{begin}, another out_dir, and an lr below {run.cfg.lr_of(s.name):g}"
     )
     say(f"{s.name} stopped at {s.stopped}")
     facts = student_facts(s, run) | {"why": s.stopped}

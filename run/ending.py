@@ -5,6 +5,8 @@ OUT/exit.json has {code, step, max_steps, why} of the last start, unless it was 
     0   every student has reached the end
     1   an error, or a student that stopped
     75  the same command resumes: after a signal, or if another process was lost
+
+A killed process writes none. So a scheduler that finds no exit.json may start the command again.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import torch
 
 import configure
 from lib import parallel
-from lib.errors import UserError, first_line
+from lib.errors import UserError, first_line, naming_files
 from run.log import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -57,7 +59,8 @@ def reported(cfg):
     configure.PROGRESS = {"out": out}  # the folder where a crash leaves its traceback
     (out / "exit.json").unlink(missing_ok=True)
     try:
-        yield
+        with naming_files():
+            yield
     except torch.OutOfMemoryError as error:
         message = (
             f"out of memory on {cfg.device}: set --recompute=True, a smaller micro_batch, "
@@ -68,7 +71,8 @@ def reported(cfg):
     except Exception as error:
         # a lost process and a time-out: DistError with NCCL, a RuntimeError with gloo
         is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-        configure.PROGRESS["code"] = TRY_AGAIN if is_lost else 1
+        # a scheduler may signal compilers and loggers too, whose failure then ends the run
+        configure.PROGRESS["code"] = TRY_AGAIN if is_lost or RECEIVED else 1
         write_exit(cfg, configure.PROGRESS["code"], f"{type(error).__name__}: {first_line(error)}")
         is_own = isinstance(error, UserError) and not error.is_shared
         if is_own and "step" not in configure.PROGRESS:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import inspect
 import json
-import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +20,14 @@ import numpy as np
 
 from configure import AFFECTS
 from lib import parallel
-from lib.code import ROOT, definitions_reached, files_reached, names_in, read_tree
+from lib.code import (
+    ROOT,
+    code_reached,
+    definitions_reached,
+    files_reached,
+    names_in,
+    read_tree,
+)
 from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
@@ -30,9 +37,10 @@ from run.teacher import inherited
 
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
-# The files that every training step passes through: these, and what they import, count as a whole.
-STEP = ("train", "run.teacher", "lib.vocab")
-# But for what changes no number of a step, or what the record identifies otherwise.
+# The functions of train.py that every training step passes through.
+STEP = ("make_student", "micro_batches", "update")
+STEP_MODULES = ("train", "run.teacher", "lib.vocab")  # the last two through modules below
+# Modules that change no number of a step, or that the record identifies otherwise.
 NOT_FOLLOWED = (
     "configure",
     "losses",
@@ -67,7 +75,7 @@ def made_by(cfg, name) -> dict:
         "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
         "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
-        "code": files_reached(STEP, NOT_FOLLOWED),
+        "code": code_reached(STEP_MODULES, STEP, NOT_FOLLOWED),
         "shape": dataclasses.asdict(student_shape(cfg)),
         "student_weights": content_hash(cfg.student_weights),
         "resume_from": content_hash(cfg.resume_from),
@@ -145,25 +153,33 @@ def content_hash(name: str | None) -> str | None:
     if name is None:
         return None
     folder = find_folder(name)
+    files = [folder / "config.json", *weight_files(folder)]
+    # of the processes that see the very same files, as on one node, the first reads them for all
+    seen = parallel.all_gather([platform.node(), *map(file_facts, files)])
     hashes = []
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node reads them
-        hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
+    if seen.index(seen[parallel.rank()]) == parallel.rank():
+        hashes = [file_hash(file) for file in files]
     first, *others = filter(None, parallel.all_gather(hashes))
     if any(other != first for other in others):
-        raise UserError(f"{name}: its files differ between nodes; copy them again")
+        raise UserError(f"{name}: its files differ between processes; copy them again")
     return hashlib.sha256(" ".join(first).encode()).hexdigest()
 
 
 def file_hash(file) -> str:
-    """Return the sha256 of a file. A process reads it again only if its size or time changes."""
+    """Return the sha256 of a file. A process reads it again only if it has changed since."""
+    return _file_hash(file, file_facts(file))
+
+
+def file_facts(file) -> tuple[int, ...]:
+    """Return numbers that differ between two files, and before and after an edit of one."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
     facts = file.stat()
-    return _file_hash(file, facts.st_size, facts.st_mtime_ns)
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 @functools.cache
-def _file_hash(file, size, mtime_ns) -> str:
+def _file_hash(file, facts) -> str:
     with file.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

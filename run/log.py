@@ -12,7 +12,9 @@ from tqdm import tqdm
 from lib import files, metrics, parallel
 from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
+from losses import resolve
 from model import flops_per_token
+from run.methods import scheduled_settings
 from run.students import n_validated
 
 
@@ -45,6 +47,8 @@ def say_values(label: str, values):
 def log_terms(live, teacher, rate: float, run):
     """Write a record for each student, with means over all tokens since the last record.
 
+    Gradient norm, moving settings and the state of an objective are those of the last update.
+
     rate  the schedule's learning rate in the last update
     """
     cfg = run.cfg
@@ -64,6 +68,7 @@ def log_terms(live, teacher, rate: float, run):
         "mfu": utilisation,
         "mem_gib": max(parallel.all_gather(peak_bytes(device))) / 2**30,  # of any process
         "wait_sec": run.wait_sec,
+        "save_sec": run.save_sec,
         "eta_sec": sec_left,
     }
     n_tokens = max(run.counts["since_log_tokens"], 1)
@@ -75,7 +80,8 @@ def log_terms(live, teacher, rate: float, run):
             "nominal_tokens": run.step * cfg.batch_rows * cfg.seq_len,
             "valid_tokens": run.counts["valid_tokens"],
             **means[s.name],
-            "lr": rate * s.lr_factor,
+            **moving_values(s, run),
+            "lr": rate * (cfg.lr_of(s.name) / cfg.lr),
             "gnorm": s.gnorm,
         }
         record(s, values | machine)
@@ -88,8 +94,23 @@ def log_terms(live, teacher, rate: float, run):
     say_values(label, means)
     run.counts["since_log_tokens"] = 0
     run.wait_sec = 0.0
+    run.save_sec = 0.0
     run.logged_step = run.step
     run.logged_at = now
+
+
+def moving_values(s, run) -> dict[str, float]:
+    """Return a student's moving settings in the last update, and its state after it.
+
+    Of the state, those that are one number.
+    """
+    cfg = run.cfg
+    method = resolve(s.name, **cfg.overrides_of(s.name))
+    values = scheduled_settings(method, run.step - 1, cfg.schedule_steps)
+    for key, value in s.state.items():
+        if value.numel() == 1:
+            values[f"state.{key}"] = value.item()
+    return values
 
 
 def log_validation(live, validated, val, run):

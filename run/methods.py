@@ -43,8 +43,9 @@ LOGGED = (
     "tok_per_sec",
     "mfu",
     "mem_gib",
+    "wait_sec",
+    "save_sec",
     "eta_sec",
-    "checkpoint_sec",  # this and `time` are in earlier logs only
     "time",
 )
 RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # names that no part of an objective may have

@@ -14,7 +14,9 @@ from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
+from lib.stats import MIN_PARTS
 from model import student_config
+from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, compute_dtype, needs_teacher
@@ -24,7 +26,13 @@ from run.teacher import Teacher, check_teacher, check_vocabulary, inherited, loa
 
 def open_data(cfg, name) -> Rows:
     vocab_size = student_shape(cfg).vocab_size
-    return Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
+    rows = Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
+    if cfg.resume_from and name == "train":
+        # a branch goes on with the rows of the run that it leaves; other rows begin at row 0
+        _, state = branch_point(cfg.resume_from)
+        has_same_rows = state["made_by"].get("data_sha256") == rows.manifest["sha256"]
+        rows.first_step = state["first_row_step"] if has_same_rows else state["step"]
+    return rows
 
 
 def uses_teacher(cfg) -> bool:
@@ -47,7 +55,9 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
     if not uses_teacher(cfg):
         return None
     home = torch.device(cfg.device)
-    device = pick_device(cfg.teacher_device or cfg.device)
+    device = home
+    if cfg.teacher_device:
+        device = pick_device(cfg.teacher_device, "teacher_device")
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
@@ -145,10 +155,10 @@ def check_initial_ids(student_weights, ids: dict[str, int]):
 
 
 def check_number_of_rows(cfg, rows):
-    needed = cfg.max_steps * cfg.batch_rows
+    needed = (cfg.max_steps - rows.first_step) * cfg.batch_rows
     if needed > rows.n and not cfg.repeat_rows:
         remedy = "set --repeat_rows=True, or prepare more rows"
-        n_steps = rows.n // cfg.batch_rows
+        n_steps = rows.first_step + rows.n // cfg.batch_rows
         if n_steps:
             shorter = f"--max_steps={n_steps} --schedule_steps={n_steps}"
             if cfg.warmup_steps > n_steps // 2:
@@ -159,7 +169,7 @@ def check_number_of_rows(cfg, rows):
             f"{cfg.data_dir} has {rows.n:,}; {remedy}"
         )
     say(
-        f"{cfg.data_dir}: {cfg.max_steps:,} updates of {cfg.batch_rows} rows are "
+        f"{cfg.data_dir}: {needed // cfg.batch_rows:,} updates of {cfg.batch_rows} rows are "
         f"{needed / rows.n:,.2f} passes over {rows.n:,} rows"
     )
 
@@ -169,7 +179,7 @@ def say_precision(cfg, val):
     n_rows = n_validated(val, cfg)
     # half of a 95 % interval; the manifest's is over all held-out rows
     half = val.manifest.get("unigram_half", 0)
-    if half is None:
+    if half is None or n_rows < MIN_PARTS:
         say(f"{n_rows:,} held-out rows are too few to tell methods apart")
     elif (half := half * math.sqrt(val.n / n_rows)) > 0.1:
         say(
@@ -191,6 +201,7 @@ def run_facts(cfg, rows) -> dict:
         "argv": sys.argv[1:],
         "made_by": records,
         "bos": rows.manifest["bos"],  # the id before each document, if any
+        "first_row_step": rows.first_step,
         "teacher_used": pinned(cfg.teacher) if uses_teacher(cfg) else None,
         **machine_facts(torch.device(cfg.device)),
     }

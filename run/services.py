@@ -29,7 +29,7 @@ def tensorboard(s, next_step) -> Callable:
 
     def send(record: dict):
         for key, value in record.items():
-            if key != "step" and value is not None:
+            if key != "step" and isinstance(value, int | float):
                 writer.add_scalar(key, value, record["step"])
         writer.flush()
 
@@ -51,4 +51,6 @@ def wandb_run(s, run) -> Callable:
         resume="allow",
         reinit="create_new",
     )
-    return lambda record: board.log(record, step=record["step"])
+    # W&B drops a record whose own step is not the largest so far, as after a kill
+    board.define_metric("*", step_metric="step")
+    return board.log

@@ -36,7 +36,6 @@ class Student:
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
-    lr_factor: float = 1.0  # multiplies the schedule's learning rate
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
@@ -54,8 +53,17 @@ class Student:
         extras = self.extras.named_parameters(prefix="extras")
         return dict(self.model.named_parameters()) | dict(extras)
 
+    def parameter_groups(self) -> list[dict]:
+        """Return the optimizers' groups. `initial` has the entries that a group was made with."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group in groups:
+            if "initial" not in group:
+                group["initial"] = {key: group[key] for key in group if key != "params"}
+        return groups
+
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
+        self.parameter_groups()  # checkpoints tell settings from state by `initial`
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         extras = self.extras.state_dict()
         return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}
@@ -64,7 +72,8 @@ class Student:
         """Return `sums`, added up over all processes."""
         if not self.sums:
             return {}
-        return dict(zip(self.sums, parallel.all_reduce_sum(*self.sums.values()), strict=True))
+        totals = parallel.all_reduce_sum(torch.stack([*self.sums.values()]))
+        return dict(zip(self.sums, totals, strict=True))
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
@@ -89,6 +98,7 @@ class Run:
     logged_step: int = 0  # of the last record
     logged_at: float = 0.0  # its `time.perf_counter()`
     wait_sec: float = 0.0  # since then, for rows and for the teacher
+    save_sec: float = 0.0  # since then, for checkpoints
     save_at: float = math.inf  # `time.perf_counter()` of the next checkpoint by time
     saving: Future | None = None  # the checkpoints that process 0 is writing
     save: bool = False  # whether checkpoints are due after this update
@@ -122,7 +132,7 @@ class Run:
         self.step += 1
         configure.PROGRESS["step"] = self.step
         is_late = parallel.rank() == 0 and time.perf_counter() > self.save_at
-        n_valid, n_signals, n_late = parallel.all_reduce_sum(n_valid, has_signal, is_late)
+        n_valid, n_signals, n_late = parallel.all_reduce_sum([n_valid, has_signal, is_late])
         self.counts["valid_tokens"] += n_valid
         self.counts["since_log_tokens"] += n_valid
         self.stop = n_signals > 0

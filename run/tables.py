@@ -1,9 +1,8 @@
-"""Results: reading them, and tables of them in the paper's form, with its numbers beside ours.
+"""Tables of results in the paper's form, with its numbers beside ours.
 
-eval.py appends each result to results.jsonl in the folder of its student, and prints tables of what
-it has just scored; `eval.py --table` prints those of earlier results. Several seeds of a method
-make one row with mean and 95 % interval. A table only holds rows that can be compared: the same
-initial weights per seed, data, updates, optimisation and scoring protocol.
+eval.py prints those of what it has just scored; `eval.py --table` prints those of earlier results.
+Several seeds of a method make one row with mean and 95 % interval. A table only holds rows that can
+be compared: the same initial weights per seed, data, updates, optimisation and scoring protocol.
 """
 
 import math
@@ -13,95 +12,16 @@ import numpy as np
 import pandas as pd
 
 from lib.errors import UserError
-from lib.files import read_json, read_lines
 from lib.metrics import levels
-from lib.stats import FIGURES, MIN_PARTS, Column, estimate, half_interval, holm, with_half
+from lib.stats import FIGURES, Column, estimate, half_interval, holm, is_few, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
-
-# The keys, with their kinds, that are read from a student's run.json.
-RUN = {
-    "method": str,
-    "student": str,
-    "seed": int,
-    "overrides": dict,
-    "step": int,
-    "config": dict,
-    "made_by": {"code": dict, "shape": dict},
-}
-# Files of records beside log.jsonl, by the key that `read_log` gives to these records.
-PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
+from run.results import protocol_text, read_results, students_of
 
 # keys of a student's record (`made_by`) in which the rows of a table may differ
 VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
-AS_IS = Column("", 0, 1, 0)
-
-
-# --- reading results
-
-
-def training_facts(model, kinds=()):
-    """Return the facts of the training behind a model's folder, or {} for other models.
-
-    They are in run.json of a finished student, and in state.json of a checkpoint.
-    """
-    if model.name == "model":
-        for name in ("run.json", "state.json"):
-            if (model.parent / name).is_file():
-                return read_json(model.parent / name, kinds)
-    return {}
-
-
-def read_log(folder):
-    """Return the records of log.jsonl, then {"step": .., PART: record} for those of PARTS."""
-    log = read_lines(folder / "log.jsonl", {"step": int})
-    for part, path in PARTS.items():
-        for record in read_lines(folder / path, {"step": int}):
-            log.append({"step": record["step"], part: record})
-    return log
-
-
-def students_of(paths, is_done) -> list[str]:
-    """Return the folders that paths stand for.
-
-    A path with `is_done(path)` stands for itself, any other one for the done folders inside it. A
-    path without any stands for itself too, such as a hub id, unless it is a file.
-    """
-    folders = []
-    for path in paths:
-        inside = [f"{folder}" for folder in sorted(Path(path).glob("*/")) if is_done(folder)]
-        if is_done(Path(path)) or not (inside or Path(path).is_file()):
-            inside = [path]
-        folders += inside
-    if not folders:
-        raise UserError(f"{', '.join(paths)}: expected out/NAME, or a model's folder")
-    return list(dict.fromkeys(folders))
-
-
-def read_results(folder: Path) -> list[dict]:
-    """Return a folder's results, the newest of each kind and protocol, tasks of one merged.
-
-    Those of a student's earlier weights are left out.
-    """
-    current = training_facts(folder / "model").get("weights_sha256")
-    results = {}
-    for x in read_lines(folder / "results.jsonl", {"kind": str, "values": dict}):
-        if current in (None, x["weights_sha256"]):
-            key = x["kind"], protocol_text(x)
-            earlier = results.pop(key, x)["values"]
-            results[key] = x | {"values": earlier | x["values"], "folder": folder}
-    return list(results.values())
-
-
-def protocol_text(result) -> str:
-    return ", ".join(f"{key} {x}" for key, x in result["protocol"].items() if x is not None)
-
-
-def newest_figures(folder) -> dict:
-    """Return a folder's newest result over held-out rows, or {}."""
-    figures = [x for x in read_results(folder) if x["kind"] == "figures"]
-    return figures[-1] if figures else {}
+FIRST = {"heldout": "Main results", "validation": "Other objectives"}  # titles of first tables
 
 
 def check_comparable(results):
@@ -114,33 +34,40 @@ def check_comparable(results):
     for x in results:
         run = x["run"]
         facts = {key: y for key, y in run.get("made_by", {}).items() if key not in VARIES}
+        facts |= x["scored"]
         facts["step"] = run.get("step")
         facts[f"init_sha256 of seed {run.get('seed')}"] = run.get("init_sha256")
-        facts |= x.get("scored", {})
-        tasks = x["values"] if x["kind"] in SUITES else {}
-        for task, values in tasks.items():
-            for key in ("data_sha256", "prompts_sha256", "version", "n"):
-                facts[f"{key} of {task}, {x['kind']}"] = values.get(key)
+        if x["kind"] in SUITES:
+            for task, values in x["values"].items():
+                for key in ("data_sha256", "prompts_sha256", "version", "n"):
+                    facts[f"{key} of {task}, {x['kind']}"] = values.get(key)
         for key, value in facts.items():
-            first, folder = seen.setdefault(key, (value, x["folder"]))
-            if None not in (first, value) and first != value:
-                change = record_changes({key: first}, {key: value})[key]
-                what = f"{folder} and {x['folder']} cannot be compared: {change}"
-                raise UserError(f"{what}; tabulate them apart")
+            if value is not None:
+                first, folder = seen.setdefault(key, (value, x["folder"]))
+                if first != value:
+                    change = record_changes({key: first}, {key: value})[key]
+                    what = f"{folder} and {x['folder']} cannot be compared: {change}"
+                    raise UserError(f"{what}; tabulate them apart")
 
 
 # --- tables
 
 
 def tabulate(paths, reference="pretrain", metric="acc") -> str:
-    """Return the tables of folders with results, as Markdown."""
+    """Return the tables of folders with results, as Markdown, and name students without any."""
+    folders = students_of(paths, read_results)
     results = []
-    for folder in students_of(paths, read_results):
+    for folder in folders:
         found = read_results(Path(folder))
         if not found:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
         results += found
-    return tables_of(results, reference, metric)
+    text = tables_of(results, reference, metric)
+    students = {f"{log.parent}" for path in paths for log in Path(path).glob("*/log.jsonl")}
+    missing = sorted(students.difference(folders))
+    if missing:
+        text += f"\nLeft out, as they have no results: {', '.join(missing)}.\n"
+    return text
 
 
 def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
@@ -149,29 +76,35 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     reference  the method that gains are measured from; some of the paper's tables have their own
     metric     "acc", or "acc_norm" for the tasks that have it
     """
+    methods = {method_of(x) for x in results}
+    if reference not in ("pretrain", *methods):
+        raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     groups = {}
     for x in results:
         shape = x["run"].get("student", "other models")
         groups.setdefault((shape, x["kind"], protocol_text(x)), []).append(x)
-    methods = {method_of(x) for x in results}
-    if reference not in ("pretrain", *methods):
-        raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     lines = []
-    kinds = ["figures", *SUITES]
-    for shape, kind, protocol in sorted(groups, key=lambda x: (x[0], kinds.index(x[1]))):
-        group = groups[shape, kind, protocol]
-        check_comparable(group)
-        rows = by_method(group)
-        lines += ["" if f"## {shape}" in lines else f"## {shape}", ""]
-        if kind == "figures":
-            title = f"### Held-out rows of {group[0]['protocol'].get('rows')}"
-            lines += [*heldout(title, rows, reference), *scored_on(group[0]["values"]), ""]
-        else:
-            for title, start, names in layouts(kind, rows.index.unique(0), reference):
-                shown = pd.concat([rows.loc[[m]] for m in names])
-                lines += accuracies(f"### {title}", group[0], shown, start, metric)
+    for shape, kind, protocol in sorted(groups):
+        if f"## {shape}" not in lines:
+            lines += [f"## {shape}", ""]
+        lines += tables_of_kind(kind, groups[shape, kind, protocol], reference, metric)
         lines += [f"Protocol: {protocol}.", ""]
     return "\n".join(lines)
+
+
+def tables_of_kind(kind, results, reference, metric) -> list[str]:
+    """Return the tables of results of one kind and protocol."""
+    students = by_method(results)
+    first = results[0]
+    index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
+    rows = pd.DataFrame([x["values"] for x in students.values()], index)
+    if kind == "figures":
+        title = f"### Held-out rows of {first['protocol'].get('rows')}"
+        return [*heldout(title, rows, reference), *scored_on(first["values"]), ""]
+    lines = []
+    for title, start, names in layouts(kind, rows.index.unique(0), reference):
+        lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
+    return lines
 
 
 def method_of(result) -> str:
@@ -181,19 +114,22 @@ def method_of(result) -> str:
     return " ".join([run.get("method", result["name"]), *overrides])
 
 
-def by_method(results: list[dict]) -> pd.DataFrame:
-    """Return values by method and seed, in the order of the paper's tables, others as they come."""
+def by_method(results: list[dict]) -> dict:
+    """Return method, seed -> result, in the order of the paper's tables, others as they come.
+
+    Of several results in a folder the newest counts. Refuses those that cannot be compared.
+    """
     rows = {}
     for x in results:
-        seed = x["run"].get("seed", 0)
-        other = rows.setdefault((method_of(x), seed), x)["folder"]
+        key = method_of(x), x["run"].get("seed", 0)
+        other = rows.get(key, x)["folder"]
         if other != x["folder"]:
-            what = f"{method_of(x)} with seed {seed}"
+            what = f"{key[0]} with seed {key[1]}"
             raise UserError(f"{other} and {x['folder']} both hold {what}; leave one out")
+        rows[key] = x
+    check_comparable(rows.values())
     order = [*NAMES, *(method for method, _ in rows)]
-    keys = sorted(rows, key=lambda key: order.index(key[0]))
-    index = pd.MultiIndex.from_tuples(keys, names=["method", "seed"])
-    return pd.DataFrame([rows[key]["values"] for key in keys], index)
+    return {key: rows[key] for key in sorted(rows, key=lambda key: order.index(key[0]))}
 
 
 def grid(table: pd.DataFrame) -> list[str]:
@@ -213,16 +149,19 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
     for key, c in columns.items():
         e = estimate(by_seed(students, key, c))
         if f"{key}_half" in students:
-            halves = c.factor * students[f"{key}_half"].groupby("method").first()
-            e["half"] = e["half"].fillna(halves)
+            halves = students[f"{key}_half"].astype(float).groupby("method").first()
+            e["half"] = e["half"].fillna(c.factor * halves)
+        cells = with_half(e, c.digits)
+        if f"{key}_half" in students:
+            cells += e["half"].map(lambda half: " ± –" if math.isnan(half) else "")
         shown = e["mean"].where(e["n"] > 1).round(c.digits)
         places = shown.rank(method="dense", ascending=c.sense < 0)
         stars = places.map({1: "**", 2: "*"}).fillna("") if shown.nunique() > 1 else ""
-        table[c.heading] = stars + with_half(e, c.digits) + stars
+        table[c.heading] = stars + cells + stars
     return pd.DataFrame(table)
 
 
-def by_seed(students: pd.DataFrame, key, column=AS_IS) -> pd.DataFrame:
+def by_seed(students: pd.DataFrame, key, column) -> pd.DataFrame:
     """Return one figure [seeds, methods] in the unit that is printed."""
     return column.factor * students[key].unstack("method", sort=False)
 
@@ -237,15 +176,11 @@ def caption(counts) -> str:
 def layouts(split, methods, reference) -> list[tuple]:
     """Return title, reference and rows of the paper's tables that have results.
 
-    Other methods go into the main table, or on the validation split into one of their own.
+    Methods of no other table are in the first one.
     """
     layout = [(title, names[0], names) for title, where, names in LAYOUT if where == split]
-    of_paper = {m for _, _, names in layout for m in names}
-    others = ("alra", *(m for m in methods if m not in of_paper))
-    layout.append(("Other objectives", reference, others))
-    if split == "heldout":
-        names = dict.fromkeys((*layout[0][2], *others))
-        layout = [("Main results", reference, names), *layout[1:-1]]
+    elsewhere = {m for _, _, names in layout for m in names} - {"alra"}
+    layout.insert(0, (FIRST[split], reference, methods.difference(elsewhere, sort=False)))
     tables = [(title, start, [m for m in names if m in methods]) for title, start, names in layout]
     # a table of ALRA alone only if there is no other
     return [table for table in tables if {*table[2]} - {"alra"}] or tables[:1]
@@ -268,15 +203,16 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     average = "Avg." if tasks == SUITES[split] else f"Avg. ({len(tasks)} of {len(SUITES[split])})"
     headings = {t: COLUMNS[t] for t in tasks} | {"avg": average}
     ours = means(accs, {t: Column(heading, +1, 1, 2) for t, heading in headings.items()})
-    averages = by_seed(accs, "avg")
+    averages = accs["avg"].unstack("method", sort=False)
     gains = estimate(averages.sub(averages.get(reference, math.nan), axis=0))
     ours[f"Δ {reference}"] = with_half(gains, 2, "+").where(gains.index != reference, "Ref.")
     paper = paper_rows(first["run"].get("student"), split, reference, tasks)
-    paper = paper.set_axis(ours.columns, axis=1)[paper.index.isin(ours.index)]
-    both = pd.concat([ours, paper], keys=[0, 1]).swaplevel()  # method, whether it is the paper's
-    order = [key for m in ours.index for key in ((m, 0), (m, 1)) if key in both.index]
-    table = both.loc[order]
-    table.index = ["*paper*" if is_paper else NAMES.get(m, m) for m, is_paper in order]
+    lines = []
+    for m, row in ours.iterrows():
+        lines.append((NAMES.get(m, m), *row))
+        if m in paper.index:
+            lines.append(("*paper*", *paper.loc[m]))
+    table = pd.DataFrame(lines).set_index(0).set_axis(ours.columns, axis=1)
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"
@@ -284,8 +220,8 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     for t in tasks:
         scores = rows[t].iloc[0]  # of as many items as all others
         if scores["n"] != scores["n_paper"]:
-            paper_has = f"the paper has {scores['n_paper']:,}"
-            notes.append(f"{COLUMNS[t]}: {scores['n']:,} items, {paper_has}.")
+            n = f"{scores['n']:,} items, the paper has {scores['n_paper']:,}"
+            notes.append(f"{COLUMNS[t]}: {n}.")
     if "*paper*" in table.index:
         step = first["run"]["step"]
         notes.append(f"Ours after {step:,} updates, the paper's after {UPDATES[split]:,}.")
@@ -300,15 +236,20 @@ def heldout(title, students: pd.DataFrame, reference) -> list[str]:
     known = students.columns[students.notna().all()]
     columns = {key: c for key, c in FIGURES.items() if key in known}
     table = means(students, columns)
-    counts = by_seed(students, "ce").count()
+    counts = students.groupby("method", sort=False).size()
     note = caption(counts)
     if counts.nunique() > 1:
         table.insert(0, "n", counts)
-    if counts.min() == 1 and "ce_half" in students:
+    if counts.min() == 1 and "ce_half" in students and students["ce_half"].notna().any():
         note += " ± of one seed is half of a 95 % interval over the documents."
     lines = [title, "", *grid(table), "", note, ""]
-    if reference not in counts or len(counts) == 1:
-        return lines
+    if reference in counts and len(counts) > 1:
+        lines += differences(title, students, columns, reference)
+    return lines
+
+
+def differences(title, students: pd.DataFrame, columns: dict, reference) -> list[str]:
+    """Return a table of differences to `reference`, each with its intervals and p."""
     table = pd.DataFrame()
     both = []  # of each difference that excludes 0 over seeds: whether it does over documents
     for key, c in columns.items():
@@ -325,9 +266,9 @@ def heldout(title, students: pd.DataFrame, reference) -> list[str]:
                     both.append(abs(e["mean"][m]) > half)
         table[c.heading] = cells
     how = ""
-    if counts.max() > 1:
+    if e["n"].max() > 1:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
-    lines += [f"{title}: difference to {reference}{how}", "", *grid(table), ""]
+    lines = [f"{title}: difference to {reference}{how}", "", *grid(table), ""]
     if both:
         lines += [
             f"{len(both)} differences have both intervals, and exclude 0 over seeds (uncorrected); "
@@ -367,7 +308,10 @@ def scored_on(facts) -> list[str]:
         ce = f"CE {facts['teacher_ce']:.4f}, entropy {facts['teacher_entropy']:.4f}"
         teacher = f"teacher: {facts['teacher']} ({ce})"
     on = f"{facts['n_targets']:,} targets in {facts['n_rows']:,} rows"
-    n_documents = len(facts.get("documents", {}).get("n", range(MIN_PARTS)))
-    if n_documents < MIN_PARTS:
-        on += f" of {n_documents} documents, too few for an interval"
+    if "documents" in facts:
+        n = facts["documents"]["n"]
+        n_documents = np.count_nonzero(n)
+        on += f" of {n_documents} documents" if n_documents > 1 else " of one document"
+        if is_few(n):
+            on += ", too few for an interval"
     return [f"{on}; {teacher}.", f"{levels(facts)}."]

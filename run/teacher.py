@@ -4,7 +4,10 @@ The decoder in model.py computes the families of `model.NATIVE`, transformers al
 Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
+import functools
+
 import torch
+import transformers
 from torch import Tensor
 
 from lib.errors import UserError
@@ -117,8 +120,13 @@ def check_teacher(name, tokenizer, seq_len):
 
 
 def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one") -> int:
-    """Return the number of a tokenizer's tokens. Raises `UserError` if a vocabulary has fewer."""
-    n_tokens = max(tokenizer.get_vocab().values()) + 1
+    """Return the number of tokens that texts need. Raises `UserError` if a vocabulary has fewer.
+
+    No text needs special tokens but EOS and BOS: Gemma 3's image token is beyond its vocabulary.
+    """
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = special - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    n_tokens = max(set(tokenizer.get_vocab().values()) - unused) + 1
     if n_tokens > n_vocab:
         raise UserError(
             f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "
@@ -141,3 +149,17 @@ def inherited(name: str | None) -> dict | None:
     from run.foreign import foreign_shape
 
     return foreign_shape(name, INHERITED)
+
+
+@functools.cache
+def teacher_flops(name: str | None, seq_len) -> float:
+    """Return the FLOPs of one token's forward pass, without loading the weights."""
+    if name is None:
+        return 0.0
+    if is_native(name):
+        return flops_per_token(load_config(name), seq_len, trained=False)
+    from run.foreign import foreign_config, foreign_flops_per_token
+
+    with torch.device("meta"):  # without memory for its weights
+        model = transformers.AutoModelForCausalLM.from_config(foreign_config(name))
+    return foreign_flops_per_token(model)

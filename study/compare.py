@@ -27,8 +27,6 @@ and a command with some of the methods (such as fit in memory) adds to the same 
 lack a result, the report names them and the exit code is 1.
 """
 
-import argparse
-import functools
 import itertools
 import runpy
 import signal
@@ -38,9 +36,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-import transformers
-
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
@@ -49,19 +44,16 @@ from lib.code import ROOT
 from lib.errors import UserError
 from lib.files import atomic_write, locked, read_json, write_json
 from lib.rows import open_rows
-from lib.settings import literal
+from lib.settings import PositiveInt, checked, literal, parsed
 from losses import resolve
-from model import flops_per_token, load_config
-from run.foreign import foreign_config, foreign_flops_per_token
-from run.identity import EDITS, content_hash, made_by, record_hash, student_shape
+from run.identity import EDITS, content_hash, made_by, record_changes, record_hash
 from run.methods import needs_teacher
 from run.preflight import check_config
-from run.scoring import scoring_code
-from run.tables import newest_figures, read_log
-from run.teacher import is_native
-from study.report import TRIAL_SEED, best_settings, read_students, report, write_students
+from run.tables import VARIES
+from study.record import TRIAL_SEED, flops, is_scored, on_record, recipe
+from study.report import PLAN, best_settings, report
 
-KEYS = {  # of `_compare`, and of flags
+KEYS = {  # of `_compare`, with their defaults
     "title": "Comparison",
     "summary": "",  # what the tables say, in words
     "tables": (),  # (title, methods, reference), ..
@@ -74,6 +66,15 @@ KEYS = {  # of `_compare`, and of flags
     "out": "out/compare",
     "report": False,
 }
+FLAGS = {
+    "seeds": PositiveInt,
+    "tune": tuple[str, ...],
+    "trial_steps": PositiveInt | None,
+    "reference": str | None,
+    "rows": PositiveInt,
+    "out": str,
+    "report": bool,
+}
 OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
 
 
@@ -83,6 +84,7 @@ def main(argv) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its process
         check_config(cfg)
         choices = values_to_try(spec, cfg)  # mistakes show before anything starts
+        check_folder(spec.out)
         with locked(spec.out, f"{spec.out}: another compare.py is at work there"):
             compare(spec, cfg, choices)
     failed, text = report(spec)
@@ -90,30 +92,59 @@ def main(argv) -> int:
     return 1 if failed else 0
 
 
+def check_folder(out):
+    """Refuse a folder of other files: the report would replace those of equal names."""
+    file = out / "plan.json"
+    if file.exists():
+        read_json(file, PLAN)
+    elif any(out.glob("[!.]*")):
+        raise UserError(f"{out}: has files, but no plan.json; set --out to a new folder")
+
+
 def compare(spec, cfg, choices: dict):
     """Make trials, students and scores, and write down which students the report shows."""
+    file = spec.out / "plan.json"
+    plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
+    plan |= {"shared": {}, "students": [], "trials": []}
+    if not file.exists():
+        write_json(file, plan)  # the folder is a study's from now on
     (spec.out / "runs").mkdir(exist_ok=True)
     if run("prepare.py", write_config(spec.out / "runs/config.py", cfg)):
         raise UserError("prepare.py: made no rows; see its message above")
+    plan["shared"] = shared_record(cfg, file)
     n_held_out = len(open_rows(cfg.data_dir, "val")[0])
     if cfg.val_max_rows is None or cfg.val_max_rows >= n_held_out:
         what = "trials use these rows, scores the later ones"
         raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n_held_out}")
     n_rows = min(spec.rows, n_held_out - cfg.val_max_rows)
-    trials = run_trials(spec, cfg, choices)
-    students = plan_students(spec, cfg, best_settings(trials))
-    if trials:  # without the methods whose trials all failed
-        students = [s for s in students if "lr" in s.settings_of(s.methods[0])]
-    train(students, cfg, spec)
-    score(students, n_rows, cfg, spec)
-    record = on_record(cfg, spec)
-    lines = []
+    plan["trials"] = run_trials(spec, cfg, choices)
+    chosen = best_settings(plan["trials"])
+    failed = {x["method"] for x in plan["trials"]} - chosen.keys()  # all trials; has no rate
+    students = plan_students(spec, cfg, chosen)
+    ready = [s for s in students if s.methods[0] not in failed]
+    train(ready, cfg, spec)
+    score(ready, n_rows, cfg, spec)
+    record = on_record(cfg, spec.out)
     for s in students:
         facts = record.get(recipe(s), {})
-        name = facts["name"] if is_scored(s, facts, n_rows) else None
-        lines.append({"method": s.methods[0], "seed": s.seed, "name": name})
-    plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
-    write_json(spec.out / "plan.json", plan | {"students": lines, "trials": trials})
+        line = {"method": s.methods[0], "seed": s.seed, "name": None}
+        if s in ready and is_scored(s, facts, n_rows):
+            line["name"] = facts["name"]
+        plan["students"].append(line)
+    write_json(file, plan)
+
+
+def shared_record(cfg, file) -> dict:
+    """Return what all students share. Raises `UserError` if the study in the folder has another."""
+    shared = made_by(cfg, cfg.methods[0]) | {"teacher_sha256": content_hash(cfg.teacher)}
+    for key in {*VARIES, *EDITS} - {"shape"}:
+        del shared[key]
+    earlier = read_json(file).get("shared")
+    changes = record_changes(earlier or shared, shared)
+    if changes:
+        what = f"{file.parent}: has another study ({'; '.join(changes.values())})"
+        raise UserError(f"{what}; set --out to another folder")
+    return shared
 
 
 def write_config(file, cfg):
@@ -177,7 +208,7 @@ def try_points(points: list, cfg, spec) -> list[dict]:
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
         students.setdefault((method, recipe(student)), (student, settings))
     train([student for student, _ in students.values()], cfg, spec)
-    record = on_record(cfg, spec)
+    record = on_record(cfg, spec.out)
     trials = []
     for (method, key), (_, settings) in students.items():
         facts = record.get(key, {"stopped": ""})
@@ -216,95 +247,13 @@ def scaled(cfg, ratio: float, *keys: str) -> Config:
     return replace(cfg, **{key: round(ratio * getattr(cfg, key)) for key in keys})
 
 
-def flops(cfg) -> tuple:
-    """Return the FLOPs per token of a student in training, and of the teacher's forward pass."""
-    student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
-    return student, teacher_flops(cfg.teacher, cfg.seq_len)
-
-
-@functools.cache
-def teacher_flops(teacher: str | None, seq_len) -> float:
-    if teacher is None:
-        return 0.0
-    if is_native(teacher):
-        return flops_per_token(load_config(teacher), seq_len, trained=False)
-    with torch.device("meta"):  # without memory for its weights
-        model = transformers.AutoModelForCausalLM.from_config(foreign_config(teacher))
-    return foreign_flops_per_token(model)
-
-
-# --- the students on record
-
-
-@functools.cache
-def recipe(student: Config) -> tuple:
-    return key_of(made_by(student, student.methods[0]), vars(student), student.accept_edits)
-
-
-def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
-    """Return what identifies a student: record, updates and, for a trial, the rows that judge it.
-
-    Its code comes last. With `accept_edits` True takes its place, so that all code is equal.
-    """
-    trial_rows = config["val_max_rows"] if config["seed"] == TRIAL_SEED else None
-    others = {key: value for key, value in record.items() if key not in EDITS}
-    code = record_hash([record.get(key) for key in EDITS])
-    return record_hash(others), config["max_steps"], trial_rows, accept_edits or code
-
-
-def on_record(cfg, spec) -> dict:
-    """Return the students on record by recipe, after adding those of the runs that ended."""
-    students = {x["name"]: x for x in read_students(spec.out)}
-    before = dict(students)
-    for file in sorted(spec.out.glob("runs/*/run.json")):
-        ends = [*file.parent.glob("*/run.json"), *file.parent.glob("*/stopped.json")]
-        # a run of which some students have not ended resumes with all of them
-        if len(ends) == len(read_json(file)["config"]["methods"]):
-            for end in ends:
-                student = read_student(end)
-                students[student["name"]] = student
-    if students != before:
-        write_students(spec.out, [*students.values()])
-    return {key_of(x["made_by"], x["config"], cfg.accept_edits): x for x in students.values()}
-
-
-def read_student(end: Path) -> dict:
-    """Return a student's facts, figures and log from the folder of `end`."""
-    folder = end.parent
-    scores = newest_figures(folder)
-    facts = read_json(end) | scores.pop("values", {}) | scores.pop("scored", {})
-    scores = {key: value for key, value in scores.items() if key not in ("run", "folder")}
-    facts |= {"name": f"{folder.name}_{folder.parent.name}", "scores": scores}
-    if "why" in facts:
-        facts["stopped"] = facts.pop("why")
-    student, teacher = flops(Config(**facts["config"]))
-    facts["student_flops"] = student * facts["nominal_tokens"]
-    if needs_teacher(folder.name):
-        facts["teacher_flops"] = teacher * facts["nominal_tokens"]
-    log = read_log(folder)
-    for line in log:
-        if "val_ce" in line:
-            facts["val_ce"] = line["val_ce"]  # of the last validation
-    return facts | {"log": log}
-
-
-def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
-    """Return whether a student has stopped, or has figures over these rows with this teacher."""
-    expected = {"skip_rows": student.val_max_rows, "n_rows": n_rows}
-    if "scoring_code" in facts:  # committed studies have figures without it
-        expected["scoring_code"] = scoring_code("figures")
-    if student.teacher:
-        expected["teacher_sha256"] = content_hash(student.teacher)
-    return "stopped" in facts or expected.items() <= facts.items()
-
-
 def train(students: list[Config], cfg, spec):
     """Train the students that are not on record.
 
     Students that differ only in method and settings share a run. Those with a label share other
     runs, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
-    record = on_record(cfg, spec)
+    record = on_record(cfg, spec.out)
     missing = {recipe(s): s for s in students if recipe(s) not in record}
     aside = {key[:-1] for key in record} & {key[:-1] for key in missing}
     if aside:
@@ -324,7 +273,7 @@ def train(students: list[Config], cfg, spec):
 
 def score(students: list[Config], n_rows: int, cfg, spec):
     """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
-    record = on_record(cfg, spec)
+    record = on_record(cfg, spec.out)
     folders = []
     for s in students:
         facts = record.get(recipe(s))
@@ -332,7 +281,8 @@ def score(students: list[Config], n_rows: int, cfg, spec):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
             folders.append(spec.out / "runs" / run_name / facts["method"])
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
-    flags += ["--accept_edits"] * cfg.accept_edits
+    if cfg.accept_edits:
+        flags.append("--accept_edits")
     if folders:
         run("eval.py", *folders, "--tasks=none", *flags)
 
@@ -345,27 +295,29 @@ def arguments(argv) -> tuple:
 
     With --methods, keys of `_compare` that are about the config's own methods are dropped.
     """
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=layout, allow_abbrev=False
-    )
-    for key, kind in {"seeds": int, "rows": int, "trial_steps": int, "reference": str}.items():
-        parser.add_argument(f"--{key}", type=kind)
-    parser.add_argument("--tune", action="append")
-    parser.add_argument("--out")
-    parser.add_argument("--report", action="store_true", default=None)
-    flags, rest = parser.parse_known_args(argv)
+    flags = {}
+    rest = []
+    for word in argv:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if key not in FLAGS or not word.startswith("--"):
+            rest.append(word)
+        elif key == "tune":
+            flags[key] = (*flags.get(key, ()), text)
+        else:
+            flags[key] = parsed(text if equals else "True", FLAGS[key])
     cfg = configure.load(rest)
     keys = dict(KEYS)
     for word in rest:
         if not word.startswith("--"):
-            keys |= {"out": f"out/compare_{Path(word).stem}"}
+            keys["out"] = f"out/compare_{Path(word).stem}"
             keys |= runpy.run_path(word).get("_compare", {})
         elif word.startswith(("--seed=", "--out_dir=")):
             raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
         elif word.startswith("--methods="):
             keys |= {key: KEYS[key] for key in OF_METHODS}
-    keys |= {key: value for key, value in vars(flags).items() if value is not None}
+    keys |= flags
+    for key, kind in FLAGS.items():
+        keys[key] = checked(f"--{key}", keys[key], kind)
     spec = SimpleNamespace(**keys)
     spec.out = Path(spec.out)
     if spec.reference not in (None, *cfg.methods):

@@ -1,20 +1,17 @@
 """The report of a comparison: README.md and pictures in OUT, from OUT/plan.json and its students.
 
-OUT/students.jsonl.zst has a line for each student and each trial: its facts, figures (CE, KL, ..)
-and `log`. `pandas.read_json(FILE, lines=True)` reads it. plan.json, written by study/compare.py,
-has the config, the trials, and the method, seed and name of each student of the tables.
+plan.json, written by study/compare.py, has the config, the trials, and the method, seed and name of
+each student of the tables.
 """
 
-import json
-
 import pandas as pd
-import zstandard
 
 from lib.errors import UserError
-from lib.files import atomic_write, read_json, reading
+from lib.files import atomic_write, read_json
 from run import tables
+from study.record import TRIAL_SEED, read_students
 
-TRIAL_SEED = 0  # of all trials; students have seeds from 1 on
+PLAN = {"config": dict, "trial_steps": int, "students": list, "trials": list}
 
 INTERVALS = """\
 ± is half the width of a 95 % t interval over seeds; all students are scored on the same rows. An \
@@ -43,41 +40,30 @@ These students have other settings, code or rows than those above.
 CURVES = """\
 ## Training
 
-Curves are means over all seeds, with 95 % intervals, or with each seed where there are two or \
-three. If histograms were logged, seed {} has the paper's Figures 3 (budgets, of methods with an \
-adaptive one) and 4 (anchoring, of the teacher alone). docs/running.md explains them.
+Curves are means over all seeds, with the range of the seeds. If histograms were logged, seed {} \
+has the paper's Figures 3 (budgets, of methods with an adaptive one) and 4 (anchoring, of the \
+teacher alone). docs/running.md explains them.
 """
-
-
-def read_students(out) -> list[dict]:
-    """Return all students and trials on record, with their logs."""
-    file = out / "students.jsonl.zst"
-    if not file.exists():
-        return []
-    with reading(file), zstandard.open(file, "rt") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def write_students(out, students: list[dict]):
-    lines = "".join(json.dumps(x) + "\n" for x in students)
-    atomic_write(out / "students.jsonl.zst", zstandard.compress(lines.encode(), 12))
 
 
 def read(out) -> tuple:
     """Return the plan, its students, other students, and lines on those without a result."""
     remedy = "run the same command without --report"
-    plan = read_json(out / "plan.json", {"students": list}, remedy)
+    plan = read_json(out / "plan.json", PLAN, remedy)
+    untried = {x["method"] for x in plan["trials"]} - best_settings(plan["trials"]).keys()
     record = {x["name"]: x for x in read_students(out)}
     students = []
     failed = []
     for x in plan["students"]:
         facts = record.get(x["name"], {"stopped": "no result; see what its run has printed"})
+        if x["method"] in untried:
+            facts = {"stopped": "not trained, as all of its trials failed"}
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
             students.append(facts | x)
     if not students:
-        raise UserError(f"{out}: no student has a result; the first: {failed[0]}")
+        raise UserError(f"{out}: no student has a result {failed[:1]}; {remedy}")
     shown = {x["name"] for x in plan["students"]}
     others = [x for x in record.values() if x["name"] not in shown and x["seed"] != TRIAL_SEED]
     return plan, students, others, failed
@@ -87,25 +73,23 @@ def report(spec) -> tuple:
     """Write the report. Return its lines on students without a result, and text for the screen."""
     plan, students, others, failed = read(spec.out)
     results = pd.DataFrame(students).set_index(["method", "seed"])
-    edited = {x["method"] for x in students if "+" in f"{x['git_commit']}"}
     methods = [*results.index.unique("method")]
-    default = "vanilla_kd" if "vanilla_kd" in methods else methods[0]
+    start = spec.reference or ("vanilla_kd" if "vanilla_kd" in methods else methods[0])
     compared = []
-    for title, names, reference in spec.tables or [("Methods", methods, spec.reference or default)]:
+    for title, names, reference in spec.tables or [("Methods", methods, start)]:
         shown = [m for m in dict.fromkeys((*names, reference)) if m in methods]
         # the first table always, and others that compare something
         if not compared or (reference in shown and len(shown) > 1):
-            rows = pd.concat([results.loc[[m]] for m in shown])
-            table = "\n".join(tables.heldout(f"## {title}", rows, reference))
-            for m in edited:
-                table = table.replace(f"| {m} |", f"| {m} † |")
+            table = "\n".join(tables.heldout(f"## {title}", results.loc[shown], reference))
+            for x in students:
+                if "+" in f"{x['git_commit']}":  # trained with uncommitted edits
+                    table = table.replace(f"| {x['method']} |", f"| {x['method']} † |")
             compared.append(table)
     trials = trial_lines(plan)
     config = plan["config"]
     machines = ", ".join(sorted({x["machine"] for x in students}))
     text = [
-        f"# {spec.title}\n",
-        f"{spec.summary}\n",
+        f"# {spec.title}\n\n{spec.summary}\n",
         "Written by `compare.py` from the files beside it; do not edit.\n",
         f"{len(students)} students of shape `{config['student']}`: "
         f"{config['max_steps']:,} updates of {config['batch_rows']} rows of {config['seq_len']} "
@@ -176,15 +160,16 @@ def trial_lines(plan: dict) -> list[str]:
     best = best_settings(trials)
     cells = {}
     for x in trials:
-        own = {key: value for key, value in x["settings"].items() if key != "lr"}
         text = "stopped" if x["val_ce"] is None else f"{x['val_ce']:.4f}"
         if x["settings"] == best.get(x["method"]):
             text = f"**{text}**"
-        cells[f"{x['method']} {settings_text(own)}".strip(), x["settings"]["lr"]] = text
+        own = dict(x["settings"])
+        lr = own.pop("lr")
+        cells[f"{x['method']} {settings_text(own)}".strip(), lr] = text
     table = pd.Series(cells).unstack(sort=False).sort_index(axis=1).fillna("–")
     rates = [*table]
-    n_trials = pd.Series([x["method"] for x in trials]).value_counts()
-    chosen = [f"- {m}: {settings_text(x)} ({n_trials[m]} trials)" for m, x in best.items()]
+    tried = [x["method"] for x in trials]
+    chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
     at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
     advice = "No chosen rate is the lowest or highest tried."
     if at_an_end:

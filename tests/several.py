@@ -3,8 +3,8 @@
 main(root, {2: [[flag, ..], ..]})  runs of two processes, one after the other
 
 "{rank}" in a flag stands for the number of the process. Where out_dir ends in "cut", process 1 gets
-a signal in the second update. Process 1 prints how many numbers of teacher and students it holds,
-and the exit codes of runs that fail.
+a signal in the second update; where it ends in "..", process 1 reads other tensors. Process 1
+prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 import configure
 import train
 from lib import parallel
-from run import ending
+from run import checkpoints, ending, identity
 from tests import world
 
 update = train.update
@@ -48,7 +48,10 @@ def work(runs):
     for flags in runs:
         cfg = configure.load([flag.format(rank=parallel.rank()) for flag in flags])
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(int(cfg.out_dir.endswith("restarts")))
+        if cfg.out_dir.endswith("..") and parallel.rank() == 1:
+            checkpoints.file_hash = lambda file: "other"
         code = configure.guard(lambda cfg=cfg: train.distil(cfg))
+        checkpoints.file_hash = identity.file_hash
         del os.environ["TORCHELASTIC_MAX_RESTARTS"]
         codes = parallel.all_gather(code)
         if any(codes) and parallel.rank() == 1:

@@ -1,27 +1,38 @@
-"""tools/bench.py: its numbers are measured, and one command runs it all."""
+"""tools/bench.py: its numbers are measured, and one command runs each section."""
+
+import importlib
+import re
 
 import pytest
 import torch
 
+from lib.device import pick_device
 from run import methods
-from tests.world import refusal
+from tests.world import ROOT, refusal
 from tools import bench
 
 CPU = torch.device("cpu")
-TINY = ["--n=13", "--repeats=1", "--student=mini", "--teacher=demo_teacher"]
 needs_peak = pytest.mark.skipif(not bench.PROCESS.exists(), reason="no peak memory is known here")
 
 
 def test_ratios_are_those_of_the_rounds():
     slow = [(6.0, 9.0), (8.0, 9.0), (3.0, 9.0)]
     fast = [(2.0, 6.0)] * 3
-    assert bench.row("fast", fast, slow) == "| fast | 3.00 [1.50, 4.00] | 1.50 | 2.000 | 6 |"
+    assert bench.row("fast", fast, slow) == "| fast | 3.00 [1.50, 4.00] | 1.50 | 2.0000 | 6 |"
 
 
 @needs_peak
 def test_memory_is_the_peak_and_not_what_is_left():
-    _, mib = bench.measure(lambda: torch.ones(64 * 2**18).sum() and None, CPU)  # 64 MiB
+    _, mib = bench.measure(lambda: torch.ones(64 * 2**18).sum() and None, CPU, 1)  # 64 MiB
     assert 60 < mib < 80
+
+
+def test_the_seconds_are_those_of_one_call(monkeypatch):
+    clock = iter([1.0, 7.0])
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    calls = []
+    sec, _ = bench.measure(lambda: calls.append(0), CPU, 3)
+    assert (sec, len(calls)) == (2.0, 3)
 
 
 def test_one_command_runs_every_case(monkeypatch, printed):
@@ -30,18 +41,72 @@ def test_one_command_runs_every_case(monkeypatch, printed):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
     methods._compiled.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
-        bench.main(["--device=cpu", *TINY])
+        bench.main(["fused", "--device=cpu", "--tiny"])
     methods._compiled.cache_clear()
     assert len(compiled) == 2  # one for each method: `compile` reaches the objectives
     text = printed()
     cases = [line.split(" | ")[0] for line in text.splitlines()[4:]]
-    assert cases == ["| products alone", "| plain alra", "| alra", "| vanilla_kd"]
-    assert text.startswith("Commit ") and f"'torch': '{torch.__version__}'" in text
+    assert cases == ["| products alone", "| alra, not compiled", "| alra", "| vanilla_kd"]
+    assert "'git_commit': " in text and f"'torch': '{torch.__version__}'" in text
 
 
-def test_a_missing_card_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with refusal(r"device=cuda: .*torch finds 1 CUDA devices for 2 processes"):
-        bench.main(["--device=cuda"])
+def test_the_first_hour_is_rehearsed(tmp_path, monkeypatch, printed):
+    """Scripts run in this process. The tests that need a GPU are only started."""
+    scripts = []
+
+    def call(command):
+        _, script, *argv = command
+        scripts.append(script)
+        if script == "-m":
+            assert argv == ["pytest", "-q", "-m", "gpu", "tests"]
+            return 0
+        flags = [flag for flag in map(str, argv) if not flag.startswith("--n_documents")]
+        short = ["--n_documents=40", "--val_max_rows=2"]
+        return importlib.import_module(script.removesuffix(".py")).main([*flags, *short]) or 0
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(bench.subprocess, "call", call)
+    (tmp_path / "gpu/mini/alra").mkdir(parents=True)
+    (tmp_path / "gpu/mini/run.json").write_text("of an earlier hour")
+    models = "--models=demo_teacher,mini"
+    bench.main(["gpu", "--tiny", "--device=cpu", models, f"--out={tmp_path}/gpu"])
+    assert scripts == ["-m", "prepare.py", "train.py", "train.py"]
+    rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \| nan% \| (\d+\.\d) \|$", printed(), re.M)
+    assert [row[:2] for row in rows] == [("mini", "alra"), ("mini", "vanilla_kd")]
+    assert all(int(rate.replace(",", "")) > 0 and float(gib) > 0 for *_, rate, gib in rows)
+
+
+def test_a_script_that_fails_ends_it(monkeypatch):
+    monkeypatch.setattr(bench.subprocess, "call", lambda command: 3)
+    with pytest.raises(SystemExit) as end:
+        bench.main(["gpu", "--tiny"])
+    assert end.value.code == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "processes", "visible", "expected"),
+    [
+        ("cuda", 1, 2, None, "torch finds 1 CUDA devices for 2 processes"),
+        ("cuda", 0, 1, None, "without a card, train.py runs with --device=cpu --compile=False"),
+        ("cuda:1", 2, 2, None, "device=cuda:1: 2 processes would share it; set cuda"),
+        ("cuda:2", 2, 1, None, "torch finds 2 CUDA devices"),
+        ("cuda", 2, 2, None, "cuda:1"),
+        ("auto", 2, 2, None, "cuda:1"),
+        ("cuda", 1, 2, "1", "cuda:0"),
+        ("cuda:1", 2, 1, None, "cuda:1"),
+    ],
+)
+def test_cards_are_those_of_the_process(name, n, processes, visible, expected, monkeypatch):
+    """Of the last process of a node, on which torch sees n cards."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: n > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_RANK", str(processes - 1))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if expected.startswith("cuda"):
+        assert str(pick_device(name)) == expected
+    else:
+        with refusal(expected):
+            bench.main(["gpu", f"--device={name}"])

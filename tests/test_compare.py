@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import matplotlib
 import pandas as pd
 import pytest
+import scipy.stats
+import zstandard
 
 import configure
 import eval as ev
@@ -27,7 +29,7 @@ from lib.stats import estimate, holm, with_half
 from run import ending
 from run.identity import content_hash, made_by
 from run.scoring import scoring_code
-from study import compare
+from study import compare, record
 from study import report as reports
 from tests import world
 from tests.world import ROOT, read_table, refusal
@@ -46,7 +48,7 @@ def at_the_root(monkeypatch):
 
 
 def Spec(**changes):
-    return SimpleNamespace(**compare.KEYS | changes)
+    return SimpleNamespace(**compare.KEYS | {"out": Path("out")} | changes)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -119,9 +121,9 @@ def test_a_trial_that_stopped_has_no_ce(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "train", lambda students, *_: trained.extend(students))
 
     def on_record(*_):
-        record = {compare.recipe(s): {"val_ce": 4.0} for s in trained}
-        record[compare.recipe(trained[-1])]["stopped"] = WHY
-        return record
+        ended = {record.recipe(s): {"val_ce": 4.0} for s in trained}
+        ended[record.recipe(trained[-1])]["stopped"] = WHY
+        return ended
 
     monkeypatch.setattr(compare, "on_record", on_record)
     points = [("pd", {"lr": 1e-3}), ("pd@x", {"lr": 1e-3}), ("pd", {"lr": 1e-2})]
@@ -163,7 +165,7 @@ def test_students_have_the_chosen_settings():
 
 
 def test_equal_flops_mean_more_updates_without_a_teacher():
-    student, teacher = compare.flops(STUDY)
+    student, teacher = record.flops(STUDY)
     longer = compare.plan_student("pretrain@flops", STUDY, 1, {})
     assert longer.max_steps == pytest.approx(2100 * (student + teacher) / student, rel=0.01)
     assert longer.schedule_steps == longer.max_steps
@@ -192,7 +194,7 @@ def test_a_student_is_known_by_what_made_it_and_how_far_it_came(tiny, tmp_path):
     base = world.config(tiny, tmp_path, methods="alra,pd")
 
     def recipe(name, **changes):
-        return compare.recipe(dataclasses.replace(base, methods=(name,), **changes))
+        return record.recipe(dataclasses.replace(base, methods=(name,), **changes))
 
     hyper = {"pd": {"tau": 2.0}, "alra": {"d_max": 7}}
     other = {"hyper": hyper, "val_every_steps": 7, "val_max_rows": 9, "out_dir": "elsewhere"}
@@ -210,10 +212,11 @@ def test_students_of_edited_code_are_left_aside_or_accepted(
 ):
     flags = f"--methods=pd --accept_edits={accept}"
     cfg = compare.plan_student("pd", world.config(tiny, tmp_path, flags), 1, {})
-    facts = {"name": "pd_x", "config": vars(cfg), "made_by": made_by(cfg, "pd")}
+    facts = json.loads(FACTS) | {"name": "pd_x", "method": "pd", "seed": 1, "log": []}
+    facts |= {"config": vars(cfg), "made_by": made_by(cfg, "pd")}
     facts["made_by"]["code"]["train.update"] = "edited"
     make_folders(tmp_path)
-    reports.write_students(tmp_path, [facts])
+    record.write_students(tmp_path, [facts])
     launched = []
     monkeypatch.setattr(compare, "run", lambda *argv: launched.append(argv))
     compare.train([cfg], cfg, Spec(out=tmp_path))
@@ -221,56 +224,132 @@ def test_students_of_edited_code_are_left_aside_or_accepted(
     assert printed().startswith(said)
 
 
-def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "flops", lambda cfg: (2.0, 3.0))
-    make_folders(tmp_path)
-    run = tmp_path / "runs/seed1_ab"
+SCORES = {"name": "x", "run": {}, "protocol": {}, "scored": {"rows_sha256": "r"}}
+SCORES |= {"kind": "figures", "weights_sha256": "w"}
+
+
+def finished_run(run):
+    """Write a run of ALRA, which has ended, and pre-training. Returns the facts of both."""
     alra, pretrain = run / "alra@x", run / "pretrain"
     for folder in (alra, pretrain):
         folder.mkdir(parents=True)
-    facts = {"made_by": {}, "made_by_sha256": "", "seed": 1, "nominal_tokens": 10}
+    facts = json.loads(FACTS) | {"method": "alra@x", "seed": 1, "nominal_tokens": 10}
     facts["config"] = {"max_steps": 6, "val_max_rows": 4, "seed": 1}
-    log = [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}]
+    untaught = facts | {"made_by": facts["made_by"] | {"teacher_sha256": None}, "why": WHY}
     write_json(run / "run.json", {"config": {"methods": ["alra@x", "pretrain"]}})
     write_json(alra / "run.json", facts)
-    write_lines(alra / "log.jsonl", log)
+    write_lines(alra / "log.jsonl", LOG)
     write_lines(alra / "histograms.jsonl", [{"step": 1, "n": 2}])
     write_lines(run / "teacher.jsonl", [{"step": 1, "n": 7}])
-    spec = Spec(out=tmp_path)
-    assert compare.on_record(STUDY, spec) == {}  # the run resumes as a whole
-    write_json(pretrain / "stopped.json", facts | {"made_by": {"other": 1}, "why": WHY})
-    key = compare.key_of({}, facts["config"], False)
-    x = compare.on_record(STUDY, spec)[key]
+    return facts, untaught
+
+
+LOG = [{"step": 3, "val_ce": 3.0}, {"step": 6, "val_ce": 4.0}, {"step": 6}]
+
+
+def test_a_student_is_filed_when_its_whole_run_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0))
+    run = tmp_path / "runs/seed1_ab"
+    alra, pretrain = run / "alra@x", run / "pretrain"
+    facts, untaught = finished_run(run)
+    assert record.on_record(STUDY, tmp_path) == {}  # the run resumes as a whole
+    write_json(pretrain / "stopped.json", untaught)
+    key, other = (record.key_of(x["made_by"], x["config"], False) for x in (facts, untaught))
+    x = record.on_record(STUDY, tmp_path)[key]
     assert (x["name"], x["val_ce"]) == ("alra@x_seed1_ab", 4.0)
     assert (x["student_flops"], x["teacher_flops"]) == (20.0, 30.0)
     parts = [
         {"step": 1, "histogram": {"step": 1, "n": 2}},
         {"step": 1, "teacher": {"step": 1, "n": 7}},
     ]
-    assert x["log"] == log + parts
-    stopped = compare.on_record(STUDY, spec)[compare.key_of({"other": 1}, facts["config"], False)]
+    assert x["log"] == LOG + parts
+    stopped = record.on_record(STUDY, tmp_path)[other]
     assert (stopped["name"], stopped["stopped"]) == ("pretrain_seed1_ab", WHY)
     assert "teacher_flops" not in stopped
     figures = {"ce": 3.5, "n_targets": 2, "n_rows": 7}
-    scores = {"name": "x", "run": {}, "protocol": {}, "weights_sha256": "w", "kind": "figures"}
-    append_line(alra / "results.jsonl", scores | {"values": figures})
+    append_line(alra / "results.jsonl", SCORES | {"values": figures})
     shutil.copytree(run, tmp_path / "runs/seed1_cd")  # other students of these names
-    x = compare.on_record(STUDY, spec)[key]
+    x = record.on_record(STUDY, tmp_path)[key]
     assert (x["name"], x["ce"], x["n_rows"]) == ("alra@x_seed1_cd", 3.5, 7)
     assert x["scores"]["weights_sha256"] == "w"
     names = [f"{name}_seed1_{run}" for run in ("ab", "cd") for name in ("alra@x", "pretrain")]
-    assert sorted(x["name"] for x in reports.read_students(tmp_path)) == sorted(names)
+    assert sorted(x["name"] for x in record.read_students(tmp_path)) == sorted(names)
+
+
+# file of a finished run => its broken content; empty: it is cut in half
+BROKEN = """
+run.json => []
+run.json => {"config": {"methods": 3}}
+alra@x/run.json =>
+alra@x/run.json => {"nominal_tokens": 10}
+alra@x/run.json => {"nominal_tokens": "10", "made_by": {}}
+alra@x/run.json => {"nominal_tokens": 10, "made_by": {"lr": 1, "hyper": {}}, "config": {}}
+pretrain/stopped.json => {"nominal_tokens": 10, "made_by": []}
+alra@x/log.jsonl => [3]
+alra@x/log.jsonl => {"ce": 1.0}
+teacher.jsonl => {"step": "1"}
+alra@x/results.jsonl => {"kind": "figures", "values": {}}
+alra@x/results.jsonl => {"kind": "figure", "name": "x", "protocol": {}, "scored": {}, "values": {}}
+"""
+
+
+@pytest.mark.parametrize(("name", "content"), [x.split(" =>") for x in BROKEN.split("\n") if x])
+def test_a_broken_run_is_moved_aside_and_its_students_are_made_again(
+    name, content, tmp_path, monkeypatch, printed
+):
+    monkeypatch.setattr(record, "flops", lambda cfg: (2.0, 3.0))
+    run = tmp_path / "runs/seed1_ab"
+    _, untaught = finished_run(run)
+    write_json(run / "pretrain/stopped.json", untaught)
+    file = run / name
+    content = content + "\n" if content else file.read_text()[:-100]
+    file.write_text(content)
+    assert record.on_record(STUDY, tmp_path) == {}
+    aside = tmp_path / "runs/broken0_seed1_ab"
+    assert (aside / name).read_text() == content and not run.exists()
+    assert file.name in printed()
+    finished_run(run)
+    write_json(run / "pretrain/stopped.json", untaught)
+    assert len(record.on_record(STUDY, tmp_path)) == 2
+
+
+@pytest.mark.parametrize("broken", ["cut", '{"name": "x"}', "[]"])
+def test_a_broken_file_of_students_is_refused_and_kept(broken, tmp_path):
+    made_up(tmp_path, {"alra": [4.0, 3.0]})
+    file = tmp_path / record.FILE
+    content = file.read_bytes()[:-9] if broken == "cut" else zstandard.compress(broken.encode())
+    file.write_bytes(content)
+    with refusal(re.escape(f"{file}: ") + ".*; move it aside, and the command that wrote it"):
+        record.on_record(STUDY, tmp_path)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("argv", [[], ["--report"]])
+@pytest.mark.parametrize("names", [["README.md"], ["README.md", "runs/a"], ["plan.json"]])
+def test_a_folder_of_the_user_is_left_as_it_is(names, argv, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "run", None)
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"mine": 1}')
+    before = sorted(tmp_path.rglob("*"))
+    with refusal(r"has files, but no plan|plan\.json: (no|cannot)"):
+        compare.main(["config/demo.py", f"--out={tmp_path}", *argv])
+    assert [x for x in sorted(tmp_path.rglob("*")) if x.name != ".alra-lock"] in (
+        before,
+        sorted([*before, tmp_path / "runs"]),
+    )
+    assert all((tmp_path / name).read_text() == '{"mine": 1}' for name in names)
 
 
 def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
     cfg = world.config(tiny, tmp_path, methods="pd", val_max_rows=4)
     facts = {"skip_rows": 4, "n_rows": 3, "scoring_code": scoring_code("figures")}
     facts["teacher_sha256"] = content_hash(cfg.teacher)
-    assert compare.is_scored(cfg, facts, 3)
+    assert record.is_scored(cfg, facts, 3)
     for key in facts:
-        assert not compare.is_scored(cfg, facts | {key: "another"}, 3), key
+        assert not record.is_scored(cfg, facts | {key: "another"}, 3), key
     del facts["scoring_code"]  # of the committed studies
-    assert compare.is_scored(cfg, facts, 3)
+    assert record.is_scored(cfg, facts, 3)
 
 
 # --- flags
@@ -389,7 +468,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     assert c["overrides"] == d["overrides"] == best
     assert a["init_sha256"] == c["init_sha256"] != b["init_sha256"] == d["init_sha256"]
     cfg = compare.arguments(argv)[1]
-    costs = [3 * 2 * cfg.seq_len * n for n in compare.flops(cfg)]
+    costs = [3 * 2 * cfg.seq_len * n for n in record.flops(cfg)]
     assert [c["student_flops"], c["teacher_flops"]] == costs
     assert "teacher_flops" not in a
     text = (tmp_path / "README.md").read_text()
@@ -415,6 +494,12 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     with_a_rate = [word.replace("alra,tad", "alra,tad,pd") for word in more]
     assert compare.main([*with_a_rate, "--rows=4", "--pd.lr=0.01"]) == 0
     assert kinds(begun) == ["seed1", "seed2", "eval"]  # it has no trials
+    text = (tmp_path / "README.md").read_text()
+    begun.clear()
+    for other in (["--lr=0.5"], [f"--student={cfg.teacher}"]):
+        with refusal(f"{tmp_path}: has another study .*; set --out to another folder"):
+            compare.main([*argv, *other])
+    assert begun == [] and (tmp_path / "README.md").read_text() == text
 
 
 def test_what_cannot_be_made_is_in_the_report(argv, begun, tmp_path, monkeypatch, capsys):
@@ -426,14 +511,16 @@ def test_what_cannot_be_made_is_in_the_report(argv, begun, tmp_path, monkeypatch
     opened = train.open_teacher
     monkeypatch.setattr(train, "open_teacher", open_teacher)
     argv = [*argv, "--seeds=1", f"--out={tmp_path}", "--methods=pretrain,tad@x"]
+    argv += ["--tune=lr=1e-2", "--pretrain.lr=0.01"]
     assert compare.main(argv) == 1
-    assert kinds(begun) == ["seed1", "seed1", "eval"]
+    assert kinds(begun) == ["seed0", "seed0", "seed1", "eval"]  # tad has no rate
     _, (student,), _, failed = reports.read(tmp_path)
     assert student["method"] == "pretrain"
-    why = "- tad@x (seed 1): no result; see what its run has printed"
+    why = "- tad@x (seed 1): not trained, as all of its trials failed"
     assert failed == [why]
-    text = (tmp_path / "README.md").read_text()
+    text, trials = (tmp_path / "README.md").read_text().split("## Trials")
     assert "| tad@x |" not in text and why in text
+    assert "| tad@x | stopped |" in trials
     screen = capsys.readouterr()
     assert "exit code 1: no teacher" in screen.out and why in screen.out
     with refusal(r"val_max_rows=None: trials use these rows, scores the later ones"):
@@ -450,7 +537,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path("{ended}").touch(
 pathlib.Path("{begun}").touch()
 time.sleep(3600)
 """)
-    monkeypatch.setattr(compare, "arguments", lambda argv: (Spec(out=tmp_path), STUDY))
+    monkeypatch.setattr(compare, "arguments", lambda argv: (Spec(out=tmp_path / "out"), STUDY))
     monkeypatch.setattr(compare, "compare", lambda *_: compare.run(tmp_path / "sleep.py"))
 
     def interrupt():
@@ -479,7 +566,7 @@ def test_a_comparison_that_was_killed_ends_in_the_same_tables(argv, begun, tmp_p
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     has_checkpoint = lambda: any(cut.glob("runs/*/*/checkpoints/step_*[1-9]"))  # noqa: E731
     world.kill_when(has_checkpoint, compare_here, [*argv, f"--out={cut}"])
-    assert not (cut / "plan.json").exists()
+    assert read_json(cut / "plan.json")["students"] == []
     results = {}
     for out in (whole, cut):
         begun.clear()
@@ -497,8 +584,9 @@ FACTS = """{
 "teacher": "demo/teacher", "teacher_ce": 2.0, "teacher_entropy": 1.5, "n_rows": 3, "n_targets": 77,
 "uniform_ce": 8.3, "unigram_ce": 6.1, "top5": 0.5, "ece": 0.1, "step": 300,
 "machine": "a machine", "git_commit": "abc", "scores": {"git_commit": "def"}, "student_flops": 0,
-"config": {"lr": 1.0, "batch_rows": 4, "seq_len": 8}, "overrides": {"lr": 0.003},
-"made_by": {"lr": 0.01, "hyper": {"w_kd": 0.5, "pair": "none", "lr": 0.003}}
+"config": {"lr": 1.0, "batch_rows": 4, "seq_len": 8, "seed": 1, "max_steps": 9, "val_max_rows": 2},
+"overrides": {"lr": 0.003}, "val_ce": 4.5, "made_by": {"lr": 0.01, "teacher_sha256": "t",
+"hyper": {"w_kd": 0.5, "pair": "none", "lr": 0.003}}
 }"""
 
 
@@ -528,7 +616,7 @@ def made_up(out, ces, trials=(), **first):
             students.append(facts | about | figures | first | {"log": []})
             lines.append(about)
             first = {}
-    reports.write_students(out, students)
+    record.write_students(out, students)
     plan = {"config": dataclasses.asdict(STUDY), "trial_steps": 150}
     write_json(out / "plan.json", plan | {"students": lines, "trials": list(trials)})
 
@@ -585,13 +673,13 @@ def test_any_methods_have_a_table_against_a_reference_of_ones_choice(tmp_path, q
 def test_differences_have_an_interval_over_documents_too(tmp_path, quiet, monkeypatch):
     """Where all seeds have sums. PD's CE and KL and ALRA's KL are not 0 over seeds."""
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.1], "alra": [4.0, 4.1], "pd": [6.0, 6.1]})
-    students = {x["name"]: x for x in reports.read_students(tmp_path)}
+    students = {x["name"]: x for x in record.read_students(tmp_path)}
     sums = {"vanilla_kd": [50, 50, 40], "alra": [41, 40, 32], "pd": [100, 35, 30]}
     for method, ce in sums.items():
         for seed in (1, 2):
             documents = {"n": [10, 10, 8], "ce": ce, "kl": [x * seed for x in ce]}
             students[f"{method}_seed{seed}"]["documents"] = documents
-    reports.write_students(tmp_path, [*students.values()])
+    record.write_students(tmp_path, [*students.values()])
     monkeypatch.setattr(stats, "MIN_PARTS", 3)
     text = report_of(tmp_path, Spec())
     # ALRA's CE less that of the reference: -9, -10 and -8, in 10, 10 and 8 targets
@@ -606,8 +694,21 @@ def test_a_report_needs_a_result(tmp_path, quiet):
     with refusal(message):
         report_of(tmp_path)
     made_up(tmp_path, {"alra": [4.0]}, stopped=WHY)
-    with refusal(r"no student has a result; the first: .*: step 3"):
+    with refusal(r"no student has a result .*alra .seed 1.: step 3"):
         report_of(tmp_path)
+    write_json(tmp_path / "plan.json", read_json(tmp_path / "plan.json") | {"students": []})
+    with refusal(r"no student has a result \[\]; run the same command"):
+        report_of(tmp_path)
+
+
+def test_students_without_a_result_are_named(tmp_path, quiet):
+    made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
+    file = tmp_path / "plan.json"
+    plan = read_json(file)
+    plan["students"][3]["name"] = None
+    write_json(file, plan)
+    text = report_of(tmp_path, Spec())
+    assert "- alra (seed 2): no result; see what its run has printed" in text
 
 
 def test_stopped_students_are_listed_and_left_out(tmp_path, quiet):
@@ -624,9 +725,9 @@ def test_students_that_no_table_has_are_listed_without_trials(tmp_path, quiet):
     plan = read_json(file)
     plan["students"][1] = plan["students"][0] | {"method": "alra@same"}  # settings as of alra
     write_json(file, plan)
-    students = reports.read_students(tmp_path)
+    students = record.read_students(tmp_path)
     trial = students[-1] | {"seed": 0, "name": "pd@t0"}
-    reports.write_students(tmp_path, [*students, trial])
+    record.write_students(tmp_path, [*students, trial])
     tables, _, others = report_of(tmp_path, Spec()).partition("## Made at other settings")
     assert "\n| alra@same | 4.0000 | " in tables
     assert (
@@ -651,14 +752,14 @@ def test_what_has_no_pair_is_not_compared_and_one_seed_is_not_ranked(tmp_path, q
 
 def test_a_report_is_written_anew_byte_for_byte_with_its_figures(tmp_path, monkeypatch):
     made_up(tmp_path, {"vanilla_kd": [5.0, 5.5], "alra": [4.0, 3.5]})
-    students = reports.read_students(tmp_path)
+    students = record.read_students(tmp_path)
     for x in students:
         last = 3.5 if x["name"] == "alra_seed2" else 4.5
         x["log"] = [
             {"step": 1, "ce": 5.0 + x["seed"], "val_ce": 6.0},
             {"step": 2, "ce": 4.0, "val_ce": last},
         ]
-    reports.write_students(tmp_path, students)
+    record.write_students(tmp_path, students)
     monkeypatch.setattr(plot.plt, "close", lambda figure: None)
     results = tmp_path
     written = []
@@ -691,7 +792,7 @@ def test_a_committed_study_is_what_its_plan_says(study):
             x["step"],
         )
         assert x["overrides"].items() <= made["hyper"].items()
-    facts = reports.read_students(RESULTS / study)
+    facts = record.read_students(RESULTS / study)
     trials = [x for x in facts if x["seed"] == 0]
     assert len(trials) == len(plan["trials"])
     for trial in plan["trials"]:
@@ -700,8 +801,25 @@ def test_a_committed_study_is_what_its_plan_says(study):
         fitting = [x for x in named if trial["settings"].items() <= x["overrides"].items()]
         x = min(fitting, key=lambda x: len(x["overrides"]))
         assert x["val_ce"] == trial["val_ce"]
-    keys = {(compare.record_hash(x["made_by"]), x["step"]) for x in facts}
+    keys = {(record.record_hash(x["made_by"]), x["step"]) for x in facts}
     assert len(keys) == len(facts)  # no student is there twice
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_stranger_recomputes_a_report_from_its_files(study):
+    """Differences to vanilla KD and their intervals, with pandas and scipy alone."""
+    students = pd.read_json(RESULTS / study / "students.jsonl.zst", lines=True).set_index("name")
+    plan = json.loads((RESULTS / study / "plan.json").read_text())
+    planned = pd.DataFrame(plan["students"]).join(students["ce"], on="name")
+    ces = planned.pivot(index="seed", columns="method", values="ce")
+    report = (RESULTS / study / "README.md").read_text()
+    table = report.split(": difference to vanilla_kd")[1].split("\n\n")[1]
+    rows = re.findall(r"^\| (\S+)(?: †)? \| (\S+) ± ([\d.]+),", table, re.M)  # of several seeds
+    for method, mean, half in rows:
+        gain = (ces[method] - ces["vanilla_kd"]).dropna()
+        t = scipy.stats.t.ppf(0.975, len(gain) - 1)
+        assert (f"{gain.mean():+.4f}", f"{t * gain.sem():.4f}") == (mean, half), method
+    assert len(rows) == len(table.splitlines()) - 2 - (study == "smollm2") * 2
 
 
 @pytest.mark.parametrize("study", STUDIES)

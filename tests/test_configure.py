@@ -1,8 +1,13 @@
 """Config: typed, strict, and every refusal one clear line."""
 
+import itertools
 import json
+import os
 import platform
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +52,10 @@ REFUSALS = """
 --anchor=top => --anchor=top: no such key 'anchor'
 --alra.gamma => --alra.gamma: expected --alra.gamma=VALUE
 --max_steps=1.5 => max_steps=1.5: expected int
+--seed=18446744073709551616 => seed=18446744073709551616: expected int 0 or more, below 2**53
+--out_dir= => out_dir='': expected a value
+--alra.gama=3 => alra takes no gama; it takes
+--methods=arla => no such method 'arla', did you mean 'alra'?
 --compile=1 => compile=1: expected bool
 --seed=True => seed=True: expected int
 --dtype=int8 => dtype='int8': expected 'auto' or 'float32' or 'bfloat16'
@@ -93,10 +102,39 @@ NUMBERS = """max_steps schedule_steps batch_rows micro_batch group seq_len log_e
 def test_each_number_has_its_bound(keys, refused, taken):
     # so that no key contradicts another
     base = {"max_steps": 1, "warmup_steps": 0, "val_rows": 0, "min_lr": 1e-9}
+    huge = 10**400  # more than a float can hold
+    with refusal(f"^lr={huge}: expected float"):
+        Config(lr=huge)
     for key in keys.split():
         with refusal(rf"^{key}=-?[\d.na]+: expected "):
             Config(**{**base, key: refused})
         Config(**{**base, key: taken})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "end", "share", "most"),
+    [
+        ("cosine", 100, 0.1, 98),
+        ("cosine", 2, 0.1, 1),
+        ("cosine", 1, 0.1, 0),
+        ("constant", 100, 0.1, 99),
+        ("wsd", 10, 0.9, 1),
+        ("wsd", 1000, 0.57, 430),
+        ("wsd", 7, 0.3, 4),
+    ],
+)
+def test_the_warm_up_ends_before_the_rate_falls(schedule, end, share, most):
+    """So the rate reaches its peak, and no update falls further than the schedule's steepest."""
+    keys = {"lr_schedule": schedule, "schedule_steps": end, "max_steps": end, "decay_share": share}
+    cfg = Config(**keys, warmup_steps=most)
+    rates = [train.learning_rate(step, cfg) for step in range(end)]
+    if most:
+        assert rates[most - 1] == pytest.approx(cfg.lr) == max(rates)
+    if schedule == "wsd":
+        falls = [a - b for a, b in itertools.pairwise(rates)]
+        assert max(falls) <= (cfg.lr - cfg.min_lr) / (share * end) * 1.001
+    with refusal(f"^warmup_steps={most + 1}: expected"):
+        Config(**keys, warmup_steps=most + 1)
 
 
 def test_help_says_every_key_with_its_comment_and_the_methods(printed):
@@ -149,7 +187,7 @@ def test_settings_of_several_sources_add_up(tmp_path):
     assert cfg.settings_of("alra@a.1") == {"gamma": 1, "d_max": 7, "lr": 3e-4}
     assert cfg.settings_of("alra")["gamma"] == 3
     assert cfg.overrides_of("alra@a.1") == {"gamma": 1, "d_max": 7}
-    assert (cfg.lr_factor("alra@a.1"), cfg.lr_factor("alra")) == (3e-4 / 6e-4, 1.0)
+    assert (cfg.lr_of("alra@a.1"), cfg.lr_of("alra")) == (3e-4, 6e-4)
 
 
 def test_settings_of_methods_that_are_not_run_are_left_out_unless_a_flag_has_them(tmp_path):
@@ -173,14 +211,63 @@ def test_guard_leaves_the_traceback_of_what_nobody_foresaw(capsys, tmp_path, mon
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setattr(configure, "PROGRESS", {"out": tmp_path, "step": 7})
     for n in (1, 2):
-        assert configure.guard(lambda: Path("/no/file").read_text()) == 1
+        assert configure.guard(lambda: 1 / 0) == 1
         text = capsys.readouterr().err.strip()
         place = f", {platform.node()}, process 2, step 7\nTraceback (most recent call last):\n"
         assert place in text and "in guard" in text
-        assert text.endswith("\nFileNotFoundError: [Errno 2] No such file or directory: '/no/file'")
+        assert text.endswith("\nZeroDivisionError: division by zero")
         assert (tmp_path / "traceback_2.txt").read_text().count(place) == n
     monkeypatch.setattr(configure, "PROGRESS", {"out": tmp_path / "nowhere"})
     assert configure.guard(lambda: 1 / 0) == 1
+    capsys.readouterr()
+    assert configure.guard(lambda: Path("/no/file").read_text()) == 1
+    message = (
+        "UserError: /no/file: No such file or directory; check that path and its permissions\n"
+    )
+    assert capsys.readouterr().err == message
+
+
+def start(arguments, **keys):
+    """Run Python on a shell's words, and return how it ended."""
+    command = f"{sys.executable} {arguments}"
+    keys = {"cwd": ROOT, "capture_output": True, "text": True} | keys
+    return subprocess.run(command, shell=True, check=False, **keys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train.py --lrr=1", "UserError: --lrr=1: no such key 'lrr', did you mean lr? "),
+        ("prepare.py --warmup_steps=999 --schedule_steps=999 --max_steps=9", "UserError: warmup_"),
+        ("-m run.cache --lrr=1 >&- <&-", "UserError: --lrr=1: no such key"),
+        ("train.py --lrr=1 2>&-", ""),
+        ("-c 'import sys; sys.modules[\"fcntl\"] = None; import train'", "Windows is not supp"),
+    ],
+)
+def test_a_mistyped_command_ends_before_torch_is_imported(arguments, message, tmp_path):
+    """Also if its streams are closed."""
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    ended = start(arguments, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(message) and ended.stderr.count("\n") == bool(message)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS])
+def test_a_crash_in_native_code_leaves_a_stack(number):
+    code = f"import configure, signal; configure.run(lambda _: signal.raise_signal({number:d}))"
+    ended = start(f"-c '{code}'")
+    assert ended.returncode in (-number, 128 + number)
+    assert "Fatal Python error: " in ended.stderr and 'configure.py", line' in ended.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_file_does_not_become_a_closed_stream(closed, tmp_path):
+    """Else what a library prints would get into the file."""
+    code = "import configure; configure.run(lambda argv: open(argv[0]).fileno() < 3 or print(1))"
+    file = tmp_path / "a"
+    file.touch()
+    ended = start(f"-W ignore -c '{code}' {file} {closed}")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # appendices B, C.1 and E.1 of the paper; the commits are ours

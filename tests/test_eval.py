@@ -3,15 +3,19 @@
 import csv
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from tokenizers import pre_tokenizers
 
 import configure
 import eval as ev
@@ -21,11 +25,14 @@ from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, Rows
 from model import Qwen2
-from run.teacher import Teacher
+from run.tables import read_results
+from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
+from tests.test_prepare import tokenizer_of
 from tests.test_tables import cells
 from tests.world import make_model, read_jsonl, refusal
+from tools import sample
 
 SHARED = world.SHARED / "data"
 needs_shared = pytest.mark.skipif(
@@ -33,6 +40,7 @@ needs_shared = pytest.mark.skipif(
 )
 WORDS = "the cat saw a dog under old trees while rain on seven boats 13 quiet"
 CONFIG = dataclasses.asdict(configure.Config())
+JOINED = "rain| on"  # three tokens of "rain" become "rain " and two more, of "on"
 
 ARC = (
     '{"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]}, '
@@ -132,7 +140,9 @@ def data(tmp_path_factory):
 
 def score_pairs(lm, *pairs):
     """Score (context, continuation) pairs, each a document of its own."""
-    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    requests = []
+    for i, pair in enumerate(pairs):
+        requests.append(Instance("loglikelihood", {}, pair, i, ("task", i, 1)))
     return lm.loglikelihood(requests, disable_tqdm=True)
 
 
@@ -150,6 +160,12 @@ def assert_close(scores, expected):
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
 
 
+def score_ids(lm, requests):
+    """Score ids of (context, continuation) pairs."""
+    lm.items = [f"item {i}" for i in range(len(requests))]
+    return lm._loglikelihood_tokens([(("", ""), *pair) for pair in requests], True)
+
+
 def score(command):
     ev.main(command.split())
 
@@ -157,7 +173,11 @@ def score(command):
 def bench(lm, names, flags):
     args = ev.arguments(f"x {flags}".split())
     items = tasks.read_items(names, args.split, args.data_dir, any_items=True)
-    return ev.benchmarks(lm, items, args)
+    scores = {}
+    samples = {}
+    for name, chosen in items.items():
+        scores[name], samples[name] = ev.benchmark(lm, name, chosen, args)
+    return scores, samples
 
 
 @pytest.mark.parametrize("bos", [None, 307])
@@ -221,7 +241,7 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
     assert sum(len(head + tail) > 32 for head, tail in pairs) > 1  # these lose their beginning
     monkeypatch.setattr(ev, "N_AT_ONCE", 7)
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
-    scores = scorer._loglikelihood_tokens([(("", ""), *pair) for pair in pairs * 2], True)
+    scores = score_ids(scorer, pairs * 2)
     assert scores[:31] == scores[31:]
     assert_close(scores[:31], [naive(student, *pair, 31) for pair in pairs])
     assert [greedy for _, greedy in scores[:2]] == [True, False]  # one missed token is not greedy
@@ -229,19 +249,98 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
 
 def test_scores_are_fp32_whatever_the_backbone(tokenizer):
     half = make_model(STUDENT, 5, 7.0).to(torch.bfloat16)
-    request = (("", ""), [5, 7, 11, 13], [17, 19, 23])
-    ((score, _),) = ev.Scorer(half, tokenizer)._loglikelihood_tokens([request], True)
+    pair = [5, 7, 11, 13], [17, 19, 23]
+    ((score, _),) = score_ids(ev.Scorer(half, tokenizer), [pair])
 
     def logits(x):
         return half.hidden(x).double() @ half.head.double().T
 
-    assert score == pytest.approx(naive(logits, *request[1:], 512)[0], rel=1e-6)
+    assert score == pytest.approx(naive(logits, *pair, 512)[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("pair", [("the cat", ""), (" \n", "cat"), ("the cat", " dog" * 13)])
-def test_requests_without_an_answer_are_refused(student, tokenizer, pair):
-    with refusal("expected a context"):
-        score_pairs(ev.Scorer(student, tokenizer, max_length=7), pair)
+@pytest.mark.parametrize(
+    ("pair", "problem"),
+    [
+        (("the cat", ""), "'' after 'the cat' has no token of its own"),
+        ((" \n", "cat"), "has no token before it"),
+        (("the cat", " dog" * 13), "has 13 tokens, and --max_length is 7"),
+    ],
+)
+def test_requests_without_an_answer_are_refused(student, tokenizer, pair, problem):
+    with refusal(f"task, item 1: .*{problem}"):
+        score_pairs(ev.Scorer(student, tokenizer, max_length=7), ("the cat", " saw"), pair)
+
+
+def lm_evals_own(folder, tokenizer, **keys):
+    """Return lm-eval's Hugging Face backend."""
+    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=16,
+        logits_cache=False,
+        device="cpu",
+        max_length=512,
+    )
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory, student):
+    """A folder of a student whose tokenizer makes tokens of several words."""
+    folder = tmp_path_factory.mktemp("joined") / "joined"
+    tokenizer = make_tokenizer(
+        split=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    )
+    student.save_pretrained(folder, tokenizer)
+    return folder
+
+
+def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined):
+    """What follows that token is the continuation. Where nothing follows, neither has an answer."""
+    tokenizer = load_tokenizer(str(joined))
+    scorer = ev.Scorer(Qwen2.from_pretrained(str(joined)), tokenizer)
+    theirs = lm_evals_own(joined, tokenizer)
+    pairs = [("rain on", " seven boats 13 quiet"), ("dog under", " old trees while saw the")]
+    for context, continuation in pairs:
+        ids = tokenizer.encode(context)
+        whole = tokenizer.encode(context + continuation)
+        assert whole[: len(ids)] != ids and len(whole) > len(ids)
+    assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
+    pair = tuple(JOINED.split("|"))
+    assert len(tokenizer.encode("".join(pair))) <= len(tokenizer.encode(pair[0]))
+    with pytest.raises(AssertionError):
+        score_pairs(theirs, pair)
+    with refusal(f"item 0: '{pair[1]}' after '{pair[0]}' has no token of its own"):
+        score_pairs(scorer, pair)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "olmoe", "mamba"])
+def test_models_that_transformers_computes_are_scored_as_by_lm_eval(family, tokenizer, tmp_path):
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"vocab_size": 311, "intermediate_size": 24, "initializer_range": 0.5}
+    config = transformers.AutoConfig.for_model(family, **shape, pad_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pairs = [("rain on", " seven boats 13 quiet"), ("", "dog under old trees"), ("a", " cat")]
+    scorer = ev.Scorer(load_teacher(tmp_path, torch.float32, torch.device("cpu")), tokenizer)
+    theirs = lm_evals_own(tmp_path, tokenizer)
+    assert_close(score_pairs(scorer, *pairs), score_pairs(theirs, *pairs))
+
+
+def test_an_item_without_a_score_costs_no_other_task(joined, data, tmp_path, printed):
+    items = shutil.copytree(data, tmp_path / "items")
+    texts = [{"text": JOINED.replace("|", "")}, {"text": "the cat saw the quiet boats"}]
+    world.write_jsonl(items / "lambada_openai/test.jsonl", texts)
+    flags = f"--rows=none --any_items --data_dir={items} --out={tmp_path} --max_length=300"
+    with refusal("lambada_openai, item 0: .* has no token of its own.*--tasks can leave out"):
+        score(f"{joined} --tasks=arc_easy,lambada_openai,piqa {flags}")
+    lines = read_jsonl(tmp_path / "results.jsonl")
+    assert [list(line["values"]) for line in lines] == [["arc_easy"], ["piqa"]]
+    assert "Avg. (2 of 9)" in printed()
 
 
 class Recorder(TemplateLM):
@@ -283,10 +382,6 @@ def test_two_sets_of_the_protocol(data):
 )
 def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, data, tmp_path):
     """Every log-likelihood, greedy flag and score; on real weights and items if they are here."""
-    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face backend needs accelerate")
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM
-
     if split == "made-up":
         folder = tmp_path
         student.save_pretrained(folder, tokenizer)
@@ -298,14 +393,7 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
         published = (known.split("/") for known in tasks.PUBLISHED)
         names = [name for name, part in published if part == split]
     tokenizer = load_tokenizer(str(folder))
-    theirs = HFLM(
-        pretrained=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        tokenizer=tokenizer,
-        max_length=512,
-        batch_size=16,
-        logits_cache=False,
-        device="cpu",
-    )
+    theirs = lm_evals_own(folder, tokenizer)
     bos = ev.leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
     (a, of_a), (b, of_b) = (bench(lm, names, f"{flags} --log_samples") for lm in (ours, theirs))
@@ -389,8 +477,6 @@ def test_the_published_items_are_those_that_are_known(known):
 
 PIQA = "piqa/validation.jsonl"
 STORY = "story.csv"
-NO_FIELD = "{}: cannot be used .KeyError: 'sol1'.*expected items of piqa, with goal, sol1"
-NO_LABEL = "{}: .*expected answer_right_ending to be 1 or 2"
 
 
 @pytest.mark.parametrize(
@@ -399,9 +485,9 @@ NO_LABEL = "{}: .*expected answer_right_ending to be 1 or 2"
         (PIQA, None, "no {} and no folder .*baber/piqa"),
         (PIQA, b"", "{}: no rows"),
         (PIQA, b'{"goal": "\xe9"}\n', "{}: cannot be used .UnicodeDecodeError"),
-        (PIQA, b'{"goal": "a"}\n', NO_FIELD),
+        (PIQA, b'{"goal": "a"}\n{\n', "{}, line 2: cannot be used .JSONDecodeError"),
+        (PIQA, b"[1]\n", "{}, item 0: cannot be used .TypeError"),
         (STORY, b"InputSentence1\n\xe9\n", "{}: cannot be used"),
-        (STORY, b"InputSentence1,AnswerRightEnding\na,3\n", NO_LABEL),
         ("story.xml", b"x", "{}: expected one of .jsonl, .csv"),
         (STORY, None, "--storycloze {}: no such file"),
         ("", None, "on request"),
@@ -416,6 +502,50 @@ def test_broken_items_are_refused_by_file(file, content, problem, tmp_path):
     story = str(path) if "story" in file else None
     with refusal(problem.format(path)):
         tasks.read_items([name], "heldout", str(tmp_path), story, True)
+
+
+# a task, and what replaces fields of its item; lm-eval fails at some, and scores others wrongly
+BAD_ITEMS = """
+arc_easy => "answerKey": "E" => .E. is not in list
+arc_challenge => "answerKey": 1 => 1 is not in list
+arc_easy => "choices": {"text": [], "label": []} => .B. is not in list
+arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => answer 1 .from 0. of 1 choices
+arc_easy => "question": null => question is None, not a text
+openbookqa => "answerKey": "" => .. is not in list
+openbookqa => "choices": {"text": ["a", " "], "label": ["A", "B"]} => a choice is . .
+hellaswag => "label": "-1" => answer -1 .from 0. of 2 choices
+hellaswag => "label": "" => invalid literal for int
+hellaswag => "endings": [] => answer 1 .from 0. of 0 choices
+hellaswag => "endings": "ab" => choices are .ab., not a list
+hellaswag => "ctx_b": 3 => ctx_b is 3, not a text
+lambada_openai => "text": "a cat saw " => a choice is ..
+piqa => "label": "1" => answer .1. .from 0. of 2 choices
+piqa => "label": 1.0 => answer 1.0 .from 0. of 2 choices
+piqa => "label": -1 => answer -1 .from 0. of 2 choices
+piqa => "sol1": "" => a choice is ..
+social_iqa => "label": "0" => answer -1 .from 0. of 3 choices
+social_iqa => "label": "4" => answer 3 .from 0. of 3 choices
+social_iqa => "answerC": null => answerC is None, not a text
+storycloze_2016 => "answer_right_ending": 3 => answer 2 .from 0. of 2 choices
+storycloze_2016 => "answer_right_ending": null => TypeError
+winogrande => "sentence": "Ann ran." => no _ in the sentence
+winogrande => "sentence": "Ann saw _" => no _ in the sentence with words after it
+winogrande => "answer": 1 => 1 is not in list
+winogrande => "answer": "" => .. is not in list
+"""
+
+
+@pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_ITEMS))
+def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path):
+    good = json.loads(PROMPTS[name][0])
+    split = tasks.TASKS[name].heldout[0]
+    bad = good | json.loads(f"{{{fields}}}")
+    write_items(tmp_path, name, split, [good, bad, good])
+    expected = rf"{name}/{split}.jsonl, item 1: .*{problem}.*expected an item of {name}"
+    with refusal(expected):
+        tasks.read_items([name], "heldout", str(tmp_path), any_items=True)
+    write_items(tmp_path, name, split, [good, good])
+    assert tasks.read_items([name], "heldout", str(tmp_path), any_items=True)
 
 
 @pytest.fixture(scope="module")
@@ -459,19 +589,28 @@ def read(folder, kind="figures"):
     return [x for x in read_jsonl(folder / "results.jsonl") if x["kind"] == kind][-1]
 
 
-def test_from_checkpoints_to_tables(out, capsys):
-    """A run's folder stands for its students; those that are not finished are left out."""
+def test_from_checkpoints_to_tables(out, capsys, printed):
+    """A run's folder stands for its students; those that are not finished are named."""
+    (out / "tad/log.jsonl").touch()
     score(f"{out} --tasks=none")
     output = capsys.readouterr()
     text = output.out[output.out.index("## tiny") :]
     assert "accuracy" not in text and cells(text, "")[1] == "CE, nats/token"
+    assert f"{out}/tad: left out (it stopped, or has no checkpoint yet)\n" in output.err
+    assert re.search(r"targets in 11 rows of \d+ documents; teacher: ", text)
     figures = {method: read(out / method)["values"] for method in ("pretrain", "alra")}
     ce = {method: values["ce"] for method, values in figures.items()}
     assert cells(text, "alra")[1] == f"{ce['alra']:.4f} ± {figures['alra']['ce_half']:.4f}"
     difference, _, _ = cells(text, "alra", 1)[1].partition(" ± ")
     assert difference == f"{ce['alra'] - ce['pretrain']:+.4f}"
     score(f"--table {out}")
-    assert capsys.readouterr().out.split() == text.split()
+    output = capsys.readouterr()
+    assert output.out.split()[: len(text.split())] == text.split()
+    assert output.out.endswith(f"\nLeft out, as they have no results: {out}/tad.\n\n")
+    score(f"{out}/pretrain --tasks=none --max_rows=2 --teacher=none")
+    text = printed()
+    assert cells(text, "pretrain")[1].endswith(" ± –") and " ± " not in cells(text, "pretrain")[2]
+    assert "in 2 rows of 3 documents, too few for an interval; no teacher." in text
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared
     text = capsys.readouterr().out
@@ -504,17 +643,28 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
     )
     score(f"{out}/pretrain {out}/alra/model --tasks=arc_easy,piqa {flags}")
     text = printed()
-    scores = read(out / "alra", "heldout")
+    (scores,) = read_results(out / "alra")
     assert scores["protocol"]["limit"] == 3
     n_scored = {name: values["n"] for name, values in scores["values"].items()}
     assert n_scored == {"arc_easy": 3, "piqa": 3} and scores["values"]["piqa"]["n_rows"] == 7
-    assert len(list((out / "alra").glob("samples*.jsonl"))) == 1
+    for name in ("arc_easy", "piqa"):
+        assert len(read_jsonl(out / f"alra/samples_heldout_{name}.jsonl")) == 3
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
     with refusal("--max_length 601: .*alra takes 600 at most"):
         score(f"{out}/alra --max_length=601 {flags}")
     shutil.rmtree(no_stories / "storycloze_2016")
     score(f"{out}/alra {flags}")
     assert "Avg. (8 of 9)" in printed()  # all tasks, without that file
+
+
+def test_three_tokens_that_spell_a_space_are_one_byte():
+    """Wherever else these bytes stand, they count as such: the first one of a quote is the same."""
+    spelled, table = tokenizer_of("spelled_spaces")
+    for text in ("the cat sat", "a “b” c", "no"):
+        ids = np.array(spelled.encode(text, add_special_tokens=False), np.uint32)
+        n_bytes = ev.byte_lengths(spelled, len(table[0]), ids[None])
+        assert float(n_bytes[ids].sum()) == pytest.approx(len(text.encode()))
+        assert n_bytes[ids].min() > 0
 
 
 def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
@@ -530,6 +680,37 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
         (expected,) = ev.over_rows([student], teacher, rows, np.arange(rows.n), n_bytes, 4096)
         for key in ("ce", "kl", "teacher_ce"):
             assert (results["values"][key] == expected[key]) == (dtype == torch.bfloat16), key
+
+
+def test_samples_of_several_models(out, trained, tmp_path, capsys):
+    """A text ends where the context is full; a blank that joins the next word is told."""
+    (tmp_path / "link").symlink_to(out / "alra/model")
+    names = f"{out}/alra {tmp_path}/link {trained}/teacher"
+    sample.main(f"{names} --prompt=the --tokens=9 --temperature=1e-320".split())
+    _, alra, link, teacher = capsys.readouterr().out.split("--- ")
+    tokenizer = load_tokenizer(f"{trained}/teacher")
+    for text, model in (
+        (alra, make_model(STUDENT, 9, 7.0)),
+        (teacher, make_model(TEACHER, 6, 7.0)),
+    ):
+        ids = [0, *tokenizer.encode("the")]
+        for _ in range(9):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+            if ids[-1] == 0:
+                break
+        assert text.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
+    assert link.partition("\n")[2] == alra.partition("\n")[2]
+    for prompt, told in (("the", 0), ("the ", 1), ("the\n", 0)):
+        sample.main([f"{out}/alra", "--prompt", prompt, "--tokens=0"])
+        output = capsys.readouterr()
+        assert output.out == f"{prompt}\n" and output.err.count("ends in a blank") == told
+    with refusal("--prompt: .*expected UTF-8"):
+        sample.main([f"{out}/alra", "--prompt", "\udcff"])
+    short = dataclasses.replace(STUDENT, max_position_embeddings=4)
+    make_model(short, 5, 7.0).save_pretrained(tmp_path / "short", tokenizer)
+    opened = sample.open_model(str(tmp_path / "short"), {})
+    args = SimpleNamespace(tokens=99, temperature=0)
+    assert len(sample.generate(opened, [5, 7], args)) == 4 + 1
 
 
 SLIPS = """

@@ -25,7 +25,7 @@ from tests.world import ROOT, config, final_bits, records, refusal
 # edits of the project's files: file, old text, new text, and the definition that they change
 COUNTED = {
     "activation": ("model.py", "F.silu(", "F.gelu(", "model"),
-    "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "train"),
+    "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "make_student"),
     "text loss": ("losses.py", "leave(-vocab.", "leave(-1.5 * vocab.", "cross_entropy"),
     "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "mean_loss"),
     "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods"),
@@ -48,8 +48,8 @@ COUNTED = {
 SCORED = {  # of figures or of scores
     "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics"),
     "decoder": ("model.py", "F.silu(self", "F.gelu(self", "model"),
-    "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "eval"),
-    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "eval"),
+    "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "Scorer"),
+    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "task_config"),
     "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens"),
 }
 NOT_COUNTED = {
@@ -59,6 +59,7 @@ NOT_COUNTED = {
     "a message": ("losses.py", "needs teacher logits", "lacks teacher logits"),
     "a printed line": ("train.py", "skipped the update, ", "left out the update, "),
     "the log": ("run/log.py", "def record(", "def record(_="),
+    "the loop": ("train.py", "    bar.update()\n", "    bar.update(1)\n"),
     "a checkpoint": ("run/checkpoints.py", "def save_model(", "def save_model(_="),
     "another objective": ("losses.py", "def pd(\n    z_s", "def pd(\n    a, z_s"),
     "a new objective": (
@@ -89,11 +90,13 @@ def hashes(project):
         code.read_tree.cache_clear()
         code.definitions.cache_clear()
         if kind == "scores":
-            begin = itertools.chain(*scoring.SCORING.values())
-            return code.files_reached(begin, scoring.NOT_SCORING, project)
-        files = code.files_reached(identity.STEP, identity.NOT_FOLLOWED, project)
+            names = itertools.chain(*scoring.SCORING.values())
+            return code.code_reached(["eval"], names, scoring.NOT_SCORING, project)
+        step = code.code_reached(
+            identity.STEP_MODULES, identity.STEP, identity.NOT_FOLLOWED, project
+        )
         names = ("vanilla_kd", "mean_loss")
-        return files | code.definitions_reached(names, project / "losses.py")
+        return step | code.definitions_reached(names, project / "losses.py")
 
     originals = {kind: reached(kind) for kind in ("step", "scores")}
     return lambda kind: (originals[kind], reached(kind))

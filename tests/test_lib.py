@@ -1,4 +1,4 @@
-"""What lib/__init__.py promises: vector functions that are right from their first call on."""
+"""What lib/ promises: vector functions that are right from their first call on, devices, files."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import lib
+import lib.torch_setup
 from tests.world import ROOT
 
 # Prints a function if its first result in a process differs from its second. The processes are
@@ -20,7 +20,7 @@ import os
 import torch
 
 def compare(function, dtype):
-    import lib
+    import lib.checks
     x = torch.linspace(0.01, 0.99, 3 * 4096, dtype=dtype)
     first = function(x)
     if not torch.equal(first, function(x)):
@@ -56,14 +56,14 @@ def test_an_import_calls_every_function_that_torch_takes_from_mkl():
     names = re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header.read_text(), re.M)
     assert len(names) > 10
     with Calls() as calls:
-        importlib.reload(lib)
+        importlib.reload(lib.torch_setup)
     for name in names:
         for dtype in (torch.float32, torch.float64):
             assert (name, dtype, 8) in calls.seen
 
 
 def test_the_first_results_of_a_process_equal_its_second():
-    """In 64 processes of two threads. Without `import lib` some differ on Intel CPUs."""
+    """In 64 processes of two threads. Without lib/torch_setup.py some differ on Intel CPUs."""
     threads = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     command = [sys.executable, "-W", "ignore", "-c", FIRST_CALLS]
     ended = subprocess.run(

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import losses
 import train
 from lib import parallel
+from lib.errors import UserError
 from lib.files import read_json
 from lib.hf import load_tokenizer
 from model import Qwen2Config, init_student
@@ -31,7 +33,6 @@ from tests.world import (
     final_bits,
     flags,
     read_jsonl,
-    refusal,
     untimed,
 )
 
@@ -78,6 +79,7 @@ def together(tiny, wide, tmp_path_factory):
     sharded = "--shard=2 --micro_batch=4"
     two = {
         "sums": FLAGS,
+        "sums/torn/..": FLAGS,  # process 1 reads another checkpoint
         "shard": f"{FLAGS} --shard=2 --micro_batch=8",
         "cut": f"{FLAGS} {sharded}",
         "cut/": f"{FLAGS} {sharded}",  # resumes it
@@ -157,19 +159,58 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
     assert read_json(root / "shard/run.json")["config"]["micro_batch"] == 4
 
 
-def test_one_process_of_a_node_reads_a_teacher_for_all(wide, monkeypatch):
-    """Here the second process of a node, of two nodes with two processes each."""
-    digest = identity.content_hash(wide / "teacher")
-    files = ("config.json", "model.safetensors")
-    first = [identity.file_hash(wide / "teacher" / name) for name in files]
-    monkeypatch.setattr(identity, "file_hash", lambda file: pytest.fail("read again"))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    gathered = [first, [], first]
-    monkeypatch.setattr(parallel, "all_gather", lambda own: [*gathered, own])
-    assert identity.content_hash(wide / "teacher") == digest
-    gathered[2] = first[::-1]
-    with refusal("teacher: its files differ between nodes"):
-        identity.content_hash(wide / "teacher")
+@pytest.mark.parametrize("differs", ["no file", "a file of process 1", "a file of node 1"])
+def test_one_process_of_a_node_reads_a_teacher_for_all(wide, tmp_path, monkeypatch, differs):
+    """Two nodes with two processes each: a process reads if it sees files that no earlier one saw.
+
+    A process is a thread here.
+    """
+    copies = []
+    for n in range(4):
+        copies.append(wide / "teacher" if n < 2 else tmp_path / "node 1")
+    shutil.copytree(copies[0], copies[2])
+    edited = {"a file of process 1": 1, "a file of node 1": 3}.get(differs)
+    if edited:
+        copies[edited] = shutil.copytree(copies[edited], tmp_path / "edited")
+        with (copies[edited] / "config.json").open("a") as file:
+            file.write(" ")
+    hashed = set()
+    seen = [None] * 4
+    barrier = threading.Barrier(4)
+
+    def rank():
+        return int(threading.current_thread().name)
+
+    def all_gather(own):
+        seen[rank()] = own
+        barrier.wait()
+        values = [*seen]
+        barrier.wait()
+        return values
+
+    def process():
+        try:
+            results[rank()] = identity.content_hash(copies[rank()])
+        except UserError as error:
+            results[rank()] = str(error).partition(": ")[2]
+
+    def file_hash(file, of=identity.file_hash):
+        hashed.add(rank())
+        return of(file)
+
+    results = [None] * 4
+    monkeypatch.setattr(parallel, "all_gather", all_gather)
+    monkeypatch.setattr(parallel, "rank", rank)
+    monkeypatch.setattr(identity, "file_hash", file_hash)
+    monkeypatch.setattr(identity.platform, "node", lambda: f"node {rank() // 2}")
+    threads = [threading.Thread(target=process, name=str(n)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*results}) == 1
+    assert results[0].startswith("its files differ between processes") == bool(edited)
+    assert hashed == {0, 2, edited or 0}
 
 
 @pytest.mark.slow
@@ -243,14 +284,22 @@ def test_a_teacher_that_transformers_computes_is_sharded_too(together, wide, tmp
 
 
 @pytest.mark.slow
+def test_processes_that_read_another_checkpoint_are_refused(together):
+    """Process 0 decides from which one the run resumes."""
+    root, text = together
+    file = f"{root}/sums/torn/../vanilla_kd/checkpoints/step_00000004: model/model.safetensors"
+    assert text.count(f"UserError: {file}: not as it was saved") == 1
+
+
+@pytest.mark.slow
 def test_processes_that_differ_are_refused_before_anything_is_written(together, wide):
     root, text = together
     problem = "max_steps: 10 on process 0, 11 on process 1"
     assert text.count(f"UserError: {problem}; expected the same") == 1
-    assert text.count("exit codes [1, 1]") == 1
+    assert text.count("exit codes [1, 1]") == 2
     assert [path.name for path in (root / "bad").glob("[!.]*")] == ["exit.json"]
     # process 1 has no rows: process 0 says so too, and torchrun must not restart
-    assert text.count("Error: ") == 2
+    assert text.count("Error: ") == 3
     problem = f"{wide}/data1: no train.bin with train.json; run prepare.py with the config"
     assert f"UserError: {problem}\n" in text
     end = read_json(root / "bad_and_restarts/exit.json")
@@ -283,7 +332,7 @@ def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "train.py").symlink_to(world.ROOT / "train.py")
     script = ["bash", world.ROOT / "docs/slurm.sh", out, *flags(tiny, out, ENDLESS)]
-    command = ["env", places, *job.split(), *script]
+    command = ["env", places, f"PYTHON={sys.executable}", *job.split(), *script]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
     while not [*out.glob("alra/checkpoints/step_*[1-9]")]:

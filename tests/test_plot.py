@@ -1,22 +1,36 @@
 """Figures and samples: their numbers, that no two methods look alike, and what is refused."""
 
-import math
+import re
+import shutil
+from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 import losses
 from lib.files import write_json
 from lib.hf import load_tokenizer
 from run.paper import NAMES
-from tests.world import DEMO, STUDENT, make_model, refusal, write_jsonl, write_run
+from run.validate import VALIDATION_FIGURES
+from tests.world import (
+    DEMO,
+    ROOT,
+    STUDENT,
+    make_model,
+    read_jsonl,
+    refusal,
+    write_jsonl,
+    write_run,
+)
 from tools import plot, sample
-from train import VALIDATION_FIGURES
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that were saved, by name."""
+    """The figures that were saved, by name. Nothing arranges their panels, which takes a second."""
+    monkeypatch.setattr("matplotlib.figure.Figure.set_layout_engine", lambda *_, **__: None)
     figures = {}
     save = plot.save
 
@@ -30,9 +44,8 @@ def drawn(monkeypatch):
 
 
 def lines(axis):
-    """Return the points of the lines by their labels; of two, those of the last."""
-    points = {line.get_label(): list(map(tuple, line.get_xydata())) for line in axis.lines}
-    return {label: at for label, at in points.items() if label[0] != "_"}  # single seeds
+    """Return the points of the lines by their labels."""
+    return {line.get_label(): list(map(tuple, line.get_xydata())) for line in axis.lines}
 
 
 def heights(line):
@@ -117,18 +130,20 @@ def make_logs(ys, steps=(1, 2)):
     return logs
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_curves_of_several_seeds_are_means_with_intervals_or_ranges(n, tmp_path, drawn):
-    seeds = [make_logs({"alra": 4.5 + 2 * seed}) for seed in range(n)]
+def test_curves_of_several_seeds_are_means_with_the_range(tmp_path, drawn):
+    """A seed may have stopped early."""
+    seeds = [make_logs({"alra": 4.5}), make_logs({"alra": 6.5}), make_logs({"alra": 8.5})]
+    seeds[0]["alra"]["log"].pop()
     plot.curves(seeds, tmp_path / "c.png")
     (axis,) = drawn["c.png"].axes
-    mean = 4.5 + n - 1
-    assert lines(axis) == {"alra": [(40, mean + 1), (80, mean)]}
+    assert lines(axis) == {"alra": [(40, 7.5), (80, 7.5)]}
     band = axis.collections[0].get_paths()[0].vertices
-    high = max(y for x, y in band if x == 80)
-    # Student's t of three degrees of freedom; the deviation of four seeds is sqrt(20 / 3)
-    half = 3.18245 * math.sqrt(20 / 3) / 2 if n == 4 else n - 1
-    assert high == pytest.approx(mean + half, rel=1e-4)
+    assert {y for x, y in band if x == 40} == {5.5, 7.5, 9.5} - {7.5}
+    assert {y for x, y in band if x == 80} == {6.5, 8.5}
+
+
+def legend_of(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_no_student_and_no_reference_flattens_the_curves(tmp_path, drawn):
@@ -138,9 +153,37 @@ def test_no_student_and_no_reference_flattens_the_curves(tmp_path, drawn):
     plot.curves([logs], tmp_path / "c.png")
     (axis,) = drawn["c.png"].axes
     low, high = axis.get_ylim()
-    assert 2.9 < low < 3.0 and 4.3 < high < 4.4
-    names = {"a", "b", "far", "teacher: 2.00", "ln V: 8.00"}
-    assert names == {text.get_text() for text in drawn["c.png"].legends[0].get_texts()}
+    assert 2.9 < low < 3.0 and 4.3 < high < 5.2
+    assert legend_of(drawn["c.png"]) == ["a", "b", "far", "teacher: 2.00", "ln V: 8.00"]
+
+
+def test_a_student_that_stopped_early_is_in_the_legend(tmp_path, drawn):
+    """It has no validation, and its last terms are not finite."""
+    logs = make_logs({"alra": 3.0, "stopped": 3.0})
+    logs["stopped"]["log"] = [
+        {"step": 1, "ce": 8.0, "kd": None},
+        {"step": 2, "ce": 9.0, "kd": None},
+        {"step": 3, "ce": None, "kd": None},
+    ]
+    plot.curves([logs], tmp_path / "c.png")
+    held_out, training = drawn["c.png"].axes
+    assert lines(held_out).keys() == {"alra"}
+    assert lines(training) == {"stopped": [(40, 8.0), (80, 9.0)]}
+    assert legend_of(drawn["c.png"]) == ["alra", "stopped"]
+
+
+def test_names_are_drawn_as_they_are(logged, drawn):
+    """Dollar signs and underscores have a meaning in matplotlib."""
+    names = ["_a$b$", "$\\bad$", "c_{x$"]
+    for name in names:
+        shutil.copytree(logged / "alra", logged / name)
+    plot.main([str(logged)])
+    figures = [drawn["curves.png"], drawn["budget.png"]]
+    assert set(names) <= set(legend_of(figures[0]))
+    titles = [axis.get_title() for axis in figures[1].axes]
+    assert all(any(title.startswith(f"{name}: ") for title in titles) for name in names)
+    texts = [text for figure in figures for text in figure.findobj(matplotlib.text.Text)]
+    assert len(texts) > 99 and not any(text.get_parse_math() for text in texts)
 
 
 def test_what_is_logged_once_has_no_panel(tmp_path, drawn):
@@ -152,6 +195,31 @@ def test_what_is_logged_once_has_no_panel(tmp_path, drawn):
     assert lines(drawn["c.png"].axes[0]) == {"a": [(40, 3.0)]}
 
 
+def test_the_pictures_of_the_lesson_are_drawn_anew(tmp_path, capsys):
+    """Byte for byte, where matplotlib is the locked one: another one draws other pixels."""
+    folder = tmp_path / "lesson"
+    shutil.copytree(ROOT / "docs/lesson", folder)
+    before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    for file in folder.glob("*.png"):
+        file.unlink()
+    plot.main([str(folder)])
+    locked = f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "requirements.lock").read_text()
+    for file, content in before.items():
+        if locked or file.suffix != ".png":
+            assert file.read_bytes() == content
+    assert {file.name for file in before} == {
+        *("run.json", "curves.png", "sentence.png", "sentence.jsonl")
+    }
+    lesson = (ROOT / "LESSON.md").read_text()
+    assert all(f"](docs/lesson/{name}.png)" in lesson for name in ("curves", "sentence"))
+
+
+def test_every_number_of_a_record_that_is_no_term_is_left_out():
+    """`log_terms` writes a term as it is, and these beside it."""
+    words = set(re.findall(r'^ +"(\w+)": ', (ROOT / "run/log.py").read_text(), re.M))
+    assert {"wait_sec", "tok_per_sec", "lr"} <= words <= {*plot.LOGGED, "n"}
+
+
 def test_every_term_and_every_validation_figure_has_a_panel():
     z = torch.zeros(3, 31)
     terms = losses.method_loss("alra", z, z, torch.tensor([1, 2, 3]))[1]
@@ -159,16 +227,19 @@ def test_every_term_and_every_validation_figure_has_a_panel():
     assert set(VALIDATION_FIGURES) <= {*plot.PANELS, *plot.UNDRAWN}
 
 
-def test_curves_of_several_folders_are_named_by_folder(run, tmp_path):
+def test_curves_of_several_folders_are_named_by_folder(run, tmp_path, drawn):
     other = tmp_path / "other/alra"
     write_jsonl(other / "log.jsonl", [{"step": 1, "ce": 9.0}, {"step": 1, "ce": 7.0}])
     with (other / "log.jsonl").open("a") as file:
         file.write('{"step": 2, "c')  # being written
     write_json(other.parent / "run.json", {"config": {"batch_rows": 3, "seq_len": 7}})
-    assert list(plot.read_logs([run])) == ["pretrain", "alra", "fixed_7", "mine"]
-    logs = plot.read_logs([other, run])
-    assert list(logs)[:3] == [f"{run}/pretrain", str(other), f"{run}/alra"]
-    assert plot.read_curves([logs])["ce"][str(other), 21, 0] == 7.0  # the last line of a step
+    empty = tmp_path / "other/empty"
+    write_jsonl(empty / "log.jsonl", [])
+    plot.main([str(run), str(other.parent), f"--out={tmp_path}/new/folder"])
+    _, training, *_ = drawn["curves.png"].axes
+    assert lines(training)[str(other)] == [(21, 7.0)]  # the last line of a step
+    assert set(lines(training)) == {str(other), *(f"{run}/{x.name}" for x in run.glob("*/"))}
+    assert (tmp_path / "new/folder/curves.png").is_file()
 
 
 def test_no_two_methods_look_alike():
@@ -181,87 +252,104 @@ def test_no_two_methods_look_alike():
         assert plot.looks(["mine", name, "yours"])[name] == looks[name]
 
 
-def test_budget_counts_by_hand(logged, drawn):
-    plot.budget(plot.read_logs([logged]), logged / "budget.png")
-    # a fixed budget has no distribution
+def test_budget_and_anchoring_count_by_hand(logged, drawn):
+    plot.main([str(logged)])
+    # a fixed budget has no distribution; `mine` has a histogram of untrained weights alone
     axis, only_step_0 = drawn["budget.png"].axes
-    assert "late, step 0 to 0: 100.0% below" in lines(only_step_0)
+    assert "late: 100.0% below" in lines(only_step_0)
     early, late, teacher = axis.get_lines()
-    assert early.get_label() == "early, step 10 to 15: 50.0% below"
-    assert late.get_label() == "late, step 60 to 65: 58.8% below"
-    assert teacher.get_label() == "teacher, step 0 to 10: 40.0% below"
+    assert early.get_label() == "early: 50.0% below"
+    assert late.get_label() == "late: 58.8% below"
+    assert teacher.get_label() == "teacher: 40.0% below"
     assert heights(early) == pytest.approx([0, 0, 0, 4 / 13, 2 / 13, 3 / 13, 4 / 13])
     assert heights(late) == [0, 0, 0, 0.5, 0.3, 0.2, 0]
     assert heights(teacher) == [0, 0, 0, 0.625, 0, 0.25, 0.125]
-    assert "d_{max}$ = 7" in axis.get_title()
+    assert "d_max = 7" in axis.get_title()
+
+    density, means = drawn["anchoring.png"].axes
+    assert lines(density) == {
+        "label": [(0.25, 1.5), (0.75, 0.5)],
+        "teacher's top-1": [(0.25, 0.8), (0.75, 1.2)],
+    }
+    assert lines(means) == {
+        "label: 0.312": [(0, 0.5), (10, 12.5 / 40)],
+        "teacher's top-1: 0.562": [(0, 0.75), (10, 22.5 / 40)],
+        "top-1 is the label: 0.688": [(0, 0.5), (10, 27.5 / 40)],
+    }
 
 
 def test_the_teachers_d_max_may_be_another_one(logged, drawn):
-    write_jsonl(logged / "teacher.jsonl", [{"step": 0, "d_u_hist": list(range(9))}])
-    plot.budget(plot.read_logs([logged]), logged / "budget.png")
-    assert "d_{max}$ = 7" in drawn["budget.png"].axes[0].get_title()
-
-
-def test_anchoring_counts_by_hand(logged, drawn):
-    plot.anchoring(plot.read_logs([logged]), logged / "a/b/anchoring.png")
-    density, means = drawn["anchoring.png"].axes
-    of_label, of_top_1 = (patch.get_data().values for patch in density.patches)
-    assert of_label == pytest.approx([1.5, 0.5])
-    assert of_top_1 == pytest.approx([0.8, 1.2])
-    curves = [heights(line) for line in means.get_lines()]
-    assert curves[::2] == [[0.5, 0.25], [0.75, 0.5], [0.5, 0.75]]
-    running = [12.5 / 40, 22.5 / 40, 27.5 / 40]
-    assert [curve[-1] for curve in curves[1::2]] == pytest.approx(running)
+    record = TEACHER.splitlines()[0] + TEACHER.splitlines()[1]
+    (logged / "teacher.jsonl").write_text(record.replace("[0, ", "[0, 0, ", 1) + "\n")
+    plot.main([str(logged)])
+    axis = drawn["budget.png"].axes[0]
+    assert len(axis.lines) == 2 and "d_max = 7" in axis.get_title()
 
 
 def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     tokenizer = load_tokenizer(DEMO)
-    run = tmp_path / "run"
-    models = {"t": make_model()}
-    for step in (2, 9):
-        name = f"run/alra@x/checkpoints/step_{step:08d}/model"
-        models[name] = make_model(STUDENT, seed=step)
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name, tokenizer)
+    student = tmp_path / "run/alra@x"
+    models = {step: make_model(STUDENT, seed=step) for step in (0, 2, 9)}
+    teacher = make_model()
+    teacher.save_pretrained(tmp_path / "t", tokenizer)
     config = {"teacher": f"{tmp_path}/t", "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
-    about = {"config": config, "bos": None}
-    write_json(run / "run.json", about | {"made_by": {"alra@x": {"teacher_sha256": "of another"}}})
+    for step, model in models.items():
+        checkpoint = student / f"checkpoints/step_{step:08d}"
+        model.save_pretrained(checkpoint / "model", tokenizer)
+        facts = {"config": config, "bos": None, "made_by": {"teacher_sha256": "of another"}}
+        write_json(checkpoint / "state.json", facts)
+    command = [str(student), "--text=import $x$ os", f"--out={tmp_path}/new"]
     with refusal("/t: its content has changed since the student was"):
-        plot.main([f"{run}/alra@x", "--text=import $x$ os"])
-    write_json(run / "run.json", about | {"made_by": {}})
-    plot.main([f"{run}/alra@x", "--text=import $x$ os"])
+        plot.main(command)
+    for step in models:
+        write_json(student / f"checkpoints/step_{step:08d}/state.json", facts | {"made_by": {}})
+    plot.main(command)
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer("import $x$ os").input_ids])
-    z_t, *students = (m.hidden(ids[None, :-1])[0] @ m.head.T for m in models.values())
+    z_t, z_2, z_9 = (
+        model.hidden(ids[None, :-1])[0] @ model.head.T for model in (teacher, models[2], models[9])
+    )
     n_red = 0
-    for axis, z_s in zip(drawn["sentence.png"].axes, students, strict=True):
+    for axis, z_s in zip(drawn["sentence.png"].axes, (z_2, z_9), strict=True):
         terms = losses.alra(z_s, z_t, ids[1:], d_max=5, tau=2.0)
-        d_u, *masses = axis.containers
-        assert [bar.get_height() for bar in d_u] == terms.d_u.tolist()
-        for z, bars in zip((z_t, z_s), masses, strict=True):
-            p = (z / 2).softmax(-1)
-            for u, bar in enumerate(bars):
-                mass = p[u, terms.tokens[u, : int(terms.d_u[u])]].sum()
-                assert bar.get_width() / 0.64 == pytest.approx(float(mass), rel=1e-5)
-        cells = [text for text in axis.texts if text.get_family() == ["monospace"]]
-        assert len(cells) == len(z_s) * 7
-        for cell in cells:
-            u, y = cell.get_position()
-            column = {-2.5: ids[u], -1.5: ids[u + 1], **dict(enumerate(terms.tokens[u]))}
-            word = ascii(tokenizer.decode(column[y]))[1:-1].replace(" ", "␣")
-            is_red = y > -2 and column[y] not in z_s[u].topk(5).indices
-            assert cell.get_text() == word[:12]
-            assert (cell.get_color() == "red") == is_red
-            n_red += is_red
-    assert n_red and "update 9" in axis.get_title()
+        cells = axis.tables[0].get_celld()
+        assert cells[6, -1].get_text().get_text() == "teacher's mass"
+        assert len(cells) == 8 * (len(z_s) + 1)
+        for u, candidates in enumerate(terms.tokens):
+            local = candidates[: int(terms.d_u[u])]
+            for place, token in enumerate([ids[u + 1], *candidates]):
+                cell = cells[place, u]
+                assert cell.get_text().get_text() == ascii(tokenizer.decode(token))[:14]
+                shade = "khaki" if token in local else "white"
+                if token not in z_s[u].topk(5).indices:
+                    shade = "salmon"
+                    n_red += 1
+                assert to_hex(cell.get_facecolor()) == to_hex(shade)
+            for place, z in ((6, z_t), (7, z_s)):
+                mass = (z[u] / 2).softmax(-1)[local].sum()
+                assert cells[place, u].get_text().get_text() == f"{mass:.0%}"
+    assert n_red and axis.get_title() == "alra@x, step_00000009"
+    records = read_jsonl(tmp_path / "new/sentence.jsonl")
+    assert [len(record["columns"]) for record in records] == [len(z_s)] * 2
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path):
-    config = {"hyper": {}, "teacher": None}
-    write_json(tmp_path / "run.json", {"config": config, "bos": None, "made_by": {}})
+@pytest.mark.parametrize("name", ["tad", "alra"])
+def test_a_sentence_needs_a_student_of_alra_with_checkpoints(name, tmp_path):
+    with refusal(f"{name}: expected a student of ALRA with checkpoints"):
+        plot.main([f"{tmp_path}/{name}", "--text=x"])
+
+
+def test_what_cannot_be_drawn_or_written_is_one_line(run, tmp_path):
     with refusal("x: no log.jsonl; expected a run"):
         plot.main([f"{tmp_path}/x"])
-    with refusal("expected a student of ALRA with checkpoints"):
-        plot.main([f"{tmp_path}/tad", "--text=x"])
+    write_jsonl(tmp_path / "begun/alra/log.jsonl", [])
+    with refusal("begun: no log.jsonl; expected a run's folder with records"):
+        plot.main([f"{tmp_path}/begun"])
+    Path(tmp_path / "file").touch()
+    with refusal("/file/curves.png: cannot be written"):
+        plot.main([str(run), f"--out={tmp_path}/file"])
+    write_json(run / "run.json", {"config": {"batch_rows": 4}})
+    with refusal("run.json: config: no .'seq_len'. in it"):
+        plot.main([str(run)])
 
 
 def test_samples_are_a_function_of_the_seed(tmp_path, printed):
@@ -280,5 +368,5 @@ def test_samples_are_a_function_of_the_seed(tmp_path, printed):
         z = model.hidden(torch.tensor([ids]))[0, -1] @ model.head.T
         ids.append(int(z.argmax()))
     assert text("--temperature=0") == tokenizer.decode(ids[1:])
-    with refusal("--temperature -1.0: expected 0 or more"):
+    with refusal("--temperature=-1.0: expected float 0 or more"):
         sample.main(["x", "--temperature=-1"])

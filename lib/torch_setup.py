@@ -1,0 +1,24 @@
+"""What must be set before torch computes anything: its import removes two sources of error."""
+
+import torch
+
+# The functions that torch takes from MKL: IMPLEMENT_VML_MKL in torch/include/ATen/cpu/vml.h.
+VECTOR_FUNCTIONS = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc"
+
+
+def warm_up_vector_functions():
+    """Call each of MKL's vector functions once, from one thread.
+
+    MKL 2024 sets up a vector function during its first call. A thread that calls the function
+    meanwhile gets errors up to 1.5e-4 on Intel CPUs, without a message:
+    https://github.com/pytorch/pytorch/issues/188792
+    """
+    for dtype in (torch.float32, torch.float64):
+        x = torch.full((8,), 0.5, dtype=dtype, device="cpu")  # too few for a second thread
+        for name in VECTOR_FUNCTIONS.split():
+            getattr(torch, name)(x)
+
+
+warm_up_vector_functions()
+# a GPU would add up parts of a product in bf16
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

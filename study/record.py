@@ -1,0 +1,137 @@
+"""The students and trials of a comparison that have ended, with figures and logs.
+
+OUT/students.jsonl.zst has a line for each of them: its facts, its figures (CE, KL, ..) and its
+`log`. `pandas.read_json(FILE, lines=True)` reads it.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import zstandard
+
+from configure import Config
+from lib.errors import UserError
+from lib.files import atomic_write, check_kinds, read_json, reading
+from model import flops_per_token
+from run.identity import EDITS, RUN_FILE, content_hash, made_by, record_hash, student_shape
+from run.results import newest_figures, read_log
+from run.scoring import scoring_code
+from run.teacher import teacher_flops
+
+FILE = "students.jsonl.zst"
+LEVEL = 12  # of all writes: an unchanged beginning then has the same bytes, which git stores once
+TRIAL_SEED = 0  # of all trials; students have seeds from 1 on
+STUDENT = {  # what is read from a line
+    "name": str,
+    "method": str,
+    "seed": int,
+    "step": int,
+    "machine": str,
+    "git_commit": str | None,
+    "config": {"seed": int, "max_steps": int, "val_max_rows": int | None},
+    "made_by": {"lr": float, "hyper": dict},
+    "overrides": dict,
+    "val_ce": float | None,  # of the last validation
+    "scores": dict,  # how the figures were computed
+    "student_flops": float,
+    "log": list,
+}
+
+
+def read_students(out) -> list[dict]:
+    """Return all students and trials on record, with their logs."""
+    file = out / FILE
+    if not file.exists():
+        return []
+    with reading(file):
+        lines = zstandard.decompress(file.read_bytes()).splitlines()  # refuses a file that was cut
+        students = [json.loads(line) for line in lines]
+    return [check_kinds(x, STUDENT, file) for x in students]
+
+
+def write_students(out, students: list[dict]):
+    lines = "".join(json.dumps(x) + "\n" for x in students)
+    atomic_write(out / FILE, zstandard.compress(lines.encode(), LEVEL))
+
+
+@cache
+def recipe(student: Config) -> tuple:
+    return key_of(made_by(student, student.methods[0]), vars(student), student.accept_edits)
+
+
+def key_of(record: dict, config: dict, accept_edits: bool) -> tuple:
+    """Return what identifies a student: record, updates and, for a trial, the rows that judge it.
+
+    Its code comes last. With `accept_edits` True takes its place, so that all code is equal.
+    """
+    trial_rows = config["val_max_rows"] if config["seed"] == TRIAL_SEED else None
+    others = {key: value for key, value in record.items() if key not in EDITS}
+    code = record_hash([record.get(key) for key in EDITS])
+    return record_hash(others), config["max_steps"], trial_rows, accept_edits or code
+
+
+def on_record(cfg, out) -> dict:
+    """Return the students on record by recipe, after adding those of the runs that ended.
+
+    A run that cannot be read is renamed, so that its students are made again.
+    """
+    students = {x["name"]: x for x in read_students(out)}
+    before = dict(students)
+    for file in sorted(out.glob("runs/seed*/run.json")):
+        try:
+            students |= {x["name"]: x for x in read_run(file, cfg)}
+        except UserError as error:
+            n_broken = len([*out.glob("runs/broken*")])
+            aside = file.parent.with_name(f"broken{n_broken}_{file.parent.name}")
+            print(f"{error}. Its run is made again, and was moved to {file.parent.rename(aside)}")
+    if students != before:
+        write_students(out, [*students.values()])
+    return {key_of(x["made_by"], x["config"], cfg.accept_edits): x for x in students.values()}
+
+
+def read_run(file, cfg) -> list[dict]:
+    """Return the students of a run; none until all have ended, as it resumes with all of them."""
+    folders = [file.parent / name for name in read_json(file, RUN_FILE)["config"]["methods"]]
+    ends = [end for x in folders for end in (x / "run.json", x / "stopped.json") if end.exists()]
+    if len(ends) < len(folders):
+        return []
+    return [read_student(end, cfg) for end in ends]
+
+
+def read_student(end: Path, cfg) -> dict:
+    """Return a student's facts, figures and log from the folder of `end`."""
+    folder = end.parent
+    scores = newest_figures(folder)
+    facts = read_json(end, {"nominal_tokens": int, "made_by": dict})
+    facts |= scores.pop("values", {}) | scores.pop("scored", {})
+    for key in ("run", "folder"):
+        scores.pop(key, None)
+    facts["name"] = f"{folder.name}_{folder.parent.name}"
+    facts["scores"] = scores
+    if "why" in facts:
+        facts["stopped"] = facts.pop("why")
+    student, teacher = flops(cfg)
+    facts["student_flops"] = student * facts["nominal_tokens"]
+    if facts["made_by"].get("teacher_sha256"):
+        facts["teacher_flops"] = teacher * facts["nominal_tokens"]
+    facts["log"] = read_log(folder)
+    ces = [line["val_ce"] for line in facts["log"] if "val_ce" in line]
+    facts["val_ce"] = ces[-1] if ces else None
+    return check_kinds(facts, STUDENT, end)
+
+
+def flops(cfg) -> tuple:
+    """Return the FLOPs per token of a student in training, and of the teacher's forward pass."""
+    student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
+    return student, teacher_flops(cfg.teacher, cfg.seq_len)
+
+
+def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
+    """Return whether a student has stopped, or has figures over these rows with this teacher."""
+    expected = {"skip_rows": student.val_max_rows, "n_rows": n_rows}
+    if "scoring_code" in facts:  # committed studies have figures without it
+        expected["scoring_code"] = scoring_code("figures")
+    if student.teacher:
+        expected["teacher_sha256"] = content_hash(student.teacher)
+    return "stopped" in facts or expected.items() <= facts.items()

@@ -1,0 +1,108 @@
+"""Move the records of committed students to today's code, once it is shown to train the same.
+
+    git worktree add ../before COMMIT
+    python study/rehash.py ../before            compare with the code of that checkout
+    python study/rehash.py ../before --write    then also rewrite the records
+
+Every method is trained for six updates by both checkouts, on the same rows. If the weights agree
+within TOLERANCE, `made_by` of each student in study/results gets the hashes of today's code. The
+hash of the record with which a student was trained stays in `original_sha256`, and `same_as` names
+the commits whose code was compared, with the largest difference.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, f"{Path(__file__).resolve().parent.parent}")
+
+import configure
+from lib.code import ROOT, code_reached
+from lib.errors import UserError
+from losses import METHODS
+from run.identity import NOT_FOLLOWED, STEP, STEP_MODULES, objective_code, record_hash
+from study.record import FILE, read_students, write_students
+
+TOLERANCE = 2e-6  # of the weights, relative, in norm: sums in another order may differ by less
+FLAGS = (
+    "--max_steps=6 --schedule_steps=9 --warmup_steps=2 --histogram_every_steps=None "
+    "--teacher_cache=False --val_max_rows=8 --checkpoint_every_steps=None --device=cpu"
+)
+
+
+def trained(checkout, methods, data, out):
+    """Train methods with the code of a checkout, one thread."""
+    flags = [*FLAGS.split(), f"--methods={','.join(methods)}"]
+    flags += [f"--data_dir={data}", f"--out_dir={out}"]
+    command = [sys.executable, "train.py", ROOT / "config/tiny.py", *flags]
+    subprocess.run(command, check=True, cwd=checkout, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def difference(a, b) -> float:
+    """Return the distance of two models' weights, relative, in norm."""
+    first = load_file(a)
+    second = load_file(b)
+    x = torch.cat([first[key].flatten() for key in sorted(first)]).double()
+    y = torch.cat([second[key].flatten() for key in sorted(first)]).double()
+    return float((x - y).norm() / x.norm())
+
+
+def compare(before) -> dict[str, float]:
+    """Return, by method, the difference of the weights of both checkouts after six updates."""
+    differences = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = f"{folder}/rows"
+        prepare = [sys.executable, "prepare.py", "config/tiny.py", f"--data_dir={data}"]
+        subprocess.run(prepare, check=True, cwd=ROOT)
+        for checkout, out in ((before, "before"), (ROOT, "now")):
+            trained(checkout, METHODS, data, f"{folder}/{out}")
+        for name in METHODS:
+            models = [f"{folder}/{out}/{name}/model/model.safetensors" for out in ("before", "now")]
+            differences[name] = difference(*models)
+    return differences
+
+
+def commit(checkout) -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout.strip()
+
+
+def rehash(students: list[dict], proof: str):
+    """Give records the hashes of today's code, and keep those with which they were trained."""
+    step = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
+    for x in students:
+        record = x["made_by"]
+        x.setdefault("original_sha256", record_hash(record))
+        x["same_as"] = [*x.get("same_as", []), proof]
+        record |= {"objective": objective_code(record["methods"]), "code": step}
+        x["made_by_sha256"] = record_hash(record)
+
+
+def main(argv):
+    if not argv or not Path(argv[0], "train.py").is_file():
+        raise UserError("expected the folder of another checkout")
+    differences = compare(argv[0])
+    worst = max(differences, key=differences.get)
+    n_equal = sum(not x for x in differences.values())
+    print(
+        f"{n_equal} of {len(differences)} methods have equal bits; the largest difference is "
+        f"{differences[worst]:.1e} ({worst})"
+    )
+    if differences[worst] > TOLERANCE:
+        raise UserError(f"{worst}: {differences[worst]:.1e} exceeds {TOLERANCE:.0e}")
+    if "--write" in argv:
+        proof = f"{commit(argv[0])} and {commit(ROOT)}: {differences[worst]:.1e}"
+        for file in ROOT.glob(f"study/results/*/{FILE}"):
+            students = read_students(file.parent)
+            rehash(students, proof)
+            write_students(file.parent, students)
+            print(f"{file}: {len(students)} records")
+
+
+if __name__ == "__main__":
+    configure.run(main)

@@ -39,10 +39,10 @@ def test_one_command_runs_every_case(monkeypatch, printed):
     """Nothing is compiled, which would take a minute; test_head.py compiles."""
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda fn, **_: compiled.append(fn) or fn)
-    methods._compiled.cache_clear()
+    methods.compiled.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=256):  # the methods set it for good
         bench.main(["fused", "--device=cpu", "--tiny"])
-    methods._compiled.cache_clear()
+    methods.compiled.cache_clear()
     assert len(compiled) == 2  # one for each method: `compile` reaches the objectives
     text = printed()
     cases = [line.split(" | ")[0] for line in text.splitlines()[4:]]

@@ -119,6 +119,7 @@ def make_tokenizer():
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     ).save_pretrained(TEACHER)
+    print(f"{TEACHER}: a tokenizer of {tokenizer.get_vocab_size()} tokens")
 
 
 def copy_weights(folder):

@@ -144,7 +144,7 @@ def assert_same_run(one, many, method, step=4):
     """After one update Adam's first moment is the gradient times 0.1, clipped."""
     for kind in ("model", "optimizer"):
         assert distance(one, many, method, kind, step) < 1e-6
-    assert_same_log(one, many, method, 1e-6)
+    assert_same_log(one, many, method, 3e-6)
 
 
 @pytest.mark.slow

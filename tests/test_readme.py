@@ -320,7 +320,7 @@ DRIVERS = [
     ("study.compare", "study.report"),
     ("study.report", "study.record"),
     ("study.report", "tools.plot"),
-    ("tools.sentence", "tools.plot"),
+    ("study.rehash", "study.record"),
 ]
 
 

@@ -125,6 +125,7 @@ def make_tokenizer():
 def copy_weights(folder):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TEACHER)
     Qwen2.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(TEACHER, tokenizer)
+    print(f"{TEACHER}: the weights of {folder} in bf16")
 
 
 if __name__ == "__main__":

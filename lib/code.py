@@ -16,6 +16,7 @@ PRINTS = ("say(", "print(")
 LEFT_OUT = ("annotation", "ctx", "kind", "returns", "type_comment", "type_params")
 
 
+@functools.cache
 def files_reached(begin, skip=(), root=ROOT) -> dict[str, str]:
     """Return the hashes of modules, and of all that they import from the project, by name.
 
@@ -47,10 +48,10 @@ def code_reached(modules, names, skip=(), root=ROOT) -> dict[str, str]:
 
     modules  the script, and modules that it reaches through one of `skip`
     """
-    hashes = files_reached(modules, skip, root)
     script, *_ = modules
-    del hashes[script]
-    return hashes | definitions_reached(names, root / f"{script}.py")
+    files = files_reached(modules, skip, root)
+    others = {name: sha for name, sha in files.items() if name != script}
+    return others | definitions_reached(names, root / f"{script}.py")
 
 
 def definitions_reached(begin, file) -> dict[str, str]:

@@ -204,6 +204,6 @@ def objective_code(name) -> dict[str, str]:
     if not file.is_file():
         raise UserError(f"{name}: its objective is in no file; define it in losses.py")
     if file != ROOT / "losses.py":
-        hashes |= files_reached([file.stem], NOT_FOLLOWED, file.parent)
+        hashes |= files_reached((file.stem,), NOT_FOLLOWED, file.parent)
         used |= names_in(read_tree(file))
     return hashes | definitions_reached(used, ROOT / "losses.py")

@@ -301,7 +301,7 @@ def _check_contract(method, V):
     w_kd = hyper.pop("w_kd", method.w_kd)  # a weight, not a setting of the objective
     method = method._replace(hyper=hyper)
     generator = torch.Generator().manual_seed(0)
-    N = max(8, min(CHUNK_POSITIONS, 2**20 // V))
+    N = max(8, min(32, 2**20 // V))
     z = torch.randn(2, N, V, generator=generator)  # student's and teacher's logits
     y = torch.randint(V, (N,), generator=generator)
     y[:3] = torch.tensor([0, IGNORE, V - 1])

@@ -63,12 +63,12 @@ def open_model(name, kinds) -> Opened:
 
 def scoring_code(part: str) -> str:
     """Return the hash of the code that a part of SCORING passes through."""
-    return record_hash(code_reached(["eval"], SCORING[part], NOT_SCORING))[:8]
+    return record_hash(code_reached(("eval",), SCORING[part], NOT_SCORING))[:8]
 
 
 def decoder_edits(record: dict) -> list[str]:
     """Return "model" if model.py was edited since a student was trained."""
-    decoder = files_reached(["model"], NOT_FOLLOWED)
+    decoder = files_reached(("model",), NOT_FOLLOWED)
     return [name for name, sha in decoder.items() if record["code"].get(name) != sha]
 
 

@@ -304,7 +304,7 @@ BROKEN = rf"""
 {NEW} => set teacher/config.json head_dim=0 => config.json: head_dim=0: expected int 1 or more
 {NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'
 {NEW} => set teacher/config.json rope_scaling="x" => teacher/config.json:
-{NEW} => set teacher/config.json num_hidden_layers=1000000 => num_hidden_layers=1000000: expected int 0
+{NEW} => set teacher/config.json num_hidden_layers=1000000 => num_hidden_layers=1000000: expected
 {HALF} => sed -i '2a x' half/alra/log.jsonl => half/alra/log.jsonl, line 3: cannot be used
 {HALF} => : > half/run.json => half/run.json: cannot be used
 {NEW} => chmod 0 {WEIGHTS} => {WEIGHTS}: .*Permission denied

@@ -82,16 +82,20 @@ def project(tmp_path_factory):
     return root
 
 
+def clear_caches():
+    for function in (code.read_tree, code.definitions, code.files_reached):
+        function.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def hashes(project):
     """hashes(kind) -> hashes of the unedited files and definitions, and those of today's."""
 
     def reached(kind):
-        code.read_tree.cache_clear()
-        code.definitions.cache_clear()
+        clear_caches()
         if kind == "scores":
             names = itertools.chain(*scoring.SCORING.values())
-            return code.code_reached(["eval"], names, scoring.NOT_SCORING, project)
+            return code.code_reached(("eval",), names, scoring.NOT_SCORING, project)
         step = code.code_reached(
             identity.STEP_MODULES, identity.STEP, identity.NOT_FOLLOWED, project
         )
@@ -150,8 +154,8 @@ def test_code_is_followed_through_files_and_definitions(tmp_path):
     (tmp_path / "lib").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    assert [*code.files_reached(["a"], root=tmp_path)] == ["a", "lib", "lib.b", "lib.c", "lib.d"]
-    assert [*code.files_reached(["a"], ("lib.b",), tmp_path)] == ["a"]
+    assert [*code.files_reached(("a",), root=tmp_path)] == ["a", "lib", "lib.b", "lib.c", "lib.d"]
+    assert [*code.files_reached(("a",), ("lib.b",), tmp_path)] == ["a"]
     file = tmp_path / "a.py"
     assert [*code.definitions_reached(["start"], file)] == ["SIZE", "late", "start"]
     assert [*code.definitions_reached(["by_row"], file)] == ["ROWS", "by_row", "k", "make"]
@@ -213,7 +217,7 @@ def test_an_edited_objective_does_not_go_on(tiny, tmp_path, monkeypatch, printed
 
     def go(text, out, **keys):
         sys.modules.pop("mine", None)
-        code.read_tree.cache_clear()
+        clear_caches()
         (tmp_path / "mine.py").write_text(text)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         monkeypatch.setitem(METHODS, "mine", Method(importlib.import_module("mine").mine))

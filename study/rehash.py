@@ -6,8 +6,8 @@
 
 Every method is trained for six updates by both checkouts, on the same rows. If the weights agree
 within TOLERANCE, `made_by` of each student in study/results gets the hashes of today's code. The
-hash of the record with which a student was trained stays in `original_sha256`, and `same_as` names
-the commits whose code was compared, with the largest difference.
+earliest known hash of its record stays in `original_sha256`, and `same_as` names the commits whose
+code was compared, with the largest difference.
 """
 
 import os
@@ -75,7 +75,7 @@ def commit(checkout) -> str:
 
 
 def rehash(students: list[dict], proof: str):
-    """Give records the hashes of today's code, and keep those with which they were trained."""
+    """Give records the hashes of today's code, and keep the earliest known ones."""
     step = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
     for x in students:
         record = x["made_by"]

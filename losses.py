@@ -52,7 +52,7 @@ from lib.settings import (
     UnitInterval,
     checked,
 )
-from lib.vocab import binary_kl, differences, kl, ln_softmax, log_softmax, lse, upper
+from lib.vocab import LEAST, binary_kl, differences, kl, log_softmax
 
 # ----------------------------------------------------------------------------------------------
 # ALRA
@@ -134,8 +134,8 @@ def alra(
     t = vocab.block_sums(z_t, tau)
     tokens = vocab.top(z_s, d_max, s.largest)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        top_1 = vocab.top(z_t, 1, t.largest)[:, 0]  # a_u
-        tokens = _anchored(tokens, top_1, y, anchor)
+        top_1 = vocab.top(z_t, 1, t.largest)  # a_u
+        tokens = _anchored(tokens, top_1, y[:, None], anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
@@ -152,17 +152,20 @@ def alra(
     # KL within that category. R is the category and the candidates outside I.
     x_s, x_t, others_kl = vocab.split(s, t, tokens, tau)
     in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
-    log_odds_s = lse(x_s, in_local) - lse(x_s, ~in_local)  # ln(alpha / (1 - alpha)), Eq. 10
-    log_odds_t = lse(x_t, in_local) - lse(x_t, ~in_local)
+    local_s = x_s.masked_fill(~in_local, LEAST)
+    local_t = x_t.masked_fill(~in_local, LEAST)
+    rest_s = x_s.masked_fill(in_local, LEAST)
+    rest_t = x_t.masked_fill(in_local, LEAST)
+    log_odds_s = local_s.logsumexp(-1) - rest_s.logsumexp(-1)  # ln(alpha / (1 - alpha)), Eq. 10
+    log_odds_t = local_t.logsumexp(-1) - rest_t.logsumexp(-1)
     mass = binary_kl(log_odds_t, log_odds_s)  # Eq. 14, like the next two
-    local = kl(x_t, x_s, in_local)
+    local = kl(local_t, local_s)
     # the chain rule, [N]: KL over the candidates in R and one category "others", plus
     # P_t(others | R) times the KL within the others
-    share = ln_softmax(x_t, ~in_local)[:, -1].exp()
-    rest = kl(x_t, x_s, ~in_local) + share * others_kl
+    rest = kl(rest_t, rest_s) + rest_t.softmax(-1)[:, -1] * others_kl
 
-    both_inside = inside[:, :, None] & inside[:, None, :]
-    pairs = both_inside & upper(d_max, inside.device)  # [N, d_max, d_max], Eq. 15
+    # each pair once, i before j: [N, d_max, d_max], Eq. 15
+    pairs = (inside[:, :, None] & inside[:, None, :]).triu(1)
     gap_s = differences(x_s[:, :-1] * tau / tau_p)
     gap_t = differences(x_t[:, :-1] * tau / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
@@ -192,19 +195,17 @@ def alra(
 def _anchored(tokens, top_1, y, anchor) -> Tensor:
     """Let each missing anchor replace the lowest-ranked proposal that is no anchor (Eq. 5).
 
-    tokens  [N, k]  the student's proposals, best first
-    top_1   [N]     the teacher's
-    ->      [N, k]  as many distinct tokens
+    tokens    [N, k]  the student's proposals, best first
+    top_1, y  [N, 1]  the teacher's best token, the label
+    ->        [N, k]  as many distinct tokens, anchors first
     """
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
-    place = torch.arange(tokens.shape[1], device=tokens.device)  # 0 is the best
-    for a in anchors:
-        missing = (tokens != a[:, None]).all(-1, keepdim=True)
-        differs = [tokens != other[:, None] for other in anchors]
-        free = torch.stack(differs).all(0)  # [N, k] tokens that are no anchors
-        last_free = torch.where(free, place, -1).amax(-1, keepdim=True)
-        tokens = torch.where(missing & (place == last_free), a[:, None], tokens)
-    return tokens
+    N, k = tokens.shape
+    tokens = torch.cat([*anchors, tokens], 1)
+    is_repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
+    place = (~is_repeated).cumsum(1) - 1
+    place = place.masked_fill(is_repeated | (place > k), k)
+    return tokens.new_empty(N, k + 1).scatter(1, place, tokens)[:, :k]
 
 
 @torch.no_grad()
@@ -372,7 +373,7 @@ def _target_split(z_s, z_t, token, tau) -> tuple[Tensor, Tensor, Tensor]:
 
 def _log_odds(blocks, token, tau) -> Tensor:
     """Return ln(p / (1 - p)) of one token per position, [N, 1] -> [N]."""
-    x, _ = vocab.categories(blocks, vocab.choose_blocks(blocks, token), tau)
+    x, _ = vocab.categories(blocks, vocab.choose_blocks(token, blocks), tau)
     return x[:, 0] - x[:, 1]
 
 
@@ -403,8 +404,8 @@ def rld(
     top_1 = vocab.top(z_t, 1, t.largest)
     scd_u = binary_kl(_log_odds(t, top_1, tau_conf), _log_odds(s, y[:, None], tau_conf))
     outside = z_t >= z_t.gather(1, y[:, None])
-    in_s = z_s.masked_fill(outside, vocab.LEAST)
-    in_t = z_t.masked_fill(outside, vocab.LEAST)
+    in_s = z_s.masked_fill(outside, LEAST)
+    in_t = z_t.masked_fill(outside, LEAST)
     mcd_u = vocab.forward_kl(in_s, in_t, tau)
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
@@ -449,7 +450,7 @@ def ldrld(
     q = rank[None, :]
     distance = 1.5 + q - r
     decay = (-0.05 * (r + q)).exp()
-    adw = torch.where(upper(d, z_s.device), 2 / distance * decay, 0.0)
+    adw = (2 / distance * decay).triu(1)
     pair_kl = binary_kl(differences(x_t), differences(x_s))
     pairs_u = (adw * pair_kl).sum((1, 2))
     llki_u = kl(x_t, x_s)
@@ -506,7 +507,7 @@ def tad(
         ln_each = every.values.view(n_sequences, -1)  # [sequences, positions]
         valid_each = every.valid.view(n_sequences, -1)
         n_each = valid_each.sum(-1, keepdim=True).to(ln_w.dtype)
-        ln_sum = lse(ln_each, valid_each)[:, None]
+        ln_sum = ln_each.masked_fill(~valid_each, LEAST).logsumexp(-1, keepdim=True)
         ln_w = (ln_each - ln_sum + n_each.log()).flatten()[every.here]
     w = 1.0 if norm == "unit" else ln_w.exp()
     loss = kl(x_t, x_s) + beta * w * others_kl
@@ -527,15 +528,15 @@ def bild(z_s, z_t, y, *, tau: Positive = 3.0, top_k: int = 8) -> Tensor:
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 3 <= top_k <= z_s.shape[1]:
         raise UserError(f"top_k={top_k}: expected 3 to V")
-    is_pair = upper(top_k, z_s.device).flatten()  # a before b
+    no_pair = torch.ones(top_k, top_k, dtype=torch.bool, device=z_s.device).tril()  # b <= a
     loss = 0.0
     for leader in (z_t, z_s):  # t-LD, s-LD
         tokens = vocab.top(leader, top_k)
         in_t = z_t.gather(1, tokens) / tau
         in_s = z_s.gather(1, tokens) / tau
-        d_t = differences(in_t).flatten(1)  # [N, k * k]
-        d_s = differences(in_s).flatten(1)
-        loss = loss + kl(d_t, d_s, is_pair)
+        d_t = differences(in_t).masked_fill(no_pair, LEAST)
+        d_s = differences(in_s).masked_fill(no_pair, LEAST)
+        loss = loss + kl(d_t.flatten(1), d_s.flatten(1))
     return leave(loss, valid)
 
 

@@ -62,15 +62,15 @@ def block_kl(s: Blocks, t: Blocks) -> Tensor:
     return (p_t * (t.ln_e - s.ln_e)).sum(-1) + (s.ln_sum - t.ln_sum)
 
 
+def parts_relative_to(shift, blocks, tau) -> Tensor:
+    """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
+    return (blocks.largest - shift) / tau + blocks.ln_sum
+
+
 def log_sum(blocks, tau=1.0) -> tuple[Tensor, Tensor]:
     """Return the largest logit, and log sum exp((z - largest) / tau), [N, 1] each."""
     largest = blocks.largest.amax(-1, keepdim=True)
-    return largest, sum_relative_to(largest, blocks, tau).logsumexp(-1, keepdim=True)
-
-
-def sum_relative_to(shift, blocks, tau) -> Tensor:
-    """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
-    return (blocks.largest - shift) / tau + blocks.ln_sum
+    return largest, parts_relative_to(largest, blocks, tau).logsumexp(-1, keepdim=True)
 
 
 def log_softmax(z, tau=1.0) -> Tensor:
@@ -86,7 +86,7 @@ def log_p(z, tokens, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau) at distinct `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
     largest, ln_sum = log_sum(blocks, tau)
-    chosen = choose_blocks(blocks, tokens)
+    chosen = choose_blocks(tokens, blocks)
     selected = take_blocks(blocks.z, chosen).gather(1, chosen.at)
     return (selected - largest) / tau - ln_sum
 
@@ -98,6 +98,25 @@ def label_log_p(z, y) -> Tensor:
     """
     largest, ln_sum = log_sum(block_sums(z))
     return (-F.nll_loss(z, y, reduction="none")[:, None] - largest - ln_sum)[:, 0]
+
+
+def forward_kl(z_s, z_t, tau) -> Tensor:
+    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
+    s = block_sums(z_s, tau)
+    t = block_sums(z_t, tau)
+    parts_s = parts_relative_to(s.largest.amax(-1, keepdim=True), s, tau)
+    parts_t = parts_relative_to(t.largest.amax(-1, keepdim=True), t, tau)
+    return mixture_kl(parts_s, parts_t, block_kl(s, t))
+
+
+def mixture_kl(x_s, x_t, within) -> Tensor:
+    """Return the KL of two mixtures by the chain rule: over their parts, and within them, [N].
+
+    x_s, x_t  [N, parts] logits of the parts
+    within    [N, blocks] KL within the first parts; the others are single tokens
+    """
+    p_t = x_t.softmax(-1)[:, : within.shape[1]]
+    return kl(x_t, x_s) + (p_t * within).sum(-1)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -123,7 +142,7 @@ def split(s: Blocks, t: Blocks, tokens, tau) -> Split:
     s, t    `block_sums` of the student's and the teacher's logits at tau
     tokens  [N, k] int64, distinct: the selected ones
     """
-    chosen = choose_blocks(t, tokens)
+    chosen = choose_blocks(tokens, s)
     x_s, parts_s = categories(s, chosen, tau)
     x_t, parts_t = categories(t, chosen, tau)
     return Split(x_s, x_t, mixture_kl(parts_s, parts_t, block_kl(s, t)))
@@ -136,33 +155,13 @@ def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
     tokens of the chosen blocks. So the others are always a sum over the others, never `1 - p`,
     which cancels in fp32.
     """
-    taken = take_blocks(blocks.z, chosen)  # [N, c * size]
-    single = taken.masked_fill(chosen.is_selected, LEAST)
-    largest = blocks.largest.masked_fill(chosen.is_taken, LEAST)
-    shift = torch.cat([largest, single.detach()], 1).amax(-1, keepdim=True)
-    of_blocks = sum_relative_to(shift, blocks, tau).masked_fill(chosen.is_taken, LEAST)
-    parts = torch.cat([of_blocks, (single - shift) / tau], 1)
+    taken = take_blocks(blocks.z, chosen)  # [N, k * size]
+    single = taken.masked_fill(~chosen.is_other, LEAST)
+    whole = blocks._replace(largest=blocks.largest.masked_fill(chosen.is_taken, LEAST))
+    shift = torch.cat([whole.largest, single.detach()], 1).amax(-1, keepdim=True)
+    parts = torch.cat([parts_relative_to(shift, whole, tau), (single - shift) / tau], 1)
     selected = (taken.gather(1, chosen.at) - shift) / tau
     return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts
-
-
-def forward_kl(z_s, z_t, tau) -> Tensor:
-    """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
-    s = block_sums(z_s, tau)
-    t = block_sums(z_t, tau)
-    parts_s = sum_relative_to(s.largest.amax(-1, keepdim=True), s, tau)
-    parts_t = sum_relative_to(t.largest.amax(-1, keepdim=True), t, tau)
-    return mixture_kl(parts_s, parts_t, block_kl(s, t))
-
-
-def mixture_kl(x_s, x_t, within) -> Tensor:
-    """Return the KL of two mixtures by the chain rule: over their parts, and within them, [N].
-
-    x_s, x_t  [N, parts] logits of the parts
-    within    [N, blocks] KL within the first parts; the others are single tokens
-    """
-    p_t = x_t.softmax(-1)[:, : within.shape[1]]
-    return kl(x_t, x_s) + (p_t * within).sum(-1)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -170,31 +169,29 @@ def mixture_kl(x_s, x_t, within) -> Tensor:
 
 
 class Chosen(NamedTuple):
-    """Distinct blocks that hold all selected tokens, c of them for k tokens: c <= k."""
+    """The blocks of k selected tokens. Tokens of the same block have it at the first's place."""
 
-    block: Tensor  # [N, c]
-    place: Tensor  # [N, blocks] place of each block in `block`, c if it is not chosen
-    is_taken: Tensor  # [N, blocks] whether a block is chosen
-    at: Tensor  # [N, k] the tokens' places among the c * size tokens of the chosen blocks
-    is_selected: Tensor  # [N, c * size] whether a token of the chosen blocks is selected
+    block: Tensor  # [N, k]
+    place: Tensor  # [N, blocks] place of each block in `block`, k if it holds no selected token
+    is_taken: Tensor  # [N, blocks] whether it holds one
+    at: Tensor  # [N, k] places of the tokens among the k * size tokens of the chosen blocks
+    is_other: Tensor  # [N, k * size] whether such a token is not selected, and there once
 
 
-def choose_blocks(blocks: Blocks, tokens) -> Chosen:
-    """Choose the blocks of the tokens, and others where two tokens share one."""
-    N, n_blocks, size = blocks.z.shape
-    of_token = tokens // size
-    holds = torch.zeros_like(blocks.largest).scatter(1, of_token, 1.0)
-    c = min(tokens.shape[1], n_blocks)
-    block = holds.topk(c).indices
-    order = torch.arange(c, device=block.device).expand(N, -1)
-    place = torch.full_like(holds, c, dtype=torch.int64).scatter(1, block, order)
-    at = place.gather(1, of_token) * size + tokens % size
-    is_selected = at.new_zeros(N, c * size, dtype=torch.bool).scatter(1, at, True)
-    return Chosen(block, place, place < c, at, is_selected)
+def choose_blocks(tokens, blocks: Blocks) -> Chosen:
+    N, k = tokens.shape
+    size = blocks.z.shape[2]
+    block = tokens // size
+    first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)  # token of the same block
+    place = torch.full_like(blocks.largest, k, dtype=torch.int64).scatter(1, block, first)
+    at = first * size + tokens % size
+    is_first = first == torch.arange(k, device=tokens.device)
+    is_other = is_first.repeat_interleave(size, 1).scatter(1, at, False)
+    return Chosen(block, place, place < k, at, is_other)
 
 
 def take_blocks(z, chosen) -> Tensor:
-    """Gather the chosen blocks, [N, blocks, size] -> [N, c * size]."""
+    """Gather the chosen blocks, [N, blocks, size] -> [N, k * size]."""
     return _TakeBlocks.apply(z, chosen.block, chosen.place).flatten(1)
 
 
@@ -209,7 +206,7 @@ class _TakeBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (place,) = ctx.saved_tensors
-        g = F.pad(g, (0, 0, 0, 1))  # place c, that of all other blocks, gets 0
+        g = F.pad(g, (0, 0, 0, 1))  # place k, that of all other blocks, gets 0
         return g.gather(1, _wide(place, g.shape[2])), None, None
 
 
@@ -233,84 +230,51 @@ def top(z, k, largest=None) -> Tensor:
     V = z.shape[1]
     size = block_size(V)
     if 2 * k * size >= V:  # k blocks are half of the vocabulary or more
-        return _top_of_few(z, k)
+        return places_of_largest(z, k)
     blocks = in_blocks(z)
     if largest is None:
         largest = blocks.amax(-1)
-    block = _top_of_few(largest, k)
-    block = _ranked(block, block[:, None, :] < block[..., None])  # by rising index
-    x = blocks.gather(1, _wide(block, size)).flatten(1)
-    place = _top_of_few(x, k)
+    block = rising(places_of_largest(largest, k))
+    place = places_of_largest(blocks.gather(1, _wide(block, size)).flatten(1), k)
     return block.gather(1, place // size) * size + place % size
 
 
-def _top_of_few(z, k):
-    """`top` without blocks. torch.topk leaves the choice among equal values open.
+def places_of_largest(x, k):
+    """Return the places of the k largest of each row, largest first, [N, m] -> [N, k].
 
-    Entries above the k-th value are certain. Of those equal to it, a second selection takes the
-    lowest indices.
+    Equal ones come in their order, which torch.topk leaves open: so each gets a key of its own, the
+    bits of x as a number that rises with x, and then its place. NaN comes first, so that it is not
+    hidden.
     """
-    if k == 1:
-        return z.argmax(-1, keepdim=True)  # the lowest of equal ones
-    value, token = z.topk(k)
-    last = value[:, -1:]
-    # exact in fp32 up to V = 2^24
-    lowest_first = torch.arange(z.shape[1], 0, -1, device=z.device, dtype=z.dtype)
-    # in place: one tensor of [N, V]
-    tied = z.clone().eq_(last).mul_(lowest_first).topk(k).indices
-    above = ~(value <= last)  # NaN too
-    place = torch.arange(k, device=z.device) - above.sum(-1, keepdim=True)
-    lowest = tied.gather(1, place.clamp(min=0))
-    return by_logit(z, torch.where(above, token, lowest))
+    if x.dtype == torch.float64:  # whose bits fill a key
+        return x.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    bits = x.masked_fill(x.isnan(), math.inf).view(torch.int32).long()
+    rising_bits = torch.where(bits < 0, -(2**31) - bits, bits)
+    m = x.shape[1]
+    return (rising_bits * m - torch.arange(m, device=x.device)).topk(k).indices
 
 
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
-    x = z.gather(1, tokens)
-    x = torch.where(x.isnan(), math.inf, x)  # NaN ranks first, so that it is not hidden
-    mine = x[..., None]  # [N, k, 1]
-    other = x[:, None, :]  # [N, 1, k]
-    lower = tokens[:, None, :] < tokens[..., None]
-    return _ranked(tokens, (other > mine) | ((other == mine) & lower))
+    tokens = rising(tokens)
+    return tokens.gather(1, places_of_largest(z.gather(1, tokens), tokens.shape[1]))
 
 
-def _ranked(tokens, before):
-    """Sort `tokens` [N, k]. before[u, i, j] says whether token j of position u precedes token i.
-
-    Ranks are counted: torch.compile would turn a sort of 25 numbers into a GPU kernel that takes
-    minutes to build.
-    """
-    return torch.zeros_like(tokens).scatter(1, before.sum(-1), tokens)
+def rising(tokens) -> Tensor:
+    """Sort `tokens` by index, [N, k]. torch.compile would take minutes to build a `sort`."""
+    return tokens.topk(tokens.shape[1], largest=False).values
 
 
 # ----------------------------------------------------------------------------------------------
 # small distributions, over k entries per position; the teacher comes first, as in KL(p_t || p_s)
 
 
-def kl(x_t, x_s, keep=None) -> Tensor:
-    """Return KL(softmax(x_t) || softmax(x_s)) over the entries to keep, [N, k] -> [N]."""
-    ln_t = ln_softmax(x_t, keep)
-    ln_s = ln_softmax(x_s, keep)
-    p_t = ln_t.exp()
-    if keep is not None:
-        p_t = torch.where(keep, p_t, 0.0)
-    return (p_t * (ln_t - ln_s)).sum(-1)
-
-
-def ln_softmax(x, keep) -> Tensor:
-    """Return ln softmax over the entries to keep, at least one; finite at the others, [N, k]."""
-    if keep is None:
-        return x.log_softmax(-1)
-    # relative to the largest, so that rounding errors scale with ln p, not with the logit
-    kept = x.detach().masked_fill(~keep, -math.inf)
-    x = x - kept.amax(-1, keepdim=True)
-    return x - lse(x, keep)[:, None]
-
-
-def lse(x, keep) -> Tensor:
-    """Return log sum exp over the entries to keep, [N, k] -> [N]."""
-    return x.masked_fill(~keep, -math.inf).logsumexp(-1)
+def kl(x_t, x_s) -> Tensor:
+    """Return KL(softmax(x_t) || softmax(x_s)), [N, k] -> [N]. Entries of LEAST do not count."""
+    ln_t = x_t.log_softmax(-1)
+    ln_s = x_s.log_softmax(-1)
+    return (ln_t.exp() * (ln_t - ln_s)).sum(-1)
 
 
 def binary_kl(odds_t, odds_s) -> Tensor:
@@ -330,12 +294,6 @@ def binary_kl(odds_t, odds_s) -> Tensor:
 def differences(x) -> Tensor:
     """Return x_i - x_j of all ordered pairs, [N, k] -> [N, k, k]."""
     return x[..., None] - x[:, None, :]
-
-
-def upper(k, device) -> Tensor:
-    """Mark each unordered pair once, i before j: [k, k] bool."""
-    rank = torch.arange(k, device=device)
-    return rank[:, None] < rank[None, :]
 
 
 # ----------------------------------------------------------------------------------------------

@@ -1025,10 +1025,11 @@ def method_loss(
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
-def mean_loss(method, z_s, z_t, y, batch: Batch | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
-    z_s, z_t, y  as for an objective: the positions of a forward batch, or a chunk of `batch`
+    z_s, z_t, y  as for an objective
+    n            valid positions of the forward batch, if these are a chunk of it
     ->           their part of the mean over the forward batch, []; and a dict of sums over the
                  valid positions: `loss`, `kd` (with a teacher), `ce`, the objective's parts; and
                  `n_valid`, by which the caller divides them. The next state of an objective that
@@ -1046,10 +1047,7 @@ def mean_loss(method, z_s, z_t, y, batch: Batch | None = None) -> tuple[Tensor, 
     if method.has_teacher:
         if z_t is None:
             raise UserError("z_t: this method needs teacher logits, got None")
-        hyper = method.hyper
-        if batch is not None and takes(method.fn, "batch"):
-            hyper = hyper | {"batch": batch}
-        parts = parts_of(method.fn(_weighted(z_s, method.w_kd), z_t, y, **hyper))
+        parts = parts_of(method.fn(_weighted(z_s, method.w_kd), z_t, y, **method.hyper))
         state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
@@ -1060,7 +1058,8 @@ def mean_loss(method, z_s, z_t, y, batch: Batch | None = None) -> tuple[Tensor, 
             sums[key] = leave(value.detach(), valid).sum()
     for key, value in state.items():
         sums[f"state.{key}"] = value * n_valid
-    n = n_valid if batch is None else batch.valid.sum()
+    if n is None:
+        n = n_valid
     return loss.sum() / n.clamp(min=1), sums
 
 
@@ -1078,7 +1077,12 @@ def with_sequences(method, n_sequences: int) -> Method:
     """Set `n_sequences` if the objective has that keyword."""
     if not takes(method.fn, "n_sequences"):
         return method
-    return method._replace(hyper=method.hyper | {"n_sequences": n_sequences})
+    return with_keywords(method, n_sequences=n_sequences)
+
+
+def with_keywords(method, **keywords) -> Method:
+    """Set keywords of the objective that are not its settings."""
+    return method._replace(hyper=method.hyper | keywords)
 
 
 def resolve(name, /, **overrides) -> Method:

@@ -187,16 +187,20 @@ def rotary(positions: Tensor, config) -> tuple[Tensor, Tensor]:
     k = config.head_dim
     exponent = torch.arange(0, k, 2, device=positions.device, dtype=torch.float32) / k
     frequency = config.rope_theta**-exponent  # [K / 2] radians per position
-    scaling = config.rope_scaling
-    if scaling:  # low frequencies are divided by `factor`, high ones kept, with a blend between
-        low = scaling["low_freq_factor"]
-        high = scaling["high_freq_factor"]
-        turns = frequency * scaling["original_max_position_embeddings"] / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling["factor"])
+    if config.rope_scaling:
+        frequency = scaled_frequency(frequency, config.rope_scaling)
     angle = positions[:, None].float() * frequency  # [T, K / 2]
     angle = torch.cat((angle, angle), -1)
     return angle.cos(), angle.sin()
+
+
+def scaled_frequency(frequency, scaling) -> Tensor:
+    """Divide low frequencies by `factor`, keep high ones, and blend between (Llama 3), [K / 2]."""
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    turns = frequency * scaling["original_max_position_embeddings"] / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling["factor"])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

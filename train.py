@@ -95,7 +95,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     if cfg.compile:
         model.compile_layers()
     if method.state:  # what an objective carries from one update to the next (docs/objectives.md)
-        extras["state"] = nn.Module()  # holds it as buffers, so that checkpoints have it
+        extras["state"] = nn.Module()
         for key, value in method.state.items():
             extras["state"].register_buffer(key, value.clone())
     if cfg.shard > 1:
@@ -126,6 +126,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         folder=Path(cfg.out_dir) / name,
         init_sha256=init_sha256,
         method=method,
+        state={key: extras["state"].get_buffer(key) for key in method.state},
         tokenizer=tokenizer,
     )
 
@@ -167,13 +168,14 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
+    n_processes = parallel.world()
     methods = [method_at(s, step, cfg) for s in students]
     n_valid = 0
-    for _ in range(n_micro // parallel.world()):
+    for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
-        h_s = [s.model.hidden(x, recompute=cfg.recompute, dtype=dtype) for s in students]
+        h_s = [s.model.hidden(x, cfg.recompute, dtype) for s in students]
         heads = [s.model.head for s in students]
-        inputs = list(zip(h_s, heads, methods, strict=True))
+        inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, one forward batch of logits at a time
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile)
         for s, (loss, terms) in zip(students, results, strict=True):
@@ -182,20 +184,22 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
             (loss / n_micro).backward()
             add_terms(s, terms, n)
         n_valid += n
-    for s in students:
-        parallel.sum_gradients(s.parameters_by_name().values())
+    if n_processes > 1:
+        for s in students:
+            parallel.sum_gradients(s.parameters())
 
-    norms = [clip_gradients(s.parameters_by_name().values(), cfg.clip) for s in students]
+    norms = [clip_gradients(s.parameters(), cfg.clip) for s in students]
     norms = torch.stack(norms).tolist()  # one wait for the device, for all students
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
-            for group in s.parameter_groups():
-                group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
-            advance_state(s, n_valid)
+            if s.state:
+                advance_state(s, n_valid)
             s.skipped = 0
         else:
             count_skipped_update(s, step, cfg)
@@ -273,22 +277,12 @@ def learning_rate(step, cfg) -> float:
 def clip_gradients(parameters, max_norm: float) -> Tensor:
     """Scale all gradients by one factor, so that their common norm is at most `max_norm`.
 
-    Returns the norm before scaling, in fp32. On the CPU torch's fp32 norm loses accuracy in large
-    tensors: it is 2 % too small for 67M equal elements. So there the squares are added in fp64, 1M
-    elements at a time.
+    Returns the norm before scaling, in fp32. The squares are added in fp64, since torch's fp32 norm
+    loses accuracy on the CPU: it is 2 % too small for 67M equal elements.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    grads = [parallel.local(p.grad) for p in parameters]
-    if grads[0].is_cuda:
-        norm = torch.nn.utils.get_total_norm(grads)
-    else:
-        block_norms = []
-        for grad in grads:
-            for block in grad.flatten().split(1 << 20):
-                block_norms.append(torch.linalg.vector_norm(block, dtype=torch.float64))
-        norm = torch.linalg.vector_norm(torch.stack(block_norms))
-    # of sharded gradients, over the processes that hold the other parts
-    norm = parallel.reduce_norm(norm, like=parameters[0]).float()
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(grads, 2, torch.float64)
+    norm = parallel.full_tensor(torch.linalg.vector_norm(torch.stack(norms))).float()
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -311,8 +305,6 @@ def advance_state(s, n_valid: int):
 
     The mean is over the labels of the update, on all processes.
     """
-    if not s.state:
-        return
     n = torch.tensor(float(n_valid), dtype=torch.float64, device=s.model.head.device)
     parallel.sum_in_place([n, *s.next_state.values()])
     for key, value in s.state.items():

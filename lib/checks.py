@@ -10,9 +10,9 @@ from torch import Tensor
 
 import lib.torch_setup  # noqa: F401  (all that computes imports this file)
 from lib.errors import UserError
+from lib.vocab import LEAST
 
 IGNORE = -100  # label of an ignored position; torch's own `ignore_index`
-MASKED = -1e30  # a teacher's logit at or below it stands for a masked token
 
 
 def enter(z_s, z_t, y):
@@ -51,9 +51,9 @@ def check_values(z_t, y, V):
         return
     if not fits:
         raise UserError(f"{message}; got {y.min()} to {y.max()}")
-    if z_t is not None and z_t.numel() and z_t.amin() <= MASKED:
+    if z_t is not None and z_t.numel() and z_t.amin() <= LEAST:
         raise UserError(
-            f"z_t: expected logits above {MASKED}, got {z_t.amin():.1e}; "
+            f"z_t: expected logits above {LEAST}, got {z_t.amin():.1e}; "
             "instead of masking tokens, cut them off the logits of both models"
         )
 

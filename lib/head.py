@@ -14,7 +14,7 @@ from lib.checks import IGNORE
 
 
 class Head:
-    """A model's last hidden states and head weight, without gradient, in the dtype of products.
+    """A model's last hidden states and head weight, without gradient, as operands of products.
 
     h, w  [B * T, D], [V, D]; h is 0 at ignored positions
     """
@@ -30,30 +30,34 @@ class Head:
         return mm(self.h[here], self.w.t())
 
 
-class Gradients:
-    """The gradients of a head's inputs, added up from gradients of its logits.
+class TrainedHead(Head):
+    """A head whose gradients are added up from those of its logits.
 
     dh, dw  [B * T, D], [V, D]; dw in fp32 or wider
     """
 
-    def __init__(self, head):
-        self.head = head
-        self.dh = torch.zeros_like(head.h)
-        self.dw = torch.zeros_like(head.w, dtype=_wide(head.w))
+    def __init__(self, h, w, y):
+        super().__init__(h, w, y)
+        self.inputs = (h, w)
+        self.dh = torch.zeros_like(self.h)
+        dtype = torch.promote_types(w.dtype, torch.float32)
+        self.dw = torch.zeros_like(self.w, dtype=dtype)
 
-    def add(self, here, dz):
-        """Add those of the logits [N, V] at the positions `here`."""
-        self.dh[here] = mm(dz, self.head.w)
-        add_mm(self.dw, dz.t(), self.head.h[here])
-
-    def attach(self, loss, h, w) -> Tensor:
-        """Return the loss [] with these gradients of h [B, T, D] and w. Backward may run once."""
-        return _Attach.apply(h, w, loss, self.dh.view_as(h), self.dw)
+    def add_gradient(self, here, dz):
+        """Add that of the logits [N, V] of the positions `here`."""
+        self.dh[here] = mm(dz, self.w)
+        add_mm(self.dw, dz.t(), self.h[here])
 
 
-class _Attach(torch.autograd.Function):
+class AttachGradients(torch.autograd.Function):
+    """Return the loss [] with gradients dh [B * T, D] of h [B, T, D], and dw of w [V, D].
+
+    Backward may run once.
+    """
+
     @staticmethod
     def forward(ctx, h, w, loss, dh, dw):
+        ctx.shape = h.shape
         ctx.gradients = (dh, dw)
         return loss.clone()
 
@@ -65,13 +69,15 @@ class _Attach(torch.autograd.Function):
             )
         dh, dw = ctx.gradients
         ctx.gradients = None
-        return dh.mul_(g), dw.mul_(g), None, None, None
+        return dh.mul_(g).view(ctx.shape), dw.mul_(g), None, None, None
 
 
 def operand(x: Tensor, dtype) -> Tensor:
     """Cast hidden states or a head for `mm`: to `dtype`, on the CPU to fp32 or wider."""
     x = x.to(dtype)
-    return x if x.is_cuda else x.to(_wide(x))
+    if x.is_cuda:
+        return x
+    return x.to(torch.promote_types(dtype, torch.float32))
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -104,7 +110,3 @@ def _adds_in_place(device, dtype) -> bool:
         return torch.equal(onto, torch.full_like(onto, 17 + 2**-19))  # exact in fp32 alone
     except RuntimeError:  # no such kernel
         return False
-
-
-def _wide(x) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map_only
 
 from lib.errors import UserError
@@ -114,13 +115,12 @@ def sum_gradients(parameters: Iterable[Tensor]):
     """
     grads = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
     small = [grad for grad in grads if grad.numel() < 1 << 20]
-    if world() == 1 or not small:
-        return sum_in_place(grads)
-    together = torch.cat([grad.flatten() for grad in small])
-    sum_in_place([together, *(grad for grad in grads if grad.numel() >= 1 << 20)])
-    parts = together.split([grad.numel() for grad in small])
-    for grad, part in zip(small, parts, strict=True):
-        grad.copy_(part.view_as(grad))
+    large = [grad for grad in grads if grad.numel() >= 1 << 20]
+    if not small:
+        return sum_in_place(large)
+    together = parameters_to_vector(small)
+    sum_in_place([together, *large])
+    vector_to_parameters(together, small)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -166,18 +166,6 @@ def whole_on_cpu(tree):
         return whole.detach().to("cpu", copy=True) if rank() == 0 else None
 
     return tree_map_only(Tensor, copy, tree)
-
-
-def reduce_norm(norm: Tensor, like: Tensor) -> Tensor:
-    """Return the norm of whole gradients, given that of this process's parts.
-
-    like  one of the parameters
-    """
-    if not is_sharded(like):
-        return norm
-    squares = norm.square()
-    dist.all_reduce(squares, group=like.device_mesh.get_group(-1))
-    return squares.sqrt()
 
 
 @contextlib.contextmanager

@@ -85,8 +85,8 @@ class Rows:
             raise UserError(
                 f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}"
             )
-        x = ids.masked_fill(is_pad, self.eos)[:, :-1].contiguous()  # no label follows padding
-        y = ids.masked_fill(is_pad, IGNORE)[:, 1:].contiguous()
+        x = ids.masked_fill(is_pad, self.eos)[:, :-1]  # no label follows padding
+        y = ids.masked_fill(is_pad, IGNORE)[:, 1:]
         if self.mask_after_eos:
             y[ids[:, :-1] == self.eos] = IGNORE
         n_valid = int((y != IGNORE).sum())

@@ -19,7 +19,7 @@ from torch import Tensor
 from lib import parallel
 from lib.checks import IGNORE, Batch
 from lib.errors import UserError, first_line
-from lib.head import Gradients, Head
+from lib.head import AttachGradients, Head, TrainedHead
 from losses import (
     METHODS,
     Method,
@@ -28,6 +28,7 @@ from losses import (
     parts_of,
     resolve,
     takes,
+    with_keywords,
     with_sequences,
 )
 
@@ -90,26 +91,28 @@ def compute_dtype(cfg) -> torch.dtype:
 
 def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
-    return with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
+    method = with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
+    if takes(method.fn, "generator"):
+        method = with_keywords(method, generator=None)  # `method_at` sets it
+    return method
 
 
 def method_at(s, step, cfg) -> Method:
     """Return the method of a student in update `step`, with its moving settings and its state."""
-    hyper = dict(s.method.hyper)
-    weights = {}
-    for key, value in scheduled_settings(s.method, step, cfg.schedule_steps).items():
+    method = s.method
+    hyper = dict(method.hyper)
+    for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
         # A tensor, so that one compiled graph serves every value. `torch.full` avoids a blocking
         # host-to-device copy.
-        value = torch.full((), value, dtype=torch.float64, device=cfg.device)
-        if key == "w_kd":
-            weights = {"w_kd": value, "w_ce": 1.0 - value}
-        else:
-            hyper[key] = value
+        hyper[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
+    if "w_kd" in hyper:
+        w_kd = hyper.pop("w_kd")
+        method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
     if s.state:
         hyper["state"] = s.state
-    if takes(s.method.fn, "generator"):
+    if "generator" in hyper:
         hyper["generator"] = generators(s.name, step, cfg)
-    return s.method._replace(hyper=hyper, **weights)
+    return method._replace(hyper=hyper)
 
 
 def generators(name, step, cfg) -> Iterator[torch.Generator]:
@@ -144,21 +147,20 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=CHUNK_POSIT
         raise UserError(f"group={group}: expected a divisor of the {len(y)} rows")
     n_batches = len(y) // group
     size = y.numel() // n_batches  # positions of a forward batch
-    labels = y.flatten()
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
         losses = [HeadLoss(*student, y, compile) for student in students]
+        divided = [loss for loss in losses if loss.in_chunks and size > chunk]
+        whole = [loss for loss in losses if loss not in divided]
         for first in range(0, y.numel(), size):
             batch = slice(first, first + size)
-            whole = [loss for loss in losses if size <= chunk or not loss.has_chunks]
             if whole:
                 z_t = teacher and teacher.logits(batch)
                 for loss in whole:
-                    loss.add(batch, z_t)
-                del z_t
-            if len(whole) < len(losses):
-                others = [loss for loss in losses if loss not in whole]
-                add_chunks(others, teacher, labels, batch, chunk)
+                    loss.add(batch, z_t, loss.method)
+                z_t = None  # frees it
+            if divided:
+                add_chunks(divided, teacher, y.flatten(), batch, chunk)
     return [loss.result(n_batches) for loss in losses]
 
 
@@ -177,55 +179,57 @@ def add_chunks(losses, teacher, y, batch: slice, size):
             z_t = teacher.logits(here)
             for loss, values in statistics.items():
                 values.append(loss.statistic(here, z_t))
-    for loss, values in statistics.items():
-        statistics[loss] = torch.cat(values)
     for here, place in zip(chunks, places, strict=True):
         z_t = teacher and teacher.logits(here)
         for loss in losses:
-            loss.add(here, z_t, Batch(statistics.get(loss), valid, place))
+            method = loss.method
+            if loss in statistics:
+                known = Batch(torch.cat(statistics[loss]), valid, place)
+                method = with_keywords(method, batch=known)
+            loss.add(here, z_t, method, valid.sum())
 
 
-class HeadLoss:
-    """One student in `head_losses`: its method, its head with gradients, the sums of its terms.
+class HeadLoss(TrainedHead):
+    """One student in `head_losses`: its method, its head, the sums of its terms.
 
     `here` is a slice of the B * T positions of the micro-batch.
     """
 
     def __init__(self, h, w, method, y, compile):
-        self.inputs = (h, w)
+        super().__init__(h, w, y)
         self.y = y.flatten()
         self.method = method
         self.evaluate = evaluate
-        self.has_chunks = method.in_chunks
+        self.in_chunks = method.in_chunks
         if "generator" in method.hyper:
             self.evaluate = evaluate_random
-            self.has_chunks = False
+            self.in_chunks = False
         elif compile:
             self.evaluate = compiled(evaluate)
-        self.head = Head(h, w, y)
-        self.gradients = Gradients(self.head)
         self.sums = {}
 
-    def add(self, here, z_t, batch=None):
-        """Add loss and gradient of the positions `here`: a forward batch, or a chunk of `batch`."""
-        z_s = self.head.logits(here)
-        dtype = self.head.w.dtype
-        sums, dz = self.evaluate(self.method, dtype, z_s, z_t, self.y[here], batch)
-        del z_s
-        self.gradients.add(here, dz)
+    def add(self, here, z_t, method, n=None):
+        """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
+
+        n  valid positions of the forward batch, if they are a chunk of it
+        """
+        dtype = self.w.dtype
+        sums, dz = self.evaluate(method, dtype, self.logits(here), z_t, self.y[here], n)
+        self.add_gradient(here, dz)
         for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0.0) + value
 
     def statistic(self, here, z_t) -> Tensor:
         """Return what the objective must know of every position of a forward batch, [N]."""
         fn = statistic if self.evaluate is evaluate else compiled(statistic)
-        return fn(self.method, self.head.logits(here), z_t, self.y[here])
+        return fn(self.method, self.logits(here), z_t, self.y[here])
 
     def result(self, n_batches):
         """Return the loss with its gradients attached, and the means of its terms."""
-        loss = self.gradients.attach(self.sums.pop("mean"), *self.inputs) / n_batches
+        loss = AttachGradients.apply(*self.inputs, self.sums.pop("mean"), self.dh, self.dw)
         n_valid = self.sums.pop("n_valid").clamp(min=1)
-        return loss, {key: value / n_valid for key, value in self.sums.items()}
+        terms = {key: value / n_valid for key, value in self.sums.items()}
+        return loss / n_batches, terms
 
 
 @functools.cache
@@ -237,14 +241,14 @@ def compiled(fn) -> Callable:
     return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
-def evaluate(method, dtype: torch.dtype, z_s, z_t, y, batch: Batch | None = None):
+def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
     """Return the sums of `mean_loss`, with its loss as "mean", and the gradient of z_s in `dtype`.
 
-    z_s, z_t, y  as for an objective: the positions of a forward batch, or a chunk of `batch`
+    The other arguments are those of `mean_loss`.
     """
     z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():
-        loss, sums = mean_loss(method, z_s, z_t, y, batch)
+        loss, sums = mean_loss(method, z_s, z_t, y, n)
     (dz,) = torch.autograd.grad(loss, z_s)
     return {"mean": loss.detach(), **sums}, dz.to(dtype)
 
@@ -252,7 +256,7 @@ def evaluate(method, dtype: torch.dtype, z_s, z_t, y, batch: Batch | None = None
 def evaluate_random(method, *inputs):
     """Call `evaluate` with the generator of the next forward batch."""
     generator = next(method.hyper["generator"])
-    return evaluate(method._replace(hyper=method.hyper | {"generator": generator}), *inputs)
+    return evaluate(with_keywords(method, generator=generator), *inputs)
 
 
 @torch.no_grad()
@@ -260,7 +264,7 @@ def statistic(method, z_s, z_t, y) -> Tensor:
     """Return what an objective must know of every position of a forward batch, [N]."""
     method = with_sequences(method, 1)  # a chunk may end within a sequence
     values = []
-    method.fn(z_s, z_t, y, **method.hyper | {"batch": values})
+    method.fn(z_s, z_t, y, **method.hyper, batch=values)
     return values[0] if values else torch.zeros(len(y), device=y.device)
 
 
@@ -336,14 +340,18 @@ def _check_chunks(method, z_s, z_t, y):
     hyper = method.hyper | ({"state": method.state} if method.state else {})
     method = method._replace(hyper=hyper, w_kd=1.0, w_ce=0.0)
     _, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
+    valid = y != IGNORE
     halves = torch.arange(len(y)).split((len(y) + 1) // 2)
     values = None
     if takes(method.fn, "batch"):
         values = torch.cat([statistic(method, z_s[h], z_t[h], y[h]) for h in halves])
     gradients = []
     for here in halves:
-        batch = Batch(values, y != IGNORE, here)
-        gradients.append(evaluate(method, z_s.dtype, z_s[here], z_t[here], y[here], batch)[1])
+        if values is not None:
+            method = with_keywords(method, batch=Batch(values, valid, here))
+        inputs = (z_s[here], z_t[here], y[here])
+        _, gradient = evaluate(method, z_s.dtype, *inputs, valid.sum())
+        gradients.append(gradient)
     error = torch.cat(gradients) - expected
     if error.norm() > 1e-3 * expected.norm():
         raise UserError(

@@ -35,6 +35,7 @@ class Student:
     folder: Path
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
+    state: dict[str, Tensor]  # of the objective: buffers of `extras`, so that checkpoints hold it
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
     sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
@@ -43,27 +44,21 @@ class Student:
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
 
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """The state of the objective, which checkpoints hold as buffers of `extras`."""
-        return dict(self.extras.state.named_buffers()) if "state" in self.extras else {}
+    def __post_init__(self):
+        """Keep what each parameter group was made with, as its entry `initial`.
 
-    def parameters_by_name(self) -> dict[str, Tensor]:
-        """Return the parameters of the model and of the extras by name."""
-        extras = self.extras.named_parameters(prefix="extras")
-        return dict(self.model.named_parameters()) | dict(extras)
-
-    def parameter_groups(self) -> list[dict]:
-        """Return the optimizers' groups. `initial` has the entries that a group was made with."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group in groups:
-            if "initial" not in group:
+        The schedule scales its lr, and a checkpoint tells a group's state from its settings by it.
+        """
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["initial"] = {key: group[key] for key in group if key != "params"}
-        return groups
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what is trained: the parameters of the model and of the extras."""
+        return [*self.model.parameters(), *self.extras.parameters()]
 
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
-        self.parameter_groups()  # checkpoints tell settings from state by `initial`
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         extras = self.extras.state_dict()
         return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}

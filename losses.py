@@ -170,12 +170,11 @@ def alra(
     gap_t = differences(x_t[:, :-1] * tau / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     if pair == "swpra":
-        p_s = x_s.log_softmax(-1)[:, :-1].exp()  # [N, d_max] full-vocabulary probabilities at tau
+        p_s = x_s.softmax(-1)[:, :-1]  # [N, d_max] full-vocabulary probabilities at tau
         if detach_weights:
             p_s = p_s.detach()
         closeness = (-gamma * differences(p_s).abs()).exp()
-        score = closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
-        score = torch.where(pairs, score, 0.0)
+        score = pairs * closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
         weight = score / (score.sum((1, 2), keepdim=True) + eps)  # Eq. 20
     else:
         weight = pairs.to(z_s.dtype)  # Eq. 18
@@ -200,12 +199,11 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
     ->        [N, k]  as many distinct tokens, anchors first
     """
     anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
-    N, k = tokens.shape
+    k = tokens.shape[1]
     tokens = torch.cat([*anchors, tokens], 1)
     is_repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
-    place = (~is_repeated).cumsum(1) - 1
-    place = place.masked_fill(is_repeated | (place > k), k)
-    return tokens.new_empty(N, k + 1).scatter(1, place, tokens)[:, :k]
+    first = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
+    return tokens.gather(1, (first * ~is_repeated).topk(k).indices)
 
 
 @torch.no_grad()

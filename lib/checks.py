@@ -24,19 +24,18 @@ def enter(z_s, z_t, y):
     shape = tuple(z_s.shape)
     if z_s.ndim != 2 or y.shape != z_s.shape[:1]:
         raise UserError(f"z_s, y: expected [N, V] and [N], got {shape} and {tuple(y.shape)}")
-    if z_t is not None and z_t.shape != z_s.shape:
-        raise UserError(f"z_t: expected shape {shape} as z_s has")
     if y.dtype != torch.int64:
         raise UserError(f"y: expected int64 labels, got {y.dtype}")
-    for name, z in {"z_s": z_s, "z_t": z_t}.items():
-        if z is not None and not z.is_floating_point():
-            raise UserError(f"{name}: expected floating-point logits, got {z.dtype}")
-    dtype = torch.promote_types(z_s.dtype, torch.float32)
     ignored = y == IGNORE
+    y = y.masked_fill(ignored, 0)
+    dtype = torch.promote_types(z_s.dtype, torch.float32)
     z_s = z_s.to(dtype).masked_fill(ignored[:, None], 0.0)
     if z_t is not None:
+        if tuple(z_t.shape) != shape:
+            raise UserError(f"z_t: expected shape {shape} as z_s has")
+        if not z_t.is_floating_point():
+            raise UserError(f"z_t: expected floating-point logits, got {z_t.dtype}")
         z_t = z_t.detach().to(dtype).masked_fill(ignored[:, None], 0.0)
-    y = y.masked_fill(ignored, 0)
     if not torch.compiler.is_compiling():
         check_values(z_t, y, shape[1])
     return z_s, z_t, y, ~ignored

@@ -30,25 +30,6 @@ class Head:
         return mm(self.h[here], self.w.t())
 
 
-class TrainedHead(Head):
-    """A head whose gradients are added up from those of its logits.
-
-    dh, dw  [B * T, D], [V, D]; dw in fp32 or wider
-    """
-
-    def __init__(self, h, w, y):
-        super().__init__(h, w, y)
-        self.inputs = (h, w)
-        self.dh = torch.zeros_like(self.h)
-        dtype = torch.promote_types(w.dtype, torch.float32)
-        self.dw = torch.zeros_like(self.w, dtype=dtype)
-
-    def add_gradient(self, here, dz):
-        """Add that of the logits [N, V] of the positions `here`."""
-        self.dh[here] = mm(dz, self.w)
-        add_mm(self.dw, dz.t(), self.h[here])
-
-
 class AttachGradients(torch.autograd.Function):
     """Return the loss [] with gradients dh [B * T, D] of h [B, T, D], and dw of w [V, D].
 

@@ -81,11 +81,12 @@ class Rows:
         """
         ids = torch.from_numpy(self.ids[index].astype(np.int64))
         is_pad = ids == PAD
-        if (ids[~is_pad] >= self.n_vocab).any():
+        tokens = ids.masked_fill(is_pad, self.eos)
+        if tokens.amax() >= self.n_vocab:
             raise UserError(
                 f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}"
             )
-        x = ids.masked_fill(is_pad, self.eos)[:, :-1]  # no label follows padding
+        x = tokens[:, :-1]  # no label follows padding
         y = ids.masked_fill(is_pad, IGNORE)[:, 1:]
         if self.mask_after_eos:
             y[ids[:, :-1] == self.eos] = IGNORE

@@ -87,7 +87,8 @@ def log_p(z, tokens, tau=1.0) -> Tensor:
     blocks = block_sums(z, tau)
     largest, ln_sum = log_sum(blocks, tau)
     chosen = choose_blocks(tokens, blocks)
-    selected = TakeBlocks.apply(blocks.z, chosen.block, chosen.place).gather(1, chosen.at)
+    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.place).flatten(1)
+    selected = taken.gather(1, chosen.at)
     return (selected - largest) / tau - ln_sum
 
 
@@ -155,7 +156,7 @@ def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
     tokens of the chosen blocks. So the others are always a sum over the others, never `1 - p`,
     which cancels in fp32.
     """
-    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.place)
+    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.place).flatten(1)
     single = taken.masked_fill(~chosen.is_other, LEAST)
     whole = blocks._replace(largest=blocks.largest.masked_fill(chosen.is_taken, LEAST))
     shift = torch.cat([whole.largest, single.detach()], 1).amax(-1, keepdim=True)
@@ -191,7 +192,7 @@ def choose_blocks(tokens, blocks: Blocks) -> Chosen:
 
 
 class TakeBlocks(torch.autograd.Function):
-    """Gather chosen blocks, [N, blocks, size] -> [N, k * size].
+    """Gather chosen blocks, [N, blocks, size] -> [N, k, size].
 
     Its gradient reads where that of `gather` scatters, so that it fuses into a pass over [N, V].
     """
@@ -199,14 +200,13 @@ class TakeBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, block, place):
         ctx.save_for_backward(place)
-        ctx.size = z.shape[2]
-        return z.gather(1, _wide(block, ctx.size)).flatten(1)
+        return z.gather(1, _wide(block, z.shape[2]))
 
     @staticmethod
     def backward(ctx, g):
         (place,) = ctx.saved_tensors
-        g = F.pad(g, (0, ctx.size)).unflatten(1, (-1, ctx.size))  # place k, of all others, gets 0
-        return g.gather(1, _wide(place, ctx.size)), None, None
+        g = F.pad(g, (0, 0, 0, 1))  # place k, that of all other blocks, gets 0
+        return g.gather(1, _wide(place, g.shape[2])), None, None
 
 
 def _wide(index, size):

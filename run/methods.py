@@ -11,6 +11,7 @@ import itertools
 import random
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from lib import parallel
 from lib.checks import IGNORE, Batch
 from lib.errors import UserError, first_line
-from lib.head import AttachGradients, Head, TrainedHead
+from lib.head import AttachGradients, Head, add_mm, mm
 from losses import (
     METHODS,
     Method,
@@ -189,14 +190,21 @@ def add_chunks(losses, teacher, y, batch: slice, size):
             loss.add(here, z_t, method, valid.sum())
 
 
-class HeadLoss(TrainedHead):
-    """One student in `head_losses`: its method, its head, the sums of its terms.
+class HeadLoss(Head):
+    """One student in `head_losses`: its head, its method, and what is added up over positions.
+
+    dh, dw  [B * T, D], [V, D] gradients of the head's inputs; dw in fp32 or wider
+    sums    of the method's loss and terms
 
     `here` is a slice of the B * T positions of the micro-batch.
     """
 
     def __init__(self, h, w, method, y, compile):
         super().__init__(h, w, y)
+        self.inputs = (h, w)
+        self.dh = torch.zeros_like(self.h)
+        self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(w.dtype, torch.float32))
+        self.sums = Counter()
         self.y = y.flatten()
         self.method = method
         self.evaluate = evaluate
@@ -206,7 +214,6 @@ class HeadLoss(TrainedHead):
             self.in_chunks = False
         elif compile:
             self.evaluate = compiled(evaluate)
-        self.sums = {}
 
     def add(self, here, z_t, method, n=None):
         """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
@@ -215,9 +222,9 @@ class HeadLoss(TrainedHead):
         """
         dtype = self.w.dtype
         sums, dz = self.evaluate(method, dtype, self.logits(here), z_t, self.y[here], n)
-        self.add_gradient(here, dz)
-        for key, value in sums.items():
-            self.sums[key] = self.sums.get(key, 0.0) + value
+        self.dh[here] = mm(dz, self.w)
+        add_mm(self.dw, dz.t(), self.h[here])
+        self.sums.update(sums)  # adds
 
     def statistic(self, here, z_t) -> Tensor:
         """Return what the objective must know of every position of a forward batch, [N]."""

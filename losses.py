@@ -1079,7 +1079,7 @@ def with_sequences(method, n_sequences: int) -> Method:
 
 
 def with_keywords(method, **keywords) -> Method:
-    """Set keywords of the objective that are not its settings."""
+    """Set keywords of the objective, unchecked."""
     return method._replace(hyper=method.hyper | keywords)
 
 

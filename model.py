@@ -311,13 +311,9 @@ class Qwen2(nn.Module):
         dtype      of activations and products (default: that of the weights)
         ->         [B, T, D] in `dtype`
         """
-        x = self.model.embed_tokens(idx)  # [B, T, D]
-        if dtype is not None:
-            x = x.to(dtype)
+        x = self.model.embed_tokens(idx).to(dtype=dtype)  # [B, T, D]
         positions = torch.arange(idx.shape[1], device=idx.device)
-        cos, sin = rotary(positions, self.config)
-        cos = cos.to(x.dtype)  # [T, K]
-        sin = sin.to(x.dtype)
+        cos, sin = (table.to(x.dtype) for table in rotary(positions, self.config))  # [T, K]
         for layer in self.model.layers:
             if recompute:
                 x = torch.utils.checkpoint.checkpoint(layer, x, cos, sin, use_reentrant=False)

@@ -173,9 +173,10 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     n_valid = 0
     for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
-        h_s = [s.model.hidden(x, cfg.recompute, dtype) for s in students]
-        heads = [s.model.head for s in students]
-        inputs = zip(h_s, heads, methods, strict=True)
+        inputs = []
+        for s, method in zip(students, methods, strict=True):
+            h_s = s.model.hidden(x, cfg.recompute, dtype)
+            inputs.append((h_s, s.model.head, method))
         # runs the heads forward and backward, one forward batch of logits at a time
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile)
         for s, (loss, terms) in zip(students, results, strict=True):
@@ -269,9 +270,11 @@ def learning_rate(step, cfg) -> float:
         return cfg.lr
     if cfg.lr_schedule == "wsd":
         left = (cfg.schedule_steps - step - 1) / (cfg.decay_share * cfg.schedule_steps)
-        return cfg.min_lr + (cfg.lr - cfg.min_lr) * min(left, 1.0)
-    part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * part))
+        height = min(left, 1.0)
+    else:
+        part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
+        height = 0.5 * (1 + math.cos(math.pi * part))
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * height
 
 
 def clip_gradients(parameters, max_norm: float) -> Tensor:
@@ -295,10 +298,7 @@ def add_terms(s, terms, n):
     The sums give the means in the log, and the next state of an objective that keeps one.
     """
     for key, value in terms.items():
-        sums = s.sums
-        if key.startswith("state."):
-            sums = s.next_state
-            key = key.removeprefix("state.")
+        sums = s.next_state if key.startswith("state.") else s.sums
         sums[key] = sums.get(key, 0.0) + value.double() * n
 
 
@@ -310,7 +310,7 @@ def advance_state(s, n_valid: int):
     n = torch.tensor(float(n_valid), dtype=torch.float64, device=s.model.head.device)
     parallel.sum_in_place([n, *s.next_state.values()])
     for key, value in s.state.items():
-        value.copy_(torch.where(n > 0, s.next_state[key] / n, value))
+        value.copy_(torch.where(n > 0, s.next_state[f"state.{key}"] / n, value))
 
 
 def count_skipped_update(s, step, cfg):

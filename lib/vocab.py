@@ -233,7 +233,7 @@ def top(z, k, largest=None) -> Tensor:
     blocks = in_blocks(z)
     if largest is None:
         largest = blocks.amax(-1)
-    block = rising(places_of_largest(largest, k))
+    block = places_of_largest(largest, k).topk(k, largest=False).values  # by rising index
     place = places_of_largest(blocks.gather(1, _wide(block, size)).flatten(1), k)
     return block.gather(1, place // size) * size + place % size
 
@@ -256,13 +256,9 @@ def places_of_largest(x, k):
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
-    tokens = rising(tokens)
+    # by rising index; torch.compile would take minutes to build a `sort`
+    tokens = tokens.topk(tokens.shape[1], largest=False).values
     return tokens.gather(1, places_of_largest(z.gather(1, tokens), tokens.shape[1]))
-
-
-def rising(tokens) -> Tensor:
-    """Sort `tokens` by index, [N, k]. torch.compile would take minutes to build a `sort`."""
-    return tokens.topk(tokens.shape[1], largest=False).values
 
 
 # ----------------------------------------------------------------------------------------------

@@ -101,19 +101,25 @@ def make_method(name, cfg) -> Method:
 def method_at(s, step, cfg) -> Method:
     """Return the method of a student in update `step`, with its moving settings and its state."""
     method = s.method
-    hyper = dict(method.hyper)
+    if method.moving:
+        method = _moved(method, step, cfg)
+    if s.state:
+        method = with_keywords(method, state=s.state)
+    if "generator" in method.hyper:
+        method = with_keywords(method, generator=generators(s.name, step, cfg))
+    return method
+
+
+def _moved(method, step, cfg) -> Method:
+    moving = {}
     for key, value in scheduled_settings(method, step, cfg.schedule_steps).items():
         # A tensor, so that one compiled graph serves every value. `torch.full` avoids a blocking
         # host-to-device copy.
-        hyper[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
-    if "w_kd" in hyper:
-        w_kd = hyper.pop("w_kd")
+        moving[key] = torch.full((), value, dtype=torch.float64, device=cfg.device)
+    if "w_kd" in moving:
+        w_kd = moving.pop("w_kd")
         method = method._replace(w_kd=w_kd, w_ce=1.0 - w_kd)
-    if s.state:
-        hyper["state"] = s.state
-    if "generator" in hyper:
-        hyper["generator"] = generators(s.name, step, cfg)
-    return method._replace(hyper=hyper)
+    return with_keywords(method, **moving)
 
 
 def generators(name, step, cfg) -> Iterator[torch.Generator]:

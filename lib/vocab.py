@@ -180,7 +180,7 @@ class Chosen(NamedTuple):
 
 
 def choose_blocks(tokens, blocks: Blocks) -> Chosen:
-    N, k = tokens.shape
+    k = tokens.shape[1]
     size = blocks.z.shape[2]
     block = tokens // size
     first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)  # token of the same block

@@ -110,26 +110,25 @@ def record_hash(record: dict | list) -> str:
 def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     """Return a phrase for each key in which two records differ."""
     phrases = {}
-    for key in earlier | current:
+    for key in changed_keys(earlier, current):
         old = earlier.get(key)
         new = current.get(key)
-        if old == new:
-            continue
-        if key not in EDITS:
-            phrases[key] = difference(key, old, new)
-        elif isinstance(old, dict):
-            edited = [path for path in old | new if old.get(path) != new.get(path)]
-            phrases[key] = f"edited since: {', '.join(edited)}"
+        if key in EDITS and isinstance(old, dict):
+            phrases[key] = f"edited since: {', '.join(changed_keys(old, new))}"
         else:
-            phrases[key] = f"its {key} was recorded by another version of this project"
+            phrases[key] = difference(key, old, new)
     return phrases
+
+
+def changed_keys(old: dict, new: dict) -> list[str]:
+    return [key for key in old | new if old.get(key) != new.get(key)]
 
 
 def difference(key: str, old, new) -> str:
     """Return how two values differ; of dicts, the entries that differ."""
     if isinstance(old, dict) and isinstance(new, dict):
-        changed = [name for name in old | new if old.get(name) != new.get(name)]
-        return ", ".join(difference(f"{key}.{n}", old.get(n), new.get(n)) for n in changed)
+        keys = changed_keys(old, new)
+        return ", ".join(difference(f"{key}.{k}", old.get(k), new.get(k)) for k in keys)
     return f"{key} was {old!r:.80}, now {new!r:.80}"
 
 

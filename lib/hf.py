@@ -228,7 +228,7 @@ def copy_weight(source: Tensor, target: Tensor, name):
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
     if not all_finite(source):
-        raise UserError(f"{name}: has values that are not finite; download or write it again")
+        raise UserError(f"{name} has values that are not finite; download or write it again")
     target.copy_(parallel.distribute_like(source, target))
 
 

@@ -168,9 +168,8 @@ def newest_intact(live) -> dict[str, tuple]:
     """
     steps = common_steps(live)
     for step in sorted(steps, reverse=True):
-        paths = {s.name: s.checkpoints()[step] for s in live}
         try:
-            return {name: read_checkpoint(path) for name, path in paths.items()}
+            return {s.name: read_checkpoint(s.checkpoints()[step]) for s in live}
         except UserError as error:
             if step == min(steps):
                 raise
@@ -438,7 +437,6 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
         (diverged,) = parallel.all_reduce_sum([not all(finite)])
         if diverged:
             s.stopped = s.stopped or "its weights are not finite"
-    for s in live:
         if s.stopped:
             stop(s, run)
     return [s for s in live if not s.stopped]

@@ -17,6 +17,7 @@ A checkpoint appears under its name only once it is complete. The first process 
 one the run resumes, and every process checks that it reads the files that the first one has seen.
 """
 
+import functools
 import math
 import platform
 import shlex
@@ -415,10 +416,7 @@ def load_optimizer(optimizer, saved):
                 old[key] = group[key]
         old["initial"] = group["initial"]
     for index, values in saved["state"].items():
-
-        def place(t: Tensor, like=parameters[index]):
-            return parallel.distribute_like(t, like)
-
+        place = functools.partial(parallel.distribute_like, like=parameters[index])
         saved["state"][index] = tree_map_only(Tensor, place, values)
     optimizer.load_state_dict(saved)
 

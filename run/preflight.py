@@ -188,8 +188,8 @@ def run_facts(cfg, rows) -> dict:
     Raises `UserError` if the processes do not agree on the records (run/identity.py).
     """
     records = {name: made_by(cfg, name) for name in cfg.methods}
-    for name, record in records.items():
-        parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})
+    for record in records.values():
+        parallel.check_agreement(**record)
     return {
         "config": dataclasses.asdict(cfg),
         "argv": sys.argv[1:],

@@ -244,7 +244,7 @@ def test_processes_that_differ_are_refused_before_anything_is_written(together, 
     root, text = together
     problem = "max_steps: 10 on process 0, 11 on process 1"
     assert text.count(f"UserError: {problem}; expected the same") == 1
-    problem = r"UserError: vanilla_kd, teacher_sha256: (\w+) on process 0, (?!\1)\w+ on process 1;"
+    problem = r"UserError: teacher_sha256: (\w+) on process 0, (?!\1)\w+ on process 1;"
     assert len(re.findall(problem, text)) == 1
     assert text.count("exit codes [1, 1]") == 3
     assert [path.name for path in (root / "bad").glob("[!.]*")] == ["exit.json"]

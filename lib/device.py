@@ -122,11 +122,11 @@ def uncommitted_edits() -> str:
     return run_git("diff", "HEAD", "--", ":/", ":(top,exclude)study/results")
 
 
-def run_git(*arguments: str) -> str:
-    """Return the output of a git command in this checkout; nothing without git or a checkout."""
+def run_git(*arguments: str, folder=Path(__file__).parent) -> str:
+    """Return the output of a git command in a checkout; nothing without git or a checkout."""
     if not shutil.which("git"):
         return ""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, errors="replace", check=False).stdout
 
 

@@ -123,7 +123,6 @@ def tensors_hash(tensors) -> str:
     """Return the sha256 of the names and bytes of tensors. Equal hashes mean equal tensors."""
     digest = hashlib.sha256()
     for name, p in tensors.items():
-        p = parallel.full_tensor(p)
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
         flat = p.detach().cpu().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy().data)
@@ -227,10 +226,8 @@ def read_weights(model, folder):
 def copy_weight(source: Tensor, target: Tensor, name):
     if source.shape != target.shape:
         raise UserError(f"{name} is {tuple(source.shape)}, expected {tuple(target.shape)}")
-    if not source.is_floating_point() or not all_finite(source):
-        raise UserError(
-            f"{name} ({source.dtype}): expected floats, all finite; download or write it again"
-        )
+    if not all_finite(source):
+        raise UserError(f"{name} has values that are not finite; download or write it again")
     target.copy_(parallel.distribute_like(source, target))
 
 

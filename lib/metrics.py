@@ -107,8 +107,8 @@ def sums_by_part(
                 z_t = logits_of(h_t.flatten(0, 1)[positions], head_t, cast)
                 teacher = _predict(z_t, label)
             for (h, head), into in zip(states, sums, strict=True):
-                z_s = logits_of(h[positions], head, cast)
-                _add_figures(into, part, z_s, label, teacher, n_bytes)
+                student = _predict(logits_of(h[positions], head, cast), label)
+                _add_figures(into, part, student, label, teacher, n_bytes)
     return sums
 
 
@@ -119,18 +119,14 @@ def logits_of(h: Tensor, head: Tensor, cast: Callable = operand) -> Tensor:
 
 class _Prediction(NamedTuple):
     logp: Tensor  # [N, V]
-    p: Tensor  # [N, V]
     ce: Tensor  # [N]
-    entropy: Tensor  # [N]
     top: Tensor  # [N, 5] the most likely tokens
 
 
 def _predict(z: Tensor, y: Tensor) -> _Prediction:
     """Describe the softmax of logits [N, V] with labels [N]."""
     logp = z.log_softmax(-1)
-    p = logp.exp()
-    entropy = -(p * logp).sum(-1)
-    return _Prediction(logp, p, -pick(logp, y), entropy, vocab.top(z, min(5, z.shape[1])))
+    return _Prediction(logp, -pick(logp, y), vocab.top(z, min(5, z.shape[1])))
 
 
 def pick(logp: Tensor, y: Tensor) -> Tensor:
@@ -138,17 +134,15 @@ def pick(logp: Tensor, y: Tensor) -> Tensor:
     return logp.gather(1, y[:, None])[:, 0]
 
 
-def _add_figures(sums, part, z, y, teacher, n_bytes):
+def _add_figures(sums, part, student, y, teacher, n_bytes):
     """Add a student's figures at N positions to the sums of `sums_by_part`.
 
-    part     [N] the part of each position
-    z, y     [N, V], [N] the student's logits, and labels
-    teacher  the teacher's `_Prediction`, or None
-    n_bytes  [V] bytes of text that each token stands for, or None
+    part              [N] the part of each position
+    student, teacher  `_Prediction` of each; the teacher's may be None
+    y                 [N] labels
+    n_bytes           [V] bytes of text that each token stands for, or None
     """
-    logp = z.log_softmax(-1)
-    ce = -pick(logp, y)
-    top = vocab.top(z, min(5, z.shape[1]))
+    logp, ce, top = student
     best = top[:, 0]
     values = {"n": torch.ones_like(ce), "ce": ce}
     if n_bytes is not None:
@@ -156,12 +150,13 @@ def _add_figures(sums, part, z, y, teacher, n_bytes):
         values["text_ce"] = ce * (text_bytes > 0)
         values["text_bytes"] = text_bytes
     if teacher is not None:
-        values["kl"] = (teacher.p * (teacher.logp - logp)).sum(-1)
+        p_t = teacher.logp.exp()
+        values["kl"] = (p_t * (teacher.logp - logp)).sum(-1)
         values["top1"] = best == teacher.top[:, 0]
         same = top[:, :, None] == teacher.top[:, None, :]  # [N, 5, 5]
         values["top5"] = same.sum((1, 2)) / top.shape[1]
         values["teacher_ce"] = teacher.ce
-        values["teacher_entropy"] = teacher.entropy
+        values["teacher_entropy"] = -(p_t * teacher.logp).sum(-1)
     for key, value in values.items():
         sums[key].index_add_(0, part, value.double())
     p_best = pick(logp, best).exp()

@@ -141,6 +141,7 @@ def open_cached(
     first, *_ = wanted
     folder = Path(first.file).parent
     facts = {"teacher": content_hash(name), "dtype": str(dtype)}
+    parallel.check_agreement(**facts)
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     # process 0 decides what is missing, as another program may be writing
     head = parallel.on_first(read_head, head_file)

@@ -17,6 +17,7 @@ A checkpoint appears under its name only once it is complete. The first process 
 one the run resumes, and every process checks that it reads the files that the first one has seen.
 """
 
+import functools
 import math
 import platform
 import shlex
@@ -152,6 +153,15 @@ def common_steps(live) -> set[int]:
     return set.intersection(*steps) if steps else set()
 
 
+def read_checkpoint(path) -> tuple[Path, dict]:
+    """Return a checkpoint and its state. Raises `UserError` unless it is as it was saved."""
+    state = read_json(path / "state.json", STATE, ANOTHER)
+    if path.name != f"step_{state['step']:08d}":
+        raise UserError(f"{path}: its name is not that of step {state['step']}; {ANOTHER}")
+    check_files(path, state)
+    return path, state
+
+
 def newest_intact(live) -> dict[str, tuple]:
     """Return, by student, the newest common checkpoint that is as it was saved, and its state.
 
@@ -159,14 +169,8 @@ def newest_intact(live) -> dict[str, tuple]:
     """
     steps = common_steps(live)
     for step in sorted(steps, reverse=True):
-        paths = {s.name: s.checkpoints()[step] for s in live}
         try:
-            sources = {}
-            for name, path in paths.items():
-                state = read_json(path / "state.json", STATE, ANOTHER)
-                check_state(path, state)
-                sources[name] = (path, state)
-            return sources
+            return {s.name: read_checkpoint(s.checkpoints()[step]) for s in live}
         except UserError as error:
             if step == min(steps):
                 raise
@@ -205,13 +209,12 @@ def branch_point(name):
         raise UserError(
             f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
         )
-    state = read_json(checkpoint / "state.json", STATE, ANOTHER)
+    _, state = read_checkpoint(checkpoint)
     return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
 
 
 def check_branch(checkpoint, state, live, run):
     """Raise `UserError` unless every student can begin with the checkpoint `resume_from`."""
-    check_state(checkpoint, state)
     for s in live:
         changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
         for key in ("shape", "tokenizer_sha256", "batch_rows"):
@@ -346,25 +349,12 @@ def write_checkpoints(copies, step, cfg):
 
 
 def delete_older(s, step, cfg):
-    """Delete checkpoints up to `step`, except the last `keep_checkpoints`.
-
-    A stopping student keeps all of them: if a kill comes before stopped.json is written, the run
-    resumes from a step that all students have.
-    """
-    if s.stopped:
-        return
+    """Delete checkpoints up to `step`, except the last `keep_checkpoints`."""
     saved = s.checkpoints()
     earlier = [n for n in saved if n <= step]
     for n in earlier[: -cfg.keep_checkpoints]:
         if not cfg.keep_every_steps or n % cfg.keep_every_steps:
             files.discard(saved[n])
-
-
-def check_state(path, state):
-    """Raise `UserError` unless a checkpoint's name and files are as its state.json says."""
-    if path.name != f"step_{state['step']:08d}":
-        raise UserError(f"{path}: its name is not that of step {state['step']}; {ANOTHER}")
-    check_files(path, state)
 
 
 def check_files(path, state):
@@ -425,10 +415,7 @@ def load_optimizer(optimizer, saved):
                 old[key] = group[key]
         old["initial"] = group["initial"]
     for index, values in saved["state"].items():
-
-        def place(t: Tensor, like=parameters[index]):
-            return parallel.distribute_like(t, like)
-
+        place = functools.partial(parallel.distribute_like, like=parameters[index])
         saved["state"][index] = tree_map_only(Tensor, place, values)
     optimizer.load_state_dict(saved)
 
@@ -447,7 +434,6 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
         (diverged,) = parallel.all_reduce_sum([not all(finite)])
         if diverged:
             s.stopped = s.stopped or "its weights are not finite"
-    for s in live:
         if s.stopped:
             stop(s, run)
     return [s for s in live if not s.stopped]

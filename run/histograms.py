@@ -65,10 +65,9 @@ def objectives_with_budget(live, cfg) -> dict[str, tuple]:
     """Return name -> (hidden, head, objective) of the students whose objective has a budget."""
     students = {}
     for s in live:
-        method = resolve(s.name, **cfg.overrides_of(s.name))
-        result_type = inspect.signature(method.fn).return_annotation
+        result_type = inspect.signature(s.method.fn).return_annotation
         if "d_u" in getattr(result_type, "_fields", ()):  # such as AlraTerms
-            objective = functools.partial(method.fn, **method.hyper)
+            objective = functools.partial(s.method.fn, **s.method.hyper)
             students[s.name] = (*hidden_and_head(s, cfg), objective)
     return students
 

@@ -12,14 +12,12 @@ import functools
 import hashlib
 import inspect
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from configure import AFFECTS
-from lib import parallel
 from lib.code import (
     ROOT,
     code_reached,
@@ -112,26 +110,25 @@ def record_hash(record: dict | list) -> str:
 def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     """Return a phrase for each key in which two records differ."""
     phrases = {}
-    for key in earlier | current:
+    for key in changed_keys(earlier, current):
         old = earlier.get(key)
         new = current.get(key)
-        if old == new:
-            continue
-        if key not in EDITS:
-            phrases[key] = difference(key, old, new)
-        elif isinstance(old, dict):
-            edited = [path for path in old | new if old.get(path) != new.get(path)]
-            phrases[key] = f"edited since: {', '.join(edited)}"
+        if key in EDITS and isinstance(old, dict):
+            phrases[key] = f"edited since: {', '.join(changed_keys(old, new))}"
         else:
-            phrases[key] = f"its {key} was recorded by another version of this project"
+            phrases[key] = difference(key, old, new)
     return phrases
+
+
+def changed_keys(old: dict, new: dict) -> list[str]:
+    return [key for key in old | new if old.get(key) != new.get(key)]
 
 
 def difference(key: str, old, new) -> str:
     """Return how two values differ; of dicts, the entries that differ."""
     if isinstance(old, dict) and isinstance(new, dict):
-        changed = [name for name in old | new if old.get(name) != new.get(name)]
-        return ", ".join(difference(f"{key}.{n}", old.get(n), new.get(n)) for n in changed)
+        keys = changed_keys(old, new)
+        return ", ".join(difference(f"{key}.{k}", old.get(k), new.get(k)) for k in keys)
     return f"{key} was {old!r:.80}, now {new!r:.80}"
 
 
@@ -146,36 +143,23 @@ def student_shape(cfg) -> Qwen2Config:
 
 
 def content_hash(name: str | None) -> str | None:
-    """Return the sha256 of config.json and weights; None without a name. All processes call it.
+    """Return the sha256 of config.json and weights; None without a name.
 
     name  a model's folder, a hub id, or a checkpoint
     """
     if name is None:
         return None
     folder = find_folder(name)
-    files = [folder / "config.json", *weight_files(folder)]
-    # of the processes that see the very same files, as on one node, the first reads them for all
-    seen = parallel.all_gather([platform.node(), *map(file_facts, files)])
-    hashes = []
-    if seen.index(seen[parallel.rank()]) == parallel.rank():
-        hashes = [file_hash(file) for file in files]
-    first, *others = filter(None, parallel.all_gather(hashes))
-    if any(other != first for other in others):
-        raise UserError(f"{name}: its files differ between processes; copy them again")
-    return hashlib.sha256(" ".join(first).encode()).hexdigest()
+    hashes = [file_hash(file) for file in (folder / "config.json", *weight_files(folder))]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
 def file_hash(file) -> str:
     """Return the sha256 of a file. A process reads it again only if it has changed since."""
-    return _file_hash(file, file_facts(file))
-
-
-def file_facts(file) -> tuple[int, ...]:
-    """Return numbers that differ between two files, and before and after an edit of one."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; expected a model's folder or a checkpoint")
     facts = file.stat()
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+    return _file_hash(file, (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from lib import files, metrics, parallel
 from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
-from losses import resolve
 from model import flops_per_token
 from run.methods import scheduled_settings
 from run.students import n_validated
@@ -104,9 +103,7 @@ def moving_values(s, run) -> dict[str, float]:
 
     Of the state, those that are one number.
     """
-    cfg = run.cfg
-    method = resolve(s.name, **cfg.overrides_of(s.name))
-    values = scheduled_settings(method, run.step - 1, cfg.schedule_steps)
+    values = scheduled_settings(s.method, run.step - 1, run.cfg.schedule_steps)
     for key, value in s.state.items():
         if value.numel() == 1:
             values[f"state.{key}"] = value.item()

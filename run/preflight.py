@@ -14,7 +14,6 @@ from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
-from lib.stats import MIN_PARTS
 from model import student_config
 from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
@@ -37,14 +36,10 @@ def open_data(cfg, name) -> Rows:
 
 def uses_teacher(cfg) -> bool:
     """Return whether a method learns from a teacher. Raises `UserError` if `teacher` is None."""
-    for name in cfg.methods:
-        if needs_teacher(name):
-            if not cfg.teacher:
-                raise UserError(
-                    f"teacher=None: {name} learns from one; set a local folder or hub id"
-                )
-            return True
-    return False
+    taught = list(filter(needs_teacher, cfg.methods))
+    if taught and not cfg.teacher:
+        raise UserError(f"teacher=None: {taught[0]} learns from one; set a local folder or hub id")
+    return bool(taught)
 
 
 def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
@@ -119,8 +114,8 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
     check_initial_ids(cfg.student_weights, tokenizer.get_vocab())
     check_number_of_rows(cfg, rows)
-    n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
     say_precision(cfg, val)
+    n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
     if teacher_vocab != student_vocab:
         smaller = min(teacher_vocab, student_vocab)
         say(
@@ -177,11 +172,10 @@ def check_number_of_rows(cfg, rows):
 def say_precision(cfg, val):
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = n_validated(val, cfg)
-    # half of a 95 % interval; the manifest's is over all held-out rows
+    # half of a 95 % interval over all held-out rows; None if they are too few for one
     half = val.manifest.get("unigram_half", 0)
-    if half is None or n_rows < MIN_PARTS:
-        say(f"{n_rows:,} held-out rows are too few to tell methods apart")
-    elif (half := half * math.sqrt(val.n / n_rows)) > 0.1:
+    half = math.inf if half is None else half * math.sqrt(val.n / n_rows)
+    if half > 0.1:
         say(
             f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 % over rows): "
             "too few to tell close methods apart"
@@ -194,8 +188,8 @@ def run_facts(cfg, rows) -> dict:
     Raises `UserError` if the processes do not agree on the records (run/identity.py).
     """
     records = {name: made_by(cfg, name) for name in cfg.methods}
-    for name, record in records.items():
-        parallel.check_agreement(**{f"{name}, {key}": value for key, value in record.items()})
+    for record in records.values():
+        parallel.check_agreement(**record)
     return {
         "config": dataclasses.asdict(cfg),
         "argv": sys.argv[1:],

@@ -23,6 +23,7 @@ sys.path.insert(0, f"{Path(__file__).resolve().parent.parent}")
 
 import configure
 from lib.code import ROOT, code_reached
+from lib.device import run_git
 from lib.errors import UserError
 from losses import METHODS
 from run.identity import NOT_FOLLOWED, STEP, STEP_MODULES, objective_code, record_hash
@@ -69,11 +70,6 @@ def compare(before) -> dict[str, float]:
     return differences
 
 
-def commit(checkout) -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout.strip()
-
-
 def rehash(students: list[dict], proof: str):
     """Give records the hashes of today's code, and keep the earliest known ones."""
     step = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
@@ -98,7 +94,9 @@ def main(argv):
     if differences[worst] > TOLERANCE:
         raise UserError(f"{worst}: {differences[worst]:.1e} exceeds {TOLERANCE:.0e}")
     if "--write" in argv:
-        proof = f"{commit(argv[0])} and {commit(ROOT)}: {differences[worst]:.1e}"
+        checkouts = (argv[0], ROOT)
+        commits = [run_git("rev-parse", "--short", "HEAD", folder=c).strip() for c in checkouts]
+        proof = f"{' and '.join(commits)}: {differences[worst]:.1e}"
         for file in ROOT.glob(f"study/results/*/{FILE}"):
             students = read_students(file.parent)
             rehash(students, proof)

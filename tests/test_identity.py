@@ -46,7 +46,7 @@ COUNTED = {
     ),
 }
 SCORED = {  # of figures or of scores
-    "sums": ("lib/metrics.py", "teacher.entropy\n", "teacher.ce\n", "lib.metrics"),
+    "sums": ("lib/metrics.py", "= teacher.ce\n", "= ce\n", "lib.metrics"),
     "decoder": ("model.py", "F.silu(self", "F.gelu(self", "model"),
     "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "Scorer"),
     "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "task_config"),

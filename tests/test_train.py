@@ -498,6 +498,15 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
         assert printed().count("warning") == n
 
 
+@pytest.mark.parametrize(("half", "said"), [(0.01, ""), (0.04, "0.13"), (None, "inf")])
+def test_few_validated_rows_are_told(half, said, capsys):
+    """Those of a validation count, not all that were prepared."""
+    val = types.SimpleNamespace(n=20, manifest={"unigram_half": half})
+    preflight.say_precision(types.SimpleNamespace(val_max_rows=2), val)
+    expected = f"2 held-out rows give a CE to about ± {said} nats" if said else ""
+    assert capsys.readouterr().out[: len(expected) or None] == expected
+
+
 def test_keys_of_speed_log_and_data_change_no_bit(finished, tmp_path, monkeypatch, run):
     """Recomputed activations, a teacher on its own device, more lines and checkpoints, a cut."""
     checkpoint = mock.Mock(wraps=torch.utils.checkpoint.checkpoint)

@@ -11,17 +11,30 @@ without --text the picture is drawn from them.
 """
 
 import sys
-from argparse import ArgumentParser, RawTextHelpFormatter
+from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from pathlib import Path
+
+sys.path.insert(0, f"{Path(__file__).parents[1]}")
+
+import configure
+
+
+def arguments(argv) -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--text")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    configure.check_flags(arguments)
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
 
-sys.path.insert(0, f"{Path(__file__).parents[1]}")
-
-import configure
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_lines, writing
 from lib.hf import load_tokenizer
@@ -312,11 +325,7 @@ def sentence(records, path):
 
 
 def main(argv):
-    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--text")
-    args = parser.parse_args(argv)
+    args = arguments(argv)
     out = args.out or args.folders[0]
     records = read_lines(out / "sentence.jsonl")
     if args.text:

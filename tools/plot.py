@@ -12,6 +12,7 @@ without --text the picture is drawn from them.
 
 import sys
 from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
+from itertools import chain, count
 from pathlib import Path
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
@@ -67,13 +68,14 @@ LEVELS = {  # key in log.jsonl -> label
     "val_unigram_ce": "unigram",
     "val_uniform_ce": "ln V",
 }
-UNDRAWN = {*LOGGED, *LEVELS, "val_teacher_entropy"} - {"gnorm", "lr"}
+UNDRAWN = {*LOGGED, *LEVELS, "val_teacher_entropy", "checkpoint_sec"} - {"gnorm", "lr"}
 plt.switch_backend("Agg")  # files only, no window
 plt.rcParams |= {
     "figure.constrained_layout.use": True,
     "font.size": 9,
     "legend.frameon": False,
     "axes.grid": True,
+    "axes.formatter.limits": (-3, 4),
     "patch.linewidth": 0.3,
     "text.parse_math": False,  # a name or a token may have dollar signs
 }
@@ -106,9 +108,16 @@ def records_of(student, part) -> list[dict]:
 
 
 def looks(names) -> dict:
-    """Return name -> colour, line and marker. The paper's methods always have their own."""
+    """Return name -> colour, line and marker. The paper's methods always have their own.
+
+    Other names take those of the paper's methods that are not among `names`, then further ones.
+    """
+    places = {name: i for i, name in enumerate(NAMES)}
+    unused = [i for name, i in places.items() if name not in names]
+    others = [name for name in names if name not in places]
+    places |= zip(others, chain(unused, count(len(places))), strict=False)
     styles = {}
-    for i, name in enumerate(dict.fromkeys([*NAMES, *names])):
+    for name, i in places.items():
         styles[name] = {
             "label": name,
             "color": plt.get_cmap("tab20")(i * 2 % 20 + i // 10 % 2),  # light ones from the 11th on
@@ -242,9 +251,11 @@ def draw_histograms(logs, out) -> list[str]:
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
         if panels:
-            figure = plt.figure(figsize=(5.2 * len(panels), 3.4))
+            n_rows = -(-len(panels) // 3)
+            n_columns = min(len(panels), 3)
+            figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
             for i, (title, lines) in enumerate(panels.items(), 1):
-                lines.plot(ax=figure.add_subplot(1, len(panels), i), title=title)
+                lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
             save(figure, out / f"{name}.png")
             drawn.append(name)
         else:

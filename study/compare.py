@@ -234,21 +234,25 @@ def run_trials(spec, cfg, choices: dict) -> list[dict]:
     cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]
-    for m, best in best_settings(try_points(points, cfg, spec)).items():
+    trials = try_points(points, cfg, spec)
+    for m, best in best_settings(trials).items():
         own = choices.get(m, {})
         for values in itertools.product(*own.values()):
             points.append((m, best | dict(zip(own, values, strict=True))))
-    return try_points(points, cfg, spec)
+    return try_points(points, cfg, spec, len(trials))
 
 
-def try_points(points: list, cfg, spec) -> list[dict]:
-    """Train the trials that are not on record. Return method, settings and CE of each one."""
+def try_points(points: list, cfg, spec, n_tried=0) -> list[dict]:
+    """Train the trials that are not on record. Return method, settings and CE of each one.
+
+    n_tried  trials that this command has started before, the first ones of `points`
+    """
     students = {}
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
         students.setdefault((method, recipe(student)), (student, settings))
-    train([student for student, _ in students.values()], cfg, spec)
+    train([student for student, _ in students.values()][n_tried:], cfg, spec)
     record = on_record(cfg, spec.out)
     trials = []
     for (method, key), (_, settings) in students.items():

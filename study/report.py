@@ -172,6 +172,9 @@ def trial_lines(plan: dict) -> list[str]:
     chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
     at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
     advice = "No chosen rate is the lowest or highest tried."
+    if not best:
+        chosen = ["None, as all trials failed."]
+        advice = ""
     if at_an_end:
         wider = [f"{lr:.3g}" for lr in (rates[0] / 3, *rates, 3 * rates[-1])]
         advice = (

@@ -47,25 +47,19 @@ def arguments(argv) -> argparse.Namespace:
     add("--tasks", default="all", help="all, none, or names with commas")
     add("--split", default="heldout", choices=("heldout", "validation"), help="paper's item set")
     add("--data_dir", help="DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub")
-    add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv or .jsonl")
+    add("--storycloze", help="your copy of StoryCloze: .csv or .jsonl")
     add("--any_items", action="store_true", help="also score items that are not the published ones")
     add("--limit", type=int, help="first N items of each task")
-    add("--rows", metavar="DIR", help="folder with val.bin, or none; default: the run's data_dir")
+    add("--rows", help="folder with val.bin, or none; default: the run's data_dir")
     add("--max_rows", type=int, default=512, help="number of held-out rows")
     add("--skip_rows", type=int, default=0, help="first rows to leave out, such as those of trials")
-    add(
-        "--teacher",
-        metavar="NAME",
-        help="teacher for KL and agreement, or none; default: the run's",
-    )
+    add("--teacher", help="teacher for KL and agreement, or none; default: the run's")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the decoder")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add("--batch_tokens", type=int, default=4096, help="per forward pass; affects speed and memory")
     add("--max_length", type=int, default=512, help="longer requests lose their beginning")
     add("--log_samples", action="store_true", help="also write every item with its scores")
-    add(
-        "--out", metavar="DIR", help="default: the student's folder, out/eval/NAME for other models"
-    )
+    add("--out", help="folder; default: the student's, out/eval/NAME for other models")
     add("--accept_edits", action="store_true", help="even if the decoder was edited since training")
     add("--table", action="store_true", help="only print the tables of earlier results")
     add("--reference", default="pretrain", help="method that a table's gains start from")
@@ -98,7 +92,7 @@ from lib.stats import half_interval
 from lib.tokens import leading_bos, space_spelling, spelled_spaces, token_bytes
 from run.cache import open_cached, progress
 from run.identity import content_hash
-from run.results import RUN, students_of
+from run.results import RUN, left_out, students_of
 from run.scoring import check_content, decoder_edits, open_model, read_tokenizer, scoring_code
 from run.teacher import Teacher, check_teacher, load_teacher
 
@@ -503,16 +497,9 @@ class Checkpoint:
 def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
     names = students_of(args.paths, has_model)
-    say_left_out(args.paths, names, "it stopped, or has no checkpoint yet")
+    for folder in left_out(args.paths, names):
+        say(f"{folder}: left out (it stopped, or has no checkpoint yet)")
     return [open_checkpoint(name, args) for name in names]
-
-
-def say_left_out(paths, names, reason):
-    """Name the students inside the paths that are not among `names`."""
-    for path in paths:
-        for log in sorted(Path(path).glob("*/log.jsonl")):
-            if str(log.parent) not in names:
-                say(f"{log.parent}: left out ({reason})")
 
 
 def has_model(folder) -> bool:

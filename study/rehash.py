@@ -16,13 +16,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
+from torch.nn.utils import parameters_to_vector
 
 sys.path.insert(0, f"{Path(__file__).resolve().parent.parent}")
 
 import configure
 from lib.code import ROOT, code_reached
+from lib.device import run_git
 from lib.errors import UserError
 from losses import METHODS
 from run.identity import NOT_FOLLOWED, STEP, STEP_MODULES, objective_code, record_hash
@@ -47,10 +48,8 @@ def trained(checkout, methods, data, out):
 
 def difference(a, b) -> float:
     """Return the distance of two models' weights, relative, in norm."""
-    first = load_file(a)
-    second = load_file(b)
-    x = torch.cat([first[key].flatten() for key in sorted(first)]).double()
-    y = torch.cat([second[key].flatten() for key in sorted(first)]).double()
+    x = parameters_to_vector(load_file(a).values()).double()
+    y = parameters_to_vector(load_file(b).values()).double()
     return float((x - y).norm() / x.norm())
 
 
@@ -67,11 +66,6 @@ def compare(before) -> dict[str, float]:
             models = [f"{folder}/{out}/{name}/model/model.safetensors" for out in ("before", "now")]
             differences[name] = difference(*models)
     return differences
-
-
-def commit(checkout) -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout.strip()
 
 
 def rehash(students: list[dict], proof: str):
@@ -98,7 +92,9 @@ def main(argv):
     if differences[worst] > TOLERANCE:
         raise UserError(f"{worst}: {differences[worst]:.1e} exceeds {TOLERANCE:.0e}")
     if "--write" in argv:
-        proof = f"{commit(argv[0])} and {commit(ROOT)}: {differences[worst]:.1e}"
+        checkouts = [Path(argv[0]).resolve(), ROOT]
+        commits = [run_git("-C", x, "rev-parse", "--short", "HEAD").strip() for x in checkouts]
+        proof = f"{' and '.join(commits)}: {differences[worst]:.1e}"
         for file in ROOT.glob(f"study/results/*/{FILE}"):
             students = read_students(file.parent)
             rehash(students, proof)

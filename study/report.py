@@ -143,10 +143,9 @@ def settings_text(settings: dict) -> str:
 
 def best_settings(trials: list[dict]) -> dict:
     """Return by method the settings of the trial with the lowest CE, the first of equal ones."""
-    best = {}
-    for x in sorted((x for x in trials if x["val_ce"] is not None), key=lambda x: x["val_ce"]):
-        best.setdefault(x["method"], x["settings"])
-    return {x["method"]: best[x["method"]] for x in trials if x["method"] in best}
+    ended = pd.DataFrame(trials, columns=["method", "settings", "val_ce"]).dropna()
+    first = ended.groupby("method", sort=False)["val_ce"].idxmin()
+    return ended.loc[first].set_index("method")["settings"].to_dict()
 
 
 def trial_lines(plan: dict) -> list[str]:

@@ -20,7 +20,6 @@ GPU: in `fused` the peak above what was in use before, in `gpu` the peak of the 
 
 import itertools
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -63,14 +62,14 @@ if __name__ == "__main__":
 
 import torch
 
-from lib.device import give_back_memory, machine_facts, pick_device
+from lib.device import give_back_memory, machine_facts, peak_bytes, pick_device
 from lib.files import read_lines
 from lib.hf import load_tokenizer
 from losses import resolve
 from model import PRESETS, init_student
 from run.methods import head_losses
 
-PROCESS = Path("/proc/self")  # only on Linux
+PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 
 
 def make_cases(args) -> dict:
@@ -121,13 +120,12 @@ def memory(device, reset=False) -> float:
         torch.cuda.synchronize(device)
         if reset:
             torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    if not PROCESS.exists():
+    elif not PEAK.exists():
         return math.nan
-    if reset:
+    elif reset:
         give_back_memory()
-        PROCESS.joinpath("clear_refs").write_text("5")
-    return int(re.search(r"VmHWM:\s+(\d+)", PROCESS.joinpath("status").read_text())[1]) / 1024
+        PEAK.write_text("5")
+    return peak_bytes(device) / 2**20
 
 
 def row(name, rounds, reference) -> str:

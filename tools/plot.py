@@ -96,9 +96,7 @@ def read_logs(folders) -> dict:
             if log:
                 logs[name] = read_json(folder.parent / "run.json", kinds) | {"log": log}
     if not logs:
-        raise UserError(
-            f"{', '.join(map(str, folders))}: no log.jsonl; expected a run's folder with records"
-        )
+        raise UserError(f"{folders[0]}: no log.jsonl; expected a run's folder with records")
     return logs
 
 
@@ -222,9 +220,7 @@ def anchoring(logs) -> dict:
 
     As a density, and as means over all positions up to an update.
     """
-    records = []
-    for student in logs.values():
-        records = records or records_of(student, "teacher")
+    records = max((records_of(student, "teacher") for student in logs.values()), key=len)
     if not records:
         return {}
     r = pd.DataFrame(records).set_index("step")

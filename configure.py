@@ -340,6 +340,7 @@ def check_flags(parse=read_config):
 
     `--help`, which may list what losses.py has, is left to the script.
     """
+    open_streams()
     try:
         parse(sys.argv[1:])
     except UserError:

@@ -12,7 +12,6 @@ without --text the picture is drawn from them.
 
 import sys
 from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
-from itertools import chain, count
 from pathlib import Path
 
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
@@ -110,12 +109,12 @@ def looks(names) -> dict:
 
     Other names take those of the paper's methods that are not among `names`, then further ones.
     """
-    places = {name: i for i, name in enumerate(NAMES)}
-    unused = [i for name, i in places.items() if name not in names]
-    others = [name for name in names if name not in places]
-    places |= zip(others, chain(unused, count(len(places))), strict=False)
+    slots = [name if name in names else None for name in NAMES] + [None] * len(names)
+    for name in names:
+        if name not in slots:
+            slots[slots.index(None)] = name
     styles = {}
-    for name, i in places.items():
+    for i, name in enumerate(slots):
         styles[name] = {
             "label": name,
             "color": plt.get_cmap("tab20")(i * 2 % 20 + i // 10 % 2),  # light ones from the 11th on

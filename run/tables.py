@@ -98,7 +98,7 @@ def tables_of_kind(kind, results, reference, metric) -> list[str]:
     index = pd.MultiIndex.from_tuples(students, names=["method", "seed"])
     rows = pd.DataFrame([x["values"] for x in students.values()], index)
     if kind == "figures":
-        title = f"### Held-out rows of {first['protocol'].get('rows')}"
+        title = f"### Held-out rows {first['protocol'].get('rows')}"
         return [*heldout(title, rows, reference), *scored_on(first["values"]), ""]
     lines = []
     for title, start, names in layouts(kind, rows.index.unique(0), reference):

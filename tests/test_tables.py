@@ -255,7 +255,7 @@ def test_models_that_share_a_folder_of_results_share_a_table(tmp_path):
         "6.0000",
     ]
     assert re.findall("^### .*", text, re.M) == [
-        f"### Held-out rows of 0 to {n} of data/x" for n in (9, 99)
+        f"### Held-out rows 0 to {n} of data/x" for n in (9, 99)
     ]
 
 

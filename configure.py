@@ -309,15 +309,6 @@ def load(argv, epilog=tuple) -> Config:
     return replace(cfg, hyper={name: x for name, x in cfg.hyper.items() if name in trained})
 
 
-def check_flags():
-    """End a mistyped command before its script imports torch, which takes seconds."""
-    if not {"-h", "--help"} & {*sys.argv}:
-        try:
-            read_config(sys.argv[1:])
-        except UserError:
-            run(read_config)
-
-
 def read_config(argv) -> Config:
     """Return the config of a command, with the settings of all methods that its files have."""
     if not argv:
@@ -342,6 +333,21 @@ def read_config(argv) -> Config:
             "its settings"
         )
     return cfg
+
+
+def check_flags(parse=read_config):
+    """End a mistyped command before its script imports torch, which takes seconds.
+
+    `--help`, which may list what losses.py has, is left to the script.
+    """
+    open_streams()
+    try:
+        parse(sys.argv[1:])
+    except UserError:
+        if not {"-h", "--help"} & {*sys.argv}:
+            run(parse)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{sys.argv[0]}: loading torch", file=sys.stderr)
 
 
 def trained_methods(cfg) -> set[str]:

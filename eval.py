@@ -25,20 +25,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
-import torch
-from lm_eval.api.model import TemplateLM
-from torch import Tensor
-
 import configure
-from lib import metrics
-from lib.checks import IGNORE
-from lib.device import give_back_memory, machine_facts, pick_device
 from lib.errors import UserError
-from lib.files import append_line, for_json, reading, write_lines, writing
-from lib.hf import find_folder, tokenizer_hash
-from lib.rows import Rows, open_rows
-from lib.stats import half_interval
 from lib.tasks import (
     NO_STORYCLOZE,
     TASKS,
@@ -48,10 +36,63 @@ from lib.tasks import (
     read_config,
     read_items,
 )
+
+
+def arguments(argv) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description="Score checkpoints, or tabulate earlier results.")
+    add = p.add_argument
+    add(
+        "paths", nargs="+", metavar="PATH", help="out/NAME, out/NAME/METHOD, model folder or hub id"
+    )
+    add("--tasks", default="all", help="all, none, or names with commas")
+    add("--split", default="heldout", choices=("heldout", "validation"), help="paper's item set")
+    add("--data_dir", help="DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub")
+    add("--storycloze", help="your copy of StoryCloze: .csv or .jsonl")
+    add("--any_items", action="store_true", help="also score items that are not the published ones")
+    add("--limit", type=int, help="first N items of each task")
+    add("--rows", help="folder with val.bin, or none; default: the run's data_dir")
+    add("--max_rows", type=int, default=512, help="number of held-out rows")
+    add("--skip_rows", type=int, default=0, help="first rows to leave out, such as those of trials")
+    add("--teacher", help="teacher for KL and agreement, or none; default: the run's")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the decoder")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--batch_tokens", type=int, default=4096, help="per forward pass; affects speed and memory")
+    add("--max_length", type=int, default=512, help="longer requests lose their beginning")
+    add("--log_samples", action="store_true", help="also write every item with its scores")
+    add("--out", help="folder; default: the student's, out/eval/NAME for other models")
+    add("--accept_edits", action="store_true", help="even if the decoder was edited since training")
+    add("--table", action="store_true", help="only print the tables of earlier results")
+    add("--reference", default="pretrain", help="method that a table's gains start from")
+    add("--metric", default="acc", choices=("acc", "acc_norm"), help="that tables show")
+    args = p.parse_args(argv)
+    args.names = choose_tasks(args.tasks, args.split)
+    least_values = {"limit": 2, "max_rows": 1, "skip_rows": 0, "max_length": 1}
+    for key, least in least_values.items():
+        value = getattr(args, key)
+        if value is not None and value < least:
+            raise UserError(f"--{key} {value}: expected at least {least}")
+    return args
+
+
+if __name__ == "__main__":
+    configure.check_flags(arguments)
+
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from torch import Tensor
+
+from lib import metrics
+from lib.checks import IGNORE
+from lib.device import give_back_memory, machine_facts, pick_device
+from lib.files import append_line, for_json, reading, write_lines, writing
+from lib.hf import find_folder, tokenizer_hash
+from lib.rows import Rows, open_rows
+from lib.stats import half_interval
 from lib.tokens import leading_bos, space_spelling, spelled_spaces, token_bytes
 from run.cache import open_cached, progress
 from run.identity import content_hash
-from run.results import RUN, students_of
+from run.results import RUN, left_out, students_of
 from run.scoring import check_content, decoder_edits, open_model, read_tokenizer, scoring_code
 from run.teacher import Teacher, check_teacher, load_teacher
 
@@ -66,7 +107,7 @@ def score(args):
     """
     device = pick_device(args.device)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan each shape of a batch anew
-    names = choose_tasks(args.tasks, args.split)
+    names = args.names
     optional = "storycloze_2016" in names and args.tasks == "all"
     if optional and not find_storycloze(args.data_dir, args.storycloze):
         names.remove("storycloze_2016")
@@ -456,16 +497,9 @@ class Checkpoint:
 def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
     names = students_of(args.paths, has_model)
-    say_left_out(args.paths, names, "it stopped, or has no checkpoint yet")
+    for folder in left_out(args.paths, names):
+        say(f"{folder}: left out (it stopped, or has no checkpoint yet)")
     return [open_checkpoint(name, args) for name in names]
-
-
-def say_left_out(paths, names, reason):
-    """Name the students inside the paths that are not among `names`."""
-    for path in paths:
-        for log in sorted(Path(path).glob("*/log.jsonl")):
-            if str(log.parent) not in names:
-                say(f"{log.parent}: left out ({reason})")
 
 
 def has_model(folder) -> bool:
@@ -550,47 +584,6 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
-
-
-def arguments(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description="Score checkpoints, or tabulate earlier results.")
-    add = p.add_argument
-    add(
-        "paths", nargs="+", metavar="PATH", help="out/NAME, out/NAME/METHOD, model folder or hub id"
-    )
-    add("--tasks", default="all", help="all, none, or names with commas")
-    add("--split", default="heldout", choices=("heldout", "validation"), help="paper's item set")
-    add("--data_dir", help="DIR/TASK/SPLIT.jsonl, or DIR/OWNER/NAME as on the hub; else the hub")
-    add("--storycloze", metavar="FILE", help="your copy of StoryCloze: .csv or .jsonl")
-    add("--any_items", action="store_true", help="also score items that are not the published ones")
-    add("--limit", type=int, help="first N items of each task")
-    add("--rows", metavar="DIR", help="folder with val.bin, or none; default: the run's data_dir")
-    add("--max_rows", type=int, default=512, help="number of held-out rows")
-    add("--skip_rows", type=int, default=0, help="first rows to leave out, such as those of trials")
-    add(
-        "--teacher",
-        metavar="NAME",
-        help="teacher for KL and agreement, or none; default: the run's",
-    )
-    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the decoder")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    add("--batch_tokens", type=int, default=4096, help="per forward pass; affects speed and memory")
-    add("--max_length", type=int, default=512, help="longer requests lose their beginning")
-    add("--log_samples", action="store_true", help="also write every item with its scores")
-    add(
-        "--out", metavar="DIR", help="default: the student's folder, out/eval/NAME for other models"
-    )
-    add("--accept_edits", action="store_true", help="even if the decoder was edited since training")
-    add("--table", action="store_true", help="only print the tables of earlier results")
-    add("--reference", default="pretrain", help="method that a table's gains start from")
-    add("--metric", default="acc", choices=("acc", "acc_norm"), help="that tables show")
-    args = p.parse_args(argv)
-    least_values = {"limit": 2, "max_rows": 1, "skip_rows": 0, "max_length": 1}
-    for key, least in least_values.items():
-        value = getattr(args, key)
-        if value is not None and value < least:
-            raise UserError(f"--{key} {value}: expected at least {least}")
-    return args
 
 
 def main(argv):

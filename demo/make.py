@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from model import Qwen2  # noqa: E402
+from model import Qwen2
 
 TEXT = ROOT / "demo/text.jsonl.zst"
 TEACHER = ROOT / "demo/teacher"

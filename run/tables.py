@@ -17,7 +17,7 @@ from lib.stats import FIGURES, Column, estimate, half_interval, holm, is_few, wi
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
-from run.results import protocol_text, read_results, students_of
+from run.results import left_out, protocol_text, read_results, students_of
 
 # keys of a student's record (`made_by`) in which the rows of a table may differ
 VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
@@ -63,8 +63,7 @@ def tabulate(paths, reference="pretrain", metric="acc") -> str:
             raise UserError(f"{folder}: no results in it; first: python eval.py {folder}")
         results += found
     text = tables_of(results, reference, metric)
-    students = {f"{log.parent}" for path in paths for log in Path(path).glob("*/log.jsonl")}
-    missing = sorted(students.difference(folders))
+    missing = left_out(paths, folders)
     if missing:
         text += f"\nLeft out, as they have no results: {', '.join(missing)}.\n"
     return text
@@ -152,8 +151,6 @@ def means(students: pd.DataFrame, columns: dict) -> pd.DataFrame:
             halves = students[f"{key}_half"].astype(float).groupby("method").first()
             e["half"] = e["half"].fillna(c.factor * halves)
         cells = with_half(e, c.digits)
-        if f"{key}_half" in students:
-            cells += e["half"].map(lambda half: " ± –" if math.isnan(half) else "")
         shown = e["mean"].where(e["n"] > 1).round(c.digits)
         places = shown.rank(method="dense", ascending=c.sense < 0)
         stars = places.map({1: "**", 2: "*"}).fillna("") if shown.nunique() > 1 else ""

@@ -33,6 +33,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,18 +41,8 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from configure import Config
-from lib.code import ROOT
 from lib.errors import UserError
-from lib.files import atomic_write, locked, read_json, write_json
-from lib.rows import open_rows
 from lib.settings import PositiveInt, checked, literal, parsed
-from losses import resolve
-from run.identity import EDITS, content_hash, made_by, record_changes, record_hash
-from run.methods import needs_teacher
-from run.preflight import check_config
-from run.tables import VARIES
-from study.record import TRIAL_SEED, flops, is_scored, on_record, recipe
-from study.report import PLAN, best_settings, report
 
 KEYS = {  # of `_compare`, with their defaults
     "title": "Comparison",
@@ -76,6 +67,56 @@ FLAGS = {
     "report": bool,
 }
 OF_METHODS = ("title", "summary", "reference", "tables", "fewer_seeds")
+
+
+def arguments(argv, load=configure.load) -> tuple:
+    """Return settings of the comparison, and the config of all runs.
+
+    With --methods, keys of `_compare` that are about the config's own methods are dropped.
+    """
+    flags = {}
+    rest = []
+    for word in argv:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if key not in FLAGS or not word.startswith("--"):
+            rest.append(word)
+        elif key == "tune":
+            flags[key] = (*flags.get(key, ()), text)
+        else:
+            flags[key] = parsed(text if equals else "True", FLAGS[key])
+    cfg = load(rest)
+    keys = dict(KEYS)
+    for word in rest:
+        if not word.startswith("--"):
+            keys["out"] = f"out/compare_{Path(word).stem}"
+            keys |= runpy.run_path(word).get("_compare", {})
+        elif word.startswith(("--seed=", "--out_dir=")):
+            raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
+        elif word.startswith("--methods="):
+            keys |= {key: KEYS[key] for key in OF_METHODS}
+    keys |= flags
+    for key, kind in FLAGS.items():
+        keys[key] = checked(f"--{key}", keys[key], kind)
+    spec = SimpleNamespace(**keys)
+    spec.out = Path(spec.out)
+    if spec.reference not in (None, *cfg.methods):
+        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
+    return spec, cfg
+
+
+if __name__ == "__main__":
+    configure.check_flags(partial(arguments, load=configure.read_config))
+
+from lib.code import ROOT
+from lib.files import atomic_write, locked, read_json, write_json
+from lib.rows import open_rows
+from losses import resolve
+from run.identity import EDITS, content_hash, made_by, record_changes, record_hash
+from run.methods import needs_teacher
+from run.preflight import check_config
+from run.tables import VARIES
+from study.record import TRIAL_SEED, flops, is_scored, on_record, recipe
+from study.report import PLAN, best_settings, report
 
 
 def main(argv) -> int:
@@ -193,21 +234,25 @@ def run_trials(spec, cfg, choices: dict) -> list[dict]:
     cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]
-    for m, best in best_settings(try_points(points, cfg, spec)).items():
+    trials = try_points(points, cfg, spec)
+    for m, best in best_settings(trials).items():
         own = choices.get(m, {})
         for values in itertools.product(*own.values()):
             points.append((m, best | dict(zip(own, values, strict=True))))
-    return try_points(points, cfg, spec)
+    return try_points(points, cfg, spec, len(trials))
 
 
-def try_points(points: list, cfg, spec) -> list[dict]:
-    """Train the trials that are not on record. Return method, settings and CE of each one."""
+def try_points(points: list, cfg, spec, n_tried=0) -> list[dict]:
+    """Train the trials that are not on record. Return method, settings and CE of each one.
+
+    n_tried  trials that this command has started before, the first ones of `points`
+    """
     students = {}
     for n, (method, settings) in enumerate(points):
         label = f"-t{n}" if "@" in method else f"@t{n}"  # a name has one @
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
         students.setdefault((method, recipe(student)), (student, settings))
-    train([student for student, _ in students.values()], cfg, spec)
+    train([student for student, _ in students.values()][n_tried:], cfg, spec)
     record = on_record(cfg, spec.out)
     trials = []
     for (method, key), (_, settings) in students.items():
@@ -285,44 +330,6 @@ def score(students: list[Config], n_rows: int, cfg, spec):
         flags.append("--accept_edits")
     if folders:
         run("eval.py", *folders, "--tasks=none", *flags)
-
-
-# --- flags
-
-
-def arguments(argv) -> tuple:
-    """Return settings of the comparison, and the config of all runs.
-
-    With --methods, keys of `_compare` that are about the config's own methods are dropped.
-    """
-    flags = {}
-    rest = []
-    for word in argv:
-        key, equals, text = word.removeprefix("--").partition("=")
-        if key not in FLAGS or not word.startswith("--"):
-            rest.append(word)
-        elif key == "tune":
-            flags[key] = (*flags.get(key, ()), text)
-        else:
-            flags[key] = parsed(text if equals else "True", FLAGS[key])
-    cfg = configure.load(rest)
-    keys = dict(KEYS)
-    for word in rest:
-        if not word.startswith("--"):
-            keys["out"] = f"out/compare_{Path(word).stem}"
-            keys |= runpy.run_path(word).get("_compare", {})
-        elif word.startswith(("--seed=", "--out_dir=")):
-            raise UserError(f"{word}: would have no effect; set --seeds=N or --out=FOLDER")
-        elif word.startswith("--methods="):
-            keys |= {key: KEYS[key] for key in OF_METHODS}
-    keys |= flags
-    for key, kind in FLAGS.items():
-        keys[key] = checked(f"--{key}", keys[key], kind)
-    spec = SimpleNamespace(**keys)
-    spec.out = Path(spec.out)
-    if spec.reference not in (None, *cfg.methods):
-        raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
-    return spec, cfg
 
 
 if __name__ == "__main__":

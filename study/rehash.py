@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
+from torch.nn.utils import parameters_to_vector
 
 sys.path.insert(0, f"{Path(__file__).resolve().parent.parent}")
 
@@ -48,10 +48,8 @@ def trained(checkout, methods, data, out):
 
 def difference(a, b) -> float:
     """Return the distance of two models' weights, relative, in norm."""
-    first = load_file(a)
-    second = load_file(b)
-    x = torch.cat([first[key].flatten() for key in sorted(first)]).double()
-    y = torch.cat([second[key].flatten() for key in sorted(first)]).double()
+    x = parameters_to_vector(load_file(a).values()).double()
+    y = parameters_to_vector(load_file(b).values()).double()
     return float((x - y).norm() / x.norm())
 
 

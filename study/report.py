@@ -143,10 +143,9 @@ def settings_text(settings: dict) -> str:
 
 def best_settings(trials: list[dict]) -> dict:
     """Return by method the settings of the trial with the lowest CE, the first of equal ones."""
-    best = {}
-    for x in sorted((x for x in trials if x["val_ce"] is not None), key=lambda x: x["val_ce"]):
-        best.setdefault(x["method"], x["settings"])
-    return {x["method"]: best[x["method"]] for x in trials if x["method"] in best}
+    ended = pd.DataFrame(trials, columns=["method", "settings", "val_ce"]).dropna()
+    first = ended.groupby("method", sort=False)["val_ce"].idxmin()
+    return ended.loc[first].set_index("method")["settings"].to_dict()
 
 
 def trial_lines(plan: dict) -> list[str]:
@@ -172,6 +171,9 @@ def trial_lines(plan: dict) -> list[str]:
     chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
     at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
     advice = "No chosen rate is the lowest or highest tried."
+    if not best:
+        chosen = ["None, as all trials failed."]
+        advice = ""
     if at_an_end:
         wider = [f"{lr:.3g}" for lr in (rates[0] / 3, *rates, 3 * rates[-1])]
         advice = (

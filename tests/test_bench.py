@@ -12,7 +12,7 @@ from tests.world import ROOT, refusal
 from tools import bench
 
 CPU = torch.device("cpu")
-needs_peak = pytest.mark.skipif(not bench.PROCESS.exists(), reason="no peak memory is known here")
+needs_peak = pytest.mark.skipif(not bench.PEAK.exists(), reason="no peak memory is known here")
 
 
 def test_ratios_are_those_of_the_rounds():

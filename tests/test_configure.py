@@ -241,6 +241,11 @@ def start(arguments, **keys):
         ("prepare.py --warmup_steps=999 --schedule_steps=999 --max_steps=9", "UserError: warmup_"),
         ("-m run.cache --lrr=1 >&- <&-", "UserError: --lrr=1: no such key"),
         ("train.py --lrr=1 2>&-", ""),
+        ("eval.py x --tasks=foo", "UserError: --tasks: no ['foo'] in"),
+        ("tools/sample.py x --temperature=-1", "UserError: --temperature=-1.0: expected"),
+        ("tools/plot.py x --outt=y", "usage: plot.py "),
+        ("tools/bench.py gpuu", "usage: bench.py "),
+        ("study/compare.py config/demo.py --seeds=0", "UserError: --seeds=0: expected"),
         ("-c 'import sys; sys.modules[\"fcntl\"] = None; import train'", "Windows is not supp"),
     ],
 )
@@ -248,8 +253,15 @@ def test_a_mistyped_command_ends_before_torch_is_imported(arguments, message, tm
     """Also if its streams are closed."""
     (tmp_path / "torch.py").write_text("raise SystemExit(7)")
     ended = start(arguments, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith(message) and ended.stderr.count("\n") == bool(message)
+    assert (ended.returncode, ended.stdout) == (1 + message.startswith("usage"), "")
+    assert ended.stderr.startswith(message)
+    assert "usage" in message or ended.stderr.count("\n") == bool(message)
+
+
+def test_a_command_says_its_first_word_before_torch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    ended = start("train.py config/tiny.py", env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert (ended.returncode, ended.stderr) == (7, "train.py: loading torch\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS])

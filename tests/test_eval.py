@@ -609,7 +609,7 @@ def test_from_checkpoints_to_tables(out, capsys, printed):
     assert output.out.endswith(f"\nLeft out, as they have no results: {out}/tad.\n\n")
     score(f"{out}/pretrain --tasks=none --max_rows=2 --teacher=none")
     text = printed()
-    assert cells(text, "pretrain")[1].endswith(" ± –") and " ± " not in cells(text, "pretrain")[2]
+    assert cells(text, "pretrain")[1] and " ± " not in "".join(cells(text, "pretrain"))
     assert "in 2 rows of 3 documents, too few for an interval; no teacher." in text
     world.edit(out / "alra/run.json", 'made_by.data_sha256="other"')
     score(f"{out} --tasks=none")  # students that cannot be compared

@@ -181,6 +181,7 @@ def test_names_are_drawn_as_they_are(logged, drawn):
     figures = [drawn["curves.png"], drawn["budget.png"]]
     assert set(names) <= set(legend_of(figures[0]))
     titles = [axis.get_title() for axis in figures[1].axes]
+    assert figures[1].axes[0].get_gridspec().get_geometry() == (2, 3)
     assert all(any(title.startswith(f"{name}: ") for title in titles) for name in names)
     texts = [text for figure in figures for text in figure.findobj(matplotlib.text.Text)]
     assert len(texts) > 99 and not any(text.get_parse_math() for text in texts)
@@ -249,7 +250,10 @@ def test_no_two_methods_look_alike():
     in_grey = [(looks[name]["linestyle"], looks[name]["marker"]) for name in NAMES]
     assert len(set(in_grey)) == len({looks[name]["color"] for name in NAMES}) == len(NAMES)
     for name in NAMES:
-        assert plot.looks(["mine", name, "yours"])[name] == looks[name]
+        three = ["mine", name, "yours"]
+        drawn = plot.looks(three)
+        assert drawn[name] == looks[name]
+        assert len({drawn[x]["color"] for x in three}) == 3
 
 
 def test_budget_and_anchoring_count_by_hand(logged, drawn):
@@ -265,6 +269,7 @@ def test_budget_and_anchoring_count_by_hand(logged, drawn):
     assert heights(late) == [0, 0, 0, 0.5, 0.3, 0.2, 0]
     assert heights(teacher) == [0, 0, 0, 0.625, 0, 0.25, 0.125]
     assert "d_max = 7" in axis.get_title()
+    assert axis.get_gridspec().get_geometry() == (1, 2)
 
     density, means = drawn["anchoring.png"].axes
     assert lines(density) == {

@@ -20,29 +20,19 @@ GPU: in `fused` the peak above what was in use before, in `gpu` the peak of the 
 
 import itertools
 import math
-import re
 import shutil
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import torch
-
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
-from lib.device import give_back_memory, machine_facts, pick_device
-from lib.files import read_lines
-from lib.hf import load_tokenizer
-from losses import resolve
-from model import PRESETS, init_student
-from run.methods import head_losses
 
-PROCESS = Path("/proc/self")  # only on Linux
 OPTIONS = {
     "device": "auto",
     "methods": "vanilla_kd",
@@ -52,6 +42,34 @@ OPTIONS = {
     "repeats": 5,
     "out": Path("out/gpu"),
 }
+
+
+def arguments(argv) -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=["fused", "gpu"])
+    parser.add_argument("--tiny", action="store_true")
+    for name, default in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    if "--tiny" in argv:
+        parser.set_defaults(models="demo_teacher,mini,demo", n=13, rows=2, repeats=1)
+    elif "gpu" in argv:
+        parser.set_defaults(device="cuda")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    configure.check_flags(arguments)
+
+import torch
+
+from lib.device import give_back_memory, machine_facts, peak_bytes, pick_device
+from lib.files import read_lines
+from lib.hf import load_tokenizer
+from losses import resolve
+from model import PRESETS, init_student
+from run.methods import head_losses
+
+PEAK = Path("/proc/self/clear_refs")  # only on Linux; a 5 resets the peak
 
 
 def make_cases(args) -> dict:
@@ -102,13 +120,12 @@ def memory(device, reset=False) -> float:
         torch.cuda.synchronize(device)
         if reset:
             torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    if not PROCESS.exists():
+    elif not PEAK.exists():
         return math.nan
-    if reset:
+    elif reset:
         give_back_memory()
-        PROCESS.joinpath("clear_refs").write_text("5")
-    return int(re.search(r"VmHWM:\s+(\d+)", PROCESS.joinpath("status").read_text())[1]) / 1024
+        PEAK.write_text("5")
+    return peak_bytes(device) / 2**20
 
 
 def row(name, rounds, reference) -> str:
@@ -176,24 +193,10 @@ def run(*command):
         sys.exit(code)
 
 
-def arguments(argv):
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["fused", "gpu"])
-    parser.add_argument("--tiny", action="store_true")
-    for name, default in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    if "--tiny" in argv:
-        parser.set_defaults(models="demo_teacher,mini,demo", n=13, rows=2, repeats=1)
-    elif "gpu" in argv:
-        parser.set_defaults(device="cuda")
-    args = parser.parse_args(argv)
-    args.device = pick_device(args.device)
-    args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    return args
-
-
 def main(argv):
     args = arguments(argv)
+    args.device = pick_device(args.device)
+    args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     print(f"{machine_facts(args.device)}: {args}\n")
     {"fused": bench_fused, "gpu": bench_gpu}[args.section](args)
 

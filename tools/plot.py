@@ -11,17 +11,30 @@ without --text the picture is drawn from them.
 """
 
 import sys
-from argparse import ArgumentParser, RawTextHelpFormatter
+from argparse import ArgumentParser, Namespace, RawTextHelpFormatter
 from pathlib import Path
+
+sys.path.insert(0, f"{Path(__file__).parents[1]}")
+
+import configure
+
+
+def arguments(argv) -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--text")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    configure.check_flags(arguments)
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
 
-sys.path.insert(0, f"{Path(__file__).parents[1]}")
-
-import configure
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_lines, writing
 from lib.hf import load_tokenizer
@@ -54,13 +67,14 @@ LEVELS = {  # key in log.jsonl -> label
     "val_unigram_ce": "unigram",
     "val_uniform_ce": "ln V",
 }
-UNDRAWN = {*LOGGED, *LEVELS, "val_teacher_entropy"} - {"gnorm", "lr"}
+UNDRAWN = {*LOGGED, *LEVELS, "val_teacher_entropy", "checkpoint_sec"} - {"gnorm", "lr"}
 plt.switch_backend("Agg")  # files only, no window
 plt.rcParams |= {
     "figure.constrained_layout.use": True,
     "font.size": 9,
     "legend.frameon": False,
     "axes.grid": True,
+    "axes.formatter.limits": (-3, 4),
     "patch.linewidth": 0.3,
     "text.parse_math": False,  # a name or a token may have dollar signs
 }
@@ -81,9 +95,7 @@ def read_logs(folders) -> dict:
             if log:
                 logs[name] = read_json(folder.parent / "run.json", kinds) | {"log": log}
     if not logs:
-        raise UserError(
-            f"{', '.join(map(str, folders))}: no log.jsonl; expected a run's folder with records"
-        )
+        raise UserError(f"{folders[0]}: no log.jsonl; expected a run's folder with records")
     return logs
 
 
@@ -93,9 +105,16 @@ def records_of(student, part) -> list[dict]:
 
 
 def looks(names) -> dict:
-    """Return name -> colour, line and marker. The paper's methods always have their own."""
+    """Return name -> colour, line and marker. The paper's methods always have their own.
+
+    Other names take those of the paper's methods that are not among `names`, then further ones.
+    """
+    slots = [name if name in names else None for name in NAMES] + [None] * len(names)
+    for name in names:
+        if name not in slots:
+            slots[slots.index(None)] = name
     styles = {}
-    for i, name in enumerate(dict.fromkeys([*NAMES, *names])):
+    for i, name in enumerate(slots):
         styles[name] = {
             "label": name,
             "color": plt.get_cmap("tab20")(i * 2 % 20 + i // 10 % 2),  # light ones from the 11th on
@@ -200,9 +219,7 @@ def anchoring(logs) -> dict:
 
     As a density, and as means over all positions up to an update.
     """
-    records = []
-    for student in logs.values():
-        records = records or records_of(student, "teacher")
+    records = max((records_of(student, "teacher") for student in logs.values()), key=len)
     if not records:
         return {}
     r = pd.DataFrame(records).set_index("step")
@@ -229,9 +246,11 @@ def draw_histograms(logs, out) -> list[str]:
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
         if panels:
-            figure = plt.figure(figsize=(5.2 * len(panels), 3.4))
+            n_rows = -(-len(panels) // 3)
+            n_columns = min(len(panels), 3)
+            figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
             for i, (title, lines) in enumerate(panels.items(), 1):
-                lines.plot(ax=figure.add_subplot(1, len(panels), i), title=title)
+                lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
             save(figure, out / f"{name}.png")
             drawn.append(name)
         else:
@@ -312,11 +331,7 @@ def sentence(records, path):
 
 
 def main(argv):
-    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--text")
-    args = parser.parse_args(argv)
+    args = arguments(argv)
     out = args.out or args.folders[0]
     records = read_lines(out / "sentence.jsonl")
     if args.text:

@@ -12,22 +12,42 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, f"{Path(__file__).parents[1]}")
 
 import configure
 from lib.errors import UserError
 from lib.files import reading
 from lib.settings import NonNegative, NonNegativeInt, checked
-from lib.tokens import leading_bos
-from run.scoring import Opened, open_model
 
 OPTIONS = {
     "tokens": (NonNegativeInt, 100),
     "temperature": (NonNegative, 0.8),
     "seed": (NonNegativeInt, 0),
 }
+
+
+def arguments(argv) -> argparse.Namespace:
+    layout = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("names", nargs="+", metavar="MODEL")
+    parser.add_argument("--prompt", default="")
+    for key, (_, default) in OPTIONS.items():
+        parser.add_argument(f"--{key}", type=type(default), default=default)
+    args = parser.parse_args(argv)
+    for key, (kind, _) in OPTIONS.items():
+        checked(f"--{key}", getattr(args, key), kind)
+    with reading("--prompt", "expected UTF-8"):
+        args.prompt.encode()
+    return args
+
+
+if __name__ == "__main__":
+    configure.check_flags(arguments)
+
+import torch
+
+from lib.tokens import leading_bos
+from run.scoring import Opened, open_model
 
 
 @torch.no_grad()
@@ -66,18 +86,7 @@ def encode(name, m: Opened, prompt: str) -> list[int]:
 
 
 def main(argv):
-    layout = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("names", nargs="+", metavar="MODEL")
-    parser.add_argument("--prompt", default="")
-    for key, (_, default) in OPTIONS.items():
-        parser.add_argument(f"--{key}", type=type(default), default=default)
-    args = parser.parse_args(argv)
-    for key, (kind, _) in OPTIONS.items():
-        checked(f"--{key}", getattr(args, key), kind)
-    with reading("--prompt", "expected UTF-8"):
-        args.prompt.encode()
-
+    args = arguments(argv)
     for name in args.names:
         m = open_model(name, {"bos": int | None, "made_by": {"shape": dict}})
         if len(args.names) > 1:

@@ -85,7 +85,7 @@ class Config:
 
     # ---- data (prepare.py writes it, train.py reads it)
 
-    # folder of train.bin, train.json, val.bin and val.json
+    # folder of train.bin, train.json, val.bin, val.json; or several, read in order: data/a,data/b
     data_dir: str = key("data/pile", "paths")
     # hub dataset; local file, folder or glob; or a mixture of them, "a:0.7,b:0.3"
     source: str = key(CORPUS, "data")

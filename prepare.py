@@ -104,6 +104,8 @@ def prepare(cfg):
     Raises `UserError` if the folder holds data of another recipe, complete or not. Nothing is
     overwritten.
     """
+    if "," in cfg.data_dir:
+        raise UserError(f"data_dir={cfg.data_dir}: prepare.py writes one folder; name one of them")
     tokenizer, tokenizer_name = open_tokenizer(cfg)
     source, facts = open_source(cfg)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None

@@ -409,13 +409,37 @@ def test_held_out_rows_are_of_all_documents(tmp_path):
     assert val.n == 20 and len(stored(tmp_path / "rows/train.bin")) > 200
     documents = val.documents(np.arange(3, 20))
     letter = {}
-    for ids, numbers in zip(val.ids[3:, 1:], documents, strict=True):
+    for ids, numbers in zip(val.read(np.arange(3, 20))[:, 1:], documents, strict=True):
         for token, number in zip(ids, numbers, strict=True):
             if token not in (PAD, tokenizer.eos_token_id):
                 letter.setdefault(number, set()).add(tokenizer.decode([token]))
     assert len(letter) > 13 and documents.min() == 0
     assert max(map(len, letter.values())) == 1
     assert len(set().union(*letter.values())) == len(letter)  # no document has two numbers
+
+
+def test_the_manifests_of_two_folders_become_one(small, tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder, texts in zip(folders, (small.texts[:50], small.texts[50:]), strict=True):
+        source = write_texts(folder.with_suffix(".jsonl"), texts)
+        small.prepare(folder, f"--source={source} --val_rows=6")
+    manifests = [manifest(folder, "val") for folder in folders]
+    val = rows.Rows(",".join(map(str, folders)), "val", 30, False, 420)
+    parts = [rows.Rows(str(folder), "val", 30, False, 420) for folder in folders]
+    n = [part["valid_targets"] for part in manifests]
+    ce = [part["unigram_ce"] for part in manifests]
+    half = [part["unigram_half"] for part in manifests]
+    assert val.levels["unigram_ce"] == pytest.approx(np.average(ce, weights=n))
+    expected = math.hypot(n[0] * half[0], n[1] * half[1]) / sum(n)
+    assert val.manifest["unigram_half"] == pytest.approx(expected)
+    assert val.n == val.manifest["rows"] == 12
+    index = np.arange(6)
+    stored_rows = np.concatenate([part.read(index) for part in parts])
+    assert (val.read(np.arange(12)) == stored_rows).all()
+    first, second = (part.documents(index) for part in parts)
+    expected = np.concatenate([first, second + 1 + first.max()])
+    is_label = stored_rows[:, 1:] != PAD
+    assert (val.documents(np.arange(12))[is_label] == expected[is_label]).all()
 
 
 def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):

@@ -85,15 +85,17 @@ class Config:
 
     # ---- data (prepare.py writes it, train.py reads it)
 
-    # folder of train.bin, train.json, val.bin and val.json
+    # folder of train.bin, train.json, val.bin, val.json; or several, read in order: data/a,data/b
     data_dir: str = key("data/pile", "paths")
-    # hub dataset; local file, folder or glob; or a mixture of them, "a:0.7,b:0.3"
-    source: str = key(CORPUS, "data")
+    # hub dataset; local file, folder or glob; or a mixture, "a:0.7,b:0.3" or a list of dicts
+    source: str | list = key(CORPUS, "data")
+    # "all": a mixture goes on until its last part ends; None: until the first one does
+    mixture_end: Literal["all"] | None = key(None, "data")
     # configuration of a hub dataset, like FineWeb-Edu's sample-10BT; None: its default
     source_config: str | None = key(None, "data")
     # split of a hub dataset
     source_split: str = key("train", "data")
-    # column or field that holds the text, in every source
+    # column or field that holds the text; "meta.text" is a field inside another one
     source_text: str = key("text", "data")
     # records to read at most, in the source's own order; None: all
     n_documents: PositiveInt | None = key(2_000_000, "data")
@@ -243,8 +245,8 @@ def check_students(cfg):
 def check_numbers(cfg):
     """Check that keys do not contradict each other. Raises `UserError`."""
     for name, value in vars(cfg).items():
-        if value == "":
-            raise UserError(f"{name}='': expected a value; None means that it is not set")
+        if value in ("", []):
+            raise UserError(f"{name}={value!r}: expected a value; None means that it is not set")
     rows = cfg.batch_rows
     end = cfg.schedule_steps
     micro = cfg.micro_batch

@@ -87,7 +87,7 @@ from lib.checks import IGNORE
 from lib.device import give_back_memory, machine_facts, pick_device
 from lib.files import append_line, for_json, reading, write_lines, writing
 from lib.hf import find_folder, tokenizer_hash
-from lib.rows import Rows, open_rows
+from lib.rows import Rows, read_manifest
 from lib.stats import half_interval
 from lib.tokens import leading_bos, space_spelling, spelled_spaces, token_bytes
 from run.cache import open_cached, progress
@@ -347,11 +347,11 @@ def score_rows(
     }
     scored = {
         "scoring_code": scoring_code("figures"),
-        "rows_sha256": hashlib.sha256(rows.ids[index].tobytes()).hexdigest(),
+        "rows_sha256": hashlib.sha256(rows.read(index).tobytes()).hexdigest(),
     }
     teacher = None
     if teacher_name:
-        check_teacher(teacher_name, tokenizer, rows.ids.shape[1] - 1)
+        check_teacher(teacher_name, tokenizer, rows.manifest["row_len"] - 1)
         levels["teacher"] = teacher_name
         scored["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
@@ -368,7 +368,7 @@ def score_rows(
                 f"{teacher_name}: vocabulary of {len(teacher.head):,}, {first.name} has "
                 f"{rows.n_vocab:,}"
             )
-    n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.ids[index])
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.read(index))
     models = [c.load(args.dtype, device) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
@@ -383,7 +383,7 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
     Raises `UserError` if a checkpoint has another tokenizer, BOS or vocabulary than the rows, or
     cannot take their length.
     """
-    seq_len = open_rows(data_dir, "val")[1]["row_len"] - 1
+    seq_len = read_manifest(data_dir, "val")["row_len"] - 1
     first = checkpoints[0]
     rows = Rows(data_dir, "val", seq_len, False, first.n_vocab)
     bos = rows.manifest["bos"]
@@ -418,7 +418,7 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
              but have no text: bits per byte leave them out.
     """
     device = students[0].head.device
-    per_batch = max(1, batch_tokens // rows.ids.shape[1])
+    per_batch = max(1, batch_tokens // rows.manifest["row_len"])
 
     documents = torch.from_numpy(rows.documents(index))  # [rows, T] the document of each label
 

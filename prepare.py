@@ -24,6 +24,7 @@ what was skipped, with counts and hashes. Until all four are complete, the unfin
 `*.bin.tmp` and `prepare.state`.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -55,6 +56,7 @@ from lib.files import (
 )
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import PAD, open_rows, quick_hash, read_ahead
+from lib.settings import Positive, checked
 from lib.stats import half_interval
 from lib.tokens import (
     check_tokenizer,
@@ -70,12 +72,15 @@ HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
 BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
 SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
+# how a mixture ends: with its first part, or with its last one; none is read twice
+MIXTURE_ENDS = {None: "first_exhausted", "all": "all_exhausted_without_replacement"}
 CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
     "source_config",
     "source_text",
     "source_split",
+    "mixture_end",
     "n_documents",
     "train_rows",
     "val_rows",
@@ -104,6 +109,8 @@ def prepare(cfg):
     Raises `UserError` if the folder holds data of another recipe, complete or not. Nothing is
     overwritten.
     """
+    if "," in cfg.data_dir:
+        raise UserError(f"data_dir={cfg.data_dir}: prepare.py writes one folder; name one of them")
     tokenizer, tokenizer_name = open_tokenizer(cfg)
     source, facts = open_source(cfg)
     bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
@@ -150,6 +157,7 @@ def write_rows(cfg, source, tokenizer, state):
         shorten(folder, state, split)  # removes the rows that a kill left after the last commit
     if "source" in state:
         source.load_state_dict(state["source"])
+    n_ended = 0  # parts of a mixture that have no more documents
     with tqdm(total=max_rows, unit="row") as bar:
         for documents, position in read_ahead(read_batches(source, n_left)):
             ids = encode(backend, documents, state, cfg.max_bad_records)
@@ -158,6 +166,10 @@ def write_rows(cfg, source, tokenizer, state):
             n_rows = writers["train"]["rows"]  # of which the last `val_rows` are held out below
             bar.update(n_rows - bar.n)
             state["source"] = position
+            ended = position["examples_iterable"].get("is_exhausted", [])
+            if n_ended < sum(ended) < len(ended):
+                n_ended = sum(ended)
+                say_ended(cfg, position)
             if n_rows >= max_rows:
                 break  # without a commit: it follows once the rows beyond max_rows are cut
             commit(folder, state)
@@ -176,71 +188,106 @@ def open_source(cfg):
     """Return a stream of the documents of `cfg.source`, and the facts of each of its parts.
 
     The stream is a `datasets.IterableDataset`, whose state resumes it. A mixture draws from its
-    parts with the probabilities of their shares, by a fixed seed, until one of them ends.
+    parts with the probabilities of their shares, by a fixed seed.
     """
     import datasets
 
-    names, shares = split_mixture(cfg.source)
+    parts = split_mixture(cfg.source)
     streams = []
     facts = []
-    for name in names:
-        stream, fact = open_part(name, cfg)
+    for part in parts:
+        with reading(f"source: {part}", "expected name, share; text, config, split, revision"):
+            stream, fact = open_part(cfg, **part)
         streams.append(stream)
         facts.append(fact)
-    if len(streams) == 1:
+    if len(parts) == 1:
         return streams[0], facts
+    shares = np.array([checked("share", part.get("share"), Positive) for part in parts])
+    shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
-    return datasets.interleave_datasets(streams, shares, seed=0), facts
+    end = MIXTURE_ENDS[cfg.mixture_end]
+    return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=end), facts
 
 
-def split_mixture(source):
-    """Return the parts of a mixture "a:7,b:3", and their shares of the whole, here 0.7 and 0.3.
+def split_mixture(source) -> list[dict]:
+    """Return the arguments of `open_part` for each part of a mixture, a list or "a:7,b:3".
 
-    A source that is no mixture, or an existing file or folder, is its only part.
+    A text that is no mixture, or an existing file or folder, is its only part.
     """
+    if not isinstance(source, str):
+        return source
     parts = [re.fullmatch(SHARE, part) for part in source.split(",")]
     if not any(parts) or os.path.exists(os.path.expanduser(source)):
-        return [source], [1.0]
+        return [{"name": source}]
     if not all(parts):
         raise UserError(f"source={source}: expected a share above 0 for each, as in a:0.7,b:0.3")
-    shares = np.array([float(part[2]) for part in parts])
-    return [part[1] for part in parts], (shares / shares.sum()).tolist()
+    return [{"name": part[1], "share": float(part[2])} for part in parts]
 
 
-def open_part(name, cfg):
-    """Return a stream of the documents of a source, and its name with a hash of its content."""
+def is_local(name) -> bool:
+    """Return whether a source is a file, a folder, or a pattern such as data/*.gz."""
+    is_file = os.path.exists(os.path.expanduser(name)) or name.endswith(SUFFIXES)
+    return is_file or not re.fullmatch(HUB_ID, name)
+
+
+def open_part(cfg, name, share=1.0, revision=None, **own):
+    """Return a stream of the documents of a source, and its name with a hash of its content.
+
+    own  its text field, configuration and split, where they are not those of the config
+    """
     import datasets
 
-    is_file = os.path.exists(os.path.expanduser(name)) or name.endswith(SUFFIXES)
-    if is_file or not re.fullmatch(HUB_ID, name):  # such as a pattern, data/*.gz
+    cfg = dataclasses.replace(cfg, **{f"source_{key}": value for key, value in own.items()})
+    if is_local(name):
         with reading(f"source={name}", "check the name and the permissions"):
             files = list_files(name)
             content = [quick_hash(Path(file)) for file in files]
         arguments = {"files": files, "column": cfg.source_text}
         stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
     else:
-        stream, name = open_hub(name, cfg)
+        stream, name = open_hub(name, revision, cfg)
         content = name  # the commit in it stands for the content
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return stream, {"source": name, "sha256": digest}
+    return stream, {"source": name, "sha256": digest, **own}
 
 
-def open_hub(name, cfg):
+def open_hub(name, revision, cfg):
     """Return a stream of the documents of a dataset on the hub, and its name with its commit."""
     import datasets
     import huggingface_hub
 
     column = cfg.source_text
-    dataset, _, revision = name.partition("@")
+    dataset, _, named = name.partition("@")
     remedy = "expected a file or a hub dataset; without a network: --source=demo/text.jsonl.zst"
     with reading(f"source={dataset}", remedy):
-        commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None).sha
+        commit = (
+            huggingface_hub.HfApi().dataset_info(dataset, revision=revision or named or None).sha
+        )
         rows = datasets.load_dataset(
             dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
         )
-    stream = rows.select_columns([column]).map(lambda row: read_document(row, column))
-    return stream, f"{dataset}@{commit}"
+    documents = rows.map(lambda row: read_document(row, column))
+    return documents.select_columns(["where", "text", "bad"]), f"{dataset}@{commit}"
+
+
+def say_ended(cfg, position):
+    """Print which parts of a mixture have ended, and how many documents the others have left.
+
+    They are counted if all parts are local files.
+
+    position  of the mixture, after the last document of a part (`IterableDataset.state_dict`)
+    """
+    names = [part["name"] for part in split_mixture(cfg.source)]
+    ended = itertools.compress(names, position["examples_iterable"]["is_exhausted"])
+    n_left = "some"
+    if all(map(is_local, names)):
+        others, _ = open_source(dataclasses.replace(cfg, mixture_end="all"))
+        others.load_state_dict(position)
+        n_left = f"{sum(1 for _ in others):,}"
+    print(f"source: {', '.join(ended)} ended, the others have {n_left} documents left")
+    if not cfg.mixture_end:
+        print("the mixture ends here; --mixture_end=all goes on until its last part ends")
 
 
 # --- Documents to ids
@@ -458,15 +505,11 @@ def add_ids(folder, state, split, table, ids, last=False):
     rows = np.full((len(lengths), row_len), PAD, np.uint32)
     # fills the rows in order, lengths[i] ids each
     rows[np.arange(row_len) < lengths[:, None]] = ids[: starts[-1]]
-    add_rows(folder, state, split, rows)
-    writer["rest"] = ids[starts[-1] :].tolist()
-
-
-def add_rows(folder, state, split, rows):
     file = folder / f"{split}.bin.tmp"
     with writing(file), open(file, "ab") as stored:
         stored.write(rows)
-    state["writers"][split]["rows"] += len(rows)
+    writer["rows"] += len(rows)
+    writer["rest"] = ids[starts[-1] :].tolist()
 
 
 def shorten(folder, state, split):

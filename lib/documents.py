@@ -7,6 +7,7 @@ text   empty if the record cannot be read
 bad    why it cannot be read; empty for a good record
 """
 
+import collections
 import glob
 import gzip
 import json
@@ -32,26 +33,24 @@ def list_files(source: str) -> list[str]:
     Raises `UserError` if two of the files hold one text: a link, or one packed beside itself.
     """
     path = os.path.expanduser(source)  # leaves the name of an unknown user as it is
-    hidden = []
+    left_out = collections.defaultdict(list)
     if os.path.isdir(path):
-        names = walk(path, hidden)
+        names = walk(path, left_out["hidden files or folders"])
     elif os.path.exists(path):
         names = [path]
     else:
         names = glob.glob(path, recursive=True)
-    broken = []
-    others = []
     file_of = {}
     for name in sorted(names):
         try:
             facts = os.stat(name)
         except FileNotFoundError:
-            broken.append(name)
+            left_out["broken links"].append(name)
             continue
         if not stat.S_ISREG(facts.st_mode):
             continue
         if not name.lower().endswith(SUFFIXES):
-            others.append(name)
+            left_out["files with other suffixes"].append(name)
             continue
         unpacked = re.sub(r"(?i)\.(gz|zst)$", "", os.path.realpath(name))
         for text in (unpacked, (facts.st_dev, facts.st_ino)):
@@ -60,14 +59,10 @@ def list_files(source: str) -> list[str]:
                 raise UserError(
                     f"source={source}: {other} and {name} hold one text; keep one of them"
                 )
-    for kind, left_out in (
-        ("hidden files or folders", hidden),
-        ("broken links", broken),
-        ("files with other suffixes", others),
-    ):
-        if left_out:
+    for kind, skipped in left_out.items():
+        if skipped:
             print(
-                f"source={source}: skips {len(left_out)} {kind}, such as {left_out[0]}",
+                f"source={source}: skips {len(skipped)} {kind}, such as {skipped[0]}",
                 file=sys.stderr,
             )
     if not file_of:
@@ -170,7 +165,12 @@ def read_document(record, column: str, where: str = "") -> dict:
             if not line.startswith("{"):
                 raise ValueError(f"expected a JSON object on each line, got {line:.20}")
             record = json.loads(line)
-        text = record[column]
+        keys = [column]
+        if column not in record:
+            keys = column.split(".")  # of "meta.text", a field inside another one
+        text = record
+        for key in keys:
+            text = text[key]
         if isinstance(text, bytes):
             text = decoded(text)
         # replaces lone surrogates, which JSON can spell; raises TypeError unless it is text

@@ -1,6 +1,7 @@
-"""The rows files that prepare.py writes: `<data_dir>/NAME.bin` and its manifest NAME.json.
+"""The rows files that prepare.py writes: NAME.bin in a folder, and its manifest NAME.json.
 
-NAME.bin is uint32 [n_rows, row_len], with PAD in the unused tail of a row.
+NAME.bin is uint32 [n_rows, row_len], with PAD in the unused tail of a row. A run reads the rows of
+one folder, or those of several, "data/a,data/b", one after the other.
 
 Dimension key: B rows, T time.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
 from lib.checks import IGNORE
 from lib.errors import UserError
@@ -30,56 +32,111 @@ MANIFEST = {  # what readers need of it
     "quick_sha256": str,
     "tokenizer_sha256": str,
 }
+# what the rows of several folders must have in common
+SHARED = (
+    "row_len",
+    "rule_version",
+    "held_out_version",
+    "val_share",
+    "tokenizer_sha256",
+    "vocab_size",
+    "eos_id",
+    "bos",
+)
+
+
+def read_manifest(data_dir: str | Path, name) -> dict:
+    """Return the manifest of the rows NAME of a folder, or one for those of several folders.
+
+    Its sha256 is then that of each folder, with commas between them. Its unigram CE is the mean
+    over all held-out rows, each under the token frequencies of its own folder. Raises `UserError`
+    if the folders' rows do not go together.
+    """
+    folders = str(data_dir).split(",")
+    manifests = []
+    for folder in folders:
+        file = Path(folder, f"{name}.json")
+        if not file.is_file() or not file.with_suffix(".bin").is_file():
+            raise UserError(
+                f"{folder}: no {name}.bin with {name}.json; run prepare.py with the config"
+            )
+        manifests.append(read_json(file, MANIFEST, f"move {folder} aside and prepare it again"))
+    if len(folders) == 1:
+        return manifests[0]
+    hashes = [manifest["sha256"] for manifest in manifests]
+    if name == "train" and len({*hashes}) < len(hashes):
+        raise UserError(f"{data_dir}: two folders hold the same rows; name each once")
+    joint = {"sha256": ",".join(hashes), "rows": sum(x["rows"] for x in manifests)}
+    for key in SHARED:
+        values = [manifest.get(key) for manifest in manifests]
+        if len({*values}) > 1:
+            raise UserError(f"{data_dir}: {key} is {values}; prepare all with one config")
+        joint[key] = values[0]
+    if any("ended_in_train" in manifest for manifest in manifests):  # of held-out rows
+        ended = [x.get("ended_in_train", [0] * x["rows"]) for x in manifests]
+        joint["ended_in_train"] = np.concatenate(ended)
+    if all("unigram_ce" in manifest for manifest in manifests):
+        figures = [(x["valid_targets"], x["unigram_ce"], x["unigram_half"]) for x in manifests]
+        n, ce, half = np.array(figures, float).T  # half is NaN for a folder without an interval
+        joint["unigram_ce"] = n @ ce / n.sum()
+        joint["unigram_half"] = np.linalg.norm(n * half) / n.sum()
+    return joint
 
 
 def open_rows(folder: str | Path, name):
-    """Return the ids [n_rows, row_len] uint32, memory-mapped, and the manifest.
+    """Return the ids [n_rows, row_len] uint32 of one folder, memory-mapped, and the manifest.
 
     Raises `UserError` if they do not match.
     """
     file = Path(folder) / f"{name}.bin"
-    manifest = Path(folder) / f"{name}.json"
-    if not manifest.is_file() or not file.is_file():
-        raise UserError(f"{folder}: no {name}.bin with {name}.json; run prepare.py with the config")
-    remedy = f"move {folder} aside and prepare it again"
-    facts = read_json(manifest, MANIFEST, remedy)
+    facts = read_manifest(folder, name)
     shape = (facts["rows"], facts["row_len"])
     size = file.stat().st_size
     expected = 4 * facts["rows"] * facts["row_len"]
+    remedy = f"move {folder} aside and prepare it again"
     if size != expected or size == 0:
         raise UserError(f"{file}: {size:,} bytes, expected {expected:,}; {remedy}")
     if quick_hash(file) != facts["quick_sha256"]:
-        raise UserError(f"{file}: not the bytes that {manifest.name} describes; {remedy}")
+        raise UserError(f"{file}: not the bytes that {name}.json describes; {remedy}")
     return np.memmap(file, np.uint32, "r", shape=shape), facts
 
 
 class Rows:
-    """The rows of a file, as batches for a model. An index means the same row on every process."""
+    """The rows NAME as batches for a model. An index means the same row on every process.
 
-    def __init__(self, folder: str, name, seq_len, mask_after_eos: bool, n_vocab: int):
-        self.ids, self.manifest = open_rows(folder, name)  # [n, seq_len + 1]
+    data_dir  a folder, or several, whose rows come one after the other
+    """
+
+    def __init__(self, data_dir: str | Path, name, seq_len, mask_after_eos: bool, n_vocab: int):
+        folders = str(data_dir).split(",")
+        self.ids = ConcatDataset([open_rows(folder, name)[0] for folder in folders])
+        self.manifest = read_manifest(data_dir, name)
         self.n = len(self.ids)
         self.first_step = 0  # the update that reads row 0; not 0 in a branch on other rows
-        self.file = f"{folder}/{name}.bin"
+        self.file = f"{folders[0]}/{name}.bin"
         self.n_vocab = n_vocab
         self.eos = self.manifest["eos_id"]
         self.mask_after_eos = mask_after_eos
-        stored_len = self.ids.shape[1] - 1
+        stored_len = self.manifest["row_len"] - 1
         if stored_len != seq_len:
             raise UserError(
-                f"seq_len={seq_len}: {folder} has rows for seq_len={stored_len}; set that"
+                f"seq_len={seq_len}: {data_dir} has rows for seq_len={stored_len}; set that"
             )
         # CEs to compare a model's with: a uniform guess, and token frequencies (held-out rows only)
         self.levels = {"uniform_ce": math.log(n_vocab)}
         if "unigram_ce" in self.manifest:
             self.levels["unigram_ce"] = self.manifest["unigram_ce"]
 
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """Return the ids [B, row_len] of the rows of these indices."""
+        return np.stack([self.ids[i] for i in index])
+
     def batch(self, index: np.ndarray, device):
         """Return the rows of these indices as model inputs.
 
         -> inputs x [B, T], labels y [B, T] (IGNORE for padding), number of labels
         """
-        ids = torch.from_numpy(self.ids[index].astype(np.int64))
+        ids = torch.from_numpy(self.read(index).astype(np.int64))
         is_pad = ids == PAD
         tokens = ids.masked_fill(is_pad, self.eos)
         if tokens.amax() >= self.n_vocab:
@@ -98,9 +155,11 @@ class Rows:
 
     def documents(self, index: np.ndarray) -> np.ndarray:
         """Return the number of the document of each label of these rows [B, T], from 0 on."""
-        ids = self.ids[index]
+        ids = self.read(index)
         is_eos = ids == self.eos  # an EOS is the last token of a document
         n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # before each token
+        folder = np.searchsorted(self.ids.cumulative_sizes, index, side="right")
+        n_ended += folder[:, None] << 32  # no document goes on in the next folder
         if "ended_in_train" in self.manifest:
             n_ended += np.array(self.manifest["ended_in_train"])[index, None]
         is_label = ids[:, 1:] != PAD

@@ -42,8 +42,8 @@ def checked(name, value: object, kind) -> object:
     else:
         if kind is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
-        fits = type(value) is kind
-        words = f"{kind.__name__} {words}".strip()
+        fits = type(value) in (typing.get_args(kind) or [kind])  # str | list has two types
+        words = f"{getattr(kind, '__name__', kind)} {words}".strip()
     if not fits or (in_range and not in_range(value)):
         raise UserError(f"{name}={value!r}: expected {words}")
     return value

@@ -53,7 +53,7 @@ class States:
         source = Path(rows.file)
         key = record_hash(facts | {"rows": rows.manifest["sha256"]})[:12]
         self.file = source.with_name(f"teacher_{key}.{source.stem}.states")
-        row_bytes = (rows.ids.shape[1] - 1) * position_bytes
+        row_bytes = (rows.manifest["row_len"] - 1) * position_bytes
         size = rows.n * (row_bytes + 8)
         if not self.file.is_file() or self.file.stat().st_size != size:
             with writing(self.file), self.file.open("ab"):

@@ -27,8 +27,8 @@ from lib.code import (
     read_tree,
 )
 from lib.errors import UserError
-from lib.files import read_json
 from lib.hf import find_folder, tensors_hash, weight_files
+from lib.rows import read_manifest
 from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
 from run.teacher import inherited
@@ -62,9 +62,8 @@ NOT_FOLLOWED = (
 def made_by(cfg, name) -> dict:
     """Return what determines a student's weights up to rounding, and its held-out rows; as JSON."""
     method = resolve(name, **cfg.overrides_of(name))
-    kinds = {"sha256": str, "tokenizer_sha256": str}
-    train = read_json(Path(cfg.data_dir, "train.json"), kinds)
-    val = read_json(Path(cfg.data_dir, "val.json"), kinds)
+    train = read_manifest(cfg.data_dir, "train")
+    val = read_manifest(cfg.data_dir, "val")
     record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record |= {

@@ -16,6 +16,7 @@ import prepare
 import train
 from lib import parallel
 from lib.errors import UserError
+from lib.files import read_json
 from run import cache, preflight, teacher
 from tests.several import free_port
 from tests.test_teacher import FOREIGN, NATIVE, make  # noqa: F401
@@ -28,6 +29,7 @@ from tests.world import (
     refusal,
     start,
     untimed,
+    write_rows,
     write_text,
 )
 
@@ -84,6 +86,27 @@ def test_storing_and_reading_keep_the_bits_and_reading_loads_no_body(
     monkeypatch.setattr(preflight, "load_teacher", lambda *_: pytest.fail("loaded"))
     assert results("reads", **CACHED) == plain
     assert n_rows[2] == 0
+
+
+def test_the_rows_of_two_folders_train_as_those_of_one(world, tmp_path):
+    """Also stored and resumed. The folders' order counts."""
+    sizes = {"train": (60, 97), "val": (4, 7)}
+    for name, (cut, n) in sizes.items():
+        ids = preflight.open_data(config(world, "unused"), name).read(np.arange(n))
+        write_rows(tmp_path / "a", name, ids=ids[:cut])
+        write_rows(tmp_path / "b", name, ids=ids[cut:], seed=2)
+    out = tmp_path / "two"
+    keys = CACHED | {"methods": "vanilla_kd", "data_dir": f"{tmp_path}/a,{tmp_path}/b"}
+    assert train.distil(config(world, tmp_path / "one", **KEYS | {"methods": "vanilla_kd"})) == 0
+    for steps in (4, 6):
+        assert train.distil(config(world, out, max_steps=steps, **keys)) == 0
+    assert final_bits(out, "vanilla_kd") == final_bits(tmp_path / "one", "vanilla_kd")
+    assert len([*(tmp_path / "a").glob("teacher_*")]) == 3
+    record = read_json(out / "vanilla_kd/run.json")["made_by"]
+    assert (record["data_sha256"], record["val_sha256"]) == ("train1,train2", "val1,val2")
+    keys["data_dir"] = f"{tmp_path}/b,{tmp_path}/a"
+    with refusal("data_sha256 was 'train1,train2', now 'train2,train1'"):
+        train.distil(config(world, out, **keys))
 
 
 def states_of(cfg, load=True):

@@ -476,7 +476,7 @@ def test_a_comparison_from_trials_to_report_and_nothing_is_made_twice(
     assert "Trials have 2 updates. CE in nats per token over the first 3 held-out rows" in text
     assert "| alra † | " in text
     assert (tmp_path / "runs" / begun[2] / "code.diff").read_text() == "-a\n+b\n"
-    scored = ev.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
+    scored = compare.open_rows(cfg.data_dir, "val")[0][3:6]  # those after the three that chose
     assert a["rows_sha256"] == hashlib.sha256(scored.tobytes()).hexdigest()
     begun.clear()
     assert compare.main(argv) == 0

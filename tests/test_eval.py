@@ -622,7 +622,7 @@ def test_sums_by_document_are_those_of_a_plain_loop(out, rows):
     documents = read(out / "alra")["values"]["documents"]
     student = make_model(STUDENT, 9, 7.0)
     sums = [[0, 0.0]]
-    for stored in rows.ids[2:8].astype(int):
+    for stored in rows.read(np.arange(2, 8)).astype(int):
         ids = torch.from_numpy(stored[stored != PAD])
         logp = student(ids[None, :-1])[0].log_softmax(-1)
         for t, token in enumerate(ids.tolist()):

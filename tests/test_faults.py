@@ -249,6 +249,7 @@ run/cache.py cfg.py --teacher=none => teacher=None: .*learns from one
 {PREPARE} --val_rows=1000 => leave no row for train
 prepare.py cfg.py --seq_len=8 => data: holds data of another recipe
 {GO_ON} --seq_len=8 => stopped: holds data of another recipe
+prepare.py cfg.py --data_dir=data,b => data_dir=data,b: prepare.py writes one folder
 prepare.py --verify nowhere => nowhere: no train.bin with train.json
 prepare.py --verify stopped => stopped: not finished
 prepare.py --show 9999 data => --show 9999: expected a row from 0
@@ -258,6 +259,7 @@ prepare.py --show x data => --show x data: expected
 BROKEN = rf"""
 {NEW} => echo {{ > data/train.json => data/train.json: cannot be used
 {NEW} => truncate -s -100 data/train.bin => data/train.bin: [0-9,]+ bytes, expected [0-9,]+
+{NEW} --data_dir=data,text => : => text: no train.bin with train.json
 {NEW} => rm data/val.bin => data: no val.bin with val.json
 {NEW} => rm -r data; touch data => data: no train.bin
 {HALF} => rm -r half/alra/checkpoints => half: its students have no checkpoint in common
@@ -360,6 +362,12 @@ CASES = [
         "prepare.py --verify data",
         "truncate -s -4 data/train.bin",
         "data/train.bin: [0-9,]+ bytes, expected .*prepare it again",
+    ),
+    (f"{NEW} --data_dir=data,b", "cp -r data b", "data,b: two folders hold the same rows"),
+    (
+        f"{NEW} --data_dir=data,b",
+        ("cp -r data b", 'set b/train.json val_share=0.5 sha256="b"'),
+        r"data,b: val_share is \[0.0, 0.5\]; prepare all with one config",
     ),
     *((command, (), message) for command, message in world.read_table(COMMANDS)),
     *((f"{NEW} {flag}", (), message) for flag, message in world.read_table(FLAGS)),

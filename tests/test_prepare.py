@@ -409,13 +409,37 @@ def test_held_out_rows_are_of_all_documents(tmp_path):
     assert val.n == 20 and len(stored(tmp_path / "rows/train.bin")) > 200
     documents = val.documents(np.arange(3, 20))
     letter = {}
-    for ids, numbers in zip(val.ids[3:, 1:], documents, strict=True):
+    for ids, numbers in zip(val.read(np.arange(3, 20))[:, 1:], documents, strict=True):
         for token, number in zip(ids, numbers, strict=True):
             if token not in (PAD, tokenizer.eos_token_id):
                 letter.setdefault(number, set()).add(tokenizer.decode([token]))
     assert len(letter) > 13 and documents.min() == 0
     assert max(map(len, letter.values())) == 1
     assert len(set().union(*letter.values())) == len(letter)  # no document has two numbers
+
+
+def test_the_manifests_of_two_folders_become_one(small, tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder, texts in zip(folders, (small.texts[:50], small.texts[50:]), strict=True):
+        source = write_texts(folder.with_suffix(".jsonl"), texts)
+        small.prepare(folder, f"--source={source} --val_rows=6")
+    manifests = [manifest(folder, "val") for folder in folders]
+    val = rows.Rows(",".join(map(str, folders)), "val", 30, False, 420)
+    parts = [rows.Rows(str(folder), "val", 30, False, 420) for folder in folders]
+    n = [part["valid_targets"] for part in manifests]
+    ce = [part["unigram_ce"] for part in manifests]
+    half = [part["unigram_half"] for part in manifests]
+    assert val.levels["unigram_ce"] == pytest.approx(np.average(ce, weights=n))
+    expected = math.hypot(n[0] * half[0], n[1] * half[1]) / sum(n)
+    assert val.manifest["unigram_half"] == pytest.approx(expected)
+    assert val.n == val.manifest["rows"] == 12
+    index = np.arange(6)
+    stored_rows = np.concatenate([part.read(index) for part in parts])
+    assert (val.read(np.arange(12)) == stored_rows).all()
+    first, second = (part.documents(index) for part in parts)
+    expected = np.concatenate([first, second + 1 + first.max()])
+    is_label = stored_rows[:, 1:] != PAD
+    assert (val.documents(np.arange(12))[is_label] == expected[is_label]).all()
 
 
 def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
@@ -441,6 +465,57 @@ def test_every_kind_of_source_gives_the_same_documents(small, tmp_path):
     names = "a.jsonl a.jsonl.GZ b.jsonl.zst c.jsonl.zst a.parquet b.parquet txt txt/*.txt"
     for name in names.split():
         assert documents(tmp_path / name)[0] == texts, name
+
+
+def test_a_part_of_a_mixture_has_keys_of_its_own(small, tmp_path, monkeypatch):
+    """A dataset in the hub's layout with configurations, and nested fields."""
+    hub = tmp_path / "someone/corpus"
+    for name in "ab":
+        (hub / name).mkdir(parents=True)
+    files = {name: [{"split": "dev", "path": f"{name}/0.parquet"}] for name in "ab"}
+    configs = [{"config_name": name, "data_files": paths} for name, paths in files.items()]
+    (hub / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    texts = [f"text {i}" for i in range(9)]
+    table = pyarrow.table({"meta": [{"n": 1, "text": text} for text in texts], "bad": texts})
+    pyarrow.parquet.write_table(table, hub / "b/0.parquet")
+    pyarrow.parquet.write_table(table.slice(3), hub / "a/0.parquet")
+    load_dataset = datasets.load_dataset
+    asked = []
+
+    def load(name, config, revision, **keys):
+        asked.append(revision)
+        return load_dataset(str(tmp_path / name), config, **keys)
+
+    info = huggingface_hub.DatasetInfo(id="someone/corpus", sha="c0ffee")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(return_value=info))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    part = {"name": "someone/corpus", "config": "b", "split": "dev", "revision": "v1"}
+    part |= {"text": "meta.text", "share": 3}
+    others = [{"x.y": "a"}, {"x": {"y": "b"}}, {"x": 3}]
+    write_lines(tmp_path / "x.jsonl", others)
+    pyarrow.parquet.write_table(pyarrow.table({"x.y": ["c"]}), tmp_path / "x.parquet")
+    for name in ("x.jsonl", "x.parquet"):
+        other = {"name": str(tmp_path / name), "share": 1}
+        keys = {"source": [part, other], "source_text": "x.y", "mixture_end": "all"}
+        stream, facts = prepare.open_source(Config(**keys))
+        read = [document["text"] for document in stream]
+        assert [text for text in read if text in texts] == texts
+        others = {"x.jsonl": ["a", "b", ""], "x.parquet": ["c"]}[name]
+        assert [text for text in read if text not in texts] == others
+        own = {"text": "meta.text", "config": "b", "split": "dev", "share": 0.75}
+        assert facts[0] == {"source": "someone/corpus@c0ffee", "sha256": facts[0]["sha256"]} | own
+        assert facts[1].keys() == {"source", "sha256", "share"}
+    assert asked == ["c0ffee"] * 2
+    for change, message in (
+        ({"share": 0}, "share=0.0: expected float more than 0"),
+        (
+            {"txt": "x"},
+            "unexpected keyword argument 'source_txt'.; expected name, share; text, con",
+        ),
+        ({"text": 3}, "source_text=3: expected str"),
+    ):
+        with refusal(message):
+            prepare.open_source(Config(source=[part | change, other]))
 
 
 def test_a_lone_surrogate_becomes_a_replacement_character(tmp_path):
@@ -489,6 +564,31 @@ def test_several_sources_are_mixed_by_their_shares(small, tmp_path):
     assert documents(f"{a}:0.7,{b}:0.3")[0] == texts
 
 
+@pytest.mark.parametrize("end", [None, "all"])
+def test_a_mixture_says_which_part_ended_and_what_is_left(
+    end, small, tmp_path, printed, monkeypatch
+):
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 1)
+    texts = [f"text {i}" for i in range(60)]
+    (tmp_path / "a").mkdir()
+    for i in range(3):
+        write_texts(tmp_path / f"a/{i}.jsonl", texts[17 * i : 17 * i + 17])
+    b = write_texts(tmp_path / "b.jsonl", texts[51:])
+    flags = f"--source={tmp_path}/a:1,{b}:2 --mixture_end={end} --val_rows=0"
+    small.prepare(tmp_path / "rows", flags)
+    output = printed()
+    stream = joined(stored(tmp_path / "rows/train.bin"))
+    read = tokenizer_of("byte_level")[0].decode(stream).split(EOS)[:-1]
+    first_end = 1 + max(read.index(text) for text in texts[51:])
+    n_left = 60 - first_end
+    assert f"source: {b} ended, the others have {n_left} documents left\n" in output
+    if end:
+        assert sorted(read) == sorted(texts)
+    else:
+        assert len(read) == first_end < 30
+    assert ("the mixture ends here; --mixture_end=all" in output) == (end is None)
+
+
 @pytest.mark.parametrize("source", ["a:0.7,b", "a:0,b:1", "a:0.0,b:.5"])
 def test_each_part_of_a_mixture_has_a_share(source):
     with refusal("expected a share above 0"):
@@ -504,7 +604,8 @@ def crash(*args):
 
 
 @pytest.mark.parametrize(
-    "split", ["--val_rows=0 --val_share=0.3 --n_documents=11", "--train_rows=30", ""]
+    "split",
+    ["--val_rows=0 --val_share=0.3 --n_documents=11", "--train_rows=30", "--mixture_end=all"],
 )
 def test_a_crash_at_every_step_costs_nothing(split, small, tmp_path, monkeypatch):
     a = write_texts(tmp_path / "a.jsonl", small.texts[:9])

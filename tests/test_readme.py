@@ -53,6 +53,8 @@ PREPARE = (
 )
 MORE = {
     "prepare.py --": "",
+    # other rows than those of the command before it
+    "prepare.py config/alra_200m.py --source=pile/2": f"{SHORT} {PREPARE} --n_documents=9",
     "prepare.py": SHORT + PREPARE,
     "train.py": SHORT + TRAIN,
     "eval.py --table": "",

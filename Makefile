@@ -33,7 +33,7 @@ check: .venv/ready
 	locked=$$(head -1 requirements.lock | grep -q "$$($(PYTHON) -c 'import sys; print("Python %d.%d" % sys.version_info[:2])')" \
 	  && echo "-c requirements.lock"); \
 	  $(BIN)/python -m pip install --quiet --no-compile -r requirements.txt -r requirements-test.txt $$locked
-	$(BIN)/python -c "import eval, prepare, train, study.compare, tools.plot"  # compiles them, and what they import, once
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import eval, prepare, train, study.compare, tools.plot"  # compiles them, and what they import, once
 	touch $@
 	@echo "set up in .venv; before you type commands yourself: source .venv/bin/activate"
 

@@ -5,10 +5,14 @@ It is set before torch is imported.
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+# An import takes three times as long where modules are compiled anew, as images of containers ask.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Sums are divided among threads, so only runs of equally many have equal bits. Workers share cores.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
@@ -19,9 +23,9 @@ import lib.torch_setup  # noqa: E402, F401  (before any test computes)
 
 
 def pytest_configure(config):
-    """A pool of compilers takes longer to start than it saves, but for the kernels of a GPU."""
+    """Kernels of the CPU are compiled in seconds: by no pool of compilers, and without vectors."""
     if config.option.markexpr != "gpu":
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ The recorded numbers of the authors' codes are in test_golden.py, the fused head
 
 import contextlib
 import functools
+import itertools
 import math
 import random
 import re
@@ -178,28 +179,27 @@ taid: t=1.0
 
 def awkward(kind):
     """Logits on which shortcuts fail."""
-    z_s, z_t, y = case(seed=5, v=37)
-    if kind == "initial":  # a student at initialisation, and labels that are the teacher's last
+    z_s, z_t, y = case(seed=5, n=5, v=37)
+    if kind == "mixed":  # logits far from 0, and a label that is the teacher's first choice
+        z_s[3] += 50
+        z_t[3] -= 20
+        y[4] = z_t[4].argmax()
+    elif kind == "initial":  # a student at initialisation, and labels that are the teacher's last
         z_s = 0.02 * z_s
         y = torch.where(y == IGNORE, y, z_t.argmin(-1))
     elif kind == "ties":  # as in bf16 logits: within and across the borders of every set
         z_s = (z_s * 2).round() / 2
         z_t = (z_t * 2).round() / 2
-    elif kind == "shifted":
-        z_s = z_s + 50
-        z_t = z_t - 20
     elif kind == "two":  # valid positions: halves and shares of them are empty or one
-        y[[0, 1, 3, 4, 6]] = IGNORE
-    elif kind == "top":  # the label is the teacher's first choice
-        y = torch.where(y == IGNORE, y, z_t.argmax(-1))
+        y[[0, 3]] = IGNORE
     return z_s, z_t, y
 
 
-@pytest.mark.parametrize("kind", ["plain", "initial", "ties", "shifted", "two", "top"])
+@pytest.mark.parametrize("kind", ["mixed", "initial", "ties", "two"])
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_naive_loops_agree(name, settings, kind, monkeypatch):
     """Whatever the size of the blocks by which the largest of 37 logits are found."""
-    size = {"plain": 1, "shifted": 99}.get(kind, 8)
+    size = {"mixed": 1, "two": 99}.get(kind, 8)
     monkeypatch.setattr(vocab, "block_size", lambda V: size)
     inputs = awkward(kind)
     got = value_and_gradient(getattr(losses, name), *inputs, **settings)
@@ -216,7 +216,7 @@ def test_every_objective_is_held_against_naive_loops():
 
 
 @pytest.mark.parametrize("anchor", ["none", "teacher", "label", "both"])
-@pytest.mark.parametrize("kind", ["plain", "initial", "ties"])
+@pytest.mark.parametrize("kind", ["mixed", "initial", "ties"])
 def test_alra_pieces_are_those_of_the_paper(anchor, kind):
     inputs = awkward(kind)
     settings = {"d_max": 7, "tau": 1.5, "eps": 0.9, "anchor": anchor}
@@ -438,7 +438,8 @@ def assert_near_fp64(name, z_s, z_t, y, bar):
 @pytest.mark.parametrize(("n", "v"), [(13, 1009), (3, 151_936)])
 @pytest.mark.parametrize("name", ROWS)
 def test_fp32_is_within_1e_5_of_fp64(name, n, v):
-    for z_s, z_t, y in regimes(n, v):
+    stride = 2 if v > 1e5 else 1  # every second regime
+    for z_s, z_t, y in itertools.islice(regimes(n, v), 0, None, stride):
         assert_near_fp64(name, z_s, z_t, y, KINK.get((name, v), 1e-5))
 
 

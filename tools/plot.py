@@ -2,11 +2,11 @@
 
     python tools/plot.py out/demo                        every term, budget, anchoring
     python tools/plot.py out/demo out/other --out=compare
-    python tools/plot.py out/demo/alra --text="import os"    what ALRA chooses after each token
+    python tools/plot.py out/demo/alra --text="import os"    what ALRA chooses at three tokens
 
 Pictures go into the first folder given, or into --out. Budget and anchoring need
-`histogram_every_steps`. A sentence shows the newest checkpoint. Its data go into sentence.jsonl
-beside the picture, and without --text the picture is drawn from them.
+`histogram_every_steps`. A sentence shows three tokens at the newest checkpoint. The data of all its
+tokens go into sentence.jsonl beside the picture; without --text the picture is drawn from them.
 """
 
 import sys

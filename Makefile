@@ -1,4 +1,4 @@
-# make demo       set up, then distil three small students from the shipped teacher, score and plot them: minutes on two cores
+# make demo       set up, then distil small students from the shipped teacher, score and plot them: minutes on two cores
 # make replicate  the study of study/small.py, 21 methods and variants over seeds: many hours; goes on after a kill
 # make test       set up, then run the tests in a process for each core, four at most
 # make check      style of the code

@@ -1,4 +1,4 @@
-# The demo: three students of 1.1M parameters learn from one teacher of 2.6M, on Python source.
+# The demo: four students of 1.1M parameters learn from one teacher of 2.6M, on Python source.
 #
 #   make demo
 #
@@ -6,7 +6,8 @@
 # and shuffled; updates have two rows and are few; the learning rate is higher, and falls to 6 % of
 # its peak (in the paper 10 %); the warm-up is a larger share.
 
-methods = ("pretrain", "vanilla_kd", "alra")
+methods = ("pretrain", "vanilla_kd", "vanilla_kd@kl", "alra")
+hyper = {"vanilla_kd@kl": {"w_kd": 1, "w_ce": 0, "tau": 1}}  # KL alone: ALRA has no labels either
 student = "demo"
 teacher = "demo/teacher"
 data_dir = "data/demo"

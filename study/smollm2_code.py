@@ -40,8 +40,8 @@ _compare = {
     "title": "Another teacher on the same text: SmolLM2-135M-Instruct in 4 bits",
     "summary": "ALRA's CE is above that of vanilla KD, and below those of KL alone and of "
     "pre-training. With as much cross-entropy as vanilla KD, ALRA cannot be told from it in CE and "
-    "is nearer to the teacher. So the labels, which neither ALRA's loss nor KL alone uses, are the "
-    "likely cause. Students of 6.9M parameters say nothing about those of 200M.",
+    "is nearer to the teacher. One explanation fits, and is not tested: neither ALRA's loss nor KL "
+    "alone uses the labels. Students of 6.9M parameters say nothing about those of 200M.",
     "trial_steps": 250,
     "tune": ("lr=1e-3,1.73e-3,3e-3",),
     "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[2:], "alra")),

@@ -842,9 +842,9 @@ def test_readme_quotes_the_reports():
     readme = (ROOT / "README.md").read_text()
     for study in STUDIES:
         assert f"](study/results/{study}/README.md)" in readme
-    methods = ("pretrain", "pd", "alra", "alra@ce", "fixed_9")
+    methods = ("pretrain", "vanilla_kd@kl", "pd", "alra", "alra@ce", "fixed_9")
     rows = readme[readme.index("| held-out CE minus") :].splitlines()[2 : 2 + len(methods)]
-    for at, study in zip((2, 4, 6), STUDIES, strict=True):
+    for at, study in zip((2, 4), STUDIES[:2], strict=True):
         _, students, others, _ = reports.read(RESULTS / study)
         ces = {}  # method -> seed -> CE
         for x in (*others, *students):  # the second one of a method and seed counts

@@ -38,6 +38,15 @@ def test_the_losses_on_the_board_are_those_of_losses_py(name, n_lines, n, v, tie
     assert_close(torch.autograd.grad(board, z_s), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_answers_to_the_exercises_run(n, capsys):
+    """They hold the assertions that matter."""
+    names = {"torch": torch, "F": torch.nn.functional}
+    for block in ("vanilla_kd", "alra", f"exercise_{n}"):
+        exec(BLOCKS[block], names)
+    assert re.search(r"\d\.\d\d", capsys.readouterr().out)
+
+
 def test_a_trainer_steps_along_the_gradient_of_alra(tiny, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     student = load(tiny / "student")
@@ -68,6 +77,19 @@ def test_a_trainer_steps_along_the_gradient_of_alra(tiny, tmp_path):
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-3)
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
     assert second["loss"] < first["loss"]
+
+
+def test_the_tables_of_the_demo_are_those_of_one_run(capsys):
+    """Of `make demo`: docs/lesson has run.json, log.jsonl and results.jsonl of its students.
+
+    And results.jsonl of the students of three temperatures, in docs/lesson/tau.
+    """
+    readme = (ROOT / "README.md").read_text().replace("\n    |", "\n|")
+    for folder, pages in (("", (readme, LESSON)), ("/tau", (LESSON,))):
+        ev.main(["--table", f"{ROOT}/docs/lesson{folder}"])
+        (table, *_) = re.findall(r"(?:^\|.*\n)+", capsys.readouterr().out, re.M)
+        assert table.count("\n") > 4
+        assert all(table in page for page in pages)
 
 
 def test_the_commands_are_read():

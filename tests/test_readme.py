@@ -1,6 +1,6 @@
 """Every command of README.md, docs/ and docstrings, run as written but for its size; their code.
 
-And what the pages say of files, floors, keys, ratios and data is what is there.
+And what the pages say of files, layers, keys, ratios and data is what is there.
 """
 
 import ast
@@ -190,7 +190,7 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     monkeypatch.setitem(losses.METHODS, "sqrt_kd", None)
     mine = world.import_objective(steps["step 1"] + steps["step 2"], copy)
     printed = [run(command) for command in steps["step 3"].splitlines()]
-    assert "sqrt_kd tau=1.5" in printed[1] and (copy / "out/sqrt_kd/curves.png").is_file()
+    assert "sqrt_kd tau=1.5" in printed[2] and (copy / "out/sqrt_kd/curves.png").is_file()
     z = torch.randn(7, 11)
     y = torch.arange(7)
     y[2] = losses.IGNORE
@@ -338,21 +338,21 @@ def imports(module, indent):
     return names
 
 
-def test_imports_point_down_the_five_floors():
+def test_imports_point_down_the_five_layers():
     """Those inside functions too. None runs up, none into a script, and there are no cycles."""
-    floors = {name.strip("`/"): int(floor) for floor, name, _ in cells("Files") if floor}
-    assert sorted(set(floors.values())) == [1, 2, 3, 4, 5]
+    layers = {name.strip("`/"): int(layer) for layer, name, _ in cells("Files") if layer}
+    assert sorted(set(layers.values())) == [1, 2, 3, 4, 5]
     graph = {}
-    for name in floors:
+    for name in layers:
         for file in [*ROOT.glob(f"{name}/*.py"), *ROOT.glob(name)]:
             if file.suffix == ".py":
                 module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
                 graph[module] = imports(module, "")
                 for other in imports(module, " *"):
                     top = other.split(".")[0]
-                    floor = floors.get(top, floors.get(f"{top}.py", 0))
-                    assert floor <= floors[name], f"{module} imports {other}"
-                    if floor >= 4:
+                    layer = layers.get(top, layers.get(f"{top}.py", 0))
+                    assert layer <= layers[name], f"{module} imports {other}"
+                    if layer >= 4:
                         assert (module, other) in DRIVERS
     assert len(graph) > 35
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

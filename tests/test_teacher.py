@@ -19,6 +19,7 @@ from lib.hf import load_tokenizer, weights_hash
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.foreign import check_logits
 from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher
+from study import scale_teacher
 from tests.world import DEMO, V, config, edit, read_table, refusal, write_text
 
 SMALL = json.loads("""{
@@ -314,6 +315,14 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(change, message, make
     edit(f"{folder}/config.json", change)
     with refusal(message):
         load(folder)
+
+
+def test_a_scaled_teacher_has_scaled_logits_and_the_same_tokenizer(tmp_path):
+    scale_teacher.main(DEMO, "1.5", tmp_path / "surer")
+    out = f"{tmp_path}/surer"
+    torch.testing.assert_close(transformers_logits(out), 1.5 * transformers_logits(DEMO))
+    assert load(out).native
+    assert load_tokenizer(out).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 
 def test_encoder_decoders_and_models_without_a_head_are_refused(make, tmp_path):

@@ -2,12 +2,11 @@
 
     python tools/plot.py out/demo                        every term, budget, anchoring
     python tools/plot.py out/demo out/other --out=compare
-    python tools/plot.py out/demo/alra --text="import os"    what ALRA chooses after each token
+    python tools/plot.py out/demo/alra --text="import os"    what ALRA chooses at three tokens
 
 Pictures go into the first folder given, or into --out. Budget and anchoring need
-`histogram_every_steps`. A sentence shows the first and the last checkpoint that the run has kept
-(`keep_every_steps` keeps earlier ones). Its data go into sentence.jsonl beside the picture, and
-without --text the picture is drawn from them.
+`histogram_every_steps`. A sentence shows three tokens at the newest checkpoint. The data of all its
+tokens go into sentence.jsonl beside the picture; without --text the picture is drawn from them.
 """
 
 import sys
@@ -268,43 +267,42 @@ def draw_histograms(logs, out) -> list[str]:
 def choices(text, folder) -> list[dict]:
     """Return what ALRA chooses after each token of a text. The text is the forward batch.
 
-    A record each for the first and the last checkpoint that the run has kept. A column has words
-    and their shades: the next token, the candidates, and the masses of the local set.
+    A record for each token: the text before it, the words of its candidates, the probabilities
+    that teacher and student give them, how many are local, and whether the first was an anchor
+    that the student had not proposed.
     """
-    # step 0 has untrained weights
-    kept = sorted(folder.glob("checkpoints/step_*[1-9]*/model"))
+    kept = sorted(folder.glob("checkpoints/step_*/model"))
     settings = default_settings(resolve(folder.name).fn)
     if not kept or "d_max" not in settings:
         raise UserError(
             f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
         )
-    facts = training_facts(kept[0])
+    facts = training_facts(kept[-1])
     cfg = configure.Config(**facts["config"])
     method = resolve(folder.name, **cfg.overrides_of(folder.name))
     tau = (settings | method.hyper)["tau"]
     check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), facts["made_by"])
-    tokenizer = load_tokenizer(str(kept[0]))
+    tokenizer = load_tokenizer(str(kept[-1]))
     first = tokenizer.eos_token_id if facts["bos"] is None else facts["bos"]
     ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
+    z_s = logits(kept[-1], ids)
+    z_t = logits(cfg.teacher, ids)[:, : z_s.shape[1]]
+    terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
+    p_s = (z_s / tau).softmax(-1)
+    p_t = (z_t / tau).softmax(-1)
     records = []
-    for model in (kept[0], kept[-1]):
-        z_s = logits(model, ids)
-        z_t = logits(cfg.teacher, ids)[:, : z_s.shape[1]]
-        terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
-        columns = []
-        for u, candidates in enumerate(terms.tokens):
-            local = candidates[: int(terms.d_u[u])]
-            proposed = z_s[u].topk(len(candidates)).indices
-            column = []
-            for token in (ids[u + 1], *candidates):
-                word = ascii(tokenizer.decode([token]))[:14]
-                shade = "khaki" if token in local else "white"
-                column.append((word, shade if token in proposed else "salmon"))
-            for z in (z_t, z_s):
-                mass = (z[u] / tau).softmax(-1)[local].sum()
-                column.append((f"{mass:.0%}", "white"))
-            columns.append(column)
-        records.append({"title": f"{folder.name}, {model.parent.name}", "columns": columns})
+    for u, candidates in enumerate(terms.tokens):
+        proposed = z_s[u].topk(len(candidates)).indices
+        records.append(
+            {
+                "before": tokenizer.decode(ids[1 : u + 1]),
+                "candidates": [ascii(tokenizer.decode([token])) for token in candidates],
+                "teacher": p_t[u, candidates].tolist(),
+                "student": p_s[u, candidates].tolist(),
+                "d_u": int(terms.d_u[u]),
+                "is_added": bool(candidates[0] not in proposed),
+            }
+        )
     return records
 
 
@@ -315,17 +313,32 @@ def logits(model, ids):
 
 
 def sentence(records, path):
-    """Draw a panel for each record of `choices`, and write the records beside the picture."""
-    n, n_rows, _ = np.shape(records[0]["columns"])
-    labels = ["next in the text", *range(1, n_rows - 2), "teacher's mass", "student's mass"]
-    figure, axes = plt.subplots(1, 2, figsize=(2.4 + 1.6 * n, 1 + 0.2 * n_rows))
-    for axis, record in zip(axes, records, strict=True):
-        words, shades = np.array(record["columns"]).T  # [n_rows, n]
-        table = axis.table(words, shades, "center", rowLabels=labels, bbox=(0, 0, 1, 1))
-        table.auto_set_font_size(False)
-        axis.set_title(record["title"])
-        axis.set_axis_off()
-    figure.supxlabel("yellow: local set, its masses below; red: not proposed by the student")
+    """Draw the last three records of `choices`, and write all of them beside the picture."""
+    shown = records[-3:]
+    n_rows = len(shown[0]["candidates"])
+    size = (0.4 + 3.2 * len(shown), 1.7 + 0.15 * n_rows)
+    figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False)
+    for axis, record in zip(axes[0], shown, strict=True):
+        bars = pd.DataFrame(record)[["teacher", "student"]]
+        bars.plot.barh(ax=axis, width=0.8, color=["tab:blue", "tab:orange"], legend=False)
+        d_u = record["d_u"]
+        axis.axhspan(-0.5, d_u - 0.5, color="khaki", alpha=0.6, zorder=0)
+        axis.set_yticks(range(n_rows), [word[:11] for word in record["candidates"]], size=7)
+        if record["is_added"]:
+            axis.get_yticklabels()[0].set_color("red")
+        axis.set_ylim(n_rows - 0.5, -0.5)
+        axis.grid(False)
+        axis.set_title(f"after {record['before']!r}\nlocal set: {d_u} of {n_rows} candidates")
+        masses = bars[:d_u].sum()
+        axis.set_xlabel(
+            f"probability\nmass of the local set:\n"
+            f"teacher {masses['teacher']:.0%}, student {masses['student']:.0%}"
+        )
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    handles.append(plt.Rectangle((0, 0), 1, 1, color="khaki", alpha=0.6))
+    labels.append("local set")
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    figure.supxlabel("red: the anchor, where the student had not proposed it", color="red", size=9)
     save(figure, path)
     write_lines(path.with_suffix(".jsonl"), records)
 

@@ -1,0 +1,30 @@
+"""Write a teacher with FACTOR times the logits of another one: surer if FACTOR is above 1.
+
+    python study/scale_teacher.py demo/teacher 1.05 data/demo_teacher_surer
+
+The factor multiplies the weight of the final norm, and so all logits. It is the inverse of a
+temperature: no token changes its rank. The copy is in fp32. eval.py prints its CE and entropy:
+
+    python eval.py demo/teacher --teacher data/demo_teacher_surer --rows data/demo --tasks none
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, f"{Path(__file__).parents[1]}")
+
+from lib.hf import load_tokenizer
+
+
+def main(teacher, factor, out):
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    model.model.norm.weight.data *= float(factor)
+    model.save_pretrained(out)
+    load_tokenizer(teacher).save_pretrained(out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or sys.exit(__doc__))

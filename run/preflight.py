@@ -14,6 +14,7 @@ from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
+from lib.stats import MIN_PARTS
 from model import student_config
 from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
@@ -172,10 +173,11 @@ def check_number_of_rows(cfg, rows):
 def say_precision(cfg, val):
     """Warn if there are too few held-out rows to tell close methods apart."""
     n_rows = n_validated(val, cfg)
-    # half of a 95 % interval over all held-out rows; None if they are too few for one
+    # half of a 95 % interval; the manifest's is over all held-out rows
     half = val.manifest.get("unigram_half", 0)
-    half = math.inf if half is None else half * math.sqrt(val.n / n_rows)
-    if half > 0.1:
+    if half is None or n_rows < MIN_PARTS:
+        say(f"{n_rows:,} held-out rows are too few to tell methods apart")
+    elif (half := half * math.sqrt(val.n / n_rows)) > 0.1:
         say(
             f"{n_rows:,} held-out rows give a CE to about ± {half:.2f} nats (95 % over rows): "
             "too few to tell close methods apart"

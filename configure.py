@@ -167,6 +167,8 @@ class Config:
     teacher_cache: bool = key(False, "speed")
     # compute the students' activations again in the backward pass: less memory, more time
     recompute: bool = key(False, "speed")
+    # positions whose logits exist at a time, at most, if the objective allows it
+    chunk_positions: PositiveInt = key(512, "speed")
     # torch.compile the objectives and the decoder layers; needs a C or C++ compiler
     compile: bool = key(False, "speed")
     # processes over which the weights of students and teacher are sharded; 1: not sharded

@@ -178,7 +178,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
             h_s = s.model.hidden(x, cfg.recompute, dtype)
             inputs.append((h_s, s.model.head, method))
         # runs the heads forward and backward, one forward batch of logits at a time
-        results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile)
+        results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
         for s, (loss, terms) in zip(students, results, strict=True):
             # `head_losses` has computed the gradients of h_s and of the head already. This scales
             # them by 1 / n_micro, and continues backward from h_s through the layers.

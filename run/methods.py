@@ -33,8 +33,6 @@ from losses import (
     with_sequences,
 )
 
-CHUNK_POSITIONS = 512  # whose logits exist at a time; the paper's forward batch has as many
-
 # What a record of log.jsonl has besides an objective's terms and the figures of validations.
 LOGGED = (
     "step",
@@ -134,7 +132,7 @@ def generators(name, step, cfg) -> Iterator[torch.Generator]:
         yield torch.Generator(cfg.device).manual_seed(seed)
 
 
-def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=CHUNK_POSITIONS):
+def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head

@@ -77,11 +77,11 @@ def wide(tiny, tmp_path_factory):
 def together(tiny, wide, tmp_path_factory):
     """The folder of runs of two processes and of four, and what they print."""
     root = tmp_path_factory.mktemp("several")
-    sharded = "--shard=2 --micro_batch=4"
+    sharded = "--shard=2 --micro_batch=4 --chunk_positions=7"
     two = {
         "sums": FLAGS,
         "sums/torn/..": FLAGS,  # process 1 reads another checkpoint
-        "shard": f"{FLAGS} --shard=2 --micro_batch=8",
+        "shard": f"{FLAGS} --shard=2 --micro_batch=8 --chunk_positions=7",
         "cut": f"{FLAGS} {sharded}",
         "cut/": f"{FLAGS} {sharded}",  # resumes it
         "stores": f"{FLAGS} --teacher_cache=True",

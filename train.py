@@ -195,9 +195,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
+            for group in s.parameter_groups():
+                group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             if s.state:
                 advance_state(s, n_valid)
@@ -299,7 +299,7 @@ def add_terms(s, terms, n):
     """
     for key, value in terms.items():
         sums = s.next_state if key.startswith("state.") else s.sums
-        sums[key] = sums.get(key, 0.0) + value.double() * n
+        sums[key] += value.double() * n
 
 
 def advance_state(s, n_valid: int):

@@ -84,7 +84,7 @@ def log_terms(live, teacher, rate: float, run):
             "gnorm": s.gnorm,
         }
         record(s, values | machine)
-        s.sums = {}
+        s.sums.clear()
     label = f"{time.strftime('%T')}  step {run.step}/{cfg.max_steps}  lr {rate:.1e}"
     label += f"  {tok_per_sec:8,.0f} tok/s"
     if utilisation:

@@ -92,7 +92,8 @@ def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
     method = with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
     if takes(method.fn, "generator"):
-        method = with_keywords(method, generator=None)  # `method_at` sets it
+        # `method_at` sets it, for whole forward batches
+        method = with_keywords(method, generator=None)._replace(in_chunks=False)
     return method
 
 
@@ -155,7 +156,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
         losses = [HeadLoss(*student, y, compile) for student in students]
-        divided = [loss for loss in losses if loss.in_chunks and size > chunk]
+        divided = [loss for loss in losses if loss.method.in_chunks and size > chunk]
         whole = [loss for loss in losses if loss not in divided]
         for first in range(0, y.numel(), size):
             batch = slice(first, first + size)
@@ -212,10 +213,8 @@ class HeadLoss(Head):
         self.y = y.flatten()
         self.method = method
         self.evaluate = evaluate
-        self.in_chunks = method.in_chunks
         if "generator" in method.hyper:
             self.evaluate = evaluate_random
-            self.in_chunks = False
         elif compile:
             self.evaluate = compiled(evaluate)
 

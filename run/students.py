@@ -4,6 +4,7 @@ import functools
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -35,23 +36,22 @@ class Student:
     folder: Path
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
-    state: dict[str, Tensor]  # of the objective: buffers of `extras`, so that checkpoints hold it
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
-    sums: dict[str, Tensor] = field(default_factory=dict)  # fp64, by term, since the last record
+    # of the objective: buffers of `extras`, so that checkpoints hold it
+    state: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last record
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
-    next_state: dict[str, Tensor] = field(default_factory=dict)  # fp64 sums over an update's labels
+    next_state: dict[str, Tensor] = field(default_factory=Counter)  # fp64, over an update's labels
 
-    def __post_init__(self):
-        """Keep what each parameter group was made with, as its entry `initial`.
-
-        The schedule scales its lr, and a checkpoint tells a group's state from its settings by it.
-        """
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["initial"] = {key: group[key] for key in group if key != "params"}
+    def parameter_groups(self) -> list[dict]:
+        """Return the optimizers' groups. `initial` has the entries that a group was made with."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group in groups:
+            group.setdefault("initial", {key: group[key] for key in group if key != "params"})
+        return groups
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what is trained: the parameters of the model and of the extras."""
@@ -59,6 +59,7 @@ class Student:
 
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
+        self.parameter_groups()  # checkpoints tell settings from state by `initial`
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         extras = self.extras.state_dict()
         return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}

@@ -359,7 +359,7 @@ REFUSALS = """
 --seed=3 => --seed=3: would have no effect; set --seeds=N or --out=FOLDER
 --out_dir=x => --out_dir=x: would have no effect; set --seeds=N or --out=FOLDER
 --tunes=x => --tunes=x: no such key 'tunes'
---reference=vanila_kd => --reference=vanila_kd: expected one of pretrain, vanilla_kd, alra
+--reference=vanila_kd => --reference=vanila_kd: expected one of pretrain, vanilla_kd
 """
 EARLY = """
 --tune=gamma=1,2 => --tune=gamma=1,2: expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.

@@ -4,7 +4,6 @@ import collections
 import importlib
 import math
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from lib import metrics, stats
 from lib.checks import IGNORE
 from lib.stats import half_interval
 from model import Qwen2Config
-from run import preflight
 from tests import world
 from tests.world import make_model
 
@@ -197,14 +195,6 @@ def test_a_batch_waits_once_and_a_head_is_cast_once(dtype, n_casts, monkeypatch)
 def test_few_documents_have_no_interval(n_documents, has_one):
     n = np.full(n_documents, 9)
     assert math.isfinite(half_interval(n * 2.0 + np.arange(n_documents), n)) == has_one
-
-
-@pytest.mark.parametrize(("n_rows", "said"), [(2, "2 held-out rows are too few to tell"), (20, "")])
-def test_few_validated_rows_are_told(n_rows, said, capsys):
-    """Those of a validation count, not all that were prepared."""
-    val = types.SimpleNamespace(n=20, manifest={"unigram_half": 0.02})
-    preflight.say_precision(types.SimpleNamespace(val_max_rows=n_rows), val)
-    assert capsys.readouterr().out.startswith(said) and bool(said) == (n_rows < 5)
 
 
 def say_tables():

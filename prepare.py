@@ -72,8 +72,6 @@ HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
 BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
 SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
-# how a mixture ends: with its first part, or with its last one; none is read twice
-MIXTURE_ENDS = {None: "first_exhausted", "all": "all_exhausted_without_replacement"}
 CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
@@ -206,7 +204,9 @@ def open_source(cfg):
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
-    end = MIXTURE_ENDS[cfg.mixture_end]
+    end = "first_exhausted"
+    if cfg.mixture_end == "all":
+        end = "all_exhausted_without_replacement"  # reads no document twice
     return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=end), facts
 
 
@@ -234,7 +234,9 @@ def is_local(name) -> bool:
 def open_part(cfg, name, share=1.0, revision=None, **own):
     """Return a stream of the documents of a source, and its name with a hash of its content.
 
-    own  its text field, configuration and split, where they are not those of the config
+    share     is for the mixture, and changes nothing here
+    revision  of a hub dataset, as in NAME@REVISION
+    own       its text field, configuration and split, where they are not those of the config
     """
     import datasets
 
@@ -259,11 +261,10 @@ def open_hub(name, revision, cfg):
 
     column = cfg.source_text
     dataset, _, named = name.partition("@")
+    revision = revision or named or None
     remedy = "expected a file or a hub dataset; without a network: --source=demo/text.jsonl.zst"
     with reading(f"source={dataset}", remedy):
-        commit = (
-            huggingface_hub.HfApi().dataset_info(dataset, revision=revision or named or None).sha
-        )
+        commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision).sha
         rows = datasets.load_dataset(
             dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
         )
@@ -584,8 +585,8 @@ def check_recipe(folder, old, new):
         return recipe | {"tokenizer": None, "sources": sources}
 
     changes = []
-    for key in new:
-        if content(old).get(key) != content(new)[key]:
+    for key, value in content(new).items():
+        if content(old).get(key) != value:
             changes.append(f"{key} was {old.get(key)!r:.200}, now {new[key]!r:.200}")
     if changes:
         raise UserError(

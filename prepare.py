@@ -72,8 +72,6 @@ HELD_OUT_VERSION = 2  # version of the choice of held-out documents and rows
 BATCH_CHARS = 1 << 22  # the state is saved after each batch of documents: a kill loses one at most
 HUB_ID = r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?"
 SHARE = r"\s*(.+):(?=.*[1-9])(\d*\.?\d+)\s*"  # NAME:SHARE; the lookahead refuses a share of 0
-# how a mixture ends: with its first part, or with its last one; none is read twice
-MIXTURE_ENDS = {None: "first_exhausted", "all": "all_exhausted_without_replacement"}
 CHAT = r"im_end|eot|turn|\|end\|"  # matches an EOS that ends a turn of a chat
 WORK_FILES = ("train.bin.tmp", "val.bin.tmp", "prepare.state")
 RECIPE_KEYS = (
@@ -206,7 +204,9 @@ def open_source(cfg):
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
-    end = MIXTURE_ENDS[cfg.mixture_end]
+    end = "first_exhausted"
+    if cfg.mixture_end == "all":
+        end = "all_exhausted_without_replacement"  # reads no document twice
     return datasets.interleave_datasets(streams, shares, seed=0, stopping_strategy=end), facts
 
 
@@ -234,7 +234,9 @@ def is_local(name) -> bool:
 def open_part(cfg, name, share=1.0, revision=None, **own):
     """Return a stream of the documents of a source, and its name with a hash of its content.
 
-    own  its text field, configuration and split, where they are not those of the config
+    share     is for the mixture, and changes nothing here
+    revision  of a hub dataset, as in NAME@REVISION
+    own       its text field, configuration and split, where they are not those of the config
     """
     import datasets
 
@@ -259,11 +261,10 @@ def open_hub(name, revision, cfg):
 
     column = cfg.source_text
     dataset, _, named = name.partition("@")
+    revision = revision or named or None
     remedy = "expected a file or a hub dataset; without a network: --source=demo/text.jsonl.zst"
     with reading(f"source={dataset}", remedy):
-        commit = (
-            huggingface_hub.HfApi().dataset_info(dataset, revision=revision or named or None).sha
-        )
+        commit = huggingface_hub.HfApi().dataset_info(dataset, revision=revision).sha
         rows = datasets.load_dataset(
             dataset, cfg.source_config, split=cfg.source_split, streaming=True, revision=commit
         )
@@ -584,8 +585,8 @@ def check_recipe(folder, old, new):
         return recipe | {"tokenizer": None, "sources": sources}
 
     changes = []
-    for key in new:
-        if content(old).get(key) != content(new)[key]:
+    for key, value in content(new).items():
+        if content(old).get(key) != value:
             changes.append(f"{key} was {old.get(key)!r:.200}, now {new[key]!r:.200}")
     if changes:
         raise UserError(
@@ -627,14 +628,17 @@ def finish(folder, state, source):
                 divide_rows(folder, recipe, held)
             else:
                 os.replace(work, folder / f"{split}.bin")
-    counts_of = {}
-    for split in n_rows:
+    for split in n_rows:  # train first
         file = folder / f"{split}.bin"
-        facts, counts_of[split] = measure(file, recipe)
-        if split == "val":
-            facts |= measure_unigram(file, recipe, counts_of["train"])
+        if split == "train":
+            facts, counts, n_eos = measure(file, recipe)
+        else:
+            facts = measure(file, recipe)[0] | measure_unigram(file, recipe, counts)
             if recipe["val_rows"] and recipe["train_rows"] is None:
-                facts["ended_in_train"] = ended_in_train(folder, recipe, held)
+                # the number of documents that end in the training rows before each held-out row,
+                # which tells whether two of these rows are of one document
+                n_ended = np.cumsum(np.insert(n_eos, 0, 0))
+                facts["ended_in_train"] = n_ended[held - np.arange(len(held))].tolist()
         manifest = {"split": split, **recipe, "skipped": state["skipped"], **facts}
         write_json(folder / f"{split}.json", manifest)
         print(summary(folder, manifest))
@@ -668,38 +672,29 @@ def divide_rows(folder, recipe, held):
             os.replace(new, file)
 
 
-def ended_in_train(folder, recipe, held) -> list[int]:
-    """Return how many documents end in the training rows before each held-out row.
-
-    Held-out rows alone do not tell whether two of them are of one document.
-    """
-    rows = np.memmap(folder / "train.bin", np.uint32, "r").reshape(-1, recipe["row_len"])
-    n_ended = np.cumsum([0] + [np.count_nonzero(row == recipe["eos_id"]) for row in rows])
-    return n_ended[held - np.arange(len(held))].tolist()
-
-
 def splits(recipe):
     return ["train", "val"] if recipe["val_rows"] or recipe["val_share"] else ["train"]
 
 
 def measure(file, recipe):
-    """Return counts and hashes of a rows file, and the number of targets by id [V + 1].
+    """Return counts and hashes of a rows file, the number of targets by id, and of EOS by row.
 
-    Padding counts as id V.
+    Padding counts as id V of [V + 1].
     """
     row_len = recipe["row_len"]
     n_vocab = recipe["vocab_size"]
     counts = np.zeros(n_vocab + 1, np.int64)
-    n_rows = n_eos = 0
+    n_eos = []
     digest = hashlib.sha256()
     with open(file, "rb") as blocks:  # pages of np.memmap would count as the process's memory
         while block := blocks.read(4096 * row_len * 4):
             digest.update(block)
             ids = np.frombuffer(block, np.uint32).reshape(-1, row_len)
-            n_rows += len(ids)
-            n_eos += int((ids == recipe["eos_id"]).sum())
+            n_eos.append((ids == recipe["eos_id"]).sum(1))
             targets = np.minimum(ids[:, 1:], n_vocab)  # PAD, above all ids, becomes V
             counts += np.bincount(targets.ravel(), minlength=len(counts))
+    n_eos = np.concatenate(n_eos)
+    n_rows = len(n_eos)
     n_targets = int(counts[:n_vocab].sum())
     n_tokens = n_targets + n_rows  # the first id of a row is no target
     facts = {
@@ -707,11 +702,11 @@ def measure(file, recipe):
         "tokens": n_tokens,
         "valid_targets": n_targets,
         "padding_share": 1 - n_tokens / (n_rows * row_len),
-        "documents": n_eos,  # that end in these rows
+        "documents": int(n_eos.sum()),  # that end in these rows
         "sha256": digest.hexdigest(),
         "quick_sha256": quick_hash(file),
     }
-    return facts, counts
+    return facts, counts, n_eos
 
 
 def measure_unigram(file, recipe, counts):

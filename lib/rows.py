@@ -72,9 +72,10 @@ def read_manifest(data_dir: str | Path, name) -> dict:
         if len({*values}) > 1:
             raise UserError(f"{data_dir}: {key} is {values}; prepare all with one config")
         joint[key] = values[0]
-    if any("ended_in_train" in manifest for manifest in manifests):  # of held-out rows
-        ended = [x.get("ended_in_train", [0] * x["rows"]) for x in manifests]
-        joint["ended_in_train"] = np.concatenate(ended)
+    if name == "val":
+        ended = [np.array(x.get("ended_in_train", [0] * x["rows"])) for x in manifests]
+        # far apart, as no document goes on in the next folder
+        joint["ended_in_train"] = np.concatenate([x + (n << 32) for n, x in enumerate(ended)])
     if all("unigram_ce" in manifest for manifest in manifests):
         figures = [(x["valid_targets"], x["unigram_ce"], x["unigram_half"]) for x in manifests]
         n, ce, half = np.array(figures, float).T  # half is NaN for a folder without an interval
@@ -158,8 +159,6 @@ class Rows:
         ids = self.read(index)
         is_eos = ids == self.eos  # an EOS is the last token of a document
         n_ended = is_eos.cumsum().reshape(is_eos.shape) - is_eos  # before each token
-        folder = np.searchsorted(self.ids.cumulative_sizes, index, side="right")
-        n_ended += folder[:, None] << 32  # no document goes on in the next folder
         if "ended_in_train" in self.manifest:
             n_ended += np.array(self.manifest["ended_in_train"])[index, None]
         is_label = ids[:, 1:] != PAD

@@ -487,7 +487,8 @@ def test_a_part_of_a_mixture_has_keys_of_its_own(small, tmp_path, monkeypatch):
         return load_dataset(str(tmp_path / name), config, **keys)
 
     info = huggingface_hub.DatasetInfo(id="someone/corpus", sha="c0ffee")
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(return_value=info))
+    dataset_info = Mock(return_value=info)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load)
     part = {"name": "someone/corpus", "config": "b", "split": "dev", "revision": "v1"}
     part |= {"text": "meta.text", "share": 3}
@@ -506,6 +507,7 @@ def test_a_part_of_a_mixture_has_keys_of_its_own(small, tmp_path, monkeypatch):
         assert facts[0] == {"source": "someone/corpus@c0ffee", "sha256": facts[0]["sha256"]} | own
         assert facts[1].keys() == {"source", "sha256", "share"}
     assert asked == ["c0ffee"] * 2
+    dataset_info.assert_called_with("someone/corpus", revision="v1")
     for change, message in (
         ({"share": 0}, "share=0.0: expected float more than 0"),
         (

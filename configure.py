@@ -194,6 +194,8 @@ class Config:
     checkpoint_every_steps: PositiveInt | None = key(None, "log")
     # newest checkpoints to keep; older ones are deleted
     keep_checkpoints: PositiveInt = key(2, "log")
+    # of the final model's weights; checkpoints are fp32
+    save_dtype: Literal["float32", "bfloat16"] = key("float32", "log")
     # keep those at multiples of this too, of which checkpoint_every_steps is a divisor; None: none
     keep_every_steps: PositiveInt | None = key(None, "log")
     # take students as equal if only code was edited since, for an edit known to change no number

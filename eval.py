@@ -148,7 +148,7 @@ class Scorer(TemplateLM):
     def __init__(self, model, tokenizer, max_length=512, batch_tokens=4096, bos=None):
         super().__init__()
         self.model = model
-        self.head = model.head.float()  # [V, D]
+        self.head = model.head.to(torch.float32)  # [V, D]
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.batch_tokens = batch_tokens
@@ -226,7 +226,7 @@ class Scorer(TemplateLM):
         logp = []
         greedy = []
         for h_part, target in zip(h.split(N_AT_ONCE), targets.split(N_AT_ONCE), strict=True):
-            logp_part = (h_part @ self.head.T).log_softmax(-1)
+            logp_part = metrics.logits_of(h_part, self.head).log_softmax(-1)
             logp.append(metrics.pick(logp_part, target))
             greedy.append(logp_part.argmax(-1) == target)
         lengths = [n_scored for _, n_scored in rows]

@@ -6,11 +6,50 @@ Dimension key: B rows, T time, D width, V vocabulary, N positions at a time.
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
+
+
+@dataclass(frozen=True)
+class CappedHead:
+    """A head whose logits are cap * tanh(z / cap), as in Gemma 2; z is hidden states times weight.
+
+    What a run does with a bare weight [V, D], it can do with this.
+    """
+
+    weight: Tensor  # [V, D]
+    cap: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def __getitem__(self, rows) -> "CappedHead":
+        return CappedHead(self.weight[rows], self.cap)
+
+    def to(self, *args) -> "CappedHead":
+        return CappedHead(self.weight.to(*args), self.cap)
+
+
+def soft_cap(z: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(z / cap), in the memory of z."""
+    return z.div_(cap).tanh_().mul_(cap)
+
+
+def soft_cap_slope(z: Tensor, cap: float) -> Tensor:
+    """Return the derivative of `soft_cap` where it returned z."""
+    return 1 - (z / cap).square()
 
 
 class Head:
@@ -20,14 +59,18 @@ class Head:
     """
 
     def __init__(self, h, w, y):
-        """Take hidden states [B, T, D], weight [V, D] and labels [B, T]."""
+        """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B, T]."""
+        self.cap = getattr(w, "cap", None)
+        w = getattr(w, "weight", w)
+        self.inputs = (h, w)
         h = h.masked_fill((y == IGNORE)[..., None], 0.0)
         self.h = operand(h, h.dtype).flatten(0, 1)
         self.w = operand(w, h.dtype)
 
     def logits(self, here) -> Tensor:
         """Return the logits [N, V] of the positions `here`, a slice of B * T."""
-        return mm(self.h[here], self.w.t())
+        z = mm(self.h[here], self.w.t())
+        return soft_cap(z, self.cap) if self.cap else z
 
 
 class Gradients:
@@ -41,20 +84,22 @@ class Gradients:
         self.dh = torch.zeros_like(head.h)
         self.dw = torch.zeros_like(head.w, dtype=_wide(head.w))
 
-    def add(self, here, dz):
-        """Add those of the logits [N, V] at the positions `here`."""
+    def add(self, here, dz, z):
+        """Add those of the logits z [N, V] at the positions `here`."""
+        if self.head.cap:
+            dz = dz * soft_cap_slope(z, self.head.cap).to(dz.dtype)
         self.dh[here] = mm(dz, self.head.w)
         add_mm(self.dw, dz.t(), self.head.h[here])
 
-    def attach(self, loss, h, w) -> Tensor:
-        """Return the loss [] with these gradients of h [B, T, D] and w. Backward may run once."""
-        return _Attach.apply(h, w, loss, self.dh.view_as(h), self.dw)
+    def attach(self, loss) -> Tensor:
+        """Return the loss [] with these gradients of the head's inputs. Backward may run once."""
+        return _Attach.apply(*self.head.inputs, loss, self.dh, self.dw)
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, loss, dh, dw):
-        ctx.gradients = (dh, dw)
+        ctx.gradients = (dh.view_as(h), dw)
         return loss.clone()
 
     @staticmethod

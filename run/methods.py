@@ -128,7 +128,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=CHUNK_POSIT
     """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
-              weight, and `Method`
+              weight or `CappedHead`, and `Method`
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
     group     rows per forward batch, a divisor of B
@@ -192,7 +192,6 @@ class HeadLoss:
     """
 
     def __init__(self, h, w, method, y, compile):
-        self.inputs = (h, w)
         self.y = y.flatten()
         self.method = method
         self.evaluate = evaluate
@@ -211,8 +210,7 @@ class HeadLoss:
         z_s = self.head.logits(here)
         dtype = self.head.w.dtype
         sums, dz = self.evaluate(self.method, dtype, z_s, z_t, self.y[here], batch)
-        del z_s
-        self.gradients.add(here, dz)
+        self.gradients.add(here, dz, z_s)
         for key, value in sums.items():
             self.sums[key] = self.sums.get(key, 0.0) + value
 
@@ -223,7 +221,7 @@ class HeadLoss:
 
     def result(self, n_batches):
         """Return the loss with its gradients attached, and the means of its terms."""
-        loss = self.gradients.attach(self.sums.pop("mean"), *self.inputs) / n_batches
+        loss = self.gradients.attach(self.sums.pop("mean")) / n_batches
         n_valid = self.sums.pop("n_valid").clamp(min=1)
         return loss, {key: value / n_valid for key, value in self.sums.items()}
 

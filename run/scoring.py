@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +90,8 @@ def check_model(name, model, facts: dict) -> str:
     sha256 = weights_hash(model)
     if not facts:
         return sha256
-    same_shape = facts["made_by"]["shape"].items() <= dataclasses.asdict(model.config).items()
+    shape = json.loads(json.dumps(dataclasses.asdict(model.config)))  # as in a file
+    same_shape = facts["made_by"]["shape"].items() <= shape.items()
     if not same_shape or facts.get("weights_sha256", sha256) != sha256:
         raise UserError(
             f"{name}: its model/ is not the one that run.json describes; the train.py command of "

@@ -42,6 +42,10 @@ class CappedHead:
         return CappedHead(self.weight.to(*args), self.cap)
 
 
+def weight_of(head: Tensor | CappedHead) -> Tensor:
+    return getattr(head, "weight", head)
+
+
 def soft_cap(z: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(z / cap), in the memory of z."""
     return z.div_(cap).tanh_().mul_(cap)

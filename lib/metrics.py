@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lib import vocab
 from lib.checks import IGNORE
-from lib.head import CappedHead, mm, operand, soft_cap
+from lib.head import CappedHead, mm, operand, soft_cap, weight_of
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of a model at a time; a CPU's cache holds 2**20
@@ -114,7 +114,7 @@ def sums_by_part(
 
 def logits_of(h: Tensor, head: Tensor | CappedHead, cast: Callable = operand) -> Tensor:
     """Return the logits [N, V] of h [N, D] and head [V, D], in fp32."""
-    w = cast(getattr(head, "weight", head), h.dtype)
+    w = cast(weight_of(head), h.dtype)
     z = mm(operand(h, h.dtype), w.t())
     return soft_cap(z, head.cap) if hasattr(head, "cap") else z
 

@@ -5,8 +5,7 @@ safetensors are read and no remote code is run. Dropout is off, and the losses o
 routers are left out.
 
 With `dtype="bfloat16"` a student computes under torch.autocast: products in bf16, norms, softmaxes
-and the residual stream in fp32. That is exact where the decoder of model.py has bf16, and takes
-more memory.
+and the residual stream in fp32. In model.py the residual stream is bf16, which takes less memory.
 
 Dimension key: B batch, T time, D width, V vocabulary.
 """
@@ -26,6 +25,8 @@ from lib.files import atomic_folder, reading
 from lib.head import CappedHead, soft_cap
 from lib.hf import check_weights, find_folder, save_tokenizer
 from model import config_file
+
+transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
 
 PAD = 8  # columns that a head with a bias has more, since products are fast at multiples of 8
 
@@ -84,13 +85,9 @@ def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
     values.get("text_config", values).pop("vocab_size", None)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    return ForeignConfig(
-        vocab_size=text.vocab_size,
-        max_position_embeddings=getattr(text, "max_position_embeddings", None),
-        rms_norm_eps=getattr(text, "rms_norm_eps", None),
-        rope_theta=rope.get("rope_theta"),
-        config=values,
-    )
+    keys = ("vocab_size", "max_position_embeddings", "rms_norm_eps")
+    sizes = [getattr(text, key, None) for key in keys]
+    return ForeignConfig(*sizes, rope.get("rope_theta"), values)
 
 
 def foreign_flops_per_token(shape: ForeignConfig) -> float:
@@ -194,12 +191,6 @@ class Foreign(nn.Module):
 
 def has_bias(head) -> bool:
     return getattr(head, "bias", None) is not None
-
-
-def init_foreign(shape: ForeignConfig, seed: int) -> Foreign:
-    """Return a student with fresh weights, drawn on the CPU in fp32."""
-    torch.manual_seed(seed)
-    return Foreign("student", shape.build())
 
 
 def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> Foreign:

@@ -89,7 +89,12 @@ def made_by(cfg, name) -> dict:
         "val_sha256": val["sha256"],
         "tokenizer_sha256": train["tokenizer_sha256"],
     }
-    return json.loads(json.dumps(record))  # tuples become lists, as in a file
+    return as_in_file(record)
+
+
+def as_in_file(record: dict) -> dict:
+    """Return a record as JSON holds it: tuples become lists, infinite numbers words."""
+    return json.loads(json.dumps(record), parse_constant=str)
 
 
 def all_settings(cfg, name, method) -> dict:

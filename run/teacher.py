@@ -93,9 +93,10 @@ def draw_model(shape, seed: int):
     """Return a student of any family with fresh weights, in fp32 on the CPU."""
     if isinstance(shape, Qwen2Config):
         return init_student(shape, seed)
-    from run.foreign import init_foreign
+    from run.foreign import Foreign
 
-    return init_foreign(shape, seed)
+    torch.manual_seed(seed)
+    return Foreign("student", shape.build())
 
 
 def load_shape(name):

@@ -70,7 +70,7 @@ class Config:
 
     # names of losses.METHODS, or METHOD@LABEL; all share one teacher forward pass
     methods: tuple[str, ...] = ("alra",)
-    # shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json (or its folder)
+    # shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json, or a folder or hub id
     student: str = key("200m", "paths")
     # local folder or hub id that every student starts from; None: weights drawn from `seed`
     student_weights: str | None = key(None, "paths")
@@ -198,6 +198,8 @@ class Config:
     checkpoint_every_steps: PositiveInt | None = key(None, "log")
     # newest checkpoints to keep; older ones are deleted
     keep_checkpoints: PositiveInt = key(2, "log")
+    # of the final model's weights; checkpoints are fp32
+    save_dtype: Literal["float32", "bfloat16"] = key("float32", "log")
     # keep those at multiples of this too, of which checkpoint_every_steps is a divisor; None: none
     keep_every_steps: PositiveInt | None = key(None, "log")
     # take students as equal if only code was edited since, for an edit known to change no number

@@ -189,7 +189,7 @@ class Scorer(TemplateLM):
     def __init__(self, model, tokenizer, max_length=512, batch_tokens=4096, bos=None):
         super().__init__()
         self.model = model
-        self.head = model.head.float()  # [V, D]
+        self.head = model.head.to(torch.float32)  # [V, D]
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.batch_tokens = batch_tokens
@@ -267,7 +267,7 @@ class Scorer(TemplateLM):
         logp = []
         greedy = []
         for h_part, target in zip(h.split(N_AT_ONCE), targets.split(N_AT_ONCE), strict=True):
-            logp_part = (h_part @ self.head.T).log_softmax(-1)
+            logp_part = metrics.logits_of(h_part, self.head).log_softmax(-1)
             logp.append(metrics.pick(logp_part, target))
             greedy.append(logp_part.argmax(-1) == target)
         lengths = [n_scored for _, n_scored in rows]
@@ -365,11 +365,11 @@ def score_rows(
             teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
         if len(teacher.head) != rows.n_vocab:
             raise UserError(
-                f"{teacher_name}: vocabulary of {len(teacher.head):,}, {first.name} has "
+                f"{teacher_name}: vocabulary of {len(teacher.head):,}, expected at least "
                 f"{rows.n_vocab:,}"
             )
     n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.read(index))
-    models = [c.load(args.dtype, device) for c in checkpoints]
+    models = [c.load(args.dtype, device, rows.n_vocab) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
     for c, values in zip(checkpoints, figures, strict=True):
@@ -378,14 +378,14 @@ def score_rows(
 
 
 def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
-    """Return the held-out rows.
+    """Return the held-out rows, with the smallest vocabulary: that of others is padded.
 
-    Raises `UserError` if a checkpoint has another tokenizer, BOS or vocabulary than the rows, or
-    cannot take their length.
+    Raises `UserError` if a checkpoint has another tokenizer or BOS than the rows, or cannot take
+    their length.
     """
     seq_len = read_manifest(data_dir, "val")["row_len"] - 1
-    first = checkpoints[0]
-    rows = Rows(data_dir, "val", seq_len, False, first.n_vocab)
+    n_vocab = min(c.n_vocab for c in checkpoints)
+    rows = Rows(data_dir, "val", seq_len, False, n_vocab)
     bos = rows.manifest["bos"]
     for c in checkpoints:
         trained_bos = c.run.get("bos", bos)
@@ -400,9 +400,6 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
         if seq_len > c.context:
             problem = f"rows of {seq_len} inputs, {c.name} takes {c.context} at most"
             raise UserError(f"{data_dir}: {problem}")
-        if c.n_vocab != rows.n_vocab:
-            problem = f"vocabulary of {c.n_vocab:,}, {first.name} has {rows.n_vocab:,}"
-            raise UserError(f"{c.name}: {problem}")
     return rows
 
 
@@ -489,9 +486,9 @@ class Checkpoint:
     def record(self) -> dict:
         return self.run.get("made_by", {})
 
-    def load(self, dtype: str, device) -> Teacher:
+    def load(self, dtype: str, device, vocab_size: int | None = None) -> Teacher:
         give_back_memory()  # of earlier models
-        return load_teacher(self.source, getattr(torch, dtype), device)
+        return load_teacher(self.source, getattr(torch, dtype), device, None, vocab_size)
 
 
 def open_checkpoints(args) -> list[Checkpoint]:

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -332,12 +333,16 @@ class Qwen2(nn.Module):
         """Return the logits, in the dtype of the weights, [B, T] -> [B, T, V]."""
         return F.linear(self.hidden(idx), self.head)
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers
+
     def compile_layers(self):
         """Run each layer under torch.compile.
 
         Layers of one shape are compiled once, forward and backward.
         """
-        for layer in self.model.layers:
+        for layer in self.layers:
             layer.compile(dynamic=False, fullgraph=True)
 
     def cut(self, vocab_size: int):
@@ -379,7 +384,7 @@ class Qwen2(nn.Module):
             from lib import distributed  # imported here, as few runs are sharded
 
             device = torch.device(device)
-            distributed.shard(model, model.model.layers, shard, device, layers_only=True)
+            distributed.shard(model, model.layers, shard, device, layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()
@@ -446,13 +451,17 @@ def flops_per_token(shape, seq_len, trained: bool) -> float:
 # shapes, from the command line and from a config.json
 
 
-def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
+def student_config(
+    shape: str, teacher: dict | None = None, load: Callable | None = None
+) -> Qwen2Config:
     """Return the shape of a student.
 
     shape    a preset, WIDTHxLAYERSxHEADS, a JSON object, or what `load_config` takes
     teacher  the fields that a student takes from its teacher (`run.teacher.inherited`): vocabulary,
              rope base and scaling, norm epsilon, context. They replace a preset's. They are the
              defaults of WIDTHxLAYERSxHEADS and of a JSON object. A config.json ignores them
+    load     returns the shape in a folder, here or by transformers (`run.teacher.load_shape`);
+             by default `load_config`
     """
     teacher = teacher or {}
     if shape in PRESETS:
@@ -460,7 +469,7 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
     sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)
     if not sizes and not shape.startswith("{"):
         if "/" in shape or Path(shape).exists():
-            return load_config(shape)
+            return (load or load_config)(shape)
         near = nearest(shape, PRESETS)
         hint = f"; did you mean {near!r}?" if near else ""
         expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}"
@@ -481,17 +490,23 @@ def student_config(shape: str, teacher: dict | None = None) -> Qwen2Config:
         return Qwen2Config(**defaults | teacher | fields)
 
 
+def config_file(name) -> Path:
+    """Return the config.json of a model's folder, of a hub id, or itself."""
+    path = Path(name)
+    if path.suffix != ".json":
+        path = find_folder(name) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{name}: no config.json; expected a model's folder or its config.json")
+    return path
+
+
 def load_config(name) -> Qwen2Config:
     """Return the shape in a config.json, a model's folder, or a hub id.
 
     A Mistral with a sliding window becomes a decoder whose context is that window: on shorter rows
     the two are the same. Raises `UserError` for what this decoder does not compute.
     """
-    path = Path(name)
-    if not name.endswith(".json"):
-        path = find_folder(name) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{name}: no config.json; expected a model's folder or its config.json")
+    path = config_file(name)
     values, reason = read_shape(path)
     if reason:
         raise UserError(f"{path}: {reason}; this decoder does not support it")

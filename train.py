@@ -33,7 +33,6 @@ from lib.errors import UserError
 from lib.files import locked
 from lib.hf import weights_hash
 from lib.rows import read_ahead, row_order
-from model import Qwen2, init_student
 from run import ending, preflight
 from run.checkpoints import finish_saving, resume, save_checkpoints, save_model, stop_diverged
 from run.identity import student_shape
@@ -49,6 +48,7 @@ from run.log import (
 from run.methods import compute_dtype, head_losses, make_method, method_at, method_lines
 from run.preflight import open_teacher
 from run.students import Run, Student
+from run.teacher import draw_model, load_model
 from run.validate import validate
 
 # ----------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
 
         dtype = compute_dtype(cfg)
         device = torch.device(cfg.device)
-        shard(model, model.model.layers, cfg.shard, device, layers_only=False, dtype=dtype)
+        shard(model, model.layers, cfg.shard, device, layers_only=False, dtype=dtype)
     model.to(cfg.device)
     extras.to(cfg.device)
 
@@ -131,16 +131,16 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     )
 
 
-def initial_model(cfg) -> Qwen2:
+def initial_model(cfg):
     """Return a model with the weights that every student starts from, in fp32 on the CPU.
 
     They are drawn from the seed, or read from `student_weights`.
     """
     shape = student_shape(cfg)
     if cfg.student_weights is None:
-        model = init_student(shape, cfg.seed)
+        model = draw_model(shape, cfg.seed)
     else:
-        model = Qwen2.from_pretrained(cfg.student_weights)
+        model = load_model(cfg.student_weights)
         model.cut(shape.vocab_size)  # it may have padding beyond the vocabulary
     if model.config != shape:
         name = cfg.student_weights

@@ -6,11 +6,49 @@ Dimension key: B rows, T time, D width, V vocabulary, N positions at a time.
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lib.checks import IGNORE
+
+
+@dataclass(frozen=True)
+class CappedHead:
+    """A head whose logits are cap * tanh(z / cap), as in Gemma 2; z is hidden states times weight.
+
+    What a run does with a bare weight [V, D], it can do with this.
+    """
+
+    weight: Tensor  # [V, D]
+    cap: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def __getitem__(self, rows) -> "CappedHead":
+        return CappedHead(self.weight[rows], self.cap)
+
+    def to(self, *args) -> "CappedHead":
+        return CappedHead(self.weight.to(*args), self.cap)
+
+
+def weight_of(head: Tensor | CappedHead) -> Tensor:
+    return getattr(head, "weight", head)
+
+
+def soft_cap(z: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(z / cap), z itself without a cap."""
+    return z if cap is None else cap * (z / cap).tanh()
 
 
 class Head:
@@ -20,13 +58,20 @@ class Head:
     """
 
     def __init__(self, h, w, y):
-        """Take hidden states [B, T, D], weight [V, D] and labels [B, T]."""
+        """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B, T]."""
+        self.cap = getattr(w, "cap", None)
+        w = weight_of(w)
+        self.inputs = (h, w)
         h = h.masked_fill((y == IGNORE)[..., None], 0.0)
         self.h = operand(h, h.dtype).flatten(0, 1)
         self.w = operand(w, h.dtype)
 
     def logits(self, here) -> Tensor:
         """Return the logits [N, V] of the positions `here`, a slice of B * T."""
+        return soft_cap(self.products(here), self.cap)
+
+    def products(self, here) -> Tensor:
+        """Return the logits before a cap."""
         return mm(self.h[here], self.w.t())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lib import vocab
 from lib.checks import IGNORE
-from lib.head import mm, operand
+from lib.head import CappedHead, mm, operand, soft_cap, weight_of
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of a model at a time; a CPU's cache holds 2**20
@@ -31,7 +31,7 @@ LEVELS = {
 TEACHER_KEYS = ("kl", "top1", "top5", "teacher_ce", "teacher_entropy")  # these need a teacher
 
 # (function: inputs [B, T] -> last hidden states [B, T, D], head [V, D])
-Model = tuple[Callable[[Tensor], Tensor], Tensor]
+Model = tuple[Callable[[Tensor], Tensor], Tensor | CappedHead]
 
 
 def figures(sums):
@@ -66,7 +66,7 @@ def levels(facts: Mapping) -> str:
 @torch.no_grad()
 def sums_by_part(
     students: list[Model],
-    head_t: Tensor | None,
+    head_t: Tensor | CappedHead | None,
     batches,
     n_parts: int,
     n_bytes: Tensor | None = None,
@@ -112,9 +112,11 @@ def sums_by_part(
     return sums
 
 
-def logits_of(h: Tensor, head: Tensor, cast: Callable = operand) -> Tensor:
+def logits_of(h: Tensor, head: Tensor | CappedHead, cast: Callable = operand) -> Tensor:
     """Return the logits [N, V] of h [N, D] and head [V, D], in fp32."""
-    return mm(operand(h, h.dtype), cast(head, h.dtype).t())
+    w = cast(weight_of(head), h.dtype)
+    z = mm(operand(h, h.dtype), w.t())
+    return soft_cap(z, getattr(head, "cap", None))
 
 
 class _Prediction(NamedTuple):

@@ -36,6 +36,7 @@ from lib import parallel
 from lib.device import gib, pick_device
 from lib.errors import UserError
 from lib.files import atomic_write, writing
+from lib.head import CappedHead, weight_of
 from lib.hf import load_tokenizer
 from lib.rows import Rows, row_order
 from run.identity import content_hash, record_hash
@@ -89,7 +90,7 @@ class CachedTeacher:
 
     is_stored = True
 
-    def __init__(self, head: Tensor, states: dict[Rows, States]):
+    def __init__(self, head: Tensor | CappedHead, states: dict[Rows, States]):
         self.head = head
         self.states = states
 
@@ -104,7 +105,7 @@ class CachedTeacher:
                 "computes it anew"
             )
         h = torch.from_numpy(values).view(self.head.dtype).view(*x.shape, -1)
-        if self.head.is_cuda:
+        if self.head.device.type == "cuda":
             h = h.pin_memory()
         return h.to(self.head.device, non_blocking=True)
 
@@ -145,16 +146,14 @@ def open_cached(
     head_file = folder / f"teacher_{record_hash(facts)[:12]}.safetensors"
     # process 0 decides what is missing, as another program may be writing
     head = parallel.on_first(read_head, head_file)
-    row_bytes = None if head is None else head.shape[1] * dtype.itemsize
     teacher = None
     if head is None:
         teacher = load()
         if not teacher:
             return None
-        head = teacher.whole_head.cpu().contiguous()
-        row_bytes = head.shape[1] * dtype.itemsize
-        saved = {"head": head, "checksum": torch.tensor(checksum_of(head))}
-        parallel.on_first(atomic_write, head_file, safetensors.torch.save(saved))
+        head = teacher.whole_head.to("cpu")
+        parallel.on_first(write_head, head_file, head)
+    row_bytes = weight_of(head).shape[1] * dtype.itemsize
     states = {rows: States(rows, facts, row_bytes) for rows in wanted}
     missing = {rows: index[states[rows].sums[index] == 0] for rows, index in wanted.items()}
     missing = dict(zip(missing, parallel.all_gather([*missing.values()])[0], strict=True))
@@ -185,11 +184,21 @@ def fill(teacher: Teacher, states, missing: RowIndices, size: int):
     parallel.all_gather(None)  # every row is there
 
 
-def read_head(file) -> Tensor | None:
+def write_head(file, head: Tensor | CappedHead):
+    weight = weight_of(head).contiguous()
+    saved = {"head": weight, "checksum": torch.tensor(checksum_of(weight))}
+    if isinstance(head, CappedHead):
+        saved["cap"] = torch.tensor(head.cap)
+    atomic_write(file, safetensors.torch.save(saved))
+
+
+def read_head(file) -> Tensor | CappedHead | None:
     """Return the stored head, or None if there is none or it is damaged."""
     with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
         saved = safetensors.torch.load_file(file)
         if checksum_of(saved["head"]) == saved["checksum"]:
+            if "cap" in saved:
+                return CappedHead(saved["head"], float(saved["cap"]))
             return saved["head"]
     return None
 

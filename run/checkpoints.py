@@ -39,11 +39,12 @@ from lib.errors import UserError, first_line
 from lib.files import read_json, reading
 from lib.hf import find_folder, tensors_hash
 from lib.settings import NonNegativeInt
-from model import Qwen2
+from model import Qwen2, Qwen2Config
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say
 from run.methods import compute_dtype
 from run.students import COUNTS, Student, student_facts
+from run.teacher import load_model
 
 # files of tensors in a checkpoint
 MODEL = "model/model.safetensors"
@@ -271,7 +272,10 @@ def save_model(s, run):
 
 def write_model(s, weights, run):
     folder = s.folder / "model"
-    s.model.save_pretrained(folder, s.tokenizer, weights)
+    dtype = getattr(torch, run.cfg.save_dtype)
+    saved = {name: p.to(dtype) for name, p in weights.items()}
+    s.model.save_pretrained(folder, s.tokenizer, saved)
+    weights = {name: p.float() for name, p in saved.items()}  # as they are read again
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(weights)}
     problem = differs_in_transformers(folder, s.model.config, weights)
     if problem:
@@ -286,6 +290,8 @@ def write_model(s, weights, run):
 @torch.no_grad()
 def differs_in_transformers(folder, shape, weights) -> str | None:
     """Return how transformers' logits of a saved model differ beyond rounding, or its error."""
+    if not isinstance(shape, Qwen2Config):
+        return None  # it is transformers' own
     with torch.device("meta"):
         model = Qwen2(shape)
     model.load_state_dict(weights, assign=True)
@@ -390,11 +396,18 @@ def load_checkpoint(path, state, s, run):
 
 def load_tensors(path, s):
     saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
-    copy_tensors(safetensors.torch.load_file(path / MODEL), s.model)
+    copy_tensors(saved_weights(path, s.model), s.model)
     copy_tensors(saved["extras"], s.extras)
     s.parameter_groups()  # with `initial`
     for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
         load_optimizer(optimizer, values)
+
+
+def saved_weights(path, model) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint, by the names that they have in `model`."""
+    if isinstance(model, Qwen2):
+        return safetensors.torch.load_file(path / MODEL)
+    return load_model(str(path / "model")).state_dict()
 
 
 def copy_tensors(saved, module):

@@ -1,26 +1,205 @@
-"""Teachers of an architecture that model.py does not know, computed by transformers.
+"""Decoders that model.py does not know, computed by transformers: teachers and students.
 
-Only safetensors are read and no remote code is run. The logits must be the product of last hidden
-states and head, as a run uses nothing else of a teacher.
+`Foreign` gives them the interface of `model.Qwen2`: last hidden states, and a head. Only
+safetensors are read and no remote code is run. Dropout is off, and the losses of a mixture's
+routers are left out.
+
+With `dtype="bfloat16"` a student computes under torch.autocast: products in bf16, norms, softmaxes
+and the residual stream in fp32. In model.py the residual stream is bf16, which takes less memory.
+
+Dimension key: B batch, T time, D width, V vocabulary.
 """
 
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
 import torch
+import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from lib import distributed
 from lib.errors import UserError
-from lib.files import reading
-from lib.hf import check_weights, find_folder
+from lib.files import atomic_folder, reading
+from lib.head import CappedHead, soft_cap
+from lib.hf import check_weights, find_folder, save_tokenizer
+from model import config_file
+
+transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
+
+PAD = 8  # columns that a head with a bias has more, since products are fast at multiples of 8
 
 
-def load_foreign(name, dtype, device, shard: int) -> nn.Module:
+# ----------------------------------------------------------------------------------------------
+# shapes
+
+
+@dataclass(frozen=True)
+class ForeignConfig:
+    """The shape of a decoder that transformers computes, in the fields of `model.Qwen2Config`."""
+
+    vocab_size: int
+    max_position_embeddings: int | None  # None: no limit, as in Mamba
+    rms_norm_eps: float | None
+    rope_theta: float | None
+    config: dict = field(hash=False)  # transformers' own, without the vocabulary
+
+    def build(self, dtype=torch.float32) -> transformers.PreTrainedModel:
+        """Return transformers' model, its weights drawn by its own initialisation."""
+        kind = transformers.CONFIG_MAPPING[self.config["model_type"]]
+        config = kind.from_dict(copy.deepcopy(self.config))
+        config.get_text_config().vocab_size = self.vocab_size
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def foreign_config(name) -> transformers.PretrainedConfig:
+    """Return the config of a model that transformers computes, without dropout.
+
+    Raises `UserError` for a model that can be neither teacher nor student.
+    """
+    file = config_file(name)
+    with reading(file, "choose another model"):
+        config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            f"{name}: config.json has a quantization_config; "
+            "expected weights that are not quantized"
+        )
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
+        )
+    text = config.get_text_config()
+    for key, value in vars(text).items():
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            setattr(text, key, 0.0)
+    return config
+
+
+def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
+    """Return the shape. It leaves out rope scaling, and what does not change a model."""
+    values = config.to_diff_dict()
+    for key in ("architectures", "dtype", "transformers_version", "use_cache"):
+        values.pop(key, None)
+    values.get("text_config", values).pop("vocab_size", None)
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    keys = ("vocab_size", "max_position_embeddings", "rms_norm_eps")
+    sizes = [getattr(text, key, None) for key in keys]
+    return ForeignConfig(*sizes, rope.get("rope_theta"), values)
+
+
+def foreign_flops_per_token(shape: ForeignConfig) -> float:
+    """Return 2 FLOPs per weight that a token uses, without attention scores."""
+    with torch.device("meta"):  # without memory for its weights
+        model = shape.build()
+    n_active = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    n_weights = 0
+    for p in model.parameters():
+        share = 1
+        if p.ndim == 3:  # E experts [E, ., .]
+            share = min(n_active / len(p), 1)
+        n_weights += p.numel() * share
+    embedding = model.get_input_embeddings().weight
+    if embedding is not model.get_output_embeddings().weight:
+        n_weights -= embedding.numel()  # a look-up
+    return 2.0 * n_weights
+
+
+# ----------------------------------------------------------------------------------------------
+# models
+
+
+class Foreign(nn.Module):
+    """A decoder of transformers with the interface of `model.Qwen2`.
+
+    Hidden states times head are its logits: a scale of the logits is in the hidden states, and a
+    bias of the head is a column of it, where hidden states have a 1. A cap needs a `CappedHead`.
+    """
+
+    def __init__(self, name, lm):
+        super().__init__()
+        self.lm = lm
+        self.scale, self.cap = check_logits(name, lm)
+
+    def hidden(
+        self, idx: Tensor, recompute: bool = False, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the last hidden states, as `model.Qwen2.hidden` does."""
+        head = self.lm.get_output_embeddings()
+        dtype = dtype or head.weight.dtype
+        if recompute:
+            self.lm.activation_checkpointing_enable()
+        with torch.autocast(idx.device.type, dtype, enabled=dtype != head.weight.dtype):
+            h = self.lm.base_model(idx, use_cache=False)[0]
+        h = h.to(dtype) * self.scale  # Mamba's are in fp32, whatever its head
+        if has_bias(head):
+            h = F.pad(h, (0, PAD), value=self.scale)
+        return h
+
+    @property
+    def head(self) -> Tensor | CappedHead:
+        """The weight of the head, [V, D], or [V, D + PAD] with a bias."""
+        head = self.lm.get_output_embeddings()
+        weight = head.weight
+        if has_bias(head):
+            weight = torch.cat((weight, head.bias[:, None]), 1)
+            weight = F.pad(weight, (0, PAD - 1))
+        return CappedHead(weight, self.cap) if self.cap else weight
+
+    @property
+    def config(self) -> ForeignConfig:
+        return shape_of(self.lm.config)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, which are the heaviest list of modules."""
+        lists = [module for module in self.lm.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
+
+    @property
+    def n_params(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        return self.lm.num_parameters()
+
+    def compile_layers(self):
+        """Run each layer under torch.compile, with graph breaks where its code needs them."""
+        for layer in self.layers:
+            layer.compile(dynamic=False)
+
+    def cut(self, vocab_size: int):
+        """Drop the rows of embedding and head beyond `vocab_size`, which no token uses."""
+        if vocab_size < self.config.vocab_size:
+            self.lm.resize_token_embeddings(vocab_size)
+
+    def save_pretrained(self, folder: str | Path, tokenizer=None, weights: dict | None = None):
+        """Write a folder by transformers' own `save_pretrained`, and a tokenizer beside it.
+
+        weights  the unsharded tensors by name, if this model's are sharded
+        """
+        weights = weights or self.state_dict()
+        tensors = {name.removeprefix("lm."): p for name, p in weights.items()}
+        dtype = next(iter(tensors.values())).dtype
+        with torch.device("meta"):  # training may go on with this model in another thread
+            model = self.config.build(dtype)
+        with atomic_folder(Path(folder)) as new:
+            model.save_pretrained(new, state_dict=tensors, max_shard_size="1000TB")
+            if tokenizer is not None:
+                save_tokenizer(new, tokenizer)
+
+
+def has_bias(head) -> bool:
+    return getattr(head, "bias", None) is not None
+
+
+def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> Foreign:
     """Load a frozen model on `device`, its layers sharded over `shard` processes."""
     folder = find_folder(name)
     config = foreign_config(name)
     check_weights(folder, getattr(config.get_text_config(), "num_hidden_layers", 0))
-    with reading(folder, "choose another teacher"):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    with reading(folder, "choose another model"):
+        lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -36,16 +215,13 @@ def load_foreign(name, dtype, device, shard: int) -> nn.Module:
         raise UserError(
             f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"
         )
-    model.requires_grad_(False).eval()
+    if shard == 1:
+        lm.to(device)
+    with reading(folder, "choose another model"):
+        model = Foreign(name, lm).requires_grad_(False).eval()
     if shard > 1:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        # the decoder layers are the heaviest list
-        layers = max(lists, key=lambda part: sum(p.numel() for p in part.parameters()))
-        distributed.shard(model.base_model, layers, shard, device, layers_only=True)
-    model.to(device)
-    with reading(folder, "choose another teacher"):
-        check_logits(name, model)
-    return model
+        distributed.shard(model, model.layers, shard, device, layers_only=True)
+    return model.to(device)
 
 
 def is_mask(key) -> bool:
@@ -56,32 +232,17 @@ def is_mask(key) -> bool:
     return key.endswith((".attn.bias", ".attn.attention.bias", ".masked_bias"))
 
 
-def foreign_config(name) -> transformers.PretrainedConfig:
-    """Return the config of a model that transformers computes.
-
-    Raises `UserError` for a model that cannot be a teacher.
-    """
-    folder = find_folder(name)
-    with reading(folder / "config.json", "choose another teacher"):
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
-        raise UserError(
-            f"{name}: config.json has a quantization_config; "
-            "expected weights that are not quantized"
-        )
-    if config.is_encoder_decoder:
-        raise UserError(
-            f"{name}: {config.model_type} is an encoder-decoder; expected a decoder-only model"
-        )
-    return config
+# ----------------------------------------------------------------------------------------------
+# what logits are made of
 
 
 @torch.no_grad()
-def check_logits(name, model):
-    """Check on a few tokens that a model is causal, its logits last hidden states times head.
+def check_logits(name, model) -> tuple[float, float | None]:
+    """Return scale and cap of a model's logits.
 
-    Its head's output is replaced by numbers that must come back as logits. This shows a cap or a
-    scale in any dtype, which would change small logits by less than rounding. Raises `UserError`.
+    They are measured: its head's output is replaced by numbers, and the logits that come back are
+    a scale of them, capped by cap * tanh(z / cap), or neither. On a few tokens a model must be
+    causal, and its head's input must be its last hidden states. Raises `UserError`.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -91,69 +252,48 @@ def check_logits(name, model):
     n_vocab = len(head.weight)
     idx = torch.arange(2, 16, device=head.weight.device).repeat(2, 1) % n_vocab
     idx[1, -1] = 0  # the rows differ in their last token
-    probe = torch.linspace(-99, 99, n_vocab, device=head.weight.device).expand(*idx.shape, -1)
+    probe = torch.linspace(-99, 99, n_vocab, device=head.weight.device)
+    probe[0] = 2.0**-10  # so small that a cap does not change it
+    probe[-1] = 2.0**20  # so large that a cap is all that is left of it
     seen = []
 
     def replace(module, inputs, output):
         seen.extend((inputs[0], output))
-        return probe
+        return probe.expand(*idx.shape, -1)
 
     hook = head.register_forward_hook(replace)
     z = model(idx, use_cache=False).logits
     hook.remove()
+    scale = float(z[0, 0, 0]) / 2.0**-10
+    if abs(scale - 1) < 1e-6:  # rounding of tanh
+        scale = 1.0
+    expected = scale * probe
+    cap = float(z[0, 0, -1])
+    if cap < expected[-1] / 2:
+        expected = soft_cap(expected, cap)
+    else:
+        cap = None
     h = model.base_model(idx, use_cache=False)[0].to(head.weight.dtype)
+    product = F.linear(seen[0], head.weight, getattr(head, "bias", None))
     tolerance = 1e-4 if h.dtype == torch.float32 else 2e-2  # relative error of a norm by rounding
-    bias = getattr(head, "bias", None)
     if (
-        (bias is not None and bias.any())
-        or not torch.equal(z, probe)
+        not torch.allclose(z.float(), expected.expand_as(z), rtol=1e-5)
         or h.shape != seen[0].shape
         or not is_near(h, seen[0], 1e-3)
-        or not is_near(seen[0] @ head.weight.T, seen[1], tolerance)
+        or not is_near(product, seen[1], tolerance)
     ):
         raise UserError(
-            f"{name}: its head has a bias, or its logits are not hidden states times head; "
-            "choose another teacher"
+            f"{name}: its logits are not hidden states times head, but for a bias, a scale and a "
+            "cap; choose another model"
         )
     if not is_near(h[1, :-1], h[0, :-1], tolerance):
         raise UserError(
             f"{name}: its hidden states depend on later tokens; expected a causal language model"
         )
+    return scale, cap
 
 
 def is_near(x, expected, tolerance) -> bool:
     """Return whether the norm of the error is within `tolerance`; NaN is not."""
     error = (x - expected).float().norm()
     return bool(error <= tolerance * expected.float().norm())
-
-
-def foreign_shape(name, keys: tuple[str, ...]) -> dict:
-    """Return those of `keys` that a model's config has, with their values.
-
-    A model with LayerNorm has no `rms_norm_eps`. `rope_theta` is inside `rope_parameters`, and rope
-    scaling is left out.
-    """
-    config = foreign_config(name).get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    values = {}
-    for key in keys:
-        value = rope.get(key) if "rope" in key else getattr(config, key, None)
-        if value is not None:
-            values[key] = value
-    return values
-
-
-def foreign_flops_per_token(model) -> float:
-    """Return 2 FLOPs per weight that a token uses, without attention scores."""
-    config = model.config.get_text_config()
-    n_active = getattr(config, "num_experts_per_tok", None) or 1
-    n_weights = 0
-    for p in model.parameters():
-        share = 1
-        if p.ndim == 3:  # E experts [E, ., .]
-            share = min(n_active / len(p), 1)
-        n_weights += p.numel() * share
-    embedding = model.get_input_embeddings().weight
-    if embedding is not model.get_output_embeddings().weight:
-        n_weights -= embedding.numel()  # a look-up
-    return 2.0 * n_weights

@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from lib.hf import find_folder, tensors_hash, weight_files
 from lib.rows import read_manifest
 from losses import default_settings, resolve, settings
 from model import Qwen2Config, student_config
-from run.teacher import inherited
+from run.teacher import inherited, load_shape
 
 RUN_FILE = {"config": {"methods": tuple[str, ...]}}  # what is read from a run's run.json
 EDITS = ("objective", "code")  # keys of a record that an edit of the code changes
@@ -64,6 +65,10 @@ def made_by(cfg, name) -> dict:
     method = resolve(name, **cfg.overrides_of(name))
     train = read_manifest(cfg.data_dir, "train")
     val = read_manifest(cfg.data_dir, "val")
+    shape = student_shape(cfg)
+    code = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
+    if not isinstance(shape, Qwen2Config):  # transformers computes it
+        code["transformers"] = version("transformers")
     record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record |= {
@@ -72,8 +77,8 @@ def made_by(cfg, name) -> dict:
         "moving": {key: schedule_hash(f, cfg) for key, f in method.moving.items()},
         "state": tensors_hash(method.state) if method.state else None,
         "objective": objective_code(name),
-        "code": code_reached(STEP_MODULES, STEP, NOT_FOLLOWED),
-        "shape": dataclasses.asdict(student_shape(cfg)),
+        "code": code,
+        "shape": dataclasses.asdict(shape),
         "student_weights": content_hash(cfg.student_weights),
         "resume_from": content_hash(cfg.resume_from),
         "teacher_sha256": content_hash(cfg.teacher) if method.has_teacher else None,
@@ -81,7 +86,12 @@ def made_by(cfg, name) -> dict:
         "val_sha256": val["sha256"],
         "tokenizer_sha256": train["tokenizer_sha256"],
     }
-    return json.loads(json.dumps(record))  # tuples become lists, as in a file
+    return as_in_file(record)
+
+
+def as_in_file(record: dict) -> dict:
+    """Return a record as JSON holds it: tuples become lists, infinite numbers words."""
+    return json.loads(json.dumps(record), parse_constant=str)
 
 
 def all_settings(cfg, name, method) -> dict:
@@ -131,10 +141,10 @@ def difference(key: str, old, new) -> str:
     return f"{key} was {old!r:.80}, now {new!r:.80}"
 
 
-def student_shape(cfg) -> Qwen2Config:
+def student_shape(cfg):
     """Return the students' shape, with at most as many tokens as the teacher's vocabulary has."""
     teacher_shape = inherited(cfg.teacher)
-    shape = student_config(cfg.student, teacher_shape)
+    shape = student_config(cfg.student, teacher_shape, load_shape)
     if not teacher_shape:
         return shape
     vocab_size = min(shape.vocab_size, teacher_shape["vocab_size"])

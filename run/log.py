@@ -12,9 +12,9 @@ from tqdm import tqdm
 from lib import files, metrics, parallel
 from lib.device import mfu, peak_bytes
 from lib.errors import UserError, first_line
-from model import flops_per_token
 from run.methods import scheduled_settings
 from run.students import n_validated
+from run.teacher import model_flops
 
 
 def say(text):
@@ -58,7 +58,7 @@ def log_terms(live, teacher, rate: float, run):
     # of everything since the last record: updates, validations, checkpoints
     n_rows = (run.step - run.logged_step) * cfg.batch_rows
     tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
-    flops = sum(flops_per_token(s.model.config, cfg.seq_len, trained=True) for s in live)
+    flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
     if teacher:
         flops += teacher.flops_per_token(cfg.seq_len)
     utilisation = mfu(tok_per_sec * flops, device, parallel.world())

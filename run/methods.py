@@ -20,7 +20,7 @@ from torch import Tensor
 from lib import parallel
 from lib.checks import IGNORE, Batch
 from lib.errors import UserError, first_line
-from lib.head import AttachGradients, Head, add_mm, mm
+from lib.head import AttachGradients, Head, add_mm, mm, soft_cap
 from losses import (
     METHODS,
     Method,
@@ -137,7 +137,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     """Return each student's loss and the means of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
-              weight, and `Method`
+              weight or `CappedHead`, and `Method`
     h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
     group     rows per forward batch, a divisor of B
@@ -206,7 +206,6 @@ class HeadLoss(Head):
 
     def __init__(self, h, w, method, y, compile):
         super().__init__(h, w, y)
-        self.inputs = (h, w)
         self.dh = torch.zeros_like(self.h)
         self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(w.dtype, torch.float32))
         self.sums = Counter()
@@ -224,7 +223,9 @@ class HeadLoss(Head):
         n  valid positions of the forward batch, if they are a chunk of it
         """
         dtype = self.w.dtype
-        sums, dz = self.evaluate(method, dtype, self.logits(here), z_t, self.y[here], n)
+        z_s = self.products(here)
+        sums, dz = self.evaluate(method, dtype, z_s, z_t, self.y[here], n, self.cap)
+        del z_s
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])
         self.sums.update(sums)  # adds
@@ -251,14 +252,14 @@ def compiled(fn) -> Callable:
     return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
-def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
+def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None, cap=None):
     """Return the sums of `mean_loss`, with its loss as "mean", and the gradient of z_s in `dtype`.
 
-    The other arguments are those of `mean_loss`.
+    The other arguments are those of `mean_loss`, z_s before a cap of the student's head.
     """
     z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():
-        loss, sums = mean_loss(method, z_s, z_t, y, n)
+        loss, sums = mean_loss(method, soft_cap(z_s, cap), z_t, y, n)
     (dz,) = torch.autograd.grad(loss, z_s)
     return {"mean": loss.detach(), **sums}, dz.to(dtype)
 

@@ -21,7 +21,14 @@ from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, compute_dtype, needs_teacher
 from run.students import n_validated
-from run.teacher import Teacher, check_teacher, check_vocabulary, inherited, load_teacher
+from run.teacher import (
+    Teacher,
+    check_teacher,
+    check_vocabulary,
+    inherited,
+    load_shape,
+    load_teacher,
+)
 
 
 def open_data(cfg, name) -> Rows:
@@ -59,7 +66,7 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
 
     def load() -> Teacher:
         teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, cfg.shard)
-        if cfg.compile and teacher.native:
+        if cfg.compile:
             teacher.model.compile_layers()
         return teacher
 
@@ -94,10 +101,9 @@ def check_config(cfg):
     shape = student_shape(cfg)  # may download the teacher
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
-    if cfg.seq_len > shape.max_position_embeddings:
-        raise UserError(
-            f"seq_len={cfg.seq_len}: the student supports {shape.max_position_embeddings} positions"
-        )
+    limit = shape.max_position_embeddings or cfg.seq_len
+    if cfg.seq_len > limit:
+        raise UserError(f"seq_len={cfg.seq_len}: the student supports {limit} positions")
 
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
@@ -107,7 +113,7 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
         raise UserError("tokenizer=None with teacher=None: set the tokenizer of the rows")
     tokenizer = load_tokenizer(name)
     teacher_shape = inherited(cfg.teacher)
-    student_vocab = student_config(cfg.student, teacher_shape).vocab_size
+    student_vocab = student_config(cfg.student, teacher_shape, load_shape).vocab_size
     teacher_vocab = student_vocab
     if uses_teacher(cfg):
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from lib.code import code_reached, files_reached
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer, weights_hash
-from run.identity import NOT_FOLLOWED, record_hash
+from run.identity import NOT_FOLLOWED, as_in_file, record_hash
 from run.results import training_facts
 from run.teacher import Teacher, check_vocabulary, inherited, load_teacher
 
@@ -89,7 +89,8 @@ def check_model(name, model, facts: dict) -> str:
     sha256 = weights_hash(model)
     if not facts:
         return sha256
-    same_shape = facts["made_by"]["shape"].items() <= dataclasses.asdict(model.config).items()
+    shape = as_in_file(dataclasses.asdict(model.config))
+    same_shape = facts["made_by"]["shape"].items() <= shape.items()
     if not same_shape or facts.get("weights_sha256", sha256) != sha256:
         raise UserError(
             f"{name}: its model/ is not the one that run.json describes; the train.py command of "

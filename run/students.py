@@ -30,7 +30,7 @@ class Student:
     """One method's weights and optimizer, and what is logged about them."""
 
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
-    model: Qwen2
+    model: Qwen2  # or a `Foreign` (run/foreign.py)
     extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
     optimizers: list[torch.optim.Optimizer]  # each for some of the parameters
     folder: Path

@@ -1,18 +1,25 @@
-"""The frozen teacher, of which a run uses only the last hidden states and the head.
+"""Models of any family, and the frozen teacher: last hidden states, and a head.
 
-The decoder in model.py computes the families of `model.NATIVE`, transformers all others.
-Hidden states travel between devices, not logits: V / D times fewer bytes.
+The decoder in model.py computes the families of `model.NATIVE`, transformers all others
+(run/foreign.py). Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
 import functools
 
 import torch
-import transformers
 from torch import Tensor
 
 from lib.errors import UserError
 from lib.hf import find_folder, load_tokenizer
-from model import Qwen2, flops_per_token, load_config, read_shape
+from model import (
+    Qwen2,
+    Qwen2Config,
+    config_file,
+    flops_per_token,
+    init_student,
+    load_config,
+    read_shape,
+)
 
 # What a student's shape inherits from its teacher.
 INHERITED = (
@@ -31,12 +38,10 @@ class Teacher:
 
     def __init__(self, model, home: torch.device, vocab_size: int | None = None):
         self.model = model
+        self.device = next(model.parameters()).device
         self.home = home
         self.native = isinstance(model, Qwen2)
-        if self.native:
-            self.whole_head = model.head
-        else:
-            self.whole_head = model.get_output_embeddings().weight
+        self.whole_head = model.head
         # [V, D]; the same memory if teacher and students share a device
         self.head = self.whole_head[:vocab_size].to(home)
 
@@ -47,21 +52,11 @@ class Teacher:
         rows  not used here; `CachedTeacher.hidden` looks the hidden states up by them
         """
         # blocking copies: a CPU could read one before the GPU has finished it
-        idx = idx.to(next(self.model.parameters()).device)
-        if self.native:
-            h = self.model.hidden(idx)
-        else:
-            h = self.model.base_model(idx, use_cache=False)[0]
-        # Mamba's are in fp32, whatever its head
-        return h.to(self.home, self.head.dtype)
+        return self.model.hidden(idx.to(self.device)).to(self.home)
 
     def flops_per_token(self, seq_len) -> float:
         """Return the FLOPs of one token's forward pass."""
-        if self.native:
-            return flops_per_token(self.model.config, seq_len, trained=False)
-        from run.foreign import foreign_flops_per_token
-
-        return foreign_flops_per_token(self.model)
+        return model_flops(self.model.config, seq_len, trained=False)
 
 
 def load_teacher(
@@ -82,17 +77,51 @@ def load_teacher(
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last
     hidden states times its head, and one whose hidden states depend on later tokens.
     """
-    if is_native(name):
-        load = Qwen2.from_pretrained
-    else:
-        from run.foreign import load_foreign as load  # few runs need it
+    return Teacher(load_model(name, dtype, device, shard), home or device, vocab_size)
 
-    return Teacher(load(name, dtype, device, shard), home or device, vocab_size)
+
+def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1):
+    """Load a frozen model: a `Qwen2`, or a `Foreign` of any other family."""
+    if is_native(name):
+        return Qwen2.from_pretrained(name, dtype, device, shard)
+    from run.foreign import load_foreign  # few runs need it
+
+    return load_foreign(name, dtype, device, shard)
+
+
+def draw_model(shape, seed: int):
+    """Return a student of any family with fresh weights, in fp32 on the CPU."""
+    if isinstance(shape, Qwen2Config):
+        return init_student(shape, seed)
+    from run.foreign import Foreign
+
+    torch.manual_seed(seed)
+    return Foreign("student", shape.build())
+
+
+def load_shape(name):
+    """Return the shape of a model of any family, from its config.json."""
+    if is_native(name):
+        return load_config(name)
+    from run.foreign import foreign_config, shape_of
+
+    return shape_of(foreign_config(name))
 
 
 def is_native(name) -> bool:
-    _, reason = read_shape(find_folder(name) / "config.json")
+    _, reason = read_shape(config_file(name))
     return reason is None
+
+
+@functools.cache
+def model_flops(shape, seq_len, trained: bool) -> float:
+    """Return the FLOPs of one token, forward, or forward and backward, for a shape of any kind."""
+    if isinstance(shape, Qwen2Config):
+        return flops_per_token(shape, seq_len, trained)
+    from run.foreign import foreign_flops_per_token
+
+    forward = foreign_flops_per_token(shape)
+    return 3 * forward if trained else forward
 
 
 def check_teacher(name, tokenizer, seq_len):
@@ -138,28 +167,15 @@ def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"
 def inherited(name: str | None) -> dict | None:
     """Return the fields INHERITED of a teacher's shape; None without a teacher.
 
-    A model that transformers computes may lack some (LayerNorm has no RMSNorm epsilon): the preset
-    keeps its own.
+    A model may lack some (LayerNorm has no RMSNorm epsilon): the preset keeps its own.
     """
     if name is None:
         return None
-    if is_native(name):
-        shape = load_config(name)
-        return {key: getattr(shape, key) for key in INHERITED}
-    from run.foreign import foreign_shape
-
-    return foreign_shape(name, INHERITED)
+    shape = load_shape(name)
+    values = {key: getattr(shape, key, None) for key in INHERITED}
+    return {key: value for key, value in values.items() if value is not None}
 
 
-@functools.cache
 def teacher_flops(name: str | None, seq_len) -> float:
     """Return the FLOPs of one token's forward pass, without loading the weights."""
-    if name is None:
-        return 0.0
-    if is_native(name):
-        return flops_per_token(load_config(name), seq_len, trained=False)
-    from run.foreign import foreign_config, foreign_flops_per_token
-
-    with torch.device("meta"):  # without memory for its weights
-        model = transformers.AutoModelForCausalLM.from_config(foreign_config(name))
-    return foreign_flops_per_token(model)
+    return model_flops(load_shape(name), seq_len, trained=False) if name else 0.0

@@ -13,11 +13,10 @@ import zstandard
 from configure import Config
 from lib.errors import UserError
 from lib.files import atomic_write, check_kinds, read_json, reading
-from model import flops_per_token
 from run.identity import EDITS, RUN_FILE, content_hash, made_by, record_hash, student_shape
 from run.results import newest_figures, read_log
 from run.scoring import scoring_code
-from run.teacher import teacher_flops
+from run.teacher import model_flops, teacher_flops
 
 FILE = "students.jsonl.zst"
 LEVEL = 12  # of all writes: an unchanged beginning then has the same bytes, which git stores once
@@ -123,7 +122,7 @@ def read_student(end: Path, cfg) -> dict:
 
 def flops(cfg) -> tuple:
     """Return the FLOPs per token of a student in training, and of the teacher's forward pass."""
-    student = flops_per_token(student_shape(cfg), cfg.seq_len, trained=True)
+    student = model_flops(student_shape(cfg), cfg.seq_len, trained=True)
     return student, teacher_flops(cfg.teacher, cfg.seq_len)
 
 

@@ -317,11 +317,13 @@ def test_a_token_that_spans_the_end_of_a_context_is_scored_as_by_lm_eval(joined)
         score_pairs(scorer, pair)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "olmoe", "mamba"])
+@pytest.mark.parametrize("family", ["mamba", "gemma2", "phi", "granite"])
 def test_models_that_transformers_computes_are_scored_as_by_lm_eval(family, tokenizer, tmp_path):
     torch.manual_seed(3)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"vocab_size": 311, "intermediate_size": 24, "initializer_range": 0.5}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8}
+    shape |= {"final_logit_softcapping": 3.0, "logits_scaling": 1.7}  # of Gemma 2, of Granite
     config = transformers.AutoConfig.for_model(family, **shape, pad_token_id=0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -820,7 +822,6 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
     assert "small: vocabulary of 293" in error(f"{alra} --teacher={small}")
     narrow = save("narrow", dataclasses.replace(STUDENT, vocab_size=308), tokenizer)
     flags = f"--rows={data_dir} --teacher=none"
-    assert "narrow: vocabulary of 308, " in error(f"{alra} {narrow} {flags}")
     assert "narrow: vocabulary of 308, " in error(f"{alra} --teacher={narrow}")
     other = save("other", STUDENT, make_tokenizer(283))
     assert "rows of another tokenizer than that of" in error(f"{other} {flags}")

@@ -86,7 +86,7 @@ def together(tiny, wide, tmp_path_factory):
         "cut/": f"{FLAGS} {sharded}",  # resumes it
         "stores": f"{FLAGS} --teacher_cache=True",
         "reads": f"{FLAGS} --teacher_cache=True",
-        "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign",
+        "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign --student={wide}/foreign",
         "state": STATE,
         "bad": f"{FLAGS} --schedule_steps=11 --max_steps=1{{rank}}",
         "bad_teacher": f"{FLAGS} --teacher={wide}/teacher{{rank}}",
@@ -225,8 +225,9 @@ def test_sharded_weights_are_resumed_with_the_same_bits_and_by_one_process(
 
 
 @pytest.mark.slow
-def test_a_teacher_that_transformers_computes_is_sharded_too(together, wide, tmp_path):
-    assert train.distil(config(wide, tmp_path, FOREIGN, teacher=wide / "foreign")) == 0
+def test_models_that_transformers_computes_are_sharded_too(together, wide, tmp_path):
+    models = dict.fromkeys(("teacher", "student"), wide / "foreign")
+    assert train.distil(config(wide, tmp_path, FOREIGN, **models)) == 0
     for kind in ("model", "optimizer"):
         assert distance(tmp_path, together[0] / "foreign", "alra", kind, step=1) < 1e-6
 

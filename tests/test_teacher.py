@@ -1,6 +1,8 @@
 """Teachers of any family: native ones against transformers, the others through it, and refusals."""
 
 import json
+import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,15 +14,22 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import configure
+import eval as ev
 import prepare
 import train
 from lib.files import write_json
 from lib.hf import load_tokenizer, weights_hash
+from lib.metrics import logits_of
+from losses import METHODS
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.foreign import check_logits
+from run.methods import head_losses
+from run.results import RUN
+from run.scoring import open_model
 from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher
 from study import scale_teacher
-from tests.world import DEMO, V, config, edit, read_table, refusal, write_text
+from tests.world import DEMO, V, config, edit, final_bits, read_table, refusal, write_text
+from tools import sample
 
 SMALL = json.loads("""{
 "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,20 +62,17 @@ olmo 2 => olmo2 => {}
 smollm 3 => smollm3 => {}
 gemma 3 => gemma3_text => {"head_dim": 8, "sliding_window": 8}
 phi 3 => phi3 => {}
-mixture of experts => olmoe => {"num_experts": 4, "num_experts_per_tok": 2}
+mixture of experts => olmoe => {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}
 mamba => mamba => {"state_size": 4}
 gpt 2 => gpt2 => {}
 mistral with a window => mistral => {"sliding_window": 8}
-""")
-REFUSED = read_models("""
-a head with a bias => phi => {"hidden_size": 32}
+a bias => phi => {"hidden_size": 32}
+a cap => gemma2 => {"head_dim": 8, "final_logit_softcapping": 2.0}
 RecurrentGemma => recurrent_gemma => {"lru_width": 24}
-Llama 4 => llama4_text => {"intermediate_size_mlp": 36, "num_local_experts": 2}
-Gemma 2 => gemma2 => {"head_dim": 8}
 Cohere => cohere => {}
-Granite => granite => {"logits_scaling": 1.005}
+a scale => granite => {"logits_scaling": 1.005}
 """)
-NOT_A_PRODUCT = "its logits are not hidden states times head; choose another teacher"
+NOT_A_PRODUCT = "its logits are not hidden states times head"
 IDS = torch.randint(0, V, (3, 29), generator=torch.Generator().manual_seed(5))
 
 
@@ -95,7 +101,13 @@ def load(folder):
 
 def transformers_logits(folder):
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model(IDS, use_cache=False).logits
+
+
+def logits(model, ids=IDS):
+    h = model.hidden(ids)
+    return logits_of(h.flatten(0, 1), model.head).view(*ids.shape, V)
 
 
 def check_close(ours, expected):
@@ -130,16 +142,32 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     teacher = load(folder)
     assert teacher.native == (kind == "mistral with a window")
     T = 8 if teacher.native else 29  # up to its window a Mistral is native
-    check_close(teacher.hidden(IDS[:, :T]) @ teacher.head.T, transformers_logits(folder)[:, :T])
+    check_close(logits(teacher, IDS[:, :T]), transformers_logits(folder)[:, :T])
     assert inherited(folder)["vocab_size"] == V and teacher.flops_per_token(13) > 2 * V * 24
-    if kind == "mamba":  # its hidden states are in fp32
+    if kind in ("a bias", "a cap", "a scale"):
+        check_gradients(teacher.model.requires_grad_(True))
+    if kind in ("mamba", "a scale"):  # Mamba's hidden states are in fp32
         narrow = load_teacher(folder, torch.bfloat16, torch.device("cpu"))
         assert narrow.hidden(IDS).dtype == narrow.head.dtype
 
 
+def check_gradients(model):
+    """Compare the gradients of a cross-entropy with those through transformers' own logits."""
+    y = IDS.roll(-1, 1)
+    z = model.lm(IDS, use_cache=False).logits
+    losses = nn.functional.cross_entropy(z.flatten(0, 1), y.flatten())
+    expected = torch.autograd.grad(losses, [*model.parameters()], allow_unused=True)
+    student = (model.hidden(IDS, recompute=True), model.head, METHODS["pretrain"])
+    ((loss, _),) = head_losses([student], None, None, y, group=3)
+    loss.backward()
+    for (name, p), gradient in zip(model.named_parameters(), expected, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_flops_of_a_mixture_count_its_active_experts_alone(make):
     teacher = load(make(*FOREIGN["mixture of experts"]))
-    per_expert = 3 * 24 * 36  # gate, up and down; two of four are active
+    per_expert = 3 * 24 * 40  # gate, up and down; two of four are active
     attention = 2 * 24 * 24 + 2 * 24 * 12
     router = 4 * 24
     norms = 24 + 12 + 2 * 24  # OLMoE has norms on q [24] and k [12]
@@ -201,12 +229,39 @@ def test_a_special_token_beyond_the_vocabulary_is_in_no_text(special):
             check_vocabulary("teacher", V, tokenizer)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_logits_that_are_more_than_a_product_are_refused_by_name(kind, make):
-    folder = make(*REFUSED[kind])
-    for dtype in (torch.float32, torch.bfloat16):
-        with refusal(NOT_A_PRODUCT):
-            load_teacher(folder, dtype, torch.device("cpu"))
+@pytest.mark.parametrize("kind", ["a cap", "mixture of experts"])
+def test_students_of_other_families_learn_resume_and_are_saved(
+    kind, make, tiny, tmp_path, monkeypatch, printed
+):
+    """And they are scored beside their teacher, which is of the same family."""
+    folder = make(*FOREIGN[kind])
+    shutil.copytree(tiny / "data", tmp_path / "data")
+    flags = "--methods=alra --schedule_steps=2 --warmup_steps=1 --checkpoint_every_steps=1"
+    bf16 = f"--student_weights={folder} --recompute=True --save_dtype=bfloat16"
+    for out, text in (
+        ("whole", "--max_steps=2"),
+        ("half", "--max_steps=1 --teacher_cache=True"),
+        ("half", "--max_steps=2 --teacher_cache=True"),
+        ("bf16", f"--max_steps=2 --dtype=bfloat16 {bf16}"),
+    ):
+        keys = dict.fromkeys(("teacher", "student"), folder)
+        keys["data_dir"] = tmp_path / "data"
+        assert train.distil(config(tiny, tmp_path / out, f"{flags} {text}", **keys)) == 0
+    assert final_bits(tmp_path / "whole", "alra", 2) == final_bits(tmp_path / "half", "alra", 2)
+    for out, dtype in (("whole", torch.float32), ("bf16", torch.bfloat16)):
+        opened = open_model(f"{tmp_path}/{out}/alra", RUN)  # checks its weights and shape
+        assert opened.run["made_by"]["code"]["transformers"] == transformers.__version__
+        check_close(logits(opened.model), transformers_logits(opened.folder))
+        assert AutoModelForCausalLM.from_pretrained(opened.folder, dtype="auto").dtype == dtype
+    monkeypatch.chdir(tmp_path)
+    printed()
+    ev.main([f"{tmp_path}/whole", folder, "--tasks=none"])
+    assert re.search(r"/teacher \|.* 0\.0000 ", printed())  # its KL to itself
+    sample.main([f"{tmp_path}/whole/alra", "--prompt=def", "--tokens=3", "--temperature=0"])
+    ids = [0, *opened.tokenizer.encode("def")]
+    for _ in range(3):
+        ids.append(int(logits(load(f"{tmp_path}/whole/alra"), torch.tensor([ids]))[0, -1].argmax()))
+    assert opened.tokenizer.decode(ids[1:]) in printed()
 
 
 class Tiny(nn.Module):
@@ -325,7 +380,10 @@ def test_a_scaled_teacher_has_scaled_logits_and_the_same_tokenizer(tmp_path):
     assert load_tokenizer(out).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 
-def test_encoder_decoders_and_models_without_a_head_are_refused(make, tmp_path):
+def test_models_that_are_not_hidden_states_and_a_head_are_refused(make, tmp_path):
+    folder = make("llama4_text", {"intermediate_size_mlp": 36, "num_local_experts": 2})
+    with refusal(NOT_A_PRODUCT):
+        load(folder)
     transformers.T5Config().save_pretrained(tmp_path)
     with refusal("t5 is an encoder-decoder"):
         load(str(tmp_path))

@@ -37,6 +37,7 @@ import torch
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_lines, writing
 from lib.hf import load_tokenizer
+from lib.metrics import logits_of
 from losses import default_settings, resolve
 from run.identity import content_hash
 from run.methods import LOGGED
@@ -309,7 +310,7 @@ def choices(text, folder) -> list[dict]:
 def logits(model, ids):
     """Return a model's logits [N, V], which predict the ids after the first."""
     loaded = load_teacher(str(model), torch.float32, torch.device("cpu"))
-    return loaded.hidden(ids[None, :-1])[0] @ loaded.head.T
+    return logits_of(loaded.hidden(ids[None, :-1])[0], loaded.head)
 
 
 def sentence(records, path):

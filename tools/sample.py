@@ -17,6 +17,7 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 import configure
 from lib.errors import UserError
 from lib.files import reading
+from lib.metrics import logits_of
 from lib.settings import NonNegative, NonNegativeInt, checked
 
 OPTIONS = {
@@ -57,7 +58,8 @@ def generate(m: Opened, ids: list[int], args) -> list[int]:
     if m.context:
         n_most = min(n_most, m.context + 1)
     while len(ids) < n_most:
-        z = m.model.head @ m.model.hidden(torch.tensor([ids]))[0, -1]  # [V]
+        h = m.model.hidden(torch.tensor([ids]))[0, -1:]  # [1, D]
+        z = logits_of(h, m.model.head)[0]  # [V]
         token = z.argmax()
         if args.temperature:
             z = z.double() - z.max()  # at most 0: none is too large for a small temperature

@@ -46,9 +46,14 @@ def weight_of(head: Tensor | CappedHead) -> Tensor:
     return getattr(head, "weight", head)
 
 
-def soft_cap(z: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(z / cap), z itself without a cap."""
-    return z if cap is None else cap * (z / cap).tanh()
+def soft_cap(z: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(z / cap), in the memory of z."""
+    return z.div_(cap).tanh_().mul_(cap)
+
+
+def soft_cap_slope(z: Tensor, cap: float) -> Tensor:
+    """Return the derivative of `soft_cap` where it returned z."""
+    return 1 - (z / cap).square()
 
 
 class Head:
@@ -57,10 +62,13 @@ class Head:
     h, w  [B * T, D], [V, D]; h is 0 at ignored positions
     """
 
+    cap = None
+
     def __init__(self, h, w, y):
         """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B, T]."""
-        self.cap = getattr(w, "cap", None)
-        w = weight_of(w)
+        if isinstance(w, CappedHead):
+            self.cap = w.cap
+            w = w.weight
         self.inputs = (h, w)
         h = h.masked_fill((y == IGNORE)[..., None], 0.0)
         self.h = operand(h, h.dtype).flatten(0, 1)
@@ -68,11 +76,8 @@ class Head:
 
     def logits(self, here) -> Tensor:
         """Return the logits [N, V] of the positions `here`, a slice of B * T."""
-        return soft_cap(self.products(here), self.cap)
-
-    def products(self, here) -> Tensor:
-        """Return the logits before a cap."""
-        return mm(self.h[here], self.w.t())
+        z = mm(self.h[here], self.w.t())
+        return soft_cap(z, self.cap) if self.cap else z
 
 
 class AttachGradients(torch.autograd.Function):

@@ -116,7 +116,7 @@ def logits_of(h: Tensor, head: Tensor | CappedHead, cast: Callable = operand) ->
     """Return the logits [N, V] of h [N, D] and head [V, D], in fp32."""
     w = cast(weight_of(head), h.dtype)
     z = mm(operand(h, h.dtype), w.t())
-    return soft_cap(z, getattr(head, "cap", None))
+    return soft_cap(z, head.cap) if hasattr(head, "cap") else z
 
 
 class _Prediction(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from lib import parallel
 from lib.checks import IGNORE, Batch
 from lib.errors import UserError, first_line
-from lib.head import AttachGradients, Head, add_mm, mm, soft_cap
+from lib.head import AttachGradients, Head, add_mm, mm, soft_cap_slope
 from losses import (
     METHODS,
     Method,
@@ -223,8 +223,10 @@ class HeadLoss(Head):
         n  valid positions of the forward batch, if they are a chunk of it
         """
         dtype = self.w.dtype
-        z_s = self.products(here)
-        sums, dz = self.evaluate(method, dtype, z_s, z_t, self.y[here], n, self.cap)
+        z_s = self.logits(here)
+        sums, dz = self.evaluate(method, dtype, z_s, z_t, self.y[here], n)
+        if self.cap:
+            dz = dz * soft_cap_slope(z_s, self.cap).to(dtype)
         del z_s
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])
@@ -252,14 +254,14 @@ def compiled(fn) -> Callable:
     return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
-def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None, cap=None):
+def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
     """Return the sums of `mean_loss`, with its loss as "mean", and the gradient of z_s in `dtype`.
 
-    The other arguments are those of `mean_loss`, z_s before a cap of the student's head.
+    The other arguments are those of `mean_loss`.
     """
     z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():
-        loss, sums = mean_loss(method, soft_cap(z_s, cap), z_t, y, n)
+        loss, sums = mean_loss(method, z_s, z_t, y, n)
     (dz,) = torch.autograd.grad(loss, z_s)
     return {"mean": loss.detach(), **sums}, dz.to(dtype)
 

@@ -42,67 +42,19 @@ def test_every_file_is_read_and_every_first_tier_objective_has_vectors():
     assert len(VECTORS) > 100
 
 
-def evaluated(name, **settings):
-    """Each case of a file, its parts [N] or [N, ..], and its objective's result."""
-    for case in cases(name):
-        z_s, z_t, y = case.logits
-        objective, keywords = call(name, case.settings, z_s.shape[1])
-        keywords |= settings
-        result = getattr(losses, objective)(z_s, z_t, y, **keywords)
-        parts = {}
-        for key, value in case.below("part").items():
-            parts[key] = torch.from_numpy(value)
-        yield case, parts, result
-
-
-def assert_recorded(got, expected, case):
-    expected = expected.flatten().to(got.dtype)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12, msg=case.label)
-
-
 @pytest.mark.parametrize("pair", ["swpra", "pra", "pra_u"])
 def test_the_pieces_of_alra(pair):
-    for case, parts, terms in evaluated("ref_alra", pair=pair):
-        assert_recorded(terms.pair, parts[pair], case)
-        assert_recorded(terms.support, parts["E_loc"], case)
-        for key in ("mass", "local", "rest", "d_u"):
-            assert_recorded(getattr(terms, key), parts[key], case)
+    names = {"pair": pair, "support": "E_loc", "mass": "mass", "local": "local", "rest": "rest"}
+    names["d_u"] = "d_u"
+    for case in cases("ref_alra"):
+        z_s, z_t, y = case.logits
+        _, keywords = call("ref_alra", case.settings, z_s.shape[1])
+        terms = losses.alra(z_s, z_t, y, **keywords | {"pair": pair})
+        parts = {key: torch.from_numpy(part) for key, part in case.below("part").items()}
+        for key, recorded in names.items():
+            got = getattr(terms, key)
+            expected = parts[recorded].flatten().to(got.dtype)
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12, msg=case.label)
         for u, d_u in enumerate(terms.d_u):
             local = terms.tokens[u, :d_u].sort().values
-            assert_recorded(local, parts["local_set"][u].nonzero(), case)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "settings"),
-    [
-        ("atkd", "hard", {"easy_weight": 0.0}),
-        ("sekd", "selected", {}),
-    ],
-)
-def test_the_recorded_positions(name, key, settings):
-    for case, parts, loss in evaluated(name, **settings):
-        assert_recorded(loss != 0, parts[key], case)
-
-
-def test_the_pieces_of_tad():
-    head_only = evaluated("ref_tad", beta=0.0, norm="unit")
-    both = evaluated("ref_tad", beta=1.0, norm="unit")
-    for (case, parts, d1), (_, _, sum_of_both) in zip(head_only, both, strict=True):
-        assert_recorded(d1, parts["dkl1_tok"], case)
-        assert_recorded(sum_of_both - d1, parts["dkl2_tok"], case)
-
-
-@pytest.mark.parametrize("name", ["skew_fkl", "taid", "todi", "ref_topk_tail"])
-def test_the_recorded_number_of_each_position(name):
-    for case, parts, loss in evaluated(name):
-        assert_recorded(loss, parts["tok"], case)
-
-
-def test_the_recorded_head_of_akl():
-    for case, parts, loss in evaluated("akl"):
-        h = parts["h_ratio"]
-        assert_recorded(loss, h * parts["fkl"] + (1 - h) * parts["rkl"], case)
-        z_s, z_t, _ = case.logits
-        q = z_s.softmax(-1)
-        share = losses._head_share(q, z_t.log_softmax(-1), case.settings["mu"])
-        assert_recorded(share[:, 0], h, case)
+            assert torch.equal(local, parts["local_set"][u].nonzero().flatten())

@@ -710,7 +710,6 @@ def _scaled(z_s, z_t, y):
     return losses.reverse_kl(z_s, z_t, y) * largest / largest.mean()
 
 
-NOT_IGNORED = r"ignored positions have a gradient; .*`valid_mean`"
 READ = "ignored logits change other positions"
 PART = r"part extra: expected a tensor \[N\], .* got "
 LEAVE = "expected one number per position, 0 where ignored: end with `return leave"

@@ -84,8 +84,8 @@ def together(tiny, wide, tmp_path_factory):
         "shard": f"{FLAGS} --shard=2 --micro_batch=8 --chunk_positions=7",
         "cut": f"{FLAGS} {sharded}",
         "cut/": f"{FLAGS} {sharded}",  # resumes it
-        "stores": f"{FLAGS} --teacher_cache=True",
-        "reads": f"{FLAGS} --teacher_cache=True",
+        "stores": f"{FLAGS} --methods=alra --teacher_cache=True",
+        "reads": f"{FLAGS} --methods=alra --teacher_cache=True",
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign --student={wide}/foreign",
         "state": STATE,
         "bad": f"{FLAGS} --schedule_steps=11 --max_steps=1{{rank}}",
@@ -175,8 +175,7 @@ def test_the_state_of_an_objective_is_that_of_one_process(together, wide, tmp_pa
 def test_two_processes_share_stored_hidden_states(together):
     root, text = together
     for name in ("stores", "reads"):
-        for method in METHODS:
-            assert_same(root / name, root / "sums", method, 4)
+        assert_same(root / name, root / "sums", "alra", 4)
     assert "process 1: 0 of CachedTeacher in reads" in text
 
 
@@ -271,12 +270,16 @@ STUBS = {
 }
 
 
+def write_stubs(folder, stubs):
+    for name, text in stubs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+
+
 def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(tmp_path):
     """Killed processes leave no exit.json. Here each start but the first saves no checkpoint."""
-    stubs = STUBS | {"srun": 'test "$SLURM_RESTART_COUNT" || mkdir -p out/alra/checkpoints/step_2'}
-    for name, text in stubs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    srun = 'test "$SLURM_RESTART_COUNT" || mkdir -p out/alra/checkpoints/step_2'
+    write_stubs(tmp_path, STUBS | {"srun": srun})
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1"}
     job |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     script = ["bash", world.ROOT / "docs/slurm.sh", "out", "config.py"]
@@ -288,7 +291,7 @@ def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(t
     assert requeued == [1, 2, 3, 3]
     with (tmp_path / "out/exit.json").open("w") as file:
         file.write('{"code": 1, "step": 2}')
-    (tmp_path / "srun").write_text('#!/bin/bash\necho \'{"code": 1, "step": 2}\' > out/exit.json')
+    write_stubs(tmp_path, {"srun": """echo '{"code": 1, "step": 2}' > out/exit.json"""})
     assert subprocess.run(script, cwd=tmp_path, env=job).returncode == 1
     assert len((tmp_path / "requeued").read_text().splitlines()) == 3
 
@@ -296,9 +299,7 @@ def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(t
 @pytest.mark.slow
 def test_a_slurm_job_that_is_preempted_queues_again(tiny, tmp_path):
     """A real torchrun under the script of docs/, whose signal comes from Slurm."""
-    for name, text in STUBS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+    write_stubs(tmp_path, STUBS)
     places = f"PATH={tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job_id = several.free_port() - 20000
     job = f"SLURM_JOB_ID={job_id} SLURM_JOB_NODELIST=x SLURM_NNODES=1 SLURM_GPUS_ON_NODE=1"

@@ -90,6 +90,8 @@ def test_the_tables_of_the_demo_are_those_of_one_run(capsys):
         (table, *_) = re.findall(r"(?:^\|.*\n)+", capsys.readouterr().out, re.M)
         assert table.count("\n") > 4
         assert all(table in page for page in pages)
+    ces = re.findall(r"^\| alra \| ([\d.]+)", LESSON, re.M)
+    assert re.findall(r"ALRA's student above.* ([\d.]+) \|", LESSON) == [f"{float(ces[0]):.3f}"]
 
 
 def test_the_commands_are_read():

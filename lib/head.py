@@ -51,9 +51,9 @@ def soft_cap(z: Tensor, cap: float) -> Tensor:
     return z.div_(cap).tanh_().mul_(cap)
 
 
-def soft_cap_slope(z: Tensor, cap: float) -> Tensor:
-    """Return the derivative of `soft_cap` where it returned z."""
-    return 1 - (z / cap).square()
+def soft_cap_backward(dz: Tensor, z: Tensor, cap: float) -> Tensor:
+    """Return the gradient of what `soft_cap` was given, from that of the z that it returned."""
+    return dz * (1 - (z / cap).square()).to(dz.dtype)
 
 
 class Head:

@@ -4,8 +4,8 @@
 safetensors are read and no remote code is run. Dropout is off, and the losses of a mixture's
 routers are left out.
 
-With `dtype="bfloat16"` a student computes under torch.autocast: products in bf16, norms, softmaxes
-and the residual stream in fp32. In model.py the residual stream is bf16, which takes less memory.
+With `dtype="bfloat16"` a student computes under torch.autocast: products in bf16, norms and the
+residual stream in fp32. In model.py the residual stream is bf16, which takes less memory.
 
 Dimension key: B batch, T time, D width, V vocabulary.
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 from lib import parallel
 from lib.checks import IGNORE, Batch
 from lib.errors import UserError, first_line
-from lib.head import AttachGradients, Head, add_mm, mm, soft_cap_slope
+from lib.head import AttachGradients, Head, add_mm, mm, soft_cap_backward
 from losses import (
     METHODS,
     Method,
@@ -226,7 +226,7 @@ class HeadLoss(Head):
         z_s = self.logits(here)
         sums, dz = self.evaluate(method, dtype, z_s, z_t, self.y[here], n)
         if self.cap:
-            dz = dz * soft_cap_slope(z_s, self.cap).to(dtype)
+            dz = soft_cap_backward(dz, z_s, self.cap)
         del z_s
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])

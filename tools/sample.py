@@ -17,7 +17,6 @@ sys.path.insert(0, f"{Path(__file__).parents[1]}")
 import configure
 from lib.errors import UserError
 from lib.files import reading
-from lib.metrics import logits_of
 from lib.settings import NonNegative, NonNegativeInt, checked
 
 OPTIONS = {
@@ -47,6 +46,7 @@ if __name__ == "__main__":
 
 import torch
 
+from lib.metrics import logits_of
 from lib.tokens import leading_bos
 from run.scoring import Opened, open_model
 

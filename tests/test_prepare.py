@@ -492,6 +492,7 @@ def test_a_part_of_a_mixture_has_keys_of_its_own(small, tmp_path, monkeypatch):
     dataset_info = Mock(return_value=info)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
     part = {"name": "someone/corpus", "config": "b", "split": "dev", "revision": "v1"}
     part |= {"text": "meta.text", "share": 3}
     others = [{"x.y": "a"}, {"x": {"y": "b"}}, {"x": 3}]

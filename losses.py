@@ -12,11 +12,8 @@
 * The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are treated
   as constants.
 * Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
-  which checks and widens its inputs, and replaces ignored labels by 0. It ends with `leave`, which
-  sets the loss at ignored positions to 0. The functions of lib/vocab.py that take `valid` keep the
-  gradient there at exactly 0, even if a logit there is NaN. An objective that computes with `z_s`
-  itself gets the same by `enter(..)`, which sets the gradient there to 0 on its way
-  back.
+  which checks and widens its inputs, and sets ignored logits and labels to 0: no gradient gets
+  past it there. It ends with `leave`, which sets the loss at ignored positions to 0.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
   random numbers or keep a state: docs/objectives.md shows how.

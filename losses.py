@@ -136,8 +136,8 @@ def alra(
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
     if budget == "adaptive":
-        every = whole_batch(support, valid, batch)
-        relative = support / (valid_mean(every.values, every.valid) + eps)  # the mean is Eq. 7
+        whole = whole_batch(support, valid, batch)
+        relative = support / (valid_mean(whole.values, whole.valid) + eps)  # the mean is Eq. 7
         # Eq. 8: a position of average support or more has d_max
         d_u = (d_min + (d_max - d_min) * relative).round()
         d_u = d_u.clamp(d_min, d_max).long()
@@ -162,7 +162,7 @@ def alra(
     rest = kl(rest_t, rest_s) + rest_t.softmax(-1)[:, -1] * others_kl
 
     # each pair once, i before j: [N, d_max, d_max], Eq. 15
-    pairs = (inside[:, :, None] & inside[:, None, :]).triu(1)
+    is_pair = (inside[:, :, None] & inside[:, None, :]).triu(1)
     gap_s = differences(x_s[:, :-1] * tau / tau_p)
     gap_t = differences(x_t[:, :-1] * tau / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
@@ -171,10 +171,10 @@ def alra(
         if detach_weights:
             p_s = p_s.detach()
         closeness = (-gamma * differences(p_s).abs()).exp()
-        score = pairs * closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
+        score = is_pair * closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
         weight = score / (score.sum((1, 2), keepdim=True) + eps)  # Eq. 20
     else:
-        weight = pairs.to(z_s.dtype)  # Eq. 18
+        weight = is_pair.to(z_s.dtype)  # Eq. 18
         if pair == "pra_u":
             weight = weight / weight.sum((1, 2), keepdim=True)
     aligned = (weight * pair_kl).sum((1, 2))  # Eq. 17
@@ -199,8 +199,8 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
     k = tokens.shape[1]
     tokens = torch.cat([*anchors, tokens], 1)
     is_repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
-    first = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
-    return tokens.gather(1, (first * ~is_repeated).topk(k).indices)
+    priority = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
+    return tokens.gather(1, (priority * ~is_repeated).topk(k).indices)
 
 
 @torch.no_grad()
@@ -339,13 +339,13 @@ def atkd(
     log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
     tkd_u = binary_kl(log_odds_t, log_odds_s)
     unc = -log_odds_t
-    every = whole_batch(unc, valid, batch)
-    easy = every.valid & (every.values < vocab.lower_median(every.values, every.valid))
-    hard = every.valid & ~easy
-    n = _count(every.valid, z_s)
+    whole = whole_batch(unc, valid, batch)
+    easy = whole.valid & (whole.values < vocab.lower_median(whole.values, whole.valid))
+    hard = whole.valid & ~easy
+    n = _count(whole.valid, z_s)
     loss_easy = easy_weight * n / _count(easy, z_s) * dkd_u
     loss_hard = (1 - easy_weight) * n / _count(hard, z_s) * (tkd_u + dkd_u)
-    loss = torch.where(easy[every.here], loss_easy, loss_hard)
+    loss = torch.where(easy[whole.here], loss_easy, loss_hard)
     return leave(loss, valid)
 
 
@@ -486,7 +486,7 @@ def tad(
     are kept as logarithms, so no epsilon is needed.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    N, V = z_s.shape
+    V = z_s.shape[1]
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
     s = vocab.block_sums(z_s, tau)
@@ -496,14 +496,15 @@ def tad(
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     ln_w = tail
     if norm == "sequence":
-        every = whole_batch(tail, valid, batch)
-        if n_sequences < 1 or len(every.values) % n_sequences:
-            raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={N}")
-        ln_each = every.values.view(n_sequences, -1)  # [sequences, positions]
-        valid_each = every.valid.view(n_sequences, -1)
+        whole = whole_batch(tail, valid, batch)
+        M = len(whole.values)
+        if n_sequences < 1 or M % n_sequences:
+            raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={M}")
+        ln_each = whole.values.view(n_sequences, -1)  # [sequences, positions]
+        valid_each = whole.valid.view(n_sequences, -1)
         n_each = valid_each.sum(-1, keepdim=True).to(ln_w.dtype)
         ln_sum = ln_each.masked_fill(~valid_each, LEAST).logsumexp(-1, keepdim=True)
-        ln_w = (ln_each - ln_sum + n_each.log()).flatten()[every.here]
+        ln_w = (ln_each - ln_sum + n_each.log()).flatten()[whole.here]
     w = 1.0 if norm == "unit" else ln_w.exp()
     loss = kl(x_t, x_s) + beta * w * others_kl
     return leave(loss, valid)
@@ -871,14 +872,14 @@ def sekd(
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
     # KL(student || uniform) = ln V - entropy: the student stands in the teacher's place
     certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0)
-    every = whole_batch(certainty, valid, batch)
-    n_valid = every.valid.sum()
+    whole = whole_batch(certainty, valid, batch)
+    n_valid = whole.valid.sum()
     has_enough = (n_valid >= 3) | (keep == 1)
     n_kept = (keep * n_valid.double()).ceil() * has_enough
-    kept = every.valid & (vocab.rising_rank(every.values, every.valid) < n_kept)
+    kept = whole.valid & (vocab.rising_rank(whole.values, whole.valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
     loss = tau**2 * vocab.forward_kl(z_s, z_t, tau) * factor.to(z_s.dtype)
-    return leave(loss, kept[every.here])
+    return leave(loss, kept[whole.here])
 
 
 def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
@@ -1025,9 +1026,9 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
 
     z_s, z_t, y  as for an objective
     n            valid positions of the forward batch, if these are a chunk of it
-    ->           their part of the mean over the forward batch, []; and a dict of sums over the
-                 valid positions: `loss`, `kd` (with a teacher), `ce`, the objective's parts; and
-                 `n_valid`, by which the caller divides them. The next state of an objective that
+    ->           the part of these positions in the mean over the forward batch, []; and a dict of
+                 sums over the valid ones: `loss`, `kd` (with a teacher), `ce`, the objective's
+                 parts; and `n_valid`, by which the caller divides them. The next state of an objective that
                  keeps one is under "state.KEY", times n_valid, so that the same division gives its
                  mean over the forward batches
 
@@ -1035,14 +1036,14 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     """
     valid = y != IGNORE
     n_valid = valid.sum()
-    ce = cross_entropy(_weighted(z_s, method.w_ce), None, y)  # [N]
+    ce = cross_entropy(_detached_if_0(z_s, method.w_ce), None, y)  # [N]
     loss = method.w_ce * ce
     terms = {"ce": ce}
     state = {}
     if method.has_teacher:
         if z_t is None:
             raise UserError("z_t: this method needs teacher logits, got None")
-        parts = parts_of(method.fn(_weighted(z_s, method.w_kd), z_t, y, **method.hyper))
+        parts = parts_of(method.fn(_detached_if_0(z_s, method.w_kd), z_t, y, **method.hyper))
         state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
@@ -1058,7 +1059,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     return loss.sum() / n.clamp(min=1), sums
 
 
-def _weighted(z, weight: float | Tensor) -> Tensor:
+def _detached_if_0(z, weight: float | Tensor) -> Tensor:
     """Return the logits, without gradient if the weight is 0; a tensor is a weight that changes."""
     return z if isinstance(weight, Tensor) or weight > 0 else z.detach()
 

@@ -1,10 +1,10 @@
 """Sums over the vocabulary, and the small distributions that are built from them.
 
-The first half works on the vocabulary: tensors of [N, V]. It is ordinary torch, and autograd finds
-the gradients. Sums are taken in two levels, over blocks of the vocabulary and then over the blocks:
-a block fits into a GPU's registers, so that torch.compile reads the logits once forward and once
-backward. Two levels also keep rounding errors small. The second half works on k selected tokens
-per position: tensors of [N, k].
+All but the last sections work on the vocabulary: tensors of [N, V]. It is ordinary torch, and
+autograd finds the gradients, but for `TakeBlocks`. Sums are taken in two levels, over blocks of the
+vocabulary and then over the blocks: a block fits into a GPU's registers, so that torch.compile
+reads the logits once forward and once backward. Two levels also keep rounding errors small. The
+last sections work on k entries or on one number per position.
 
 Equal logits rank by lowest index. `LEAST` stands for minus infinity: it gives a probability of 0,
 but differences of it are numbers.
@@ -29,13 +29,13 @@ class Blocks(NamedTuple):
     """A model's logits z in blocks of the vocabulary, with the sums of exp(z / tau)."""
 
     z: Tensor  # [N, blocks, size]
-    largest: Tensor  # [N, blocks] largest logit of each block, constant
+    largest: Tensor  # [N, blocks] largest logit of each block, without gradient
     ln_e: Tensor  # [N, blocks, size] (z - largest) / tau
     ln_sum: Tensor  # [N, blocks] log sum exp(ln_e)
 
 
 def block_size(V) -> int:
-    """Return the block length. About sqrt(V / k) balances work per block and work per token."""
+    """Return the block length. About sqrt(V / k) balances work per block and per token."""
     return 128 if V >= 2**15 else 32  # 128 divides Qwen's 151,936
 
 
@@ -129,7 +129,7 @@ class Split(NamedTuple):
 
     x_s, x_t are logits of the categories, divided by tau and relative to the model's largest logit
     among the others: rounding errors then scale with ln p, not with the logit. That shift has no
-    gradient, so use them only in functions that it does not change, such as softmax.
+    gradient, so use them only where it cancels, as in softmax.
     """
 
     x_s: Tensor  # [N, k + 1] of the student, the others last; differentiable
@@ -150,7 +150,7 @@ def split(s: Blocks, t: Blocks, tokens, tau) -> Split:
 
 
 def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
-    """Return the logits of the selected tokens and of all others [N, k + 1], and of their parts.
+    """Return the logits of the selected tokens and of all others [N, k + 1], and of parts of these.
 
     The others are a mixture. Its parts are the blocks without a selected token, and the single
     tokens of the chosen blocks. So the others are always a sum over the others, never `1 - p`,
@@ -158,6 +158,7 @@ def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
     """
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.place).flatten(1)
     single = taken.masked_fill(~chosen.is_other, LEAST)
+    # without the chosen blocks, whose tokens are single parts
     whole = blocks._replace(largest=blocks.largest.masked_fill(chosen.is_taken, LEAST))
     shift = torch.cat([whole.largest, single.detach()], 1).amax(-1, keepdim=True)
     parts = torch.cat([parts_relative_to(shift, whole, tau), (single - shift) / tau], 1)
@@ -170,20 +171,24 @@ def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
 
 
 class Chosen(NamedTuple):
-    """The blocks of k selected tokens. Tokens of the same block have it at the first's place."""
+    """The blocks of k selected tokens, a copy of a block for each of its tokens.
 
-    block: Tensor  # [N, k]
-    place: Tensor  # [N, blocks] place of each block in `block`, k if it holds no selected token
-    is_taken: Tensor  # [N, blocks] whether it holds one
-    at: Tensor  # [N, k] places of the tokens among the k * size tokens of the chosen blocks
-    is_other: Tensor  # [N, k * size] whether such a token is not selected, and there once
+    Only the copy of the first of these is used; the others are ignored.
+    """
+
+    block: Tensor  # [N, k] block of each token
+    place: Tensor  # [N, blocks] place in `block` of each block's used copy, k if it has none
+    is_taken: Tensor  # [N, blocks] whether a block has one
+    at: Tensor  # [N, k] places of the tokens among the k * size tokens of the copies
+    is_other: Tensor  # [N, k * size] whether such a token is not selected, and in a used copy
 
 
 def choose_blocks(tokens, blocks: Blocks) -> Chosen:
+    """Choose the blocks of distinct tokens [N, k]."""
     k = tokens.shape[1]
     size = blocks.z.shape[2]
     block = tokens // size
-    first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)  # token of the same block
+    first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)  # place of the used copy
     place = torch.full_like(blocks.largest, k, dtype=torch.int64).scatter(1, block, first)
     at = first * size + tokens % size
     is_first = first == torch.arange(k, device=tokens.device)
@@ -195,6 +200,7 @@ class TakeBlocks(torch.autograd.Function):
     """Gather chosen blocks, [N, blocks, size] -> [N, k, size].
 
     Its gradient reads where that of `gather` scatters, so that it fuses into a pass over [N, V].
+    Of a block's copies, only the used one gets it.
     """
 
     @staticmethod
@@ -221,7 +227,7 @@ def _wide(index, size):
 def top(z, k, largest=None) -> Tensor:
     """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k].
 
-    largest  [N, blocks] those of `block_sums`, where there are any
+    largest  [N, blocks] that of `block_sums`, if at hand
 
     Only the k blocks with the largest maxima are searched (equal maxima by lowest index). Each of
     them holds a token that ranks before every token of the other blocks.
@@ -241,11 +247,11 @@ def top(z, k, largest=None) -> Tensor:
 def places_of_largest(x, k):
     """Return the places of the k largest of each row, largest first, [N, m] -> [N, k].
 
-    Equal ones come in their order, which torch.topk leaves open: so each gets a key of its own, the
-    bits of x as a number that rises with x, and then its place. NaN comes first, so that it is not
-    hidden.
+    torch.topk leaves open which of equal ones come first. So it is given keys: the bits of x, as an
+    integer that rises with x, and then the place, of which the lowest comes first. NaN comes before
+    all, so that it is not hidden. x is in fp32 or fp64.
     """
-    if x.dtype == torch.float64:  # whose bits fill a key
+    if x.dtype == torch.float64:  # 64 bits leave no room for the place
         return x.argsort(dim=-1, descending=True, stable=True)[:, :k]
     bits = x.masked_fill(x.isnan(), math.inf).view(torch.int32).long()
     rising_bits = torch.where(bits < 0, -(2**31) - bits, bits)
@@ -272,17 +278,16 @@ def kl(x_t, x_s) -> Tensor:
     return (ln_t.exp() * (ln_t - ln_s)).sum(-1)
 
 
-def binary_kl(odds_t, odds_s) -> Tensor:
+def binary_kl(log_odds_t, log_odds_s) -> Tensor:
     """Return the KL of two-way distributions from their log-odds ln(p / (1 - p)); any shape.
 
     The log-odds of a set of tokens are the difference of two logsumexps, which is exact where p or
     1 - p is tiny.
     """
-    odds_t = odds_t.detach()
-    yes = F.logsigmoid(odds_t)
-    no = F.logsigmoid(-odds_t)
-    kl_yes = yes.exp() * (yes - F.logsigmoid(odds_s))
-    kl_no = no.exp() * (no - F.logsigmoid(-odds_s))
+    ln_yes = F.logsigmoid(log_odds_t)
+    ln_no = F.logsigmoid(-log_odds_t)
+    kl_yes = ln_yes.exp() * (ln_yes - F.logsigmoid(log_odds_s))
+    kl_no = ln_no.exp() * (ln_no - F.logsigmoid(-log_odds_s))
     return kl_yes + kl_no
 
 

@@ -995,8 +995,8 @@ METHODS: dict[str, Method] = {
 # ----------------------------------------------------------------------------------------------
 # calling a method: in a training loop of your own (`method_loss`), and in train.py (`mean_loss`)
 
-# what people may mean by a name that is not in `METHODS`
 GIVEN = ("n_sequences", "generator", "state", "batch")  # keywords that the caller sets
+# what people may mean by a name that is not in `METHODS`
 HINTS = {"kd": "vanilla_kd", "kl": "vanilla_kd", "ce": "pretrain"}
 
 
@@ -1028,9 +1028,9 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     n            valid positions of the forward batch, if these are a chunk of it
     ->           the part of these positions in the mean over the forward batch, []; and a dict of
                  sums over the valid ones: `loss`, `kd` (with a teacher), `ce`, the objective's
-                 parts; and `n_valid`, by which the caller divides them. The next state of an objective that
-                 keeps one is under "state.KEY", times n_valid, so that the same division gives its
-                 mean over the forward batches
+                 parts; and `n_valid`, by which the caller divides them. The next state of an
+                 objective that keeps one is under "state.KEY", times n_valid, so that the same
+                 division gives its mean over the forward batches
 
     A term of weight 0 costs no gradient.
     """
@@ -1053,7 +1053,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
     for key, value in state.items():
-        sums[f"state.{key}"] = value * n_valid
+        sums[f"state.{key}"] = torch.where(n_valid > 0, value * n_valid, 0.0)
     if n is None:
         n = n_valid
     return loss.sum() / n.clamp(min=1), sums

@@ -56,7 +56,7 @@ from run.validate import validate
 
 
 def rows_of_update(rows, step, cfg) -> np.ndarray:
-    """Return the indices of this process's rows in an update. They depend on the step alone."""
+    """Return the indices of this process's rows in an update. They depend on no earlier update."""
     shuffle_seed = cfg.seed if cfg.shuffle else None
     order = row_order(step - rows.first_step, cfg.batch_rows, rows.n, shuffle_seed)
     return np.array_split(order, parallel.world())[parallel.rank()]
@@ -162,8 +162,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     batch. The loss of a forward batch is the mean over its labels. The loss of an update is
     the mean over all of its forward batches, so micro-batches and processes do not change it.
 
-    From here to an objective: `head_losses` (run/methods.py) computes the logits of a forward batch
-    and calls `evaluate` for loss and gradient, which calls `mean_loss` and that the objective.
+    From here to an objective: `head_losses` (run/methods.py) calls `HeadLoss.add` for each forward
+    batch of logits, that `evaluate` for loss and gradient, that `mean_loss`, that the objective.
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
@@ -176,7 +176,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         h_s = [s.model.hidden(x, cfg.recompute, dtype) for s in students]
         heads = [s.model.head for s in students]
         inputs = zip(h_s, heads, methods, strict=True)
-        # runs the heads forward and backward, one forward batch of logits at a time
+        # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
         for s, (loss, terms) in zip(students, results, strict=True):
             # `head_losses` has computed the gradients of h_s and of the head already. This scales
@@ -239,7 +239,9 @@ def loop(run, rows, val, teacher, students):
             log_validation(live, validate(live, teacher, val, cfg), val, run)
         if live and run.save:
             save_checkpoints(live, run)
-        if run.step == run.first_step + 1:  # which may have compiled
+        if (
+            run.step == run.first_step + 1
+        ):  # all is compiled: signals wait for an update from now on
             ending.finish_updates()
             run.began = time.perf_counter()
         bar.update()

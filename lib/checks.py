@@ -1,6 +1,7 @@
 """What goes into an objective and what comes out: shapes, dtypes, ignored positions.
 
-Every objective starts with `enter` and ends with `leave`. A NaN in the logits makes the loss NaN.
+Every objective starts with `enter` and ends with `leave`. A NaN in valid logits makes the
+loss NaN.
 """
 
 from typing import NamedTuple
@@ -42,7 +43,10 @@ def enter(z_s, z_t, y):
 
 
 def check_values(z_t, y, V):
-    """Check labels, and on the CPU the teacher's logits. A GPU checks labels without a wait."""
+    """Check labels, and on the CPU the teacher's logits. A GPU checks labels without a wait.
+
+    Compiled code does not check.
+    """
     fits = ((y >= 0) & (y < V)).all()
     message = f"y: expected labels 0 to {V - 1}, or {IGNORE} where ignored"
     if y.is_cuda:
@@ -70,7 +74,7 @@ def valid_mean(x, valid) -> Tensor:
 class Batch(NamedTuple):
     """A forward batch of M positions, as an objective knows it that sees a chunk of N of them."""
 
-    values: Tensor | None  # [M] the objective's statistic, from a pass without gradient
+    values: Tensor  # [M] the objective's statistic, from a pass without gradient
     valid: Tensor  # [M] bool
     here: Tensor  # [N] int64 places of the chunk's positions
 

@@ -1,6 +1,7 @@
 """The output head: logits in fp32, and the gradients of hidden states and head weight.
 
-The gradients are computed along with the loss, so that only one chunk's logits exist at any time.
+The gradients are computed with the loss, so that the logits of one forward batch, or of one chunk,
+exist at a time.
 
 Dimension key: B rows, T time, D width, V vocabulary, N positions at a time.
 """
@@ -52,14 +53,15 @@ def soft_cap(z: Tensor, cap: float) -> Tensor:
 
 
 def soft_cap_backward(dz: Tensor, z: Tensor, cap: float) -> Tensor:
-    """Return the gradient of what `soft_cap` was given, from that of the z that it returned."""
+    """Return the gradient of x from that of z = soft_cap(x)."""
     return dz * (1 - (z / cap).square()).to(dz.dtype)
 
 
 class Head:
     """A model's last hidden states and head weight, without gradient, as operands of products.
 
-    h, w  [B * T, D], [V, D]; h is 0 at ignored positions
+    h, w    [B * T, D], [V, D]; h is 0 at ignored positions
+    inputs  hidden states and weight as given, with their graph
     """
 
     cap = None

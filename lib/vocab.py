@@ -239,6 +239,7 @@ def top(z, k, largest=None) -> Tensor:
     blocks = in_blocks(z)
     if largest is None:
         largest = blocks.amax(-1)
+    # the blocks with the largest maxima
     block = places_of_largest(largest, k).topk(k, largest=False).values  # by rising index
     place = places_of_largest(blocks.gather(1, _wide(block, size)).flatten(1), k)
     return block.gather(1, place // size) * size + place % size

@@ -92,8 +92,9 @@ def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
     method = with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
     if takes(method.fn, "generator"):
-        # `method_at` sets it, for whole forward batches
-        method = with_keywords(method, generator=None)._replace(in_chunks=False)
+        method = with_keywords(method, generator=None)  # `method_at` sets it
+    if takes(method.fn, "generator") or method.state:
+        method = method._replace(in_chunks=False)  # one draw, one next state for a forward batch
     return method
 
 
@@ -146,8 +147,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     ->        for each student its loss [], the mean over forward batches, whose backward may run
               once; and the detached means of its terms over all valid positions
 
-    The teacher's logits are computed once for all students, and every student gets the same bits as
-    if it were alone.
+    All students share the teacher's logits, and each gets the same bits as if it were alone.
     """
     if len(y) % group:
         raise UserError(f"group={group}: expected a divisor of the {len(y)} rows")
@@ -167,18 +167,18 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
                 z_t = None  # frees it
             if divided:
                 add_chunks(divided, teacher, y.flatten(), batch, chunk)
-    return [loss.result(n_batches) for loss in losses]
+    return [loss.result(n_batches) for loss in losses]  # with gradients enabled
 
 
-def add_chunks(losses, teacher, y, batch: slice, size):
-    """Add a forward batch to the losses, `size` positions at a time.
+def add_chunks(losses, teacher, y, batch: slice, chunk):
+    """Add a forward batch to the losses, `chunk` positions at a time.
 
     An objective that takes `batch` is called twice, first for what it needs of all positions.
     """
     valid = y[batch] != IGNORE
-    places = torch.arange(len(valid), device=y.device).split(size)
-    starts = range(batch.start, batch.stop, size)
-    chunks = [slice(first, min(first + size, batch.stop)) for first in starts]
+    places = torch.arange(len(valid), device=y.device).split(chunk)
+    starts = range(batch.start, batch.stop, chunk)
+    chunks = [slice(first, min(first + chunk, batch.stop)) for first in starts]
     statistics = {loss: [] for loss in losses if takes(loss.method.fn, "batch")}
     if statistics:
         for here in chunks:
@@ -220,7 +220,7 @@ class HeadLoss(Head):
     def add(self, here, z_t, method, n=None):
         """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
 
-        n  valid positions of the forward batch, if they are a chunk of it
+        n  valid positions of the forward batch, if `here` is a chunk of it
         """
         dtype = self.w.dtype
         z_s = self.logits(here)
@@ -247,7 +247,7 @@ class HeadLoss(Head):
 
 @functools.cache
 def compiled(fn) -> Callable:
-    # torch counts recompilations per function, and all methods share these
+    # torch counts recompilations per function, and all methods share `fn`
     torch._dynamo.config.recompile_limit = 256
     # forward and backward are one graph, so that no [N, V] tensor is saved between them
     torch._dynamo.config.trace_autograd_ops = True
@@ -255,7 +255,7 @@ def compiled(fn) -> Callable:
 
 
 def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
-    """Return the sums of `mean_loss`, with its loss as "mean", and the gradient of z_s in `dtype`.
+    """Return the loss of `mean_loss`, as "mean", with its sums; and the gradient of z_s in `dtype`.
 
     The other arguments are those of `mean_loss`.
     """
@@ -344,14 +344,13 @@ def _check_contract(method, V):
         raise UserError(
             "its gradient is zero at ordinary logits: it teaches nothing; see its settings"
         )
-    if method.in_chunks and not takes(method.fn, "generator"):
+    if method.in_chunks and not (method.state or takes(method.fn, "generator")):
         _check_chunks(method, *z, y)
 
 
 def _check_chunks(method, z_s, z_t, y):
     """Check that the halves of a forward batch have the gradient of the whole."""
-    hyper = method.hyper | ({"state": method.state} if method.state else {})
-    method = method._replace(hyper=hyper, w_kd=1.0, w_ce=0.0)
+    method = method._replace(w_kd=1.0, w_ce=0.0)
     _, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
     valid = y != IGNORE
     halves = torch.arange(len(y)).split((len(y) + 1) // 2)

@@ -286,9 +286,7 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(grads, 2, torch.float64)
-    norm = torch.linalg.vector_norm(torch.stack(norms)).float()
-    if hasattr(norm, "full_tensor"):  # of sharded gradients
-        norm = norm.full_tensor()
+    norm = parallel.full_tensor(torch.linalg.vector_norm(torch.stack(norms))).float()
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

@@ -27,6 +27,8 @@ def enter(z_s, z_t, y):
         raise UserError(f"z_s, y: expected [N, V] and [N], got {shape} and {tuple(y.shape)}")
     if y.dtype != torch.int64:
         raise UserError(f"y: expected int64 labels, got {y.dtype}")
+    if not z_s.is_floating_point():
+        raise UserError(f"z_s: expected floating-point logits, got {z_s.dtype}")
     ignored = y == IGNORE
     y = y.masked_fill(ignored, 0)
     dtype = torch.promote_types(z_s.dtype, torch.float32)

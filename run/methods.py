@@ -93,7 +93,7 @@ def make_method(name, cfg) -> Method:
     method = with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
     if takes(method.fn, "generator"):
         method = with_keywords(method, generator=None)  # `method_at` sets it
-    if takes(method.fn, "generator") or method.state:
+    if "generator" in method.hyper or method.state:
         method = method._replace(in_chunks=False)  # one draw, one next state for a forward batch
     return method
 
@@ -185,12 +185,14 @@ def add_chunks(losses, teacher, y, batch: slice, chunk):
             z_t = teacher.logits(here)
             for loss, values in statistics.items():
                 values.append(loss.statistic(here, z_t))
+    for loss, values in statistics.items():
+        statistics[loss] = torch.cat(values)
     for here, place in zip(chunks, places, strict=True):
         z_t = teacher and teacher.logits(here)
         for loss in losses:
             method = loss.method
             if loss in statistics:
-                known = Batch(torch.cat(statistics[loss]), valid, place)
+                known = Batch(statistics[loss], valid, place)
                 method = with_keywords(method, batch=known)
             loss.add(here, z_t, method, valid.sum())
 

@@ -578,6 +578,7 @@ def test_bad_shapes_are_refused_by_name():
         refused("y: expected labels 0 to 60, or -100", losses.tvd, z_s, z_t, y.fill_(label))
     y.fill_(3)
     refused("z_t: expected floating-point logits", losses.tvd, z_s, z_t.long(), y)
+    refused("z_s: expected floating-point logits", losses.tvd, z_s.long(), z_t, y)
     for masked in (-math.inf, torch.finfo(torch.float32).min):
         z_t[2, 5] = masked
         refused("z_t: expected logits above -1e+30", losses.vanilla_kd, z_s, z_t, y)

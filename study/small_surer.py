@@ -7,14 +7,27 @@
 #
 # study/LOG.md has what was expected of the students before there were any.
 
-from study.small import *  # noqa: F403
-
 methods = ("vanilla_kd", "vanilla_kd@kl", "alra", "alra@ce")
+student = "demo"
 teacher = "data/demo_teacher_surer"
+data_dir = "data/demo"
 out_dir = "out/study_surer"
 
-histogram_every_steps = None
-repeat_rows = False
+source = "demo/text.jsonl.zst"
+n_documents = train_rows = None
+val_rows, val_share = 0, 0.05
+seq_len = 256
+
+shuffle = True
+max_steps = schedule_steps = 2100
+batch_rows = micro_batch = 8
+lr, min_lr = 3e-3, 3e-4
+warmup_steps = 100
+val_every_steps = 300
+val_max_rows = 256
+checkpoint_every_steps = 300
+keep_checkpoints = 1
+compile = teacher_cache = True
 
 _rate = {"lr": 1.73e-3}
 hyper = {

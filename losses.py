@@ -127,8 +127,7 @@ def alra(
     if budget == "adaptive" and not 2 <= d_min <= d_max:
         raise UserError(f"d_min={d_min}: expected 2 <= d_min <= d_max={d_max}")
 
-    s = vocab.block_sums(z_s, tau)
-    t = vocab.block_sums(z_t, tau)
+    t, s, within = vocab.compare_blocks(z_t, z_s, tau)
     tokens = vocab.top(z_s, d_max, s.largest)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
         top_1 = vocab.top(z_t, 1, t.largest)  # a_u
@@ -147,7 +146,7 @@ def alra(
 
     # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1], and the
     # KL within that category. R is the category and the candidates outside I.
-    x_s, x_t, others_kl = vocab.split(s, t, tokens, tau)
+    x_t, x_s, others_kl = vocab.split(t, s, within, tokens)
     in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
     local_s = x_s.masked_fill(~in_local, LEAST)
     local_t = x_t.masked_fill(~in_local, LEAST)
@@ -252,7 +251,7 @@ def vanilla_kd(
     if standardize:
         z_s = _standardized(z_s)
         z_t = _standardized(z_t)
-    loss = vocab.forward_kl(z_s, z_t, tau)
+    loss = vocab.full_kl(z_t, z_s, tau)
     if t2_scaling:
         loss = loss * tau**2
     return leave(loss, valid)
@@ -336,7 +335,7 @@ def atkd(
     Authors: tau = 1, easy_weight = 0.2; the ALRA paper: easy_weight = 0.5.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, dkd_u = _target_split(z_s, z_t, y, tau)
+    log_odds_t, log_odds_s, dkd_u = _target_split(z_t, z_s, y, tau)
     tkd_u = binary_kl(log_odds_t, log_odds_s)
     unc = -log_odds_t
     whole = whole_batch(unc, valid, batch)
@@ -354,21 +353,20 @@ def _count(mask, z) -> Tensor:
     return mask.sum().clamp(min=1).to(z.dtype)
 
 
-def _target_split(z_s, z_t, token, tau) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the student's and the teacher's log-odds of a token, and the KL over all others.
+def _target_split(z_t, z_s, token, tau) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the teacher's and the student's log-odds of a token, and the KL over all others.
 
     token  [N] such as the label
     ->     [N] each
     """
-    s = vocab.block_sums(z_s, tau)
-    t = vocab.block_sums(z_t, tau)
-    x_s, x_t, others_kl = vocab.split(s, t, token[:, None], tau)
-    return x_s[:, 0] - x_s[:, 1], x_t[:, 0] - x_t[:, 1], others_kl
+    blocks = vocab.compare_blocks(z_t, z_s, tau)
+    x_t, x_s, others_kl = vocab.split(*blocks, token[:, None])
+    return x_t[:, 0] - x_t[:, 1], x_s[:, 0] - x_s[:, 1], others_kl
 
 
-def _log_odds(blocks, token, tau) -> Tensor:
+def _log_odds(blocks, token) -> Tensor:
     """Return ln(p / (1 - p)) of one token per position, [N, 1] -> [N]."""
-    x, _ = vocab.categories(blocks, vocab.choose_blocks(token, blocks), tau)
+    x, _ = vocab.categories(blocks, vocab.choose_blocks(token, blocks))
     return x[:, 0] - x[:, 1]
 
 
@@ -396,12 +394,12 @@ def rld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     s = vocab.block_sums(z_s, tau_conf)
     t = vocab.block_sums(z_t, tau_conf)
-    top_1 = vocab.top(z_t, 1, t.largest)
-    scd_u = binary_kl(_log_odds(t, top_1, tau_conf), _log_odds(s, y[:, None], tau_conf))
     outside = z_t >= z_t.gather(1, y[:, None])
     in_s = z_s.masked_fill(outside, LEAST)
     in_t = z_t.masked_fill(outside, LEAST)
-    mcd_u = vocab.forward_kl(in_s, in_t, tau)
+    mcd_u = vocab.full_kl(in_t, in_s, tau)
+    top_1 = vocab.top(z_t, 1, t.largest)
+    scd_u = binary_kl(_log_odds(t, top_1), _log_odds(s, y[:, None]))
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
 
@@ -434,10 +432,9 @@ def ldrld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    s = vocab.block_sums(z_s, tau)
-    t = vocab.block_sums(z_t, tau)
+    t, s, within = vocab.compare_blocks(z_t, z_s, tau)
     tokens = vocab.top(z_s, d, s.largest)
-    x_s, x_t, rest_u = vocab.split(s, t, tokens, tau)
+    x_t, x_s, rest_u = vocab.split(t, s, within, tokens)
     x_s = x_s[:, :-1]  # [N, d] in the student's order
     x_t = x_t[:, :-1]
     rank = torch.arange(1, d + 1, device=z_s.device, dtype=z_s.dtype)
@@ -489,10 +486,9 @@ def tad(
     V = z_s.shape[1]
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    s = vocab.block_sums(z_s, tau)
-    t = vocab.block_sums(z_t, tau)
+    t, s, within = vocab.compare_blocks(z_t, z_s, tau)
     tokens = vocab.top(z_t, top_k, t.largest)
-    x_s, x_t, others_kl = vocab.split(s, t, tokens, tau)  # [N, K + 1] twice, [N]
+    x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     ln_w = tail
     if norm == "sequence":
@@ -552,9 +548,8 @@ def reverse_kl(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     Concrete score distillation (CSD), weighted by the student's probabilities, has this gradient at
     temperature 1, so CSD has no row of its own in `METHODS`.
     """
-
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
-    return leave((ln_q.exp() * (ln_q - ln_p)).sum(-1), valid)
+    z_s, z_t, y, valid = enter(z_s, z_t, y)
+    return leave(vocab.full_kl(z_s, z_t, tau), valid)
 
 
 def jsd(
@@ -778,7 +773,7 @@ def dkd(
     weighted by the teacher's 1 - p_y instead of beta, this is the plain KL.
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    log_odds_s, log_odds_t, nckd = _target_split(z_s, z_t, y, tau)
+    log_odds_t, log_odds_s, nckd = _target_split(z_t, z_s, y, tau)
     tckd = binary_kl(log_odds_t, log_odds_s)
     return leave(tau**2 * (alpha * tckd + beta * nckd), valid)
 
@@ -870,15 +865,14 @@ def sekd(
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     uniform = torch.zeros_like(z_s[:1, :1]).expand_as(z_s)
-    # KL(student || uniform) = ln V - entropy: the student stands in the teacher's place
-    certainty = vocab.forward_kl(z_s=uniform, z_t=z_s.detach(), tau=1.0)
+    certainty = vocab.full_kl(z_s.detach(), uniform, tau=1.0)  # ln V - entropy
     whole = whole_batch(certainty, valid, batch)
     n_valid = whole.valid.sum()
     has_enough = (n_valid >= 3) | (keep == 1)
     n_kept = (keep * n_valid.double()).ceil() * has_enough
     kept = whole.valid & (vocab.rising_rank(whole.values, whole.valid) < n_kept)
     factor = n_valid / n_kept.clamp(min=1)
-    loss = tau**2 * vocab.forward_kl(z_s, z_t, tau) * factor.to(z_s.dtype)
+    loss = tau**2 * vocab.full_kl(z_t, z_s, tau) * factor.to(z_s.dtype)
     return leave(loss, kept[whole.here])
 
 
@@ -894,7 +888,7 @@ def taid(z_s, z_t, y, *, t: UnitInterval = 0.4) -> Tensor:
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     between = (1 - t) * z_s.detach() + t * z_t
-    return leave(vocab.forward_kl(z_s, between, 1.0), valid)
+    return leave(vocab.full_kl(between, z_s, 1.0), valid)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -76,6 +76,15 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
             yield x, y, n_valid, h_t
 
 
+def timed(batches: Iterable, run) -> Iterator:
+    """Yield the batches. The time that they take is added to `run.wait_sec`."""
+    began = time.perf_counter()
+    for batch in batches:
+        run.wait_sec += time.perf_counter() - began
+        yield batch
+        began = time.perf_counter()
+
+
 # ----------------------------------------------------------------------------------------------
 # students
 
@@ -173,9 +182,10 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     n_valid = 0
     for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
-        h_s = [s.model.hidden(x, cfg.recompute, dtype) for s in students]
-        heads = [s.model.head for s in students]
-        inputs = zip(h_s, heads, methods, strict=True)
+        inputs = []
+        for s, method in zip(students, methods, strict=True):
+            h_s = s.model.hidden(x, cfg.recompute, dtype)
+            inputs.append((h_s, s.model.head, method))
         # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
         for s, (loss, terms) in zip(students, results, strict=True):
@@ -186,17 +196,17 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         n_valid += n
     if n_processes > 1:
         for s in students:
-            parallel.sum_gradients(s.parameters())
+            parallel.sum_gradients(s.parameters)
 
-    norms = [clip_gradients(s.parameters(), cfg.clip) for s in students]
+    norms = [clip_gradients(s.parameters, cfg.clip) for s in students]
     norms = torch.stack(norms).tolist()  # one wait for the device, for all students
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
-            for group in s.parameter_groups():
-                group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             if s.state:
                 advance_state(s, n_valid)
@@ -220,7 +230,7 @@ def loop(run, rows, val, teacher, students):
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
-    stream = run.timed(stream)
+    stream = timed(stream, run)
     bar = progress_bar(run)
     run.start_clock()
 

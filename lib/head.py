@@ -72,8 +72,8 @@ class Head:
             self.cap = w.cap
             w = w.weight
         self.inputs = (h, w)
-        h = h.masked_fill((y == IGNORE)[..., None], 0.0)
-        self.h = operand(h, h.dtype).flatten(0, 1)
+        h = h.masked_fill((y == IGNORE)[..., None], 0.0).flatten(0, 1)
+        self.h = operand(h, h.dtype)
         self.w = operand(w, h.dtype)
 
     def logits(self, here) -> Tensor:

@@ -6,8 +6,8 @@ vocabulary and then over the blocks: a block fits into a GPU's registers, so tha
 reads the logits once forward and once backward. Two levels also keep rounding errors small. The
 last sections work on k entries or on one number per position.
 
-Equal logits rank by lowest index. `LEAST` stands for minus infinity: it gives a probability of 0,
-but differences of it are numbers.
+The teacher comes before the student, as in KL(p_t || p_s). Equal logits rank by lowest index.
+`LEAST` stands for minus infinity: it gives a probability of 0, but differences of it are numbers.
 
 Dimension key: N positions, V vocabulary, k selected tokens.
 """
@@ -29,6 +29,7 @@ class Blocks(NamedTuple):
     """A model's logits z in blocks of the vocabulary, with the sums of exp(z / tau)."""
 
     z: Tensor  # [N, blocks, size]
+    tau: float
     largest: Tensor  # [N, blocks] largest logit of each block, without gradient
     ln_e: Tensor  # [N, blocks, size] (z - largest) / tau
     ln_sum: Tensor  # [N, blocks] log sum exp(ln_e)
@@ -53,24 +54,27 @@ def block_sums(z, tau=1.0) -> Blocks:
     z = in_blocks(z)
     largest = z.detach().amax(-1)
     ln_e = (z - largest[..., None]) / tau
-    return Blocks(z, largest, ln_e, ln_e.exp().sum(-1).log())
+    return Blocks(z, tau, largest, ln_e, ln_e.exp().sum(-1).log())
 
 
-def block_kl(s: Blocks, t: Blocks) -> Tensor:
-    """Return KL(teacher || student) of the softmaxes within each block, [N, blocks]."""
+def compare_blocks(z_t, z_s, tau) -> tuple[Blocks, Blocks, Tensor]:
+    """Sum the blocks of both models, and return KL(p_t || p_s) within each block, [N, blocks]."""
+    t = block_sums(z_t, tau)
+    s = block_sums(z_s, tau)
     p_t = (t.ln_e - t.ln_sum[..., None]).exp()
-    return (p_t * (t.ln_e - s.ln_e)).sum(-1) + (s.ln_sum - t.ln_sum)
+    within = (p_t * (t.ln_e - s.ln_e)).sum(-1) + (s.ln_sum - t.ln_sum)
+    return t, s, within
 
 
-def parts_relative_to(shift, blocks, tau) -> Tensor:
+def parts_relative_to(shift, blocks) -> Tensor:
     """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
-    return (blocks.largest - shift) / tau + blocks.ln_sum
+    return (blocks.largest - shift) / blocks.tau + blocks.ln_sum
 
 
-def log_sum(blocks, tau=1.0) -> tuple[Tensor, Tensor]:
+def log_sum(blocks) -> tuple[Tensor, Tensor]:
     """Return the largest logit, and log sum exp((z - largest) / tau), [N, 1] each."""
     largest = blocks.largest.amax(-1, keepdim=True)
-    return largest, parts_relative_to(largest, blocks, tau).logsumexp(-1, keepdim=True)
+    return largest, parts_relative_to(largest, blocks).logsumexp(-1, keepdim=True)
 
 
 def log_softmax(z, tau=1.0) -> Tensor:
@@ -78,14 +82,14 @@ def log_softmax(z, tau=1.0) -> Tensor:
 
     torch's own has an error of 1e-6 on the CPU, as it adds 151,936 terms one by one.
     """
-    largest, ln_sum = log_sum(block_sums(z, tau), tau)
+    largest, ln_sum = log_sum(block_sums(z, tau))
     return (z - largest) / tau - ln_sum
 
 
 def log_p(z, tokens, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau) at distinct `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
-    largest, ln_sum = log_sum(blocks, tau)
+    largest, ln_sum = log_sum(blocks)
     chosen = choose_blocks(tokens, blocks)
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.place).flatten(1)
     selected = taken.gather(1, chosen.at)
@@ -101,19 +105,18 @@ def label_log_p(z, y) -> Tensor:
     return (-F.nll_loss(z, y, reduction="none")[:, None] - largest - ln_sum)[:, 0]
 
 
-def forward_kl(z_s, z_t, tau) -> Tensor:
+def full_kl(z_t, z_s, tau) -> Tensor:
     """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
-    s = block_sums(z_s, tau)
-    t = block_sums(z_t, tau)
-    parts_s = parts_relative_to(s.largest.amax(-1, keepdim=True), s, tau)
-    parts_t = parts_relative_to(t.largest.amax(-1, keepdim=True), t, tau)
-    return mixture_kl(parts_s, parts_t, block_kl(s, t))
+    t, s, within = compare_blocks(z_t, z_s, tau)
+    parts_t = parts_relative_to(t.largest.amax(-1, keepdim=True), t)
+    parts_s = parts_relative_to(s.largest.amax(-1, keepdim=True), s)
+    return mixture_kl(parts_t, parts_s, within)
 
 
-def mixture_kl(x_s, x_t, within) -> Tensor:
+def mixture_kl(x_t, x_s, within) -> Tensor:
     """Return the KL of two mixtures by the chain rule: over their parts, and within them, [N].
 
-    x_s, x_t  [N, parts] logits of the parts
+    x_t, x_s  [N, parts] logits of the parts
     within    [N, blocks] KL within the first parts; the others are single tokens
     """
     p_t = x_t.softmax(-1)[:, : within.shape[1]]
@@ -127,29 +130,29 @@ def mixture_kl(x_s, x_t, within) -> Tensor:
 class Split(NamedTuple):
     """The vocabulary as k + 1 categories: k selected tokens, and all others together.
 
-    x_s, x_t are logits of the categories, divided by tau and relative to the model's largest logit
+    x_t, x_s are logits of the categories, divided by tau and relative to the model's largest logit
     among the others: rounding errors then scale with ln p, not with the logit. That shift has no
     gradient, so use them only where it cancels, as in softmax.
     """
 
-    x_s: Tensor  # [N, k + 1] of the student, the others last; differentiable
-    x_t: Tensor  # [N, k + 1] of the teacher
+    x_t: Tensor  # [N, k + 1] of the teacher, the others last
+    x_s: Tensor  # [N, k + 1] of the student; differentiable
     others_kl: Tensor  # [N] KL(teacher || student) of the softmaxes over the others; differentiable
 
 
-def split(s: Blocks, t: Blocks, tokens, tau) -> Split:
+def split(t: Blocks, s: Blocks, within, tokens) -> Split:
     """Split the vocabulary into selected tokens and all others.
 
-    s, t    `block_sums` of the student's and the teacher's logits at tau
-    tokens  [N, k] int64, distinct: the selected ones
+    t, s, within  teacher, student and their KL from `compare_blocks`
+    tokens        [N, k] int64, distinct: the selected ones
     """
-    chosen = choose_blocks(tokens, s)
-    x_s, parts_s = categories(s, chosen, tau)
-    x_t, parts_t = categories(t, chosen, tau)
-    return Split(x_s, x_t, mixture_kl(parts_s, parts_t, block_kl(s, t)))
+    chosen = choose_blocks(tokens, t)
+    x_t, parts_t = categories(t, chosen)
+    x_s, parts_s = categories(s, chosen)
+    return Split(x_t, x_s, mixture_kl(parts_t, parts_s, within))
 
 
-def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
+def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor]:
     """Return the logits of the selected tokens and of all others [N, k + 1], and of parts of these.
 
     The others are a mixture. Its parts are the blocks without a selected token, and the single
@@ -161,8 +164,8 @@ def categories(blocks: Blocks, chosen, tau) -> tuple[Tensor, Tensor]:
     # without the chosen blocks, whose tokens are single parts
     whole = blocks._replace(largest=blocks.largest.masked_fill(chosen.is_taken, LEAST))
     shift = torch.cat([whole.largest, single.detach()], 1).amax(-1, keepdim=True)
-    parts = torch.cat([parts_relative_to(shift, whole, tau), (single - shift) / tau], 1)
-    selected = (taken.gather(1, chosen.at) - shift) / tau
+    parts = torch.cat([parts_relative_to(shift, whole), (single - shift) / blocks.tau], 1)
+    selected = (taken.gather(1, chosen.at) - shift) / blocks.tau
     return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts
 
 
@@ -269,7 +272,7 @@ def by_logit(z, tokens) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------
-# small distributions, over k entries per position; the teacher comes first, as in KL(p_t || p_s)
+# small distributions, over k entries per position
 
 
 def kl(x_t, x_s) -> Tensor:

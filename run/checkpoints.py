@@ -398,7 +398,6 @@ def load_tensors(path, s):
     saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
     copy_tensors(saved_weights(path, s.model), s.model)
     copy_tensors(saved["extras"], s.extras)
-    s.parameter_groups()  # with `initial`
     for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
         load_optimizer(optimizer, values)
 
@@ -443,7 +442,7 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
     if not check_weights and not any(s.stopped for s in live):
         return live
     for s in live:
-        finite = [all_finite(parallel.local(p)) for p in s.parameters()]
+        finite = [all_finite(parallel.local(p)) for p in s.parameters]
         # summed, so that all processes stop the same students
         (diverged,) = parallel.all_reduce_sum([not all(finite)])
         if diverged:

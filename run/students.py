@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,8 @@ class Student:
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
     model: Qwen2  # or a `Foreign` (run/foreign.py)
     extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
-    optimizers: list[torch.optim.Optimizer]  # each for some of the parameters
+    # each for some of the parameters; a group's "initial" has the entries that it was made with
+    optimizers: list[torch.optim.Optimizer]
     folder: Path
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
@@ -46,20 +47,15 @@ class Student:
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     next_state: dict[str, Tensor] = field(default_factory=Counter)  # fp64, over an update's labels
 
-    def parameter_groups(self) -> list[dict]:
-        """Return the optimizers' groups. `initial` has the entries that a group was made with."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group in groups:
-            group.setdefault("initial", {key: group[key] for key in group if key != "params"})
-        return groups
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return what is trained: the parameters of the model and of the extras."""
-        return [*self.model.parameters(), *self.extras.parameters()]
+    def __post_init__(self):
+        # what is trained
+        self.parameters = [*self.model.parameters(), *self.extras.parameters()]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["initial"] = {key: group[key] for key in group if key != "params"}
 
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
-        self.parameter_groups()  # checkpoints tell settings from state by `initial`
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         extras = self.extras.state_dict()
         return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}
@@ -111,14 +107,6 @@ class Run:
     def is_due(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every`, or the last step of the run."""
         return self.step == self.cfg.max_steps or (every is not None and self.step % every == 0)
-
-    def timed(self, batches: Iterable) -> Iterator:
-        """Yield the batches. The time that they take is added to `wait_sec`."""
-        began = time.perf_counter()
-        for batch in batches:
-            self.wait_sec += time.perf_counter() - began
-            yield batch
-            began = time.perf_counter()
 
     def count_update(self, n_valid: int, has_signal: bool):
         """Count an update of `n_valid` labels, and learn whether to stop or to save after it.

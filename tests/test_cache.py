@@ -238,17 +238,6 @@ def test_two_processes_fill_the_same_bytes_as_one(world, tmp_path):
             assert np.memmap(file, np.uint64)[-7:].all()
 
 
-@pytest.mark.parametrize("steps", [6, 25])
-def test_the_stored_rows_are_those_of_all_updates(steps, tiny):
-    """24 of 97 rows, and all of them: the last updates are of a second pass."""
-    cfg = config(tiny, "unused", shuffle=True, max_steps=steps, schedule_steps=steps)
-    rows, val = (preflight.open_data(cfg, part) for part in ("train", "val"))
-    used = [train.rows_of_update(rows, step, cfg) for step in range(steps)]
-    indices = cache.rows_of_run(cfg, rows, val)
-    assert indices[rows].tolist() == np.unique(used).tolist()
-    assert indices[val].tolist() == [*range(7)]
-
-
 def test_a_command_fills_ahead_and_another_teacher_has_files_of_its_own(
     make,  # noqa: F811
     tmp_path,

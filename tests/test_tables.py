@@ -259,14 +259,6 @@ def test_models_that_share_a_folder_of_results_share_a_table(tmp_path):
     ]
 
 
-def test_students_without_results_are_named(tmp_path):
-    fake(tmp_path / "alra", "alra", ALL)
-    for name in ("alra", "pd"):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "log.jsonl").touch()
-    assert f"Left out, as they have no results: {tmp_path}/pd.\n" in table_of(tmp_path)
-
-
 BROKEN = """
 kind="figure" => kind='figure': expected
 protocol=[] => protocol=

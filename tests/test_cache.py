@@ -144,10 +144,8 @@ DAMAGES = {  # from a file's bytes and those of the states of val
     "rows of another file": lambda b, val: (
         val[: 7 * ROW] + b[7 * ROW : SUMS] + val[7 * ROW :] + b[SUMS + 56 :]
     ),
-    "a torn row": lambda b, val: b[: 5 * ROW - 40] + bytes(40) + b[5 * ROW :],
     "cut": lambda b, val: b[: SUMS + 7],
     "longer": lambda b, val: b[:99] + b,
-    "gone": lambda b, val: b"",
     "another head": lambda b, val: flip(b, len(b) - 5),
     "half a head": lambda b, val: b[:-5],
 }

@@ -549,13 +549,6 @@ def rows(tmp_path_factory, tokenizer):
     return Rows(str(folder), "val", world.SEQ, False, 311)
 
 
-def test_bytes_of_tokens(tokenizer):
-    text = "the cat saw Überraschung — 13 boats"
-    lengths = ev.byte_lengths(tokenizer, 311)
-    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
-    assert lengths[0] == 0 and not lengths[307:].any()
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tokenizer, rows):
     """What train.py leaves: two finished students, an unfinished one, and the teacher."""
@@ -651,14 +644,20 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
     assert "Avg. (8 of 9)" in printed()  # all tasks, without that file
 
 
-def test_three_tokens_that_spell_a_space_are_one_byte():
-    """Wherever else these bytes stand, they count as such: the first one of a quote is the same."""
+def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):
+    """Three tokens that spell a space are one byte.
+
+    Wherever else these bytes stand, they count as such: the first one of a quote is the same.
+    """
     spelled, table = tokenizer_of("spelled_spaces")
-    for text in ("the cat sat", "a “b” c", "no"):
+    for text in ("the cat sat", "a “b” c", "no", "the cat saw Überraschung — 13 boats"):
         ids = np.array(spelled.encode(text, add_special_tokens=False), np.uint32)
         n_bytes = ev.byte_lengths(spelled, len(table[0]), ids[None])
         assert float(n_bytes[ids].sum()) == pytest.approx(len(text.encode()))
         assert n_bytes[ids].min() > 0
+    lengths = ev.byte_lengths(tokenizer, 311)
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert lengths[0] == 0 and not lengths[307:].any()
 
 
 def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):

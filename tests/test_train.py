@@ -775,12 +775,12 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch,
         assert (keys["project"], keys["group"], keys["resume"]) == ("p", str(tmp_path), "allow")
         ids.add((keys["name"], keys["id"], keys["config"]["method"]))
     assert len(ids) == len(services) == 2
+    axis = mock.call.define_metric("*", step_metric="step")
     for name in services:
         lines = records(tmp_path, name)
-        calls = [mock.call(r) for r in lines]
-        assert services[name].log.call_args_list == calls and len(calls) == 6
-        axis = mock.call("*", step_metric="step")
-        assert services[name].define_metric.call_args_list == [axis, axis]
+        assert len(lines) == 6
+        calls = [mock.call.log(r) for r in lines]
+        assert services[name].mock_calls == [axis, *calls[:4], axis, *calls[4:]]
         scalars = []
         for r in lines:
             step = r.pop("step")
@@ -790,39 +790,18 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch,
         assert board.add_scalar.call_args_list == scalars
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_records_wait_for_room_on_the_disk(tmp_path, printed):
-    file = tmp_path / "log.jsonl"
-    file.symlink_to("/dev/full")
-    for step in range(4):
-        if step == 2:
-            file.unlink()
-        log.append(file, {"step": step})
-    assert [r["step"] for r in world.read_jsonl(file)] == [0, 1, 2, 3]
-    message = f"{file}: cannot be written ([Errno 28] {FULL}); free some space or check"
-    assert printed().count(message) == 1
-
-
-def test_a_student_that_diverges_is_told_and_a_number_that_is_not_finite_ends_nothing(
-    tmp_path, monkeypatch, printed, hook_update, run
-):
+def test_a_student_that_diverges_is_told(tmp_path, monkeypatch, printed, run):
     ces = iter([8.1, 8.2, 8.3, 8.4, 8.5, math.nan])  # ln V is 8.32
     validate = train.validate
 
     def diverge(*args):
         return {"alra": validate(*args)["alra"] | {"val_ce": next(ces)}}
 
-    def after(students, step, cfg):
-        students[0].sums["kd"] = torch.tensor(math.inf)
-
     monkeypatch.setattr(train, "validate", diverge)
-    hook_update(after=after)
-    for n in (3, 6):
-        run(tmp_path, "--methods=alra --log_every_steps=1 --val_every_steps=1", max_steps=n)
-    pattern = r"alra, step (\d): held-out CE (\S+ exceeds) ln V = 8.32"
-    warnings = " ".join(map(" ".join, re.findall(pattern, printed())))
-    assert warnings == "4 8.40 exceeds 5 8.50 exceeds 6 nan exceeds"
-    assert {r["kd"] for r in with_key(tmp_path, "alra", "kd")} == {None}
+    run(tmp_path, "--methods=alra --val_every_steps=1")
+    pattern = r"alra, step (\d): held-out CE (\S+) exceeds ln V = 8.32"
+    assert re.findall(pattern, printed()) == [("4", "8.40"), ("5", "8.50"), ("6", "nan")]
+    assert [r["val_ce"] for r in with_key(tmp_path, "alra", "val_ce")][-2:] == [8.5, None]
 
 
 @pytest.mark.parametrize(

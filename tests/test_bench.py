@@ -92,6 +92,7 @@ cuda:2 2 1 all => torch finds 2 CUDA devices
 cuda 2 2 all => cuda:1
 auto 2 2 all => cuda:1
 cuda 1 2 1 => cuda:0
+cuda 2 2 0,1 => cuda:1
 cuda:1 2 1 all => cuda:1
 """
 

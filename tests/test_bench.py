@@ -8,7 +8,7 @@ import torch
 
 from lib.device import pick_device
 from run import methods
-from tests.world import ROOT, refusal
+from tests.world import ROOT, read_table, refusal
 from tools import bench
 
 CPU = torch.device("cpu")
@@ -83,28 +83,30 @@ def test_a_script_that_fails_ends_it(monkeypatch):
     assert end.value.code == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "processes", "visible", "expected"),
-    [
-        ("cuda", 1, 2, None, "torch finds 1 CUDA devices for 2 processes"),
-        ("cuda", 0, 1, None, "without a card, train.py runs with --device=cpu --compile=False"),
-        ("cuda:1", 2, 2, None, "device=cuda:1: 2 processes would share it; set cuda"),
-        ("cuda:2", 2, 1, None, "torch finds 2 CUDA devices"),
-        ("cuda", 2, 2, None, "cuda:1"),
-        ("auto", 2, 2, None, "cuda:1"),
-        ("cuda", 1, 2, "1", "cuda:0"),
-        ("cuda:1", 2, 1, None, "cuda:1"),
-    ],
-)
-def test_cards_are_those_of_the_process(name, n, processes, visible, expected, monkeypatch):
-    """Of the last process of a node, on which torch sees n cards."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: n > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: n)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_RANK", str(processes - 1))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+# device, cards that torch sees, processes, visible cards => the last process's card, or why none
+CARDS = """
+cuda 1 2 all => torch finds 1 CUDA devices for 2 processes
+cuda 0 1 all => without a card, train.py runs with --device=cpu --compile=False
+cuda:1 2 2 all => device=cuda:1: 2 processes would share it; set cuda
+cuda:2 2 1 all => torch finds 2 CUDA devices
+cuda 2 2 all => cuda:1
+auto 2 2 all => cuda:1
+cuda 1 2 1 => cuda:0
+cuda 2 2 0,1 => cuda:1
+cuda:1 2 1 all => cuda:1
+"""
+
+
+@pytest.mark.parametrize(("node", "expected"), read_table(CARDS))
+def test_cards_are_those_of_the_process(node, expected, monkeypatch):
+    name, n, processes, visible = node.split()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: n != "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(n))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    monkeypatch.setenv("LOCAL_RANK", f"{int(processes) - 1}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if visible == "all":
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if expected.startswith("cuda"):
         assert str(pick_device(name)) == expected
     else:

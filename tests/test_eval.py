@@ -48,43 +48,38 @@ ARC = (
 )
 ARC_ASKED = ["Question: Why?\nAnswer:| So.", "Question: Why?\nAnswer:| No way."]
 # An item of each task, as in its file, and the requests that lm-eval makes: context|continuation.
-PROMPTS = {
-    "arc_easy": (ARC, ARC_ASKED),
-    "arc_challenge": (ARC, ARC_ASKED),
-    "hellaswag": (
-        '{"activity_label": "Sailing", "ctx_a": "It rains. [title] Go", "ctx_b": "the Dog", '
-        '"endings": ["sits [step]  down.", "runs far away over there."], "label": "1"}',
-        [
-            "Sailing: It rains.. Go The dog| sits  down.",
-            "Sailing: It rains.. Go The dog| runs far away over there.",
-        ],
-    ),
-    "lambada_openai": ('{"text": "a cat saw boats"}', ["a cat saw| boats"]),
-    "openbookqa": (
-        '{"question_stem": "Cats like", "choices": {"text": ["rain", "old boats"], '
-        '"label": ["A", "B"]}, "answerKey": " B"}',
-        ["Cats like| rain", "Cats like| old boats"],
-    ),
-    "piqa": (
-        '{"goal": "dry", "sol1": "wait", "sol2": "a towel ", "label": 1}',
-        ["Question: dry\nAnswer:| wait", "Question: dry\nAnswer:| a towel "],
-    ),
-    "social_iqa": (
-        '{"context": "It fell.", "question": "Why?", "answerA": "a", "answerB": "wind", '
-        '"answerC": "be", "label": "2"}',
-        ["Q: It fell. Why?\nA:| a", "Q: It fell. Why?\nA:| wind", "Q: It fell. Why?\nA:| be"],
-    ),
-    "storycloze_2016": (
-        '{"input_sentence_1": "A.", "input_sentence_2": "B.", "input_sentence_3": "C.", '
-        '"input_sentence_4": "D.", "sentence_quiz1": "E.", "sentence_quiz2": "Far.", '
-        '"answer_right_ending": 2}',
-        ["A. B. C. D.| E.", "A. B. C. D.| Far."],
-    ),
-    "winogrande": (
-        '{"sentence": "Ann saw Bo so _ ran.", "option1": "Ann", "option2": "Bo", "answer": "1"}',
-        ["Ann saw Bo so Ann| ran.", "Ann saw Bo so Bo| ran."],
-    ),
-}
+PROMPTS = json.loads(r"""{
+"arc_easy": [
+  {"question": "Why?", "choices": {"text": ["So.", "No way."], "label": ["A", "B"]},
+   "answerKey": "B"},
+  ["Question: Why?\nAnswer:| So.", "Question: Why?\nAnswer:| No way."]],
+"hellaswag": [
+  {"activity_label": "Sailing", "ctx_a": "It rains. [title] Go", "ctx_b": "the Dog",
+   "endings": ["sits [step]  down.", "runs far away over there."], "label": "1"},
+  ["Sailing: It rains.. Go The dog| sits  down.",
+   "Sailing: It rains.. Go The dog| runs far away over there."]],
+"lambada_openai": [{"text": "a cat saw boats"}, ["a cat saw| boats"]],
+"openbookqa": [
+  {"question_stem": "Cats like",
+   "choices": {"text": ["rain", "old boats"], "label": ["A", "B"]}, "answerKey": " B"},
+  ["Cats like| rain", "Cats like| old boats"]],
+"piqa": [
+  {"goal": "dry", "sol1": "wait", "sol2": "a towel ", "label": 1},
+  ["Question: dry\nAnswer:| wait", "Question: dry\nAnswer:| a towel "]],
+"social_iqa": [
+  {"context": "It fell.", "question": "Why?", "answerA": "a", "answerB": "wind", "answerC": "be",
+   "label": "2"},
+  ["Q: It fell. Why?\nA:| a", "Q: It fell. Why?\nA:| wind", "Q: It fell. Why?\nA:| be"]],
+"storycloze_2016": [
+  {"input_sentence_1": "A.", "input_sentence_2": "B.", "input_sentence_3": "C.",
+   "input_sentence_4": "D.", "sentence_quiz1": "E.", "sentence_quiz2": "Far.",
+   "answer_right_ending": 2},
+  ["A. B. C. D.| E.", "A. B. C. D.| Far."]],
+"winogrande": [
+  {"sentence": "Ann saw Bo so _ ran.", "option1": "Ann", "option2": "Bo", "answer": "1"},
+  ["Ann saw Bo so Ann| ran.", "Ann saw Bo so Bo| ran."]]
+}""")
+PROMPTS["arc_challenge"] = PROMPTS["arc_easy"]
 
 
 def sentence(rng, n):
@@ -130,7 +125,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     rng = np.random.default_rng(1)
     for name, task in tasks.TASKS.items():
-        item = json.loads(PROMPTS[name][0])
+        item, _ = PROMPTS[name]
         for n, part in ((7, task.heldout), (5, task.validation)):
             if part:
                 items = [lengthen(item, rng) for _ in range(n)]
@@ -360,7 +355,7 @@ class Recorder(TemplateLM):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_prompts_are_those_of_lm_eval(name, tmp_path):
     item, asked = PROMPTS[name]
-    write_items(tmp_path, name, tasks.TASKS[name].heldout[0], [json.loads(item)] * 2)
+    write_items(tmp_path, name, tasks.TASKS[name].heldout[0], [item] * 2)
     recorder = Recorder()
     scores, _ = bench(recorder, [name], f"--data_dir={tmp_path}")
     assert ["|".join(pair) for pair in recorder.asked] == asked * 2
@@ -477,31 +472,28 @@ def test_the_published_items_are_those_that_are_known(known):
     assert tasks.read_items([name], split, f"{SHARED}/eval")
 
 
-PIQA = "piqa/validation.jsonl"
-STORY = "story.csv"
+# file => its bytes in Latin-1, or that there is none => the message
+BROKEN = r"""
+piqa/validation.jsonl => none => no {} and no folder .*baber/piqa
+piqa/validation.jsonl =>  => {}: no rows
+piqa/validation.jsonl => {"goal": "é"}\n => {}: cannot be used .UnicodeDecodeError
+piqa/validation.jsonl => {"goal": "a"}\n{\n => {}, line 2: cannot be used .JSONDecodeError
+piqa/validation.jsonl => [1]\n => {}, item 0: cannot be used .TypeError
+story.csv => InputSentence1\né\n => {}: cannot be used
+story.xml => x => {}: expected one of .jsonl, .csv
+story.csv => none => --storycloze {}: no such file
+storycloze_2016/test.jsonl => none => on request
+"""
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "problem"),
-    [
-        (PIQA, None, "no {} and no folder .*baber/piqa"),
-        (PIQA, b"", "{}: no rows"),
-        (PIQA, b'{"goal": "\xe9"}\n', "{}: cannot be used .UnicodeDecodeError"),
-        (PIQA, b'{"goal": "a"}\n{\n', "{}, line 2: cannot be used .JSONDecodeError"),
-        (PIQA, b"[1]\n", "{}, item 0: cannot be used .TypeError"),
-        (STORY, b"InputSentence1\n\xe9\n", "{}: cannot be used"),
-        ("story.xml", b"x", "{}: expected one of .jsonl, .csv"),
-        (STORY, None, "--storycloze {}: no such file"),
-        ("", None, "on request"),
-    ],
-)
+@pytest.mark.parametrize(("file", "content", "problem"), world.read_table(BROKEN))
 def test_broken_items_are_refused_by_file(file, content, problem, tmp_path):
     path = tmp_path / file
-    if content is not None:
+    if content != "none":
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-    name = "piqa" if file == PIQA else "storycloze_2016"
-    story = str(path) if "story" in file else None
+        path.write_text(content.replace("\\n", "\n"), "latin-1")
+    name = "piqa" if "piqa" in file else "storycloze_2016"
+    story = str(path) if file.startswith("story.") else None
     with refusal(problem.format(path)):
         tasks.read_items([name], "heldout", str(tmp_path), story, True)
 
@@ -539,7 +531,7 @@ winogrande => "answer": "" => .. is not in list
 
 @pytest.mark.parametrize(("name", "fields", "problem"), world.read_table(BAD_ITEMS))
 def test_items_without_a_right_answer_are_named(name, fields, problem, tmp_path):
-    good = json.loads(PROMPTS[name][0])
+    good, _ = PROMPTS[name]
     split = tasks.TASKS[name].heldout[0]
     bad = good | json.loads(f"{{{fields}}}")
     write_items(tmp_path, name, split, [good, bad, good])
@@ -555,13 +547,6 @@ def rows(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("data")
     world.write_rows(folder, "val", 11, tokenizer_sha256=tokenizer_hash(tokenizer))
     return Rows(str(folder), "val", world.SEQ, False, 311)
-
-
-def test_bytes_of_tokens(tokenizer):
-    text = "the cat saw Überraschung — 13 boats"
-    lengths = ev.byte_lengths(tokenizer, 311)
-    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
-    assert lengths[0] == 0 and not lengths[307:].any()
 
 
 @pytest.fixture(scope="module")
@@ -659,14 +644,20 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
     assert "Avg. (8 of 9)" in printed()  # all tasks, without that file
 
 
-def test_three_tokens_that_spell_a_space_are_one_byte():
-    """Wherever else these bytes stand, they count as such: the first one of a quote is the same."""
+def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):
+    """Three tokens that spell a space are one byte.
+
+    Wherever else these bytes stand, they count as such: the first one of a quote is the same.
+    """
     spelled, table = tokenizer_of("spelled_spaces")
-    for text in ("the cat sat", "a “b” c", "no"):
+    for text in ("the cat sat", "a “b” c", "no", "the cat saw Überraschung — 13 boats"):
         ids = np.array(spelled.encode(text, add_special_tokens=False), np.uint32)
         n_bytes = ev.byte_lengths(spelled, len(table[0]), ids[None])
         assert float(n_bytes[ids].sum()) == pytest.approx(len(text.encode()))
         assert n_bytes[ids].min() > 0
+    lengths = ev.byte_lengths(tokenizer, 311)
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert lengths[0] == 0 and not lengths[307:].any()
 
 
 def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
@@ -685,7 +676,7 @@ def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):
 
 
 def test_samples_of_several_models(out, trained, tmp_path, capsys):
-    """A text ends where the context is full; a blank that joins the next word is told."""
+    """A function of the seed. A text ends where the context is full; a joining blank is told."""
     (tmp_path / "link").symlink_to(out / "alra/model")
     names = f"{out}/alra {tmp_path}/link {trained}/teacher"
     sample.main(f"{names} --prompt=the --tokens=9 --temperature=1e-320".split())
@@ -702,6 +693,11 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
                 break
         assert text.partition("\n")[2] == f"{tokenizer.decode(ids[1:])}\n"
     assert link.partition("\n")[2] == alra.partition("\n")[2]
+    texts = []
+    for flag in ("--temperature=0", "--seed=1", "--seed=1", "--seed=2"):
+        sample.main([f"{out}/alra", "--prompt=the", "--tokens=9", flag])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == alra.partition("\n")[2] and texts[1] == texts[2] != texts[3]
     for prompt, told in (("the", 0), ("the ", 1), ("the\n", 0)):
         sample.main([f"{out}/alra", "--prompt", prompt, "--tokens=0"])
         output = capsys.readouterr()

@@ -20,55 +20,43 @@ from lib.files import read_json
 from losses import METHODS, Method
 from run import cache, identity, methods, preflight, scoring
 from tests import world
-from tests.world import ROOT, config, final_bits, records, refusal
+from tests.world import ROOT, config, final_bits, read_table, records, refusal
 
-# edits of the project's files: file, old text, new text, and the definition that they change
-COUNTED = {
-    "activation": ("model.py", "F.silu(", "F.gelu(", "model"),
-    "optimizer": ("train.py", "optim.AdamW(", "optim.Adam(", "make_student"),
-    "text loss": ("losses.py", "leave(-vocab.", "leave(-1.5 * vocab.", "cross_entropy"),
-    "weights": ("losses.py", "method.w_kd * kd", "2 * method.w_kd * kd", "mean_loss"),
-    "schedule": ("run/methods.py", "(step / n_steps)", "(step)", "run.methods"),
-    "rows": ("lib/rows.py", "mixed >> 30", "mixed >> 29", "lib.rows"),
-    "labels": ("lib/rows.py", "IGNORE)[:, 1:]", "IGNORE)[:, :-1]", "lib.rows"),
-    "kernels": ("lib/vocab.py", "LEAST = -1e30", "LEAST = -1e29", "lib.vocab"),
-    "divergence": (
-        "lib/vocab.py",
-        "return mixture_kl(",
-        "return 3 * mixture_kl(",
-        "lib.vocab",
-    ),
-    "objective": (
-        "losses.py",
-        "tau: Positive = 0.5,\n    t2",
-        "tau: Positive = 0.6,\n    t2",
-        "vanilla_kd",
-    ),
-}
-SCORED = {  # of figures or of scores
-    "sums": ("lib/metrics.py", "= teacher.ce\n", "= ce\n", "lib.metrics"),
-    "decoder": ("model.py", "F.silu(self", "F.gelu(self", "model"),
-    "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "Scorer"),
-    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "task_config"),
-    "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens"),
-}
-NOT_COUNTED = {
-    "an annotation": ("train.py", "rate(step, cfg) -> float:", "rate(step, cfg):"),
-    "a comment": ("train.py", "    n_valid = 0\n", "    # none yet\n\n    n_valid = 0\n"),
-    "a docstring": ("losses.py", "Causal language modelling", "Language modelling"),
-    "a message": ("losses.py", "needs teacher logits", "lacks teacher logits"),
-    "a printed line": ("train.py", "skipped the update, ", "left out the update, "),
-    "the log": ("run/log.py", "def record(", "def record(_="),
-    "the loop": ("train.py", "    bar.update()\n", "    bar.update(1)\n"),
-    "a checkpoint": ("run/checkpoints.py", "def save_model(", "def save_model(_="),
-    "another objective": ("losses.py", "def pd(\n    z_s", "def pd(\n    a, z_s"),
-    "a new objective": (
-        "losses.py",
-        "class Method(",
-        "def mine(z_s, z_t, y): ...\n\n\nclass Method(",
-    ),
-    "its row": ("losses.py", '"alra": Method(', '"mine": Method(tvd),\n    "alra": Method('),
-}
+# file => old text => new text => the definition that the edit changes, in hashes of a step
+COUNTED = r"""
+model.py => F.silu( => F.gelu( => model
+train.py => optim.AdamW( => optim.Adam( => make_student
+losses.py => leave(-vocab. => leave(-1.5 * vocab. => cross_entropy
+losses.py => method.w_kd * kd => 2 * method.w_kd * kd => mean_loss
+losses.py => tau: Positive = 0.5,\n    t2 => tau: Positive = 0.6,\n    t2 => vanilla_kd
+run/methods.py => (step / n_steps) => (step) => run.methods
+lib/rows.py => mixed >> 30 => mixed >> 29 => lib.rows
+lib/rows.py => IGNORE)[:, 1:] => IGNORE)[:, :-1] => lib.rows
+lib/vocab.py => LEAST = -1e30 => LEAST = -1e29 => lib.vocab
+lib/vocab.py => return mixture_kl( => return 3 * mixture_kl( => lib.vocab
+"""
+SCORED = """
+lib/metrics.py => = teacher.ce => = ce => lib.metrics
+model.py => F.silu(self => F.gelu(self => model
+eval.py => tokens // longest => tokens // 2 // longest => Scorer
+eval.py => "num_fewshot": 0 => "num_fewshot": 1 => task_config
+lib/tokens.py => def token_bytes( => def token_bytes(_,  => lib.tokens
+"""
+# an annotation, a comment, a docstring, a message, a printed line, the log, the loop, a checkpoint,
+# another objective, a new one, and its row
+NOT_COUNTED = r"""
+train.py => rate(step, cfg) -> float: => rate(step, cfg):
+train.py =>     n_valid = 0\n =>     # none yet\n\n    n_valid = 0\n
+losses.py => Causal language modelling => Language modelling
+losses.py => needs teacher logits => lacks teacher logits
+train.py => skipped the update => left out the update
+run/log.py => def record( => def record(_=
+train.py =>     bar.update()\n =>     bar.update(1)\n
+run/checkpoints.py => def save_model( => def save_model(_=
+losses.py => def pd(\n    z_s => def pd(\n    a, z_s
+losses.py => class Method( => def mine(z_s, z_t, y): ...\n\n\nclass Method(
+losses.py => "alra": Method( => "mine": Method(tvd),\n    "alra": Method(
+"""
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +94,20 @@ def hashes(project):
     return lambda kind: (originals[kind], reached(kind))
 
 
-@pytest.mark.parametrize(
-    "edit", [*(COUNTED | SCORED).values(), *[(*e, None) for e in NOT_COUNTED.values()]]
-)
+EDITS = [("step", *edit) for edit in read_table(COUNTED + NOT_COUNTED)]
+EDITS += [("scores", *edit) for edit in read_table(SCORED)]
+
+
+@pytest.mark.parametrize("edit", EDITS)
 def test_edits_that_can_change_a_number_are_known_by_definition(project, hashes, edit):
-    name, old, new, definition = edit
+    kind, name, old, new, *definitions = (part.replace("\\n", "\n") for part in edit)
     text = (project / name).read_text()
     assert text.count(old) == 1
     (project / name).write_text(text.replace(old, new))
-    original, edited = hashes("scores" if edit in SCORED.values() else "step")
+    original, edited = hashes(kind)
     (project / name).write_text(text)
     changed = [path for path in {**original, **edited} if original.get(path) != edited.get(path)]
-    assert changed == ([] if definition is None else [definition])
+    assert changed == definitions
 
 
 FILES = {

@@ -124,6 +124,8 @@ nowhere.py => nowhere.py: no such config file
 --teacher=none --methods=pretrain --hyper={} --alra.d_max=7 => alra
 --teacher=nowhere => nowhere: no such folder
 --student=demmo => student=demmo: expected a preset \(.*; did you mean 'demo'\?
+--student=8x1000000x2 => expected int 0 to 1,000
+--student=10000000x1x2 => GiB of memory
 --student=16x1x3 => num_attention_heads=3: expected a divisor of hidden_size=16
 '--student={"hidden_size": 16, "layers": 1}' => expected hidden_size, num_hidden_layers
 '--student={"hidden_size": 16, "num_attention_heads": 2}' => num_hidden_layers

@@ -1,5 +1,6 @@
 """The decoder against transformers, weights in and out, students from a seed, and refusals."""
 
+import functools
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
+import torch._dynamo.testing
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch.testing import assert_close
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import DEMO, ROOT, SHARED, refusal
@@ -138,15 +140,6 @@ def test_students_come_from_the_seed_alone():
     assert abs(weights.mean()) < 1e-4
     # A change of torch or of the drawing order would silently change every student.
     assert weights_hash(demo)[:16] == "398701d126de2c6d"
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [("8x1000000x2", "expected int 0 to 1,000"), ("10000000x1x2", "GiB of memory")],
-)
-def test_absurd_sizes_are_refused_before_anything_is_built(shape, message):
-    with refusal(message):
-        init_student(student_config(shape, {"vocab_size": 9}))
 
 
 def test_a_decoder_saved_without_its_head_is_read_if_the_head_is_tied(folder):
@@ -405,23 +398,23 @@ def test_loading_never_holds_the_file_and_the_weights_at_once(tmp_path):
     assert model.head.any()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch has some of its own
-def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones():
+def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones(monkeypatch):
+    """Traced forward and backward; what torch makes of the graph is not awaited."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     shape = Qwen2Config(32, 48, 3, 2, 1, 50)
     eager = init_student(shape)
     compiled = init_student(shape)
     compiled.compile_layers()
     assert list(compiled.state_dict()) == list(eager.state_dict())
     x = torch.arange(24).view(2, 12)
-    counted = torch._dynamo.utils.counters["stats"]
-    before = counted["unique_graphs"]
     h = compiled.hidden(x)
     expected = eager.hidden(x)
     assert_close(h, expected, rtol=1e-5, atol=1e-6)
     h.square().sum().backward()
     expected.square().sum().backward()
-    assert counted["unique_graphs"] - before == 1
+    assert counter.frame_count == 1
     for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
         # a key's bias has no gradient but rounding
         assert_near(p.grad, q.grad, 1e-4, 1e-5)

@@ -4,7 +4,6 @@ What holds for every objective is in test_losses.py, the recorded numbers are in
 """
 
 import functools
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from torch.testing import assert_close
 
 import losses
 from configure import Config
-from lib import metrics
 from losses import METHODS, method_loss
 from run import methods
 from tests import test_head
@@ -117,23 +115,6 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
     assert len({*first, *other}) == 16
     assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
     methods.check_settings("mine", 53)
-
-
-def test_the_largest_five_of_a_vocabulary_of_four_are_four():
-    y = torch.tensor([[0, 3]])
-    z, _, _ = case(n=2, v=4, ignored=())
-    head = torch.eye(4).double()
-    model = (lambda x: z[None], head)
-    batch = (torch.zeros_like(y), y, y, z[None])
-    (sums,) = metrics.sums_by_part([model], head, [batch], 1)
-    assert sums["top5"] == sums["n"] == 2
-
-
-def test_logits_that_are_not_numbers_make_the_ce_one():
-    y = torch.tensor([[0, 3]])
-    model = (lambda x: torch.full((1, 2, 4), math.nan), torch.eye(4))
-    (sums,) = metrics.sums_by_part([model], None, [(y, y, y, None)], 4)
-    assert sums["ce"].isnan().sum() == sums["n"].sum() == 2
 
 
 TRACED = """

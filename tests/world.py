@@ -252,9 +252,7 @@ def refusal(pattern):
 
 # Each process is a fork of one that has imported all this, and done nothing.
 PROCESSES = multiprocessing.get_context("forkserver")
-LLAMA = "transformers.models.llama.modeling_llama"  # with which a saved student is compared
-MODULES = ["torch._dynamo", "train", "prepare", "eval", "tests.world", LLAMA]
-PROCESSES.set_forkserver_preload(MODULES)
+PROCESSES.set_forkserver_preload(["torch._dynamo", "train", "prepare", "eval", "tests.world"])
 
 
 def start(function, *args, out: Path | str = os.devnull):

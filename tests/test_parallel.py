@@ -284,8 +284,6 @@ def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(t
         assert subprocess.run(script, cwd=tmp_path, env=env).returncode == 75
         requeued.append(len((tmp_path / "requeued").read_text().splitlines()))
     assert requeued == [1, 2, 3, 3]
-    with (tmp_path / "out/exit.json").open("w") as file:
-        file.write('{"code": 1, "step": 2}')
     write_stubs(tmp_path, {"srun": """echo '{"code": 1, "step": 2}' > out/exit.json"""})
     assert subprocess.run(script, cwd=tmp_path, env=job).returncode == 1
     assert len((tmp_path / "requeued").read_text().splitlines()) == 3

@@ -93,6 +93,9 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
         seeds.append(generator.initial_seed())
         return losses.reverse_kl(z_s, z_t, y)
 
+    h, w, _, _, y = test_head.case()
+    w.requires_grad_()
+
     def drawn(name="mine@a", step=3, world=1, seed=1):
         seeds.clear()
         for rank in range(world):
@@ -101,10 +104,9 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
             cfg = Config(batch_rows=8, group=2, seed=seed, device="cpu", compile=True)
             student = SimpleNamespace(name=name, method=methods.make_method(name, cfg), state={})
             method = methods.method_at(student, step, cfg)
-            h, w, _, _, y = test_head.case()
-            y = torch.cat([y, y])[: 8 // world]
-            h = torch.cat([h, h])[: 8 // world]
-            methods.head_losses([(h, w.requires_grad_(), method)], h, w.detach(), y, 2, True)
+            rows = torch.arange(8 // world) % 4
+            inputs = (h[rows], w.detach(), y[rows])
+            methods.head_losses([(h[rows], w, method)], *inputs, 2, True)
         return seeds.copy()
 
     monkeypatch.setitem(METHODS, "mine", losses.Method(mine))

@@ -672,15 +672,16 @@ def test_another_recipe_is_refused_by_name(complete, small, tmp_path, monkeypatc
         patch.setattr(prepare, "finish", prepare.finish if complete else crash)
         small.prepare(folder)
     content = files_of(folder)
-    for message, flag in (
-        ("row_len was 31, now 30", "--seq_len=29"),
-        ("val_rows was 7, now 8", "--val_rows=8"),
-        ("train_rows was None", "--train_rows=9"),
-        ("n_documents was", "--n_documents=80"),
-        ("tokenizer_sha256 was", f"--tokenizer={tmp_path}/other"),
-        ("sources was", f"--source={changed}"),
-        ("sources was", f"--source={small.source}:1,{changed}:2"),
-    ):
+    others = read_table(f"""
+--seq_len=29 => row_len was 31, now 30
+--val_rows=8 => val_rows was 7, now 8
+--train_rows=9 => train_rows was None
+--n_documents=80 => n_documents was
+--tokenizer={tmp_path}/other => tokenizer_sha256 was
+--source={changed} => sources was
+--source={small.source}:1,{changed}:2 => sources was
+""")
+    for flag, message in others:
         with refusal(message):
             small.prepare(folder, flag)
     assert files_of(folder) == content

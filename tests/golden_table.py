@@ -119,14 +119,11 @@ class Case(NamedTuple):
     label: str
     arrays: dict
 
-    def below(self, kind):
-        """What stands under hp/ (settings) or part/ (components)."""
-        prefix = f"{kind}/"
-        return {k.removeprefix(prefix): v for k, v in self.arrays.items() if k.startswith(prefix)}
-
     @property
     def settings(self):
-        return {key: value.item() for key, value in self.below("hp").items()}
+        prefix = "hp/"
+        keys = [key for key in self.arrays if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.arrays[key].item() for key in keys}
 
     @property
     def logits(self):

@@ -98,20 +98,6 @@ def test_a_folder_with_a_presets_name_has_its_own_shape(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mini"]
 
 
-@needs_shared
-def test_real_weights_give_transformers_logits_and_sensible_text():
-    model = load(STORIES)
-    theirs = AutoModelForCausalLM.from_pretrained(STORIES)
-    tokenizer = load_tokenizer(str(STORIES))
-    text = (STORIES / "sample.txt").read_text().strip().split("\n\n")[0]
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    x = torch.tensor([[tokenizer.eos_token_id, *ids]])[:, :400]
-    z = model(x)
-    assert_close(z, theirs(x).logits, rtol=1e-4, atol=1e-4)
-    ce = torch.nn.functional.cross_entropy(z[0, :-1], x[0, 1:])
-    assert 1.0 < ce < 2.0  # about 1.27 nats per token over many stories; 6.2 for a guess
-
-
 @pytest.mark.parametrize(
     ("name", "n"), [("200m", 203_437_824), ("500m", 463_987_712), ("1.8b", 1_836_828_672)]
 )

@@ -8,6 +8,7 @@ absolute.
 """
 
 import functools
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,25 +17,27 @@ import torch
 from torch import Tensor
 
 import losses
+from tests.world import read_table
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 BARS = {"loss": 1e-9, "gradient": 1e-8, "fp32": 1e-5, "bf16": 6e-3}
 
 # File -> the objective, where it is not the file's name, and keywords that the file leaves unsaid.
-OBJECTIVES = {
-    "gkd_jsd_trl": ("jsd", {}),
-    "kd_mdistiller": ("vanilla_kd", {"t2_scaling": True}),
-    "logit_std_kd": ("vanilla_kd", {"t2_scaling": True, "standardize": True}),
-    "minillm_reverse_kl": ("reverse_kl", {}),
-    "ref_abkd_limits": ("abkd", {}),
-    "ref_alra": ("alra", {}),
-    "ref_bdl": ("bdl", {}),
-    "ref_pd": ("pd", {}),
-    "ref_tad": ("tad", {}),
-    "ref_topk_tail": ("tad", {"beta": 0.0}),
-    "vanilla_kd_miniplm": ("vanilla_kd", {}),
-    "vanilla_kd_modelopt": ("vanilla_kd", {"t2_scaling": True}),
-}
+OBJECTIVES = read_table("""
+gkd_jsd_trl => jsd => {}
+kd_mdistiller => vanilla_kd => {"t2_scaling": true}
+logit_std_kd => vanilla_kd => {"t2_scaling": true, "standardize": true}
+minillm_reverse_kl => reverse_kl => {}
+ref_abkd_limits => abkd => {}
+ref_alra => alra => {}
+ref_bdl => bdl => {}
+ref_pd => pd => {}
+ref_tad => tad => {}
+ref_topk_tail => tad => {"beta": 0.0}
+vanilla_kd_miniplm => vanilla_kd => {}
+vanilla_kd_modelopt => vanilla_kd => {"t2_scaling": true}
+""")
+OBJECTIVES = {name: (fn, json.loads(unsaid)) for name, fn, unsaid in OBJECTIVES}
 RENAMED = {"T": "tau", "pre_T": "tau", "K": "top_k", "alpha_T": "tau_conf"}
 RENAMED |= {"weights_detached": "detach_weights"}
 
@@ -116,14 +119,11 @@ class Case(NamedTuple):
     label: str
     arrays: dict
 
-    def below(self, kind):
-        """What stands under hp/ (settings) or part/ (components)."""
-        prefix = f"{kind}/"
-        return {k.removeprefix(prefix): v for k, v in self.arrays.items() if k.startswith(prefix)}
-
     @property
     def settings(self):
-        return {key: value.item() for key, value in self.below("hp").items()}
+        prefix = "hp/"
+        keys = [key for key in self.arrays if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.arrays[key].item() for key in keys}
 
     @property
     def logits(self):

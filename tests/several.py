@@ -7,13 +7,13 @@ a signal in the second update; where it ends in "..", process 1 reads other tens
 prints how many numbers of teacher and students it holds, and the exit codes of runs that fail.
 """
 
+import multiprocessing
 import os
 import socket
-import sys
-import traceback
 from pathlib import Path
 
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  (once for all of them)
 
 import configure
 import train
@@ -21,6 +21,7 @@ from lib import parallel
 from run import checkpoints, ending, identity
 from tests import world
 
+FORKS = multiprocessing.get_context("fork")
 update = train.update
 loop = train.loop
 
@@ -65,27 +66,6 @@ def free_port():
         return free.getsockname()[1]
 
 
-def fork(function, *args):
-    """Call a function in a child of this process. Returns the child's id."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        function(*args)
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def exit_codes(pids):
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
 def main(root, todo):
     train.loop = count_and_loop
     train.update = update_or_signal
@@ -96,6 +76,8 @@ def main(root, todo):
         children = []
         for rank in range(n):
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-            children.append(fork(work, runs))
-        codes = exit_codes(children)
-        assert not any(codes), codes
+            children.append(FORKS.Process(target=work, args=(runs,)))
+            children[-1].start()
+        for child in children:
+            child.join()
+            assert child.exitcode == 0

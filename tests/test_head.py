@@ -1,6 +1,7 @@
 """The fused head and loss against the plain path: values, gradients, batches of every size, and
 several students."""
 
+import functools
 import math
 
 import pytest
@@ -40,10 +41,10 @@ def case(t=T, dtype=torch.float32, seed=0):
     return h_s, w_s, h_t, w_t, y
 
 
-def fused(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, **settings):
+def fused(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, chunk=512, **settings):
     """`head_losses` of one student."""
     method = losses.with_sequences(losses.resolve(method, **settings), group)
-    return methods.head_losses([(h_s, w_s, method)], h_t, w_t, y, group, compile)[0]
+    return methods.head_losses([(h_s, w_s, method)], h_t, w_t, y, group, compile, chunk)[0]
 
 
 def plain(h_s, w_s, h_t, w_t, y, method, group=1, **settings):
@@ -77,14 +78,16 @@ def assert_equal(got, expected):
     assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("chunk", [512, 3])
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("name", METHODS)
-def test_values_and_gradients_are_those_of_the_plain_path(name, group):
+def test_values_and_gradients_are_those_of_the_plain_path(name, group, chunk):
+    """However many positions the head takes at once."""
     inputs = case(dtype=torch.float64)
     settings = {}
     if name == "alra":
         settings = {"d_max": 5, "w_ce": 0.5, "lambda_pair": 3.0}
-    got = run(fused, *inputs, name, group, scale=3.0, **settings)
+    got = run(fused, *inputs, name, group, scale=3.0, chunk=chunk, **settings)
     expected = run(plain, *inputs, name, group, scale=3.0, **settings)
     assert_close(got, expected, rtol=1e-10, atol=1e-13)
     _, _, gradient, _ = got
@@ -186,10 +189,9 @@ def test_one_groups_logits_are_the_most_that_exist(monkeypatch):
     shapes = []
     mm = head.mm
 
-    def watched(*args, **keywords):
-        product = mm(*args, **keywords)
-        shapes.append(product.shape)
-        return product
+    def watched(*args):
+        shapes.append(mm(*args).shape)
+        return mm(*args)
 
     monkeypatch.setattr(head, "mm", watched)
     fused(*case(), "alra")
@@ -241,12 +243,7 @@ def test_compiled_it_is_the_same():
 @pytest.mark.parametrize("name", ["pd", "alra"])
 def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
     counter = torch._dynamo.testing.CompileCounter()
-    compile = torch.compile
-
-    def counted(function, **keywords):
-        return compile(function, backend=counter, **keywords)
-
-    monkeypatch.setattr(torch, "compile", counted)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     methods.compiled.cache_clear()
     *inputs, y = case()
 

@@ -145,6 +145,16 @@ def test_a_certain_student_falls_into_the_last_bin(batch):
     assert gap[-1] == pytest.approx(n_wrong, rel=0.1)
 
 
+def test_the_largest_five_of_four_logits_are_four_and_one_that_is_no_number_makes_the_ce_none():
+    y = torch.tensor([[0, 3]])
+    h = torch.tensor([[[3.0, 1.0, 0.0, 2.0], [0.0, 2.0, 1.0, 3.0]]])
+    head = torch.eye(4)
+    models = [(lambda x: h, head), (lambda x: h * math.nan, head)]
+    sums, of_nan = metrics.sums_by_part(models, head, [(y, y, y, h)], 4)
+    assert sums["top5"].sum() == sums["n"].sum() == 2
+    assert of_nan["ce"].isnan().sum() == of_nan["n"].sum() == 2
+
+
 class Operations(TorchDispatchMode):
     """Counts what a GPU waits for, products, and casts of a whole head [101, 5]."""
 

@@ -1,5 +1,6 @@
 """The decoder against transformers, weights in and out, students from a seed, and refusals."""
 
+import functools
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
+import torch._dynamo.testing
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch.testing import assert_close
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lib.files import read_json, write_json
 from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash, weights_hash
 from lib.tokens import leading_bos
-from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
+from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config
 from tests import world
 from tests.test_losses import assert_near
 from tests.world import DEMO, ROOT, SHARED, refusal
@@ -96,20 +98,6 @@ def test_a_folder_with_a_presets_name_has_its_own_shape(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mini"]
 
 
-@needs_shared
-def test_real_weights_give_transformers_logits_and_sensible_text():
-    model = load(STORIES)
-    theirs = AutoModelForCausalLM.from_pretrained(STORIES)
-    tokenizer = load_tokenizer(str(STORIES))
-    text = (STORIES / "sample.txt").read_text().strip().split("\n\n")[0]
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    x = torch.tensor([[tokenizer.eos_token_id, *ids]])[:, :400]
-    z = model(x)
-    assert_close(z, theirs(x).logits, rtol=1e-4, atol=1e-4)
-    ce = torch.nn.functional.cross_entropy(z[0, :-1], x[0, 1:])
-    assert 1.0 < ce < 2.0  # about 1.27 nats per token over many stories; 6.2 for a guess
-
-
 @pytest.mark.parametrize(
     ("name", "n"), [("200m", 203_437_824), ("500m", 463_987_712), ("1.8b", 1_836_828_672)]
 )
@@ -138,15 +126,6 @@ def test_students_come_from_the_seed_alone():
     assert abs(weights.mean()) < 1e-4
     # A change of torch or of the drawing order would silently change every student.
     assert weights_hash(demo)[:16] == "398701d126de2c6d"
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [("8x1000000x2", "expected int 0 to 1,000"), ("10000000x1x2", "GiB of memory")],
-)
-def test_absurd_sizes_are_refused_before_anything_is_built(shape, message):
-    with refusal(message):
-        init_student(student_config(shape, {"vocab_size": 9}))
 
 
 def test_a_decoder_saved_without_its_head_is_read_if_the_head_is_tied(folder):
@@ -344,29 +323,22 @@ def assert_read_as_ours(folder):
     return ours
 
 
-@pytest.mark.parametrize(
-    ("run", "first"), [(None, "<s>"), ({"bos": 256}, "<s>"), ({"bos": None}, world.EOS)]
-)
-def test_a_sample_begins_as_the_documents_of_its_training_did(
-    run, first, tmp_path, monkeypatch, printed
-):
+def test_a_sample_begins_as_the_documents_of_its_training_did(tmp_path, monkeypatch, printed):
     tokenizer = with_qwens_splits(bos="<s>")
     student = init_student(Qwen2Config(12, 17, 1, 2, 1, vocab_size=307))
     student.save_pretrained(tmp_path / "alra/model", tokenizer)
-    bos = tokenizer.bos_token_id
+    bos = tokenizer.convert_tokens_to_ids("<s>")
     assert leading_bos(tokenizer) == bos
-    if run is not None:
-        run["bos"] = run["bos"] and bos
-        facts = run | {"made_by": {"shape": {}}}
-        write_json(tmp_path / "alra/run.json", facts)
+    ids = tokenizer.encode("if x", add_special_tokens=False)
     generate = mock.Mock(side_effect=lambda model, prompt, *_: prompt)
     monkeypatch.setattr(sample, "generate", generate)
-    for name in ("alra", "alra/model"):
-        sample.main([str(tmp_path / name), "--prompt", "if x"])
-    ids = tokenizer.encode("if x", add_special_tokens=False)
-    prompts = [call.args[1] for call in generate.call_args_list]
-    assert prompts == [[tokenizer.convert_tokens_to_ids(first), *ids]] * 2
-    assert printed() == "if x\n" * 2
+    for run, first in ((None, bos), ({"bos": bos}, bos), ({"bos": None}, tokenizer.eos_token_id)):
+        if run:
+            write_json(tmp_path / "alra/run.json", run | {"made_by": {"shape": {}}})
+        for name in ("alra", "alra/model"):
+            sample.main([str(tmp_path / name), "--prompt", "if x"])
+            assert generate.call_args.args[1] == [first, *ids]
+        assert printed() == "if x\n" * 2
 
 
 def test_transformers_reads_the_demos_teacher_as_we_do():
@@ -405,23 +377,23 @@ def test_loading_never_holds_the_file_and_the_weights_at_once(tmp_path):
     assert model.head.any()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch has some of its own
-def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones():
+def test_layers_of_a_shape_are_compiled_once_and_equal_the_eager_ones(monkeypatch):
+    """Traced forward and backward; what torch makes of the graph is not awaited."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     shape = Qwen2Config(32, 48, 3, 2, 1, 50)
     eager = init_student(shape)
     compiled = init_student(shape)
     compiled.compile_layers()
     assert list(compiled.state_dict()) == list(eager.state_dict())
     x = torch.arange(24).view(2, 12)
-    counted = torch._dynamo.utils.counters["stats"]
-    before = counted["unique_graphs"]
     h = compiled.hidden(x)
     expected = eager.hidden(x)
     assert_close(h, expected, rtol=1e-5, atol=1e-6)
     h.square().sum().backward()
     expected.square().sum().backward()
-    assert counted["unique_graphs"] - before == 1
+    assert counter.frame_count == 1
     for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
         # a key's bias has no gradient but rounding
         assert_near(p.grad, q.grad, 1e-4, 1e-5)

@@ -43,7 +43,7 @@ FLAGS = (
     "--log_every_steps=3 --val_every_steps=2 --histogram_every_steps=2"
 )
 SHORT = f"{FLAGS} --methods=alra --max_steps=2"
-STATE = f"{FLAGS} --methods=balanced_kl --checkpoint_every_steps=4"
+WITH_STATE = f"{FLAGS} --methods=vanilla_kd,alra,balanced_kl"
 FOREIGN = f"{FLAGS} --methods=alra --max_steps=1 --checkpoint_every_steps=1"
 ENDLESS = (
     f"{FLAGS} --methods=alra --max_steps=50000 --schedule_steps=50000 --val_every_steps=50000 "
@@ -79,15 +79,14 @@ def together(tiny, wide, tmp_path_factory):
     root = tmp_path_factory.mktemp("several")
     sharded = "--shard=2 --micro_batch=4 --chunk_positions=7"
     two = {
-        "sums": FLAGS,
-        "sums/torn/..": FLAGS,  # process 1 reads another checkpoint
+        "sums": WITH_STATE,
+        "sums/torn/..": WITH_STATE,  # process 1 reads another checkpoint
         "shard": f"{FLAGS} --shard=2 --micro_batch=8 --chunk_positions=7",
         "cut": f"{FLAGS} {sharded}",
         "cut/": f"{FLAGS} {sharded}",  # resumes it
         "stores": f"{FLAGS} --methods=alra --teacher_cache=True",
         "reads": f"{FLAGS} --methods=alra --teacher_cache=True",
         "foreign": f"{FOREIGN} {sharded} --teacher={wide}/foreign --student={wide}/foreign",
-        "state": STATE,
         "bad": f"{FLAGS} --schedule_steps=11 --max_steps=1{{rank}}",
         "bad_teacher": f"{FLAGS} --teacher={wide}/teacher{{rank}}",
         "bad_and_restarts": f"{FLAGS} --data_dir={wide}/data{{rank}}",
@@ -111,7 +110,10 @@ def together(tiny, wide, tmp_path_factory):
 def alone(wide, tmp_path_factory):
     """The run of one process."""
     root = tmp_path_factory.mktemp("alone")
-    assert train.distil(config(wide, root, FLAGS)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "METHODS", dict(losses.METHODS))
+        world.add_objective_with_state(tmp_path_factory.mktemp("objective"))
+        assert train.distil(config(wide, root, WITH_STATE)) == 0
     return root
 
 
@@ -158,17 +160,10 @@ def test_two_processes_change_nothing_but_the_order_of_sums(together, alone):
         for file in ("teacher.jsonl", "alra/histograms.jsonl"):
             first = [read_jsonl(folder / file)[0] for folder in (alone, root / name)]
             assert_close(*first, 1e-8)
+    assert_same_run(alone, root / "sums", "balanced_kl")
+    state = world.state_of(alone, 4)
+    assert world.state_of(root / "sums", 4) == pytest.approx(state, rel=1e-6)
     assert read_json(root / "shard/run.json")["config"]["micro_batch"] == 4
-
-
-@pytest.mark.slow
-def test_the_state_of_an_objective_is_that_of_one_process(together, wide, tmp_path, monkeypatch):
-    root, _ = together
-    monkeypatch.setattr(losses, "METHODS", dict(losses.METHODS))
-    world.add_objective_with_state(tmp_path)
-    assert train.distil(config(wide, tmp_path, STATE)) == 0
-    state = world.state_of(tmp_path, 4)
-    assert world.state_of(root / "state", 4) == pytest.approx(state, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -289,8 +284,6 @@ def test_a_slurm_job_that_was_killed_queues_again_three_times_without_progress(t
         assert subprocess.run(script, cwd=tmp_path, env=env).returncode == 75
         requeued.append(len((tmp_path / "requeued").read_text().splitlines()))
     assert requeued == [1, 2, 3, 3]
-    with (tmp_path / "out/exit.json").open("w") as file:
-        file.write('{"code": 1, "step": 2}')
     write_stubs(tmp_path, {"srun": """echo '{"code": 1, "step": 2}' > out/exit.json"""})
     assert subprocess.run(script, cwd=tmp_path, env=job).returncode == 1
     assert len((tmp_path / "requeued").read_text().splitlines()) == 3

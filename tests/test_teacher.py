@@ -334,22 +334,22 @@ def test_a_layer_that_transformers_refuses_is_one_line(make):
         load(folder)
 
 
-@pytest.mark.parametrize(
-    ("family", "mask", "one"),
-    [
-        ("gpt2", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
-        ("gptj", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
-        ("gpt_neo", "transformer.h.0.attn.attention.bias", "transformer.h.0.attn.masked_bias"),
-    ],
-)
-def test_masks_that_old_checkpoints_hold_are_left_out(family, mask, one, make):
-    kinds = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}
-    keys = kinds if family == "gpt_neo" else {"rotary_dim": 4, "tie_word_embeddings": True}
-    folder = make(family, keys)
+TIED = '{"rotary_dim": 4, "tie_word_embeddings": true}'
+NEO = '{"num_layers": 2, "attention_types": [[["global", "local"], 1]]}'
+MASKED = read_table(f"""
+bias => gpt2 => {TIED}
+bias => gptj => {TIED}
+attention.bias => gpt_neo => {NEO}
+""")
+
+
+@pytest.mark.parametrize(("mask", "family", "keys"), MASKED)
+def test_masks_that_old_checkpoints_hold_are_left_out(mask, family, keys, make):
+    folder = make(family, json.loads(keys))
     file = f"{folder}/model.safetensors"
     tensors = safetensors.torch.load_file(file)
-    tensors[mask] = torch.ones(1, 1, 64, 64).tril()
-    tensors[one] = torch.tensor(-1e4)
+    tensors[f"transformer.h.0.attn.{mask}"] = torch.ones(1, 1, 64, 64).tril()
+    tensors["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
     if "lm_head.bias" in tensors:
         tensors["lm_head.bias"].zero_()
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
@@ -407,19 +407,19 @@ CONFIGS = {
     "pythia_160m": FOREIGN["pythia"],
     "smollm2_30m": NATIVE["smollm2"],
 }
-TEN_UPDATES = (
+UPDATES = (
     "--source_config=None --train_rows=100 --n_documents=None --val_rows=0 --val_share=0.1 "
-    "--seq_len=16 --max_steps=10 --schedule_steps=10 --warmup_steps=2 --batch_rows=2 "
+    "--seq_len=16 --max_steps=2 --schedule_steps=2 --warmup_steps=1 --batch_rows=2 "
     "--micro_batch=2 --compile=False --shuffle=True"
 )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path):
+def test_the_configs_of_other_teachers_train(name, make, tmp_path):
     teacher = make(*CONFIGS[name])
     text = write_text(tmp_path / "text.jsonl", 90)
     folders = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
-    flags = [f"--source={text}", f"--teacher={teacher}", *folders, *TEN_UPDATES.split()]
+    flags = [f"--source={text}", f"--teacher={teacher}", *folders, *UPDATES.split()]
     prepare.prepare(configure.load([f"config/{name}.py", *flags]))
     real = configure.load([f"config/{name}.py"])
     student = json.dumps(ONE_LAYER | {"tie_word_embeddings": "pythia" not in name})
@@ -439,9 +439,8 @@ def test_the_configs_of_other_teachers_train_ten_updates(name, make, tmp_path):
     [("qwen3", 128, 32_768), ("mistral", 64, 4096), ("llama", 64, 2048)],
 )
 def test_what_a_config_leaves_out_is_the_familys_default(family, head_dim, context, tmp_path):
-    facts = ONE_LAYER | {"hidden_size": 128, "intermediate_size": 8, "vocab_size": 9}
-    facts["num_key_value_heads"] = 2
-    write_json(tmp_path / "config.json", {"model_type": family, **facts})
+    facts = {"model_type": family, "hidden_size": 128, "vocab_size": 9, "num_key_value_heads": 2}
+    write_json(tmp_path / "config.json", ONE_LAYER | {"intermediate_size": 8} | facts)
     shape = load_config(f"{tmp_path}/config.json")
     assert (shape.head_dim, shape.max_position_embeddings) == (head_dim, context)
     assert shape.qk_norm == (family == "qwen3") and not shape.attention_bias

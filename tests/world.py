@@ -241,8 +241,8 @@ def edit(file, *changes: str):
 
 
 def read_table(text):
-    """Read lines such as "flags => message"."""
-    return [line.split(" => ") for line in text.splitlines() if line]
+    """Read lines such as "flags => message". One that ends in a backslash goes on in the next."""
+    return [line.split(" => ") for line in text.replace("\\\n", "").splitlines() if line]
 
 
 def refusal(pattern):

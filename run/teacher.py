@@ -4,8 +4,6 @@ The decoder in model.py computes the families of `model.NATIVE`, transformers al
 (run/foreign.py). Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -113,7 +111,6 @@ def is_native(name) -> bool:
     return reason is None
 
 
-@functools.cache
 def model_flops(shape, seq_len, trained: bool) -> float:
     """Return the FLOPs of one token, forward, or forward and backward, for a shape of any kind."""
     if isinstance(shape, Qwen2Config):

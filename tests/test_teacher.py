@@ -1,5 +1,6 @@
 """Teachers of any family: native ones against transformers, the others through it, and refusals."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -26,7 +27,7 @@ from run.foreign import check_logits
 from run.methods import head_losses
 from run.results import RUN
 from run.scoring import open_model
-from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher
+from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher, model_flops
 from study import scale_teacher
 from tests.world import DEMO, V, config, edit, final_bits, read_table, refusal, write_text
 from tools import sample
@@ -444,3 +445,17 @@ def test_what_a_config_leaves_out_is_the_familys_default(family, head_dim, conte
     shape = load_config(f"{tmp_path}/config.json")
     assert (shape.head_dim, shape.max_position_embeddings) == (head_dim, context)
     assert shape.qk_norm == (family == "qwen3") and not shape.attention_bias
+
+
+def test_flops_of_a_shape_with_scaled_rotary_angles():
+    """Its settings are a dict, which no cache can hash; they change no FLOPs."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    shape = Qwen2Config(32, 64, 2, 4, 2, vocab_size=50, rope_scaling=scaling)
+    plain = dataclasses.replace(shape, rope_scaling=None)
+    assert model_flops(shape, 13, True) == model_flops(plain, 13, True) > 0

@@ -182,10 +182,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     n_valid = 0
     for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
-        inputs = []
-        for s, method in zip(students, methods, strict=True):
-            h_s = s.model.hidden(x, cfg.recompute, dtype)
-            inputs.append((h_s, s.model.head, method))
+        h_s = [s.model.hidden(x, cfg.recompute, dtype) for s in students]
+        heads = [s.model.head for s in students]
+        inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
         for s, (loss, terms) in zip(students, results, strict=True):
@@ -204,9 +203,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
+            for group in s.parameter_groups():
+                group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             if s.state:
                 advance_state(s, n_valid)

@@ -398,6 +398,7 @@ def load_tensors(path, s):
     saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
     copy_tensors(saved_weights(path, s.model), s.model)
     copy_tensors(saved["extras"], s.extras)
+    s.parameter_groups()  # with `initial`
     for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
         load_optimizer(optimizer, values)
 

@@ -192,7 +192,7 @@ def add_chunks(losses, teacher, y, batch: slice, chunk):
         for here in chunks:
             z_t = teacher.logits(here)
             for loss, values in statistics.items():
-                values.append(loss.statistic(loss.method, loss.logits(here), z_t, y[here]))
+                values.append(loss.statistic(here, z_t))
     for loss, values in statistics.items():
         statistics[loss] = torch.cat(values)
     for here, place in zip(chunks, places, strict=True):
@@ -222,12 +222,10 @@ class HeadLoss(Head):
         self.y = y.flatten()
         self.method = method
         self.evaluate = evaluate
-        self.statistic = statistic
         if "generator" in method.hyper:
             self.evaluate = evaluate_random
         elif compile:
             self.evaluate = compiled(evaluate, y.device.type)
-            self.statistic = compiled(statistic, y.device.type)
 
     def add(self, here, z_t, method, n=None):
         """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
@@ -242,6 +240,13 @@ class HeadLoss(Head):
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])
         self.sums.update(sums)  # adds
+
+    def statistic(self, here, z_t) -> Tensor:
+        """Return what the objective must know of every position of a forward batch, [N]."""
+        fn = statistic
+        if self.evaluate is not evaluate:
+            fn = compiled(statistic, z_t.device.type)
+        return fn(self.method, self.logits(here), z_t, self.y[here])
 
     def result(self, n_batches):
         """Return the loss with its gradients attached, and the means of its terms."""

@@ -32,8 +32,7 @@ class Student:
     name: str  # METHOD or METHOD@LABEL; also the name of the student's folder
     model: Qwen2  # or a `Foreign` (run/foreign.py)
     extras: nn.ModuleDict  # for terms of your own: trained, in checkpoints, never in model/
-    # each for some of the parameters; a group's "initial" has the entries that it was made with
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: list[torch.optim.Optimizer]  # each for some of the parameters
     folder: Path
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
@@ -50,12 +49,17 @@ class Student:
     def __post_init__(self):
         # what is trained
         self.parameters = [*self.model.parameters(), *self.extras.parameters()]
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["initial"] = {key: group[key] for key in group if key != "params"}
+
+    def parameter_groups(self) -> list[dict]:
+        """Return the optimizers' groups. `initial` has the entries that a group was made with."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group in groups:
+            group.setdefault("initial", {key: group[key] for key in group if key != "params"})
+        return groups
 
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
+        self.parameter_groups()  # checkpoints tell settings from state by `initial`
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         extras = self.extras.state_dict()
         return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}

@@ -76,15 +76,6 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
             yield x, y, n_valid, h_t
 
 
-def timed(batches: Iterable, run) -> Iterator:
-    """Yield the batches. The time that they take is added to `run.wait_sec`."""
-    began = time.perf_counter()
-    for batch in batches:
-        run.wait_sec += time.perf_counter() - began
-        yield batch
-        began = time.perf_counter()
-
-
 # ----------------------------------------------------------------------------------------------
 # students
 
@@ -195,9 +186,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         n_valid += n
     if n_processes > 1:
         for s in students:
-            parallel.sum_gradients(s.parameters)
+            parallel.sum_gradients(s.parameters())
 
-    norms = [clip_gradients(s.parameters, cfg.clip) for s in students]
+    norms = [clip_gradients(s.parameters(), cfg.clip) for s in students]
     norms = torch.stack(norms).tolist()  # one wait for the device, for all students
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
@@ -229,7 +220,7 @@ def loop(run, rows, val, teacher, students):
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
-    stream = timed(stream, run)
+    stream = run.timed(stream)
     bar = progress_bar(run)
     run.start_clock()
 
@@ -248,9 +239,8 @@ def loop(run, rows, val, teacher, students):
             log_validation(live, validate(live, teacher, val, cfg), val, run)
         if live and run.save:
             save_checkpoints(live, run)
-        if (
-            run.step == run.first_step + 1
-        ):  # all is compiled: signals wait for an update from now on
+        if run.step == run.first_step + 1:
+            # all is compiled: signals wait for an update from now on
             ending.finish_updates()
             run.began = time.perf_counter()
         bar.update()

@@ -48,14 +48,6 @@ LOGGED = (
     "eta_sec",
     "time",
 )
-# Settings of torch's Inductor that suit tensors of [N, V]. It would move the block sums of one loss
-# away from those of another, and store what takes some operations more to compute again: ALRA
-# would move 1.75 GB instead of 1.43 at N = 512, V = 151,936, and RLD 3.9 instead of 1.7.
-FEWER_PASSES = {
-    "reorder_for_locality": False,
-    "realize_reads_threshold": 5,
-    "realize_opcount_threshold": 50,
-}
 RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # names that no part of an objective may have
 
 # ----------------------------------------------------------------------------------------------
@@ -254,6 +246,16 @@ class HeadLoss(Head):
         n_valid = self.sums.pop("n_valid").clamp(min=1)
         terms = {key: value / n_valid for key, value in self.sums.items()}
         return loss / n_batches, terms
+
+
+# Settings of torch's Inductor that suit tensors of [N, V]. It would move the block sums of one loss
+# away from those of another, and store what takes some operations more to compute again: ALRA
+# would move 1.75 GB instead of 1.43 at N = 512, V = 151,936, and RLD 3.9 instead of 1.7.
+FEWER_PASSES = {
+    "reorder_for_locality": False,
+    "realize_reads_threshold": 5,
+    "realize_opcount_threshold": 50,
+}
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,16 +46,16 @@ class Student:
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     next_state: dict[str, Tensor] = field(default_factory=Counter)  # fp64, over an update's labels
 
-    def __post_init__(self):
-        # what is trained
-        self.parameters = [*self.model.parameters(), *self.extras.parameters()]
-
     def parameter_groups(self) -> list[dict]:
         """Return the optimizers' groups. `initial` has the entries that a group was made with."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group in groups:
             group.setdefault("initial", {key: group[key] for key in group if key != "params"})
         return groups
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what is trained: the parameters of the model and of the extras."""
+        return [*self.model.parameters(), *self.extras.parameters()]
 
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
@@ -111,6 +111,14 @@ class Run:
     def is_due(self, every: int | None) -> bool:
         """Return whether the step is a multiple of `every`, or the last step of the run."""
         return self.step == self.cfg.max_steps or (every is not None and self.step % every == 0)
+
+    def timed(self, batches: Iterable) -> Iterator:
+        """Yield the batches. The time that they take is added to `wait_sec`."""
+        began = time.perf_counter()
+        for batch in batches:
+            self.wait_sec += time.perf_counter() - began
+            yield batch
+            began = time.perf_counter()
 
     def count_update(self, n_valid: int, has_signal: bool):
         """Count an update of `n_valid` labels, and learn whether to stop or to save after it.

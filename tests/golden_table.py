@@ -119,11 +119,14 @@ class Case(NamedTuple):
     label: str
     arrays: dict
 
+    def below(self, kind):
+        """What stands under hp/ (settings) or part/ (components)."""
+        prefix = f"{kind}/"
+        return {k.removeprefix(prefix): v for k, v in self.arrays.items() if k.startswith(prefix)}
+
     @property
     def settings(self):
-        prefix = "hp/"
-        keys = [key for key in self.arrays if key.startswith(prefix)]
-        return {key.removeprefix(prefix): self.arrays[key].item() for key in keys}
+        return {key: value.item() for key, value in self.below("hp").items()}
 
     @property
     def logits(self):

@@ -15,6 +15,7 @@ from unittest import mock
 import matplotlib
 import pandas as pd
 import pytest
+import scipy.stats
 import zstandard
 
 import configure
@@ -749,6 +750,23 @@ def test_a_committed_study_is_what_its_plan_says(study):
         assert x["val_ce"] == trial["val_ce"]
     keys = {(record.record_hash(x["made_by"]), x["step"]) for x in facts}
     assert len(keys) == len(facts)  # no student is there twice
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_stranger_recomputes_a_report_from_its_files(study):
+    """Differences to vanilla KD and their intervals, with pandas and scipy alone."""
+    students = pd.read_json(RESULTS / study / "students.jsonl.zst", lines=True).set_index("name")
+    plan = json.loads((RESULTS / study / "plan.json").read_text())
+    planned = pd.DataFrame(plan["students"]).join(students["ce"], on="name")
+    ces = planned.pivot(index="seed", columns="method", values="ce")
+    report = (RESULTS / study / "README.md").read_text()
+    table = report.split(": difference to vanilla_kd")[1].split("\n\n")[1]
+    rows = re.findall(r"^\| (\S+)(?: †)? \| (\S+) ± ([\d.]+),", table, re.M)  # of several seeds
+    for method, mean, half in rows:
+        gain = (ces[method] - ces["vanilla_kd"]).dropna()
+        t = scipy.stats.t.ppf(0.975, len(gain) - 1)
+        assert (f"{gain.mean():+.4f}", f"{t * gain.sem():.4f}") == (mean, half), method
+    assert len(rows) == len(table.splitlines()) - 2 - (study == "smollm2") * 2
 
 
 @pytest.mark.parametrize("study", STUDIES)

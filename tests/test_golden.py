@@ -1,11 +1,13 @@
-"""The recorded numbers of the authors' codes: loss and gradient."""
+"""The recorded numbers of the authors' codes: loss, gradient, and the parts that the files hold."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+import losses
 from tests import golden_table
-from tests.golden_table import BARS, names
+from tests.golden_table import BARS, call, cases, names
 
 VECTORS = golden_table.read()
 # what FOLDER was thinned from
@@ -38,3 +40,21 @@ def test_every_file_is_read_and_every_first_tier_objective_has_vectors():
     assert first_tier <= {v.objective for v in VECTORS}
     assert len(files) == 26
     assert len(VECTORS) > 100
+
+
+@pytest.mark.parametrize("pair", ["swpra", "pra", "pra_u"])
+def test_the_pieces_of_alra(pair):
+    names = {"pair": pair, "support": "E_loc", "mass": "mass", "local": "local", "rest": "rest"}
+    names["d_u"] = "d_u"
+    for case in cases("ref_alra"):
+        z_s, z_t, y = case.logits
+        _, keywords = call("ref_alra", case.settings, z_s.shape[1])
+        terms = losses.alra(z_s, z_t, y, **keywords | {"pair": pair})
+        parts = {key: torch.from_numpy(part) for key, part in case.below("part").items()}
+        for key, recorded in names.items():
+            got = getattr(terms, key)
+            expected = parts[recorded].flatten().to(got.dtype)
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12, msg=case.label)
+        for u, d_u in enumerate(terms.d_u):
+            local = terms.tokens[u, :d_u].sort().values
+            assert torch.equal(local, parts["local_set"][u].nonzero().flatten())

@@ -18,6 +18,27 @@ from tests import test_head
 from tests.test_losses import case, kd, value_and_gradient
 
 
+@pytest.mark.parametrize("mu", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_akls_head_is_found_to_the_last_token(dtype, mu):
+    z_s, z_t, _ = case(seed=3, n=17, v=997, teacher=2.0, dtype=dtype)
+    p, order = z_t.softmax(-1).sort(descending=True)
+    q = z_s.softmax(-1).gather(1, order)
+    error = (p - q).abs()
+    head = p.cumsum(-1) <= mu
+    head[:, 0] = True
+    expected = (error * head).sum(-1) / error.sum(-1)
+    (share,) = losses._head_share(z_s.softmax(-1), z_t.log_softmax(-1), mu).T
+    assert_close(share, expected)
+
+
+def test_akl_at_equality_is_zero():
+    _, z_t, y = case(dtype=torch.float32)
+    loss, gradient = value_and_gradient(losses.akl, z_t, z_t, y)  # its weight is 0 / 0
+    assert not loss.any()
+    assert gradient.abs().max() < 1e-6
+
+
 def test_standardized_logits():
     z_s, z_t, y = case(ignored=())
     logit_std = functools.partial(kd, "logit_std")

@@ -790,6 +790,19 @@ def test_tensorboard_and_wandb_get_the_records_of_the_log(tmp_path, monkeypatch,
         assert board.add_scalar.call_args_list == scalars
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_records_wait_for_room_on_the_disk(tmp_path, printed):
+    file = tmp_path / "log.jsonl"
+    file.symlink_to("/dev/full")
+    for step in range(4):
+        if step == 2:
+            file.unlink()
+        log.append(file, {"step": step})
+    assert [r["step"] for r in world.read_jsonl(file)] == [0, 1, 2, 3]
+    message = f"{file}: cannot be written ([Errno 28] {FULL}); free some space or check"
+    assert printed().count(message) == 1
+
+
 def test_a_student_that_diverges_is_told(tmp_path, monkeypatch, printed, run):
     ces = iter([8.1, 8.2, 8.3, 8.4, 8.5, math.nan])  # ln V is 8.32
     validate = train.validate

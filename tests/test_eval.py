@@ -24,6 +24,7 @@ from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, Rows
+from lib.tokens import leading_bos
 from model import Qwen2
 from run.tables import read_results
 from run.teacher import Teacher, load_teacher
@@ -396,7 +397,7 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
         names = [name for name, part in published if part == split]
     tokenizer = load_tokenizer(str(folder))
     theirs = lm_evals_own(folder, tokenizer)
-    bos = ev.leading_bos(tokenizer)
+    bos = leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
     (a, of_a), (b, of_b) = (bench(lm, names, f"{flags} --log_samples") for lm in (ours, theirs))
     for name in names:
@@ -710,7 +711,7 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
         sample.main([f"{out}/alra", "--prompt", "\udcff"])
     short = dataclasses.replace(STUDENT, max_position_embeddings=4)
     make_model(short, 5, 7.0).save_pretrained(tmp_path / "short", tokenizer)
-    opened = sample.open_model(str(tmp_path / "short"), {})
+    opened = sample.open_checkpoint(str(tmp_path / "short"))
     args = SimpleNamespace(tokens=99, temperature=0)
     assert len(sample.generate(opened, [5, 7], args)) == 4 + 1
 

@@ -49,7 +49,7 @@ SCORED = {  # of figures or of scores
     "sums": ("lib/metrics.py", "= teacher.ce\n", "= ce\n", "lib.metrics"),
     "decoder": ("model.py", "F.silu(self", "F.gelu(self", "model"),
     "requests": ("eval.py", "tokens // longest", "tokens // 2 // longest", "Scorer"),
-    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "task_config"),
+    "prompts": ("eval.py", '"num_fewshot": 0', '"num_fewshot": 1', "benchmark"),
     "bytes": ("lib/tokens.py", "def token_bytes(", "def token_bytes(_, ", "lib.tokens"),
 }
 NOT_COUNTED = {

@@ -36,15 +36,14 @@ import torch
 
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_lines, writing
-from lib.hf import load_tokenizer
 from lib.metrics import logits_of
-from losses import default_settings, resolve
+from losses import resolve
 from run.identity import content_hash
 from run.methods import LOGGED
 from run.paper import NAMES
-from run.results import read_log, training_facts
-from run.scoring import check_content
-from run.teacher import load_teacher
+from run.results import read_log
+from run.scoring import check_content, open_checkpoint
+from run.teacher import Teacher, load_teacher
 
 PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other terms follow
     "val_ce": "held-out cross-entropy, nats/token",
@@ -272,32 +271,27 @@ def choices(text, folder) -> list[dict]:
     that teacher and student give them, how many are local, and whether the first was an anchor
     that the student had not proposed.
     """
-    kept = sorted(folder.glob("checkpoints/step_*/model"))
-    settings = default_settings(resolve(folder.name).fn)
-    if not kept or "d_max" not in settings:
-        raise UserError(
-            f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
-        )
-    facts = training_facts(kept[-1])
-    cfg = configure.Config(**facts["config"])
-    method = resolve(folder.name, **cfg.overrides_of(folder.name))
-    tau = (settings | method.hyper)["tau"]
-    check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), facts["made_by"])
-    tokenizer = load_tokenizer(str(kept[-1]))
-    first = tokenizer.eos_token_id if facts["bos"] is None else facts["bos"]
-    ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
-    z_s = logits(kept[-1], ids)
-    z_t = logits(cfg.teacher, ids)[:, : z_s.shape[1]]
+    c = open_checkpoint(str(folder))
+    hyper = c.run["made_by"]["hyper"] if c.run else {}
+    if "d_max" not in hyper:
+        raise UserError(f"{folder}: expected a student of ALRA")
+    cfg = configure.Config(**c.run["config"])
+    check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), c.run)
+    cpu = torch.device("cpu")
+    ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
+    z_s = logits(c.load(torch.float32, cpu), ids)
+    z_t = logits(load_teacher(cfg.teacher, torch.float32, cpu, vocab_size=c.n_vocab), ids)
+    method = resolve(c.run["method"], **cfg.overrides_of(c.run["method"]))
     terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
-    p_s = (z_s / tau).softmax(-1)
-    p_t = (z_t / tau).softmax(-1)
+    p_s = (z_s / hyper["tau"]).softmax(-1)
+    p_t = (z_t / hyper["tau"]).softmax(-1)
     records = []
     for u, candidates in enumerate(terms.tokens):
         proposed = z_s[u].topk(len(candidates)).indices
         records.append(
             {
-                "before": tokenizer.decode(ids[1 : u + 1]),
-                "candidates": [ascii(tokenizer.decode([token])) for token in candidates],
+                "before": c.tokenizer.decode(ids[1 : u + 1]),
+                "candidates": [ascii(c.tokenizer.decode([token])) for token in candidates],
                 "teacher": p_t[u, candidates].tolist(),
                 "student": p_s[u, candidates].tolist(),
                 "d_u": int(terms.d_u[u]),
@@ -307,10 +301,9 @@ def choices(text, folder) -> list[dict]:
     return records
 
 
-def logits(model, ids):
-    """Return a model's logits [N, V], which predict the ids after the first."""
-    loaded = load_teacher(str(model), torch.float32, torch.device("cpu"))
-    return logits_of(loaded.hidden(ids[None, :-1])[0], loaded.head)
+def logits(model: Teacher, ids):
+    """Return the logits [N, V] that predict the ids after the first."""
+    return logits_of(model.hidden(ids[None, :-1])[0], model.head)
 
 
 def sentence(records, path):

@@ -24,7 +24,6 @@ from losses import METHODS
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.foreign import check_logits
 from run.methods import head_losses
-from run.results import RUN
 from run.scoring import open_checkpoint
 from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher
 from study import scale_teacher

@@ -294,7 +294,11 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     models = {step: make_model(STUDENT, seed=step) for step in (0, 2, 9)}
     teacher = make_model()
     teacher.save_pretrained(tmp_path / "t", tokenizer)
-    config = {"teacher": f"{tmp_path}/t", "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
+    config = {
+        "out_dir": "run",
+        "teacher": f"{tmp_path}/t",
+        "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}},
+    }
     for step, model in models.items():
         checkpoint = student / f"checkpoints/step_{step:08d}"
         model.save_pretrained(checkpoint / "model", tokenizer)

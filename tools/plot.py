@@ -5,7 +5,7 @@
     python tools/plot.py out/demo/alra --text="import os"    what ALRA chooses at three tokens
 
 Pictures go into the first folder given, or into --out. Budget and anchoring need
-`histogram_every_steps`. A sentence shows three tokens at the newest checkpoint. The data of all its
+`histogram_every_steps`. A sentence shows the last three tokens of a text. The data of all its
 tokens go into sentence.jsonl beside the picture; without --text the picture is drawn from them.
 """
 

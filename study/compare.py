@@ -145,8 +145,13 @@ def check_folder(out):
 def compare(spec, cfg, choices: dict):
     """Make trials, students and scores, and write down which students the report shows."""
     file = spec.out / "plan.json"
-    plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
-    plan |= {"shared": {}, "students": [], "trials": []}
+    plan = {
+        "config": asdict(cfg),
+        "trial_steps": spec.trial_steps or cfg.max_steps,
+        "shared": {},
+        "students": [],
+        "trials": [],
+    }
     if not file.exists():
         write_json(file, plan)  # the folder is a study's from now on
     (spec.out / "runs").mkdir(exist_ok=True)
@@ -161,17 +166,14 @@ def compare(spec, cfg, choices: dict):
     plan["trials"] = run_trials(spec, cfg, choices)
     chosen = best_settings(plan["trials"])
     failed = {x["method"] for x in plan["trials"]} - chosen.keys()  # all trials; has no rate
-    students = plan_students(spec, cfg, chosen)
-    ready = [s for s in students if s.methods[0] not in failed]
-    train(ready, cfg, spec)
-    score(ready, n_rows, cfg, spec)
+    students = [s for s in plan_students(spec, cfg, chosen) if s.methods[0] not in failed]
+    train(students, cfg, spec)
+    score(students, n_rows, cfg, spec)
     record = on_record(cfg, spec.out)
     for s in students:
         facts = record.get(recipe(s), {})
-        line = {"method": s.methods[0], "seed": s.seed, "name": None}
-        if s in ready and is_scored(s, facts, n_rows):
-            line["name"] = facts["name"]
-        plan["students"].append(line)
+        name = facts["name"] if is_scored(s, facts, n_rows) else None
+        plan["students"].append({"method": s.methods[0], "seed": s.seed, "name": name})
     write_json(file, plan)
 
 
@@ -209,7 +211,7 @@ def run(script, *argv) -> int:
 def values_to_try(spec, cfg) -> dict:
     """Return the values to try by method and setting; those of "" are the rates of all methods."""
     choices = {}
-    if [*spec.tune] == ["none"]:
+    if spec.tune == ("none",):
         return choices
     for text in spec.tune:
         key, _, values = text.partition("=")

@@ -94,8 +94,6 @@ from run.results import left_out, students_of
 from run.scoring import Checkpoint, check_content, decoder_edits, open_checkpoint, scoring_code
 from run.teacher import Teacher, check_teacher, load_teacher
 
-N_AT_ONCE = 256  # positions whose logits exist at a time
-
 
 def score(args):
     """Score all checkpoints and print their tables. Results are written as they are computed.
@@ -124,27 +122,28 @@ def score(args):
             "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
         )
     results = []
-    refused = []
+    refused = {}  # task -> why an item has no score
     if data_dir:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
-        results += [score_tasks(c, items, args, device, refused) for c in checkpoints]
+        for c in checkpoints:
+            results += score_tasks(c, items, args, device, refused)
     from run.tables import tables_of  # imports pandas, which takes a second
 
     try:
-        print(tables_of([x for x in results if x["values"]], args.reference, args.metric))
+        print(tables_of(results, args.reference, args.metric))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
     if refused:
-        raise UserError("; ".join(dict.fromkeys(refused)))
+        raise UserError("; ".join(refused.values()))
 
 
 # ----------------------------------------------------------------------------------------------
 # the tasks
 
 
-def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: list) -> dict:
-    """Write a checkpoint's scores on each task, and return them all.
+def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: dict) -> list[dict]:
+    """Write and return a checkpoint's scores, a result for each task.
 
     With `--log_samples` every item is written with its scores.
 
@@ -159,18 +158,17 @@ def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: l
         "limit": args.limit,
     }
     scored = {"scoring_code": scoring_code("tasks")}
-    result = {}
-    values = {}
+    results = []
     for name, chosen in items.items():
         try:
-            values[name], samples = benchmark(scorer, name, chosen, args)
+            scores, samples = benchmark(scorer, name, chosen, args)
         except UserError as error:
-            refused.append(str(error))
+            refused[name] = str(error)
             continue
-        result = write(args.split, {name: values[name]}, protocol, scored, c, device)
+        results.append(write(args.split, {name: scores}, protocol, scored, c, device))
         if args.log_samples:
             write_lines(c.results / f"samples_{args.split}_{name}.jsonl", samples)
-    return result | {"values": values}
+    return results
 
 
 class Scorer(TemplateLM):
@@ -236,40 +234,34 @@ class Scorer(TemplateLM):
                 )
             rows.append((tuple(context_ids + ids)[-(self.max_length + 1) :], len(ids)))
         # Longest first: a batch that does not fit in memory fails at once.
-        waiting = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
-        scores = {}
-        with progress(total=len(waiting), desc="scoring", disable=disable_tqdm or None) as bar:
-            while waiting:
-                longest = len(waiting[0][0])
-                n = max(1, self.batch_tokens // longest)
-                batch = [row for row in waiting[:n] if len(row[0]) > 0.75 * longest]
-                scores |= zip(batch, self._score(batch), strict=True)
-                bar.update(len(batch))
-                del waiting[: len(batch)]
+        unique = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
+        model = (lambda x: self.model.hidden(x).float(), self.head)
+        batches = self.batches(unique, disable_tqdm)
+        (sums,) = metrics.sums_by_part([model], None, batches, len(unique))
+        logp = (-sums["ce"]).tolist()
+        is_greedy = (sums["right"] == sums["n"]).tolist()
+        scores = dict(zip(unique, zip(logp, is_greedy, strict=True), strict=True))
         return [scores[row] for row in rows]
 
-    @torch.inference_mode()
-    def _score(self, rows) -> list[tuple[float, bool]]:
-        """Score rows (ids, how many of them are scored) of one batch, the longest first."""
-        x = torch.zeros(len(rows), len(rows[0][0]) - 1, dtype=torch.int64)
-        y = torch.full_like(x, IGNORE)
-        for i, (ids, n_scored) in enumerate(rows):
-            n_inputs = len(ids) - 1  # what follows is padding, which no position before it sees
-            x[i, :n_inputs] = torch.tensor(ids[:-1])
-            y[i, n_inputs - n_scored : n_inputs] = torch.tensor(ids[-n_scored:])
-        scored = y != IGNORE
-        h = self.model.hidden(x.to(self.head.device))[scored].float()  # [N, D]
-        targets = y[scored].to(h.device)  # [N]
-        logp = []
-        greedy = []
-        for h_part, target in zip(h.split(N_AT_ONCE), targets.split(N_AT_ONCE), strict=True):
-            logp_part = metrics.logits_of(h_part, self.head).log_softmax(-1)
-            logp.append(metrics.pick(logp_part, target))
-            greedy.append(logp_part.argmax(-1) == target)
-        lengths = [n_scored for _, n_scored in rows]
-        logp = torch.cat(logp).cpu().double().split(lengths)
-        greedy = torch.cat(greedy).cpu().split(lengths)
-        return [(float(a.sum()), bool(b.all())) for a, b in zip(logp, greedy, strict=True)]
+    def batches(self, rows, disable_tqdm):
+        """Yield rows, the longest first, as batches of `metrics.sums_by_part`: a part is a row."""
+        first = 0
+        with progress(total=len(rows), desc="scoring", disable=disable_tqdm or None) as bar:
+            while first < len(rows):
+                longest = len(rows[first][0])
+                waiting = rows[first : first + max(1, self.batch_tokens // longest)]
+                batch = [row for row in waiting if len(row[0]) > 0.75 * longest]
+                x = torch.zeros(len(batch), longest - 1, dtype=torch.int64)
+                y = torch.full_like(x, IGNORE)
+                for i, (ids, n_scored) in enumerate(batch):
+                    n_inputs = len(ids) - 1  # what follows is padding, which no label sees
+                    x[i, :n_inputs] = torch.tensor(ids[:-1])
+                    y[i, n_inputs - n_scored : n_inputs] = torch.tensor(ids[-n_scored:])
+                row = torch.arange(first, first + len(batch))[:, None].expand_as(x)
+                part, x, y = (tensor.to(self.head.device) for tensor in (row, x, y))
+                yield part, x, y, None
+                bar.update(len(batch))
+                first += len(batch)
 
     generate_until = loglikelihood_rolling = None  # none of the nine tasks asks for them
 
@@ -304,7 +296,7 @@ def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list
     instances = loaded["tasks"][name].instances
     prompts = "".join(json.dumps(instance.args) for instance in instances)
     scores = values | {
-        "n": len({instance.doc_id for instance in instances}),
+        "n": len(test_set),
         "n_rows": len(items.rows),
         "n_paper": getattr(TASKS[name], args.split)[1],
         "source": items.source,

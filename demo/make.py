@@ -48,8 +48,8 @@ GENERATED = re.compile(
 
 def make_text():
     documents = without_near_duplicates()
-    totals = accumulate(len(document["text"]) for document in documents)
-    n = 1 + sum(total < TEXT_CHARS for total in totals)
+    lengths = [len(document["text"]) for document in documents]
+    n = 1 + sum(total < TEXT_CHARS for total in accumulate(lengths))
     write_documents(TEXT, documents[:n], 22)
     write_documents(TEACHER_TEXT, documents[n:], 3)
     print(f"{TEXT}: {n} documents, {TEACHER_TEXT}: {len(documents) - n}")
@@ -86,7 +86,7 @@ def package_files():
 
 
 def is_prose_or_code(text) -> bool:
-    """Whether a text is neither very short nor very long, nor generated, nor a table of data."""
+    """Return whether a text is neither short nor long, nor generated, nor a table of data."""
     return (
         500 <= len(text) <= 200_000
         and max(map(len, text.split("\n"))) <= 1000
@@ -119,13 +119,11 @@ def make_tokenizer():
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     ).save_pretrained(TEACHER)
-    print(f"{TEACHER}: a tokenizer of {tokenizer.get_vocab_size()} tokens")
 
 
 def copy_weights(folder):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TEACHER)
     Qwen2.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(TEACHER, tokenizer)
-    print(f"{TEACHER}: the weights of {folder} in bf16")
 
 
 if __name__ == "__main__":

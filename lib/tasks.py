@@ -89,15 +89,13 @@ NO_STORYCLOZE = (
     "--storycloze; without it averages are over 8 of 9 tasks"
 )
 # The headings of its authors' CSV -> lm-eval's fields.
-STORY_FIELDS = {
-    "InputSentence1": "input_sentence_1",
-    "InputSentence2": "input_sentence_2",
-    "InputSentence3": "input_sentence_3",
-    "InputSentence4": "input_sentence_4",
-    "RandomFifthSentenceQuiz1": "sentence_quiz1",
-    "RandomFifthSentenceQuiz2": "sentence_quiz2",
-    "AnswerRightEnding": "answer_right_ending",
-}
+STORY_HEADINGS = (
+    "InputSentence1 InputSentence2 InputSentence3 InputSentence4 "
+    "RandomFifthSentenceQuiz1 RandomFifthSentenceQuiz2 AnswerRightEnding"
+)
+STORY_FIELDS = dict(
+    zip(STORY_HEADINGS.split(), TASKS["storycloze_2016"].fields.split(), strict=True)
+)
 
 
 # What `check_item` asks of an item, and the fields that are not texts.
@@ -258,12 +256,12 @@ def read_stories(file) -> list[dict]:
 
 def read_file(file) -> list[dict]:
     """Return the rows of a JSONL or CSV file."""
-    if file.suffix not in (".jsonl", ".csv"):
-        raise UserError(f"{file}: expected one of .jsonl, .csv")
     with reading(file, "fetch it again"):
         text = file.read_bytes().decode("utf-8-sig")
         if file.suffix == ".csv":
             return list(csv.DictReader(io.StringIO(text, newline="")))
+    if file.suffix != ".jsonl":
+        raise UserError(f"{file}: expected one of .jsonl, .csv")
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         with reading(f"{file}, line {number}", "correct or remove it"):

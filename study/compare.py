@@ -159,10 +159,10 @@ def compare(spec, cfg, choices: dict):
         raise UserError("prepare.py: made no rows; see its message above")
     plan["shared"] = shared_record(cfg, file)
     n_held_out = len(open_rows(cfg.data_dir, "val")[0])
-    if cfg.val_max_rows is None or cfg.val_max_rows >= n_held_out:
+    n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
+    if n_rows < 1:
         what = "trials use these rows, scores the later ones"
         raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n_held_out}")
-    n_rows = min(spec.rows, n_held_out - cfg.val_max_rows)
     plan["trials"] = run_trials(spec, cfg, choices)
     chosen = best_settings(plan["trials"])
     failed = {x["method"] for x in plan["trials"]} - chosen.keys()  # all trials; has no rate

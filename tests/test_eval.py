@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 
 import configure
 import eval as ev
-from lib import tasks
+from lib import metrics, tasks
 from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
@@ -240,7 +240,8 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
         tail = rng.integers(1, 311, rng.integers(1, 13))
         pairs.append((rng.integers(1, 311, length).tolist(), tail.tolist()))
     assert sum(len(head + tail) > 32 for head, tail in pairs) > 1  # these lose their beginning
-    monkeypatch.setattr(ev, "N_AT_ONCE", 7)
+    monkeypatch.setattr(metrics, "MIN_POSITIONS", 7)
+    monkeypatch.setitem(metrics.N_LOGITS, "cpu", 1)
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
     scores = score_ids(scorer, pairs * 2)
     assert scores[:31] == scores[31:]

@@ -480,14 +480,13 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
     """
     if value:
         return None if value == "none" else value
-    values = dict.fromkeys(c.run["config"].get(key) for c in checkpoints if c.run)
-    values.pop(None, None)
+    values = {c.run["config"].get(key) for c in checkpoints if c.run} - {None}
     if len(values) > 1:
         raise UserError(
-            f"{key}: {' in one run, '.join(values)} in another; score them apart, or set --rows "
-            "or --teacher"
+            f"{key}: {' in one run, '.join(sorted(values))} in another; score them apart, or set "
+            "--rows or --teacher"
         )
-    return next(iter(values), None)
+    return max(values, default=None)
 
 
 def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, device) -> dict:

@@ -52,7 +52,6 @@ def make_text():
     n = 1 + sum(total < TEXT_CHARS for total in accumulate(lengths))
     write_documents(TEXT, documents[:n], 22)
     write_documents(TEACHER_TEXT, documents[n:], 3)
-    print(f"{TEXT}: {n} documents, {TEACHER_TEXT}: {len(documents) - n}")
 
 
 def write_documents(file, documents, level):

@@ -99,6 +99,7 @@ def arguments(argv, load=configure.load) -> tuple:
         keys[key] = checked(f"--{key}", keys[key], kind)
     spec = SimpleNamespace(**keys)
     spec.out = Path(spec.out)
+    spec.trial_steps = spec.trial_steps or cfg.max_steps
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     return spec, cfg
@@ -147,7 +148,7 @@ def compare(spec, cfg, choices: dict):
     file = spec.out / "plan.json"
     plan = {
         "config": asdict(cfg),
-        "trial_steps": spec.trial_steps or cfg.max_steps,
+        "trial_steps": spec.trial_steps,
         "shared": {},
         "students": [],
         "trials": [],
@@ -232,7 +233,7 @@ def run_trials(spec, cfg, choices: dict) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     if not choices:
         return []
-    share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
+    share = spec.trial_steps / cfg.max_steps
     cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]

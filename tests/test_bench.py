@@ -12,7 +12,6 @@ from tests.world import ROOT, refusal
 from tools import bench
 
 CPU = torch.device("cpu")
-needs_peak = pytest.mark.skipif(not bench.PEAK.exists(), reason="no peak memory is known here")
 
 
 def test_ratios_are_those_of_the_rounds():
@@ -21,7 +20,6 @@ def test_ratios_are_those_of_the_rounds():
     assert bench.row("fast", fast, slow) == "| fast | 3.00 [1.50, 4.00] | 1.50 | 2.0000 | 6 |"
 
 
-@needs_peak
 def test_memory_is_the_peak_and_not_what_is_left():
     _, mib = bench.measure(lambda: torch.ones(64 * 2**18).sum() and None, CPU, 1)  # 64 MiB
     assert 60 < mib < 80

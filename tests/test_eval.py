@@ -833,5 +833,5 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
         world.edit(alra / "run.json", f'made_by.{key}_sha256="another"')
         assert f"{name}: its content has changed since the student was trained" in error(alra)
     world.edit(alra / "run.json", 'config.data_dir="elsewhere"')
-    problem = f"data_dir: elsewhere in one run, {data_dir} in another"
+    problem = f"data_dir: {data_dir} in one run, elsewhere in another"
     assert f"{problem}; score them apart, or set --rows" in error(out)

@@ -43,7 +43,7 @@ from run.methods import LOGGED
 from run.paper import NAMES
 from run.results import read_log
 from run.scoring import check_content, open_checkpoint
-from run.teacher import Teacher, load_teacher
+from run.teacher import load_teacher
 
 PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other terms follow
     "val_ce": "held-out cross-entropy, nats/token",
@@ -244,19 +244,17 @@ def draw_histograms(logs, out) -> list[str]:
     """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
-        if panels:
-            n_rows = -(-len(panels) // 3)
-            n_columns = min(len(panels), 3)
-            figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
-            for i, (title, lines) in enumerate(panels.items(), 1):
-                lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
-            save(figure, out / f"{name}.png")
-            drawn.append(name)
-        else:
-            print(
-                f"no {name}.png: no data; train ALRA with --histogram_every_steps=N",
-                file=sys.stderr,
-            )
+        if not panels:
+            need = "no data; train ALRA with --histogram_every_steps=N"
+            print(f"no {name}.png: {need}", file=sys.stderr)
+            continue
+        n_columns = min(len(panels), 3)
+        n_rows = -(-len(panels) // 3)
+        figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
+        for i, (title, lines) in enumerate(panels.items(), 1):
+            lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
+        save(figure, out / f"{name}.png")
+        drawn.append(name)
     return drawn
 
 
@@ -277,14 +275,13 @@ def choices(text, folder) -> list[dict]:
         raise UserError(f"{folder}: expected a student of ALRA")
     cfg = configure.Config(**c.run["config"])
     check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), c.run)
-    cpu = torch.device("cpu")
     ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
-    z_s = logits(c.load(torch.float32, cpu), ids)
-    z_t = logits(load_teacher(cfg.teacher, torch.float32, cpu, vocab_size=c.n_vocab), ids)
+    how = torch.float32, torch.device("cpu")
+    models = c.load(*how), load_teacher(cfg.teacher, *how, vocab_size=c.n_vocab)
+    z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head) for m in models)  # [N, V]
     method = resolve(c.run["method"], **cfg.overrides_of(c.run["method"]))
     terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
-    p_s = (z_s / hyper["tau"]).softmax(-1)
-    p_t = (z_t / hyper["tau"]).softmax(-1)
+    p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
     records = []
     for u, candidates in enumerate(terms.tokens):
         proposed = z_s[u].topk(len(candidates)).indices
@@ -299,11 +296,6 @@ def choices(text, folder) -> list[dict]:
             }
         )
     return records
-
-
-def logits(model: Teacher, ids):
-    """Return the logits [N, V] that predict the ids after the first."""
-    return logits_of(model.hidden(ids[None, :-1])[0], model.head)
 
 
 def sentence(records, path):

@@ -48,10 +48,11 @@ GENERATED = re.compile(
 
 def make_text():
     documents = without_near_duplicates()
-    lengths = [len(document["text"]) for document in documents]
-    n = 1 + sum(total < TEXT_CHARS for total in accumulate(lengths))
+    totals = accumulate(len(document["text"]) for document in documents)
+    n = 1 + sum(total < TEXT_CHARS for total in totals)
     write_documents(TEXT, documents[:n], 22)
     write_documents(TEACHER_TEXT, documents[n:], 3)
+    print(f"{TEXT}: {n} documents, {TEACHER_TEXT}: {len(documents) - n}")
 
 
 def write_documents(file, documents, level):
@@ -118,11 +119,13 @@ def make_tokenizer():
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     ).save_pretrained(TEACHER)
+    print(f"{TEACHER}: a tokenizer")
 
 
 def copy_weights(folder):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TEACHER)
     Qwen2.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(TEACHER, tokenizer)
+    print(f"{TEACHER}: the weights of {folder} in bf16")
 
 
 if __name__ == "__main__":

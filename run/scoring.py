@@ -73,7 +73,7 @@ def open_checkpoint(name) -> Checkpoint:
     if folder.name != "model" and folder.resolve().name == "model":
         folder = folder.resolve()  # the facts of training stand beside it, not beside a link
     student = folder.parent
-    run = training_facts(folder, RUN)
+    run = training_facts(folder, RUN | {"bos": int | None})
     if not run:
         results = Path("out/eval", Path(name).resolve().name)
     elif (student / "run.json").is_file():

@@ -8,14 +8,16 @@
 #
 #   python train.py config/alra_200m.py --methods=tad --out_dir=out/tad_200m
 #
-# The 500M student is the second block (an average of 37.40; 6.2e18 FLOP, 4.3 h):
+# The 500M student is the second block:
 #
 #   python train.py config/alra_200m.py --student=500m --out_dir=out/alra_500m
 #
 # Teacher, data and optimisation are the defaults of configure.py: Qwen1.5-1.8B and
 # 126,400 updates * 16 rows * 512 inputs = 1.035B nominal tokens of Pile-Uncopyrighted.
-# We have not run this yet. The paper reports an average of 36.62 over nine tasks.
-# Computed, not measured: 4.5e18 FLOP, 3.2 h at 40 % of an H100's peak.
+# We have not run this yet. The paper reports averages of 36.62 and 37.40 over nine tasks.
+# Computed, not measured; hours at 40 % of an H100's peak:
+#   200m  4.5e18 FLOP, 3.2 h
+#   500m  6.2e18 FLOP, 4.3 h
 
 methods = ("alra",)
 student = "200m"

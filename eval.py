@@ -18,10 +18,8 @@ import argparse
 import hashlib
 import json
 import logging
-import math
 import os
 import sys
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -84,19 +82,17 @@ from torch import Tensor
 
 from lib import metrics
 from lib.checks import IGNORE
-from lib.device import give_back_memory, machine_facts, pick_device
+from lib.device import machine_facts, pick_device
 from lib.files import append_line, for_json, reading, write_lines, writing
-from lib.hf import find_folder, tokenizer_hash
+from lib.hf import find_folder
 from lib.rows import Rows, read_manifest
 from lib.stats import half_interval
-from lib.tokens import leading_bos, space_spelling, spelled_spaces, token_bytes
+from lib.tokens import space_spelling, spelled_spaces, token_bytes
 from run.cache import open_cached, progress
 from run.identity import content_hash
-from run.results import RUN, left_out, students_of
-from run.scoring import check_content, decoder_edits, open_model, read_tokenizer, scoring_code
+from run.results import left_out, students_of
+from run.scoring import Checkpoint, check_content, decoder_edits, open_checkpoint, scoring_code
 from run.teacher import Teacher, check_teacher, load_teacher
-
-N_AT_ONCE = 256  # positions whose logits exist at a time
 
 
 def score(args):
@@ -117,8 +113,8 @@ def score(args):
     data_dir = shared_setting(args.rows, "data_dir", checkpoints)
     teacher = shared_setting(args.teacher, "teacher", checkpoints)
     for c in checkpoints:
-        with writing(c.folder):  # before anything is computed
-            c.folder.mkdir(parents=True, exist_ok=True)
+        with writing(c.results):  # before anything is computed
+            c.results.mkdir(parents=True, exist_ok=True)
         if names and args.max_length > c.context:
             raise UserError(f"--max_length {args.max_length}: {c.name} takes {c.context} at most")
     if not names and not data_dir:
@@ -126,36 +122,35 @@ def score(args):
             "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
         )
     results = []
-    refused = []
+    refused = {}  # task -> why an item has no score
     if data_dir:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
-        results += [score_tasks(c, items, args, device, refused) for c in checkpoints]
+        for c in checkpoints:
+            results += score_tasks(c, items, args, device, refused)
     from run.tables import tables_of  # imports pandas, which takes a second
 
     try:
-        print(tables_of([x for x in results if x["values"]], args.reference, args.metric))
+        print(tables_of(results, args.reference, args.metric))
     except UserError as error:  # the results are written
         print(f"no table: {error}")
     if refused:
-        raise UserError("; ".join(dict.fromkeys(refused)))
+        raise UserError("; ".join(refused.values()))
 
 
 # ----------------------------------------------------------------------------------------------
 # the tasks
 
 
-def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device, refused: list) -> dict:
-    """Write a checkpoint's scores on each task, and return them all.
+def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: dict) -> list[dict]:
+    """Write and return a checkpoint's scores, a result for each task.
 
     With `--log_samples` every item is written with its scores.
 
     refused  gets a message for each task with an item that has no score
     """
-    tokenizer = read_tokenizer(c.source)
-    bos = c.run.get("bos") if c.run else leading_bos(tokenizer)
-    model = c.load(args.dtype, device)
-    scorer = Scorer(model, tokenizer, args.max_length, args.batch_tokens, bos)
+    model = c.load(getattr(torch, args.dtype), device)
+    scorer = Scorer(model, c.tokenizer, args.max_length, args.batch_tokens, c.bos)
     protocol = {
         "dtype": args.dtype,
         "lm_eval": version("lm_eval"),
@@ -163,18 +158,17 @@ def score_tasks(c: "Checkpoint", items: dict[str, Items], args, device, refused:
         "limit": args.limit,
     }
     scored = {"scoring_code": scoring_code("tasks")}
-    result = {}
-    values = {}
+    results = []
     for name, chosen in items.items():
         try:
-            values[name], samples = benchmark(scorer, name, chosen, args)
+            scores, samples = benchmark(scorer, name, chosen, args)
         except UserError as error:
-            refused.append(str(error))
+            refused[name] = str(error)
             continue
-        result = write(args.split, {name: values[name]}, protocol, scored, c, device)
+        results.append(write(args.split, {name: scores}, protocol, scored, c, device))
         if args.log_samples:
-            write_lines(c.folder / f"samples_{args.split}_{name}.jsonl", samples)
-    return result | {"values": values}
+            write_lines(c.results / f"samples_{args.split}_{name}.jsonl", samples)
+    return results
 
 
 class Scorer(TemplateLM):
@@ -240,40 +234,34 @@ class Scorer(TemplateLM):
                 )
             rows.append((tuple(context_ids + ids)[-(self.max_length + 1) :], len(ids)))
         # Longest first: a batch that does not fit in memory fails at once.
-        waiting = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
-        scores = {}
-        with progress(total=len(waiting), desc="scoring", disable=disable_tqdm or None) as bar:
-            while waiting:
-                longest = len(waiting[0][0])
-                n = max(1, self.batch_tokens // longest)
-                batch = [row for row in waiting[:n] if len(row[0]) > 0.75 * longest]
-                scores |= zip(batch, self._score(batch), strict=True)
-                bar.update(len(batch))
-                del waiting[: len(batch)]
+        unique = sorted(set(rows), key=lambda row: (len(row[0]), row), reverse=True)
+        model = (lambda x: self.model.hidden(x).float(), self.head)
+        batches = self.batches(unique, disable_tqdm)
+        (sums,) = metrics.sums_by_part([model], None, batches, len(unique))
+        logp = (-sums["ce"]).tolist()
+        is_greedy = (sums["right"] == sums["n"]).tolist()
+        scores = dict(zip(unique, zip(logp, is_greedy, strict=True), strict=True))
         return [scores[row] for row in rows]
 
-    @torch.inference_mode()
-    def _score(self, rows) -> list[tuple[float, bool]]:
-        """Score rows (ids, how many of them are scored) of one batch, the longest first."""
-        x = torch.zeros(len(rows), len(rows[0][0]) - 1, dtype=torch.int64)
-        y = torch.full_like(x, IGNORE)
-        for i, (ids, n_scored) in enumerate(rows):
-            n_inputs = len(ids) - 1  # what follows is padding, which no position before it sees
-            x[i, :n_inputs] = torch.tensor(ids[:-1])
-            y[i, n_inputs - n_scored : n_inputs] = torch.tensor(ids[-n_scored:])
-        scored = y != IGNORE
-        h = self.model.hidden(x.to(self.head.device))[scored].float()  # [N, D]
-        targets = y[scored].to(h.device)  # [N]
-        logp = []
-        greedy = []
-        for h_part, target in zip(h.split(N_AT_ONCE), targets.split(N_AT_ONCE), strict=True):
-            logp_part = metrics.logits_of(h_part, self.head).log_softmax(-1)
-            logp.append(metrics.pick(logp_part, target))
-            greedy.append(logp_part.argmax(-1) == target)
-        lengths = [n_scored for _, n_scored in rows]
-        logp = torch.cat(logp).cpu().double().split(lengths)
-        greedy = torch.cat(greedy).cpu().split(lengths)
-        return [(float(a.sum()), bool(b.all())) for a, b in zip(logp, greedy, strict=True)]
+    def batches(self, rows, disable_tqdm):
+        """Yield rows, the longest first, as batches of `metrics.sums_by_part`: a part is a row."""
+        first = 0
+        with progress(total=len(rows), desc="scoring", disable=disable_tqdm or None) as bar:
+            while first < len(rows):
+                longest = len(rows[first][0])
+                waiting = rows[first : first + max(1, self.batch_tokens // longest)]
+                batch = [row for row in waiting if len(row[0]) > 0.75 * longest]
+                x = torch.zeros(len(batch), longest - 1, dtype=torch.int64)
+                y = torch.full_like(x, IGNORE)
+                for i, (ids, n_scored) in enumerate(batch):
+                    n_inputs = len(ids) - 1  # what follows is padding, which no label sees
+                    x[i, :n_inputs] = torch.tensor(ids[:-1])
+                    y[i, n_inputs - n_scored : n_inputs] = torch.tensor(ids[-n_scored:])
+                row = torch.arange(first, first + len(batch))[:, None].expand_as(x)
+                part, x, y = (tensor.to(self.head.device) for tensor in (row, x, y))
+                yield part, x, y, None
+                bar.update(len(batch))
+                first += len(batch)
 
     generate_until = loglikelihood_rolling = None  # none of the nine tasks asks for them
 
@@ -281,7 +269,8 @@ class Scorer(TemplateLM):
 def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list[dict]]:
     """Return the scores of a task, and its items with their scores if `--log_samples`.
 
-    Scores are metrics, standard errors, n, and the hashes of what was scored.
+    lm-eval's own configuration of the task gets these items as its test set. Scores are metrics,
+    standard errors, n, and the hashes of what was scored.
     """
     import datasets
     import lm_eval.tasks
@@ -290,7 +279,14 @@ def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     with reading(items.source, f"expected items of {name} that are alike in their types"):
-        config = task_config(name, items.rows[: args.limit])
+        test_set = datasets.Dataset.from_list(items.rows[: args.limit])
+        config = read_config(name) | {
+            "custom_dataset": lambda **_: {"test": test_set},
+            "training_split": None,
+            "validation_split": None,
+            "test_split": "test",
+            "num_fewshot": 0,
+        }
         loaded = lm_eval.tasks.TaskManager(include_defaults=False).load([config])
     out = lm_eval.evaluate(lm, loaded, bootstrap_iters=1_000, log_samples=args.log_samples)
     values = {}
@@ -300,7 +296,7 @@ def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list
     instances = loaded["tasks"][name].instances
     prompts = "".join(json.dumps(instance.args) for instance in instances)
     scores = values | {
-        "n": len({instance.doc_id for instance in instances}),
+        "n": len(test_set),
         "n_rows": len(items.rows),
         "n_paper": getattr(TASKS[name], args.split)[1],
         "source": items.source,
@@ -311,34 +307,19 @@ def benchmark(lm: TemplateLM, name: str, items: Items, args) -> tuple[dict, list
     return scores, out.get("samples", {}).get(name, [])
 
 
-def task_config(name, rows: list[dict]) -> dict:
-    """Return lm-eval's own configuration of a task, with these items as its test set."""
-    import datasets
-
-    test_set = datasets.Dataset.from_list(rows)
-    return read_config(name) | {
-        "custom_dataset": lambda **_: {"test": test_set},
-        "training_split": None,
-        "validation_split": None,
-        "test_split": "test",
-        "num_fewshot": 0,
-    }
-
-
 # ----------------------------------------------------------------------------------------------
 # held-out rows
 
 
 def score_rows(
-    checkpoints: list["Checkpoint"], data_dir: str, teacher_name: str | None, args, device
+    checkpoints: list[Checkpoint], data_dir: str, teacher_name: str | None, args, device
 ) -> list[dict]:
     """Write and return figures over held-out rows. The teacher is computed once for all."""
     rows = open_heldout(data_dir, checkpoints, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     if not len(index):
         raise UserError(f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
-    first = checkpoints[0]
-    tokenizer = read_tokenizer(first.source)
+    tokenizer = checkpoints[0].tokenizer
     levels = rows.levels | {"n_rows": len(index), "skip_rows": args.skip_rows}
     protocol = {
         "rows": f"{args.skip_rows:,} to {index[-1]:,} of {data_dir}",
@@ -349,6 +330,7 @@ def score_rows(
         "scoring_code": scoring_code("figures"),
         "rows_sha256": hashlib.sha256(rows.read(index).tobytes()).hexdigest(),
     }
+    dtype = getattr(torch, args.dtype)
     teacher = None
     if teacher_name:
         check_teacher(teacher_name, tokenizer, rows.manifest["row_len"] - 1)
@@ -356,20 +338,17 @@ def score_rows(
         scored["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
-                check_content(teacher_name, "teacher_sha256", sha256, c.record)
-        dtype = getattr(torch, args.dtype)
+                check_content(teacher_name, "teacher_sha256", sha256, c.run)
         teacher = open_cached(teacher_name, dtype, device, {rows: index})
-        if teacher:
-            teacher.head = teacher.head[: rows.n_vocab]
-        else:
-            teacher = load_teacher(teacher_name, dtype, device, vocab_size=rows.n_vocab)
+        teacher = teacher or load_teacher(teacher_name, dtype, device)
+        teacher.head = teacher.head[: rows.n_vocab]  # the rest is padding
         if len(teacher.head) != rows.n_vocab:
             raise UserError(
                 f"{teacher_name}: vocabulary of {len(teacher.head):,}, expected at least "
                 f"{rows.n_vocab:,}"
             )
     n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.read(index))
-    models = [c.load(args.dtype, device, rows.n_vocab) for c in checkpoints]
+    models = [c.load(dtype, device, rows.n_vocab) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
     for c, values in zip(checkpoints, figures, strict=True):
@@ -377,7 +356,7 @@ def score_rows(
     return results
 
 
-def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
+def open_heldout(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows:
     """Return the held-out rows, with the smallest vocabulary: that of others is padded.
 
     Raises `UserError` if a checkpoint has another tokenizer or BOS than the rows, or cannot take
@@ -388,14 +367,13 @@ def open_heldout(data_dir: str, checkpoints: list["Checkpoint"], args) -> Rows:
     rows = Rows(data_dir, "val", seq_len, False, n_vocab)
     bos = rows.manifest["bos"]
     for c in checkpoints:
-        trained_bos = c.run.get("bos", bos)
         if not args.rows:
-            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.record)
+            check_content(data_dir, "val_sha256", rows.manifest["sha256"], c.run)
         if rows.manifest["tokenizer_sha256"] != c.tokenizer_sha256:
             problem = f"rows of another tokenizer than that of {c.name}"
             raise UserError(f"{data_dir}: {problem}; prepare some with that one")
-        if bos != trained_bos:
-            problem = f"{c.name} was trained on rows with bos={trained_bos}"
+        if c.run and bos != c.bos:
+            problem = f"{c.name} was trained on rows with bos={c.bos}"
             raise UserError(f"{data_dir}: rows with bos={bos}, but {problem}")
         if seq_len > c.context:
             problem = f"rows of {seq_len} inputs, {c.name} takes {c.context} at most"
@@ -407,8 +385,7 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
     """Return the figures of each student, and the number of targets.
 
     KEY_half is half of a figure's 95 % interval over the documents, None if there are too few;
-    "documents" has the number of
-    targets of each document, and its sums of CE and KL.
+    "documents" has the number of targets of each document, and its sums of CE and KL.
 
     index    numbers of the rows to read
     n_bytes  [V] bytes of text that a token stands for. A BOS and an EOS are targets like any other
@@ -470,74 +447,30 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
 # checkpoints and their results
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    name: str  # as the user gave it
-    source: str  # the model's folder
-    folder: Path  # where its results go
-    run: dict  # facts of the student's training; {} for other models
-    n_vocab: int
-    context: float  # tokens that it takes at most
-    weights_sha256: str  # of the fp32 weights, whatever --dtype
-    tokenizer_sha256: str
-    accepted_edits: list[str]  # of the decoder since the student was trained
-
-    @property
-    def record(self) -> dict:
-        return self.run.get("made_by", {})
-
-    def load(self, dtype: str, device, vocab_size: int | None = None) -> Teacher:
-        give_back_memory()  # of earlier models
-        return load_teacher(self.source, getattr(torch, dtype), device, None, vocab_size)
-
-
 def open_checkpoints(args) -> list[Checkpoint]:
     """Return the checkpoints that the command's paths stand for."""
     names = students_of(args.paths, has_model)
     for folder in left_out(args.paths, names):
         say(f"{folder}: left out (it stopped, or has no checkpoint yet)")
-    return [open_checkpoint(name, args) for name in names]
+    checkpoints = []
+    for name in names:
+        c = open_checkpoint(name)
+        edits = decoder_edits(c.run)
+        if edits and not args.accept_edits:
+            raise UserError(
+                f"{name}: the decoder was edited since its training: {', '.join(edits)}; "
+                "--accept_edits scores it all the same"
+            )
+        if c.run and c.results != c.folder.parent:
+            say(f"{name}: scoring the checkpoint {c.folder.parent}")
+        checkpoints.append(c._replace(results=Path(args.out or c.results)))
+    return checkpoints
 
 
 def has_model(folder) -> bool:
     """Return whether a student has finished, or is in training and has a checkpoint."""
     is_stopped = (folder / "stopped.json").is_file()
     return folder.is_dir() and not is_stopped and find_folder(str(folder)) != folder
-
-
-def open_checkpoint(name, args) -> Checkpoint:
-    """Open a student's folder, a checkpoint, a model's folder or a hub id, and hash its weights.
-
-    Raises `UserError` if the model or the decoder is not that of its training.
-    """
-    give_back_memory()
-    source, run, model, tokenizer, context, sha256 = open_model(name, RUN)
-    if not run:
-        folder = Path("out/eval", Path(name).resolve().name)
-    elif (source.parent / "run.json").is_file():
-        folder = source.parent
-    else:
-        say(f"{name}: scoring the checkpoint {source.parent}")
-        run_name = Path(run["config"]["out_dir"]).name
-        # not inside the checkpoint, which training may delete
-        folder = Path(f"out/eval/{run_name}_{run['method']}_{source.parent.resolve().name}")
-    edits = decoder_edits(run["made_by"]) if run else []
-    if edits and not args.accept_edits:
-        raise UserError(
-            f"{name}: the decoder was edited since its training: {', '.join(edits)}; "
-            "--accept_edits scores it all the same"
-        )
-    return Checkpoint(
-        name,
-        str(source),
-        Path(args.out or folder),
-        run,
-        len(model.head),
-        context or math.inf,
-        sha256,
-        tokenizer_hash(tokenizer),
-        edits,
-    )
 
 
 def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -> str | None:
@@ -547,14 +480,13 @@ def shared_setting(value: str | None, key: str, checkpoints: list[Checkpoint]) -
     """
     if value:
         return None if value == "none" else value
-    values = dict.fromkeys(c.run["config"].get(key) for c in checkpoints if c.run)
-    values.pop(None, None)
+    values = {c.run["config"].get(key) for c in checkpoints if c.run} - {None}
     if len(values) > 1:
         raise UserError(
-            f"{key}: {' in one run, '.join(values)} in another; score them apart, or set --rows "
-            "or --teacher"
+            f"{key}: {' in one run, '.join(sorted(values))} in another; score them apart, or set "
+            "--rows or --teacher"
         )
-    return next(iter(values), None)
+    return max(values, default=None)
 
 
 def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, device) -> dict:
@@ -572,11 +504,11 @@ def write(kind: str, values: dict, protocol: dict, scored: dict, c: Checkpoint, 
         "values": values,
         "weights_sha256": c.weights_sha256,
         "tokenizer_sha256": c.tokenizer_sha256,
-        "accepted_edits": c.accepted_edits,
+        "accepted_edits": decoder_edits(c.run),
         "run": c.run,
     }
-    append_line(c.folder / "results.jsonl", result | machine_facts(device))
-    return result | {"folder": c.folder}
+    append_line(c.results / "results.jsonl", result | machine_facts(device))
+    return result | {"folder": c.results}
 
 
 def say(text):

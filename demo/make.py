@@ -86,7 +86,7 @@ def package_files():
 
 
 def is_prose_or_code(text) -> bool:
-    """Whether a text is neither very short nor very long, nor generated, nor a table of data."""
+    """Return whether a text is neither short nor long, nor generated, nor a table of data."""
     return (
         500 <= len(text) <= 200_000
         and max(map(len, text.split("\n"))) <= 1000
@@ -119,7 +119,7 @@ def make_tokenizer():
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     ).save_pretrained(TEACHER)
-    print(f"{TEACHER}: a tokenizer of {tokenizer.get_vocab_size()} tokens")
+    print(f"{TEACHER}: a tokenizer")
 
 
 def copy_weights(folder):

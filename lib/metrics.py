@@ -73,6 +73,8 @@ def sums_by_part(
 ):
     """Return for each student the summands of `figures`: [n_parts] fp64, `gap` [n_parts, BINS].
 
+    `right` counts the labels that are the most likely token.
+
     The parts are those that the caller divides the text into: rows, or documents.
 
     head_t   [V, D] the teacher's head; None: no figures of a teacher
@@ -84,7 +86,7 @@ def sums_by_part(
     """
     device = students[0][1].device
     n_vocab = len(students[0][1])
-    keys = ["n", "ce"]
+    keys = ["n", "ce", "right"]
     if n_bytes is not None:
         keys.extend(("text_ce", "text_bytes"))
     if head_t is not None:
@@ -146,7 +148,8 @@ def _add_figures(sums, part, student, y, teacher, n_bytes):
     """
     logp, ce, top = student
     best = top[:, 0]
-    values = {"n": torch.ones_like(ce), "ce": ce}
+    is_right = best == y
+    values = {"n": torch.ones_like(ce), "ce": ce, "right": is_right}
     if n_bytes is not None:
         text_bytes = n_bytes[y]
         values["text_ce"] = ce * (text_bytes > 0)
@@ -162,7 +165,7 @@ def _add_figures(sums, part, student, y, teacher, n_bytes):
     for key, value in values.items():
         sums[key].index_add_(0, part, value.double())
     p_best = pick(logp, best).exp()
-    gap = p_best - (best == y).float()
+    gap = p_best - is_right.float()
     # Bin i holds p in (i / BINS, (i + 1) / BINS]. A NaN, which is no index, goes into the first.
     bin_of = (p_best * BINS).ceil() - 1
     bin_of = torch.where(p_best.isfinite(), bin_of, 0.0).long()

@@ -18,49 +18,43 @@ from lib.files import reading
 
 
 class Task(NamedTuple):
-    """One benchmark: its place in the paper, and the fields that lm-eval's task file reads."""
+    """One benchmark: its place in the paper, and what lm-eval's task file reads."""
 
     column: str  # the paper's heading
     file: str  # among lm-eval's task files
-    fields: str
     heldout: tuple[str, int]  # split, and the number of items in the paper
     validation: tuple[str, int] | None = None
 
 
-ARC_FIELDS = "question choices answerKey"
-TASKS = {
-    "arc_challenge": Task("ARC-C", "arc/arc_challenge.yaml", ARC_FIELDS, ("test", 1172)),
-    "arc_easy": Task("ARC-E", "arc/arc_easy.yaml", ARC_FIELDS, ("test", 2376), ("validation", 570)),
-    "hellaswag": Task(
-        "HS",
-        "hellaswag/hellaswag.yaml",
-        "activity_label ctx_a ctx_b endings label",
-        ("validation", 10042),
-        ("train", 39905),
-    ),
-    "lambada_openai": Task("LAMB", "lambada/lambada_openai.yaml", "text", ("test", 5153)),
-    "openbookqa": Task(
-        "OBQA", "openbookqa/openbookqa.yaml", "question_stem choices answerKey", ("test", 500)
-    ),
-    "piqa": Task(
-        "PIQA", "piqa/piqa.yaml", "goal sol1 sol2 label", ("validation", 1838), ("train", 16113)
-    ),
-    "social_iqa": Task(
-        "SIQA",
-        "siqa/siqa.yaml",
-        "context question answerA answerB answerC label",
-        ("validation", 1954),
-    ),
-    "storycloze_2016": Task(
-        "SC16",
-        "storycloze/storycloze_2016.yaml",
-        "input_sentence_1 input_sentence_2 input_sentence_3 input_sentence_4 "
-        "sentence_quiz1 sentence_quiz2 answer_right_ending",
-        ("test", 1000),
-    ),
-    "winogrande": Task(
-        "WG", "winogrande/default.yaml", "sentence option1 option2 answer", ("validation", 1267)
-    ),
+_TEXT = """\
+arc_challenge    ARC-C  arc/arc_challenge.yaml           test        1172
+arc_easy         ARC-E  arc/arc_easy.yaml                test        2376  validation    570
+hellaswag        HS     hellaswag/hellaswag.yaml         validation 10042  train       39905
+lambada_openai   LAMB   lambada/lambada_openai.yaml      test        5153
+openbookqa       OBQA   openbookqa/openbookqa.yaml       test         500
+piqa             PIQA   piqa/piqa.yaml                   validation  1838  train       16113
+social_iqa       SIQA   siqa/siqa.yaml                   validation  1954
+storycloze_2016  SC16   storycloze/storycloze_2016.yaml  test        1000
+winogrande       WG     winogrande/default.yaml          validation  1267
+"""
+TASKS = {}
+for _line in _TEXT.splitlines():
+    _name, _column, _file, *_sets = _line.split()
+    _sets = [(split, int(n)) for split, n in zip(_sets[::2], _sets[1::2], strict=True)]
+    TASKS[_name] = Task(_column, _file, *_sets)
+
+# What lm-eval's task files read of an item.
+FIELDS = {
+    "arc_challenge": "question choices answerKey",
+    "arc_easy": "question choices answerKey",
+    "hellaswag": "activity_label ctx_a ctx_b endings label",
+    "lambada_openai": "text",
+    "openbookqa": "question_stem choices answerKey",
+    "piqa": "goal sol1 sol2 label",
+    "social_iqa": "context question answerA answerB answerC label",
+    "storycloze_2016": "input_sentence_1 input_sentence_2 input_sentence_3 input_sentence_4 "
+    "sentence_quiz1 sentence_quiz2 answer_right_ending",
+    "winogrande": "sentence option1 option2 answer",
 }
 
 # sha256 of these fields over all items of a set, as published. Two are not known.
@@ -89,15 +83,11 @@ NO_STORYCLOZE = (
     "--storycloze; without it averages are over 8 of 9 tasks"
 )
 # The headings of its authors' CSV -> lm-eval's fields.
-STORY_FIELDS = {
-    "InputSentence1": "input_sentence_1",
-    "InputSentence2": "input_sentence_2",
-    "InputSentence3": "input_sentence_3",
-    "InputSentence4": "input_sentence_4",
-    "RandomFifthSentenceQuiz1": "sentence_quiz1",
-    "RandomFifthSentenceQuiz2": "sentence_quiz2",
-    "AnswerRightEnding": "answer_right_ending",
-}
+STORY_HEADINGS = (
+    "InputSentence1 InputSentence2 InputSentence3 InputSentence4 "
+    "RandomFifthSentenceQuiz1 RandomFifthSentenceQuiz2 AnswerRightEnding"
+)
+STORY_FIELDS = dict(zip(STORY_HEADINGS.split(), FIELDS["storycloze_2016"].split(), strict=True))
 
 
 # What `check_item` asks of an item, and the fields that are not texts.
@@ -142,7 +132,7 @@ def read_items(
         chosen = []
         for number, row in enumerate(rows):
             with reading(f"{source}, item {number}", f"expected an item of {name}, with {FORM}"):
-                item = {field: row[field] for field in TASKS[name].fields.split()}
+                item = {field: row[field] for field in FIELDS[name].split()}
                 check_item(name, item)
             chosen.append(item)
         if not chosen:

@@ -82,26 +82,32 @@ def left_out(paths, folders) -> list[str]:
 
 
 def read_results(folder: Path) -> list[dict]:
-    """Return a folder's results, the newest of each model, kind and protocol, oldest first.
-
-    Those of a student's earlier weights are left out. Tasks of several commands are merged, if all
-    that was scored has the same hashes.
-    """
+    """Return the newest results of a folder, oldest first, without a student's earlier weights."""
     current = training_facts(folder / "model").get("weights_sha256")
     file = folder / "results.jsonl"
-    results = {}
+    results = []
     for x in read_lines(file, RESULT):
         check_kinds(x["values"], VALUES[x["kind"]], file)
         if x["run"]:
             check_kinds(x["run"], RUN, file)
-        weights = x["weights_sha256"]
-        if current in (None, weights):
-            key = weights, x["kind"], protocol_text(x)
-            earlier = results.pop(key, x)
-            if earlier["scored"] == x["scored"]:
-                x["values"] = earlier["values"] | x["values"]
-            results[key] = x | {"folder": folder}
-    return list(results.values())
+        if current in (None, x["weights_sha256"]):
+            results.append(x | {"folder": folder})
+    return newest(results)
+
+
+def newest(results: list[dict]) -> list[dict]:
+    """Return the newest result of each model, kind and protocol, oldest first.
+
+    Tasks of several results are merged, if all that was scored has the same hashes.
+    """
+    found = {}
+    for x in results:
+        key = x["folder"], x["weights_sha256"], x["kind"], protocol_text(x)
+        earlier = found.pop(key, x)
+        if earlier["scored"] == x["scored"]:
+            x = x | {"values": earlier["values"] | x["values"]}
+        found[key] = x
+    return list(found.values())
 
 
 def protocol_text(result) -> str:

@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from lib.code import code_reached, files_reached
+from lib.device import give_back_memory
 from lib.errors import UserError
-from lib.hf import find_folder, load_tokenizer, weights_hash
+from lib.hf import find_folder, load_tokenizer, tokenizer_hash, weights_hash
+from lib.tokens import leading_bos
 from run.identity import NOT_FOLLOWED, as_in_file, record_hash
-from run.results import training_facts
-from run.teacher import Teacher, check_vocabulary, inherited, load_teacher
+from run.results import RUN, training_facts
+from run.teacher import Teacher, check_vocabulary, inherited, load_model, load_teacher
 
 # The functions of eval.py that a score passes through: figures over held-out rows, and tasks.
 SCORING = {"figures": ("byte_lengths", "over_rows"), "tasks": ("Scorer", "benchmark")}
@@ -28,37 +30,75 @@ NOT_SCORING = (
 read_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)  # a large one takes 1 GB
 
 
-class Opened(NamedTuple):
-    """A model of any family, in fp32 on the CPU."""
+class Checkpoint(NamedTuple):
+    """A saved model of any family."""
 
+    name: str  # as the user gave it
     folder: Path
+    results: Path  # folder of what eval.py computes
     run: dict  # facts of its training; {} for a model that is no student
-    model: Teacher
-    tokenizer: PreTrainedTokenizerFast
-    context: int | None  # tokens that it takes at most, if its config says so
-    weights_sha256: str
+    n_vocab: int
+    context: float  # tokens that it takes at most; infinite if its config does not say
+    weights_sha256: str  # of the fp32 weights
+    tokenizer_sha256: str
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return read_tokenizer(self.folder)
+
+    @property
+    def bos(self) -> int | None:
+        """The id before each document in training; of other models, before each text."""
+        return self.run["bos"] if self.run else leading_bos(self.tokenizer)
+
+    @property
+    def first_token(self) -> int:
+        """The id before the first token of a text."""
+        return self.tokenizer.eos_token_id if self.bos is None else self.bos
+
+    def load(self, dtype, device, vocab_size: int | None = None) -> Teacher:
+        give_back_memory()  # of earlier models
+        return load_teacher(self.folder, dtype, device, vocab_size=vocab_size)
 
 
-def open_model(name, kinds) -> Opened:
+def open_checkpoint(name) -> Checkpoint:
     """Open a student's folder, a checkpoint, a model's folder, a link to one, or a hub id.
 
-    kinds  of the facts of training that are read
-
     Raises `UserError` if its tokenizer has ids beyond its vocabulary, or if it is not the model
-    that the facts describe.
+    that the facts of training beside it describe.
     """
     folder = find_folder(name)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name}: no model/ in it, and no checkpoint; has its training begun?")
     if folder.name != "model" and folder.resolve().name == "model":
         folder = folder.resolve()  # the facts of training stand beside it, not beside a link
-    run = training_facts(folder, kinds)
-    tokenizer = read_tokenizer(str(folder))
-    model = load_teacher(str(folder), torch.float32, torch.device("cpu"))
-    check_vocabulary(name, len(model.head), tokenizer)
-    context = inherited(str(folder)).get("max_position_embeddings")
-    sha256 = check_model(name, model.model, run)
-    return Opened(folder, run, model, tokenizer, context, sha256)
+    student = folder.parent
+    run = training_facts(folder, RUN | {"bos": int | None})
+    if not run:
+        results = Path("out/eval", Path(name).resolve().name)
+    elif (student / "run.json").is_file():
+        results = student
+    else:  # not inside the checkpoint, which training may delete
+        run_name = Path(run["config"]["out_dir"]).name
+        results = Path(f"out/eval/{run_name}_{run['method']}_{student.resolve().name}")
+    give_back_memory()
+    model = load_model(folder)
+    tokenizer = read_tokenizer(folder)
+    n_vocab = len(model.head)
+    check_vocabulary(name, n_vocab, tokenizer)
+    context = inherited(folder).get("max_position_embeddings", math.inf)
+    sha256 = weights_hash(model)
+    if run:
+        shape = as_in_file(dataclasses.asdict(model.config))
+        has_shape = run["made_by"]["shape"].items() <= shape.items()
+        if not has_shape or run.get("weights_sha256", sha256) != sha256:
+            raise UserError(
+                f"{name}: its model/ is not the one that run.json describes; the train.py command "
+                "of that run writes it again"
+            )
+    return Checkpoint(
+        name, folder, results, run, n_vocab, context, sha256, tokenizer_hash(tokenizer)
+    )
 
 
 def scoring_code(part: str) -> str:
@@ -66,34 +106,18 @@ def scoring_code(part: str) -> str:
     return record_hash(code_reached(("eval",), SCORING[part], NOT_SCORING))[:8]
 
 
-def decoder_edits(record: dict) -> list[str]:
+def decoder_edits(run: dict) -> list[str]:
     """Return "model" if model.py was edited since a student was trained."""
+    if not run:
+        return []
     decoder = files_reached(("model",), NOT_FOLLOWED)
-    return [name for name, sha in decoder.items() if record["code"].get(name) != sha]
+    return [name for name, sha in decoder.items() if run["made_by"]["code"].get(name) != sha]
 
 
-def check_content(name, key: str, sha256: str, record: dict):
+def check_content(name, key: str, sha256: str, run: dict):
     """Raise `UserError` if rows or a teacher have changed since a student was trained with them."""
-    if record.get(key) not in (None, sha256):
+    if run and run["made_by"].get(key) not in (None, sha256):
         raise UserError(
             f"{name}: its content has changed since the student was trained with it; restore it "
             "(eval.py can score with another: --rows, --teacher)"
         )
-
-
-def check_model(name, model, facts: dict) -> str:
-    """Return the hash of a model's weights.
-
-    Raises `UserError` if the facts of training that stand beside it are those of another model.
-    """
-    sha256 = weights_hash(model)
-    if not facts:
-        return sha256
-    shape = as_in_file(dataclasses.asdict(model.config))
-    same_shape = facts["made_by"]["shape"].items() <= shape.items()
-    if not same_shape or facts.get("weights_sha256", sha256) != sha256:
-        raise UserError(
-            f"{name}: its model/ is not the one that run.json describes; the train.py command of "
-            "that run writes it again"
-        )
-    return sha256

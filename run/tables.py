@@ -17,7 +17,7 @@ from lib.stats import FIGURES, Column, estimate, half_interval, holm, is_few, wi
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
 from run.paper import LAYOUT, NAMES, UPDATES, paper_rows
-from run.results import left_out, protocol_text, read_results, students_of
+from run.results import left_out, newest, protocol_text, read_results, students_of
 
 # keys of a student's record (`made_by`) in which the rows of a table may differ
 VARIES = ("methods", "hyper", "moving", "state", "objective", "shape", "seed")
@@ -34,8 +34,7 @@ def check_comparable(results):
     for x in results:
         run = x["run"]
         facts = {key: y for key, y in run.get("made_by", {}).items() if key not in VARIES}
-        facts |= x["scored"]
-        facts["step"] = run.get("step")
+        facts |= x["scored"] | {"step": run.get("step")}
         facts[f"init_sha256 of seed {run.get('seed')}"] = run.get("init_sha256")
         if x["kind"] in SUITES:
             for task, values in x["values"].items():
@@ -79,7 +78,7 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     if reference not in ("pretrain", *methods):
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
     groups = {}
-    for x in results:
+    for x in newest(results):
         shape = x["run"].get("student", "other models")
         groups.setdefault((shape, x["kind"], protocol_text(x)), []).append(x)
     lines = []
@@ -196,11 +195,11 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     if not tasks:
         return [f"{title}: no task in common, {split}", ""]
     accs = rows[tasks].map(lambda scores: 100 * scores.get(metric, scores["acc"]))
-    accs["avg"] = accs.mean(axis=1)
+    accs = accs.rename(columns=COLUMNS)
     average = "Avg." if tasks == SUITES[split] else f"Avg. ({len(tasks)} of {len(SUITES[split])})"
-    headings = {t: COLUMNS[t] for t in tasks} | {"avg": average}
-    ours = means(accs, {t: Column(heading, +1, 1, 2) for t, heading in headings.items()})
-    averages = accs["avg"].unstack("method", sort=False)
+    accs[average] = accs.mean(axis=1)
+    ours = means(accs, {heading: Column(heading, +1, 1, 2) for heading in accs})
+    averages = accs[average].unstack("method", sort=False)
     gains = estimate(averages.sub(averages.get(reference, math.nan), axis=0))
     ours[f"Δ {reference}"] = with_half(gains, 2, "+").where(gains.index != reference, "Ref.")
     paper = paper_rows(first["run"].get("student"), split, reference, tasks)
@@ -253,25 +252,22 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
         values = by_seed(students, key, c)
         e = estimate(values.drop(columns=reference).sub(values[reference], axis=0))
         cells = with_half(e, c.digits, "+") + holm(e["p"]).map(p_text)
-        for m in e.index:
-            half = half_over_documents(students, m, reference, key)
-            if not math.isnan(half):
-                if e["n"][m] > 1:
-                    cells[m] += ","
-                cells[m] += f" ± {half:.{c.digits}f} over documents"
-                if abs(e["mean"][m]) > e["half"][m]:
-                    both.append(abs(e["mean"][m]) > half)
+        for m, (n, mean, half, _) in e.iterrows():
+            over_documents = half_over_documents(students, m, reference, key)
+            if not math.isnan(over_documents):
+                cells[m] += "," * (n > 1) + f" ± {over_documents:.{c.digits}f} over documents"
+                if abs(mean) > half:
+                    both.append(abs(mean) > over_documents)
         table[c.heading] = cells
     how = ""
     if e["n"].max() > 1:
         how = ", with 95 % intervals (over seeds, paired; p by Holm over the methods)"
     lines = [f"{title}: difference to {reference}{how}", "", *grid(table), ""]
     if both:
-        lines += [
+        lines.append(
             f"{len(both)} differences have both intervals, and exclude 0 over seeds (uncorrected); "
-            f"{sum(both)} of these exclude 0 over documents, too.",
-            "",
-        ]
+            f"{sum(both)} of these exclude 0 over documents, too.\n"
+        )
     return lines
 
 
@@ -286,16 +282,15 @@ def half_over_documents(students, method, reference, key) -> float:
 
     NaN unless all seeds that both have come with sums of `key` by document.
     """
-    changes = []
-    for seed, ours in students.loc[method].iterrows():
-        if (reference, seed) in students.index:
-            ours = ours.get("documents")
-            theirs = students.loc[reference, seed].get("documents")
-            if not isinstance(ours, dict) or not isinstance(theirs, dict) or key not in ours:
-                return math.nan
-            changes.append(np.subtract(ours[key], theirs[key]))
-            n = np.array(ours["n"])  # of all seeds
-    return half_interval(np.mean(changes, 0), n) if changes else math.nan
+    if key not in ("ce", "kl") or "documents" not in students:
+        return math.nan
+    documents = [students.loc[m]["documents"] for m in (method, reference)]
+    pairs = pd.concat(documents, axis=1, join="inner")  # [seeds, 2]
+    if pairs.empty or pairs.isna().any(axis=None):
+        return math.nan
+    changes = [np.subtract(ours[key], theirs[key]) for ours, theirs in pairs.values]
+    n = pairs.iloc[0, 0]["n"]  # of all seeds
+    return half_interval(np.mean(changes, 0), np.array(n))
 
 
 def scored_on(facts) -> list[str]:

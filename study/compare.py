@@ -99,6 +99,7 @@ def arguments(argv, load=configure.load) -> tuple:
         keys[key] = checked(f"--{key}", keys[key], kind)
     spec = SimpleNamespace(**keys)
     spec.out = Path(spec.out)
+    spec.trial_steps = spec.trial_steps or cfg.max_steps
     if spec.reference not in (None, *cfg.methods):
         raise UserError(f"--reference={spec.reference}: expected one of {', '.join(cfg.methods)}")
     return spec, cfg
@@ -145,8 +146,13 @@ def check_folder(out):
 def compare(spec, cfg, choices: dict):
     """Make trials, students and scores, and write down which students the report shows."""
     file = spec.out / "plan.json"
-    plan = {"config": asdict(cfg), "trial_steps": spec.trial_steps or cfg.max_steps}
-    plan |= {"shared": {}, "students": [], "trials": []}
+    plan = {
+        "config": asdict(cfg),
+        "trial_steps": spec.trial_steps,
+        "shared": {},
+        "students": [],
+        "trials": [],
+    }
     if not file.exists():
         write_json(file, plan)  # the folder is a study's from now on
     (spec.out / "runs").mkdir(exist_ok=True)
@@ -154,24 +160,21 @@ def compare(spec, cfg, choices: dict):
         raise UserError("prepare.py: made no rows; see its message above")
     plan["shared"] = shared_record(cfg, file)
     n_held_out = len(open_rows(cfg.data_dir, "val")[0])
-    if cfg.val_max_rows is None or cfg.val_max_rows >= n_held_out:
+    n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
+    if n_rows < 1:
         what = "trials use these rows, scores the later ones"
         raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n_held_out}")
-    n_rows = min(spec.rows, n_held_out - cfg.val_max_rows)
     plan["trials"] = run_trials(spec, cfg, choices)
     chosen = best_settings(plan["trials"])
     failed = {x["method"] for x in plan["trials"]} - chosen.keys()  # all trials; has no rate
-    students = plan_students(spec, cfg, chosen)
-    ready = [s for s in students if s.methods[0] not in failed]
-    train(ready, cfg, spec)
-    score(ready, n_rows, cfg, spec)
+    students = [s for s in plan_students(spec, cfg, chosen) if s.methods[0] not in failed]
+    train(students, cfg, spec)
+    score(students, n_rows, cfg, spec)
     record = on_record(cfg, spec.out)
     for s in students:
         facts = record.get(recipe(s), {})
-        line = {"method": s.methods[0], "seed": s.seed, "name": None}
-        if s in ready and is_scored(s, facts, n_rows):
-            line["name"] = facts["name"]
-        plan["students"].append(line)
+        name = facts["name"] if is_scored(s, facts, n_rows) else None
+        plan["students"].append({"method": s.methods[0], "seed": s.seed, "name": name})
     write_json(file, plan)
 
 
@@ -209,7 +212,7 @@ def run(script, *argv) -> int:
 def values_to_try(spec, cfg) -> dict:
     """Return the values to try by method and setting; those of "" are the rates of all methods."""
     choices = {}
-    if [*spec.tune] == ["none"]:
+    if spec.tune == ("none",):
         return choices
     for text in spec.tune:
         key, _, values = text.partition("=")
@@ -230,7 +233,7 @@ def run_trials(spec, cfg, choices: dict) -> list[dict]:
     """Try the rates for every method, then its own settings at its best rate."""
     if not choices:
         return []
-    share = (spec.trial_steps or cfg.max_steps) / cfg.max_steps
+    share = spec.trial_steps / cfg.max_steps
     cfg = scaled(cfg, share, "max_steps", "schedule_steps", "warmup_steps")
     tuned = [m for m in cfg.methods if "lr" not in cfg.settings_of(m)]
     points = [(m, {"lr": lr}) for m in tuned for lr in choices[""]["lr"]]

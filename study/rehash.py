@@ -38,33 +38,32 @@ FLAGS = (
 )
 
 
-def trained(checkout, methods, data, out):
-    """Train methods with the code of a checkout, one thread."""
-    flags = [*FLAGS.split(), f"--methods={','.join(methods)}"]
-    flags += [f"--data_dir={data}", f"--out_dir={out}"]
-    command = [sys.executable, "train.py", ROOT / "config/tiny.py", *flags]
+def train(checkout, data, out):
+    """Train all methods with the code of a checkout, one thread."""
+    flags = [f"--methods={','.join(METHODS)}", f"--data_dir={data}", f"--out_dir={out}"]
+    command = [sys.executable, "train.py", ROOT / "config/tiny.py", *FLAGS.split(), *flags]
     subprocess.run(command, check=True, cwd=checkout, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def difference(a, b) -> float:
-    """Return the distance of two models' weights, relative, in norm."""
-    x = parameters_to_vector(load_file(a).values()).double()
-    y = parameters_to_vector(load_file(b).values()).double()
-    return float((x - y).norm() / x.norm())
-
-
 def compare(before) -> dict[str, float]:
-    """Return, by method, the difference of the weights of both checkouts after six updates."""
+    """Return, by method, the distance of the weights of both checkouts after six updates.
+
+    The distance is relative, in norm.
+    """
     differences = {}
     with tempfile.TemporaryDirectory() as folder:
         data = f"{folder}/rows"
         prepare = [sys.executable, "prepare.py", "config/tiny.py", f"--data_dir={data}"]
         subprocess.run(prepare, check=True, cwd=ROOT)
-        for checkout, out in ((before, "before"), (ROOT, "now")):
-            trained(checkout, METHODS, data, f"{folder}/{out}")
+        train(before, data, f"{folder}/before")
+        train(ROOT, data, f"{folder}/now")
         for name in METHODS:
-            models = [f"{folder}/{out}/{name}/model/model.safetensors" for out in ("before", "now")]
-            differences[name] = difference(*models)
+            file = f"{name}/model/model.safetensors"
+            x, y = (
+                parameters_to_vector(load_file(f"{folder}/{out}/{file}").values()).double()
+                for out in ("before", "now")
+            )
+            differences[name] = float((x - y).norm() / x.norm())
     return differences
 
 
@@ -84,17 +83,16 @@ def main(argv):
         raise UserError("expected the folder of another checkout")
     differences = compare(argv[0])
     worst = max(differences, key=differences.get)
+    largest = f"{differences[worst]:.1e}"
     n_equal = sum(not x for x in differences.values())
     print(
-        f"{n_equal} of {len(differences)} methods have equal bits; the largest difference is "
-        f"{differences[worst]:.1e} ({worst})"
+        f"{n_equal} of {len(METHODS)} methods have equal bits; {worst} differs most, by {largest}"
     )
     if differences[worst] > TOLERANCE:
-        raise UserError(f"{worst}: {differences[worst]:.1e} exceeds {TOLERANCE:.0e}")
+        raise UserError(f"{worst}: {largest} exceeds {TOLERANCE:.0e}")
     if "--write" in argv:
-        checkouts = (argv[0], ROOT)
-        commits = [run_git("rev-parse", "--short", "HEAD", folder=c).strip() for c in checkouts]
-        proof = f"{' and '.join(commits)}: {differences[worst]:.1e}"
+        commits = [run_git("rev-parse", "--short", "HEAD", folder=c) for c in (argv[0], ROOT)]
+        proof = f"{' and '.join(map(str.strip, commits))}: {largest}"
         for file in ROOT.glob(f"study/results/*/{FILE}"):
             students = read_students(file.parent)
             rehash(students, proof)

@@ -50,14 +50,12 @@ def read(out) -> tuple:
     """Return the plan, its students, other students, and lines on those without a result."""
     remedy = "run the same command without --report"
     plan = read_json(out / "plan.json", PLAN, remedy)
-    untried = {x["method"] for x in plan["trials"]} - best_settings(plan["trials"]).keys()
+    untrained = {x["method"] for x in plan["trials"]} - best_settings(plan["trials"]).keys()
     record = {x["name"]: x for x in read_students(out)}
     students = []
-    failed = []
+    failed = [f"- {m}: not trained, as all of its trials failed" for m in sorted(untrained)]
     for x in plan["students"]:
         facts = record.get(x["name"], {"stopped": "no result; see what its run has printed"})
-        if x["method"] in untried:
-            facts = {"stopped": "not trained, as all of its trials failed"}
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:

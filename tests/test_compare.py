@@ -497,7 +497,7 @@ def test_what_cannot_be_made_is_in_the_report(argv, compared, tmp_path, monkeypa
     assert compared(argv, 1) == ["seed0", "seed1", "eval"]  # tad has no rate
     _, (student,), _, failed = reports.read(tmp_path)
     assert student["method"] == "pretrain"
-    why = "- tad@x (seed 1): not trained, as all of its trials failed"
+    why = "- tad@x: not trained, as all of its trials failed"
     assert failed == [why]
     text, trials = (tmp_path / "README.md").read_text().split("## Trials")
     assert "| tad@x |" not in text and why in text

@@ -19,11 +19,12 @@ from tokenizers import pre_tokenizers
 
 import configure
 import eval as ev
-from lib import tasks
+from lib import metrics, tasks
 from lib.errors import UserError
 from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, Rows
+from lib.tokens import leading_bos
 from model import Qwen2
 from run.tables import read_results
 from run.teacher import Teacher, load_teacher
@@ -234,7 +235,8 @@ def test_log_likelihoods_equal_plain_loops(student, tokenizer, batch_tokens, mon
         tail = rng.integers(1, 311, rng.integers(1, 13))
         pairs.append((rng.integers(1, 311, length).tolist(), tail.tolist()))
     assert sum(len(head + tail) > 32 for head, tail in pairs) > 1  # these lose their beginning
-    monkeypatch.setattr(ev, "N_AT_ONCE", 7)
+    monkeypatch.setattr(metrics, "MIN_POSITIONS", 7)
+    monkeypatch.setitem(metrics.N_LOGITS, "cpu", 1)
     scorer = ev.Scorer(student, tokenizer, max_length=31, batch_tokens=batch_tokens)
     scores = score_ids(scorer, pairs * 2)
     assert scores[:31] == scores[31:]
@@ -391,7 +393,7 @@ def test_scores_equal_those_of_lm_evals_own_backend(split, student, tokenizer, d
         names = [name for name, part in published if part == split]
     tokenizer = load_tokenizer(str(folder))
     theirs = lm_evals_own(folder, tokenizer)
-    bos = ev.leading_bos(tokenizer)
+    bos = leading_bos(tokenizer)
     ours = ev.Scorer(Qwen2.from_pretrained(str(folder)), tokenizer, batch_tokens=503, bos=bos)
     (a, of_a), (b, of_b) = (bench(lm, names, f"{flags} --log_samples") for lm in (ours, theirs))
     for name in names:
@@ -706,7 +708,7 @@ def test_samples_of_several_models(out, trained, tmp_path, capsys):
         sample.main([f"{out}/alra", "--prompt", "\udcff"])
     short = dataclasses.replace(STUDENT, max_position_embeddings=4)
     make_model(short, 5, 7.0).save_pretrained(tmp_path / "short", tokenizer)
-    opened = sample.open_model(str(tmp_path / "short"), {})
+    opened = sample.open_checkpoint(str(tmp_path / "short"))
     args = SimpleNamespace(tokens=99, temperature=0)
     assert len(sample.generate(opened, [5, 7], args)) == 4 + 1
 
@@ -827,5 +829,5 @@ def test_rows_and_students_that_do_not_fit_are_refused(out, trained, rows, data,
         world.edit(alra / "run.json", f'made_by.{key}_sha256="another"')
         assert f"{name}: its content has changed since the student was trained" in error(alra)
     world.edit(alra / "run.json", 'config.data_dir="elsewhere"')
-    problem = f"data_dir: elsewhere in one run, {data_dir} in another"
+    problem = f"data_dir: {data_dir} in one run, elsewhere in another"
     assert f"{problem}; score them apart, or set --rows" in error(out)

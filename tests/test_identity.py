@@ -39,7 +39,7 @@ SCORED = """
 lib/metrics.py => = teacher.ce => = ce => lib.metrics
 model.py => F.silu(self => F.gelu(self => model
 eval.py => tokens // longest => tokens // 2 // longest => Scorer
-eval.py => "num_fewshot": 0 => "num_fewshot": 1 => task_config
+eval.py => "num_fewshot": 0 => "num_fewshot": 1 => benchmark
 lib/tokens.py => def token_bytes( => def token_bytes(_,  => lib.tokens
 """
 # an annotation, a comment, a docstring, a message, a printed line, the log, the loop, a checkpoint,

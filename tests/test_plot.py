@@ -21,6 +21,7 @@ from tests.world import (
     read_jsonl,
     refusal,
     write_jsonl,
+    write_run,
 )
 from tools import plot
 
@@ -293,17 +294,22 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
     models = {step: make_model(STUDENT, seed=step) for step in (0, 2, 9)}
     teacher = make_model()
     teacher.save_pretrained(tmp_path / "t", tokenizer)
-    config = {"teacher": f"{tmp_path}/t", "hyper": {"alra@x": {"d_max": 5, "tau": 2.0}}}
+    hyper = {"d_max": 5, "tau": 2.0}
+    config = {"teacher": f"{tmp_path}/t", "out_dir": "run", "hyper": {"alra@x": hyper}}
+    facts = {"method": "alra@x", "config": config, "bos": None, "overrides": {}}
+    facts |= {"student": "tiny", "seed": 1, "step": 9}
+    made_by = {"shape": {}, "code": {}, "hyper": hyper}
     for step, model in models.items():
         checkpoint = student / f"checkpoints/step_{step:08d}"
         model.save_pretrained(checkpoint / "model", tokenizer)
-        facts = {"config": config, "bos": None, "made_by": {"teacher_sha256": "of another"}}
-        write_json(checkpoint / "state.json", facts)
+        of_another = {"made_by": made_by | {"teacher_sha256": "of another"}}
+        write_json(checkpoint / "state.json", facts | of_another)
     command = [str(student), "--text=import $x$ os", f"--out={tmp_path}/new"]
     with refusal("/t: its content has changed since the student was"):
         plot.main(command)
     for step in models:
-        write_json(student / f"checkpoints/step_{step:08d}/state.json", facts | {"made_by": {}})
+        file = student / f"checkpoints/step_{step:08d}/state.json"
+        write_json(file, facts | {"made_by": made_by})
     plot.main(command)
     ids = torch.tensor([tokenizer.eos_token_id, *tokenizer("import $x$ os").input_ids])
     z_t, z_s = (model.hidden(ids[None, :-1])[0] @ model.head.T for model in (teacher, models[9]))
@@ -334,9 +340,11 @@ def test_a_sentence_shows_the_sets_and_masses_of_alra(tmp_path, drawn):
 
 
 def test_what_cannot_be_drawn_or_written_is_one_line(run, tmp_path):
-    for name in ("tad", "alra"):
-        with refusal(f"{name}: expected a student of ALRA with checkpoints"):
-            plot.main([f"{tmp_path}/{name}", "--text=x"])
+    made_by = {"shape": {}, "code": {}, "hyper": {"tau": 2.0}}
+    student = {"tad": make_model(STUDENT)}
+    write_run(tmp_path, student, load_tokenizer(DEMO), tmp_path, tmp_path, made_by=made_by)
+    with refusal("tad: expected a student of ALRA"):
+        plot.main([f"{tmp_path}/tad", "--text=x"])
     with refusal("x: no log.jsonl; expected a run"):
         plot.main([f"{tmp_path}/x"])
     write_jsonl(tmp_path / "begun/alra/log.jsonl", [])

@@ -25,8 +25,7 @@ from losses import METHODS
 from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, student_config
 from run.foreign import check_logits
 from run.methods import head_losses
-from run.results import RUN
-from run.scoring import open_model
+from run.scoring import open_checkpoint
 from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher, model_flops
 from study import scale_teacher
 from tests.world import DEMO, V, config, edit, final_bits, read_table, refusal, write_text
@@ -250,9 +249,10 @@ def test_students_of_other_families_learn_resume_and_are_saved(
         assert train.distil(config(tiny, tmp_path / out, f"{flags} {text}", **keys)) == 0
     assert final_bits(tmp_path / "whole", "alra", 2) == final_bits(tmp_path / "half", "alra", 2)
     for out, dtype in (("whole", torch.float32), ("bf16", torch.bfloat16)):
-        opened = open_model(f"{tmp_path}/{out}/alra", RUN)  # checks its weights and shape
+        opened = open_checkpoint(f"{tmp_path}/{out}/alra")  # checks its weights and shape
         assert opened.run["made_by"]["code"]["transformers"] == transformers.__version__
-        check_close(logits(opened.model), transformers_logits(opened.folder))
+        model = opened.load(torch.float32, torch.device("cpu"))
+        check_close(logits(model), transformers_logits(opened.folder))
         assert AutoModelForCausalLM.from_pretrained(opened.folder, dtype="auto").dtype == dtype
     monkeypatch.chdir(tmp_path)
     printed()

@@ -160,6 +160,7 @@ def state_of(out, step):
 def write_run(out, students, tokenizer, data_dir, teacher, **facts):
     """Write a finished run without training: run.json, and each student's model, run.json, log."""
     about = {"seed": 1234, "student": "tiny", "overrides": {}, "bos": None, "step": 3}
+    about |= {"config": {}}
     about |= {"init_sha256": "i", "made_by": {"data_sha256": "d", "shape": {}}}
     about["made_by"]["code"] = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
     log = [{"step": step, "ce": 5.0 / step, "loss": 1.0} for step in (1, 2, 3)]

@@ -76,12 +76,11 @@ def make_cases(args) -> dict:
     """Return name -> function that computes both heads and the loss, for one row of n positions."""
     teacher, student, *_ = args.models.split(",")
     shape = PRESETS[student]
-    d_t = PRESETS[teacher].hidden_size
     draw = partial(torch.randn, device=args.device, dtype=args.dtype)
     h_s = (0.02 * draw(1, args.n, shape.hidden_size)).requires_grad_()
     w_s = draw(shape.vocab_size, shape.hidden_size).float().requires_grad_()
-    h_t = 0.02 * draw(1, args.n, d_t)
-    w_t = draw(shape.vocab_size, d_t)
+    h_t = 0.02 * draw(1, args.n, PRESETS[teacher].hidden_size)
+    w_t = draw(shape.vocab_size, PRESETS[teacher].hidden_size)
     y = torch.randint(shape.vocab_size, (1, args.n), device=args.device)
 
     @torch.no_grad()
@@ -95,10 +94,8 @@ def make_cases(args) -> dict:
         results = head_losses([(h_s, w_s, method)], h_t, w_t, y, compile=compile)
         return torch.autograd.grad(results[0][0], (h_s, w_s))
 
-    cases = {
-        "products alone": products,
-        "alra, not compiled": partial(fused, resolve("alra"), compile=False),
-    }
+    not_compiled = partial(fused, resolve("alra"), compile=False)
+    cases = {"products alone": products, "alra, not compiled": not_compiled}
     for name in ("alra", *args.methods.split(",")):
         cases[name] = partial(fused, resolve(name))
     return cases
@@ -148,8 +145,8 @@ def bench_fused(args):
             rounds[name].append(measure(case, args.device, n_calls))
     print("| case | ALRA's time / its | ALRA's memory / its | seconds | peak MiB |")
     print("|---|---|---|---|---|")
-    for name in cases:
-        print(row(name, rounds[name], rounds["alra"]))
+    for name, of_case in rounds.items():
+        print(row(name, of_case, rounds["alra"]))
 
 
 def bench_gpu(args):

@@ -5,7 +5,7 @@
     python tools/plot.py out/demo/alra --text="import os"    what ALRA chooses at three tokens
 
 Pictures go into the first folder given, or into --out. Budget and anchoring need
-`histogram_every_steps`. A sentence shows three tokens at the newest checkpoint. The data of all its
+`histogram_every_steps`. A sentence shows the last three tokens of a text. The data of all its
 tokens go into sentence.jsonl beside the picture; without --text the picture is drawn from them.
 """
 
@@ -36,14 +36,13 @@ import torch
 
 from lib.errors import UserError
 from lib.files import read_json, read_lines, write_lines, writing
-from lib.hf import load_tokenizer
 from lib.metrics import logits_of
-from losses import default_settings, resolve
+from losses import resolve
 from run.identity import content_hash
 from run.methods import LOGGED
 from run.paper import NAMES
-from run.results import read_log, training_facts
-from run.scoring import check_content
+from run.results import read_log
+from run.scoring import check_content, open_checkpoint
 from run.teacher import load_teacher
 
 PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other terms follow
@@ -245,19 +244,17 @@ def draw_histograms(logs, out) -> list[str]:
     """Draw Figures 3 and 4 as far as the logs allow. Return the names of those drawn."""
     drawn = []
     for name, panels in {"budget": budget(logs), "anchoring": anchoring(logs)}.items():
-        if panels:
-            n_rows = -(-len(panels) // 3)
-            n_columns = min(len(panels), 3)
-            figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
-            for i, (title, lines) in enumerate(panels.items(), 1):
-                lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
-            save(figure, out / f"{name}.png")
-            drawn.append(name)
-        else:
-            print(
-                f"no {name}.png: no data; train ALRA with --histogram_every_steps=N",
-                file=sys.stderr,
-            )
+        if not panels:
+            need = "no data; train ALRA with --histogram_every_steps=N"
+            print(f"no {name}.png: {need}", file=sys.stderr)
+            continue
+        n_columns = min(len(panels), 3)
+        n_rows = -(-len(panels) // 3)
+        figure = plt.figure(figsize=(5.2 * n_columns, 3.4 * n_rows))
+        for i, (title, lines) in enumerate(panels.items(), 1):
+            lines.plot(ax=figure.add_subplot(n_rows, n_columns, i), title=title)
+        save(figure, out / f"{name}.png")
+        drawn.append(name)
     return drawn
 
 
@@ -272,32 +269,26 @@ def choices(text, folder) -> list[dict]:
     that teacher and student give them, how many are local, and whether the first was an anchor
     that the student had not proposed.
     """
-    kept = sorted(folder.glob("checkpoints/step_*/model"))
-    settings = default_settings(resolve(folder.name).fn)
-    if not kept or "d_max" not in settings:
-        raise UserError(
-            f"{folder}: expected a student of ALRA with checkpoints; set --checkpoint_every_steps"
-        )
-    facts = training_facts(kept[-1])
-    cfg = configure.Config(**facts["config"])
-    method = resolve(folder.name, **cfg.overrides_of(folder.name))
-    tau = (settings | method.hyper)["tau"]
-    check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), facts["made_by"])
-    tokenizer = load_tokenizer(str(kept[-1]))
-    first = tokenizer.eos_token_id if facts["bos"] is None else facts["bos"]
-    ids = torch.tensor([first, *tokenizer.encode(text, add_special_tokens=False)])
-    z_s = logits(kept[-1], ids)
-    z_t = logits(cfg.teacher, ids)[:, : z_s.shape[1]]
+    c = open_checkpoint(str(folder))
+    hyper = c.run["made_by"]["hyper"] if c.run else {}
+    if "d_max" not in hyper:
+        raise UserError(f"{folder}: expected a student of ALRA")
+    cfg = configure.Config(**c.run["config"])
+    check_content(cfg.teacher, "teacher_sha256", content_hash(cfg.teacher), c.run)
+    ids = torch.tensor([c.first_token, *c.tokenizer.encode(text, add_special_tokens=False)])
+    how = torch.float32, torch.device("cpu")
+    models = c.load(*how), load_teacher(cfg.teacher, *how, vocab_size=c.n_vocab)
+    z_s, z_t = (logits_of(m.hidden(ids[None, :-1])[0], m.head) for m in models)  # [N, V]
+    method = resolve(c.run["method"], **cfg.overrides_of(c.run["method"]))
     terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
-    p_s = (z_s / tau).softmax(-1)
-    p_t = (z_t / tau).softmax(-1)
+    p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
     records = []
     for u, candidates in enumerate(terms.tokens):
         proposed = z_s[u].topk(len(candidates)).indices
         records.append(
             {
-                "before": tokenizer.decode(ids[1 : u + 1]),
-                "candidates": [ascii(tokenizer.decode([token])) for token in candidates],
+                "before": c.tokenizer.decode(ids[1 : u + 1]),
+                "candidates": [ascii(c.tokenizer.decode([token])) for token in candidates],
                 "teacher": p_t[u, candidates].tolist(),
                 "student": p_s[u, candidates].tolist(),
                 "d_u": int(terms.d_u[u]),
@@ -305,12 +296,6 @@ def choices(text, folder) -> list[dict]:
             }
         )
     return records
-
-
-def logits(model, ids):
-    """Return a model's logits [N, V], which predict the ids after the first."""
-    loaded = load_teacher(str(model), torch.float32, torch.device("cpu"))
-    return logits_of(loaded.hidden(ids[None, :-1])[0], loaded.head)
 
 
 def sentence(records, path):

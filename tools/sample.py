@@ -47,55 +47,52 @@ if __name__ == "__main__":
 import torch
 
 from lib.metrics import logits_of
-from lib.tokens import leading_bos
-from run.scoring import Opened, open_model
+from run.scoring import Checkpoint, open_checkpoint
 
 
 @torch.no_grad()
-def generate(m: Opened, ids: list[int], args) -> list[int]:
+def generate(c: Checkpoint, ids: list[int], args) -> list[int]:
     """Return the ids with those that the model adds, up to its first EOS."""
-    n_most = len(ids) + args.tokens
-    if m.context:
-        n_most = min(n_most, m.context + 1)
+    model = c.load(torch.float32, torch.device("cpu"))
+    n_most = min(len(ids) + args.tokens, c.context + 1)
     while len(ids) < n_most:
-        h = m.model.hidden(torch.tensor([ids]))[0, -1:]  # [1, D]
-        z = logits_of(h, m.model.head)[0]  # [V]
+        h = model.hidden(torch.tensor([ids]))[0, -1:]  # [1, D]
+        z = logits_of(h, model.head)[0]  # [V]
         token = z.argmax()
         if args.temperature:
             z = z.double() - z.max()  # at most 0: none is too large for a small temperature
             token = torch.multinomial((z / args.temperature).softmax(-1), 1)
         ids = [*ids, int(token)]
-        if token == m.tokenizer.eos_token_id:
+        if token == c.tokenizer.eos_token_id:
             break
     return ids
 
 
-def encode(name, m: Opened, prompt: str) -> list[int]:
+def encode(c: Checkpoint, prompt: str) -> list[int]:
     """Return the ids of a prompt, after the token that starts a document."""
-    bos = m.run["bos"] if m.run else leading_bos(m.tokenizer)
-    first = m.tokenizer.eos_token_id if bos is None else bos
-    ids = m.tokenizer.encode(prompt, add_special_tokens=False)
-    longer = m.tokenizer.encode(f"{prompt}a", add_special_tokens=False)
+    ids = c.tokenizer.encode(prompt, add_special_tokens=False)
+    longer = c.tokenizer.encode(f"{prompt}a", add_special_tokens=False)
     if prompt != prompt.rstrip() and longer[: len(ids)] != ids:
         print(
-            f"{name}: --prompt ends in a blank, which this tokenizer joins to the next word; leave "
-            "it out, or the text goes on with a piece of a word",
+            f"{c.name}: --prompt ends in a blank, which this tokenizer joins to the next word; "
+            "leave it out, or the text goes on with a piece of a word",
             file=sys.stderr,
         )
-    if m.context and len(ids) >= m.context:
-        raise UserError(f"--prompt: {len(ids) + 1} tokens with the first, {name} takes {m.context}")
-    return [first, *ids]
+    if len(ids) >= c.context:
+        n = len(ids) + 1
+        raise UserError(f"--prompt: {n} tokens with the first, {c.name} takes {c.context}")
+    return [c.first_token, *ids]
 
 
 def main(argv):
     args = arguments(argv)
     for name in args.names:
-        m = open_model(name, {"bos": int | None, "made_by": {"shape": dict}})
+        c = open_checkpoint(name)
         if len(args.names) > 1:
             print(f"--- {name}")
         torch.manual_seed(args.seed)
-        ids = generate(m, encode(name, m, args.prompt), args)
-        print(m.tokenizer.decode(ids[1:]))
+        ids = generate(c, encode(c, args.prompt), args)
+        print(c.tokenizer.decode(ids[1:]))
 
 
 if __name__ == "__main__":

@@ -121,11 +121,11 @@ def alra(
                      could move the weights would lower its loss by driving pairs apart
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
-    N, V = z_s.shape
-    if not 2 <= d_max < V:
-        raise UserError(f"d_max={d_max}: expected 2 <= d_max < V={V}")
-    if budget == "adaptive" and not 2 <= d_min <= d_max:
-        raise UserError(f"d_min={d_min}: expected 2 <= d_min <= d_max={d_max}")
+    V = z_s.shape[1]
+    if budget == "fixed":
+        d_min = d_max
+    if not 2 <= d_min <= d_max < V:
+        raise UserError(f"d_min={d_min}, d_max={d_max}: expected 2 <= d_min <= d_max < V={V}")
 
     t, s, within = vocab.compare_blocks(z_t, z_s, tau)
     tokens = vocab.top(z_s, d_max, s.largest)  # [N, d_max] student proposal set, Eq. 4
@@ -133,54 +133,53 @@ def alra(
         top_1 = vocab.top(z_t, 1, t.largest)  # a_u
         tokens = _anchored(tokens, top_1, y[:, None], anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
-    support = _effective_support(z_t.gather(1, tokens), tau)  # E_u, Eq. 6
-    if budget == "adaptive":
-        whole = whole_batch(support, valid, batch)
-        relative = support / (valid_mean(whole.values, whole.valid) + eps)  # the mean is Eq. 7
-        # Eq. 8: a position of average support or more has d_max
-        d_u = (d_min + (d_max - d_min) * relative).round()
-        d_u = d_u.clamp(d_min, d_max).long()
-    else:
-        d_u = tokens.new_full((N,), d_max)
+    # In fp64, which costs nothing at this size: equal logits then have equal budgets, whether they
+    # are held in fp32 or fp64.
+    ln_rho = (z_t.gather(1, tokens).double() / tau).log_softmax(-1)
+    support = (-ln_rho.exp() * ln_rho).sum(-1).exp()  # E_u, Eq. 6
+    whole = whole_batch(support, valid, batch)
+    relative = support / (valid_mean(whole.values, whole.valid) + eps)  # the mean is Eq. 7
+    # Eq. 8: a position of average support or more has d_max
+    d_u = (d_min + (d_max - d_min) * relative).round()
+    d_u = d_u.clamp(d_min, d_max).long()
     inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
 
     # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1], and the
     # KL within that category. R is the category and the candidates outside I.
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)
+    x = torch.stack([x_t, x_s])
     in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
-    local_s = x_s.masked_fill(~in_local, LEAST)
-    local_t = x_t.masked_fill(~in_local, LEAST)
-    rest_s = x_s.masked_fill(in_local, LEAST)
-    rest_t = x_t.masked_fill(in_local, LEAST)
-    log_odds_s = local_s.logsumexp(-1) - rest_s.logsumexp(-1)  # ln(alpha / (1 - alpha)), Eq. 10
-    log_odds_t = local_t.logsumexp(-1) - rest_t.logsumexp(-1)
-    mass = binary_kl(log_odds_t, log_odds_s)  # Eq. 14, like the next two
-    local = kl(local_t, local_s)
+    x_local = x.masked_fill(~in_local, LEAST)
+    x_rest = x.masked_fill(in_local, LEAST)
+    log_odds = x_local.logsumexp(-1) - x_rest.logsumexp(
+        -1
+    )  # [2, N] ln(alpha / (1 - alpha)), Eq. 10
+    mass = binary_kl(*log_odds)  # Eq. 14, like the next two
+    local = kl(*x_local)
     # the chain rule, [N]: KL over the candidates in R and one category "others", plus
     # P_t(others | R) times the KL within the others
-    rest = kl(rest_t, rest_s) + rest_t.softmax(-1)[:, -1] * others_kl
+    rest = kl(*x_rest) + x_rest[0].softmax(-1)[:, -1] * others_kl
 
     # each pair once, i before j: [N, d_max, d_max], Eq. 15
     is_pair = (inside[:, :, None] & inside[:, None, :]).triu(1)
     gap_s = differences(x_s[:, :-1] * tau / tau_p)
     gap_t = differences(x_t[:, :-1] * tau / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
+    weight = is_pair.to(z_s.dtype)  # PRA, Eq. 18
+    if pair == "pra_u":
+        weight = weight / weight.sum((1, 2), keepdim=True)
     if pair == "swpra":
         p_s = x_s.softmax(-1)[:, :-1]  # [N, d_max] full-vocabulary probabilities at tau
         if detach_weights:
             p_s = p_s.detach()
         closeness = (-gamma * differences(p_s).abs()).exp()
-        score = is_pair * closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
+        score = weight * closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
         weight = score / (score.sum((1, 2), keepdim=True) + eps)  # Eq. 20
-    else:
-        weight = is_pair.to(z_s.dtype)  # Eq. 18
-        if pair == "pra_u":
-            weight = weight / weight.sum((1, 2), keepdim=True)
     aligned = (weight * pair_kl).sum((1, 2))  # Eq. 17
 
     if coefficients == "exact":
-        w_local = w_local * log_odds_t.sigmoid()  # alpha_t
-        w_rest = w_rest * (-log_odds_t).sigmoid()  # 1 - alpha_t
+        w_local = w_local * log_odds[0].sigmoid()  # alpha_t
+        w_rest = w_rest * (-log_odds[0]).sigmoid()  # 1 - alpha_t
     ald = w_mass * mass + w_local * local + w_rest * rest
     loss = leave(ald + lambda_pair * aligned, valid)
     return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
@@ -200,18 +199,6 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
     is_repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
     priority = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
     return tokens.gather(1, (priority * ~is_repeated).topk(k).indices)
-
-
-@torch.no_grad()
-def _effective_support(in_t, tau) -> Tensor:
-    """Return exp of the teacher's entropy within the candidate set (Eq. 6), [N, k] -> [N].
-
-    In fp64, which costs nothing at this size: equal logits then have equal budgets, whether they
-    are held in fp32 or fp64.
-    """
-    log_rho = (in_t.double() / tau).log_softmax(-1)
-    entropy = -(log_rho.exp() * log_rho).sum(-1)
-    return entropy.exp()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -1055,7 +1042,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
 
 def _detached_if_0(z, weight: float | Tensor) -> Tensor:
     """Return the logits, without gradient if the weight is 0; a tensor is a weight that changes."""
-    return z if isinstance(weight, Tensor) or weight > 0 else z.detach()
+    return z if isinstance(weight, Tensor) or weight else z.detach()
 
 
 def parts_of(result) -> dict[str, Tensor]:

@@ -190,7 +190,7 @@ def rotary(positions: Tensor, config) -> tuple[Tensor, Tensor]:
     frequency = config.rope_theta**-exponent  # [K / 2] radians per position
     if config.rope_scaling:
         frequency = scaled_frequency(frequency, config.rope_scaling)
-    angle = positions[:, None].float() * frequency  # [T, K / 2]
+    angle = torch.outer(positions.float(), frequency)  # [T, K / 2]
     angle = torch.cat((angle, angle), -1)
     return angle.cos(), angle.sin()
 
@@ -234,9 +234,9 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = self.q_proj(x).view(heads).transpose(1, 2)  # [B, H, T, K]
-        k = self.k_proj(x).view(heads).transpose(1, 2)  # [B, G, T, K]
-        v = self.v_proj(x).view(heads).transpose(1, 2)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        # [B, H, T, K], and k and v [B, G, T, K]
+        q, k, v = (project(x).view(heads).transpose(1, 2) for project in projections)
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
             k = self.k_norm(k)

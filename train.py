@@ -188,8 +188,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         for s in students:
             parallel.sum_gradients(s.parameters())
 
-    norms = [clip_gradients(s.parameters(), cfg.clip) for s in students]
-    norms = torch.stack(norms).tolist()  # one wait for the device, for all students
+    norms = torch.stack([clip_gradients(s.parameters(), cfg.clip) for s in students])
+    norms = norms.tolist()  # one wait for the device, for all students
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
@@ -269,8 +269,8 @@ def learning_rate(step, cfg) -> float:
     if cfg.lr_schedule == "constant":
         return cfg.lr
     if cfg.lr_schedule == "wsd":
-        left = (cfg.schedule_steps - step - 1) / (cfg.decay_share * cfg.schedule_steps)
-        height = min(left, 1.0)
+        left = cfg.schedule_steps - step - 1
+        height = min(left / (cfg.decay_share * cfg.schedule_steps), 1.0)
     else:
         part = (step + 1 - cfg.warmup_steps) / (cfg.schedule_steps - cfg.warmup_steps)
         height = 0.5 * (1 + math.cos(math.pi * part))

@@ -78,7 +78,7 @@ class Batch(NamedTuple):
 
     values: Tensor  # [M] the objective's statistic, from a pass without gradient
     valid: Tensor  # [M] bool
-    here: Tensor  # [N] int64 places of the chunk's positions
+    here: Tensor | slice  # [N] int64 places of the chunk's positions, or all
 
 
 def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
@@ -91,7 +91,7 @@ def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
         return batch
     if batch is not None:
         batch.append(values.detach())
-    return Batch(values, valid, torch.arange(len(values), device=values.device))
+    return Batch(values, valid, slice(None))
 
 
 def all_finite(z) -> bool:

@@ -67,12 +67,12 @@ class Head:
     cap = None
 
     def __init__(self, h, w, y):
-        """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B, T]."""
+        """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B * T]."""
         if isinstance(w, CappedHead):
             self.cap = w.cap
             w = w.weight
         self.inputs = (h, w)
-        h = h.masked_fill((y == IGNORE)[..., None], 0.0).flatten(0, 1)
+        h = h.flatten(0, 1).masked_fill((y == IGNORE)[:, None], 0.0)
         self.h = operand(h, h.dtype)
         self.w = operand(w, h.dtype)
 
@@ -85,23 +85,18 @@ class Head:
 class AttachGradients(torch.autograd.Function):
     """Return the loss [] with gradients dh [B * T, D] of h [B, T, D], and dw of w [V, D].
 
-    Backward may run once.
+    Backward may run once: the gradients are freed after it.
     """
 
     @staticmethod
     def forward(ctx, h, w, loss, dh, dw):
         ctx.shape = h.shape
-        ctx.gradients = (dh, dw)
+        ctx.save_for_backward(dh, dw)
         return loss.clone()
 
     @staticmethod
     def backward(ctx, g):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "head_losses: backward() called twice; the gradients are freed after the first call"
-            )
-        dh, dw = ctx.gradients
-        ctx.gradients = None
+        dh, dw = ctx.saved_tensors
         return dh.mul_(g).view(ctx.shape), dw.mul_(g), None, None, None
 
 

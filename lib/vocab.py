@@ -209,17 +209,13 @@ class TakeBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, block, place):
         ctx.save_for_backward(place)
-        return z.gather(1, _wide(block, z.shape[2]))
+        return z.take_along_dim(block[:, :, None], 1)
 
     @staticmethod
     def backward(ctx, g):
         (place,) = ctx.saved_tensors
         g = F.pad(g, (0, 0, 0, 1))  # place k, that of all other blocks, gets 0
-        return g.gather(1, _wide(place, g.shape[2])), None, None
-
-
-def _wide(index, size):
-    return index[..., None].expand(-1, -1, size)
+        return g.take_along_dim(place[:, :, None], 1), None, None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -244,7 +240,7 @@ def top(z, k, largest=None) -> Tensor:
         largest = blocks.amax(-1)
     # the blocks with the largest maxima
     block = places_of_largest(largest, k).topk(k, largest=False).values  # by rising index
-    place = places_of_largest(blocks.gather(1, _wide(block, size)).flatten(1), k)
+    place = places_of_largest(blocks.take_along_dim(block[:, :, None], 1).flatten(1), k)
     return block.gather(1, place // size) * size + place % size
 
 

@@ -152,13 +152,14 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     if len(y) % group:
         raise UserError(f"group={group}: expected a divisor of the {len(y)} rows")
     n_batches = len(y) // group
-    size = y.numel() // n_batches  # positions of a forward batch
+    y = y.flatten()
+    size = len(y) // n_batches  # positions of a forward batch
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
         losses = [HeadLoss(*student, y, compile) for student in students]
         divided = [loss for loss in losses if loss.method.in_chunks and size > chunk]
         whole = [loss for loss in losses if loss not in divided]
-        for first in range(0, y.numel(), size):
+        for first in range(0, len(y), size):
             batch = slice(first, first + size)
             if whole:
                 z_t = teacher and teacher.logits(batch)
@@ -166,7 +167,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
                     loss.add(batch, z_t, loss.method)
                 z_t = None  # frees it
             if divided:
-                add_chunks(divided, teacher, y.flatten(), batch, chunk)
+                add_chunks(divided, teacher, y, batch, chunk)
     return [loss.result(n_batches) for loss in losses]  # with gradients enabled
 
 
@@ -211,7 +212,7 @@ class HeadLoss(Head):
         self.dh = torch.zeros_like(self.h)
         self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(w.dtype, torch.float32))
         self.sums = Counter()
-        self.y = y.flatten()
+        self.y = y
         self.method = method
         self.evaluate = evaluate
         if "generator" in method.hyper:

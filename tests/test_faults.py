@@ -115,7 +115,7 @@ nowhere.py => nowhere.py: no such config file
 --alra.tau=x => alra.tau='x': expected float
 --alra.lr=1e999 => alra.lr=inf: expected
 --alra.pair=prau => alra.pair='prau': expected 'swpra' or
---alra.d_max=259 => alra: d_max=259: expected 2 <= d_max < V
+--alra.d_max=259 => alra: d_min=3, d_max=259: expected 2 <= d_min <= d_max < V
 --hyper=3 => hyper
 --device=gpu => device=gpu: expected cpu
 --device=cuda => device=cuda: expected cpu, or cuda

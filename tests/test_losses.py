@@ -591,8 +591,8 @@ def test_bad_shapes_are_refused_by_name():
 
 
 REFUSED = """
-alra: d_max=61 => d_max=61: expected 2 <= d_max < V=61
-alra: d_min=1 => d_min=1: expected 2 <= d_min <= d_max=25
+alra: d_max=61 => d_min=3, d_max=61: expected 2 <= d_min <= d_max < V=61
+alra: d_min=1 => d_min=1, d_max=25: expected 2 <= d_min <= d_max < V=61
 alra: anchor='top' => anchor='top': expected 'teacher' or 'none' or 'label' or 'both'
 alra: lambda_pair=math.nan => lambda_pair=nan: expected float 0 or more
 pd: top_k=62 => top_k=62: expected 1 to V

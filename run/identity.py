@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configure import AFFECTS
+from configure import FREE
 from lib.code import (
     ROOT,
     code_reached,
@@ -69,7 +69,7 @@ def made_by(cfg, name) -> dict:
     code = code_reached(STEP_MODULES, STEP, NOT_FOLLOWED)
     if not isinstance(shape, Qwen2Config):  # transformers computes it
         code["transformers"] = version("transformers")
-    record = {key: getattr(cfg, key) for key, affects in AFFECTS.items() if affects == "weights"}
+    record = {key: value for key, value in vars(cfg).items() if key not in FREE}
     del record["max_steps"]  # a run may be continued; its step is stored beside the record
     record |= {
         "methods": name.partition("@")[0],

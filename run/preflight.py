@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configure import AFFECTS
+from configure import PATHS
 from lib import parallel
 from lib.device import machine_facts, pick_device
 from lib.errors import UserError
@@ -83,7 +83,7 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
 
 def check_config(cfg):
     """Check the config before any data is read. Raises `UserError`."""
-    shared = {key: value for key, value in vars(cfg).items() if AFFECTS[key] != "paths"}
+    shared = {key: value for key, value in vars(cfg).items() if key not in PATHS}
     # each process has a device of its own
     parallel.check_agreement(**shared | {"device": None, "teacher_device": None})
     world = parallel.world()

@@ -143,7 +143,7 @@ nowhere.py => nowhere.py: no such config file
 --shard=2 => shard=2: expected a divisor
 --shard=2 --teacher_device=cpu => teacher_device=cpu: not supported with shard=2
 --min_lr=1 => min_lr=1.0: expected at most
---warmup_steps=4 => warmup_steps=4: expected less
+--warmup_steps=4 => warmup_steps=4: expected at most 2
 --warmup_steps=3 => warmup_steps=3: expected at most 2, as lr_schedule=cosine lets the rate fall
 --lr_schedule=wsd --decay_share=0.5 --warmup_steps=3 => warmup_steps=3: expected at most 2, as lr_s
 --keep_every_steps=3 --checkpoint_every_steps=2 => keep_every_steps=3: expected a multiple of check

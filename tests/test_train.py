@@ -1082,7 +1082,8 @@ def test_a_run_goes_on_only_with_what_it_learns_by(tiny, finished, tmp_path):
     names = {"--student=32x1x2": "shape", f"--student_weights={tiny}/student": "student_weights"}
     names |= dict.fromkeys(("--alra.gamma=1", "--alra.w_ce=0.5", "--alra.lr=1e-3"), "hyper")
     changed_keys = {flag: re.match(r"--(\w+)", flag)[1] for flag in CHANGES.split()}
-    of_weights = {key for key, affects in configure.AFFECTS.items() if affects == "weights"}
+    of_weights = configure.KINDS.keys() - configure.FREE
+    assert configure.KINDS.keys() > configure.FREE
     assert {*changed_keys.values()} == of_weights - {"methods", "hyper", "max_steps"}
     for flag, name in (names | changed_keys).items():
         assert [*identity.record_changes(record, made_by(flag))] == [name]

@@ -109,9 +109,6 @@ class CachedTeacher:
             h = h.pin_memory()
         return h.to(self.head.device, non_blocking=True)
 
-    def flops_per_token(self, seq_len) -> float:
-        return 0.0
-
 
 def rows_of_run(cfg, rows, val) -> RowIndices:
     """Return the indices of all rows that a run reads."""

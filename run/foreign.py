@@ -11,6 +11,7 @@ Dimension key: B batch, T time, D width, V vocabulary.
 """
 
 import copy
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
     return ForeignConfig(*sizes, rope.get("rope_theta"), values)
 
 
+@functools.cache
 def foreign_flops_per_token(shape: ForeignConfig) -> float:
     """Return 2 FLOPs per weight that a token uses, without attention scores."""
     with torch.device("meta"):  # without memory for its weights

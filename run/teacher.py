@@ -4,8 +4,6 @@ The decoder in model.py computes the families of `model.NATIVE`, transformers al
 (run/foreign.py). Hidden states travel between devices, not logits: V / D times fewer bytes.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -53,10 +51,6 @@ class Teacher:
         """
         # blocking copies: a CPU could read one before the GPU has finished it
         return self.model.hidden(idx.to(self.device)).to(self.home)
-
-    def flops_per_token(self, seq_len) -> float:
-        """Return the FLOPs of one token's forward pass."""
-        return model_flops(self.model.config, seq_len, trained=False)
 
 
 def load_teacher(
@@ -113,7 +107,6 @@ def is_native(name) -> bool:
     return reason is None
 
 
-@functools.cache
 def model_flops(shape, seq_len, trained: bool) -> float:
     """Return the FLOPs of one token, forward, or forward and backward, for a shape of any kind."""
     if isinstance(shape, Qwen2Config):
@@ -164,14 +157,12 @@ def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"
     return n_tokens
 
 
-def inherited(name: str | None) -> dict | None:
-    """Return the fields INHERITED of a teacher's shape; None without a teacher.
+def inherited(name: str | None) -> dict:
+    """Return the fields INHERITED of a teacher's shape; none without a teacher.
 
     A model may lack some (LayerNorm has no RMSNorm epsilon): the preset keeps its own.
     """
-    if name is None:
-        return None
-    shape = load_shape(name)
+    shape = load_shape(name) if name else None
     values = {key: getattr(shape, key, None) for key in INHERITED}
     return {key: value for key, value in values.items() if value is not None}
 

@@ -26,7 +26,7 @@ from run.foreign import check_logits
 from run.methods import head_losses
 from run.results import RUN
 from run.scoring import open_model
-from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher
+from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher, model_flops
 from study import scale_teacher
 from tests.world import DEMO, V, config, edit, final_bits, read_table, refusal, write_text
 from tools import sample
@@ -143,7 +143,8 @@ def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     assert teacher.native == (kind == "mistral with a window")
     T = 8 if teacher.native else 29  # up to its window a Mistral is native
     check_close(logits(teacher, IDS[:, :T]), transformers_logits(folder)[:, :T])
-    assert inherited(folder)["vocab_size"] == V and teacher.flops_per_token(13) > 2 * V * 24
+    assert inherited(folder)["vocab_size"] == V
+    assert model_flops(teacher.model.config, 13, trained=False) > 2 * V * 24
     if kind in ("a bias", "a cap", "a scale"):
         check_gradients(teacher.model.requires_grad_(True))
     if kind in ("mamba", "a scale"):  # Mamba's hidden states are in fp32
@@ -172,13 +173,14 @@ def test_flops_of_a_mixture_count_its_active_experts_alone(make):
     router = 4 * 24
     norms = 24 + 12 + 2 * 24  # OLMoE has norms on q [24] and k [12]
     weights = 2 * (attention + router + norms + 2 * per_expert) + 24 + V * 24
-    assert teacher.flops_per_token(13) == 2 * weights
+    assert model_flops(teacher.model.config, 13, trained=False) == 2 * weights
 
 
 def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
     shape = student_config("200m", inherited(make(*NATIVE["llama 3"])))
     assert (shape.vocab_size, shape.max_position_embeddings, shape.hidden_size) == (V, 64, 768)
     assert (shape.rope_theta, shape.rms_norm_eps, shape.rope_scaling) == (1e4, 1e-6, LLAMA3)
+    assert model_flops(shape, 13, trained=True) == 3 * model_flops(shape, 13, trained=False) > 0
     assert shape.attention_bias and not shape.qk_norm
     qwen = {key: getattr(PRESETS["1.8b"], key) for key in INHERITED}  # Qwen1.5-1.8B's
     for name, teacher in (("200m", qwen), ("500m", qwen), ("demo", inherited(DEMO))):

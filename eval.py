@@ -89,7 +89,7 @@ from lib.files import append_line, for_json, reading, write_lines, writing
 from lib.hf import find_folder, tokenizer_hash
 from lib.rows import Rows, read_manifest
 from lib.stats import half_interval
-from lib.tokens import leading_bos, space_spelling, spelled_spaces, token_bytes
+from lib.tokens import leading_bos, token_bytes
 from run.cache import open_cached, progress
 from run.identity import content_hash
 from run.results import RUN, left_out, students_of
@@ -368,7 +368,7 @@ def score_rows(
                 f"{teacher_name}: vocabulary of {len(teacher.head):,}, expected at least "
                 f"{rows.n_vocab:,}"
             )
-    n_bytes = byte_lengths(tokenizer, rows.n_vocab, rows.read(index))
+    n_bytes = byte_lengths(tokenizer, rows.n_vocab)
     models = [c.load(args.dtype, device, rows.n_vocab) for c in checkpoints]
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
@@ -449,20 +449,10 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
     return results
 
 
-def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
-    """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
-
-    ids  the rows to score: three tokens that spell a space stand for a third of a byte each, and
-         for a byte elsewhere. The result has their mean over these rows.
-    """
+def byte_lengths(tokenizer, n_vocab: int) -> Tensor:
+    """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding."""
     pieces = token_bytes(tokenizer.backend_tokenizer)
     lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
-    stream = np.ravel(ids)
-    spelling = space_spelling(tokenizer.backend_tokenizer)
-    n_spelled = len(spelled_spaces(stream, spelling))
-    if n_spelled:
-        for token in spelling:
-            lengths[token] -= 2 / 3 * n_spelled / np.count_nonzero(stream == token)
     return torch.tensor(lengths)
 
 

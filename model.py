@@ -541,9 +541,6 @@ def read_shape(path) -> tuple[dict, str | None]:
     missing = SIZES - hf.keys()
     if missing:
         return hf, f"no {min(missing)}"
-    n_layers = hf["num_hidden_layers"]
-    if isinstance(n_layers, int) and n_layers > 1000:  # transformers lists the kind of each
-        raise UserError(f"{path}: num_hidden_layers={n_layers}: expected int 0 to 1,000")
     values = {key: value for key, value in hf.items() if key not in INERT}
     if values.keys() == SAVED and values["hidden_act"] == "silu" and None not in values.values():
         # transformers' class takes seconds to import for a `llama`, and would change nothing

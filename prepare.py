@@ -62,8 +62,6 @@ from lib.tokens import (
     check_tokenizer,
     encode_texts,
     leading_bos,
-    space_spelling,
-    spelled_spaces,
     token_bytes,
 )
 
@@ -375,8 +373,7 @@ WORDS = (  # abbreviations in lower case, without the last full stop
 )
 ABBREVIATIONS = set(WORDS.split())
 # The class of a token is the sum of these bits.
-EOS = 1
-LINE = 2  # ends a line
+LINE = 1  # ends a line, or a document
 STOP = 4  # may end a sentence; the tokens around it decide
 SPACE = 8  # starts with whitespace
 FRESH = 16  # starts with a whole character that is neither a stop nor a closer
@@ -416,10 +413,8 @@ def row_ends(ids, table, row_len, last):
     last    whether the stream ends with these ids; otherwise up to row_len of them are left over
     ->      the end of each row (exclusive), where the next row starts
     """
-    classes, pieces, spelling = table
-    flags = classes[ids]
-    flags[spelled_spaces(ids, spelling)] = token_class(b" ")
-    flags = flags.tolist()
+    classes, pieces = table
+    flags = classes[ids].tolist()
     ends = []
     start = 0
     while start + row_len < len(ids):  # not <=, since `ends_row` needs the id after a window
@@ -437,7 +432,7 @@ def row_ends(ids, table, row_len, last):
 
 def ends_row(ids, flags, pieces, start, i):
     """Return whether a row that begins at `start` may end after ids[i]."""
-    if flags[i] & (EOS | LINE):
+    if flags[i] & LINE:
         return True
     following = flags[i + 1]  # `row_ends` searches a window only if an id stands after it
     if not flags[i] & STOP or not following & FRESH:
@@ -465,12 +460,11 @@ def ends_row(ids, flags, pieces, start, i):
 
 
 def token_table(tokenizer):
-    """Return the classes [V] uint8 of a tokenizer's tokens, their bytes, and `space_spelling`."""
-    backend = tokenizer.backend_tokenizer
-    pieces = token_bytes(backend)
+    """Return the classes [V] uint8 of a tokenizer's tokens, and their bytes."""
+    pieces = token_bytes(tokenizer.backend_tokenizer)
     classes = np.array([token_class(piece) for piece in pieces], np.uint8)
-    classes[tokenizer.eos_token_id] = EOS | GAP
-    return classes, pieces, space_spelling(backend)
+    classes[tokenizer.eos_token_id] = LINE | GAP
+    return classes, pieces
 
 
 def token_class(piece):

@@ -87,11 +87,9 @@ def device_name(device) -> str:
     """Return the name of the GPU or, if the system knows it, of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        found = re.search(r"^model name\s*:(.*)", info.read_text(), re.M)
-        if found:
-            return found[1].strip()
+    with contextlib.suppress(OSError, TypeError):
+        info = Path("/proc/cpuinfo").read_text()
+        return re.search(r"^model name\s*:(.*)", info, re.M)[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -143,8 +141,7 @@ def peak_bytes(device) -> int:
     """Return the most memory that this process has had: allocated on its card, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gib(n: int) -> str:
@@ -177,9 +174,8 @@ def is_whole_library(file) -> bool:
         header = f.read(64)
     if len(header) < 64 or not header.startswith(b"\x7fELF"):
         return False
-    (start,) = struct.unpack_from("=Q", header, 40)
-    entry_size, n_entries = struct.unpack_from("=HH", header, 58)
-    return file.stat().st_size >= start + entry_size * n_entries
+    start, n_entries = struct.unpack_from("=Q12xH", header, 40)
+    return file.stat().st_size >= start + 64 * n_entries
 
 
 def give_back_memory():

@@ -5,7 +5,6 @@ import re
 import unicodedata
 from collections import Counter
 
-import numpy as np
 import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -112,21 +111,3 @@ def printed(characters) -> str:
 def comparable(text) -> str:
     text = text.replace("▁", " ")  # many tokenizers write a space so
     return unicodedata.normalize("NFKC", text).casefold()
-
-
-def space_spelling(backend: tokenizers.Tokenizer) -> list[int | None]:
-    """Return the ids of the bytes of U+2581, which spell a space where no token stands for it.
-
-    None for a byte that the vocabulary lacks. A byte-level vocabulary has other tokens for a space.
-    """
-    if "ByteLevel" in decoder_kinds(backend):
-        return [None]
-    return [backend.token_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
-
-
-def spelled_spaces(ids: np.ndarray, spelling) -> np.ndarray:
-    """Return the places in a stream of ids [n] where the three bytes of a space begin."""
-    starts = np.arange(len(ids) - 2)
-    for i, token in enumerate(spelling):
-        starts = starts[ids[starts + i] == token]
-    return starts

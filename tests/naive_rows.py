@@ -28,8 +28,7 @@ def naive_rows(stream, tokenizer, row_len):
     start = 0
     while start + row_len < len(stream):
         for size in range(row_len, 1, -1):  # the latest place wins
-            after = stream[start + size : start + size + 3]
-            if may_end(stream[start : start + size], after, tokenizer):
+            if may_end(stream[start : start + size], stream[start + size], tokenizer):
                 break
         else:
             size = row_len
@@ -41,17 +40,15 @@ def naive_rows(stream, tokenizer, row_len):
 
 
 def may_end(row, following, tokenizer):
-    """Whether a row may be cut here, before the ids `following`, of which three spell a space."""
+    """Whether a row may be cut here, before the id `following`."""
     if row[-1] == tokenizer.eos_token_id or re.search(
         r"\n[ \t]*\Z", plain_text([row[-1]], tokenizer)
     ):
         return True
-    if following[0] == tokenizer.eos_token_id:
+    if following == tokenizer.eos_token_id:
         return False
     text = plain_text(row, tokenizer)
-    after = plain_text(following, tokenizer)[:1]
-    if after != " ":
-        after = plain_text(following[:1], tokenizer)[:1]
+    after = plain_text([following], tokenizer)[:1]
     match = SENTENCE.search(text)
     if not match or not after:
         return False

@@ -29,7 +29,6 @@ from run.tables import read_results
 from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
-from tests.test_prepare import tokenizer_of
 from tests.test_tables import cells
 from tests.world import make_model, read_jsonl, refusal
 from tools import sample
@@ -657,16 +656,6 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
     shutil.rmtree(no_stories / "storycloze_2016")
     score(f"{out}/alra {flags}")
     assert "Avg. (8 of 9)" in printed()  # all tasks, without that file
-
-
-def test_three_tokens_that_spell_a_space_are_one_byte():
-    """Wherever else these bytes stand, they count as such: the first one of a quote is the same."""
-    spelled, table = tokenizer_of("spelled_spaces")
-    for text in ("the cat sat", "a “b” c", "no"):
-        ids = np.array(spelled.encode(text, add_special_tokens=False), np.uint32)
-        n_bytes = ev.byte_lengths(spelled, len(table[0]), ids[None])
-        assert float(n_bytes[ids].sum()) == pytest.approx(len(text.encode()))
-        assert n_bytes[ids].min() > 0
 
 
 def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):

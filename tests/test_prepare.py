@@ -90,17 +90,12 @@ def byte_level(use_regex):
     return make_tokenizer(texts, 420, split=split, max_token_length=6)
 
 
-def byte_fallback(space="▁"):
-    """The sentencepiece kind: U+2581 for a space, <0x0A> for bytes that no token has.
-
-    Without a token for a space, it is spelled as three such bytes.
-    """
+def byte_fallback():
+    """The sentencepiece kind: U+2581 for a space, <0x0A> for bytes that no token has."""
     letters = '.,!?()"”。！？「」一二三四' + string.ascii_letters + string.digits + "'"
     vocab = ["<unk>", EOS, *letters, *(f"<0x{b:02X}>" for b in range(256))]
-    merges = []
-    if space:
-        vocab += [space, "▁t", "▁the", ".▁"]
-        merges = [("▁", "t")]
+    vocab += ["▁", "▁t", "▁the", ".▁"]
+    merges = [("▁", "t")]
     ids = {token: i for i, token in enumerate(vocab)}
     keys = {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges, **keys))
@@ -115,7 +110,6 @@ MADE = {
     "byte_level": functools.partial(byte_level, True),
     "no_regex": functools.partial(byte_level, False),
     "byte_fallback": byte_fallback,
-    "spelled_spaces": functools.partial(byte_fallback, None),
 }
 REAL = ("qwen1.5-1.8b", "stories260k")
 
@@ -176,11 +170,11 @@ class Counting(list):
 @pytest.mark.parametrize("text", ["文", "文。", "a.\u3000", "a.", "a)文", "」。"])
 def test_the_rule_reads_each_token_a_few_times_at_any_row_length(text):
     """Without whitespace in ASCII, and with characters whose bytes are tokens."""
-    tokenizer, (classes, pieces, spelling) = tokenizer_of("byte_level")
+    tokenizer, (classes, pieces) = tokenizer_of("byte_level")
     stream = stream_of([text * 4000], tokenizer)[:4000]
     for row_len in (64, 2000):
         counting = Counting(pieces)
-        rows_of(stream, (classes, counting, spelling), row_len)
+        rows_of(stream, (classes, counting), row_len)
         assert counting.reads < 5 * len(stream)
 
 

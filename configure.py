@@ -199,6 +199,13 @@ class Config:
     # {"alra": {"gamma": 3.0}}; or --alra.gamma=3, and for one student --alra@LABEL.gamma=3
     hyper: dict = field(default_factory=dict, hash=False)
 
+    def tokenizer_name(self) -> str:
+        """Return the folder or hub id of the tokenizer. Raises `UserError` if there is none."""
+        name = self.tokenizer or self.teacher
+        if not name:
+            raise UserError("tokenizer=None, teacher=None: set a folder or hub id for one of them")
+        return name
+
     def settings_of(self, student: str) -> dict:
         """Return the settings given to METHOD or METHOD@LABEL; a label's override its method's."""
         method = student.partition("@")[0]
@@ -359,6 +366,7 @@ def read_config(argv) -> Config:
     flagged = set()  # methods whose settings flags set
     for arg in argv:
         for name, value in read_argument(arg).items():
+            check_key(arg, name)
             if name == "hyper" and isinstance(value, dict):
                 if arg.startswith("--"):
                     flagged |= value.keys()
@@ -411,19 +419,14 @@ def key_lines() -> list[str]:
 def read_argument(arg: str) -> dict:
     """Return the keys that a config file or a flag sets, with their values."""
     if not arg.startswith("--"):
-        values = run_file(arg)
-        for name in values:
-            check_key(arg, name)
-        return values
+        return run_file(arg)
     name, equals, text = arg.removeprefix("--").partition("=")
     method, dot, setting = name.rpartition(".")
-    if not dot:
-        check_key(arg, name)
     if not equals:
         raise UserError(f"{arg}: expected --{name}=VALUE")
     if dot:
         return {"hyper": {method: {setting: literal(text)}}}
-    return {name: parsed(text, KINDS[name])}
+    return {name: parsed(text, KINDS.get(name))}
 
 
 def merged(hyper: dict, more: dict) -> dict:

@@ -206,7 +206,7 @@ def fill_cache(cfg):
     parallel.start(device, cfg.timeout_minutes)
     rows = open_data(cfg, "train")
     val = open_data(cfg, "val")
-    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
+    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer_name()), cfg.seq_len)
     open_teacher(cfg, rows, val)
     parallel.stop()
 

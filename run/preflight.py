@@ -12,7 +12,7 @@ from configure import PATHS
 from lib import parallel
 from lib.device import machine_facts, pick_device
 from lib.errors import UserError
-from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
+from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
 from lib.stats import MIN_PARTS
 from model import student_config
@@ -23,6 +23,7 @@ from run.methods import check_settings, compute_dtype, needs_teacher
 from run.students import n_validated
 from run.teacher import (
     Teacher,
+    check_ids,
     check_teacher,
     check_vocabulary,
     inherited,
@@ -108,9 +109,7 @@ def check_config(cfg):
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     """Return the tokenizer, once rows, tokenizer, vocabularies and updates fit each other."""
-    name = cfg.tokenizer or cfg.teacher
-    if not name:
-        raise UserError("tokenizer=None with teacher=None: set the tokenizer of the rows")
+    name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
     teacher_shape = inherited(cfg.teacher)
     student_vocab = student_config(cfg.student, teacher_shape, load_shape).vocab_size
@@ -119,7 +118,9 @@ def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
         teacher_vocab = teacher_shape["vocab_size"]
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
-    check_initial_ids(cfg.student_weights, tokenizer.get_vocab())
+    if cfg.student_weights:
+        # which may lack a token, unlike a teacher
+        check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
     check_number_of_rows(cfg, rows)
     say_precision(cfg, val)
     n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
@@ -146,14 +147,6 @@ def check_rows(folder, rows, val, name, tokenizer):
         )
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
         raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
-
-
-def check_initial_ids(student_weights, ids: dict[str, int]):
-    """Check that a tokenizer beside the initial weights gives shared tokens the same ids."""
-    if student_weights and (find_folder(student_weights) / "tokenizer.json").is_file():
-        for token, index in load_tokenizer(student_weights).get_vocab().items():
-            if ids.get(token, index) != index:
-                raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
 
 
 def check_number_of_rows(cfg, rows):

@@ -128,17 +128,26 @@ def check_teacher(name, tokenizer, seq_len):
     check_vocabulary(
         f"teacher={name}", shape["vocab_size"], tokenizer, "logits are matched token by token"
     )
+    check_ids("teacher", name, tokenizer)
+
+
+def check_ids(key, name, tokenizer, may_lack=False):
+    """Raise `UserError` unless a tokenizer beside a model gives tokens the ids of the rows.
+
+    key       of the config, whose value is `name`
+    may_lack  whether it may lack some of the tokens
+    """
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
-    if file.is_file() and str(file.parent) != tokenizer.name_or_path:
-        teacher_ids = load_tokenizer(name).get_vocab()
-        for token, index in sorted(tokenizer.get_vocab().items()):
-            theirs = teacher_ids.get(token)
-            if theirs != index:
-                raise UserError(
-                    f"teacher={name}: its tokenizer gives {token!r} id {theirs}, "
-                    f"that of the rows {index}"
-                )
+    if not file.is_file() or str(file.parent) == tokenizer.name_or_path:
+        return
+    ids = load_tokenizer(name).get_vocab()
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        theirs = ids.get(token)
+        if theirs != index and not (may_lack and theirs is None):
+            raise UserError(
+                f"{key}={name}: its tokenizer gives {token!r} id {theirs}, that of the rows {index}"
+            )
 
 
 def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one") -> int:

@@ -346,7 +346,7 @@ CASES = [
         r"run/pretrain/checkpoints/step_00000004: contains a different run "
         r"\(pretrain: lr was 0.01, now 0.02; beta1 was 0.9, now 0.8; beta2 was .*\); choose",
     ),
-    (f"{NEW} --student=other --student_weights=other", PERMUTED, "its tokenizer has other ids"),
+    (f"{NEW} --student=other --student_weights=other", PERMUTED, "its tokenizer gives"),
     (
         f"{NEW} --teacher=other --tokenizer=teacher",
         PERMUTED,

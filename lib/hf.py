@@ -198,21 +198,23 @@ def read_weights(model, folder):
     tied_head = None
     for file in weight_files(folder):
         with open_tensors(file) as tensors:
-            for key in tensors.keys():  # noqa: SIM118
+            keys = tensors.keys()
+        for key in keys:
+            with open_tensors(file) as tensors:  # opened anew, or all that was read stays in memory
                 source = tensors.get_tensor(key)
-                name = f"model.{key}" if f"model.{key}" in targets else key
-                if name in missing:
-                    copy_weight(source, targets[name], f"{file}: {name}")
-                    missing.remove(name)
-                elif name == "lm_head.weight" and name not in targets:
-                    tied_head = source
-                elif name.endswith(".bias") and name not in targets and not source.any():
-                    continue
-                elif not name.endswith("rotary_emb.inv_freq"):
-                    raise UserError(
-                        f"{file}: {name}: expected no such tensor, or no second one; only biases "
-                        "of zeros may be more"
-                    )
+            name = f"model.{key}" if f"model.{key}" in targets else key
+            if name in missing:
+                copy_weight(source, targets[name], f"{file}: {name}")
+                missing.remove(name)
+            elif name == "lm_head.weight" and name not in targets:
+                tied_head = source
+            elif name.endswith(".bias") and name not in targets and not source.any():
+                continue
+            elif not name.endswith("rotary_emb.inv_freq"):
+                raise UserError(
+                    f"{file}: {name}: expected no such tensor, or no second one; only biases of "
+                    "zeros may be more"
+                )
     if missing:
         raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
     embedding = targets["model.embed_tokens.weight"]

@@ -140,7 +140,7 @@ def open_cached(
         teacher = load()
         if not teacher:
             return None
-        head = teacher.whole_head.to("cpu")
+        head = teacher.model.head.to("cpu")
         parallel.on_first(write_head, head_file, head)
     row_bytes = weight_of(head).shape[1] * dtype.itemsize
     states = {rows: States(rows, facts, row_bytes) for rows in wanted}

@@ -48,8 +48,7 @@ class ForeignConfig:
 
     def build(self, dtype=torch.float32) -> transformers.PreTrainedModel:
         """Return transformers' model, its weights drawn by its own initialisation."""
-        kind = transformers.CONFIG_MAPPING[self.config["model_type"]]
-        config = kind.from_dict(copy.deepcopy(self.config))
+        config = transformers.AutoConfig.for_model(**copy.deepcopy(self.config))
         config.get_text_config().vocab_size = self.vocab_size
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 

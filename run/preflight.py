@@ -15,7 +15,6 @@ from lib.errors import UserError
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
 from lib.stats import MIN_PARTS
-from model import student_config
 from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
 from run.log import say
@@ -23,11 +22,10 @@ from run.methods import check_settings, compute_dtype, needs_teacher
 from run.students import n_validated
 from run.teacher import (
     Teacher,
+    check_context,
     check_ids,
     check_teacher,
     check_vocabulary,
-    inherited,
-    load_shape,
     load_teacher,
 )
 
@@ -102,34 +100,22 @@ def check_config(cfg):
     shape = student_shape(cfg)  # may download the teacher
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
-    limit = shape.max_position_embeddings or cfg.seq_len
-    if cfg.seq_len > limit:
-        raise UserError(f"seq_len={cfg.seq_len}: the student supports {limit} positions")
+    check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
 
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     """Return the tokenizer, once rows, tokenizer, vocabularies and updates fit each other."""
     name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
-    teacher_shape = inherited(cfg.teacher)
-    student_vocab = student_config(cfg.student, teacher_shape, load_shape).vocab_size
-    teacher_vocab = student_vocab
     if uses_teacher(cfg):
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
-        teacher_vocab = teacher_shape["vocab_size"]
+    check_vocabulary(f"student={cfg.student}", student_shape(cfg).vocab_size, tokenizer)
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
     if cfg.student_weights:
         # which may lack a token, unlike a teacher
         check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
     check_number_of_rows(cfg, rows)
     say_precision(cfg, val)
-    n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
-    if teacher_vocab != student_vocab:
-        smaller = min(teacher_vocab, student_vocab)
-        say(
-            f"vocabulary: {teacher_vocab:,} of the teacher, {student_vocab:,} of the student: "
-            f"cut to {smaller:,}; the tokenizer has {n_tokens:,}"
-        )
     return tokenizer
 
 

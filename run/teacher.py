@@ -38,10 +38,8 @@ class Teacher:
         self.model = model
         self.device = next(model.parameters()).device
         self.home = home
-        self.native = isinstance(model, Qwen2)
-        self.whole_head = model.head
         # [V, D]; the same memory if teacher and students share a device
-        self.head = self.whole_head[:vocab_size].to(home)
+        self.head = model.head[:vocab_size].to(home)
 
     @torch.no_grad()
     def hidden(self, idx: Tensor, *rows: object) -> Tensor:
@@ -119,14 +117,10 @@ def model_flops(shape, seq_len, trained: bool) -> float:
 
 def check_teacher(name, tokenizer, seq_len):
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
-    shape = inherited(name)
-    limit = shape.get("max_position_embeddings") or seq_len
-    if seq_len > limit:
-        raise UserError(
-            f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller seq_len"
-        )
+    shape = load_shape(name)
+    check_context(f"teacher={name}", shape.max_position_embeddings, seq_len)
     check_vocabulary(
-        f"teacher={name}", shape["vocab_size"], tokenizer, "logits are matched token by token"
+        f"teacher={name}", shape.vocab_size, tokenizer, "logits are matched token by token"
     )
     check_ids("teacher", name, tokenizer)
 
@@ -150,8 +144,16 @@ def check_ids(key, name, tokenizer, may_lack=False):
             )
 
 
-def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one") -> int:
-    """Return the number of tokens that texts need. Raises `UserError` if a vocabulary has fewer.
+def check_context(name, limit: int | None, seq_len):
+    """Raise `UserError` if a model takes fewer positions than rows have."""
+    if limit and seq_len > limit:
+        raise UserError(
+            f"seq_len={seq_len}: {name} supports {limit} positions; set a smaller seq_len"
+        )
+
+
+def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"):
+    """Raise `UserError` if a vocabulary has fewer tokens than texts need.
 
     No text needs special tokens but EOS and BOS: Gemma 3's image token is beyond its vocabulary.
     """
@@ -163,7 +165,6 @@ def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"
             f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "
             f"{remedy}"
         )
-    return n_tokens
 
 
 def inherited(name: str | None) -> dict:

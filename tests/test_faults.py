@@ -156,7 +156,7 @@ nowhere.py => nowhere.py: no such config file
 """
 INPUTS = {  # of a new run
     "echo [1] > data/train.json": (
-        "data/train.json: expected a JSON object, got list; .*prepare it again"
+        r"data/train.json=\[1\]: expected dict; .*prepare it again"
     ),
     "sed -i s/rows/x/ data/train.json": "data/train.json: no ..?rows..? in it; .*prepare it again",
     'set data/train.json quick_sha256="0"': (
@@ -301,7 +301,7 @@ BROKEN = rf"""
 {NEW} => set data/val.json vocab_size=300 => data: vocab_size differs in train.json and val.json
 {NEW} => set student/config.json num_key_value_heads=3 => num_key_value_heads=
 {NEW} => set student/config.json head_dim=3 => head_dim=
-{NEW} => set student/config.json max_position_embeddings=8 => the student supports 8 positions
+{NEW} => set student/config.json max_position_embeddings=8 => student=student supports 8 positions
 {NEW} => set teacher/config.json max_position_embeddings=8 => teacher=teacher supports 8 positions
 {NEW} => set teacher/config.json head_dim=0 => config.json: head_dim=0: expected int 1 or more
 {NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'

@@ -40,6 +40,7 @@ if __name__ == "__main__" and sys.argv[1:2] not in (["--verify"], ["--show"]):
     configure.check_flags()
 
 import numpy as np
+import tokenizers
 from tqdm import tqdm
 
 from lib.documents import SUFFIXES, list_files, read_document, read_files
@@ -59,7 +60,6 @@ from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.settings import Positive, checked
 from lib.stats import half_interval
 from lib.tokens import (
-    check_tokenizer,
     encode_texts,
     leading_bos,
     token_bytes,
@@ -296,13 +296,17 @@ def open_tokenizer(cfg):
     """Return the tokenizer and its name (for a hub id, with its commit)."""
     name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
-    if re.search(CHAT, tokenizer.eos_token):
+    eos = tokenizer.eos_token
+    # transformers adds an eos_token that the file lacks, with an id that no model knows
+    stored = tokenizers.Tokenizer.from_file(f"{find_folder(name)}/tokenizer.json")
+    if stored.token_to_id(eos) is None:
+        raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
+    if re.search(CHAT, eos):
         print(
-            f"warning: {name}: its EOS {tokenizer.eos_token}, which will end documents, ends "
+            f"warning: {name}: its EOS {eos}, which will end documents, ends "
             "turns of a chat; take the base model's",
             file=sys.stderr,
         )
-    check_tokenizer(tokenizer, find_folder(name) / "tokenizer.json")
     return tokenizer, pinned(name)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lib import parallel
-from lib.device import pick_device, repair_compile_cache
+from lib.device import pick_device
 from lib.errors import UserError
 from lib.files import locked
 from lib.hf import weights_hash
@@ -38,7 +38,6 @@ from run.checkpoints import finish_saving, resume, save_checkpoints, save_model,
 from run.identity import student_shape
 from run.log import (
     UNWRITTEN,
-    log_histograms,
     log_terms,
     log_validation,
     progress_bar,
@@ -226,6 +225,8 @@ def loop(run, rows, val, teacher, students):
 
     while run.step < cfg.max_steps and live and not run.stop:
         if teacher and cfg.histogram_every_steps and run.step % cfg.histogram_every_steps == 0:
+            from run.histograms import log_histograms  # few runs need it
+
             log_histograms(live, teacher, micro_batches(rows, teacher, [run.step], cfg), run)
 
         n_valid = update(live, teacher, stream, run.step, cfg)
@@ -369,6 +370,8 @@ def train_students(cfg) -> int:
             f"{cfg.min_lr:.1e} set schedule_steps too"
         )
     if cfg.compile:
+        from lib.compile_cache import repair_compile_cache
+
         say("compiling the models: the first update may take minutes")
         repair_compile_cache()
     teacher = open_teacher(cfg, rows, val)

@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 import time
+import typing
 from pathlib import Path
 
 from lib.errors import UserError, first_line
@@ -173,7 +174,7 @@ def reading(path: Path | str, remedy=REMEDY):
         ) from error
 
 
-def read_json(path, kinds=dict, remedy=REMEDY) -> dict:
+def read_json(path, kinds=(), remedy=REMEDY) -> dict:
     """Return the object in a JSON file. Raises `UserError` if it is broken, or lacks `kinds`."""
     with reading(path, remedy):
         # int("NaN") raises `ValueError`
@@ -181,7 +182,7 @@ def read_json(path, kinds=dict, remedy=REMEDY) -> dict:
     return check_kinds(value, kinds, path, remedy)
 
 
-def read_lines(path, kinds=dict) -> list[dict]:
+def read_lines(path, kinds=()) -> list[dict]:
     """Return the records of a file of JSON lines, checked by `kinds`; none if there is no file.
 
     Leaves out a last line that was cut short. Raises `UserError` at any other broken line.
@@ -211,8 +212,23 @@ def truncate_lines(path, step):
 
 
 def check_kinds(value, kinds, where: Path | str, remedy=REMEDY) -> dict:
-    """Return what was read from a file, if it is of a kind of lib/settings.py."""
-    try:
-        return checked(where, value, kinds)
-    except UserError as error:
-        raise UserError(f"{error}; {remedy}") from error
+    """Return a JSON object. Raises `UserError` unless it is one, and has all `kinds`.
+
+    kinds  {key: kind}, where a kind is one of lib/settings.py, or the kinds of an object inside;
+           dict[str, kind] stands for an object of any keys
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}; {remedy}")
+    if typing.get_origin(kinds) is dict:
+        kinds = dict.fromkeys(value, typing.get_args(kinds)[1])
+    for key, kind in dict(kinds).items():
+        if key not in value:
+            raise UserError(f"{where}: no {[key]} in it; {remedy}")
+        if isinstance(kind, dict) or typing.get_origin(kind) is dict:
+            check_kinds(value[key], kind, f"{where}: {key}", remedy)
+            continue
+        try:
+            checked(key, value[key], kind)
+        except UserError as error:
+            raise UserError(f"{where}: {error}; {remedy}") from error
+    return value

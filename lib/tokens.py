@@ -16,7 +16,8 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
     Reads byte-level vocabularies, and those that write U+2581 for a space.
     """
-    kinds = decoder_kinds(backend)
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
         raise UserError(
@@ -41,11 +42,6 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     return pieces
 
 
-def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
-    return {part["type"] for part in decoder.get("decoders", [decoder]) if part}
-
-
 def leading_bos(tokenizer) -> int | None:
     """Return the id that the tokenizer itself puts before a text (its BOS), or None.
 
@@ -64,18 +60,6 @@ def leading_bos(tokenizer) -> int | None:
         f"tokenizer: 'a' is {bare}, but becomes {full}; expected at most one special token before "
         "it: set bos=none, or take another tokenizer"
     )
-
-
-def check_tokenizer(tokenizer, file):
-    """Raise `UserError` for a tokenizer that lacks its EOS.
-
-    file   its tokenizer.json
-    """
-    # transformers adds an eos_token that the file lacks, with an id that no model knows
-    stored = tokenizers.Tokenizer.from_file(str(file))
-    eos = tokenizer.eos_token
-    if stored.token_to_id(eos) is None:
-        raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
 
 
 def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:

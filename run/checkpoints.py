@@ -329,7 +329,7 @@ def finish_saving(run):
 
 
 def write_checkpoints(copies, step, cfg):
-    """Write a checkpoint of every student, and then delete older ones."""
+    """Write a checkpoint of every student, and then delete all but `keep_checkpoints` of them."""
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
             s.model.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
@@ -337,16 +337,11 @@ def write_checkpoints(copies, step, cfg):
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:
-        delete_older(s, step, cfg)
-
-
-def delete_older(s, step, cfg):
-    """Delete checkpoints up to `step`, except the last `keep_checkpoints`."""
-    saved = s.checkpoints()
-    earlier = [n for n in saved if n <= step]
-    for n in earlier[: -cfg.keep_checkpoints]:
-        if not cfg.keep_every_steps or n % cfg.keep_every_steps:
-            files.discard(saved[n])
+        saved = s.checkpoints()
+        earlier = [n for n in saved if n <= step]
+        for n in earlier[: -cfg.keep_checkpoints]:
+            if not cfg.keep_every_steps or n % cfg.keep_every_steps:
+                files.discard(saved[n])
 
 
 def check_files(path, state):
@@ -382,23 +377,16 @@ def load_checkpoint(path, state, s, run):
 
 def load_tensors(path, s):
     saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
-    copy_tensors(saved_weights(path, s.model), s.model)
-    copy_tensors(saved["extras"], s.extras)
+    if isinstance(s.model, Qwen2):
+        weights = safetensors.torch.load_file(path / MODEL)
+    else:  # transformers writes some weights under other names
+        weights = load_model(f"{path}/model").state_dict()
+    for key, p in s.model.state_dict().items():
+        p.copy_(parallel.distribute_like(weights[key], p))
+    s.extras.load_state_dict(saved["extras"])
     s.parameter_groups()  # with `initial`
     for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
         load_optimizer(optimizer, values)
-
-
-def saved_weights(path, model) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint, by the names that they have in `model`."""
-    if isinstance(model, Qwen2):
-        return safetensors.torch.load_file(path / MODEL)
-    return load_model(f"{path}/model").state_dict()
-
-
-def copy_tensors(saved, module):
-    for key, p in module.state_dict().items():
-        p.copy_(parallel.distribute_like(saved[key], p))
 
 
 def load_optimizer(optimizer, saved):

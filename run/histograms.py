@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,22 @@ from lib import parallel
 from lib.checks import IGNORE
 from lib.metrics import logits_of, pick
 from losses import alra, resolve
+from run.log import append
 from run.students import hidden_and_head
+
+
+def log_histograms(live, teacher, batches: Iterable[tuple], run):
+    """Write the data of the paper's Figures 3 and 4 over the batches of one update.
+
+    `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
+    student whose objective has a budget. Training is not affected.
+    """
+    of_teacher, budgets = histograms(live, teacher, batches, run.cfg)
+    out = Path(run.cfg.out_dir)
+    append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
+    for name, counts in budgets.items():
+        file = out / name / "histograms.jsonl"
+        append(file, {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts})
 
 
 @torch.no_grad()

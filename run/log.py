@@ -1,10 +1,8 @@
-"""What a run prints, and what it writes into log.jsonl, histograms.jsonl and teacher.jsonl."""
+"""What a run prints, and what it writes into log.jsonl."""
 
 import os
 import sys
 import time
-from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -144,22 +142,6 @@ def say_levels(values: dict[str, float]):
             f"warning: the teacher's held-out CE is {teacher_ce:.2f}, worse than a unigram model, "
             "so a low KL to it means little"
         )
-
-
-def log_histograms(live, teacher, batches: Iterable[tuple], run):
-    """Write the data of the paper's Figures 3 and 4 over the batches of one update.
-
-    `teacher.jsonl` gets the teacher's histograms, `METHOD/histograms.jsonl` the local budgets of a
-    student whose objective has a budget. Training is not affected.
-    """
-    from run.histograms import histograms  # few runs need it
-
-    of_teacher, budgets = histograms(live, teacher, batches, run.cfg)
-    out = Path(run.cfg.out_dir)
-    append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
-    for name, counts in budgets.items():
-        file = out / name / "histograms.jsonl"
-        append(file, {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts})
 
 
 def record(s, values: dict):

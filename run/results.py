@@ -37,7 +37,7 @@ VALUES["figures"] = {"ce": float, "n_targets": int, "n_rows": int}
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 
-def training_facts(model, kinds=dict):
+def training_facts(model, kinds=()):
     """Return the facts of the training behind a model's folder, or {} for other models.
 
     They are in run.json of a finished student, and in state.json of a checkpoint.

@@ -175,8 +175,3 @@ def inherited(name: str | None) -> dict:
     shape = load_shape(name) if name else None
     values = {key: getattr(shape, key, None) for key in INHERITED}
     return {key: value for key, value in values.items() if value is not None}
-
-
-def teacher_flops(name: str | None, seq_len) -> float:
-    """Return the FLOPs of one token's forward pass, without loading the weights."""
-    return model_flops(load_shape(name), seq_len, trained=False) if name else 0.0

@@ -28,7 +28,7 @@ import configure
 import prepare
 import train
 from lib import files
-from lib.device import repair_compile_cache
+from lib.compile_cache import repair_compile_cache
 from lib.rows import quick_hash
 from model import Qwen2Config, init_student
 from run.identity import file_hash
@@ -155,9 +155,7 @@ nowhere.py => nowhere.py: no such config file
 --resume_from=half/alra => resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch
 """
 INPUTS = {  # of a new run
-    "echo [1] > data/train.json": (
-        r"data/train.json=\[1\]: expected dict; .*prepare it again"
-    ),
+    "echo [1] > data/train.json": (r"data/train.json=\[1\]: expected dict; .*prepare it again"),
     "sed -i s/rows/x/ data/train.json": "data/train.json: no ..?rows..? in it; .*prepare it again",
     'set data/train.json quick_sha256="0"': (
         "data/train.bin: not the bytes that train.json describes"
@@ -611,7 +609,7 @@ def test_incomplete_libraries_in_the_compile_cache_are_removed(tmp_path, monkeyp
         (tmp_path / name).write_bytes(whole)
     os.truncate(tmp_path / "unfinished.so", 100)
     finish = mock.Mock(side_effect=lambda _: (tmp_path / "unfinished.so").write_bytes(whole))
-    monkeypatch.setattr("lib.device.time.sleep", finish)
+    monkeypatch.setattr("lib.compile_cache.time.sleep", finish)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     repair_compile_cache()
     assert {p.name for p in tmp_path.iterdir()} == {"whole.so", "unfinished.so", "a.py"}

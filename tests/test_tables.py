@@ -272,7 +272,7 @@ kind="figure" => kind='figure': expected
 protocol=[] => protocol=
 values.piqa.acc="x" => piqa: acc='x': expected float
 values.piqa.n=1.5 => piqa: n=1.5: expected int
-values.piqa=3 => piqa=3: expected dict
+values.piqa=3 => piqa: expected a JSON object
 run.seed=null => seed=None: expected int
 run={"method": "alra"} => no \\['student'\\] in it
 scored=null => scored=None: expected dict

@@ -501,7 +501,6 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
 @pytest.mark.parametrize(
     ("n_rows", "half", "said"),
     [
-        (2, 0.01, "2 held-out rows are too few to tell"),
         (8, None, "8 held-out rows are too few to tell"),
         (8, 0.01, ""),
         (5, 0.1, "5 held-out rows give a CE to about ± 0.20 nats"),

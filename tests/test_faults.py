@@ -155,7 +155,9 @@ nowhere.py => nowhere.py: no such config file
 --resume_from=half/alra => resume_from=half/alra: no checkpoint; expected out/NAME/METHOD/ch
 """
 INPUTS = {  # of a new run
-    "echo [1] > data/train.json": (r"data/train.json=\[1\]: expected dict; .*prepare it again"),
+    "echo [1] > data/train.json": (
+        "data/train.json: expected a JSON object, got list; .*prepare it again"
+    ),
     "sed -i s/rows/x/ data/train.json": "data/train.json: no ..?rows..? in it; .*prepare it again",
     'set data/train.json quick_sha256="0"': (
         "data/train.bin: not the bytes that train.json describes"

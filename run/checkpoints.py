@@ -27,7 +27,6 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -35,9 +34,9 @@ import configure
 from lib import files, parallel
 from lib.checks import all_finite
 from lib.device import uncommitted_edits
-from lib.errors import UserError, first_line
+from lib.errors import UserError
 from lib.files import read_json, reading
-from lib.hf import find_folder, tensors_hash
+from lib.hf import tensors_hash
 from lib.settings import NonNegativeInt
 from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
@@ -131,8 +130,9 @@ def read_folder(students, run):
                 "restore one, or choose another out_dir"
             )
         elif cfg.resume_from:
-            sources[s.name] = branch_point(cfg.resume_from)
-            check_branch(s.name, *sources[s.name], run)
+            from run.branch import begin_branch  # few runs need it
+
+            sources[s.name] = begin_branch(s.name, run)
     return stops, sources, is_new
 
 
@@ -197,25 +197,6 @@ def check_same_run(name, checkpoint, state, run):
     raise UserError(message)
 
 
-def branch_point(name):
-    """Return the checkpoint `resume_from` and its state. The counts for a log begin anew."""
-    checkpoint = find_folder(name).parent  # find_folder returns CHECKPOINT/model
-    if not (checkpoint / "state.json").is_file():
-        raise UserError(
-            f"resume_from={name}: no checkpoint; expected out/NAME/METHOD/checkpoints/step_.."
-        )
-    _, state = read_checkpoint(checkpoint)
-    return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
-
-
-def check_branch(name, checkpoint, state, run):
-    """Raise `UserError` unless a student can begin with the checkpoint `resume_from`."""
-    changes = record_changes(state["made_by"], run.facts["made_by"][name])
-    for key in ("shape", "tokenizer_sha256", "batch_rows"):
-        if key in changes:
-            raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
-
-
 def record_start(out, run):
     """Write run.json, add this start to starts.jsonl, and write code.diff if code was edited."""
     edits = uncommitted_edits()
@@ -265,6 +246,8 @@ def write_model(s, weights, run):
     s.model.save_pretrained(folder, s.tokenizer, saved)
     read = {name: p.float() for name, p in saved.items()}  # as they are read again
     facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
+    from run.saved_model import differs_in_transformers  # at the end of a run
+
     problem = differs_in_transformers(folder)
     if problem:
         facts["differs_in_transformers"] = problem
@@ -273,24 +256,6 @@ def write_model(s, weights, run):
             "save_folder in lib/hf.py must write what was edited in model.py"
         )
     files.write_json(s.folder / "run.json", facts)
-
-
-@torch.no_grad()
-def differs_in_transformers(folder) -> str | None:
-    """Return how transformers' logits of a saved model differ beyond rounding, or its error."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        model = load_model(f"{folder}")
-        if not isinstance(model, Qwen2):
-            return None  # it is transformers' own
-        ids = torch.arange(16)[None] % model.config.vocab_size
-        z = model(ids)
-        saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        error = (saved(ids).logits - z).norm() / z.norm()
-    except Exception as problem:  # whatever it is, training has ended well
-        return first_line(problem)
-    return None if error < 1e-4 else f"its logits differ by {error:.2%}"
 
 
 def save_checkpoints(live, run):

@@ -14,7 +14,6 @@ from lib.device import machine_facts, pick_device
 from lib.errors import UserError
 from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
-from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
 from run.log import say
 from run.methods import check_settings, compute_dtype, needs_teacher
@@ -33,10 +32,9 @@ def open_data(cfg, name) -> Rows:
     vocab_size = student_shape(cfg).vocab_size
     rows = Rows(cfg.data_dir, name, cfg.seq_len, cfg.mask_after_eos, vocab_size)
     if cfg.resume_from and name == "train":
-        # a branch goes on with the rows of the run that it leaves; other rows begin at row 0
-        _, state = branch_point(cfg.resume_from)
-        has_same_rows = state["made_by"].get("data_sha256") == rows.manifest["sha256"]
-        rows.first_step = state["first_row_step"] if has_same_rows else state["step"]
+        from run.branch import first_row_step  # few runs need it
+
+        rows.first_step = first_row_step(rows, cfg)
     return rows
 
 

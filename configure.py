@@ -210,6 +210,13 @@ class Config:
     # {"alra": {"gamma": 3.0}}; or --alra.gamma=3, and for one student --alra@LABEL.gamma=3
     hyper: dict = field(default_factory=dict, hash=False)
 
+    def tokenizer_name(self) -> str:
+        """Return the folder or hub id of the tokenizer. Raises `UserError` if there is none."""
+        name = self.tokenizer or self.teacher
+        if not name:
+            raise UserError("tokenizer=None, teacher=None: set a folder or hub id for one of them")
+        return name
+
     def settings_of(self, student: str) -> dict:
         """Return the settings given to METHOD or METHOD@LABEL; a label's override its method's."""
         method = student.partition("@")[0]
@@ -260,12 +267,11 @@ def check_numbers(cfg):
         raise UserError(
             f"max_steps={cfg.max_steps}: expected at most schedule_steps={end}; set both"
         )
-    if cfg.warmup_steps >= end:
-        raise UserError(f"warmup_steps={cfg.warmup_steps}: expected less than schedule_steps={end}")
     fall = {"constant": 1, "cosine": 2, "wsd": cfg.decay_share * end}[cfg.lr_schedule]
-    if cfg.warmup_steps > max(1, round(end - fall, 6)):
+    most = min(end - 1, max(1, int(round(end - fall, 6))))
+    if cfg.warmup_steps > most:
         raise UserError(
-            f"warmup_steps={cfg.warmup_steps}: expected at most {max(1, int(end - fall))}, as "
+            f"warmup_steps={cfg.warmup_steps}: expected at most {most}, as "
             f"lr_schedule={cfg.lr_schedule} lets the rate fall in the last {fall:g} updates of "
             f"schedule_steps={end}"
         )

@@ -1,12 +1,13 @@
 """Every objective as a plain function, ALRA first, and the table of methods.
 
-"The paper" is ALRA's, whose equation numbers stand in the code. An objective is
+"The paper" is ALRA's; the code names its equations by their numbers. An objective is
 `name(z_s, z_t, y, *, settings) -> [N]`:
 
-    z_s, z_t  [N, V]  student and teacher logits: bf16 and fp16 are widened to fp32, fp64 is kept
+    z_s, z_t  [N, V]  student and teacher logits, computed with in fp32, or in fp64 if z_s has it
     y         [N]     int64 labels, `IGNORE` at positions that do not count (those outside the
                       paper's T_B, Eq. 1)
-    ->        [N]     nats per position, exactly 0 where ignored; sum / n_valid is the paper's loss
+    ->        [N]     nats per position, exactly 0 where ignored; sum / n_valid is the paper's loss.
+                      An objective with parts returns more, see below
 
 * One call is one forward batch of the paper. Batch statistics run over its valid positions.
 * The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are treated
@@ -25,7 +26,7 @@
 
 lib/vocab.py has the sums over the vocabulary that make these functions fast. To add an objective,
 append a function and a row of `METHODS` to this file. To call one in a training loop of your own,
-see `method_loss`. Dimensions: N positions, V vocabulary, k tokens of a local set.
+see `method_loss`. Dimensions: N positions, V vocabulary, k selected tokens.
 """
 
 import inspect
@@ -95,6 +96,9 @@ def alra(
         loss[u] = KL(b_t || b_s) + KL(p~_t,I || p~_s,I) + KL(p~_t,R || p~_s,R)       ALD, Eq. 14
                   + lambda_pair * sum_{i<j in I} kappa_ij KL(r_t(i,j) || r_s(i,j))   SWPRA, Eq. 21
 
+    b = (alpha, 1 - alpha) are the masses of I and R, p~_I and p~_R the distributions within them,
+    and r(i,j) is that of the pair i, j alone, softmax((z_i, z_j) / tau_p).
+
     The candidate set C starts as the student's top d_max (Eq. 4). If the teacher's top-1 token is
     missing, it replaces the lowest-ranked of them (Eq. 5). Then C is sorted by teacher logit. The
     local set I has the first d_u tokens of C (Eq. 9); R is the rest of the vocabulary. Divergences
@@ -109,16 +113,18 @@ def alra(
     eps              added to the denominators of Eq. 8 and Eq. 20
     coefficients     of the three divergences: "ald" 1 each (Eq. 14); "exact" 1 for mass, alpha_t
                      for local and 1 - alpha_t for rest, where alpha_t is the teacher's mass of I:
-                     then they sum to the full KL (Eq. 13)
+                     then, with factors of 1, they sum to the full KL (Eq. 13)
     anchor           the tokens that the candidate set always holds: "teacher" its top-1 (ALRA),
                      "none" (the paper's ALRA-N), "label" the label (ALRA-NG), "both" (ALRA-G)
     pair             the weight kappa: "swpra" Eq. 20; "pra_u" 1 / |pairs| and "pra" 1, Eq. 18
     budget           "adaptive" (Eq. 8); "fixed": the local set is the student's top d_max, in the
                      student's order, and `anchor` and `d_min` are unused. The paper's Fixed-Budget
-                     variants have "pra_u" too. To fix the budget alone, keep "adaptive" and set
-                     d_min = d_max
+                     variants also have pair="pra_u". To fix the budget alone, keep "adaptive" and
+                     set d_min = d_max
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that
-                     could move the weights would lower its loss by driving pairs apart
+                     could move the weights would lower its loss by weighting badly matched pairs
+                     less
+    batch            set by the caller if this call sees a chunk of a forward batch (`whole_batch`)
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     V = z_s.shape[1]
@@ -127,33 +133,29 @@ def alra(
     if not 2 <= d_min <= d_max < V:
         raise UserError(f"d_min={d_min}, d_max={d_max}: expected 2 <= d_min <= d_max < V={V}")
 
-    t, s, within = vocab.compare_blocks(z_t, z_s, tau)
-    tokens = vocab.top(z_s, d_max, s.largest)  # [N, d_max] student proposal set, Eq. 4
+    t, s, within = vocab.compare_blocks(z_t, z_s, tau)  # lib/vocab.py has the teacher first
+    tokens = vocab.top(z_s, d_max, s.block_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        top_1 = vocab.top(z_t, 1, t.largest)  # a_u
+        top_1 = vocab.top(z_t, 1, t.block_max)  # a_u
         tokens = _anchored(tokens, top_1, y[:, None], anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
-    # In fp64, which costs nothing at this size: equal logits then have equal budgets, whether they
-    # are held in fp32 or fp64.
+    # fp64 costs nothing at this size: equal inputs then get equal budgets in fp32 and in fp64
     ln_rho = (z_t.gather(1, tokens).double() / tau).log_softmax(-1)
     support = (-ln_rho.exp() * ln_rho).sum(-1).exp()  # E_u, Eq. 6
     whole = whole_batch(support, valid, batch)
     relative = support / (valid_mean(whole.values, whole.valid) + eps)  # the mean is Eq. 7
     # Eq. 8: a position of average support or more has d_max
-    d_u = (d_min + (d_max - d_min) * relative).round()
-    d_u = d_u.clamp(d_min, d_max).long()
-    inside = torch.arange(d_max, device=d_u.device) < d_u[:, None]  # [N, d_max] local set I, Eq. 9
-
-    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1], and the
-    # KL within that category. R is the category and the candidates outside I.
+    d_u = (d_min + (d_max - d_min) * relative).round().clamp(d_min, d_max).long()
+    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1] of each
+    # model, and the KL within that category
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)
     x = torch.stack([x_t, x_s])
-    in_local = F.pad(inside, (0, 1))  # I again; the category of all others is never in it
+    # the local set I (Eq. 9), to which the others never belong; R is the complement
+    in_local = torch.arange(d_max + 1, device=d_u.device) < d_u[:, None]
     x_local = x.masked_fill(~in_local, LEAST)
     x_rest = x.masked_fill(in_local, LEAST)
-    log_odds = x_local.logsumexp(-1) - x_rest.logsumexp(
-        -1
-    )  # [2, N] ln(alpha / (1 - alpha)), Eq. 10
+    # ln(alpha / (1 - alpha)) of teacher and student, [2, N], where alpha is the mass of I (Eq. 10)
+    log_odds = x_local.logsumexp(-1) - x_rest.logsumexp(-1)
     mass = binary_kl(*log_odds)  # Eq. 14, like the next two
     local = kl(*x_local)
     # the chain rule, [N]: KL over the candidates in R and one category "others", plus
@@ -161,28 +163,29 @@ def alra(
     rest = kl(*x_rest) + x_rest[0].softmax(-1)[:, -1] * others_kl
 
     # each pair once, i before j: [N, d_max, d_max], Eq. 15
+    inside = in_local[:, :-1]
     is_pair = (inside[:, :, None] & inside[:, None, :]).triu(1)
+    gap_t = differences(x_t[:, :-1] * tau / tau_p)  # x is z / tau, and Eq. 16 has z / tau_p
     gap_s = differences(x_s[:, :-1] * tau / tau_p)
-    gap_t = differences(x_t[:, :-1] * tau / tau_p)
     pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
     weight = is_pair.to(z_s.dtype)  # PRA, Eq. 18
     if pair == "pra_u":
         weight = weight / weight.sum((1, 2), keepdim=True)
-    if pair == "swpra":
+    elif pair == "swpra":
         p_s = x_s.softmax(-1)[:, :-1]  # [N, d_max] full-vocabulary probabilities at tau
         if detach_weights:
             p_s = p_s.detach()
         closeness = (-gamma * differences(p_s).abs()).exp()
-        score = weight * closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
+        score = is_pair * closeness * (p_s[:, :, None] + p_s[:, None, :])  # Eq. 19
         weight = score / (score.sum((1, 2), keepdim=True) + eps)  # Eq. 20
-    aligned = (weight * pair_kl).sum((1, 2))  # Eq. 17
+    pair_loss = (weight * pair_kl).sum((1, 2))  # Eq. 17
 
     if coefficients == "exact":
         w_local = w_local * log_odds[0].sigmoid()  # alpha_t
         w_rest = w_rest * (-log_odds[0]).sigmoid()  # 1 - alpha_t
-    ald = w_mass * mass + w_local * local + w_rest * rest
-    loss = leave(ald + lambda_pair * aligned, valid)
-    return AlraTerms(loss, mass, local, rest, aligned, d_u, support, tokens)
+    divergence = w_mass * mass + w_local * local + w_rest * rest
+    loss = leave(divergence + lambda_pair * pair_loss, valid)
+    return AlraTerms(loss, mass, local, rest, pair_loss, d_u, support, tokens)
 
 
 @torch.no_grad()
@@ -198,7 +201,7 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
     tokens = torch.cat([*anchors, tokens], 1)
     is_repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
     priority = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
-    return tokens.gather(1, (priority * ~is_repeated).topk(k).indices)
+    return tokens.gather(1, priority.masked_fill(is_repeated, 0).topk(k).indices)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -385,7 +388,7 @@ def rld(
     in_s = z_s.masked_fill(outside, LEAST)
     in_t = z_t.masked_fill(outside, LEAST)
     mcd_u = vocab.full_kl(in_t, in_s, tau)
-    top_1 = vocab.top(z_t, 1, t.largest)
+    top_1 = vocab.top(z_t, 1, t.block_max)
     scd_u = binary_kl(_log_odds(t, top_1), _log_odds(s, y[:, None]))
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
@@ -420,7 +423,7 @@ def ldrld(
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
     t, s, within = vocab.compare_blocks(z_t, z_s, tau)
-    tokens = vocab.top(z_s, d, s.largest)
+    tokens = vocab.top(z_s, d, s.block_max)
     x_t, x_s, rest_u = vocab.split(t, s, within, tokens)
     x_s = x_s[:, :-1]  # [N, d] in the student's order
     x_t = x_t[:, :-1]
@@ -474,7 +477,7 @@ def tad(
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
     t, s, within = vocab.compare_blocks(z_t, z_s, tau)
-    tokens = vocab.top(z_t, top_k, t.largest)
+    tokens = vocab.top(z_t, top_k, t.block_max)
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     ln_w = tail
@@ -995,8 +998,10 @@ def method_loss(
                  the next state is zeros: keep the old one
     """
     method = with_sequences(resolve(name, **settings), n_sequences)
+    if method.has_teacher and z_t is None:
+        raise UserError("z_t: this method needs teacher logits, got None")
     if method.state:
-        method = method._replace(hyper=method.hyper | {"state": state or method.state})
+        method = with_keywords(method, state=state or method.state)
     loss, sums = mean_loss(method, z_s, z_t, y)
     n_valid = sums.pop("n_valid").clamp(min=1)
     return loss, {key: value / n_valid for key, value in sums.items()}
@@ -1013,7 +1018,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
                  objective that keeps one is under "state.KEY", times n_valid, so that the same
                  division gives its mean over the forward batches
 
-    A term of weight 0 costs no gradient.
+    A term of constant weight 0 costs no gradient.
     """
     valid = y != IGNORE
     n_valid = valid.sum()
@@ -1022,8 +1027,6 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     terms = {"ce": ce}
     state = {}
     if method.has_teacher:
-        if z_t is None:
-            raise UserError("z_t: this method needs teacher logits, got None")
         parts = parts_of(method.fn(_detached_if_0(z_s, method.w_kd), z_t, y, **method.hyper))
         state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]

@@ -296,9 +296,7 @@ def say_ended(cfg, position):
 
 def open_tokenizer(cfg):
     """Return the tokenizer and its name (for a hub id, with its commit)."""
-    name = cfg.tokenizer or cfg.teacher
-    if not name:
-        raise UserError("tokenizer=None, teacher=None: expected a folder or hub id in one of them")
+    name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
     if re.search(CHAT, tokenizer.eos_token):
         print(

@@ -4,9 +4,10 @@
     torchrun --nproc_per_node=2 train.py config/alra_200m.py
 
 The same command resumes a run from its newest checkpoint. SIGINT, SIGTERM, SIGHUP and SIGUSR1 end
-the run after the current update: it saves a checkpoint and exits with code 75. OUT/exit.json has
-the code too. The teacher's forward pass is computed once for all students. run/checkpoints.py
-describes the folder of a run.
+the run after the current update: it saves a checkpoint and exits with code 75. (Before the first
+update is done they end it at once: there is nothing to save.) OUT/exit.json has the code too. The
+teacher's forward pass is computed once for all students. run/checkpoints.py describes the folder of
+a run.
 
 Dimension key: B rows, T time, D width.
 """
@@ -58,7 +59,7 @@ from run.validate import validate
 def rows_of_update(rows, step, cfg) -> np.ndarray:
     """Return the indices of this process's rows in an update. They depend on no earlier update."""
     shuffle_seed = cfg.seed if cfg.shuffle else None
-    order = row_order(step - rows.first_step, cfg.batch_rows, rows.n, shuffle_seed)
+    order = row_order(step - rows.first_row_step, cfg.batch_rows, rows.n, shuffle_seed)
     return np.array_split(order, parallel.world())[parallel.rank()]
 
 
@@ -84,8 +85,8 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     """Build a student and its optimizer. All students of a run start from the same weights.
 
     For a loss term of your own you can add trainable modules to `extras`. Other optimizers, and
-    parameter groups with an lr of their own, are welcome: `update` scales the lr that each group is
-    made with by the schedule.
+    parameter groups with an lr of their own, are welcome: `update` multiplies each group's initial
+    lr by the schedule.
     """
     method = make_method(name, cfg)
     model = initial_model(cfg)
@@ -162,8 +163,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     batch. The loss of a forward batch is the mean over its labels. The loss of an update is
     the mean over all of its forward batches, so micro-batches and processes do not change it.
 
-    From here to an objective: `head_losses` (run/methods.py) calls `HeadLoss.add` for each forward
-    batch of logits, that `evaluate` for loss and gradient, that `mean_loss`, that the objective.
+    From here to an objective: for each forward batch, `head_losses` (run/methods.py) calls
+    `HeadLoss.add`, which calls `evaluate` for loss and gradient, `mean_loss` and the objective.
     """
     dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
@@ -180,7 +181,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
         for s, (loss, terms) in zip(students, results, strict=True):
             # `head_losses` has computed the gradients of h_s and of the head already. This scales
-            # them by 1 / n_micro, and continues backward from h_s through the layers.
+            # them, as the loss is a mean, and continues backward from h_s through the layers.
             (loss / n_micro).backward()
             add_terms(s, terms, n)
         n_valid += n
@@ -188,13 +189,13 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         for s in students:
             parallel.sum_gradients(s.parameters())
 
-    norms = torch.stack([clip_gradients(s.parameters(), cfg.clip) for s in students])
-    norms = norms.tolist()  # one wait for the device, for all students
+    # one wait for the device, for all students
+    norms = torch.stack([clip_gradients(s.parameters(), cfg.clip) for s in students]).tolist()
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
-            for group in s.parameter_groups():
+            for group in s.parameter_groups():  # `initial` has what a group was made with
                 group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
                 optimizer.step()
@@ -240,9 +241,8 @@ def loop(run, rows, val, teacher, students):
         if live and run.save:
             save_checkpoints(live, run)
         if run.step == run.first_step + 1:
-            # all is compiled: signals wait for an update from now on
-            ending.finish_updates()
-            run.began = time.perf_counter()
+            ending.finish_updates()  # from now on, signals wait until an update ends
+            run.began = time.perf_counter()  # for the ETA: the first update may compile
         bar.update()
     bar.close()
     finish_saving(run)
@@ -331,7 +331,7 @@ def count_skipped_update(s, step, cfg):
 def distil(cfg) -> int:
     """Train the students of a config and return the exit code.
 
-    The code is 0 if every student reached the end, 1 if one stopped, TRY_AGAIN after a signal.
+    The code is TRY_AGAIN after a signal; else 1 if a student stopped, 0 if all reached the end.
     """
     UNWRITTEN.clear()  # lines left over from an earlier run in this process
     cfg = dataclasses.replace(cfg, device=str(pick_device(cfg.device)))

@@ -1,7 +1,7 @@
 """What goes into an objective and what comes out: shapes, dtypes, ignored positions.
 
-Every objective starts with `enter` and ends with `leave`. A NaN in valid logits makes the
-loss NaN.
+Every objective starts with `enter` and ends with `leave`. A NaN in the logits of a position that
+counts makes the loss NaN.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ IGNORE = -100  # label of an ignored position; torch's own `ignore_index`
 def enter(z_s, z_t, y):
     """Check and widen the input.
 
-    -> z_s and z_t [N, V] in fp32 or wider, 0 at ignored positions, z_t constant; labels [N], 0
-       where ignored; valid [N] bool
+    -> z_s and z_t [N, V] in fp32, or in fp64 if z_s has it, 0 at ignored positions, z_t constant;
+       labels [N], 0 where ignored; valid [N] bool
     """
     shape = tuple(z_s.shape)
     if z_s.ndim != 2 or y.shape != z_s.shape[:1]:
@@ -74,7 +74,7 @@ def valid_mean(x, valid) -> Tensor:
 
 
 class Batch(NamedTuple):
-    """A forward batch of M positions, as an objective knows it that sees a chunk of N of them."""
+    """What an objective that sees N positions knows of the whole forward batch of M positions."""
 
     values: Tensor  # [M] the objective's statistic, from a pass without gradient
     valid: Tensor  # [M] bool
@@ -84,8 +84,9 @@ class Batch(NamedTuple):
 def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
     """Return a statistic of the whole forward batch, of which the values [N] may be a chunk.
 
-    batch  the keyword of an objective that is called twice for each chunk: first with a list, which
-           takes the values; then with a `Batch` of all values
+    batch  the keyword of an objective that is called twice for each chunk: first with a list, to
+           which this appends the values (what the objective returns is then not used); then with a
+           `Batch` of all values
     """
     if isinstance(batch, Batch):
         return batch

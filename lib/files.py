@@ -136,11 +136,8 @@ def locked(folder, busy: str):
 
 def for_json(values: dict) -> dict:
     """Return the values with None for each number that is not finite, which JSON cannot hold."""
-    result = dict(values)
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            result[key] = None
-    return result
+    lost = [key for key, x in values.items() if isinstance(x, float) and not math.isfinite(x)]
+    return values | dict.fromkeys(lost)
 
 
 def write_json(path, value: dict):

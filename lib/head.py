@@ -58,19 +58,16 @@ def soft_cap_backward(dz: Tensor, z: Tensor, cap: float) -> Tensor:
 
 
 class Head:
-    """A model's last hidden states and head weight, without gradient, as operands of products.
+    """A model's last hidden states and head weight, as operands of products. Needs `no_grad`.
 
     h, w    [B * T, D], [V, D]; h is 0 at ignored positions
     inputs  hidden states and weight as given, with their graph
     """
 
-    cap = None
-
     def __init__(self, h, w, y):
         """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B * T]."""
-        if isinstance(w, CappedHead):
-            self.cap = w.cap
-            w = w.weight
+        self.cap = getattr(w, "cap", None)
+        w = getattr(w, "weight", w)
         self.inputs = (h, w)
         h = h.flatten(0, 1).masked_fill((y == IGNORE)[:, None], 0.0)
         self.h = operand(h, h.dtype)

@@ -163,7 +163,9 @@ def save_folder(folder, shape: dict, weights, tokenizer):
         if kind == "llama" and bias and (tokenizer is None or survives_as_qwen2(tokenizer)):
             kind = "qwen2"
         elif bias:
-            weights = weights | {name: torch.zeros_like(norm) for name in output_biases(weights)}
+            outputs = [name for name in weights if name.endswith("o_proj.weight")]
+            biases = [name.replace("weight", "bias") for name in outputs]
+            weights = weights | {name: torch.zeros_like(norm) for name in biases}
         facts = {
             "architectures": [f"{kind.capitalize()}ForCausalLM"],
             "model_type": kind,
@@ -187,15 +189,12 @@ def save_folder(folder, shape: dict, weights, tokenizer):
 def read_weights(model, folder):
     """Copy a folder's safetensors into `model`: every tensor once, none left over, all finite.
 
-    With `attention_bias` in config.json there may be biases on the attention's output, which must
-    be zero. Some writers store a tied head as well, which must equal the embedding. A decoder that
-    was saved without its head lacks the prefix `model.`.
+    A bias that the decoder lacks must be zero. A `llama` with `attention_bias` has one on the
+    attention's output. Some writers store a tied head as well, which must equal the embedding. A
+    decoder that was saved without its head lacks the prefix `model.`.
     """
     targets = dict(model.state_dict())
     missing = set(targets)
-    zeros = set()
-    if read_json(folder / "config.json").get("attention_bias"):
-        zeros = output_biases(targets)
     tied_head = None
     for file in weight_files(folder):
         with open_tensors(file) as tensors:
@@ -203,19 +202,19 @@ def read_weights(model, folder):
         for key in keys:
             with open_tensors(file) as tensors:  # opened anew, or all that was read stays in memory
                 source = tensors.get_tensor(key)
-            name = key
-            if f"model.{key}" in targets:
-                name = f"model.{key}"
+            name = f"model.{key}" if f"model.{key}" in targets else key
             if name in missing:
                 copy_weight(source, targets[name], f"{file}: {name}")
                 missing.remove(name)
             elif name == "lm_head.weight" and name not in targets:
                 tied_head = source
-            elif name in zeros:
-                if source.any():
-                    raise UserError(f"{file}: {name} is not zero; this decoder has no such bias")
+            elif name.endswith(".bias") and name not in targets and not source.any():
+                continue
             elif not name.endswith("rotary_emb.inv_freq"):
-                raise UserError(f"{file}: {name}: expected no such tensor, or no second one")
+                raise UserError(
+                    f"{file}: {name}: expected no such tensor, or no second one; only biases of "
+                    "zeros may be more"
+                )
     if missing:
         raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
     embedding = targets["model.embed_tokens.weight"]
@@ -260,15 +259,6 @@ def open_tensors(file):
         file.open("rb").close()  # safetensors calls every failure to open "no such file"
         with safetensors.safe_open(file, "pt") as tensors:
             yield tensors
-
-
-def output_biases(names) -> set[str]:
-    """Return the biases [D] on the attention's output of a `llama` with these tensors.
-
-    A `llama` with `attention_bias` has them besides those on q, k and v.
-    """
-    weight = "o_proj.weight"
-    return {name.replace(weight, "o_proj.bias") for name in names if name.endswith(weight)}
 
 
 def weight_files(folder) -> list[Path]:

@@ -113,7 +113,7 @@ class Rows:
         self.ids = ConcatDataset([open_rows(folder, name)[0] for folder in folders])
         self.manifest = read_manifest(data_dir, name)
         self.n = len(self.ids)
-        self.first_step = 0  # the update that reads row 0; not 0 in a branch on other rows
+        self.first_row_step = 0  # the update that reads row 0; not 0 in a branch on other rows
         self.file = f"{folders[0]}/{name}.bin"
         self.n_vocab = n_vocab
         self.eos = self.manifest["eos_id"]
@@ -144,15 +144,14 @@ class Rows:
             raise UserError(
                 f"{self.file}: an id beyond the vocabulary of {self.n_vocab} in rows {index}"
             )
-        x = tokens[:, :-1]  # no label follows padding
         y = ids.masked_fill(is_pad, IGNORE)[:, 1:]
         if self.mask_after_eos:
             y[ids[:, :-1] == self.eos] = IGNORE
         n_valid = int((y != IGNORE).sum())
+        inputs_labels = torch.stack([tokens[:, :-1], y])  # no label follows padding
         if device.type == "cuda":
-            x = x.pin_memory()
-            y = y.pin_memory()
-        return x.to(device, non_blocking=True), y.to(device, non_blocking=True), n_valid
+            inputs_labels = inputs_labels.pin_memory()
+        return *inputs_labels.to(device, non_blocking=True), n_valid
 
     def documents(self, index: np.ndarray) -> np.ndarray:
         """Return the number of the document of each label of these rows [B, T], from 0 on."""

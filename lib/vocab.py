@@ -1,15 +1,15 @@
 """Sums over the vocabulary, and the small distributions that are built from them.
 
-All but the last sections work on the vocabulary: tensors of [N, V]. It is ordinary torch, and
-autograd finds the gradients, but for `TakeBlocks`. Sums are taken in two levels, over blocks of the
-vocabulary and then over the blocks: a block fits into a GPU's registers, so that torch.compile
-reads the logits once forward and once backward. Two levels also keep rounding errors small. The
-last sections work on k entries or on one number per position.
+All but the last sections work on the vocabulary: tensors of [N, V]. The functions are ordinary
+torch, and autograd finds their gradients, but for `TakeBlocks`. Sums are taken in two levels, over
+blocks of the vocabulary and then over the blocks: a block fits into a GPU's registers, so that
+torch.compile reads the logits once forward and once backward. Two levels also keep rounding errors
+small. The last sections work on k entries or on one number per position.
 
 The teacher comes before the student, as in KL(p_t || p_s). Equal logits rank by lowest index.
 `LEAST` stands for minus infinity: it gives a probability of 0, but differences of it are numbers.
 
-Dimension key: N positions, V vocabulary, k selected tokens.
+Dimension key: N positions, V vocabulary, `blocks` of `size` tokens each, k selected tokens.
 """
 
 import math
@@ -26,17 +26,16 @@ LEAST = -1e30
 
 
 class Blocks(NamedTuple):
-    """A model's logits z in blocks of the vocabulary, with the sums of exp(z / tau)."""
+    """A model's logits in blocks of the vocabulary, with the log sum exp of each block."""
 
     z: Tensor  # [N, blocks, size]
     tau: float
-    largest: Tensor  # [N, blocks] largest logit of each block, without gradient
-    ln_e: Tensor  # [N, blocks, size] (z - largest) / tau
-    ln_sum: Tensor  # [N, blocks] log sum exp(ln_e)
+    block_max: Tensor  # [N, blocks] largest logit of each block, without gradient
+    scaled: Tensor  # [N, blocks, size] (z - block_max) / tau
+    ln_sum: Tensor  # [N, blocks] log sum exp(scaled)
 
 
 def block_size(V) -> int:
-    """Return the block length. About sqrt(V / k) balances work per block and per token."""
     return 128 if V >= 2**15 else 32  # 128 divides Qwen's 151,936
 
 
@@ -50,48 +49,49 @@ def in_blocks(z) -> Tensor:
 
 
 def block_sums(z, tau=1.0) -> Blocks:
-    """Sum each block of the logits [N, V]."""
+    """Divide the logits [N, V] into blocks, and sum exp(z / tau) over each block."""
     z = in_blocks(z)
-    largest = z.detach().amax(-1)
-    ln_e = (z - largest[..., None]) / tau
-    return Blocks(z, tau, largest, ln_e, ln_e.exp().sum(-1).log())
+    block_max = z.detach().amax(-1)
+    scaled = (z - block_max[..., None]) / tau
+    return Blocks(z, tau, block_max, scaled, scaled.exp().sum(-1).log())
 
 
 def compare_blocks(z_t, z_s, tau) -> tuple[Blocks, Blocks, Tensor]:
     """Sum the blocks of both models, and return KL(p_t || p_s) within each block, [N, blocks]."""
     t = block_sums(z_t, tau)
     s = block_sums(z_s, tau)
-    p_t = (t.ln_e - t.ln_sum[..., None]).exp()
-    within = (p_t * (t.ln_e - s.ln_e)).sum(-1) + (s.ln_sum - t.ln_sum)
+    p_t = (t.scaled - t.ln_sum[..., None]).exp()
+    within = (p_t * (t.scaled - s.scaled)).sum(-1) + (s.ln_sum - t.ln_sum)
     return t, s, within
 
 
-def parts_relative_to(shift, blocks) -> Tensor:
+def block_logits(blocks, shift) -> Tensor:
     """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
-    return (blocks.largest - shift) / blocks.tau + blocks.ln_sum
+    return (blocks.block_max - shift) / blocks.tau + blocks.ln_sum
 
 
 def log_sum(blocks) -> tuple[Tensor, Tensor]:
-    """Return the largest logit, and log sum exp((z - largest) / tau), [N, 1] each."""
-    largest = blocks.largest.amax(-1, keepdim=True)
-    return largest, parts_relative_to(largest, blocks).logsumexp(-1, keepdim=True)
+    """Return the largest logit of each row, and log sum exp((z - largest) / tau), [N, 1] each."""
+    largest = blocks.block_max.amax(-1, keepdim=True)
+    return largest, block_logits(blocks, largest).logsumexp(-1, keepdim=True)
 
 
 def log_softmax(z, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau), [N, V].
 
-    torch's own has an error of 1e-6 on the CPU, as it adds 151,936 terms one by one.
+    torch's own has an error of 1e-6 on the CPU, where it adds up 151,936 terms in one level.
     """
     largest, ln_sum = log_sum(block_sums(z, tau))
     return (z - largest) / tau - ln_sum
 
 
 def log_p(z, tokens, tau=1.0) -> Tensor:
-    """Return ln softmax(z / tau) at distinct `tokens`, [N, V], [N, k] -> [N, k]."""
+    """Return ln softmax(z / tau) at `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
     largest, ln_sum = log_sum(blocks)
     chosen = choose_blocks(tokens, blocks)
-    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.place).flatten(1)
+    # not `z.gather`, whose gradient would be a pass over [N, V] of its own
+    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
     selected = taken.gather(1, chosen.at)
     return (selected - largest) / tau - ln_sum
 
@@ -102,14 +102,14 @@ def label_log_p(z, y) -> Tensor:
     `nll_loss` picks a logit as `gather` does, with a gradient that fuses into other passes.
     """
     largest, ln_sum = log_sum(block_sums(z))
-    return (-F.nll_loss(z, y, reduction="none")[:, None] - largest - ln_sum)[:, 0]
+    return -F.nll_loss(z, y, reduction="none") - largest[:, 0] - ln_sum[:, 0]
 
 
 def full_kl(z_t, z_s, tau) -> Tensor:
     """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
     t, s, within = compare_blocks(z_t, z_s, tau)
-    parts_t = parts_relative_to(t.largest.amax(-1, keepdim=True), t)
-    parts_s = parts_relative_to(s.largest.amax(-1, keepdim=True), s)
+    parts_t = block_logits(t, t.block_max.amax(-1, keepdim=True))
+    parts_s = block_logits(s, s.block_max.amax(-1, keepdim=True))
     return mixture_kl(parts_t, parts_s, within)
 
 
@@ -124,7 +124,7 @@ def mixture_kl(x_t, x_s, within) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------
-# the vocabulary in two parts: selected tokens, and the rest
+# the vocabulary as selected tokens, and all others
 
 
 class Split(NamedTuple):
@@ -146,25 +146,25 @@ def split(t: Blocks, s: Blocks, within, tokens) -> Split:
     t, s, within  teacher, student and their KL from `compare_blocks`
     tokens        [N, k] int64, distinct: the selected ones
     """
-    chosen = choose_blocks(tokens, t)
+    chosen = choose_blocks(tokens, t)  # of both models, as it reads only shapes
     x_t, parts_t = categories(t, chosen)
     x_s, parts_s = categories(s, chosen)
     return Split(x_t, x_s, mixture_kl(parts_t, parts_s, within))
 
 
 def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor]:
-    """Return the logits of the selected tokens and of all others [N, k + 1], and of parts of these.
+    """Return two tensors of logits: of selected tokens and all others [N, k + 1], and of parts.
 
-    The others are a mixture. Its parts are the blocks without a selected token, and the single
-    tokens of the chosen blocks. So the others are always a sum over the others, never `1 - p`,
-    which cancels in fp32.
+    All others are a mixture of these parts: the blocks without a selected token, and the unselected
+    tokens of the chosen blocks. So their probability is always a sum over them, never `1 - p`,
+    which loses all digits in fp32 where p is near 1.
     """
-    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.place).flatten(1)
+    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
     single = taken.masked_fill(~chosen.is_other, LEAST)
-    # without the chosen blocks, whose tokens are single parts
-    whole = blocks._replace(largest=blocks.largest.masked_fill(chosen.is_taken, LEAST))
-    shift = torch.cat([whole.largest, single.detach()], 1).amax(-1, keepdim=True)
-    parts = torch.cat([parts_relative_to(shift, whole), (single - shift) / blocks.tau], 1)
+    # without the chosen blocks, whose unselected tokens are parts by themselves
+    whole = blocks._replace(block_max=blocks.block_max.masked_fill(chosen.has_token, LEAST))
+    shift = torch.cat([whole.block_max, single.detach()], 1).amax(-1, keepdim=True)
+    parts = torch.cat([block_logits(whole, shift), (single - shift) / blocks.tau], 1)
     selected = (taken.gather(1, chosen.at) - shift) / blocks.tau
     return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts
 
@@ -174,16 +174,18 @@ def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor]:
 
 
 class Chosen(NamedTuple):
-    """The blocks of k selected tokens, a copy of a block for each of its tokens.
+    """The blocks that hold the k selected tokens.
 
-    Only the copy of the first of these is used; the others are ignored.
+    A copy of a block is gathered for each token, since shapes must not depend on the tokens. Where
+    several tokens share a block, only the first token's copy is used. With blocks of 4 tokens and
+    tokens [5, 9, 6], `block` is [1, 2, 1], the third copy is unused, and `at` is [1, 5, 2].
     """
 
     block: Tensor  # [N, k] block of each token
-    place: Tensor  # [N, blocks] place in `block` of each block's used copy, k if it has none
-    is_taken: Tensor  # [N, blocks] whether a block has one
-    at: Tensor  # [N, k] places of the tokens among the k * size tokens of the copies
-    is_other: Tensor  # [N, k * size] whether such a token is not selected, and in a used copy
+    copy: Tensor  # [N, blocks] used copy of each block, 0 to k - 1; k if it holds no token
+    has_token: Tensor  # [N, blocks] whether a block holds a selected token
+    at: Tensor  # [N, k] places of the selected tokens among the k * size tokens of the copies
+    is_other: Tensor  # [N, k * size] whether such a token is in a used copy, and not selected
 
 
 def choose_blocks(tokens, blocks: Blocks) -> Chosen:
@@ -191,31 +193,32 @@ def choose_blocks(tokens, blocks: Blocks) -> Chosen:
     k = tokens.shape[1]
     size = blocks.z.shape[2]
     block = tokens // size
-    first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)  # place of the used copy
-    place = torch.full_like(blocks.largest, k, dtype=torch.int64).scatter(1, block, first)
+    # for each token the first one in the same block, whose copy is used
+    first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)
+    copy = torch.full_like(blocks.block_max, k, dtype=torch.int64).scatter(1, block, first)
     at = first * size + tokens % size
     is_first = first == torch.arange(k, device=tokens.device)
     is_other = is_first.repeat_interleave(size, 1).scatter(1, at, False)
-    return Chosen(block, place, place < k, at, is_other)
+    return Chosen(block, copy, copy < k, at, is_other)
 
 
 class TakeBlocks(torch.autograd.Function):
-    """Gather chosen blocks, [N, blocks, size] -> [N, k, size].
+    """Gather copies of chosen blocks, [N, blocks, size] -> [N, k, size].
 
-    Its gradient reads where that of `gather` scatters, so that it fuses into a pass over [N, V].
-    Of a block's copies, only the used one gets it.
+    Its gradient reads where that of `gather` scatters, so that it fuses into a pass over [N, V]. A
+    block gets the gradient of its used copy; the others must have none.
     """
 
     @staticmethod
-    def forward(ctx, z, block, place):
-        ctx.save_for_backward(place)
+    def forward(ctx, z, block, copy):
+        ctx.save_for_backward(copy)
         return z.take_along_dim(block[:, :, None], 1)
 
     @staticmethod
     def backward(ctx, g):
-        (place,) = ctx.saved_tensors
-        g = F.pad(g, (0, 0, 0, 1))  # place k, that of all other blocks, gets 0
-        return g.take_along_dim(place[:, :, None], 1), None, None
+        (copy,) = ctx.saved_tensors
+        g = F.pad(g, (0, 0, 0, 1))  # copy k, which stands for none, has gradient 0
+        return g.take_along_dim(copy[:, :, None], 1), None, None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -223,10 +226,10 @@ class TakeBlocks(torch.autograd.Function):
 
 
 @torch.no_grad()
-def top(z, k, largest=None) -> Tensor:
+def top(z, k, block_max=None) -> Tensor:
     """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k].
 
-    largest  [N, blocks] that of `block_sums`, if at hand
+    block_max  [N, blocks] that of `block_sums`, if at hand
 
     Only the k blocks with the largest maxima are searched (equal maxima by lowest index). Each of
     them holds a token that ranks before every token of the other blocks.
@@ -236,20 +239,19 @@ def top(z, k, largest=None) -> Tensor:
     if 2 * k * size >= V:  # k blocks are half of the vocabulary or more
         return places_of_largest(z, k)
     blocks = in_blocks(z)
-    if largest is None:
-        largest = blocks.amax(-1)
-    # the blocks with the largest maxima
-    block = places_of_largest(largest, k).topk(k, largest=False).values  # by rising index
+    if block_max is None:
+        block_max = blocks.amax(-1)
+    block = rising(places_of_largest(block_max, k))
     place = places_of_largest(blocks.take_along_dim(block[:, :, None], 1).flatten(1), k)
     return block.gather(1, place // size) * size + place % size
 
 
-def places_of_largest(x, k):
+def places_of_largest(x, k) -> Tensor:
     """Return the places of the k largest of each row, largest first, [N, m] -> [N, k].
 
     torch.topk leaves open which of equal ones come first. So it is given keys: the bits of x, as an
-    integer that rises with x, and then the place, of which the lowest comes first. NaN comes before
-    all, so that it is not hidden. x is in fp32 or fp64.
+    integer that rises with x, and then the place, of which the lowest comes first. NaN counts as
+    infinity, so that it is not hidden. x is in fp32 or fp64.
     """
     if x.dtype == torch.float64:  # 64 bits leave no room for the place
         return x.argsort(dim=-1, descending=True, stable=True)[:, :k]
@@ -259,11 +261,15 @@ def places_of_largest(x, k):
     return (rising_bits * m - torch.arange(m, device=x.device)).topk(k).indices
 
 
+def rising(index) -> Tensor:
+    """Sort each row, [N, k] int64. torch.compile would take minutes to build a `sort`."""
+    return index.topk(index.shape[1], largest=False).values
+
+
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
-    # by rising index; torch.compile would take minutes to build a `sort`
-    tokens = tokens.topk(tokens.shape[1], largest=False).values
+    tokens = rising(tokens)
     return tokens.gather(1, places_of_largest(z.gather(1, tokens), tokens.shape[1]))
 
 
@@ -272,7 +278,7 @@ def by_logit(z, tokens) -> Tensor:
 
 
 def kl(x_t, x_s) -> Tensor:
-    """Return KL(softmax(x_t) || softmax(x_s)), [N, k] -> [N]. Entries of LEAST do not count."""
+    """Return KL(softmax(x_t) || softmax(x_s)), [N, k] -> [N]. Where both are LEAST adds nothing."""
     ln_t = x_t.log_softmax(-1)
     ln_s = x_s.log_softmax(-1)
     return (ln_t.exp() * (ln_t - ln_s)).sum(-1)
@@ -281,8 +287,8 @@ def kl(x_t, x_s) -> Tensor:
 def binary_kl(log_odds_t, log_odds_s) -> Tensor:
     """Return the KL of two-way distributions from their log-odds ln(p / (1 - p)); any shape.
 
-    The log-odds of a set of tokens are the difference of two logsumexps, which is exact where p or
-    1 - p is tiny.
+    The log-odds of a set of tokens are the difference of two logsumexps, which is accurate where p
+    or 1 - p is tiny.
     """
     ln_yes = F.logsigmoid(log_odds_t)
     ln_no = F.logsigmoid(-log_odds_t)
@@ -293,7 +299,7 @@ def binary_kl(log_odds_t, log_odds_s) -> Tensor:
 
 def differences(x) -> Tensor:
     """Return x_i - x_j of all ordered pairs, [N, k] -> [N, k, k]."""
-    return x[..., None] - x[:, None, :]
+    return x[:, :, None] - x[:, None, :]
 
 
 # ----------------------------------------------------------------------------------------------

@@ -66,23 +66,18 @@ class States:
         self.sums = np.memmap(self.file, np.uint64, "r", offset=self.values.size)  # [n]
 
     def checksums(self, index, values) -> np.ndarray:
-        sums = np.empty(len(index), np.uint64)
-        for at, (row, value) in enumerate(zip(index, values, strict=True)):
-            sums[at] = 2**32 + zlib.crc32(value, zlib.crc32(f"{self.file.name} {row}".encode()))
-        return sums
+        begins = [zlib.crc32(f"{self.file.name} {row}".encode()) for row in index]
+        return 2**32 + np.array([*map(zlib.crc32, values, begins)], np.uint64)
 
     def write(self, index, values):
         """Store rows [B, M], then their checksums. Several processes may write at a time."""
-        self.put(0, index, values)
-        self.put(self.values.size, index, self.checksums(index, values))
-
-    def put(self, start, index, parts):
-        """Write each part at its row's place in the array that begins at byte `start`."""
+        sums = self.checksums(index, values)
         # on a full disk this is an error; a write to a memmap would be a crash
         with writing(self.file), self.file.open("r+b") as file:
-            for row, part in zip(index.tolist(), parts, strict=True):
-                file.seek(start + row * part.nbytes)
-                file.write(part)
+            for start, parts in ((0, values), (self.values.size, sums)):
+                for row, part in zip(index.tolist(), parts, strict=True):
+                    file.seek(start + row * part.nbytes)
+                    file.write(part)
 
 
 class CachedTeacher:
@@ -109,18 +104,12 @@ class CachedTeacher:
             h = h.pin_memory()
         return h.to(self.head.device, non_blocking=True)
 
-    def flops_per_token(self, seq_len) -> float:
-        return 0.0
-
 
 def rows_of_run(cfg, rows, val) -> RowIndices:
     """Return the indices of all rows that a run reads."""
-    n = min(rows.n, (cfg.max_steps - rows.first_step) * cfg.batch_rows)
-    shuffle_seed = None  # the order is irrelevant if the run reads every row
-    if cfg.shuffle and n < rows.n:
-        shuffle_seed = cfg.seed
+    n = min(rows.n, (cfg.max_steps - rows.first_row_step) * cfg.batch_rows)
     # the order does not depend on how it is cut into updates: this is one update of n rows
-    index = row_order(0, n, rows.n, shuffle_seed)
+    index = row_order(0, n, rows.n, cfg.seed if cfg.shuffle else None)
     return {rows: np.sort(index), val: np.arange(val.n)[: cfg.val_max_rows]}
 
 
@@ -151,20 +140,20 @@ def open_cached(
         teacher = load()
         if not teacher:
             return None
-        head = teacher.whole_head.to("cpu")
+        head = teacher.model.head.to("cpu")
         parallel.on_first(write_head, head_file, head)
     row_bytes = weight_of(head).shape[1] * dtype.itemsize
     states = {rows: States(rows, facts, row_bytes) for rows in wanted}
-    missing = {rows: index[states[rows].sums[index] == 0] for rows, index in wanted.items()}
-    missing = dict(zip(missing, parallel.all_gather([*missing.values()])[0], strict=True))
-    n_missing = sum(map(len, missing.values()))
+    missing = [index[states[rows].sums[index] == 0] for rows, index in wanted.items()]
+    missing = parallel.all_gather(missing)[0]
+    n_missing = sum(map(len, missing))
     if n_missing:
         teacher = teacher or load()
         if not teacher:
             return None
         n_bytes = n_missing * states[first].values.shape[1]
         say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
-        fill(teacher, states, missing, size)
+        fill(teacher, states, dict(zip(states, missing, strict=True)), size)
     say(f"teacher: all hidden states are in {folder}")
     return CachedTeacher(head.to(home), states)
 
@@ -186,9 +175,11 @@ def fill(teacher: Teacher, states, missing: RowIndices, size: int):
 
 def write_head(file, head: Tensor | CappedHead):
     weight = weight_of(head).contiguous()
-    saved = {"head": weight, "checksum": torch.tensor(checksum_of(weight))}
-    if isinstance(head, CappedHead):
-        saved["cap"] = torch.tensor(head.cap)
+    saved = {
+        "head": weight,
+        "checksum": torch.tensor(checksum_of(weight)),
+        "cap": torch.tensor(getattr(head, "cap", 0.0)),
+    }
     atomic_write(file, safetensors.torch.save(saved))
 
 
@@ -197,9 +188,8 @@ def read_head(file) -> Tensor | CappedHead | None:
     with contextlib.suppress(Exception):  # each kind of broken file has an error of its own
         saved = safetensors.torch.load_file(file)
         if checksum_of(saved["head"]) == saved["checksum"]:
-            if "cap" in saved:
-                return CappedHead(saved["head"], float(saved["cap"]))
-            return saved["head"]
+            cap = float(saved["cap"])
+            return CappedHead(saved["head"], cap) if cap else saved["head"]
     return None
 
 
@@ -216,7 +206,7 @@ def fill_cache(cfg):
     parallel.start(device, cfg.timeout_minutes)
     rows = open_data(cfg, "train")
     val = open_data(cfg, "val")
-    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer or cfg.teacher), cfg.seq_len)
+    check_teacher(cfg.teacher, load_tokenizer(cfg.tokenizer_name()), cfg.seq_len)
     open_teacher(cfg, rows, val)
     parallel.stop()
 

@@ -39,7 +39,7 @@ from lib.errors import UserError, first_line
 from lib.files import read_json, reading
 from lib.hf import find_folder, tensors_hash
 from lib.settings import NonNegativeInt
-from model import Qwen2, Qwen2Config
+from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say
 from run.methods import compute_dtype
@@ -73,7 +73,7 @@ def resume(students, run):
     cfg = run.cfg
     out = Path(cfg.out_dir)
     parallel.check_agreement(initial_weights=[s.init_sha256 for s in students])
-    stops, sources = parallel.on_first(read_folder, students, run)
+    stops, sources, is_new = parallel.on_first(read_folder, students, run)
     for s in students:
         if s.name in stops:
             s.stopped = stops[s.name]["why"]
@@ -88,7 +88,6 @@ def resume(students, run):
             f"max_steps={cfg.max_steps}: {out} is at step {run.step}; set at least that"
         )
     say_summary(students, run)
-    parallel.all_gather(None)  # all processes have read the folder before the first one writes
     if parallel.rank() == 0:
         for s in live:
             s.folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +100,7 @@ def resume(students, run):
                 s.services = services(s, run)
         files.truncate_lines(out / "teacher.jsonl", run.step - 1)
         record_start(out, run)
-    if live and run.step not in parallel.on_first(common_steps, live):
+    if live and is_new:
         save_checkpoints(live, run)  # so that logs never exist without one to resume from
         finish_saving(run)
     configure.PROGRESS["step"] = run.step
@@ -110,8 +109,8 @@ def resume(students, run):
 def read_folder(students, run):
     """Return what process 0 finds in the folder of a run.
 
-    ->  by student, the facts of those that stopped; and, for the others, the checkpoint to begin
-        with and its state (none: the run is new)
+    ->  by student, the facts of those that stopped; for the others, the checkpoint to begin with
+        and its state, if any; and whether the run is new
     """
     cfg = run.cfg
     check_methods(Path(cfg.out_dir, "run.json"), cfg)
@@ -122,19 +121,18 @@ def read_folder(students, run):
             stops[s.name] = read_json(file, {"why": str, "step": int})
     live = [s for s in students if s.name not in stops]
     sources = newest_intact(live)
+    is_new = not sources
     for s in live:
-        if sources:
+        if not is_new:
             check_same_run(s.name, *sources[s.name], run)
         elif (s.folder / "log.jsonl").exists():
             raise UserError(
                 f"{cfg.out_dir}: its students have no checkpoint in common; "
                 "restore one, or choose another out_dir"
             )
-    if not sources and cfg.resume_from:
-        source = branch_point(cfg.resume_from)
-        check_branch(*source, live, run)
-        sources = dict.fromkeys([s.name for s in live], source)
-    return stops, sources
+        elif cfg.resume_from:
+            sources[s.name] = begin_branch(s.name, run)
+    return stops, sources, is_new
 
 
 def check_methods(file, cfg):
@@ -146,12 +144,6 @@ def check_methods(file, cfg):
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
         raise UserError(f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir")
-
-
-def common_steps(live) -> set[int]:
-    """Return the steps of which every student has a checkpoint."""
-    steps = [set(s.checkpoints()) for s in live]
-    return set.intersection(*steps) if steps else set()
 
 
 def read_checkpoint(path) -> tuple[Path, dict]:
@@ -168,10 +160,11 @@ def newest_intact(live) -> dict[str, tuple]:
 
     Empty if there is no common checkpoint. Raises `UserError` if all of them are broken.
     """
-    steps = common_steps(live)
+    paths = {s.name: s.checkpoints() for s in live}
+    steps = set().union(*paths.values()).intersection(*paths.values())
     for step in sorted(steps, reverse=True):
         try:
-            return {s.name: read_checkpoint(s.checkpoints()[step]) for s in live}
+            return {name: read_checkpoint(saved[step]) for name, saved in paths.items()}
         except UserError as error:
             if step == min(steps):
                 raise
@@ -214,13 +207,17 @@ def branch_point(name):
     return checkpoint, state | {"sums": {}, "since_log_tokens": 0}
 
 
-def check_branch(checkpoint, state, live, run):
-    """Raise `UserError` unless every student can begin with the checkpoint `resume_from`."""
-    for s in live:
-        changes = record_changes(state["made_by"], run.facts["made_by"][s.name])
-        for key in ("shape", "tokenizer_sha256", "batch_rows"):
-            if key in changes:
-                raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
+def begin_branch(name, run):
+    """Return the checkpoint `resume_from` and its state, for a student to begin with.
+
+    Raises `UserError` unless the student has its shape, tokenizer and rows per update.
+    """
+    checkpoint, state = branch_point(run.cfg.resume_from)
+    changes = record_changes(state["made_by"], run.facts["made_by"][name])
+    for key in ("shape", "tokenizer_sha256", "batch_rows"):
+        if key in changes:
+            raise UserError(f"resume_from={checkpoint}: {changes[key]}; expected the same")
+    return checkpoint, state
 
 
 def record_start(out, run):
@@ -275,9 +272,9 @@ def write_model(s, weights, run):
     dtype = getattr(torch, run.cfg.save_dtype)
     saved = {name: p.to(dtype) for name, p in weights.items()}
     s.model.save_pretrained(folder, s.tokenizer, saved)
-    weights = {name: p.float() for name, p in saved.items()}  # as they are read again
-    facts = student_facts(s, run) | {"weights_sha256": tensors_hash(weights)}
-    problem = differs_in_transformers(folder, s.model.config, weights)
+    read = {name: p.float() for name, p in saved.items()}  # as they are read again
+    facts = student_facts(s, run) | {"weights_sha256": tensors_hash(read)}
+    problem = differs_in_transformers(folder)
     if problem:
         facts["differs_in_transformers"] = problem
         say(
@@ -288,18 +285,16 @@ def write_model(s, weights, run):
 
 
 @torch.no_grad()
-def differs_in_transformers(folder, shape, weights) -> str | None:
+def differs_in_transformers(folder) -> str | None:
     """Return how transformers' logits of a saved model differ beyond rounding, or its error."""
-    if not isinstance(shape, Qwen2Config):
-        return None  # it is transformers' own
-    with torch.device("meta"):
-        model = Qwen2(shape)
-    model.load_state_dict(weights, assign=True)
-    ids = torch.arange(16)[None] % shape.vocab_size
-    z = model(ids)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
+        model = load_model(f"{folder}")
+        if not isinstance(model, Qwen2):
+            return None  # it is transformers' own
+        ids = torch.arange(16)[None] % model.config.vocab_size
+        z = model(ids)
         saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         error = (saved(ids).logits - z).norm() / z.norm()
     except Exception as problem:  # whatever it is, training has ended well
@@ -343,7 +338,7 @@ def finish_saving(run):
 
 
 def write_checkpoints(copies, step, cfg):
-    """Write a checkpoint of every student, and then delete older ones."""
+    """Write a checkpoint of every student, and then delete all but `keep_checkpoints` of them."""
     for s, tensors, state in copies:
         with files.atomic_folder(s.folder / "checkpoints" / f"step_{step:08d}") as new:
             s.model.save_pretrained(new / "model", s.tokenizer, tensors.pop("model"))
@@ -351,16 +346,11 @@ def write_checkpoints(copies, step, cfg):
             state["files_sha256"] = {file: file_hash(new / file) for file in (MODEL, TRAINING)}
             files.write_json(new / "state.json", state)
     for s, *_ in copies:
-        delete_older(s, step, cfg)
-
-
-def delete_older(s, step, cfg):
-    """Delete checkpoints up to `step`, except the last `keep_checkpoints`."""
-    saved = s.checkpoints()
-    earlier = [n for n in saved if n <= step]
-    for n in earlier[: -cfg.keep_checkpoints]:
-        if not cfg.keep_every_steps or n % cfg.keep_every_steps:
-            files.discard(saved[n])
+        saved = s.checkpoints()
+        earlier = [n for n in saved if n <= step]
+        for n in earlier[: -cfg.keep_checkpoints]:
+            if not cfg.keep_every_steps or n % cfg.keep_every_steps:
+                files.discard(saved[n])
 
 
 def check_files(path, state):
@@ -396,23 +386,16 @@ def load_checkpoint(path, state, s, run):
 
 def load_tensors(path, s):
     saved = torch.load(path / TRAINING, "cpu", mmap=True, weights_only=True)
-    copy_tensors(saved_weights(path, s.model), s.model)
-    copy_tensors(saved["extras"], s.extras)
+    if isinstance(s.model, Qwen2):
+        weights = safetensors.torch.load_file(path / MODEL)
+    else:  # transformers writes some weights under other names
+        weights = load_model(f"{path}/model").state_dict()
+    for key, p in s.model.state_dict().items():
+        p.copy_(parallel.distribute_like(weights[key], p))
+    s.extras.load_state_dict(saved["extras"])
     s.parameter_groups()  # with `initial`
     for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
         load_optimizer(optimizer, values)
-
-
-def saved_weights(path, model) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint, by the names that they have in `model`."""
-    if isinstance(model, Qwen2):
-        return safetensors.torch.load_file(path / MODEL)
-    return load_model(str(path / "model")).state_dict()
-
-
-def copy_tensors(saved, module):
-    for key, p in module.state_dict().items():
-        p.copy_(parallel.distribute_like(saved[key], p))
 
 
 def load_optimizer(optimizer, saved):

@@ -29,6 +29,8 @@ from model import config_file
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
 
+# Causal masks that GPT-2, GPT-Neo and GPT-J used to save; none of them has a bias of that name.
+MASKS = (".attn.bias", ".attn.attention.bias", ".masked_bias")
 PAD = 8  # columns that a head with a bias has more, since products are fast at multiples of 8
 
 
@@ -48,8 +50,7 @@ class ForeignConfig:
 
     def build(self, dtype=torch.float32) -> transformers.PreTrainedModel:
         """Return transformers' model, its weights drawn by its own initialisation."""
-        kind = transformers.CONFIG_MAPPING[self.config["model_type"]]
-        config = kind.from_dict(copy.deepcopy(self.config))
+        config = transformers.AutoConfig.for_model(**copy.deepcopy(self.config))
         config.get_text_config().vocab_size = self.vocab_size
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -212,7 +213,8 @@ def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> For
     missing = info["missing_keys"]  # transformers would draw them
     if missing:
         raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
-    more = [key for key in info["unexpected_keys"] if not is_mask(key)]  # transformers ignores them
+    # transformers ignores tensors for which it has no place
+    more = [key for key in info["unexpected_keys"] if not key.endswith(MASKS)]
     if more:
         raise UserError(
             f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"
@@ -224,14 +226,6 @@ def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> For
     if shard > 1:
         distributed.shard(model, model.layers, shard, device, layers_only=True)
     return model.to(device)
-
-
-def is_mask(key) -> bool:
-    """Return whether a tensor is a causal mask that GPT-2, GPT-Neo and GPT-J used to save.
-
-    None of them has a bias of that name.
-    """
-    return key.endswith((".attn.bias", ".attn.attention.bias", ".masked_bias"))
 
 
 # ----------------------------------------------------------------------------------------------

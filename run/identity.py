@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -118,15 +119,8 @@ def record_hash(record: dict | list) -> str:
 
 def record_changes(earlier: dict, current: dict) -> dict[str, str]:
     """Return a phrase for each key in which two records differ."""
-    phrases = {}
-    for key in changed_keys(earlier, current):
-        old = earlier.get(key)
-        new = current.get(key)
-        if key in EDITS and isinstance(old, dict):
-            phrases[key] = f"edited since: {', '.join(changed_keys(old, new))}"
-        else:
-            phrases[key] = difference(key, old, new)
-    return phrases
+    keys = changed_keys(earlier, current)
+    return {key: difference(key, earlier.get(key), current.get(key)) for key in keys}
 
 
 def changed_keys(old: dict, new: dict) -> list[str]:
@@ -137,6 +131,8 @@ def difference(key: str, old, new) -> str:
     """Return how two values differ; of dicts, the entries that differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = changed_keys(old, new)
+        if key in EDITS:
+            return f"edited since: {', '.join(keys)}"
         return ", ".join(difference(f"{key}.{k}", old.get(k), new.get(k)) for k in keys)
     return f"{key} was {old!r:.80}, now {new!r:.80}"
 
@@ -145,10 +141,8 @@ def student_shape(cfg):
     """Return the students' shape, with at most as many tokens as the teacher's vocabulary has."""
     teacher_shape = inherited(cfg.teacher)
     shape = student_config(cfg.student, teacher_shape, load_shape)
-    if not teacher_shape:
-        return shape
-    vocab_size = min(shape.vocab_size, teacher_shape["vocab_size"])
-    return dataclasses.replace(shape, vocab_size=vocab_size)
+    n_vocab = teacher_shape.get("vocab_size", math.inf)
+    return dataclasses.replace(shape, vocab_size=min(shape.vocab_size, n_vocab))
 
 
 def content_hash(name: str | None) -> str | None:

@@ -59,8 +59,8 @@ def log_terms(live, teacher, rate: float, run):
     n_rows = (run.step - run.logged_step) * cfg.batch_rows
     tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
     flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
-    if teacher:
-        flops += teacher.flops_per_token(cfg.seq_len)
+    if teacher and not teacher.is_stored:
+        flops += model_flops(teacher.model.config, cfg.seq_len, trained=False)
     utilisation = mfu(tok_per_sec * flops, device, parallel.world())
     machine = {
         "tok_per_sec": tok_per_sec,

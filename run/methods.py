@@ -48,7 +48,8 @@ LOGGED = (
     "eta_sec",
     "time",
 )
-RESERVED = (*LOGGED, "kd", "ce", "mean", "n_valid")  # names that no part of an objective may have
+# names that no part of an objective may have
+RESERVED = (*LOGGED, "kd", "ce", "batch_mean", "n_valid")
 
 # ----------------------------------------------------------------------------------------------
 # names and settings
@@ -139,10 +140,10 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
               weight or `CappedHead`, and `Method`
-    h_t, w_t  [B, T, D_t], [V, D_t] the teacher's; None if no student has a teacher
+    h_t, w_t  [B, T, D_t], [V, D_t] the teacher's, likewise; None if no student has a teacher
     y         [B, T] labels; IGNORE marks ignored positions
     group     rows per forward batch, a divisor of B
-    compile   use torch.compile: one graph per method, settings and shape
+    compile   use torch.compile: one graph per method, settings and shape; not for random objectives
     chunk     positions whose logits exist at a time, at most, if the objective allows chunks
     ->        for each student its loss [], the mean over forward batches, whose backward may run
               once; and the detached means of its terms over all valid positions
@@ -156,46 +157,50 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     size = len(y) // n_batches  # positions of a forward batch
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
-        losses = [HeadLoss(*student, y, compile) for student in students]
-        divided = [loss for loss in losses if loss.method.in_chunks and size > chunk]
-        whole = [loss for loss in losses if loss not in divided]
+        heads = [HeadLoss(*student, y, compile) for student in students]
+        divided = [head for head in heads if head.method.in_chunks and size > chunk]
+        whole = [head for head in heads if head not in divided]
         for first in range(0, len(y), size):
             batch = slice(first, first + size)
             if whole:
                 z_t = teacher and teacher.logits(batch)
-                for loss in whole:
-                    loss.add(batch, z_t, loss.method)
-                z_t = None  # frees it
+                for head in whole:
+                    head.add(batch, z_t, head.method)
+                del z_t  # before those of a chunk are computed
             if divided:
                 add_chunks(divided, teacher, y, batch, chunk)
-    return [loss.result(n_batches) for loss in losses]  # with gradients enabled
+    return [head.result(n_batches) for head in heads]  # with gradients enabled
 
 
-def add_chunks(losses, teacher, y, batch: slice, chunk):
-    """Add a forward batch to the losses, `chunk` positions at a time.
+def add_chunks(heads, teacher, y, batch: slice, chunk):
+    """Add a forward batch to the students' losses, `chunk` positions at a time.
 
     An objective that takes `batch` is called twice, first for what it needs of all positions.
     """
     valid = y[batch] != IGNORE
+    n = valid.sum()
+    # tensors and not slices, so that one compiled graph serves all chunks
     places = torch.arange(len(valid), device=y.device).split(chunk)
     starts = range(batch.start, batch.stop, chunk)
     chunks = [slice(first, min(first + chunk, batch.stop)) for first in starts]
-    statistics = {loss: [] for loss in losses if takes(loss.method.fn, "batch")}
-    if statistics:
+    values = {head: [] for head in heads if takes(head.method.fn, "batch")}
+    if values:  # each of these has a teacher
         for here in chunks:
             z_t = teacher.logits(here)
-            for loss, values in statistics.items():
-                values.append(loss.statistic(here, z_t))
-    for loss, values in statistics.items():
-        statistics[loss] = torch.cat(values)
+            for head, of_chunks in values.items():
+                z_s = head.logits(here)
+                of_chunks.append(head.statistic(head.method, z_s, z_t, y[here]))
+                del z_s
+            del z_t  # before those of the next chunk are computed
+    statistics = {head: torch.cat(of_chunks) for head, of_chunks in values.items()}
     for here, place in zip(chunks, places, strict=True):
         z_t = teacher and teacher.logits(here)
-        for loss in losses:
-            method = loss.method
-            if loss in statistics:
-                known = Batch(statistics[loss], valid, place)
-                method = with_keywords(method, batch=known)
-            loss.add(here, z_t, method, valid.sum())
+        for head in heads:
+            method = head.method
+            if head in statistics:
+                method = with_keywords(method, batch=Batch(statistics[head], valid, place))
+            head.add(here, z_t, method, n)
+        del z_t
 
 
 class HeadLoss(Head):
@@ -215,10 +220,12 @@ class HeadLoss(Head):
         self.y = y
         self.method = method
         self.evaluate = evaluate
+        self.statistic = statistic
         if "generator" in method.hyper:
             self.evaluate = evaluate_random
         elif compile:
             self.evaluate = compiled(evaluate, y.device.type)
+            self.statistic = compiled(statistic, y.device.type)
 
     def add(self, here, z_t, method, n=None):
         """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
@@ -234,24 +241,18 @@ class HeadLoss(Head):
         add_mm(self.dw, dz.t(), self.h[here])
         self.sums.update(sums)  # adds
 
-    def statistic(self, here, z_t) -> Tensor:
-        """Return what the objective must know of every position of a forward batch, [N]."""
-        fn = statistic
-        if self.evaluate is not evaluate:
-            fn = compiled(statistic, z_t.device.type)
-        return fn(self.method, self.logits(here), z_t, self.y[here])
-
     def result(self, n_batches):
         """Return the loss with its gradients attached, and the means of its terms."""
-        loss = AttachGradients.apply(*self.inputs, self.sums.pop("mean"), self.dh, self.dw)
+        total = self.sums.pop("batch_mean")  # added up over the forward batches, like dh and dw
+        loss = AttachGradients.apply(*self.inputs, total, self.dh, self.dw)
         n_valid = self.sums.pop("n_valid").clamp(min=1)
         terms = {key: value / n_valid for key, value in self.sums.items()}
         return loss / n_batches, terms
 
 
-# Settings of torch's Inductor that suit tensors of [N, V]. It would move the block sums of one loss
-# away from those of another, and store what takes some operations more to compute again: ALRA
-# would move 1.75 GB instead of 1.43 at N = 512, V = 151,936, and RLD 3.9 instead of 1.7.
+# Settings of torch's Inductor that suit tensors of [N, V]. By default it reorders the block sums of
+# two losses, which then need a pass each, and stores results that are cheap to compute again. ALRA
+# then reads and writes 1.75 GB instead of 1.43 at N = 512, V = 151,936, and RLD 3.9 instead of 1.7.
 FEWER_PASSES = {
     "reorder_for_locality": False,
     "realize_reads_threshold": 5,
@@ -270,15 +271,15 @@ def compiled(fn, device_type) -> Callable:
 
 
 def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
-    """Return the loss of `mean_loss`, as "mean", with its sums; and the gradient of z_s in `dtype`.
+    """Return the loss of `mean_loss`, as "batch_mean", with its sums; and the gradient in z_s.
 
-    The other arguments are those of `mean_loss`.
+    The gradient is in `dtype`. The other arguments are those of `mean_loss`.
     """
     z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s, z_t, y, n)
     (dz,) = torch.autograd.grad(loss, z_s)
-    return {"mean": loss.detach(), **sums}, dz.to(dtype)
+    return {"batch_mean": loss.detach(), **sums}, dz.to(dtype)
 
 
 def evaluate_random(method, *inputs):

@@ -12,10 +12,9 @@ from configure import AFFECTS
 from lib import parallel
 from lib.device import machine_facts, pick_device
 from lib.errors import UserError
-from lib.hf import find_folder, load_tokenizer, pinned, tokenizer_hash
+from lib.hf import load_tokenizer, pinned, tokenizer_hash
 from lib.rows import Rows
 from lib.stats import MIN_PARTS
-from model import student_config
 from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
 from run.log import say
@@ -23,10 +22,10 @@ from run.methods import check_settings, compute_dtype, needs_teacher
 from run.students import n_validated
 from run.teacher import (
     Teacher,
+    check_context,
+    check_ids,
     check_teacher,
     check_vocabulary,
-    inherited,
-    load_shape,
     load_teacher,
 )
 
@@ -38,7 +37,7 @@ def open_data(cfg, name) -> Rows:
         # a branch goes on with the rows of the run that it leaves; other rows begin at row 0
         _, state = branch_point(cfg.resume_from)
         has_same_rows = state["made_by"].get("data_sha256") == rows.manifest["sha256"]
-        rows.first_step = state["first_row_step"] if has_same_rows else state["step"]
+        rows.first_row_step = state["first_row_step"] if has_same_rows else state["step"]
     return rows
 
 
@@ -101,34 +100,22 @@ def check_config(cfg):
     shape = student_shape(cfg)  # may download the teacher
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
-    limit = shape.max_position_embeddings or cfg.seq_len
-    if cfg.seq_len > limit:
-        raise UserError(f"seq_len={cfg.seq_len}: the student supports {limit} positions")
+    check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
 
 
 def checked_tokenizer(cfg, rows, val) -> PreTrainedTokenizerFast:
     """Return the tokenizer, once rows, tokenizer, vocabularies and updates fit each other."""
-    name = cfg.tokenizer or cfg.teacher
-    if not name:
-        raise UserError("tokenizer=None with teacher=None: set the tokenizer of the rows")
+    name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
-    teacher_shape = inherited(cfg.teacher)
-    student_vocab = student_config(cfg.student, teacher_shape, load_shape).vocab_size
-    teacher_vocab = student_vocab
     if uses_teacher(cfg):
         check_teacher(cfg.teacher, tokenizer, cfg.seq_len)
-        teacher_vocab = teacher_shape["vocab_size"]
+    check_vocabulary(f"student={cfg.student}", student_shape(cfg).vocab_size, tokenizer)
     check_rows(cfg.data_dir, rows, val, name, tokenizer)
-    check_initial_ids(cfg.student_weights, tokenizer.get_vocab())
+    if cfg.student_weights:
+        # which may lack a token, unlike a teacher
+        check_ids("student_weights", cfg.student_weights, tokenizer, may_lack=True)
     check_number_of_rows(cfg, rows)
     say_precision(cfg, val)
-    n_tokens = check_vocabulary(f"student={cfg.student}", student_vocab, tokenizer)
-    if teacher_vocab != student_vocab:
-        smaller = min(teacher_vocab, student_vocab)
-        say(
-            f"vocabulary: {teacher_vocab:,} of the teacher, {student_vocab:,} of the student: "
-            f"cut to {smaller:,}; the tokenizer has {n_tokens:,}"
-        )
     return tokenizer
 
 
@@ -148,19 +135,11 @@ def check_rows(folder, rows, val, name, tokenizer):
         raise UserError(f"tokenizer {name}: not the one that {folder} was prepared with")
 
 
-def check_initial_ids(student_weights, ids: dict[str, int]):
-    """Check that a tokenizer beside the initial weights gives shared tokens the same ids."""
-    if student_weights and (find_folder(student_weights) / "tokenizer.json").is_file():
-        for token, index in load_tokenizer(student_weights).get_vocab().items():
-            if ids.get(token, index) != index:
-                raise UserError(f"student_weights={student_weights}: its tokenizer has other ids")
-
-
 def check_number_of_rows(cfg, rows):
-    needed = (cfg.max_steps - rows.first_step) * cfg.batch_rows
+    needed = (cfg.max_steps - rows.first_row_step) * cfg.batch_rows
     if needed > rows.n and not cfg.repeat_rows:
         remedy = "set --repeat_rows=True, or prepare more rows"
-        n_steps = rows.first_step + rows.n // cfg.batch_rows
+        n_steps = rows.first_row_step + rows.n // cfg.batch_rows
         if n_steps:
             shorter = f"--max_steps={n_steps} --schedule_steps={n_steps}"
             if cfg.warmup_steps > n_steps // 2:
@@ -203,7 +182,7 @@ def run_facts(cfg, rows) -> dict:
         "argv": sys.argv[1:],
         "made_by": records,
         "bos": rows.manifest["bos"],  # the id before each document, if any
-        "first_row_step": rows.first_step,
+        "first_row_step": rows.first_row_step,
         "teacher_used": pinned(cfg.teacher) if uses_teacher(cfg) else None,
         **machine_facts(torch.device(cfg.device)),
     }

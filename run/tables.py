@@ -265,8 +265,8 @@ def differences(title, students: pd.DataFrame, columns: dict, reference) -> list
     lines = [f"{title}: difference to {reference}{how}", "", *grid(table), ""]
     if both:
         lines.append(
-            f"{len(both)} differences have both intervals, and exclude 0 over seeds (uncorrected); "
-            f"{sum(both)} of these exclude 0 over documents, too.\n"
+            f"Of the differences with both intervals, {len(both)} exclude 0 over seeds "
+            f"(uncorrected), and {sum(both)} of these also over documents.\n"
         )
     return lines
 

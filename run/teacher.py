@@ -38,10 +38,8 @@ class Teacher:
         self.model = model
         self.device = next(model.parameters()).device
         self.home = home
-        self.native = isinstance(model, Qwen2)
-        self.whole_head = model.head
         # [V, D]; the same memory if teacher and students share a device
-        self.head = self.whole_head[:vocab_size].to(home)
+        self.head = model.head[:vocab_size].to(home)
 
     @torch.no_grad()
     def hidden(self, idx: Tensor, *rows: object) -> Tensor:
@@ -51,10 +49,6 @@ class Teacher:
         """
         # blocking copies: a CPU could read one before the GPU has finished it
         return self.model.hidden(idx.to(self.device)).to(self.home)
-
-    def flops_per_token(self, seq_len) -> float:
-        """Return the FLOPs of one token's forward pass."""
-        return model_flops(self.model.config, seq_len, trained=False)
 
 
 def load_teacher(
@@ -123,30 +117,43 @@ def model_flops(shape, seq_len, trained: bool) -> float:
 
 def check_teacher(name, tokenizer, seq_len):
     """Raise `UserError` unless a teacher fits rows of `seq_len` inputs with this tokenizer."""
-    shape = inherited(name)
-    limit = shape.get("max_position_embeddings") or seq_len
-    if seq_len > limit:
-        raise UserError(
-            f"seq_len={seq_len}: teacher={name} supports {limit} positions; set a smaller seq_len"
-        )
+    shape = load_shape(name)
+    check_context(f"teacher={name}", shape.max_position_embeddings, seq_len)
     check_vocabulary(
-        f"teacher={name}", shape["vocab_size"], tokenizer, "logits are matched token by token"
+        f"teacher={name}", shape.vocab_size, tokenizer, "logits are matched token by token"
     )
+    check_ids("teacher", name, tokenizer)
+
+
+def check_ids(key, name, tokenizer, may_lack=False):
+    """Raise `UserError` unless a tokenizer beside a model gives tokens the ids of the rows.
+
+    key       of the config, whose value is `name`
+    may_lack  whether it may lack some of the tokens
+    """
     file = find_folder(name) / "tokenizer.json"
     # the tokenizer of the rows itself needs no check
-    if file.is_file() and str(file.parent) != tokenizer.name_or_path:
-        teacher_ids = load_tokenizer(name).get_vocab()
-        for token, index in sorted(tokenizer.get_vocab().items()):
-            theirs = teacher_ids.get(token)
-            if theirs != index:
-                raise UserError(
-                    f"teacher={name}: its tokenizer gives {token!r} id {theirs}, "
-                    f"that of the rows {index}"
-                )
+    if not file.is_file() or str(file.parent) == tokenizer.name_or_path:
+        return
+    ids = load_tokenizer(name).get_vocab()
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        theirs = ids.get(token)
+        if theirs != index and not (may_lack and theirs is None):
+            raise UserError(
+                f"{key}={name}: its tokenizer gives {token!r} id {theirs}, that of the rows {index}"
+            )
 
 
-def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one") -> int:
-    """Return the number of tokens that texts need. Raises `UserError` if a vocabulary has fewer.
+def check_context(name, limit: int | None, seq_len):
+    """Raise `UserError` if a model takes fewer positions than rows have."""
+    if limit and seq_len > limit:
+        raise UserError(
+            f"seq_len={seq_len}: {name} supports {limit} positions; set a smaller seq_len"
+        )
+
+
+def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"):
+    """Raise `UserError` if a vocabulary has fewer tokens than texts need.
 
     No text needs special tokens but EOS and BOS: Gemma 3's image token is beyond its vocabulary.
     """
@@ -158,21 +165,13 @@ def check_vocabulary(name, n_vocab: int, tokenizer, remedy="choose a larger one"
             f"{name}: vocabulary of {n_vocab:,}, but the tokenizer has {n_tokens:,} tokens; "
             f"{remedy}"
         )
-    return n_tokens
 
 
-def inherited(name: str | None) -> dict | None:
-    """Return the fields INHERITED of a teacher's shape; None without a teacher.
+def inherited(name: str | None) -> dict:
+    """Return the fields INHERITED of a teacher's shape; none without a teacher.
 
     A model may lack some (LayerNorm has no RMSNorm epsilon): the preset keeps its own.
     """
-    if name is None:
-        return None
-    shape = load_shape(name)
+    shape = load_shape(name) if name else None
     values = {key: getattr(shape, key, None) for key in INHERITED}
     return {key: value for key, value in values.items() if value is not None}
-
-
-def teacher_flops(name: str | None, seq_len) -> float:
-    """Return the FLOPs of one token's forward pass, without loading the weights."""
-    return model_flops(load_shape(name), seq_len, trained=False) if name else 0.0

@@ -16,7 +16,7 @@ from lib.files import atomic_write, check_kinds, read_json, reading
 from run.identity import EDITS, RUN_FILE, content_hash, made_by, record_hash, student_shape
 from run.results import newest_figures, read_log
 from run.scoring import scoring_code
-from run.teacher import model_flops, teacher_flops
+from run.teacher import load_shape, model_flops
 
 FILE = "students.jsonl.zst"
 LEVEL = 12  # of all writes: an unchanged beginning then has the same bytes, which git stores once
@@ -123,7 +123,9 @@ def read_student(end: Path, cfg) -> dict:
 def flops(cfg) -> tuple:
     """Return the FLOPs per token of a student in training, and of the teacher's forward pass."""
     student = model_flops(student_shape(cfg), cfg.seq_len, trained=True)
-    return student, teacher_flops(cfg.teacher, cfg.seq_len)
+    if not cfg.teacher:
+        return student, 0.0
+    return student, model_flops(load_shape(cfg.teacher), cfg.seq_len, trained=False)
 
 
 def is_scored(student: Config, facts: dict, n_rows: int) -> bool:

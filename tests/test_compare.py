@@ -357,7 +357,7 @@ REFUSALS = """
 --tune=gamma=1,2 => --tune=gamma=1,2: expected lr=RATE,RATE,.., and beside it METHOD.SETTING=VALUE,.
 --tune=alra.gamma=1,5 => --tune=alra.gamma=1,5: expected lr=RATE,RATE,.., and beside it METHOD.SETT
 --tune=lr=0,1 => alra.lr=0.0: expected float more than 0
---tune=lr=1 --tune=alra.d_max=3,99999 => alra: d_max=99999
+--tune=lr=1 --tune=alra.d_max=3,99999 => alra: d_min=3, d_max=99999
 --tune=lr=1 --tune=allra.tau=1,2 => no such method 'allra', did you mean 'alra'?
 --tad.beta=3 => settings of ['tad'], not among methods=('alra',)
 --methods=alra,tad --tad.top_k=9999 => tad: top_k=9999
@@ -660,7 +660,7 @@ def test_differences_have_an_interval_over_documents_too(tmp_path, quiet, monkey
     changes = [27 / 28 - 18 / 18, 27 / 28 - 17 / 18, 27 / 28 - 19 / 20]  # without each of them
     half = T975 * math.sqrt(2 / 3 * sum(x * x for x in changes))
     assert f"| alra | -1.0000 ± 0.0000, p < 0.0001, ± {half:.4f} over documents | -0." in text
-    assert "exclude 0 over seeds (uncorrected); 2 of these exclude 0 over documents, too." in text
+    assert "exclude 0 over seeds (uncorrected), and 2 of these also over documents." in text
 
 
 def test_a_report_needs_a_result(tmp_path, quiet):

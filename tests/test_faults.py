@@ -137,7 +137,7 @@ nowhere.py => nowhere.py: no such config file
 --shard=2 => shard=2: expected a divisor
 --shard=2 --teacher_device=cpu => teacher_device=cpu: not supported with shard=2
 --min_lr=1 => min_lr=1.0: expected at most
---warmup_steps=4 => warmup_steps=4: expected less
+--warmup_steps=4 => warmup_steps=4: expected at most 2
 --warmup_steps=3 => warmup_steps=3: expected at most 2, as lr_schedule=cosine lets the rate fall
 --lr_schedule=wsd --decay_share=0.5 --warmup_steps=3 => warmup_steps=3: expected at most 2, as lr_s
 --keep_every_steps=3 --checkpoint_every_steps=2 => keep_every_steps=3: expected a multiple of check
@@ -246,7 +246,7 @@ half/run.json: cannot be written
 {STEP}: contains a different run .alra: data_sha256 was .x.
 {HALF} => cd half; rm -r alra/checkpoints; cp -r pretrain/checkpoints alra => \
 a different run .alra: methods was .pretrain., now .alra.
-{NEW} --student=other --student_weights=other => {PERMUTED} => its tokenizer has other ids
+{NEW} --student=other --student_weights=other => {PERMUTED} => its tokenizer gives
 {NEW} --teacher=other --tokenizer=teacher => {PERMUTED} => \
 teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
 {EVAL} --teacher other => {PERMUTED} => teacher=other: its tokenizer gives 'a'
@@ -301,7 +301,7 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {NEW} => set data/val.json vocab_size=300 => data: vocab_size differs in train.json and val.json
 {NEW} => set student/config.json num_key_value_heads=3 => num_key_value_heads=
 {NEW} => set student/config.json head_dim=3 => head_dim=
-{NEW} => set student/config.json max_position_embeddings=8 => the student supports 8 positions
+{NEW} => set student/config.json max_position_embeddings=8 => student=student supports 8 positions
 {NEW} => set teacher/config.json max_position_embeddings=8 => teacher=teacher supports 8 positions
 {NEW} => set teacher/config.json head_dim=0 => config.json: head_dim=0: expected int 1 or more
 {NEW} => set teacher/config.json hidden_size="x" => teacher/config.json: hidden_size='x'

@@ -133,17 +133,19 @@ def test_native_families_have_transformers_logits_before_and_after_saving(kind, 
     text = "def f(x):\n\treturn 12"
     assert again(text).input_ids == tokenizer(text).input_ids
     assert weights_hash(Qwen2.from_pretrained(f"{tmp_path}/again")) == weights_hash(ours)
-    assert load(folder).native
+    assert isinstance(load(folder).model, Qwen2)
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_other_families_hidden_states_times_head_are_their_logits(kind, make):
     folder = make(*FOREIGN[kind])
     teacher = load(folder)
-    assert teacher.native == (kind == "mistral with a window")
-    T = 8 if teacher.native else 29  # up to its window a Mistral is native
+    is_native = isinstance(teacher.model, Qwen2)
+    assert is_native == (kind == "mistral with a window")
+    T = 8 if is_native else 29  # up to its window a Mistral is native
     check_close(logits(teacher, IDS[:, :T]), transformers_logits(folder)[:, :T])
-    assert inherited(folder)["vocab_size"] == V and teacher.flops_per_token(13) > 2 * V * 24
+    assert inherited(folder)["vocab_size"] == V
+    assert model_flops(teacher.model.config, 13, trained=False) > 2 * V * 24
     if kind in ("a bias", "a cap", "a scale"):
         check_gradients(teacher.model.requires_grad_(True))
     if kind in ("mamba", "a scale"):  # Mamba's hidden states are in fp32
@@ -172,7 +174,7 @@ def test_flops_of_a_mixture_count_its_active_experts_alone(make):
     router = 4 * 24
     norms = 24 + 12 + 2 * 24  # OLMoE has norms on q [24] and k [12]
     weights = 2 * (attention + router + norms + 2 * per_expert) + 24 + V * 24
-    assert teacher.flops_per_token(13) == 2 * weights
+    assert model_flops(teacher.model.config, 13, trained=False) == 2 * weights
 
 
 def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
@@ -194,7 +196,7 @@ def test_a_preset_takes_from_the_teacher_what_it_does_not_say(make):
         student_config("512x8x4")
 
 
-def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, tmp_path, printed):
+def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, tmp_path):
     """The same bits as from a teacher and a student without the padding."""
     shape = Qwen2Config(16, 24, 1, 2, 2, vocab_size=V + 7, max_position_embeddings=64)
     folder = tmp_path / "student"
@@ -211,8 +213,6 @@ def test_vocabularies_that_differ_in_padding_are_cut_to_the_smaller(make, tiny, 
         student.save_pretrained(folder)
         out = tmp_path / f"{pad_t}-{pad_s}"
         assert train.distil(config(tiny, out, f"{flags} {models}")) == 0
-        sizes = f"vocabulary: {V + pad_t:,} of the teacher, {V + pad_s:,} of the student: cut to"
-        assert (sizes in printed()) == (pad_t != pad_s)
         students.append(Qwen2.from_pretrained(f"{out}/alra"))
     assert [s.config.vocab_size for s in students] == [V, V, V, V + 5]
     assert len({weights_hash(s) for s in students[:3]}) == 1
@@ -223,7 +223,7 @@ def test_a_special_token_beyond_the_vocabulary_is_in_no_text(special):
     tokenizer = load_tokenizer(DEMO)
     tokenizer.add_tokens(tokenizers.AddedToken("<image>", special=special))
     if special:
-        assert check_vocabulary("teacher", V, tokenizer) == V
+        check_vocabulary("teacher", V, tokenizer)
     else:
         with refusal(f"vocabulary of {V:,}, but the tokenizer has {V + 1:,} tokens"):
             check_vocabulary("teacher", V, tokenizer)
@@ -323,7 +323,7 @@ def test_a_model_with_any_key_has_transformers_logits(family, change, by, make):
     folder = make(family, keys)
     edit(f"{folder}/config.json", change)
     teacher = load(folder)
-    assert teacher.native == (by == "native")
+    assert isinstance(teacher.model, Qwen2) == (by == "native")
     check_close(teacher.hidden(IDS) @ teacher.head.T, transformers_logits(folder))
 
 
@@ -377,7 +377,7 @@ def test_a_scaled_teacher_has_scaled_logits_and_the_same_tokenizer(tmp_path):
     scale_teacher.main(DEMO, "1.5", tmp_path / "surer")
     out = f"{tmp_path}/surer"
     torch.testing.assert_close(transformers_logits(out), 1.5 * transformers_logits(DEMO))
-    assert load(out).native
+    assert isinstance(load(out).model, Qwen2)
     assert load_tokenizer(out).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 

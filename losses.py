@@ -134,9 +134,9 @@ def alra(
         raise UserError(f"d_min={d_min}, d_max={d_max}: expected 2 <= d_min <= d_max < V={V}")
 
     t, s, within = vocab.compare_blocks(z_t, z_s, tau)  # lib/vocab.py has the teacher first
-    tokens = vocab.top(z_s, d_max, s.block_max)  # [N, d_max] student proposal set, Eq. 4
+    tokens = vocab.top_in_blocks(s.z, s.block_max, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        top_1 = vocab.top(z_t, 1, t.block_max)  # a_u
+        top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u
         tokens = _anchored(tokens, top_1, y[:, None], anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     # fp64 costs nothing at this size: equal inputs then get equal budgets in fp32 and in fp64
@@ -388,7 +388,7 @@ def rld(
     in_s = z_s.masked_fill(outside, LEAST)
     in_t = z_t.masked_fill(outside, LEAST)
     mcd_u = vocab.full_kl(in_t, in_s, tau)
-    top_1 = vocab.top(z_t, 1, t.block_max)
+    top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)
     scd_u = binary_kl(_log_odds(t, top_1), _log_odds(s, y[:, None]))
     loss = alpha * tau_conf**2 * scd_u + beta * tau**2 * mcd_u
     return leave(loss, valid)
@@ -423,7 +423,7 @@ def ldrld(
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
     t, s, within = vocab.compare_blocks(z_t, z_s, tau)
-    tokens = vocab.top(z_s, d, s.block_max)
+    tokens = vocab.top_in_blocks(s.z, s.block_max, d)
     x_t, x_s, rest_u = vocab.split(t, s, within, tokens)
     x_s = x_s[:, :-1]  # [N, d] in the student's order
     x_t = x_t[:, :-1]
@@ -477,7 +477,7 @@ def tad(
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
     t, s, within = vocab.compare_blocks(z_t, z_s, tau)
-    tokens = vocab.top(z_t, top_k, t.block_max)
+    tokens = vocab.top_in_blocks(t.z, t.block_max, top_k)
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
     ln_w = tail

@@ -56,7 +56,7 @@ def check_values(z_t, y, V):
         return
     if not fits:
         raise UserError(f"{message}; got {y.min()} to {y.max()}")
-    if z_t is not None and (z_t <= LEAST).any():
+    if z_t is not None and (z_t.amin(-1) <= LEAST).any():
         raise UserError(
             f"z_t: expected logits above {LEAST}, got {z_t.amin():.1e}; "
             "instead of masking tokens, cut them off the logits of both models"

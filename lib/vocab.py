@@ -212,37 +212,48 @@ class TakeBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, block, copy):
         ctx.save_for_backward(copy)
-        return z.take_along_dim(block[:, :, None], 1)
+        return take(z, block)
 
     @staticmethod
     def backward(ctx, g):
         (copy,) = ctx.saved_tensors
         g = F.pad(g, (0, 0, 0, 1))  # copy k, which stands for none, has gradient 0
-        return g.take_along_dim(copy[:, :, None], 1), None, None
+        return take(g, copy), None, None
+
+
+def take(x, index) -> Tensor:
+    """Return x[n, index[n, i]] for all n and i, [N, m, size], [N, k] -> [N, k, size].
+
+    On the CPU this copies whole slices, and so takes a tenth of the time of `gather`.
+    """
+    first = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
+    return F.embedding(first + index, x.flatten(0, 1))
 
 
 # ----------------------------------------------------------------------------------------------
 # the largest logits
 
 
-@torch.no_grad()
-def top(z, k, block_max=None) -> Tensor:
-    """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k].
+def top(z, k) -> Tensor:
+    """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k]."""
+    z = in_blocks(z)
+    return top_in_blocks(z, z.amax(-1), k)
 
-    block_max  [N, blocks] that of `block_sums`, if at hand
+
+@torch.no_grad()
+def top_in_blocks(z, block_max, k) -> Tensor:
+    """Return the tokens of the k largest logits, largest first, [N, blocks, size] -> [N, k].
+
+    block_max  [N, blocks] largest logit of each block
 
     Only the k blocks with the largest maxima are searched (equal maxima by lowest index). Each of
     them holds a token that ranks before every token of the other blocks.
     """
-    V = z.shape[1]
-    size = block_size(V)
-    if 2 * k * size >= V:  # k blocks are half of the vocabulary or more
-        return places_of_largest(z, k)
-    blocks = in_blocks(z)
-    if block_max is None:
-        block_max = blocks.amax(-1)
+    n_blocks, size = z.shape[1:]
+    if 2 * k >= n_blocks:
+        return places_of_largest(z.flatten(1), k)
     block = rising(places_of_largest(block_max, k))
-    place = places_of_largest(blocks.take_along_dim(block[:, :, None], 1).flatten(1), k)
+    place = places_of_largest(take(z, block).flatten(1), k)
     return block.gather(1, place // size) * size + place % size
 
 

@@ -168,11 +168,11 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
                     head.add(batch, z_t, head.method)
                 del z_t  # before those of a chunk are computed
             if divided:
-                add_chunks(divided, teacher, y, batch, chunk)
+                add_chunks(divided, teacher, y, batch, chunk, compile)
     return [head.result(n_batches) for head in heads]  # with gradients enabled
 
 
-def add_chunks(heads, teacher, y, batch: slice, chunk):
+def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
     """Add a forward batch to the students' losses, `chunk` positions at a time.
 
     An objective that takes `batch` is called twice, first for what it needs of all positions.
@@ -183,13 +183,14 @@ def add_chunks(heads, teacher, y, batch: slice, chunk):
     places = torch.arange(len(valid), device=y.device).split(chunk)
     starts = range(batch.start, batch.stop, chunk)
     chunks = [slice(first, min(first + chunk, batch.stop)) for first in starts]
+    statistic_of = compiled(statistic, y.device.type) if compile else statistic
     values = {head: [] for head in heads if takes(head.method.fn, "batch")}
     if values:  # each of these has a teacher
         for here in chunks:
             z_t = teacher.logits(here)
             for head, of_chunks in values.items():
                 z_s = head.logits(here)
-                of_chunks.append(head.statistic(head.method, z_s, z_t, y[here]))
+                of_chunks.append(statistic_of(head.method, z_s, z_t, y[here]))
                 del z_s
             del z_t  # before those of the next chunk are computed
     statistics = {head: torch.cat(of_chunks) for head, of_chunks in values.items()}
@@ -220,12 +221,10 @@ class HeadLoss(Head):
         self.y = y
         self.method = method
         self.evaluate = evaluate
-        self.statistic = statistic
         if "generator" in method.hyper:
             self.evaluate = evaluate_random
         elif compile:
             self.evaluate = compiled(evaluate, y.device.type)
-            self.statistic = compiled(statistic, y.device.type)
 
     def add(self, here, z_t, method, n=None):
         """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
@@ -243,8 +242,8 @@ class HeadLoss(Head):
 
     def result(self, n_batches):
         """Return the loss with its gradients attached, and the means of its terms."""
-        total = self.sums.pop("batch_mean")  # added up over the forward batches, like dh and dw
-        loss = AttachGradients.apply(*self.inputs, total, self.dh, self.dw)
+        # all three were added up over the forward batches
+        loss = AttachGradients.apply(*self.inputs, self.sums.pop("batch_mean"), self.dh, self.dw)
         n_valid = self.sums.pop("n_valid").clamp(min=1)
         terms = {key: value / n_valid for key, value in self.sums.items()}
         return loss / n_batches, terms

@@ -18,9 +18,9 @@ INTERVALS = """\
 interval "over documents" takes the scored documents as the sample; it needs the sums by document \
 of all seeds. Differences are paired. p is of the paired t test, Holm-corrected over \
 the rows of a table for each figure by itself; intervals are not corrected. **Best**, *second* of \
-a column. †: a student was trained with uncommitted edits, which are in `code.diff` in the folder of \
-its run, not beside this report (older runs lack that file). Where there are two seeds, p and \
-interval have one degree of freedom and say little: train more.
+a column. †: a student was trained with uncommitted edits, which are in `code.diff` in the \
+folder of its run, not beside this report (older runs lack that file). Where there are two seeds, \
+p and interval have one degree of freedom and say little: train more.
 """
 COSTS = """\
 ## Settings, costs and code

@@ -41,9 +41,9 @@ _compare = {
     "summary": "ALRA's CE is above that of vanilla KD, and below those of KL alone and of "
     "pre-training. With as much cross-entropy as vanilla KD, ALRA cannot be told from it in CE and "
     "is nearer to the teacher. One explanation fits, and is not tested: neither ALRA's loss nor KL "
-    "alone uses the labels. Four of the nine trials (ALRA at 3e-3 and all of fixed_9) ran on another "
-    "processor, and KL alone has the rate of study/small.py. Students of 6.9M parameters say nothing "
-    "about those of 200M.",
+    "alone uses the labels. Four of the nine trials (ALRA at 3e-3 and all of fixed_9) ran on "
+    "another processor, and KL alone has the rate of study/small.py. Students of 6.9M parameters "
+    "say nothing about those of 200M.",
     "trial_steps": 250,
     "tune": ("lr=1e-3,1.73e-3,3e-3",),
     "tables": (("Methods", methods, "vanilla_kd"), ("Beside ALRA", methods[2:], "alra")),

@@ -320,7 +320,7 @@ def score_rows(
     if not len(index):
         raise UserError(f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
     tokenizer = checkpoints[0].tokenizer
-    levels = rows.levels | {"n_rows": len(index), "skip_rows": args.skip_rows}
+    references = rows.reference_ces | {"n_rows": len(index), "skip_rows": args.skip_rows}
     protocol = {
         "rows": f"{args.skip_rows:,} to {index[-1]:,} of {data_dir}",
         "teacher": teacher_name,
@@ -334,7 +334,7 @@ def score_rows(
     teacher = None
     if teacher_name:
         check_teacher(teacher_name, tokenizer, rows.manifest["row_len"] - 1)
-        levels["teacher"] = teacher_name
+        references["teacher"] = teacher_name
         scored["teacher_sha256"] = sha256 = content_hash(teacher_name)
         for c in checkpoints:
             if not args.teacher:
@@ -352,7 +352,7 @@ def score_rows(
     figures = over_rows(models, teacher, rows, index, n_bytes, args.batch_tokens)
     results = []
     for c, values in zip(checkpoints, figures, strict=True):
-        results.append(write("figures", values | levels, protocol, scored, c, device))
+        results.append(write("figures", values | references, protocol, scored, c, device))
     return results
 
 

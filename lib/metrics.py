@@ -23,7 +23,7 @@ from lib.head import CappedHead, mm, operand, soft_cap, weight_of
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of a model at a time; a CPU's cache holds 2**20
 MIN_POSITIONS = 128  # at a time, whatever the vocabulary: each product reads the whole head
-LEVELS = {
+REFERENCES = {
     "uniform_ce": "uniform over the vocabulary (ln V)",
     "unigram_ce": "unigram over all held-out rows",
     "teacher_ce": "teacher",
@@ -57,9 +57,9 @@ def figures(sums):
     return values
 
 
-def levels(facts: Mapping) -> str:
+def reference_text(facts: Mapping) -> str:
     """Return the CEs to compare a student's with, as text."""
-    known = [f"{words} {facts[key]:.4f}" for key, words in LEVELS.items() if key in facts]
+    known = [f"{words} {facts[key]:.4f}" for key, words in REFERENCES.items() if key in facts]
     return f"CE to compare with: {', '.join(known)}"
 
 

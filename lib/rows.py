@@ -124,9 +124,9 @@ class Rows:
                 f"seq_len={seq_len}: {data_dir} has rows for seq_len={stored_len}; set that"
             )
         # CEs to compare a model's with: a uniform guess, and token frequencies (held-out rows only)
-        self.levels = {"uniform_ce": math.log(n_vocab)}
+        self.reference_ces = {"uniform_ce": math.log(n_vocab)}
         if "unigram_ce" in self.manifest:
-            self.levels["unigram_ce"] = self.manifest["unigram_ce"]
+            self.reference_ces["unigram_ce"] = self.manifest["unigram_ce"]
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """Return the ids [B, row_len] of the rows of these indices."""

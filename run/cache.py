@@ -116,7 +116,7 @@ def rows_of_run(cfg, rows, val) -> RowIndices:
 def open_cached(
     name,
     dtype,
-    home: torch.device,
+    output_device: torch.device,
     wanted: RowIndices,
     load: Callable = lambda: None,
     size: int = 1,
@@ -155,7 +155,7 @@ def open_cached(
         say(f"teacher: its hidden states take {gib(n_bytes)} more disk space in {folder}")
         fill(teacher, states, dict(zip(states, missing, strict=True)), size)
     say(f"teacher: all hidden states are in {folder}")
-    return CachedTeacher(head.to(home), states)
+    return CachedTeacher(head.to(output_device), states)
 
 
 def fill(teacher: Teacher, states, missing: RowIndices, size: int):

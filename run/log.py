@@ -116,16 +116,16 @@ def log_validation(live, validated, val, run):
     val  the held-out rows (`Rows`)
     """
     first, *_ = validated.values()
-    levels = {f"val_{key}": ce for key, ce in val.levels.items()}
+    references = {f"val_{key}": ce for key, ce in val.reference_ces.items()}
     n_rows = n_validated(val, run.cfg)
     say_values(f"step {run.step}, {n_rows:,} held-out rows", validated)
     if run.step <= run.first_step + run.cfg.val_every_steps:
-        say_levels(first | levels)
+        say_reference_ces(first | references)
     for s in live:
         figures = validated[s.name]
-        record(s, {"step": run.step} | figures | levels)
+        record(s, {"step": run.step} | figures | references)
         ce = figures["val_ce"]
-        uniform = levels["val_uniform_ce"]
+        uniform = references["val_uniform_ce"]
         if not ce < uniform:
             say(
                 f"{s.name}, step {run.step}: held-out CE {ce:.2f} exceeds ln V = {uniform:.2f}, "
@@ -133,13 +133,13 @@ def log_validation(live, validated, val, run):
             )
 
 
-def say_levels(values: dict[str, float]):
+def say_reference_ces(values: dict[str, float]):
     """Print the reference CEs. Warns if the teacher is worse than a unigram model."""
-    levels = {key.removeprefix("val_"): value for key, value in values.items()}
-    say(f"held-out {metrics.levels(levels)}")
+    references = {key.removeprefix("val_"): value for key, value in values.items()}
+    say(f"held-out {metrics.reference_text(references)}")
     # rows files of older versions lack unigram_ce
-    teacher_ce = levels.get("teacher_ce", 0)
-    if teacher_ce > levels.get("unigram_ce", levels["uniform_ce"]):
+    teacher_ce = references.get("teacher_ce", 0)
+    if teacher_ce > references.get("unigram_ce", references["uniform_ce"]):
         say(
             f"warning: the teacher's held-out CE is {teacher_ce:.2f}, worse than a unigram model, "
             "so a low KL to it means little"

@@ -56,15 +56,15 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
     """
     if not uses_teacher(cfg):
         return None
-    home = torch.device(cfg.device)
-    device = home
+    output_device = torch.device(cfg.device)
+    device = output_device
     if cfg.teacher_device:
         device = pick_device(cfg.teacher_device, "teacher_device")
     dtype = compute_dtype(cfg)
     vocab_size = student_shape(cfg).vocab_size
 
     def load() -> Teacher:
-        teacher = load_teacher(cfg.teacher, dtype, device, home, vocab_size, cfg.shard)
+        teacher = load_teacher(cfg.teacher, dtype, device, output_device, vocab_size, cfg.shard)
         if cfg.compile:
             teacher.model.compile_layers()
         return teacher
@@ -75,7 +75,7 @@ def open_teacher(cfg, rows: Rows | None = None, val: Rows | None = None):
 
     wanted = rows_of_run(cfg, rows, val)
     size = cfg.micro_batch or min(cfg.batch_rows, 16)
-    cached = open_cached(cfg.teacher, dtype, home, wanted, load, size)
+    cached = open_cached(cfg.teacher, dtype, output_device, wanted, load, size)
     cached.head = cached.head[:vocab_size]
     return cached
 

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from lib.errors import UserError
-from lib.metrics import levels
+from lib.metrics import reference_text
 from lib.stats import FIGURES, Column, estimate, half_interval, holm, is_few, with_half
 from lib.tasks import COLUMNS, SUITES
 from run.identity import record_changes
@@ -306,4 +306,4 @@ def scored_on(facts) -> list[str]:
         on += f" of {n_documents} documents" if n_documents > 1 else " of one document"
         if is_few(n):
             on += ", too few for an interval"
-    return [f"{on}; {teacher}.", f"{levels(facts)}."]
+    return [f"{on}; {teacher}.", f"{reference_text(facts)}."]

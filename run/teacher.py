@@ -30,16 +30,16 @@ INHERITED = (
 
 
 class Teacher:
-    """A frozen model. What it returns is on the students' device, `home`."""
+    """A frozen model. What it returns is on the students' device, `output_device`."""
 
     is_stored = False  # True if all hidden states are read from a file (run/cache.py)
 
-    def __init__(self, model, home: torch.device, vocab_size: int | None = None):
+    def __init__(self, model, output_device: torch.device, vocab_size: int | None = None):
         self.model = model
         self.device = next(model.parameters()).device
-        self.home = home
+        self.output_device = output_device
         # [V, D]; the same memory if teacher and students share a device
-        self.head = model.head[:vocab_size].to(home)
+        self.head = model.head[:vocab_size].to(output_device)
 
     @torch.no_grad()
     def hidden(self, idx: Tensor, *rows: object) -> Tensor:
@@ -48,28 +48,28 @@ class Teacher:
         rows  not used here; `CachedTeacher.hidden` looks the hidden states up by them
         """
         # blocking copies: a CPU could read one before the GPU has finished it
-        return self.model.hidden(idx.to(self.device)).to(self.home)
+        return self.model.hidden(idx.to(self.device)).to(self.output_device)
 
 
 def load_teacher(
     name,
     dtype,
     device,
-    home: torch.device | None = None,
+    output_device: torch.device | None = None,
     vocab_size: int | None = None,
     shard: int = 1,
 ) -> Teacher:
     """Load a frozen teacher from a local folder or hub id `owner/name@revision`.
 
     dtype       of its weights and activations
-    device      where it computes; `home` is the students' device (None: the same)
+    device      where it computes; `output_device` is the students' device (None: the same)
     vocab_size  rows of the head to keep (None: all); the others are padding
     shard       processes over which its layers are sharded; embedding and head stay whole
 
     Raises `UserError` for a folder without safetensors, a model whose logits are not its last
     hidden states times its head, and one whose hidden states depend on later tokens.
     """
-    return Teacher(load_model(name, dtype, device, shard), home or device, vocab_size)
+    return Teacher(load_model(name, dtype, device, shard), output_device or device, vocab_size)
 
 
 def load_model(name, dtype=torch.float32, device="cpu", shard: int = 1):

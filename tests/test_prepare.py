@@ -421,7 +421,7 @@ def test_the_manifests_of_two_folders_become_one(small, tmp_path):
     val = rows.Rows(f"{tmp_path}/a,{tmp_path}/b", "val", 30, False, 420)
     keys = ("valid_targets", "unigram_ce", "unigram_half")
     n, ce, half = np.array([[part[key] for part in manifests] for key in keys])
-    assert val.levels["unigram_ce"] == pytest.approx(n @ ce / n.sum())
+    assert val.reference_ces["unigram_ce"] == pytest.approx(n @ ce / n.sum())
     expected = math.hypot(*n * half) / n.sum()
     assert val.manifest["unigram_half"] == pytest.approx(expected)
     assert val.n == val.manifest["rows"] == 12

@@ -470,10 +470,10 @@ def test_what_a_run_takes_and_what_its_ces_are_read_against_is_said(tiny, tmp_pa
         f"ln V) {ln_v:.4f}, unigram over all held-out rows 5.2500, teacher ",
     ):
         assert output.count(words) == 1, words
-    levels = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
-    assert levels.items() <= records(tmp_path / "run", "alra")[-1].items()
+    references = {"val_uniform_ce": ln_v, "val_unigram_ce": 5.25}
+    assert references.items() <= records(tmp_path / "run", "alra")[-1].items()
     for ce, n in ((5.2, 0), (5.3, 1)):
-        log.say_levels(levels | {"val_teacher_ce": ce})
+        log.say_reference_ces(references | {"val_teacher_ce": ce})
         assert printed().count("warning") == n
 
 

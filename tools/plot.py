@@ -61,12 +61,12 @@ PANELS = {  # key in log.jsonl -> title; the first has a row for itself; other t
     "d_u": "ALRA: mean local budget d_u, tokens",
     "support": "ALRA: mean effective support, tokens",
 }
-LEVELS = {  # key in log.jsonl -> label
+REFERENCES = {  # key in log.jsonl -> label
     "val_teacher_ce": "teacher",
     "val_unigram_ce": "unigram",
     "val_uniform_ce": "ln V",
 }
-UNDRAWN = {*LOGGED, *LEVELS, "val_teacher_entropy", "checkpoint_sec"} - {"gnorm", "lr"}
+UNDRAWN = {*LOGGED, *REFERENCES, "val_teacher_entropy", "checkpoint_sec"} - {"gnorm", "lr"}
 plt.switch_backend("Agg")  # files only, no window
 plt.rcParams |= {
     "figure.constrained_layout.use": True,
@@ -179,9 +179,9 @@ def draw_panel(axis, key, numbers):
         low = points["mean"].min()
         axis.set_ylim(0.99 * low, 1.01 * min(1.7 * low, points["mean"].max()))
     if key == "val_ce":
-        for level, label in LEVELS.items():
-            if level in numbers:
-                axis.plot([], label=f"{label}: {numbers[level].max():.2f}", color="none")
+        for name, label in REFERENCES.items():
+            if name in numbers:
+                axis.plot([], label=f"{label}: {numbers[name].max():.2f}", color="none")
     axis.set(title=PANELS.get(key, f"term: {key}"), xlabel="nominal tokens seen", ylabel=key)
 
 

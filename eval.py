@@ -122,7 +122,7 @@ def score(args):
             "--tasks none and no rows: nothing to score; name a folder with val.bin by --rows DIR"
         )
     results = []
-    refused = {}  # task -> why an item has no score
+    refused = []
     if data_dir:
         results += score_rows(checkpoints, data_dir, teacher, args, device)
     if names:
@@ -135,14 +135,14 @@ def score(args):
     except UserError as error:  # the results are written
         print(f"no table: {error}")
     if refused:
-        raise UserError("; ".join(refused.values()))
+        raise UserError("; ".join(dict.fromkeys(refused)))
 
 
 # ----------------------------------------------------------------------------------------------
 # the tasks
 
 
-def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: dict) -> list[dict]:
+def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: list) -> list[dict]:
     """Write and return a checkpoint's scores, a result for each task.
 
     With `--log_samples` every item is written with its scores.
@@ -163,7 +163,7 @@ def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: d
         try:
             scores, samples = benchmark(scorer, name, chosen, args)
         except UserError as error:
-            refused[name] = str(error)
+            refused.append(str(error))
             continue
         results.append(write(args.split, {name: scores}, protocol, scored, c, device))
         if args.log_samples:

@@ -81,13 +81,13 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 
 from lib import metrics
-from lib.checks import IGNORE
 from lib.device import machine_facts, pick_device
 from lib.files import append_line, for_json, reading, write_lines, writing
 from lib.hf import find_folder
 from lib.rows import Rows, read_manifest
 from lib.stats import half_interval
 from lib.tokens import space_spelling, spelled_spaces, token_bytes
+from lib.vocab import IGNORE
 from run.cache import open_cached, progress
 from run.identity import content_hash
 from run.results import left_out, students_of

@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lib import vocab
-from lib.checks import IGNORE, Batch, enter, leave, valid_mean, whole_batch
 from lib.errors import UserError, nearest
 from lib.settings import (
     Below1,
@@ -50,7 +49,17 @@ from lib.settings import (
     UnitInterval,
     checked,
 )
-from lib.vocab import LEAST, binary_kl, differences, kl, log_softmax
+from lib.vocab import (
+    IGNORE,
+    LEAST,
+    Batch,
+    binary_kl,
+    differences,
+    kl,
+    log_softmax,
+    valid_mean,
+    whole_batch,
+)
 
 # ----------------------------------------------------------------------------------------------
 # ALRA
@@ -205,6 +214,62 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------
+# how an objective begins and ends
+
+
+def enter(z_s, z_t, y):
+    """Check and widen the input.
+
+    -> z_s and z_t [N, V] in fp32, or in fp64 if z_s has it, 0 at ignored positions, z_t constant;
+       labels [N], 0 where ignored; valid [N] bool
+    """
+    shape = tuple(z_s.shape)
+    if z_s.ndim != 2 or y.shape != z_s.shape[:1]:
+        raise UserError(f"z_s, y: expected [N, V] and [N], got {shape} and {tuple(y.shape)}")
+    if y.dtype != torch.int64:
+        raise UserError(f"y: expected int64 labels, got {y.dtype}")
+    if not z_s.is_floating_point():
+        raise UserError(f"z_s: expected floating-point logits, got {z_s.dtype}")
+    ignored = y == IGNORE
+    y = y.masked_fill(ignored, 0)
+    dtype = torch.promote_types(z_s.dtype, torch.float32)
+    z_s = z_s.to(dtype).masked_fill(ignored[:, None], 0.0)
+    if z_t is not None:
+        if tuple(z_t.shape) != shape:
+            raise UserError(f"z_t: expected shape {shape} as z_s has")
+        if not z_t.is_floating_point():
+            raise UserError(f"z_t: expected floating-point logits, got {z_t.dtype}")
+        z_t = z_t.detach().to(dtype).masked_fill(ignored[:, None], 0.0)
+    if not torch.compiler.is_compiling():
+        check_values(z_t, y, shape[1])
+    return z_s, z_t, y, ~ignored
+
+
+def check_values(z_t, y, V):
+    """Check labels, and on the CPU the teacher's logits. A GPU checks labels without a wait.
+
+    Compiled code does not check.
+    """
+    fits = ((y >= 0) & (y < V)).all()
+    message = f"y: expected labels 0 to {V - 1}, or {IGNORE} where ignored"
+    if y.is_cuda:
+        torch._assert_async(fits, message)
+        return
+    if not fits:
+        raise UserError(f"{message}; got {y.min()} to {y.max()}")
+    if z_t is not None and (z_t.amin(-1) <= LEAST).any():
+        raise UserError(
+            f"z_t: expected logits above {LEAST}, got {z_t.amin():.1e}; "
+            "instead of masking tokens, cut them off the logits of both models"
+        )
+
+
+def leave(loss, valid) -> Tensor:
+    """Return the loss with 0 at ignored positions, [N] -> [N]."""
+    return loss.masked_fill(~valid, 0.0)
+
+
+# ----------------------------------------------------------------------------------------------
 # the paper's other methods, in the order of its table
 
 
@@ -214,7 +279,10 @@ def cross_entropy(z_s, z_t, y) -> Tensor:
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    return leave(-vocab.label_log_p(z_s, y), valid)
+    largest, ln_sum = vocab.log_sum(vocab.block_sums(z_s))
+    # `nll_loss` picks -z_s[y] as `gather` would, with a gradient that fuses into other passes
+    nll = F.nll_loss(z_s, y, reduction="none") + largest[:, 0] + ln_sum[:, 0]
+    return leave(nll, valid)
 
 
 def vanilla_kd(

@@ -77,6 +77,15 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
             yield x, y, n_valid, h_t
 
 
+def timed(batches: Iterable, run) -> Iterator:
+    """Yield the batches. The time that they take is added to the run's `wait_sec`."""
+    began = time.perf_counter()
+    for batch in batches:
+        run.wait_sec += time.perf_counter() - began
+        yield batch
+        began = time.perf_counter()
+
+
 # ----------------------------------------------------------------------------------------------
 # students
 
@@ -89,6 +98,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     lr by the schedule.
     """
     method = make_method(name, cfg)
+    dtype = compute_dtype(cfg)
     model = initial_model(cfg)
     init_sha256 = weights_hash(model)
     torch.manual_seed(cfg.seed)  # for the initial weights of modules that you add below
@@ -104,7 +114,6 @@ def make_student(name, cfg, tokenizer=None) -> Student:
             raise UserError(f"shard={cfg.shard}: not supported with extras")
         from lib.distributed import shard  # imported here, as few runs are sharded
 
-        dtype = compute_dtype(cfg)
         device = torch.device(cfg.device)
         shard(model, model.layers, cfg.shard, device, layers_only=False, dtype=dtype)
     model.to(cfg.device)
@@ -129,6 +138,7 @@ def make_student(name, cfg, tokenizer=None) -> Student:
         method=method,
         state={key: extras["state"].get_buffer(key) for key in method.state},
         tokenizer=tokenizer,
+        dtype=dtype,
     )
 
 
@@ -166,7 +176,6 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     From here to an objective: for each forward batch, `head_losses` (run/methods.py) calls
     `HeadLoss.add`, which calls `evaluate` for loss and gradient, `mean_loss` and the objective.
     """
-    dtype = compute_dtype(cfg)
     head_t = teacher.head if teacher else None
     n_micro = cfg.batch_rows // cfg.micro_batch  # of all processes together
     n_processes = parallel.world()
@@ -174,7 +183,7 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
     n_valid = 0
     for _ in range(n_micro // n_processes):
         x, y, n, h_t = next(stream)
-        h_s = [s.model.hidden(x, cfg.recompute, dtype) for s in students]
+        h_s = [s.model.hidden(x, cfg.recompute, s.dtype) for s in students]
         heads = [s.model.head for s in students]
         inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
@@ -187,17 +196,17 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         n_valid += n
     if n_processes > 1:
         for s in students:
-            parallel.sum_gradients(s.parameters())
+            parallel.sum_gradients(s.parameters)
 
     # one wait for the device, for all students
-    norms = torch.stack([clip_gradients(s.parameters(), cfg.clip) for s in students]).tolist()
+    norms = torch.stack([clip_gradients(s.parameters, cfg.clip) for s in students]).tolist()
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
-            for group in s.parameter_groups():  # `initial` has what a group was made with
-                group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
             for optimizer in s.optimizers:
+                for group in optimizer.param_groups:  # `initial` has what a group was made with
+                    group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             if s.state:
                 advance_state(s, n_valid)
@@ -221,7 +230,7 @@ def loop(run, rows, val, teacher, students):
     stream = micro_batches(rows, teacher, range(run.step, cfg.max_steps), cfg)
     if teacher and teacher.is_stored:  # no model runs, so a thread may read ahead
         stream = read_ahead(stream)
-    stream = run.timed(stream)
+    stream = timed(stream, run)
     bar = progress_bar(run)
     run.start_clock()
 

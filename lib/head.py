@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lib.checks import IGNORE
+from lib.vocab import IGNORE
 
 
 @dataclass(frozen=True)

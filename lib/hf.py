@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
-from lib.checks import all_finite
 from lib.errors import UserError, first_line
 from lib.files import atomic_folder, read_json, reading, write_json
 
@@ -275,3 +274,8 @@ def weight_files(folder) -> list[Path]:
         f"{folder}: no model.safetensors; convert a pickle (*.bin, *.pt), which can run code, to "
         "safetensors"
     )
+
+
+def all_finite(z) -> bool:
+    """Return whether every element is finite: one pass and no mask. Waits for the device."""
+    return not z.numel() or all(end.isfinite() for end in z.detach().aminmax())

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lib import vocab
-from lib.checks import IGNORE
 from lib.head import CappedHead, mm, operand, soft_cap, weight_of
+from lib.vocab import IGNORE
 
 BINS = 15  # of the calibration error
 N_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of a model at a time; a CPU's cache holds 2**20

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 
-from lib.checks import IGNORE
 from lib.errors import UserError
 from lib.files import read_json
 from lib.settings import NonNegativeInt, PositiveInt
+from lib.vocab import IGNORE
 
 PAD = 0xFFFFFFFF  # in the unused tail of a row; no token id
 BLOCK = 1 << 20  # bytes read at a time

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lib.torch_setup  # noqa: F401  (all that computes imports this file)
+
 LEAST = -1e30
+IGNORE = -100  # label of a position that does not count; torch's own `ignore_index`
 
 # ----------------------------------------------------------------------------------------------
 # sums over blocks of the vocabulary
@@ -94,15 +97,6 @@ def log_p(z, tokens, tau=1.0) -> Tensor:
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
     selected = taken.gather(1, chosen.at)
     return (selected - largest) / tau - ln_sum
-
-
-def label_log_p(z, y) -> Tensor:
-    """Return ln softmax(z) at the label y [N], [N, V] -> [N].
-
-    `nll_loss` picks a logit as `gather` does, with a gradient that fuses into other passes.
-    """
-    largest, ln_sum = log_sum(block_sums(z))
-    return -F.nll_loss(z, y, reduction="none") - largest[:, 0] - ln_sum[:, 0]
 
 
 def full_kl(z_t, z_s, tau) -> Tensor:
@@ -252,7 +246,9 @@ def top_in_blocks(z, block_max, k) -> Tensor:
     n_blocks, size = z.shape[1:]
     if 2 * k >= n_blocks:
         return places_of_largest(z.flatten(1), k)
-    block = rising(places_of_largest(block_max, k))
+    block = places_of_largest(block_max, k)
+    # in rising order, as equal logits rank by place; torch.compile takes minutes to build a `sort`
+    block = block.topk(k, largest=False).values
     place = places_of_largest(take(z, block).flatten(1), k)
     return block.gather(1, place // size) * size + place % size
 
@@ -272,16 +268,12 @@ def places_of_largest(x, k) -> Tensor:
     return (rising_bits * m - torch.arange(m, device=x.device)).topk(k).indices
 
 
-def rising(index) -> Tensor:
-    """Sort each row, [N, k] int64. torch.compile would take minutes to build a `sort`."""
-    return index.topk(index.shape[1], largest=False).values
-
-
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
-    tokens = rising(tokens)
-    return tokens.gather(1, places_of_largest(z.gather(1, tokens), tokens.shape[1]))
+    k = tokens.shape[1]
+    tokens = tokens.topk(k, largest=False).values  # in rising order first
+    return tokens.gather(1, places_of_largest(z.gather(1, tokens), k))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -332,3 +324,30 @@ def lower_median(x, keep) -> Tensor:
     rank = rising_rank(x.detach(), keep)
     middle = keep & (rank == (keep.sum() - 1) // 2)
     return torch.where(middle, x, 0.0).sum()
+
+
+def valid_mean(x, valid) -> Tensor:
+    """Return the mean over the valid positions, 0 where there is none, [N] -> []."""
+    return x.masked_fill(~valid, 0.0).sum() / valid.sum().clamp(min=1)
+
+
+class Batch(NamedTuple):
+    """What an objective that sees N positions knows of the whole forward batch of M positions."""
+
+    values: Tensor  # [M] the objective's statistic, from a pass without gradient
+    valid: Tensor  # [M] bool
+    here: Tensor | slice  # [N] int64 places of the chunk's positions, or all
+
+
+def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
+    """Return a statistic of the whole forward batch, of which the values [N] may be a chunk.
+
+    batch  the keyword of an objective that is called twice for each chunk: first with a list, to
+           which this appends the values (what the objective returns is then not used); then with a
+           `Batch` of all values
+    """
+    if isinstance(batch, Batch):
+        return batch
+    if batch is not None:
+        batch.append(values.detach())
+    return Batch(values, valid, slice(None))

@@ -33,11 +33,10 @@ from torch.utils._pytree import tree_map_only
 
 import configure
 from lib import files, parallel
-from lib.checks import all_finite
 from lib.device import gib, uncommitted_edits
 from lib.errors import UserError, first_line
 from lib.files import read_json, reading
-from lib.hf import find_folder, tensors_hash
+from lib.hf import all_finite, find_folder, tensors_hash
 from lib.settings import NonNegativeInt
 from model import Qwen2
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
@@ -393,7 +392,6 @@ def load_tensors(path, s):
     for key, p in s.model.state_dict().items():
         p.copy_(parallel.distribute_like(weights[key], p))
     s.extras.load_state_dict(saved["extras"])
-    s.parameter_groups()  # with `initial`
     for optimizer, values in zip(s.optimizers, saved["optimizers"], strict=True):
         load_optimizer(optimizer, values)
 
@@ -426,7 +424,7 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
     if not check_weights and not any(s.stopped for s in live):
         return live
     for s in live:
-        finite = [all_finite(parallel.local(p)) for p in s.parameters()]
+        finite = [all_finite(parallel.local(p)) for p in s.parameters]
         # summed, so that all processes stop the same students
         (diverged,) = parallel.all_reduce_sum([not all(finite)])
         if diverged:

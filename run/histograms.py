@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lib import parallel
-from lib.checks import IGNORE
 from lib.metrics import logits_of, pick
+from lib.vocab import IGNORE
 from losses import alra, resolve
 from run.students import hidden_and_head
 
@@ -37,7 +37,7 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     sums = defaultdict(int)
     counts = defaultdict(int)
     with parallel.gathered_roots(s.model for s in live):
-        students = objectives_with_budget(live, cfg)
+        students = objectives_with_budget(live)
         for x, y, h_t in _forward_batches(batches, cfg.group):
             labels = y.flatten()
             valid = labels != IGNORE
@@ -61,14 +61,14 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     return record, counts
 
 
-def objectives_with_budget(live, cfg) -> dict[str, tuple]:
+def objectives_with_budget(live) -> dict[str, tuple]:
     """Return name -> (hidden, head, objective) of the students whose objective has a budget."""
     students = {}
     for s in live:
         result_type = inspect.signature(s.method.fn).return_annotation
         if "d_u" in getattr(result_type, "_fields", ()):  # such as AlraTerms
             objective = functools.partial(s.method.fn, **s.method.hyper)
-            students[s.name] = (*hidden_and_head(s, cfg), objective)
+            students[s.name] = (*hidden_and_head(s), objective)
     return students
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lib import parallel
-from lib.checks import IGNORE, Batch
 from lib.errors import UserError, first_line
 from lib.head import AttachGradients, Head, add_mm, mm, soft_cap_backward
+from lib.vocab import IGNORE, Batch
 from losses import (
     METHODS,
     Method,

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from lib import metrics, parallel
 from losses import Method
 from model import Qwen2
 from run.identity import record_hash
-from run.methods import compute_dtype
 
 COUNTS = ("valid_tokens", "since_log_tokens")  # labels so far, and since the last record
 
@@ -37,6 +36,7 @@ class Student:
     init_sha256: str  # of the initial weights
     method: Method  # with the settings of the config
     tokenizer: PreTrainedTokenizerFast | None = None  # saved with the model
+    dtype: torch.dtype | None = None  # of activations and products (None: that of the weights)
     # of the objective: buffers of `extras`, so that checkpoints hold it
     state: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last record
@@ -46,20 +46,15 @@ class Student:
     services: dict[str, Callable] = field(default_factory=dict)  # TensorBoard, Weights & Biases
     next_state: dict[str, Tensor] = field(default_factory=Counter)  # fp64, over an update's labels
 
-    def parameter_groups(self) -> list[dict]:
-        """Return the optimizers' groups. `initial` has the entries that a group was made with."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group in groups:
-            group.setdefault("initial", {key: group[key] for key in group if key != "params"})
-        return groups
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return what is trained: the parameters of the model and of the extras."""
-        return [*self.model.parameters(), *self.extras.parameters()]
+    def __post_init__(self):
+        self.parameters = [*self.model.parameters(), *self.extras.parameters()]  # what is trained
+        # checkpoints tell a group's settings from its state by the entries that it was made with
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["initial"] = {key: group[key] for key in group if key != "params"}
 
     def state_dict(self) -> dict:
         """Return all that training has changed, for a checkpoint."""
-        self.parameter_groups()  # checkpoints tell settings from state by `initial`
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         extras = self.extras.state_dict()
         return {"model": self.model.state_dict(), "extras": extras, "optimizers": optimizers}
@@ -112,14 +107,6 @@ class Run:
         """Return whether the step is a multiple of `every`, or the last step of the run."""
         return self.step == self.cfg.max_steps or (every is not None and self.step % every == 0)
 
-    def timed(self, batches: Iterable) -> Iterator:
-        """Yield the batches. The time that they take is added to `wait_sec`."""
-        began = time.perf_counter()
-        for batch in batches:
-            self.wait_sec += time.perf_counter() - began
-            yield batch
-            began = time.perf_counter()
-
     def count_update(self, n_valid: int, has_signal: bool):
         """Count an update of `n_valid` labels, and learn whether to stop or to save after it.
 
@@ -140,12 +127,12 @@ def n_validated(val, cfg) -> int:
     return min(val.n, cfg.val_max_rows or val.n)
 
 
-def hidden_and_head(s, cfg) -> metrics.Model:
+def hidden_and_head(s) -> metrics.Model:
     """Return the pair (hidden, head) that lib/metrics.py expects.
 
     Call inside `gathered_roots`; otherwise a sharded head is incomplete.
     """
-    return functools.partial(s.model.hidden, dtype=compute_dtype(cfg)), s.model.head
+    return functools.partial(s.model.hidden, dtype=s.dtype), s.model.head
 
 
 def student_facts(s, run) -> dict:

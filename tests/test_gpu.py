@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from lib import metrics
-from lib.checks import IGNORE
+from lib.vocab import IGNORE
 from tests.test_head import FIRST_TIER, assert_near, case, fused, plain, run
 
 pytestmark = [

@@ -26,7 +26,7 @@ from tests.world import ROOT, config, final_bits, read_table, records, refusal
 COUNTED = r"""
 model.py => F.silu( => F.gelu( => model
 train.py => optim.AdamW( => optim.Adam( => make_student
-losses.py => leave(-vocab. => leave(-1.5 * vocab. => cross_entropy
+losses.py => leave(nll, => leave(1.5 * nll, => cross_entropy
 losses.py => method.w_kd * kd => 2 * method.w_kd * kd => mean_loss
 losses.py => tau: Positive = 0.5,\n    t2 => tau: Positive = 0.6,\n    t2 => vanilla_kd
 run/methods.py => (step / n_steps) => (step) => run.methods
@@ -192,7 +192,7 @@ def test_a_record_changes_with_a_teachers_config_and_a_row_of_methods(tiny, tmp_
 
 
 MINE = """
-from lib.checks import enter, leave
+from losses import enter, leave
 def helper(z):
     return z.square()
 def mine(z_s, z_t, y):

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import metrics, stats
-from lib.checks import IGNORE
 from lib.stats import half_interval
+from lib.vocab import IGNORE
 from model import Qwen2Config
 from tests import world
 from tests.world import make_model

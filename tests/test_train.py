@@ -1,6 +1,7 @@
 """The loop: data order, the meaning of a batch, resuming, refusing, and the whole path."""
 
 import collections
+import dataclasses
 import errno
 import math
 import os
@@ -347,9 +348,8 @@ def test_a_group_of_parameters_has_a_rate_of_its_own_also_after_a_resume(
         s = make(name, cfg, tokenizer)
         head, *others = s.model.parameters()
         groups = [{"params": [head], "lr": 0.25 * cfg.lr}, {"params": others}]
-        s.optimizers = [Counted(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)]
-        last[:] = s.optimizers
-        return s
+        last[:] = [Counted(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)]
+        return dataclasses.replace(s, optimizers=[*last])
 
     monkeypatch.setattr(train, "make_student", head_apart)
     for out, end in (("whole", 6), ("cut", 3), ("cut", 6)):
@@ -1058,6 +1058,7 @@ def test_the_host_waits_once_in_an_update(monkeypatch):
             method = make_method(name, cfg)
             extras = torch.nn.ModuleDict()
             s = train.Student(name, model, extras, [optimizer], None, "", method)
+            s.dtype = torch.bfloat16
             students.append(s)
         model = Qwen2(STUDENT).requires_grad_(False)
         for p in model.parameters():

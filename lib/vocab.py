@@ -56,7 +56,8 @@ def block_sums(z, tau=1.0) -> Blocks:
     z = in_blocks(z)
     block_max = z.detach().amax(-1)
     scaled = (z - block_max[..., None]) / tau
-    return Blocks(z, tau, block_max, scaled, scaled.exp().sum(-1).log())
+    # unlike exp().sum().log(), this keeps no exp [N, V] for the backward pass
+    return Blocks(z, tau, block_max, scaled, scaled.logsumexp(-1))
 
 
 def compare_blocks(z_t, z_s, tau) -> tuple[Blocks, Blocks, Tensor]:

@@ -142,7 +142,9 @@ def alra(
     if not 2 <= d_min <= d_max < V:
         raise UserError(f"d_min={d_min}, d_max={d_max}: expected 2 <= d_min <= d_max < V={V}")
 
-    t, s, within = vocab.compare_blocks(z_t, z_s, tau)  # lib/vocab.py has the teacher first
+    t = vocab.block_sums(z_t, tau)
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)
     tokens = vocab.top_in_blocks(s.z, s.block_max, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
         top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u
@@ -417,14 +419,16 @@ def _target_split(z_t, z_s, token, tau) -> tuple[Tensor, Tensor, Tensor]:
     token  [N] such as the label
     ->     [N] each
     """
-    blocks = vocab.compare_blocks(z_t, z_s, tau)
-    x_t, x_s, others_kl = vocab.split(*blocks, token[:, None])
+    t = vocab.block_sums(z_t, tau)
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)
+    x_t, x_s, others_kl = vocab.split(t, s, within, token[:, None])
     return x_t[:, 0] - x_t[:, 1], x_s[:, 0] - x_s[:, 1], others_kl
 
 
 def _log_odds(blocks, token) -> Tensor:
     """Return ln(p / (1 - p)) of one token per position, [N, 1] -> [N]."""
-    x, _ = vocab.categories(blocks, vocab.choose_blocks(token, blocks))
+    x, *_ = vocab.categories(blocks, vocab.choose_blocks(token, blocks))
     return x[:, 0] - x[:, 1]
 
 
@@ -492,7 +496,9 @@ def ldrld(
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     if not 2 <= d < z_s.shape[1]:
         raise UserError(f"d={d}: expected 2 <= d < V={z_s.shape[1]}")
-    t, s, within = vocab.compare_blocks(z_t, z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)
     tokens = vocab.top_in_blocks(s.z, s.block_max, d)
     x_t, x_s, rest_u = vocab.split(t, s, within, tokens)
     x_s = x_s[:, :-1]  # [N, d] in the student's order
@@ -546,7 +552,9 @@ def tad(
     V = z_s.shape[1]
     if not 1 <= top_k < V:
         raise UserError(f"top_k={top_k}: expected 1 <= top_k < V={V}")
-    t, s, within = vocab.compare_blocks(z_t, z_s, tau)
+    t = vocab.block_sums(z_t, tau)
+    s = vocab.block_sums(z_s, tau)
+    within = vocab.block_kl(t, s)
     tokens = vocab.top_in_blocks(t.z, t.block_max, top_k)
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t

@@ -192,7 +192,9 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
             # `head_losses` has computed the gradients of h_s and of the head already. This scales
             # them, as the loss is a mean, and continues backward from h_s through the layers.
             (loss / n_micro).backward()
-            add_terms(s, terms, n)
+            for key, value in terms.items():  # means over the n labels of these rows
+                sums = s.next_state if key.startswith("state.") else s.sums
+                sums[key] += value.double() * n
         n_valid += n
     if n_processes > 1:
         for s in students:
@@ -297,16 +299,6 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     norm = parallel.full_tensor(torch.linalg.vector_norm(torch.stack(norms))).float()
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def add_terms(s, terms, n):
-    """Add n times each term to its sum. A term is a mean over the n labels of a micro-batch.
-
-    The sums give the means in the log, and the next state of an objective that keeps one.
-    """
-    for key, value in terms.items():
-        sums = s.next_state if key.startswith("state.") else s.sums
-        sums[key] += value.double() * n
 
 
 def advance_state(s, n_valid: int):

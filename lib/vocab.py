@@ -43,7 +43,12 @@ def block_size(V) -> int:
 
 
 def in_blocks(z) -> Tensor:
-    """Return the logits in blocks, the last one filled up with LEAST: [N, blocks, size]."""
+    """Return logits [N, V] in blocks, the last one filled up with LEAST: [N, blocks, size].
+
+    Those that are in blocks stay as they are.
+    """
+    if z.ndim == 3:
+        return z
     size = block_size(z.shape[1])
     missing = -z.shape[1] % size
     if missing:
@@ -52,7 +57,7 @@ def in_blocks(z) -> Tensor:
 
 
 def block_sums(z, tau=1.0) -> Blocks:
-    """Divide the logits [N, V] into blocks, and sum exp(z / tau) over each block."""
+    """Sum exp(z / tau) over blocks of the vocabulary, [N, V] or [N, blocks, size]."""
     z = in_blocks(z)
     block_max = z.detach().amax(-1)
     scaled = (z - block_max[..., None]) / tau
@@ -60,13 +65,10 @@ def block_sums(z, tau=1.0) -> Blocks:
     return Blocks(z, tau, block_max, scaled, scaled.logsumexp(-1))
 
 
-def compare_blocks(z_t, z_s, tau) -> tuple[Blocks, Blocks, Tensor]:
-    """Sum the blocks of both models, and return KL(p_t || p_s) within each block, [N, blocks]."""
-    t = block_sums(z_t, tau)
-    s = block_sums(z_s, tau)
+def block_kl(t: Blocks, s: Blocks) -> Tensor:
+    """Return KL(p_t || p_s) of the softmaxes within each block, [N, blocks]."""
     p_t = (t.scaled - t.ln_sum[..., None]).exp()
-    within = (p_t * (t.scaled - s.scaled)).sum(-1) + (s.ln_sum - t.ln_sum)
-    return t, s, within
+    return (p_t * (t.scaled - s.scaled)).sum(-1) + (s.ln_sum - t.ln_sum)
 
 
 def block_logits(blocks, shift) -> Tensor:
@@ -102,20 +104,20 @@ def log_p(z, tokens, tau=1.0) -> Tensor:
 
 def full_kl(z_t, z_s, tau) -> Tensor:
     """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
-    t, s, within = compare_blocks(z_t, z_s, tau)
-    parts_t = block_logits(t, t.block_max.amax(-1, keepdim=True))
-    parts_s = block_logits(s, s.block_max.amax(-1, keepdim=True))
-    return mixture_kl(parts_t, parts_s, within)
+    t = block_sums(z_t, tau)
+    s = block_sums(z_s, tau)
+    x_t = block_logits(t, t.block_max.amax(-1, keepdim=True))
+    x_s = block_logits(s, s.block_max.amax(-1, keepdim=True))
+    return mixture_kl(x_t, x_s, block_kl(t, s))
 
 
 def mixture_kl(x_t, x_s, within) -> Tensor:
     """Return the KL of two mixtures by the chain rule: over their parts, and within them, [N].
 
     x_t, x_s  [N, parts] logits of the parts
-    within    [N, blocks] KL within the first parts; the others are single tokens
+    within    [N, parts] KL within each part
     """
-    p_t = x_t.softmax(-1)[:, : within.shape[1]]
-    return kl(x_t, x_s) + (p_t * within).sum(-1)
+    return kl(x_t, x_s) + (x_t.softmax(-1) * within).sum(-1)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -138,30 +140,35 @@ class Split(NamedTuple):
 def split(t: Blocks, s: Blocks, within, tokens) -> Split:
     """Split the vocabulary into selected tokens and all others.
 
-    t, s, within  teacher, student and their KL from `compare_blocks`
-    tokens        [N, k] int64, distinct: the selected ones
+    t, s    teacher and student
+    within  [N, blocks] their `block_kl`, which the caller computes before it selects tokens:
+            compiled code then finds it in one pass with the sums
+    tokens  [N, k] int64, distinct: the selected ones
     """
     chosen = choose_blocks(tokens, t)  # of both models, as it reads only shapes
-    x_t, parts_t = categories(t, chosen)
-    x_s, parts_s = categories(s, chosen)
+    x_t, parts_t, copies_t = categories(t, chosen)
+    x_s, parts_s, copies_s = categories(s, chosen)
+    within = torch.cat([within, block_kl(copies_t, copies_s)], 1)
     return Split(x_t, x_s, mixture_kl(parts_t, parts_s, within))
 
 
-def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor]:
-    """Return two tensors of logits: of selected tokens and all others [N, k + 1], and of parts.
+def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor, Blocks]:
+    """Return logits of k selected tokens and all others, [N, k + 1]; and what the others are.
 
-    All others are a mixture of these parts: the blocks without a selected token, and the unselected
-    tokens of the chosen blocks. So their probability is always a sum over them, never `1 - p`,
-    which loses all digits in fp32 where p is near 1.
+    All others are a mixture of these parts: the blocks without a selected token, and the copies of
+    the chosen blocks without the selected tokens. So their probability is always a sum over them,
+    never `1 - p`, which loses all digits in fp32 where p is near 1.
+
+    ->  the categories' logits; the parts' logits [N, blocks + k]; the copies
     """
-    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
-    single = taken.masked_fill(~chosen.is_other, LEAST)
-    # without the chosen blocks, whose unselected tokens are parts by themselves
+    taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy)
+    copies = block_sums(taken.masked_fill(~chosen.is_other, LEAST), blocks.tau)
+    # a chosen block is no part, as its copy is one
     whole = blocks._replace(block_max=blocks.block_max.masked_fill(chosen.has_token, LEAST))
-    shift = torch.cat([whole.block_max, single.detach()], 1).amax(-1, keepdim=True)
-    parts = torch.cat([block_logits(whole, shift), (single - shift) / blocks.tau], 1)
-    selected = (taken.gather(1, chosen.at) - shift) / blocks.tau
-    return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts
+    shift = torch.cat([whole.block_max, copies.block_max], 1).amax(-1, keepdim=True)
+    parts = torch.cat([block_logits(whole, shift), block_logits(copies, shift)], 1)
+    selected = (taken.flatten(1).gather(1, chosen.at) - shift) / blocks.tau
+    return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts, copies
 
 
 # ----------------------------------------------------------------------------------------------
@@ -180,7 +187,7 @@ class Chosen(NamedTuple):
     copy: Tensor  # [N, blocks] used copy of each block, 0 to k - 1; k if it holds no token
     has_token: Tensor  # [N, blocks] whether a block holds a selected token
     at: Tensor  # [N, k] places of the selected tokens among the k * size tokens of the copies
-    is_other: Tensor  # [N, k * size] whether such a token is in a used copy, and not selected
+    is_other: Tensor  # [N, k, size] whether such a token is in a used copy, and not selected
 
 
 def choose_blocks(tokens, blocks: Blocks) -> Chosen:
@@ -194,7 +201,7 @@ def choose_blocks(tokens, blocks: Blocks) -> Chosen:
     at = first * size + tokens % size
     is_first = first == torch.arange(k, device=tokens.device)
     is_other = is_first.repeat_interleave(size, 1).scatter(1, at, False)
-    return Chosen(block, copy, copy < k, at, is_other)
+    return Chosen(block, copy, copy < k, at, is_other.unflatten(1, (k, size)))
 
 
 class TakeBlocks(torch.autograd.Function):

@@ -169,7 +169,14 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
                 del z_t  # before those of a chunk are computed
             if divided:
                 add_chunks(divided, teacher, y, batch, chunk, compile)
-    return [head.result(n_batches) for head in heads]  # with gradients enabled
+    results = []
+    for head in heads:  # all that they have was added up over the forward batches
+        loss = head.sums.pop("batch_mean")
+        loss = AttachGradients.apply(*head.inputs, loss, head.dh, head.dw)
+        n_valid = head.sums.pop("n_valid").clamp(min=1)
+        terms = {key: value / n_valid for key, value in head.sums.items()}
+        results.append((loss / n_batches, terms))
+    return results
 
 
 def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
@@ -239,14 +246,6 @@ class HeadLoss(Head):
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])
         self.sums.update(sums)  # adds
-
-    def result(self, n_batches):
-        """Return the loss with its gradients attached, and the means of its terms."""
-        # all three were added up over the forward batches
-        loss = AttachGradients.apply(*self.inputs, self.sums.pop("batch_mean"), self.dh, self.dw)
-        n_valid = self.sums.pop("n_valid").clamp(min=1)
-        terms = {key: value / n_valid for key, value in self.sums.items()}
-        return loss / n_batches, terms
 
 
 # Settings of torch's Inductor that suit tensors of [N, V]. By default it reorders the block sums of

@@ -1096,16 +1096,17 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
                  objective that keeps one is under "state.KEY", times n_valid, so that the same
                  division gives its mean over the forward batches
 
-    A term of constant weight 0 costs no gradient.
+    A cross-entropy of constant weight 0 is logged, and costs no gradient.
     """
     valid = y != IGNORE
     n_valid = valid.sum()
-    ce = cross_entropy(_detached_if_0(z_s, method.w_ce), None, y)  # [N]
+    ce_counts = isinstance(method.w_ce, Tensor) or method.w_ce > 0  # a tensor is one that moves
+    ce = cross_entropy(z_s if ce_counts else z_s.detach(), None, y)  # [N]
     loss = method.w_ce * ce
     terms = {"ce": ce}
     state = {}
     if method.has_teacher:
-        parts = parts_of(method.fn(_detached_if_0(z_s, method.w_kd), z_t, y, **method.hyper))
+        parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
         state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
@@ -1119,11 +1120,6 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     if n is None:
         n = n_valid
     return loss.sum() / n.clamp(min=1), sums
-
-
-def _detached_if_0(z, weight: float | Tensor) -> Tensor:
-    """Return the logits, without gradient if the weight is 0; a tensor is a weight that changes."""
-    return z if isinstance(weight, Tensor) or weight else z.detach()
 
 
 def parts_of(result) -> dict[str, Tensor]:

@@ -66,8 +66,10 @@ class Head:
 
     def __init__(self, h, w, y):
         """Take hidden states [B, T, D], weight [V, D] or `CappedHead`, and labels [B * T]."""
-        self.cap = getattr(w, "cap", None)
-        w = weight_of(w)
+        self.cap = None
+        if isinstance(w, CappedHead):
+            self.cap = w.cap
+            w = w.weight
         self.inputs = (h, w)
         h = h.flatten(0, 1).masked_fill((y == IGNORE)[:, None], 0.0)
         self.h = operand(h, h.dtype)

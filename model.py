@@ -40,6 +40,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from lib import parallel
 from lib.device import gib
 from lib.errors import UserError, nearest
 from lib.files import read_json, reading
@@ -381,10 +382,7 @@ class Qwen2(nn.Module):
             model = cls(config)
         model.to(dtype)
         if shard > 1:
-            from lib import distributed  # imported here, as few runs are sharded
-
-            device = torch.device(device)
-            distributed.shard(model, model.layers, shard, device, layers_only=True)
+            parallel.shard(model, model.layers, shard, torch.device(device), layers_only=True)
         model.to_empty(device=device)
         read_weights(model, folder)
         return model.requires_grad_(False).eval()

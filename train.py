@@ -112,10 +112,8 @@ def make_student(name, cfg, tokenizer=None) -> Student:
     if cfg.shard > 1:
         if list(extras.parameters()):
             raise UserError(f"shard={cfg.shard}: not supported with extras")
-        from lib.distributed import shard  # imported here, as few runs are sharded
-
         device = torch.device(cfg.device)
-        shard(model, model.layers, cfg.shard, device, layers_only=False, dtype=dtype)
+        parallel.shard(model, model.layers, cfg.shard, device, layers_only=False, dtype=dtype)
     model.to(cfg.device)
     extras.to(cfg.device)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from lib import distributed
+from lib import parallel
 from lib.errors import UserError
 from lib.files import atomic_folder, reading
 from lib.head import CappedHead, soft_cap
@@ -224,7 +224,7 @@ def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> For
     with reading(folder, "choose another model"):
         model = Foreign(name, lm).requires_grad_(False).eval()
     if shard > 1:
-        distributed.shard(model, model.layers, shard, device, layers_only=True)
+        parallel.shard(model, model.layers, shard, device, layers_only=True)
     return model.to(device)
 
 

@@ -3,17 +3,21 @@ several students."""
 
 import functools
 import math
+import shutil
 
 import pytest
+import safetensors.torch
 import torch
 import torch._dynamo.testing
 from torch.testing import assert_close
 
 import losses
+import train
 from lib import head
 from losses import IGNORE, METHODS
 from run import methods
 from tests.test_losses import FIRST_TIER, assert_near
+from tests.world import config
 
 B = 4
 T = 7
@@ -263,3 +267,21 @@ def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
             assert_close(got_gradients, gradients, rtol=1e-4, atol=1e-6)
     methods.compiled.cache_clear()
     assert counter.frame_count == 1
+
+
+def test_students_of_a_run_see_chunks_of_rows_in_groups_and_stored_teachers(tiny, tmp_path):
+    """In chunks of positions, and at once. One of them is not divided, and has the same bits."""
+    methods = ("alra", "tad", "adakd")
+    flags = f"--methods={','.join(methods)} --group=2 --max_steps=2 --checkpoint_every_steps=2"
+    shutil.copytree(tiny, tmp_path / "world")
+    for out, more in (("whole", ""), ("chunks", " --chunk_positions=7 --teacher_cache=True")):
+        assert train.distil(config(tmp_path / "world", tmp_path / out, flags + more)) == 0
+    same_bits = set()
+    for method in methods:
+        folders = [tmp_path / out / method / "model" for out in ("whole", "chunks")]
+        whole, chunks = (safetensors.torch.load_file(f / "model.safetensors") for f in folders)
+        tolerance = 0 if method == "adakd" else 1e-6
+        assert_close(chunks, whole, rtol=tolerance, atol=tolerance)
+        if all(chunks[key].equal(whole[key]) for key in whole):
+            same_bits.add(method)
+    assert "adakd" in same_bits and "alra" not in same_bits

@@ -66,7 +66,7 @@ from lib.vocab import (
 
 
 class AlraTerms(NamedTuple):
-    """What `alra` returns. At ignored positions only `loss` has a meaning."""
+    """What `alra` returns. At ignored positions only `loss` is meaningful."""
 
     loss: Tensor  # [N] ALD + lambda_pair * pair (Eq. 22); 0 where ignored
     mass: Tensor  # [N] KL(b_t || b_s), Eq. 14
@@ -131,36 +131,37 @@ def alra(
                      variants also have pair="pra_u". To fix the budget alone, keep "adaptive" and
                      set d_min = d_max
     detach_weights   no gradient through SWPRA's weights. The paper leaves this open. A student that
-                     could move the weights would lower its loss by weighting badly matched pairs
+                     could change the weights would lower its loss by weighting badly matched pairs
                      less
     batch            set by the caller if this call sees a chunk of a forward batch (`whole_batch`)
     """
     z_s, z_t, y, valid = enter(z_s, z_t, y)
     V = z_s.shape[1]
     if budget == "fixed":
-        d_min = d_max
+        d_min = d_max  # Eq. 8 is then d_max everywhere
     if not 2 <= d_min <= d_max < V:
         raise UserError(f"d_min={d_min}, d_max={d_max}: expected 2 <= d_min <= d_max < V={V}")
 
-    t = vocab.block_sums(z_t, tau)
+    t = vocab.block_sums(z_t, tau)  # in blocks of the vocabulary, see lib/vocab.py
     s = vocab.block_sums(z_s, tau)
     within = vocab.block_kl(t, s)
     tokens = vocab.top_in_blocks(s.z, s.block_max, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u
+        top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u, Eq. 5
         tokens = _anchored(tokens, top_1, y[:, None], anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
-    # fp64 costs nothing at this size: equal inputs then get equal budgets in fp32 and in fp64
-    ln_rho = (z_t.gather(1, tokens).double() / tau).log_softmax(-1)
-    support = (-ln_rho.exp() * ln_rho).sum(-1).exp()  # E_u, Eq. 6
+    # in fp64, which is cheap at this size: equal logits in fp32 and fp64 then get equal budgets
+    log_rho = (z_t.gather(1, tokens).double() / tau).log_softmax(-1)
+    support = (-log_rho.exp() * log_rho).sum(-1).exp()  # E_u, Eq. 6
     whole = whole_batch(support, valid, batch)
-    relative = support / (valid_mean(whole.values, whole.valid) + eps)  # the mean is Eq. 7
+    mean_support = valid_mean(whole.values, whole.valid)  # Eq. 7
+    relative = support / (mean_support + eps)
     # Eq. 8: a position of average support or more has d_max
     d_u = (d_min + (d_max - d_min) * relative).round().clamp(d_min, d_max).long()
-    # Tempered logits of the candidates, and of all others as one category, [N, d_max + 1] of each
-    # model, and the KL within that category
+    # logits / tau of the candidates and of one category for all others, [N, d_max + 1] each, and
+    # the KL within that category
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)
-    x = torch.stack([x_t, x_s])
+    x = torch.stack([x_t, x_s])  # [2, N, d_max + 1]; kl(*x) is from teacher to student
     # the local set I (Eq. 9), to which the others never belong; R is the complement
     in_local = torch.arange(d_max + 1, device=d_u.device) < d_u[:, None]
     x_local = x.masked_fill(~in_local, LEAST)
@@ -199,7 +200,6 @@ def alra(
     return AlraTerms(loss, mass, local, rest, pair_loss, d_u, support, tokens)
 
 
-@torch.no_grad()
 def _anchored(tokens, top_1, y, anchor) -> Tensor:
     """Let each missing anchor replace the lowest-ranked proposal that is no anchor (Eq. 5).
 
@@ -212,6 +212,7 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
     tokens = torch.cat([*anchors, tokens], 1)
     is_repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
     priority = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
+    # of each row the first k tokens that repeat none
     return tokens.gather(1, priority.masked_fill(is_repeated, 0).topk(k).indices)
 
 
@@ -222,7 +223,7 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
 def enter(z_s, z_t, y):
     """Check and widen the input.
 
-    -> z_s and z_t [N, V] in fp32, or in fp64 if z_s has it, 0 at ignored positions, z_t constant;
+    -> z_s and z_t [N, V] in fp32, or in fp64 if z_s is fp64, 0 at ignored positions, z_t constant;
        labels [N], 0 where ignored; valid [N] bool
     """
     shape = tuple(z_s.shape)
@@ -238,7 +239,7 @@ def enter(z_s, z_t, y):
     z_s = z_s.to(dtype).masked_fill(ignored[:, None], 0.0)
     if z_t is not None:
         if tuple(z_t.shape) != shape:
-            raise UserError(f"z_t: expected shape {shape} as z_s has")
+            raise UserError(f"z_t: expected shape {shape}, as z_s has; got {tuple(z_t.shape)}")
         if not z_t.is_floating_point():
             raise UserError(f"z_t: expected floating-point logits, got {z_t.dtype}")
         z_t = z_t.detach().to(dtype).masked_fill(ignored[:, None], 0.0)
@@ -248,9 +249,9 @@ def enter(z_s, z_t, y):
 
 
 def check_values(z_t, y, V):
-    """Check labels, and on the CPU the teacher's logits. A GPU checks labels without a wait.
+    """Check labels, and on the CPU the teacher's logits. On a GPU this does not synchronize.
 
-    Compiled code does not check.
+    Compiled code does not call it.
     """
     fits = ((y >= 0) & (y < V)).all()
     message = f"y: expected labels 0 to {V - 1}, or {IGNORE} where ignored"
@@ -281,9 +282,9 @@ def cross_entropy(z_s, z_t, y) -> Tensor:
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    largest, ln_sum = vocab.log_sum(vocab.block_sums(z_s))
+    largest, log_sum = vocab.max_and_log_sum(vocab.block_sums(z_s))
     # `nll_loss` picks -z_s[y] as `gather` would, with a gradient that fuses into other passes
-    nll = F.nll_loss(z_s, y, reduction="none") + largest[:, 0] + ln_sum[:, 0]
+    nll = F.nll_loss(z_s, y, reduction="none") + largest[:, 0] + log_sum[:, 0]
     return leave(nll, valid)
 
 
@@ -366,10 +367,10 @@ def pd(
     x_t = x_t.masked_fill(~kept, -math.inf)
     f = x_t.softmax(-1)  # [N, top_k], 0 where not kept
     total = x_t.logsumexp(-1, keepdim=True)
-    ln_f = torch.where(kept, x_t - total, 0.0)
+    log_f = torch.where(kept, x_t - total, 0.0)
     tau_s = tau if temper_student else 1.0
     logp_s = vocab.log_p(z_s, tokens, tau_s)
-    loss = (f * (ln_f - logp_s)).sum(-1)
+    loss = (f * (log_f - logp_s)).sum(-1)
     return leave(loss, valid)
 
 
@@ -558,18 +559,18 @@ def tad(
     tokens = vocab.top_in_blocks(t.z, t.block_max, top_k)
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)  # [N, K + 1] twice, [N]
     tail = x_t.log_softmax(-1)[:, -1]  # ln alpha_t
-    ln_w = tail
+    log_w = tail
     if norm == "sequence":
         whole = whole_batch(tail, valid, batch)
         M = len(whole.values)
         if n_sequences < 1 or M % n_sequences:
             raise UserError(f"n_sequences={n_sequences}: expected a divisor of N={M}")
-        ln_each = whole.values.view(n_sequences, -1)  # [sequences, positions]
+        log_each = whole.values.view(n_sequences, -1)  # [sequences, positions]
         valid_each = whole.valid.view(n_sequences, -1)
-        n_each = valid_each.sum(-1, keepdim=True).to(ln_w.dtype)
-        ln_sum = ln_each.masked_fill(~valid_each, LEAST).logsumexp(-1, keepdim=True)
-        ln_w = (ln_each - ln_sum + n_each.log()).flatten()[whole.here]
-    w = 1.0 if norm == "unit" else ln_w.exp()
+        n_each = valid_each.sum(-1, keepdim=True).to(log_w.dtype)
+        log_sum = log_each.masked_fill(~valid_each, LEAST).logsumexp(-1, keepdim=True)
+        log_w = (log_each - log_sum + n_each.log()).flatten()[whole.here]
+    w = 1.0 if norm == "unit" else log_w.exp()
     loss = kl(x_t, x_s) + beta * w * others_kl
     return leave(loss, valid)
 
@@ -639,14 +640,14 @@ def jsd(
         return vanilla_kd(z_s, z_t, y, tau=tau)
     if beta == 1:
         return reverse_kl(z_s, z_t, y, tau=tau)
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
-    ln_odds = math.log(beta) - math.log1p(-beta)
-    x = ln_p - ln_q + ln_odds  # ln of beta p over (1 - beta) q
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    log_odds = math.log(beta) - math.log1p(-beta)
+    x = log_p - log_q + log_odds  # ln of beta p over (1 - beta) q
     # ln(p / m) = -ln beta - softplus(-x), and ln(q / m) = -ln(1 - beta) - softplus(x). As p sums to
     # 1, the constants may be added as a multiple of p: then each summand is 0 where p = q.
     constant = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
-    teacher_part = ln_p.exp() * (constant - beta * F.softplus(-x))
-    student_part = ln_q.exp() * (1 - beta) * F.softplus(x)
+    teacher_part = log_p.exp() * (constant - beta * F.softplus(-x))
+    student_part = log_q.exp() * (1 - beta) * F.softplus(x)
     return leave((teacher_part - student_part).sum(-1), valid)
 
 
@@ -657,8 +658,8 @@ def tvd(z_s, z_t, y) -> Tensor:
     form keeps the precision of the gradient.
     """
 
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
-    return leave((ln_p.exp() - ln_q.exp()).relu().sum(-1), valid)
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
+    return leave((log_p.exp() - log_q.exp()).relu().sum(-1), valid)
 
 
 def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
@@ -673,10 +674,10 @@ def bdl(z_s, z_t, y, *, lam: UnitInterval = 0.9) -> Tensor:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
     if lam == 1:
         return reverse_kl(z_s, z_t, y, tau=1.0)
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
-    p = ln_p.exp()
-    q = ln_q.exp()
-    gap = ln_p - ln_q
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
+    p = log_p.exp()
+    q = log_q.exp()
+    gap = log_p - log_q
     bias = math.log(lam) - math.log1p(-lam)
     # The loss is sum a ln(a / b) with a = (1 - lam) p + lam q and b = lam p + (1 - lam) q. Let
     # x = bias - ln(a / b): then the loss is bias - sum a x. It holds that ln(a / b) is -bias - rise
@@ -698,9 +699,9 @@ def skew_fkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return vanilla_kd(z_s, z_t, y, tau=1.0)
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
-    x = ln_q - ln_p + math.log1p(-lam) - math.log(lam)
-    loss = -(ln_p.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam p)
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
+    x = log_q - log_p + math.log1p(-lam) - math.log(lam)
+    loss = -(log_p.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam p)
     return leave(loss, valid)
 
 
@@ -712,9 +713,9 @@ def skew_rkl(z_s, z_t, y, *, lam: Below1 = 0.1) -> Tensor:
     """
     if lam == 0:
         return reverse_kl(z_s, z_t, y)
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
-    x = ln_p - ln_q + math.log1p(-lam) - math.log(lam)
-    loss = -(ln_q.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam q)
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
+    x = log_p - log_q + math.log1p(-lam) - math.log(lam)
+    loss = -(log_q.exp() * F.softplus(x)).sum(-1) - math.log(lam)  # softplus: ln(mixture / lam q)
     return leave(loss, valid)
 
 
@@ -739,11 +740,11 @@ def abkd(
     difference quotient of (e^(k d) - 1) / k by k. The slope is q^beta (q^alpha - p^alpha) / alpha.
     """
     s = alpha + beta
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
-    d = ln_q - ln_p
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
+    d = log_q - log_p
     # Only one of the two is not 0: the clamp makes the other's d 0, and the chord of 0 is 0.
-    where_p_is_larger = (s * ln_p).exp() * _chord(s, beta, d.clamp(max=0))
-    where_q_is_larger = (s * ln_q).exp() * _chord(s, alpha, (-d).clamp(max=0))
+    where_p_is_larger = (s * log_p).exp() * _chord(s, beta, d.clamp(max=0))
+    where_q_is_larger = (s * log_q).exp() * _chord(s, alpha, (-d).clamp(max=0))
     return leave((where_p_is_larger + where_q_is_larger).sum(-1), valid)
 
 
@@ -768,10 +769,10 @@ def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
     tau^2.
     """
 
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y, tau)
-    d = ln_q - ln_p
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y, tau)
+    d = log_q - log_p
     w = (-d).sigmoid().detach()
-    summand = ((1 - w) * ln_q.exp() - w * ln_p.exp()) * d
+    summand = ((1 - w) * log_q.exp() - w * log_p.exp()) * d
     return leave(summand.sum(-1), valid)
 
 
@@ -785,37 +786,37 @@ def akl(z_s, z_t, y, *, mu: Below1 = 0.5) -> Tensor:
     The token that crosses mu is not in the head, and tokens of equal probability enter together. If
     p = q, h is 1/2. The released code does not run: a parameter and the return are missing.
     """
-    ln_q, ln_p, valid = _log_probabilities(z_s, z_t, y)
-    q = ln_q.exp()
-    p = ln_p.exp()
-    h = _head_share(q.detach(), ln_p, mu)
-    summand = ((1 - h) * q - h * p) * (ln_q - ln_p)
+    log_q, log_p, valid = _log_probabilities(z_s, z_t, y)
+    q = log_q.exp()
+    p = log_p.exp()
+    h = _head_share(q.detach(), log_p, mu)
+    summand = ((1 - h) * q - h * p) * (log_q - log_p)
     return leave(summand.sum(-1), valid)
 
 
 @torch.no_grad()
-def _head_share(q, ln_p, mu) -> Tensor:
+def _head_share(q, log_p, mu) -> Tensor:
     """Return AKL's h, [N, 1].
 
     The head's border is found by bisection, which is faster than sorting the vocabulary.
     """
-    p = ln_p.exp()
-    # Invariant: mass(ln_p >= low) > mu >= mass(ln_p >= high). It holds for the first `low`, since
+    p = log_p.exp()
+    # Invariant: mass(log_p >= low) > mu >= mass(log_p >= high). It holds for the first `low`, since
     # the tokens below ln((1 - mu) / V) have less than 1 - mu in all. It fails for `high` = 0 if one
     # token has probability 1, but then that token is the top-1, which is in the head.
-    ln_least = math.log1p(-mu) - math.log(p.shape[1])
-    low = torch.full_like(ln_p[:, :1], ln_least)
+    log_least = math.log1p(-mu) - math.log(p.shape[1])
+    low = torch.full_like(log_p[:, :1], log_least)
     high = torch.zeros_like(low)
     # [low, high] is about 2**4 wide, and this many halvings make it as narrow as the last bit of p
     n_halvings = 4 - round(math.log2(torch.finfo(p.dtype).eps))
     for _ in range(n_halvings):
         middle = (low + high) / 2
-        mass = torch.where(ln_p >= middle, p, 0.0).sum(-1, keepdim=True)
+        mass = torch.where(log_p >= middle, p, 0.0).sum(-1, keepdim=True)
         over = mass > mu
         low = torch.where(over, middle, low)
         high = torch.where(over, high, middle)
-    is_top = ln_p == ln_p.amax(-1, keepdim=True)
-    in_head = (ln_p >= high) | is_top
+    is_top = log_p == log_p.amax(-1, keepdim=True)
+    in_head = (log_p >= high) | is_top
     error = (p - q).abs()
     head = torch.where(in_head, error, 0.0).sum(-1, keepdim=True)
     total = error.sum(-1, keepdim=True)
@@ -1090,8 +1091,8 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
 
     z_s, z_t, y  as for an objective
     n            valid positions of the forward batch, if these are a chunk of it
-    ->           the part of these positions in the mean over the forward batch, []; and a dict of
-                 sums over the valid ones: `loss`, `kd` (with a teacher), `ce`, the objective's
+    ->           loss []: the sum over these positions, divided by n; and a dict of sums over the
+                 valid ones: `loss`, `kd` (with a teacher), `ce`, the objective's
                  parts; and `n_valid`, by which the caller divides them. The next state of an
                  objective that keeps one is under "state.KEY", times n_valid, so that the same
                  division gives its mean over the forward batches
@@ -1100,19 +1101,19 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     """
     valid = y != IGNORE
     n_valid = valid.sum()
-    ce_counts = isinstance(method.w_ce, Tensor) or method.w_ce > 0  # a tensor is one that moves
-    ce = cross_entropy(z_s if ce_counts else z_s.detach(), None, y)  # [N]
+    ce_has_gradient = isinstance(method.w_ce, Tensor) or method.w_ce > 0  # a tensor moves
+    ce = cross_entropy(z_s if ce_has_gradient else z_s.detach(), None, y)  # [N]
     loss = method.w_ce * ce
-    terms = {"ce": ce}
+    terms = {"loss": loss, "ce": ce}
     state = {}
     if method.has_teacher:
         parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
         state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
-        terms = {"kd": kd, "ce": ce, **parts}
+        terms = {"loss": loss, "kd": kd, "ce": ce, **parts}
     sums = {"n_valid": n_valid}
-    for key, value in {"loss": loss, **terms}.items():
+    for key, value in terms.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
     for key, value in state.items():

@@ -205,7 +205,8 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         s.gnorm = norm
         if math.isfinite(norm):
             for optimizer in s.optimizers:
-                for group in optimizer.param_groups:  # `initial` has what a group was made with
+                for group in optimizer.param_groups:
+                    # `initial` has the options that the group was made with
                     group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             if s.state:

@@ -19,7 +19,7 @@ from lib.vocab import IGNORE
 class CappedHead:
     """A head whose logits are cap * tanh(z / cap), as in Gemma 2; z is hidden states times weight.
 
-    What a run does with a bare weight [V, D], it can do with this.
+    It supports what a run does with a bare weight [V, D].
     """
 
     weight: Tensor  # [V, D]
@@ -53,14 +53,14 @@ def soft_cap(z: Tensor, cap: float) -> Tensor:
 
 
 def soft_cap_backward(dz: Tensor, z: Tensor, cap: float) -> Tensor:
-    """Return the gradient of x from that of z = soft_cap(x)."""
+    """Return the gradient with respect to x, given dz, that of z = soft_cap(x, cap)."""
     return dz * (1 - (z / cap).square()).to(dz.dtype)
 
 
 class Head:
-    """A model's last hidden states and head weight, as operands of products. Needs `no_grad`.
+    """A model's last hidden states and head weight, cast for `mm`. To be used under `no_grad`.
 
-    h, w    [B * T, D], [V, D]; h is 0 at ignored positions
+    h, w    [B * T, D], [V, D]; h is 0 at ignored positions, so that no NaN there reaches dw
     inputs  hidden states and weight as given, with their graph
     """
 
@@ -82,9 +82,9 @@ class Head:
 
 
 class AttachGradients(torch.autograd.Function):
-    """Return the loss [] with gradients dh [B * T, D] of h [B, T, D], and dw of w [V, D].
+    """Return the loss []. Its backward gives h [B, T, D] and w [V, D] the gradients dh and dw.
 
-    Backward may run once: the gradients are freed after it.
+    They are scaled in place by the incoming gradient, so backward may run once.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor):
 def _adds_in_place(device, dtype) -> bool:
     """Whether the device can add a product of bf16 or fp16 matrices onto an fp32 matrix in place.
 
-    Tried once per device and dtype, on a product whose sum is known.
+    Tested once per device and dtype, on a product whose sum is known.
     """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     onto = torch.full((16, 16), 1 + 2**-19, device=device)

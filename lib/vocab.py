@@ -1,15 +1,15 @@
 """Sums over the vocabulary, and the small distributions that are built from them.
 
-All but the last sections work on the vocabulary: tensors of [N, V]. The functions are ordinary
-torch, and autograd finds their gradients, but for `TakeBlocks`. Sums are taken in two levels, over
-blocks of the vocabulary and then over the blocks: a block fits into a GPU's registers, so that
+The last two sections work on k entries or on one number per position, all others on [N, V]. All
+functions but `TakeBlocks` are ordinary torch with ordinary autograd. Sums are taken in two levels,
+over blocks of the vocabulary and then over the blocks: a block fits into a GPU's registers, so that
 torch.compile reads the logits once forward and once backward. Two levels also keep rounding errors
-small. The last sections work on k entries or on one number per position.
+small. Logits must be finite.
 
 The teacher comes before the student, as in KL(p_t || p_s). Equal logits rank by lowest index.
-`LEAST` stands for minus infinity: it gives a probability of 0, but differences of it are numbers.
+`LEAST` stands for minus infinity: it gives a probability of 0, but LEAST - LEAST is 0 and not NaN.
 
-Dimension key: N positions, V vocabulary, `blocks` of `size` tokens each, k selected tokens.
+Dimension key: N positions, V vocabulary, n_blocks blocks of `size` tokens, k selected tokens.
 """
 
 import math
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import lib.torch_setup  # noqa: F401  (all that computes imports this file)
+import lib.torch_setup  # noqa: F401  (every module that computes imports this one)
 
 LEAST = -1e30
 IGNORE = -100  # label of a position that does not count; torch's own `ignore_index`
@@ -31,11 +31,11 @@ IGNORE = -100  # label of a position that does not count; torch's own `ignore_in
 class Blocks(NamedTuple):
     """A model's logits in blocks of the vocabulary, with the log sum exp of each block."""
 
-    z: Tensor  # [N, blocks, size]
+    z: Tensor  # [N, n_blocks, size]
     tau: float
-    block_max: Tensor  # [N, blocks] largest logit of each block, without gradient
-    scaled: Tensor  # [N, blocks, size] (z - block_max) / tau
-    ln_sum: Tensor  # [N, blocks] log sum exp(scaled)
+    block_max: Tensor  # [N, n_blocks] largest logit of each block, without gradient
+    scaled: Tensor  # [N, n_blocks, size] (z - block_max) / tau
+    log_sum: Tensor  # [N, n_blocks] log sum exp(scaled)
 
 
 def block_size(V) -> int:
@@ -43,9 +43,9 @@ def block_size(V) -> int:
 
 
 def in_blocks(z) -> Tensor:
-    """Return logits [N, V] in blocks, the last one filled up with LEAST: [N, blocks, size].
+    """Split logits [N, V] into blocks [N, n_blocks, size], the last one filled up with LEAST.
 
-    Those that are in blocks stay as they are.
+    Logits that are in blocks already are returned unchanged.
     """
     if z.ndim == 3:
         return z
@@ -57,7 +57,7 @@ def in_blocks(z) -> Tensor:
 
 
 def block_sums(z, tau=1.0) -> Blocks:
-    """Sum exp(z / tau) over blocks of the vocabulary, [N, V] or [N, blocks, size]."""
+    """Sum exp(z / tau) over blocks of the vocabulary, [N, V] or [N, n_blocks, size]."""
     z = in_blocks(z)
     block_max = z.detach().amax(-1)
     scaled = (z - block_max[..., None]) / tau
@@ -66,17 +66,17 @@ def block_sums(z, tau=1.0) -> Blocks:
 
 
 def block_kl(t: Blocks, s: Blocks) -> Tensor:
-    """Return KL(p_t || p_s) of the softmaxes within each block, [N, blocks]."""
-    p_t = (t.scaled - t.ln_sum[..., None]).exp()
-    return (p_t * (t.scaled - s.scaled)).sum(-1) + (s.ln_sum - t.ln_sum)
+    """Return KL(p_t || p_s) of the softmaxes within each block, [N, n_blocks]."""
+    p_t = (t.scaled - t.log_sum[..., None]).exp()
+    return (p_t * (t.scaled - s.scaled)).sum(-1) + (s.log_sum - t.log_sum)
 
 
 def block_logits(blocks, shift) -> Tensor:
-    """Return the log sum exp of each block's (z - shift) / tau, [N, blocks]."""
-    return (blocks.block_max - shift) / blocks.tau + blocks.ln_sum
+    """Return the log sum exp of each block's (z - shift) / tau, [N, n_blocks]."""
+    return (blocks.block_max - shift) / blocks.tau + blocks.log_sum
 
 
-def log_sum(blocks) -> tuple[Tensor, Tensor]:
+def max_and_log_sum(blocks) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each row, and log sum exp((z - largest) / tau), [N, 1] each."""
     largest = blocks.block_max.amax(-1, keepdim=True)
     return largest, block_logits(blocks, largest).logsumexp(-1, keepdim=True)
@@ -87,19 +87,19 @@ def log_softmax(z, tau=1.0) -> Tensor:
 
     torch's own has an error of 1e-6 on the CPU, where it adds up 151,936 terms in one level.
     """
-    largest, ln_sum = log_sum(block_sums(z, tau))
-    return (z - largest) / tau - ln_sum
+    largest, log_sum = max_and_log_sum(block_sums(z, tau))
+    return (z - largest) / tau - log_sum
 
 
 def log_p(z, tokens, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau) at `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
-    largest, ln_sum = log_sum(blocks)
+    largest, log_sum = max_and_log_sum(blocks)
     chosen = choose_blocks(tokens, blocks)
     # not `z.gather`, whose gradient would be a pass over [N, V] of its own
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
-    selected = taken.gather(1, chosen.at)
-    return (selected - largest) / tau - ln_sum
+    selected = taken.gather(1, chosen.place)
+    return (selected - largest) / tau - log_sum
 
 
 def full_kl(z_t, z_s, tau) -> Tensor:
@@ -141,7 +141,7 @@ def split(t: Blocks, s: Blocks, within, tokens) -> Split:
     """Split the vocabulary into selected tokens and all others.
 
     t, s    teacher and student
-    within  [N, blocks] their `block_kl`, which the caller computes before it selects tokens:
+    within  [N, n_blocks] their `block_kl`, which the caller computes before it selects tokens:
             compiled code then finds it in one pass with the sums
     tokens  [N, k] int64, distinct: the selected ones
     """
@@ -159,15 +159,16 @@ def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor, Blocks]:
     the chosen blocks without the selected tokens. So their probability is always a sum over them,
     never `1 - p`, which loses all digits in fp32 where p is near 1.
 
-    ->  the categories' logits; the parts' logits [N, blocks + k]; the copies
+    ->  the categories' logits; the parts' logits [N, n_blocks + k]; the copies
     """
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy)
     copies = block_sums(taken.masked_fill(~chosen.is_other, LEAST), blocks.tau)
     # a chosen block is no part, as its copy is one
-    whole = blocks._replace(block_max=blocks.block_max.masked_fill(chosen.has_token, LEAST))
-    shift = torch.cat([whole.block_max, copies.block_max], 1).amax(-1, keepdim=True)
-    parts = torch.cat([block_logits(whole, shift), block_logits(copies, shift)], 1)
-    selected = (taken.flatten(1).gather(1, chosen.at) - shift) / blocks.tau
+    block_max = blocks.block_max.masked_fill(chosen.has_token, LEAST)
+    shift = torch.cat([block_max, copies.block_max], 1).amax(-1, keepdim=True)
+    unchosen = block_logits(blocks._replace(block_max=block_max), shift)
+    parts = torch.cat([unchosen, block_logits(copies, shift)], 1)
+    selected = (taken.flatten(1).gather(1, chosen.place) - shift) / blocks.tau
     return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts, copies
 
 
@@ -179,15 +180,16 @@ class Chosen(NamedTuple):
     """The blocks that hold the k selected tokens.
 
     A copy of a block is gathered for each token, since shapes must not depend on the tokens. Where
-    several tokens share a block, only the first token's copy is used. With blocks of 4 tokens and
-    tokens [5, 9, 6], `block` is [1, 2, 1], the third copy is unused, and `at` is [1, 5, 2].
+    several tokens share a block, only the first token's copy is used. With 4 blocks of 4 tokens and
+    the tokens [5, 9, 6], `block` is [1, 2, 1], the third copy is unused, `copy` is [3, 0, 1, 3],
+    and `place` is [1, 5, 2].
     """
 
     block: Tensor  # [N, k] block of each token
-    copy: Tensor  # [N, blocks] used copy of each block, 0 to k - 1; k if it holds no token
-    has_token: Tensor  # [N, blocks] whether a block holds a selected token
-    at: Tensor  # [N, k] places of the selected tokens among the k * size tokens of the copies
-    is_other: Tensor  # [N, k, size] whether such a token is in a used copy, and not selected
+    copy: Tensor  # [N, n_blocks] used copy of each block, 0 to k - 1; k if it holds no token
+    has_token: Tensor  # [N, n_blocks] whether a block holds a selected token
+    place: Tensor  # [N, k] of the selected tokens among the k * size tokens of the copies
+    is_other: Tensor  # [N, k, size] the unselected tokens of used copies; none of an unused copy
 
 
 def choose_blocks(tokens, blocks: Blocks) -> Chosen:
@@ -198,14 +200,14 @@ def choose_blocks(tokens, blocks: Blocks) -> Chosen:
     # for each token the first one in the same block, whose copy is used
     first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)
     copy = torch.full_like(blocks.block_max, k, dtype=torch.int64).scatter(1, block, first)
-    at = first * size + tokens % size
+    place = first * size + tokens % size
     is_first = first == torch.arange(k, device=tokens.device)
-    is_other = is_first.repeat_interleave(size, 1).scatter(1, at, False)
-    return Chosen(block, copy, copy < k, at, is_other.unflatten(1, (k, size)))
+    is_other = is_first.repeat_interleave(size, 1).scatter(1, place, False)
+    return Chosen(block, copy, copy < k, place, is_other.unflatten(1, (k, size)))
 
 
 class TakeBlocks(torch.autograd.Function):
-    """Gather copies of chosen blocks, [N, blocks, size] -> [N, k, size].
+    """Gather copies of chosen blocks, [N, n_blocks, size] -> [N, k, size].
 
     Its gradient reads where that of `gather` scatters, so that it fuses into a pass over [N, V]. A
     block gets the gradient of its used copy; the others must have none.
@@ -244,9 +246,9 @@ def top(z, k) -> Tensor:
 
 @torch.no_grad()
 def top_in_blocks(z, block_max, k) -> Tensor:
-    """Return the tokens of the k largest logits, largest first, [N, blocks, size] -> [N, k].
+    """Return the tokens of the k largest logits, largest first, [N, n_blocks, size] -> [N, k].
 
-    block_max  [N, blocks] largest logit of each block
+    block_max  [N, n_blocks] largest logit of each block
 
     Only the k blocks with the largest maxima are searched (equal maxima by lowest index). Each of
     them holds a token that ranks before every token of the other blocks.
@@ -289,10 +291,13 @@ def by_logit(z, tokens) -> Tensor:
 
 
 def kl(x_t, x_s) -> Tensor:
-    """Return KL(softmax(x_t) || softmax(x_s)), [N, k] -> [N]. Where both are LEAST adds nothing."""
-    ln_t = x_t.log_softmax(-1)
-    ln_s = x_s.log_softmax(-1)
-    return (ln_t.exp() * (ln_t - ln_s)).sum(-1)
+    """Return KL(softmax(x_t) || softmax(x_s)), [N, k] -> [N].
+
+    Entries that are LEAST in both add 0.
+    """
+    log_t = x_t.log_softmax(-1)
+    log_s = x_s.log_softmax(-1)
+    return (log_t.exp() * (log_t - log_s)).sum(-1)
 
 
 def binary_kl(log_odds_t, log_odds_s) -> Tensor:
@@ -301,10 +306,10 @@ def binary_kl(log_odds_t, log_odds_s) -> Tensor:
     The log-odds of a set of tokens are the difference of two logsumexps, which is accurate where p
     or 1 - p is tiny.
     """
-    ln_yes = F.logsigmoid(log_odds_t)
-    ln_no = F.logsigmoid(-log_odds_t)
-    kl_yes = ln_yes.exp() * (ln_yes - F.logsigmoid(log_odds_s))
-    kl_no = ln_no.exp() * (ln_no - F.logsigmoid(-log_odds_s))
+    log_yes = F.logsigmoid(log_odds_t)
+    log_no = F.logsigmoid(-log_odds_t)
+    kl_yes = log_yes.exp() * (log_yes - F.logsigmoid(log_odds_s))
+    kl_no = log_no.exp() * (log_no - F.logsigmoid(-log_odds_s))
     return kl_yes + kl_no
 
 
@@ -327,7 +332,7 @@ def rising_rank(x, keep) -> Tensor:
 def lower_median(x, keep) -> Tensor:
     """Return the lower median of the entries to keep, 0 if there are none, [N] -> [].
 
-    Does not wait for the device.
+    Does not synchronize with the device.
     """
     rank = rising_rank(x.detach(), keep)
     middle = keep & (rank == (keep.sum() - 1) // 2)
@@ -350,9 +355,9 @@ class Batch(NamedTuple):
 def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
     """Return a statistic of the whole forward batch, of which the values [N] may be a chunk.
 
-    batch  the keyword of an objective that is called twice for each chunk: first with a list, to
-           which this appends the values (what the objective returns is then not used); then with a
-           `Batch` of all values
+    batch  the objective's keyword. None: it sees the whole forward batch. A list: the first of two
+           passes over chunks; the values are appended, and what the objective returns is not used.
+           A `Batch`: the second pass, with the values of all positions
     """
     if isinstance(batch, Batch):
         return batch

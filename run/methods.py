@@ -93,7 +93,8 @@ def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
     method = with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
     if takes(method.fn, "generator"):
-        method = with_keywords(method, generator=None)  # `method_at` sets it
+        # marks it; `method_at` puts an iterator here, and `evaluate_random` one generator of it
+        method = with_keywords(method, generator=None)
     if "generator" in method.hyper or method.state:
         method = method._replace(in_chunks=False)  # one draw, one next state for a forward batch
     return method
@@ -170,7 +171,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
             if divided:
                 add_chunks(divided, teacher, y, batch, chunk, compile)
     results = []
-    for head in heads:  # all that they have was added up over the forward batches
+    for head in heads:  # their sums and gradients are over all forward batches
         loss = head.sums.pop("batch_mean")
         loss = AttachGradients.apply(*head.inputs, loss, head.dh, head.dw)
         n_valid = head.sums.pop("n_valid").clamp(min=1)
@@ -186,7 +187,8 @@ def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
     """
     valid = y[batch] != IGNORE
     n = valid.sum()
-    # tensors and not slices, so that one compiled graph serves all chunks
+    # of a chunk: its places in the forward batch (tensors, as compiled code would be compiled anew
+    # for each slice), and in the micro-batch
     places = torch.arange(len(valid), device=y.device).split(chunk)
     starts = range(batch.start, batch.stop, chunk)
     chunks = [slice(first, min(first + chunk, batch.stop)) for first in starts]
@@ -223,7 +225,7 @@ class HeadLoss(Head):
     def __init__(self, h, w, method, y, compile):
         super().__init__(h, w, y)
         self.dh = torch.zeros_like(self.h)
-        self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(w.dtype, torch.float32))
+        self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
         self.sums = Counter()
         self.y = y
         self.method = method
@@ -260,6 +262,7 @@ FEWER_PASSES = {
 
 @functools.cache
 def compiled(fn, device_type) -> Callable:
+    """Return a compiled function, the same one each time. Sets options of torch._dynamo."""
     # torch counts recompilations per function, and all methods share `fn`
     torch._dynamo.config.recompile_limit = 256
     # forward and backward are one graph, so that no [N, V] tensor is saved between them
@@ -269,9 +272,9 @@ def compiled(fn, device_type) -> Callable:
 
 
 def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
-    """Return the loss of `mean_loss`, as "batch_mean", with its sums; and the gradient in z_s.
+    """Return the sums of `mean_loss`, its loss among them as "batch_mean"; and the loss's gradient.
 
-    The gradient is in `dtype`. The other arguments are those of `mean_loss`.
+    The gradient in z_s is cast to `dtype`. The other arguments are those of `mean_loss`.
     """
     z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():
@@ -292,6 +295,7 @@ def statistic(method, z_s, z_t, y) -> Tensor:
     method = with_sequences(method, 1)  # a chunk may end within a sequence
     values = []
     method.fn(z_s, z_t, y, **method.hyper, batch=values)
+    # settings like TAD's norm="unit" need none
     return values[0] if values else torch.zeros(len(y), device=y.device)
 
 

@@ -99,6 +99,18 @@ def test_values_and_gradients_are_those_of_the_plain_path(name, group, chunk):
     assert not gradient[inputs[-1] == IGNORE].any()
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_a_weight_may_have_another_dtype_than_the_hidden_states(dtypes):
+    """The products are in that of the hidden states; a gradient has the dtype of its input."""
+    h_s, w_s, h_t, w_t, y = case(dtype=torch.float64)
+    _, _, *expected = run(plain, h_s, w_s, h_t, w_t, y, "vanilla_kd")
+    h_s = h_s.to(dtypes[0])
+    w_s = w_s.to(dtypes[1])
+    _, _, *got = run(fused, h_s, w_s, h_t, w_t, y, "vanilla_kd")
+    assert [gradient.dtype for gradient in got] == [*dtypes]
+    assert_close(got, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
+
+
 def test_students_of_one_teacher_get_the_bits_they_would_get_alone():
     _, _, h_t, w_t, y = case()
     students = []

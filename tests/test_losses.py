@@ -575,7 +575,7 @@ def refused(message, fn, *inputs, **settings):
 def test_bad_shapes_are_refused_by_name():
     z_s, z_t, y = case()
     for fn in {row.fn for row in METHODS.values()} - {losses.cross_entropy}:
-        refused("z_t: expected shape (7, 61) as z_s has", fn, z_s, z_t[:, 1:], y)
+        refused("z_t: expected shape (7, 61), as z_s has; got (7, 60)", fn, z_s, z_t[:, 1:], y)
         refused("z_s, y: expected [N, V] and [N], got (7, 61) and (6,)", fn, z_s, z_t, y[1:])
     for label in (-1, 61, -101):
         refused("y: expected labels 0 to 60, or -100", losses.tvd, z_s, z_t, y.fill_(label))

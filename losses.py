@@ -3,7 +3,7 @@
 "The paper" is ALRA's; the code names its equations by their numbers. An objective is
 `name(z_s, z_t, y, *, settings) -> [N]`:
 
-    z_s, z_t  [N, V]  student and teacher logits, computed with in fp32, or in fp64 if z_s has it
+    z_s, z_t  [N, V]  student and teacher logits; all is computed in fp32, or in fp64 if z_s is fp64
     y         [N]     int64 labels, `IGNORE` at positions that do not count (those outside the
                       paper's T_B, Eq. 1)
     ->        [N]     nats per position, exactly 0 where ignored; sum / n_valid is the paper's loss.
@@ -12,7 +12,7 @@
 * One call is one forward batch of the paper. Batch statistics run over its valid positions.
 * The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are treated
   as constants.
-* Values at ignored positions change nothing, not even a NaN. An objective begins with `enter`,
+* Values at ignored positions have no effect, not even NaN. An objective begins with `enter`,
   which checks and widens its inputs, and sets ignored logits and labels to 0: no gradient gets
   past it there. It ends with `leave`, which sets the loss at ignored positions to 0.
 * Ties between equal logits are broken by the lower token index.
@@ -1196,5 +1196,8 @@ def takes(fn: Callable, keyword) -> bool:
 
 def _keywords(fn) -> dict[str, object]:
     """Return the keywords of an objective, which may be a `functools.partial`, with defaults."""
-    parameters = inspect.signature(fn).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    keywords = {}
+    for p in inspect.signature(fn).parameters.values():
+        if p.kind is p.KEYWORD_ONLY or p.default is not p.empty:
+            keywords[p.name] = p.default
+    return keywords

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lib.torch_setup  # noqa: F401  (every module that computes imports this one)
+from lib.errors import UserError
 
 LEAST = -1e30
 IGNORE = -100  # label of a position that does not count; torch's own `ignore_index`
@@ -143,7 +144,7 @@ def split(t: Blocks, s: Blocks, within, tokens) -> Split:
     t, s    teacher and student
     within  [N, n_blocks] their `block_kl`, which the caller computes before it selects tokens:
             compiled code then finds it in one pass with the sums
-    tokens  [N, k] int64, distinct: the selected ones
+    tokens  [N, k] int64, the selected ones. They must be distinct: a token given twice counts twice
     """
     chosen = choose_blocks(tokens, t)  # of both models, as it reads only shapes
     x_t, parts_t, copies_t = categories(t, chosen)
@@ -239,7 +240,9 @@ def take(x, index) -> Tensor:
 
 
 def top(z, k) -> Tensor:
-    """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k]."""
+    """Return the tokens of the k largest logits, largest first, [N, V] -> [N, k]; k <= V."""
+    if k > z.shape[1]:
+        raise UserError(f"k={k}: expected at most V={z.shape[1]}")
     z = in_blocks(z)
     return top_in_blocks(z, z.amax(-1), k)
 
@@ -354,6 +357,9 @@ class Batch(NamedTuple):
 
 def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
     """Return a statistic of the whole forward batch, of which the values [N] may be a chunk.
+
+    Call it once, with one number per position and your own keyword `batch`. In what it returns,
+    `values` are those of all M positions, and `values[here]` those of this call.
 
     batch  the objective's keyword. None: it sees the whole forward batch. A list: the first of two
            passes over chunks; the values are appended, and what the objective returns is not used.

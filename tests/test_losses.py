@@ -618,6 +618,14 @@ def test_bad_settings_are_refused_by_name_value_and_bound(line):
     refused(message, method_loss, name, *case(), **settings)
 
 
+def test_a_setting_need_not_be_keyword_only(monkeypatch):
+    def mine(z_s, z_t, y, tau: float = 1.0):
+        return losses.vanilla_kd(z_s, z_t, y, tau=tau)
+
+    monkeypatch.setitem(METHODS, "mine", losses.Method(mine))
+    assert losses.resolve("mine", tau=2.0).hyper == {"tau": 2.0}
+
+
 def test_a_keyword_without_annotation_is_refused(monkeypatch):
     monkeypatch.setitem(METHODS, "mine", losses.Method(lambda z_s, z_t, y, *, tau=1.0: y))
     refused("mine: tau has no annotation; write tau: float", losses.settings, "mine")
@@ -714,13 +722,13 @@ def _scaled(z_s, z_t, y):
     return losses.reverse_kl(z_s, z_t, y) * largest / largest.mean()
 
 
-READ = "ignored logits change other positions"
+READ = "an ignored position changes others; use `enter` and `valid_mean`"
 PART = r"part extra: expected a tensor \[N\], .* got "
-LEAVE = "expected one number per position, 0 where ignored: end with `return leave"
+LEAVE = "expected one number per position, in fp32 or wider, 0 where ignored: end with `return le"
 TRIED = [
     (_by_hand, ""),
     (_left(), ""),
-    (_left(mean="all"), ""),
+    (_left(mean="all"), READ),
     (_scaled, READ),
     (_random, ""),
     (
@@ -734,7 +742,8 @@ TRIED = [
     (_with_part(lambda *z: None), PART + r"\[None\]"),
     (_with_part(lambda *z: z[0].mean()), PART + r"\(\)"),
     (lambda z_s, *z: losses.mse_logits(1e30 * z_s, *z), "not finite at ordinary logits"),
-    (losses.Method(losses.jsd, {"tua": 2.0}), r"jsd\(\) got an unexpected keyword argument 'tua'"),
+    (losses.Method(losses.jsd, {"tua": 2.0}), "takes no tua; it takes"),
+    (losses.Method(losses.jsd, {"beta": -1.0}), "beta=-1.0: expected float 0 to 1"),
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
     (losses.Method(losses.bild, moving={"top_k": lambda progress: 2.0}), "top_k=2.0: expected 3"),
     (_remembers(), "equal calls differ; keep a state as docs/objectives.md shows"),
@@ -745,6 +754,11 @@ TRIED = [
     (lambda *z: namedtuple("T", "loss lr")(*2 * [losses.bild(*z)]), "the log has its own 'lr'"),
     (lambda *z: _squares(*z)[0].sum(), LEAVE),
     (lambda *z: _left()(*z).detach(), "its loss has no gradient"),
+    (lambda *z: _left()(*z).detach().requires_grad_(), "its loss has no gradient"),
+    (lambda *z: _left()(*z).half(), LEAVE),
+    (lambda *z: (_left()(*z), 1.0), r"a tensor \[N\], or a NamedTuple .*; got tuple"),
+    (lambda z_s, *z: losses.jsd(z_s.div_(2), *z), "z_s is changed in place; write x = x / 2"),
+    (lambda *z: losses.leave(_squares(*z)[0]), r"leave\(\) missing 1 .* 'valid' \("),
     (
         lambda z_s, z_t, y: z_s.gather(1, y[:, None]),
         r"index -100 is out of .* \(RuntimeError in \S+test_losses.py, line \d+\)",
@@ -758,7 +772,7 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
     monkeypatch.setitem(METHODS, "mine", method)
     refusal = contextlib.nullcontext()
     if message:
-        refusal = pytest.raises(ValueError, match=f"^mine: .*{message}")
+        refusal = pytest.raises(ValueError, match=rf"^mine\W.*{message}")
     with refusal:
         methods.check_settings("mine", 23)
 
@@ -784,8 +798,17 @@ def test_a_chunk_that_is_not_like_the_whole_and_an_old_contract_are_refused(monk
     def guarded(z_s, z_t, y):
         return losses.enter(z_s, z_t, y, guard=True)
 
+    def weighted_by_its_chunk(z_s, z_t, y):
+        *_, valid = losses.enter(z_s, z_t, y)
+        kl_u = losses.vocab.full_kl(z_t, z_s, 1.0)
+        unsure = losses.vocab.full_kl(z_s, torch.zeros_like(z_s), 1.0).detach()
+        return kl_u * unsure / losses.valid_mean(unsure, valid)
+
     methods_of_users = {
         "half a forward batch": losses.Method(_left(), in_chunks=True),
+        "half a forward batch .* through `whole_batch`": losses.Method(
+            lambda *z: losses.leave(weighted_by_its_chunk(*z), z[2] != IGNORE), in_chunks=True
+        ),
         "pass no `guard`": losses.Method(guarded),
     }
     for message, method in methods_of_users.items():

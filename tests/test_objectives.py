@@ -4,6 +4,8 @@ What holds for every objective is in test_losses.py, the recorded numbers are in
 """
 
 import functools
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ import losses
 from configure import Config
 from losses import METHODS, method_loss
 from run import methods
-from tests import test_head
+from tests import test_head, world
 from tests.test_losses import case, kd, value_and_gradient
 
 
@@ -123,3 +125,17 @@ def test_value_and_gradient_are_one_graph(name):
     assert_close(sums["batch_mean"], expected.detach())
     (gradient,) = torch.autograd.grad(expected, z_s)
     assert_close(dz, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_page_shows_an_objective_in_chunks(tmp_path, monkeypatch):
+    page = (world.ROOT / "docs/objectives.md").read_text()
+    (code,) = re.findall(r"<!-- chunks -->\n```python\n(.*?)```", page, re.S)
+    monkeypatch.setitem(METHODS, "unsure_kl", None)
+    mine = world.import_objective(code, tmp_path)
+    methods.check_settings("unsure_kl", 61)
+    z_s, z_t, y = case()
+    entropies = [-sum(p * math.log(p) for p in z.softmax(-1).tolist()) for z in z_s.double()]
+    valid = y != losses.IGNORE
+    mean = sum(e for e, v in zip(entropies, valid, strict=True) if v) / int(valid.sum())
+    expected = losses.vanilla_kd(z_s, z_t, y, tau=1.0) * torch.tensor(entropies) / mean
+    assert_close(mine.unsure_kl(z_s, z_t, y), expected, check_dtype=False)

@@ -288,6 +288,7 @@ def test_the_largest_logits_are_found_by_way_of_their_blocks(k, size, monkeypatc
     for z in (tied, torch.zeros(3, 199), distinct):
         z[1, -3:] = 99.0  # in the last, shorter block
         assert vocab.top(z, k).tolist() == [naive.top(row, k) for row in z]
+        refused("k=200: expected at most V=199", vocab.top, z, 200)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@
 * The gradient reaches `z_s` only. The teacher, every choice of tokens and every count are treated
   as constants.
 * Values at ignored positions have no effect, not even NaN. An objective begins with `enter`,
-  which checks and widens its inputs, and sets ignored logits and labels to 0: no gradient gets
-  past it there. It ends with `leave`, which sets the loss at ignored positions to 0.
+  which checks and widens its inputs, and sets ignored logits and labels to 0: no gradient flows
+  to them. It ends with `leave`, which sets the loss at ignored positions to 0.
 * Ties between equal logits are broken by the lower token index.
 * No input is changed, and equal calls give equal results. An objective of your own may also draw
   random numbers or keep a state: docs/objectives.md shows how.
@@ -144,7 +144,7 @@ def alra(
 
     t = vocab.block_sums(z_t, tau)  # in blocks of the vocabulary, see lib/vocab.py
     s = vocab.block_sums(z_s, tau)
-    within = vocab.block_kl(t, s)
+    within = vocab.block_kl(t, s)  # of each block, for the rest
     tokens = vocab.top_in_blocks(s.z, s.block_max, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
         top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u, Eq. 5
@@ -153,16 +153,15 @@ def alra(
     # in fp64, which is cheap at this size: equal logits in fp32 and fp64 then get equal budgets
     log_rho = (z_t.gather(1, tokens).double() / tau).log_softmax(-1)
     support = (-log_rho.exp() * log_rho).sum(-1).exp()  # E_u, Eq. 6
-    whole = whole_batch(support, valid, batch)
+    whole = whole_batch(support, valid, batch)  # of which these positions may be a chunk
     mean_support = valid_mean(whole.values, whole.valid)  # Eq. 7
     relative = support / (mean_support + eps)
     # Eq. 8: a position of average support or more has d_max
     d_u = (d_min + (d_max - d_min) * relative).round().clamp(d_min, d_max).long()
-    # logits / tau of the candidates and of one category for all others, [N, d_max + 1] each, and
-    # the KL within that category
+    # logits / tau of d_max + 1 categories, the candidates and all tokens outside C ("others"), and
+    # the KL within the others. The local set I (Eq. 9) is the first d_u categories, and R the rest
     x_t, x_s, others_kl = vocab.split(t, s, within, tokens)
     x = torch.stack([x_t, x_s])  # [2, N, d_max + 1]; kl(*x) is from teacher to student
-    # the local set I (Eq. 9), to which the others never belong; R is the complement
     in_local = torch.arange(d_max + 1, device=d_u.device) < d_u[:, None]
     x_local = x.masked_fill(~in_local, LEAST)
     x_rest = x.masked_fill(in_local, LEAST)
@@ -177,9 +176,8 @@ def alra(
     # each pair once, i before j: [N, d_max, d_max], Eq. 15
     inside = in_local[:, :-1]
     is_pair = (inside[:, :, None] & inside[:, None, :]).triu(1)
-    gap_t = differences(x_t[:, :-1] * tau / tau_p)  # x is z / tau, and Eq. 16 has z / tau_p
-    gap_s = differences(x_s[:, :-1] * tau / tau_p)
-    pair_kl = binary_kl(gap_t, gap_s)  # Eq. 16
+    gaps = differences(x[..., :-1] * tau / tau_p)  # x is z / tau, and Eq. 16 has z / tau_p
+    pair_kl = binary_kl(*gaps)  # Eq. 16
     weight = is_pair.to(z_s.dtype)  # PRA, Eq. 18
     if pair == "pra_u":
         weight = weight / weight.sum((1, 2), keepdim=True)
@@ -221,7 +219,7 @@ def _anchored(tokens, top_1, y, anchor) -> Tensor:
 
 
 def enter(z_s, z_t, y):
-    """Check and widen the input.
+    """Check the inputs, widen logits, and set ignored positions to 0. `z_t` may be None.
 
     -> z_s and z_t [N, V] in fp32, or in fp64 if z_s is fp64, 0 at ignored positions, z_t constant;
        labels [N], 0 where ignored; valid [N] bool
@@ -429,7 +427,7 @@ def _target_split(z_t, z_s, token, tau) -> tuple[Tensor, Tensor, Tensor]:
 
 def _log_odds(blocks, token) -> Tensor:
     """Return ln(p / (1 - p)) of one token per position, [N, 1] -> [N]."""
-    x, *_ = vocab.categories(blocks, vocab.choose_blocks(token, blocks))
+    x, *_ = vocab.categories(blocks, vocab.choose_blocks(token, *blocks.z.shape[1:]))
     return x[:, 0] - x[:, 1]
 
 
@@ -968,7 +966,8 @@ class Method(NamedTuple):
     """A named loss: w_kd times an objective plus w_ce times `cross_entropy`."""
 
     fn: Callable  # the objective, or a `functools.partial` of it
-    hyper: dict = {}  # noqa: RUF012 (settings that differ from the objective's defaults)
+    # Settings that differ from the objective's defaults; in training also keywords of GIVEN.
+    hyper: dict = {}  # noqa: RUF012
     w_kd: float = 1.0  # weight of the objective
     w_ce: float = 0.0  # weight of the causal language-modelling term
     # Settings that change in training: function of progress, update / schedule_steps -> value. In
@@ -1090,7 +1089,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     """Return the mean of w_kd * kd + w_ce * ce (Eq. 23), and detached sums of its terms.
 
     z_s, z_t, y  as for an objective
-    n            valid positions of the forward batch, if these are a chunk of it
+    n            number of valid positions in the forward batch, if these are a chunk of it
     ->           loss []: the sum over these positions, divided by n; and a dict of sums over the
                  valid ones: `loss`, `kd` (with a teacher), `ce`, the objective's
                  parts; and `n_valid`, by which the caller divides them. The next state of an
@@ -1101,7 +1100,8 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     """
     valid = y != IGNORE
     n_valid = valid.sum()
-    ce_has_gradient = isinstance(method.w_ce, Tensor) or method.w_ce > 0  # a tensor moves
+    # a weight that changes in training is a tensor
+    ce_has_gradient = isinstance(method.w_ce, Tensor) or method.w_ce > 0
     ce = cross_entropy(z_s if ce_has_gradient else z_s.detach(), None, y)  # [N]
     loss = method.w_ce * ce
     terms = {"loss": loss, "ce": ce}

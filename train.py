@@ -196,17 +196,17 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         n_valid += n
     if n_processes > 1:
         for s in students:
-            parallel.sum_gradients(s.parameters)
+            parallel.sum_gradients(s.trained)
 
     # one wait for the device, for all students
-    norms = torch.stack([clip_gradients(s.parameters, cfg.clip) for s in students]).tolist()
+    norms = torch.stack([clip_gradients(s.trained, cfg.clip) for s in students]).tolist()
     rate = learning_rate(step, cfg)
     for s, norm in zip(students, norms, strict=True):
         s.gnorm = norm
         if math.isfinite(norm):
             for optimizer in s.optimizers:
                 for group in optimizer.param_groups:
-                    # `initial` has the options that the group was made with
+                    # `initial` (run/students.py) has the options that the group was made with
                     group["lr"] = rate * (group["initial"]["lr"] / cfg.lr)
                 optimizer.step()
             if s.state:

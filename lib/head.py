@@ -19,7 +19,7 @@ from lib.vocab import IGNORE
 class CappedHead:
     """A head whose logits are cap * tanh(z / cap), as in Gemma 2; z is hidden states times weight.
 
-    It supports what a run does with a bare weight [V, D].
+    It has what a run needs of a bare weight [V, D]: device, dtype, len, rows, and `to`.
     """
 
     weight: Tensor  # [V, D]
@@ -53,7 +53,7 @@ def soft_cap(z: Tensor, cap: float) -> Tensor:
 
 
 def soft_cap_backward(dz: Tensor, z: Tensor, cap: float) -> Tensor:
-    """Return the gradient with respect to x, given dz, that of z = soft_cap(x, cap)."""
+    """Return the gradient in x of z = soft_cap(x, cap), given the gradient dz in z."""
     return dz * (1 - (z / cap).square()).to(dz.dtype)
 
 

@@ -30,7 +30,7 @@ IGNORE = -100  # label of a position that does not count; torch's own `ignore_in
 
 
 class Blocks(NamedTuple):
-    """A model's logits in blocks of the vocabulary, with the log sum exp of each block."""
+    """A model's logits in blocks of the vocabulary, and what softmaxes of z / tau need of each."""
 
     z: Tensor  # [N, n_blocks, size]
     tau: float
@@ -58,7 +58,10 @@ def in_blocks(z) -> Tensor:
 
 
 def block_sums(z, tau=1.0) -> Blocks:
-    """Sum exp(z / tau) over blocks of the vocabulary, [N, V] or [N, n_blocks, size]."""
+    """Split logits [N, V] into blocks, and take the log sum exp of z / tau over each.
+
+    Logits in blocks [N, n_blocks, size] stay in these.
+    """
     z = in_blocks(z)
     block_max = z.detach().amax(-1)
     scaled = (z - block_max[..., None]) / tau
@@ -96,7 +99,7 @@ def log_p(z, tokens, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau) at `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
     largest, log_sum = max_and_log_sum(blocks)
-    chosen = choose_blocks(tokens, blocks)
+    chosen = choose_blocks(tokens, *blocks.z.shape[1:])
     # not `z.gather`, whose gradient would be a pass over [N, V] of its own
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
     selected = taken.gather(1, chosen.place)
@@ -113,10 +116,10 @@ def full_kl(z_t, z_s, tau) -> Tensor:
 
 
 def mixture_kl(x_t, x_s, within) -> Tensor:
-    """Return the KL of two mixtures by the chain rule: over their parts, and within them, [N].
+    """Return the KL of two mixtures by the chain rule: over their components, and within them, [N].
 
-    x_t, x_s  [N, parts] logits of the parts
-    within    [N, parts] KL within each part
+    x_t, x_s  [N, m] logits of the components
+    within    [N, m] KL within each component
     """
     return kl(x_t, x_s) + (x_t.softmax(-1) * within).sum(-1)
 
@@ -142,35 +145,36 @@ def split(t: Blocks, s: Blocks, within, tokens) -> Split:
     """Split the vocabulary into selected tokens and all others.
 
     t, s    teacher and student
-    within  [N, n_blocks] their `block_kl`, which the caller computes before it selects tokens:
-            compiled code then finds it in one pass with the sums
+    within  [N, n_blocks] block_kl(t, s), computed before tokens are selected: torch.compile then
+            fuses it with the sums
     tokens  [N, k] int64, the selected ones. They must be distinct: a token given twice counts twice
     """
-    chosen = choose_blocks(tokens, t)  # of both models, as it reads only shapes
-    x_t, parts_t, copies_t = categories(t, chosen)
-    x_s, parts_s, copies_s = categories(s, chosen)
+    chosen = choose_blocks(tokens, *t.z.shape[1:])
+    x_t, components_t, copies_t = categories(t, chosen)
+    x_s, components_s, copies_s = categories(s, chosen)
     within = torch.cat([within, block_kl(copies_t, copies_s)], 1)
-    return Split(x_t, x_s, mixture_kl(parts_t, parts_s, within))
+    return Split(x_t, x_s, mixture_kl(components_t, components_s, within))
 
 
 def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor, Blocks]:
-    """Return logits of k selected tokens and all others, [N, k + 1]; and what the others are.
+    """Return logits of k + 1 categories, and of the components of the last one, all other tokens.
 
-    All others are a mixture of these parts: the blocks without a selected token, and the copies of
-    the chosen blocks without the selected tokens. So their probability is always a sum over them,
-    never `1 - p`, which loses all digits in fp32 where p is near 1.
+    The components are the blocks without a selected token, and of each chosen block its copy
+    without the selected tokens. So the probability of all others is always a sum, never `1 - p`,
+    which loses all digits in fp32 where p is near 1.
 
-    ->  the categories' logits; the parts' logits [N, n_blocks + k]; the copies
+    ->  [N, k + 1] of the categories; [N, n_blocks + k] of the components; the k copies as `Blocks`
     """
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy)
     copies = block_sums(taken.masked_fill(~chosen.is_other, LEAST), blocks.tau)
-    # a chosen block is no part, as its copy is one
+    # without the chosen blocks, as their copies stand for them
     block_max = blocks.block_max.masked_fill(chosen.has_token, LEAST)
     shift = torch.cat([block_max, copies.block_max], 1).amax(-1, keepdim=True)
     unchosen = block_logits(blocks._replace(block_max=block_max), shift)
-    parts = torch.cat([unchosen, block_logits(copies, shift)], 1)
+    components = torch.cat([unchosen, block_logits(copies, shift)], 1)
     selected = (taken.flatten(1).gather(1, chosen.place) - shift) / blocks.tau
-    return torch.cat([selected, parts.logsumexp(-1, keepdim=True)], 1), parts, copies
+    others = components.logsumexp(-1, keepdim=True)
+    return torch.cat([selected, others], 1), components, copies
 
 
 # ----------------------------------------------------------------------------------------------
@@ -190,17 +194,16 @@ class Chosen(NamedTuple):
     copy: Tensor  # [N, n_blocks] used copy of each block, 0 to k - 1; k if it holds no token
     has_token: Tensor  # [N, n_blocks] whether a block holds a selected token
     place: Tensor  # [N, k] of the selected tokens among the k * size tokens of the copies
-    is_other: Tensor  # [N, k, size] the unselected tokens of used copies; none of an unused copy
+    is_other: Tensor  # [N, k, size] the unselected tokens of used copies
 
 
-def choose_blocks(tokens, blocks: Blocks) -> Chosen:
+def choose_blocks(tokens, n_blocks, size) -> Chosen:
     """Choose the blocks of distinct tokens [N, k]."""
     k = tokens.shape[1]
-    size = blocks.z.shape[2]
     block = tokens // size
     # for each token the first one in the same block, whose copy is used
     first = (block[:, :, None] == block[:, None, :]).int().argmax(-1)
-    copy = torch.full_like(blocks.block_max, k, dtype=torch.int64).scatter(1, block, first)
+    copy = tokens.new_full((len(tokens), n_blocks), k).scatter(1, block, first)
     place = first * size + tokens % size
     is_first = first == torch.arange(k, device=tokens.device)
     is_other = is_first.repeat_interleave(size, 1).scatter(1, place, False)
@@ -267,11 +270,11 @@ def top_in_blocks(z, block_max, k) -> Tensor:
 
 
 def places_of_largest(x, k) -> Tensor:
-    """Return the places of the k largest of each row, largest first, [N, m] -> [N, k].
+    """Return x.topk(k).indices, with ties in the order of their indices, [N, m] -> [N, k].
 
-    torch.topk leaves open which of equal ones come first. So it is given keys: the bits of x, as an
-    integer that rises with x, and then the place, of which the lowest comes first. NaN counts as
-    infinity, so that it is not hidden. x is in fp32 or fp64.
+    torch.topk does not specify the order of ties. So it is given distinct integers: the bits of x,
+    as an integer that increases with x, times m, minus the index. NaN counts as infinity, so that
+    it is not hidden. x is in fp32 or fp64.
     """
     if x.dtype == torch.float64:  # 64 bits leave no room for the place
         return x.argsort(dim=-1, descending=True, stable=True)[:, :k]
@@ -317,8 +320,8 @@ def binary_kl(log_odds_t, log_odds_s) -> Tensor:
 
 
 def differences(x) -> Tensor:
-    """Return x_i - x_j of all ordered pairs, [N, k] -> [N, k, k]."""
-    return x[:, :, None] - x[:, None, :]
+    """Return x_i - x_j of all ordered pairs, [.., k] -> [.., k, k]."""
+    return x[..., :, None] - x[..., None, :]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -350,9 +353,9 @@ def valid_mean(x, valid) -> Tensor:
 class Batch(NamedTuple):
     """What an objective that sees N positions knows of the whole forward batch of M positions."""
 
-    values: Tensor  # [M] the objective's statistic, from a pass without gradient
+    values: Tensor  # [M] the objective's statistic, without gradient
     valid: Tensor  # [M] bool
-    here: Tensor | slice  # [N] int64 places of the chunk's positions, or all
+    here: Tensor | slice  # [N] int64 indices of these positions among the M, or all
 
 
 def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
@@ -367,6 +370,7 @@ def whole_batch(values, valid, batch: Batch | list | None) -> Batch:
     """
     if isinstance(batch, Batch):
         return batch
+    values = values.detach()
     if batch is not None:
-        batch.append(values.detach())
+        batch.append(values)
     return Batch(values, valid, slice(None))

@@ -424,7 +424,7 @@ def stop_diverged(live, run, check_weights: bool) -> list[Student]:
     if not check_weights and not any(s.stopped for s in live):
         return live
     for s in live:
-        finite = [all_finite(parallel.local(p)) for p in s.parameters]
+        finite = [all_finite(parallel.local(p)) for p in s.trained]
         # summed, so that all processes stop the same students
         (diverged,) = parallel.all_reduce_sum([not all(finite)])
         if diverged:

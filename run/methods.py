@@ -155,8 +155,8 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     if len(y) % group:
         raise UserError(f"group={group}: expected a divisor of the {len(y)} rows")
     n_batches = len(y) // group
+    size = group * y.shape[1]  # positions of a forward batch
     y = y.flatten()
-    size = len(y) // n_batches  # positions of a forward batch
     with torch.autocast(y.device.type, enabled=False), torch.no_grad():
         teacher = None if h_t is None else Head(h_t, w_t, y)
         heads = [HeadLoss(*student, y, compile) for student in students]
@@ -172,7 +172,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
             if divided:
                 add_chunks(divided, teacher, y, batch, chunk, compile)
     results = []
-    for head in heads:  # their sums and gradients are over all forward batches
+    for head in heads:  # their sums and gradients are over all forward batches, to be divided
         loss = head.sums.pop("batch_mean")
         loss = AttachGradients.apply(*head.inputs, loss, head.dh, head.dw)
         n_valid = head.sums.pop("n_valid").clamp(min=1)
@@ -188,11 +188,11 @@ def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
     """
     valid = y[batch] != IGNORE
     n = valid.sum()
-    # of a chunk: its places in the forward batch (tensors, as compiled code would be compiled anew
-    # for each slice), and in the micro-batch
-    places = torch.arange(len(valid), device=y.device).split(chunk)
-    starts = range(batch.start, batch.stop, chunk)
-    chunks = [slice(first, min(first + chunk, batch.stop)) for first in starts]
+    # A chunk is a slice of the micro-batch. Its indices in the forward batch are a tensor, as torch
+    # would compile anew for each slice.
+    edges = [*range(batch.start, batch.stop, chunk), batch.stop]
+    chunks = [slice(first, end) for first, end in itertools.pairwise(edges)]
+    indices = torch.arange(len(valid), device=y.device).split(chunk)
     statistic_of = compiled(statistic, y.device.type) if compile else statistic
     values = {head: [] for head in heads if takes(head.method.fn, "batch")}
     if values:  # each of these has a teacher
@@ -204,12 +204,12 @@ def add_chunks(heads, teacher, y, batch: slice, chunk, compile):
                 del z_s
             del z_t  # before those of the next chunk are computed
     statistics = {head: torch.cat(of_chunks) for head, of_chunks in values.items()}
-    for here, place in zip(chunks, places, strict=True):
+    for here, index in zip(chunks, indices, strict=True):
         z_t = teacher and teacher.logits(here)
         for head in heads:
             method = head.method
             if head in statistics:
-                method = with_keywords(method, batch=Batch(statistics[head], valid, place))
+                method = with_keywords(method, batch=Batch(statistics[head], valid, index))
             head.add(here, z_t, method, n)
         del z_t
 
@@ -239,7 +239,7 @@ class HeadLoss(Head):
     def add(self, here, z_t, method, n=None):
         """Add loss and gradient of the positions `here`: a forward batch, or a chunk of one.
 
-        n  valid positions of the forward batch, if `here` is a chunk of it
+        n  number of valid positions in the forward batch, if `here` is a chunk of it
         """
         z_s = self.logits(here)
         sums, dz = self.evaluate(method, self.w.dtype, z_s, z_t, self.y[here], n)
@@ -273,9 +273,9 @@ def compiled(fn, device_type) -> Callable:
 
 
 def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
-    """Return the sums of `mean_loss`, its loss among them as "batch_mean"; and the loss's gradient.
+    """Return what `mean_loss` returns, its loss as "batch_mean" among the sums, and the gradient.
 
-    The gradient in z_s is cast to `dtype`. The other arguments are those of `mean_loss`.
+    The gradient of the loss in z_s is cast to `dtype`. Other arguments are those of `mean_loss`.
     """
     z_s = z_s.detach().requires_grad_()
     with torch.enable_grad():

@@ -47,7 +47,7 @@ class Student:
     next_state: dict[str, Tensor] = field(default_factory=Counter)  # fp64, over an update's labels
 
     def __post_init__(self):
-        self.parameters = [*self.model.parameters(), *self.extras.parameters()]  # what is trained
+        self.trained = [*self.model.parameters(), *self.extras.parameters()]
         # checkpoints tell a group's settings from its state by the entries that it was made with
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

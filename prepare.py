@@ -614,9 +614,9 @@ def finish(folder, state, source):
         if not n:
             remove_work(folder)  # else the same command would resume, and end here again
             raise UserError(
-                f"source={source}: {state['records']:,} records leave no row for {split}; "
-                "--val_share=0 --val_rows=N holds out N rows, and a smaller --seq_len makes more "
-                "rows"
+                f"source={source}: {state['records']:,} records leave no row for {split}, of "
+                f"{sum(n_rows.values()):,} in all; --val_share=0 --val_rows=N holds out N "
+                "rows, such as a tenth, and a smaller --seq_len makes more rows"
             )
     for split in state["writers"]:
         work = folder / f"{split}.bin.tmp"

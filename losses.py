@@ -41,14 +41,7 @@ from torch.nn import functional as F
 
 from lib import vocab
 from lib.errors import UserError, nearest
-from lib.settings import (
-    Below1,
-    NonNegative,
-    Positive,
-    PositiveFraction,
-    UnitInterval,
-    checked,
-)
+from lib.settings import Below1, NonNegative, Positive, PositiveFraction, UnitInterval, checked
 from lib.vocab import (
     IGNORE,
     LEAST,

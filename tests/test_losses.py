@@ -743,8 +743,6 @@ TRIED = [
     (_with_part(lambda *z: None), PART + r"\[None\]"),
     (_with_part(lambda *z: z[0].mean()), PART + r"\(\)"),
     (lambda z_s, *z: losses.mse_logits(1e30 * z_s, *z), "not finite at ordinary logits"),
-    (losses.Method(losses.jsd, {"tua": 2.0}), "takes no tua; it takes"),
-    (losses.Method(losses.jsd, {"beta": -1.0}), "beta=-1.0: expected float 0 to 1"),
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
     (losses.Method(losses.bild, moving={"top_k": lambda progress: 2.0}), "top_k=2.0: expected 3"),
     (_remembers(), "equal calls differ; keep a state as docs/objectives.md shows"),
@@ -773,9 +771,21 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
     monkeypatch.setitem(METHODS, "mine", method)
     refusal = contextlib.nullcontext()
     if message:
-        refusal = pytest.raises(ValueError, match=rf"^mine\W.*{message}")
+        refusal = pytest.raises(ValueError, match=f"^mine: .*{message}")
     with refusal:
         methods.check_settings("mine", 23)
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"tua": 2.0}, "mine takes no tua; it takes beta, tau, w_ce, w_kd; did you mean tau?"),
+        ({"beta": -1.0}, "mine.beta=-1.0: expected float 0 to 1"),
+    ],
+)
+def test_the_settings_of_a_row_are_checked(hyper, message, monkeypatch):
+    monkeypatch.setitem(METHODS, "mine", losses.Method(losses.jsd, hyper))
+    refused(message, methods.check_settings, "mine", 23)
 
 
 TEACHES_NOTHING = read_settings("""

@@ -20,9 +20,11 @@ from tests import test_head, world
 from tests.test_losses import case, kd, value_and_gradient
 
 
+@pytest.mark.parametrize("compiling", [False, True])  # several borders at once
 @pytest.mark.parametrize("mu", [0.01, 0.5, 0.99])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_akls_head_is_found_to_the_last_token(dtype, mu):
+def test_akls_head_is_found_to_the_last_token(dtype, mu, compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     z_s, z_t, _ = case(seed=3, n=17, v=997, teacher=2.0, dtype=dtype)
     p, order = z_t.softmax(-1).sort(descending=True)
     q = z_s.softmax(-1).gather(1, order)

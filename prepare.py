@@ -756,7 +756,10 @@ def show(folder, first):
 
 
 def summary(folder, manifest):
-    facts = "{rows:,} rows, {tokens:,} tokens, {documents:,} documents, padding {padding_share:.1%}"
+    facts = (
+        "{rows:,} rows, {tokens:,} tokens, {documents:,} ends of documents, "
+        "padding {padding_share:.1%}"
+    )
     if "unigram_ce" in manifest:
         facts += ", unigram CE {unigram_ce:.4f}"
         if manifest["unigram_half"] is not None:

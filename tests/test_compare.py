@@ -37,7 +37,8 @@ from tools import plot
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t with two degrees of freedom, closed form
 STUDY = configure.load([f"{ROOT}/study/small.py"])
 RESULTS = ROOT / "study/results"
-STUDIES = ["small", "smollm2_code", "smollm2"]
+STUDIES = ["small", "smollm2_code", "smollm2", "small_surer"]
+BASES = {"small_surer": ["small"]}  # configs that come before a study's own
 WHY = "step 3: gradient norm inf"
 
 
@@ -779,7 +780,8 @@ def test_a_committed_study_is_written_anew_byte_for_byte(study, tmp_path):
             before[file] = file.read_bytes()
         if file.suffix in (".md", ".png"):
             file.unlink()
-    assert compare.main([f"study/{study}.py", "--report", f"--out={out}"]) == 0
+    configs = [f"study/{name}.py" for name in (*BASES.get(study, ()), study)]
+    assert compare.main([*configs, "--report", f"--out={out}"]) == 0
     assert {file: file.read_bytes() for file in before} == before
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from lib.errors import UserError, naming_files, nearest
+from lib.errors import UserError, did_you_mean, naming_files
 from lib.settings import (
     Below1,
     NonNegative,
@@ -412,11 +412,8 @@ def merged(hyper: dict, more: dict) -> dict:
 def run_file(path: str) -> dict:
     """Return the public names that a config file assigns."""
     if not path.endswith(".py") or not Path(path).is_file():
-        message = f"{path}: no such config file (*.py)"
-        near = nearest(path, map(str, Path(path).parent.glob("*.py")))
-        if near:
-            message += f", did you mean {near}?"
-        raise UserError(message)
+        hint = did_you_mean(path, map(str, Path(path).parent.glob("*.py")))
+        raise UserError(f"{path}: no such config file (*.py){hint}")
     names = {}
     try:
         exec(compile(Path(path).read_text(), path, "exec"), names)
@@ -434,10 +431,8 @@ def check_key(arg: str, name):
     if name in KINDS:
         return
     word = name.lower().replace("-", "_")
-    near = SYNONYMS.get(word) or nearest(word, KINDS)
-    hint = "; a method's setting is --METHOD.SETTING=VALUE;"
-    if near:
-        hint = f", did you mean {near}?"
+    of_method = "; a method's setting is --METHOD.SETTING=VALUE;"
+    hint = did_you_mean(word, KINDS, SYNONYMS) or of_method
     raise UserError(f"{arg}: no such key {name!r}{hint} --help lists all")
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lib import vocab
-from lib.errors import UserError, nearest
+from lib.errors import UserError, did_you_mean
 from lib.settings import Below1, NonNegative, Positive, PositiveFraction, UnitInterval, checked
 from lib.vocab import (
     IGNORE,
@@ -1141,8 +1141,7 @@ def resolve(name, /, **overrides) -> Method:
     """
     name = name.partition("@")[0]
     if name not in METHODS:
-        near = HINTS.get(name) or nearest(name, METHODS)
-        hint = f", did you mean {near!r}?" if near else "."
+        hint = did_you_mean(name, METHODS, HINTS) or "."
         raise UserError(f"no such method {name!r}{hint} Known methods: {', '.join(METHODS)}")
     method = METHODS[name]
     if not overrides:
@@ -1152,8 +1151,7 @@ def resolve(name, /, **overrides) -> Method:
     weights = {}
     for key, value in overrides.items():
         if key not in kinds:
-            near = nearest(key, kinds)
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(key, kinds)
             raise UserError(f"{name} takes no {key}; it takes {', '.join(sorted(kinds))}{hint}")
         value = checked(f"{name}.{key}", value, kinds[key])
         if key in ("w_kd", "w_ce"):

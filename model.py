@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from lib import parallel
 from lib.device import gib
-from lib.errors import UserError, nearest
+from lib.errors import UserError, did_you_mean
 from lib.files import read_json, reading
 from lib.hf import (
     check_weights,
@@ -468,10 +468,8 @@ def student_config(
     if not sizes and not shape.startswith("{"):
         if "/" in shape or Path(shape).exists():
             return (load or load_config)(shape)
-        near = nearest(shape, PRESETS)
-        hint = f"; did you mean {near!r}?" if near else ""
-        expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder{hint}"
-        raise UserError(f"student={shape}: {expected}")
+        expected = f"expected a preset ({', '.join(PRESETS)}), 512x8x8, or a folder"
+        raise UserError(f"student={shape}: {expected}{did_you_mean(shape, PRESETS)}")
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     expected = f"expected {', '.join(keys)}, and other keys of config.json"
     with reading(f"student={shape}", expected):

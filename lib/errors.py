@@ -32,7 +32,12 @@ def first_line(error: BaseException) -> str:
     return lines[0]
 
 
-def nearest(name, names) -> str | None:
-    """Return the one of `names` that is closest to `name`, or None if none is close."""
+def did_you_mean(name, names, hints: dict | None = None) -> str:
+    """Return ", did you mean X?" with the one of `names` that is closest, or "" if none is close.
+
+    hints  what people may mean by names that are close to none
+    """
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
-    return near[0] if near else None
+    if hints and name in hints:
+        near = [hints[name]]
+    return f", did you mean {near[0]}?" if near else ""

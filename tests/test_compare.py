@@ -359,7 +359,7 @@ REFUSALS = """
 --tune=alra.gamma=1,5 => --tune=alra.gamma=1,5: expected lr=RATE,RATE,.., and beside it METHOD.SETT
 --tune=lr=0,1 => alra.lr=0.0: expected float more than 0
 --tune=lr=1 --tune=alra.d_max=3,99999 => alra: d_min=3, d_max=99999
---tune=lr=1 --tune=allra.tau=1,2 => no such method 'allra', did you mean 'alra'?
+--tune=lr=1 --tune=allra.tau=1,2 => no such method 'allra', did you mean alra?
 --tad.beta=3 => settings of ['tad'], not among methods=('alra',)
 --methods=alra,tad --tad.top_k=9999 => tad: top_k=9999
 """

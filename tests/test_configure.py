@@ -55,7 +55,7 @@ REFUSALS = """
 --seed=18446744073709551616 => seed=18446744073709551616: expected int 0 or more, below 2**53
 --out_dir= => out_dir='': expected a value
 --alra.gama=3 => alra takes no gama; it takes
---methods=arla => no such method 'arla', did you mean 'alra'?
+--methods=arla => no such method 'arla', did you mean alra?
 --compile=1 => compile=1: expected bool
 --seed=True => seed=True: expected int
 --dtype=int8 => dtype='int8': expected 'auto' or 'float32' or 'bfloat16'

@@ -607,7 +607,7 @@ taid: t=torch.tensor(0.5) => t=tensor(0.5000): expected float 0 to 1
 tad: w_ce=-1.0 => w_ce=-1.0: expected float 0 or more
 pd_wsd: w_ce=0.3 => pd_wsd.w_ce: it is 1 - w_kd, which moves; set w_kd too
 tad: d_max=7 => tad takes no d_max; it takes beta, norm, tau, top_k, w_ce, w_kd
-aldra => no such method 'aldra', did you mean 'alra'?
+aldra => no such method 'aldra', did you mean alra?
 perplexity => no such method 'perplexity'. Known
 """
 
@@ -779,7 +779,7 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
 @pytest.mark.parametrize(
     ("hyper", "message"),
     [
-        ({"tua": 2.0}, "mine takes no tua; it takes beta, tau, w_ce, w_kd; did you mean tau?"),
+        ({"tua": 2.0}, "mine takes no tua; it takes beta, tau, w_ce, w_kd, did you mean tau?"),
         ({"beta": -1.0}, "mine.beta=-1.0: expected float 0 to 1"),
     ],
 )

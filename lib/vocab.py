@@ -260,36 +260,35 @@ def top_in_blocks(z, block_max, k) -> Tensor:
     them holds a token that ranks before every token of the other blocks.
     """
     n_blocks, size = z.shape[1:]
+    place = torch.arange(n_blocks * size, device=z.device)
     if 2 * k >= n_blocks:
-        return places_of_largest(z.flatten(1), k)
-    block = places_of_largest(block_max, k)
-    # in rising order, as equal logits rank by place; torch.compile takes minutes to build a `sort`
-    block = block.topk(k, largest=False).values
-    place = places_of_largest(take(z, block).flatten(1), k)
-    return block.gather(1, place // size) * size + place % size
-
-
-def places_of_largest(x, k) -> Tensor:
-    """Return x.topk(k).indices, with ties in the order of their indices, [N, m] -> [N, k].
-
-    torch.topk does not specify the order of ties. So it is given distinct integers: the bits of x,
-    as an integer that increases with x, times m, minus the index. NaN counts as infinity, so that
-    it is not hidden. x is in fp32 or fp64.
-    """
-    if x.dtype == torch.float64:  # 64 bits leave no room for the place
-        return x.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    bits = x.masked_fill(x.isnan(), math.inf).view(torch.int32).long()
-    rising_bits = torch.where(bits < 0, -(2**31) - bits, bits)
-    m = x.shape[1]
-    return (rising_bits * m - torch.arange(m, device=x.device)).topk(k).indices
+        return largest(z.flatten(1), place, k)
+    block = largest(block_max, place[:n_blocks], k)
+    tokens = block[:, :, None] * size + place[:size]
+    return largest(take(z, block).flatten(1), tokens.flatten(1), k)
 
 
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
-    k = tokens.shape[1]
-    tokens = tokens.topk(k, largest=False).values  # in rising order first
-    return tokens.gather(1, places_of_largest(z.gather(1, tokens), k))
+    return largest(z.gather(1, tokens), tokens, tokens.shape[1])
+
+
+def largest(x, tokens, k) -> Tensor:
+    """Return the tokens of the k largest x, largest first, [N, m], [N, m] or [m] -> [N, k].
+
+    torch.topk does not specify the order of ties. So it is given distinct integers: the bits of x,
+    as an integer that increases with x, then those of the token, counted down. NaN counts as
+    infinity, so that it is not hidden. x is in fp32 or fp64, and tokens are below 2**24.
+    """
+    if x.dtype == torch.float64:  # 64 bits leave no room for the token
+        tokens, order = tokens.expand(x.shape).sort(-1)
+        place = x.gather(1, order).argsort(dim=-1, descending=True, stable=True)
+        return tokens.gather(1, place[:, :k])
+    bits = x.masked_fill(x.isnan(), math.inf).view(torch.int32).long()
+    rising_bits = torch.where(bits < 0, -(2**31) - bits, bits)
+    key = rising_bits * 2**24 - tokens
+    return -key.topk(k).values % 2**24
 
 
 # ----------------------------------------------------------------------------------------------

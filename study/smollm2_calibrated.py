@@ -1,4 +1,4 @@
-# Study B again with a teacher that is not surer than right: 0.974 times the logits of the teacher
+# Study B again with a teacher that is not overconfident: 0.974 times the logits of the teacher
 # of study/smollm2_code.py, so that its entropy is its CE on the scored rows. What is not set here
 # is that study's: text, students, updates.
 #
@@ -16,7 +16,7 @@ out_dir = "out/study_smollm2_calibrated"
 _chosen = {"lr": 1.73e-3}  # by the trials of study/smollm2_code.py
 hyper = {"vanilla_kd": _chosen, "alra": _chosen}
 _compare = {
-    "title": "SmolLM2-135M-Instruct, made as sure as it is right",
+    "title": "SmolLM2-135M-Instruct, without overconfidence",
     "summary": "",
     "tune": ("none",),
     "trial_steps": None,

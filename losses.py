@@ -140,7 +140,7 @@ def alra(
     within = vocab.block_kl(t, s)  # of each block, for the rest
     tokens = vocab.top_in_blocks(s.z, s.block_max, d_max)  # [N, d_max] student proposal set, Eq. 4
     if budget == "adaptive":
-        top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u, Eq. 5
+        top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u, Eq. 4
         tokens = _anchored(tokens, top_1, y[:, None], anchor)
         tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
     # in fp64, which is cheap at this size: equal logits in fp32 and fp64 then get equal budgets
@@ -1035,9 +1035,8 @@ METHODS: dict[str, Method] = {
     "akl": Method(akl, in_chunks=True),
     "todi": Method(todi, w_kd=0.5, w_ce=0.5, in_chunks=True),
     "taid": Method(taid, moving={"t": ramp(0.4, 1.0)}, in_chunks=True),
-    "topk_tail": Method(
-        tad, {"beta": 0.0}, in_chunks=True
-    ),  # KL over the teacher's top K and one bucket
+    # KL over the teacher's top K and one bucket
+    "topk_tail": Method(tad, {"beta": 0.0}, in_chunks=True),
     "logit_std": Method(
         vanilla_kd,
         {"tau": 2.0, "t2_scaling": True, "standardize": True},
@@ -1075,7 +1074,7 @@ def method_loss(
     if method.state:
         method = with_keywords(method, state=state or method.state)
     loss, sums = mean_loss(method, z_s, z_t, y)
-    n_valid = sums.pop("n_valid").clamp(min=1)
+    n_valid = (y != IGNORE).sum().clamp(min=1)
     return loss, {key: value / n_valid for key, value in sums.items()}
 
 
@@ -1085,10 +1084,9 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     z_s, z_t, y  as for an objective
     n            number of valid positions in the forward batch, if these are a chunk of it
     ->           loss []: the sum over these positions, divided by n; and a dict of sums over the
-                 valid ones: `loss`, `kd` (with a teacher), `ce`, the objective's
-                 parts; and `n_valid`, by which the caller divides them. The next state of an
-                 objective that keeps one is under "state.KEY", times n_valid, so that the same
-                 division gives its mean over the forward batches
+                 valid ones: `loss`, `kd` (with a teacher), `ce`, and the objective's parts. The
+                 next state of an objective that keeps one is under "state.KEY", times the number
+                 of valid positions, so that a division by their total gives its mean
 
     A cross-entropy of constant weight 0 is logged, and costs no gradient.
     """
@@ -1106,7 +1104,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
         terms = {"loss": loss, "kd": kd, "ce": ce, **parts}
-    sums = {"n_valid": n_valid}
+    sums = {}
     for key, value in terms.items():
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()

@@ -40,6 +40,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+import lib.torch_setup  # noqa: F401  (every module that computes imports it)
 from lib import parallel
 from lib.device import gib
 from lib.errors import UserError, did_you_mean

@@ -186,13 +186,13 @@ def update(students, teacher, stream: Iterator, step, cfg) -> int:
         inputs = zip(h_s, heads, methods, strict=True)
         # runs the heads forward and backward, a forward batch of logits at a time, or a chunk of it
         results = head_losses(inputs, h_t, head_t, y, cfg.group, cfg.compile, cfg.chunk_positions)
-        for s, (loss, terms) in zip(students, results, strict=True):
+        for s, (loss, sums) in zip(students, results, strict=True):
             # `head_losses` has computed the gradients of h_s and of the head already. This scales
             # them, as the loss is a mean, and continues backward from h_s through the layers.
             (loss / n_micro).backward()
-            for key, value in terms.items():  # means over the n labels of these rows
-                sums = s.next_state if key.startswith("state.") else s.sums
-                sums[key] += value.double() * n
+            for key, value in sums.items():  # over the labels of these rows
+                total = s.next_state if key.startswith("state.") else s.sums
+                total[key] += value.double()
         n_valid += n
     if n_processes > 1:
         for s in students:
@@ -267,7 +267,8 @@ def learning_rate(step, cfg) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
     It rises linearly to `lr` at the last warm-up update. After that it follows `lr_schedule`, up to
-    the end of the `schedule_steps` updates that a run can have at most:
+    the end of the `schedule_steps` updates that a run can have at most. A student with a rate of
+    its own (METHOD.lr) has this schedule times METHOD.lr / `lr`:
 
     cosine    falls to `min_lr` at the schedule's last update
     wsd       stays at `lr`, then falls linearly to `min_lr`; the fall takes the last `decay_share`
@@ -291,7 +292,7 @@ def clip_gradients(parameters, max_norm: float) -> Tensor:
     """Scale all gradients by one factor, so that their common norm is at most `max_norm`.
 
     Returns the norm before scaling, in fp32. The squares are added in fp64, since torch's fp32 norm
-    loses accuracy on the CPU: it is 2 % too small for 67M equal elements.
+    loses accuracy on the CPU: it is up to 2 % off for 67M equal elements.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(grads, 2, torch.float64)

@@ -50,7 +50,7 @@ LOGGED = (
     "time",
 )
 # names that no part of an objective may have
-RESERVED = (*LOGGED, "kd", "ce", "batch_mean", "n_valid")
+RESERVED = (*LOGGED, "kd", "ce")
 
 # ----------------------------------------------------------------------------------------------
 # names and settings
@@ -138,7 +138,7 @@ def generators(name, step, cfg) -> Iterator[torch.Generator]:
 
 
 def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
-    """Return each student's loss and the means of its terms over the rows of a micro-batch.
+    """Return each student's loss and the sums of its terms over the rows of a micro-batch.
 
     students  for each student (h_s [B, T, D_s], w_s [V, D_s], method): last hidden states, head
               weight or `CappedHead`, and `Method`
@@ -148,7 +148,7 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
     compile   use torch.compile: one graph per method, settings and shape; not for random objectives
     chunk     positions whose logits exist at a time, at most, if the objective allows chunks
     ->        for each student its loss [], the mean over forward batches, whose backward may run
-              once; and the detached means of its terms over all valid positions
+              once; and the detached sums of its terms over all valid positions
 
     All students share the teacher's logits, and each gets the same bits as if it were alone.
     """
@@ -172,12 +172,9 @@ def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
             if divided:
                 add_chunks(divided, teacher, y, batch, chunk, compile)
     results = []
-    for head in heads:  # their sums and gradients are over all forward batches, to be divided
-        loss = head.sums.pop("batch_mean")
-        loss = AttachGradients.apply(*head.inputs, loss, head.dh, head.dw)
-        n_valid = head.sums.pop("n_valid").clamp(min=1)
-        terms = {key: value / n_valid for key, value in head.sums.items()}
-        results.append((loss / n_batches, terms))
+    for head in heads:  # loss and gradients are sums over the forward batches, to be divided
+        loss = AttachGradients.apply(*head.inputs, head.loss, head.dh, head.dw)
+        results.append((loss / n_batches, head.sums))
     return results
 
 
@@ -218,7 +215,8 @@ class HeadLoss(Head):
     """One student in `head_losses`: its head, its method, and what is added up over positions.
 
     dh, dw  [B * T, D], [V, D] gradients of the head's inputs; dw in fp32 or wider
-    sums    of the method's loss and terms
+    loss    [] sum of the forward batches' mean losses
+    sums    of the method's terms
 
     `here` is a slice of the B * T positions of the micro-batch.
     """
@@ -227,6 +225,7 @@ class HeadLoss(Head):
         super().__init__(h, w, y)
         self.dh = torch.zeros_like(self.h)
         self.dw = torch.zeros_like(self.w, dtype=torch.promote_types(self.w.dtype, torch.float32))
+        self.loss = 0.0
         self.sums = Counter()
         self.y = y
         self.method = method
@@ -242,12 +241,13 @@ class HeadLoss(Head):
         n  number of valid positions in the forward batch, if `here` is a chunk of it
         """
         z_s = self.logits(here)
-        sums, dz = self.evaluate(method, self.w.dtype, z_s, z_t, self.y[here], n)
+        loss, sums, dz = self.evaluate(method, self.w.dtype, z_s, z_t, self.y[here], n)
         if self.cap:
             dz = soft_cap_backward(dz, z_s, self.cap)
         del z_s
         self.dh[here] = mm(dz, self.w)
         add_mm(self.dw, dz.t(), self.h[here])
+        self.loss += loss
         self.sums.update(sums)  # adds
 
 
@@ -273,7 +273,7 @@ def compiled(fn, device_type) -> Callable:
 
 
 def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
-    """Return what `mean_loss` returns, its loss as "batch_mean" among the sums, and the gradient.
+    """Return what `mean_loss` returns, detached, and the gradient.
 
     The gradient of the loss in z_s is cast to `dtype`. Other arguments are those of `mean_loss`.
     """
@@ -281,7 +281,7 @@ def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
     with torch.enable_grad():
         loss, sums = mean_loss(method, z_s, z_t, y, n)
     (dz,) = torch.autograd.grad(loss, z_s)
-    return {"batch_mean": loss.detach(), **sums}, dz.to(dtype)
+    return loss.detach(), sums, dz.to(dtype)
 
 
 def evaluate_random(method, *inputs):
@@ -377,7 +377,7 @@ def _check_contract(method, V):
 def _check_chunks(method, z_s, z_t, y):
     """Check that the halves of a forward batch have the gradient of the whole."""
     method = method._replace(w_kd=1.0, w_ce=0.0)
-    _, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
+    *_, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
     valid = y != IGNORE
     halves = torch.arange(len(y)).split((len(y) + 1) // 2)
     values = None
@@ -388,7 +388,7 @@ def _check_chunks(method, z_s, z_t, y):
         if values is not None:
             method = with_keywords(method, batch=Batch(values, valid, here))
         inputs = (z_s[here], z_t[here], y[here])
-        _, gradient = evaluate(method, z_s.dtype, *inputs, valid.sum())
+        *_, gradient = evaluate(method, z_s.dtype, *inputs, valid.sum())
         gradients.append(gradient)
     error = torch.cat(gradients) - expected
     if error.norm() > 1e-3 * expected.norm():

@@ -48,11 +48,17 @@ def case(t=T, dtype=torch.float32, seed=0):
 def fused(h_s, w_s, h_t, w_t, y, method, group=1, compile=False, chunk=512, **settings):
     """`head_losses` of one student."""
     method = losses.with_sequences(losses.resolve(method, **settings), group)
-    return methods.head_losses([(h_s, w_s, method)], h_t, w_t, y, group, compile, chunk)[0]
+    students = [(h_s, w_s, method)]
+    ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, group, compile, chunk)
+    return loss, in_fp64(sums)
+
+
+def in_fp64(sums):
+    return {key: value.double() for key, value in sums.items()}
 
 
 def plain(h_s, w_s, h_t, w_t, y, method, group=1, **settings):
-    """What `fused` must equal: each group by itself, terms weighted by positions."""
+    """What `fused` must equal: each group by itself, means of terms times positions."""
     results = []
     n_valid = []
     for rows in torch.arange(B).split(group):
@@ -64,18 +70,17 @@ def plain(h_s, w_s, h_t, w_t, y, method, group=1, **settings):
     loss = sum(loss for loss, _ in results) / len(results)
     terms = {}
     for key in results[0][1]:
-        sums = [terms[key] * n for (_, terms), n in zip(results, n_valid, strict=True)]
-        terms[key] = sum(sums) / sum(n_valid)
-    return loss, terms
+        terms[key] = sum(terms[key] * n for (_, terms), n in zip(results, n_valid, strict=True))
+    return loss, in_fp64(terms)
 
 
 def run(fn, h_s, w_s, *inputs, scale=1.0, **settings):
-    """-> loss, terms, gradients of h_s and w_s."""
+    """-> loss, sums of terms, gradients of h_s and w_s."""
     h_s = h_s.clone().requires_grad_()
     w_s = w_s.clone().requires_grad_()
-    loss, terms = fn(h_s, w_s, *inputs, **settings)
+    loss, sums = fn(h_s, w_s, *inputs, **settings)
     (loss * scale).backward()
-    return loss.detach(), terms, h_s.grad, w_s.grad
+    return loss.detach(), sums, h_s.grad, w_s.grad
 
 
 def assert_equal(got, expected):
@@ -121,9 +126,9 @@ def test_students_of_one_teacher_get_the_bits_they_would_get_alone():
         students.append((h_s.requires_grad_(), w_s.requires_grad_(), METHODS[name]))
     together = methods.head_losses(students, h_t, w_t, y)
     sum(loss for loss, _ in together).backward()
-    for i, (loss, terms) in enumerate(together):
+    for i, (loss, sums) in enumerate(together):
         h_s, w_s, _ = students[i]
-        assert_equal((loss.detach(), terms, h_s.grad, w_s.grad), alone[i])
+        assert_equal((loss.detach(), in_fp64(sums), h_s.grad, w_s.grad), alone[i])
 
 
 @pytest.mark.parametrize("name", ["pretrain", "tad", "alra"])
@@ -267,15 +272,15 @@ def test_one_graph_serves_every_weight_of_a_schedule(name, monkeypatch):
         tensor = torch.tensor(w_kd, dtype=torch.float64)
         method = METHODS[name]._replace(w_kd=tensor, w_ce=1.0 - tensor)
         students = [(h_s, w_s, method)]
-        (result,) = methods.head_losses(students, h_t, w_t, y, compile=compiled)
-        return result
+        ((loss, sums),) = methods.head_losses(students, h_t, w_t, y, compile=compiled)
+        return loss, in_fp64(sums)
 
     for w_kd in (0.0, 0.3, 1.0):
         loss, terms, *gradients = run(plain, *inputs, y, name, w_kd=w_kd, w_ce=1 - w_kd)
         for compiled in (True, False):
             got, got_terms, *got_gradients = run(scheduled, *inputs, y, w_kd, compiled)
             assert_close(got, loss, rtol=1e-5, atol=1e-6)
-            assert_close(got_terms["kd"].float(), terms["kd"], rtol=1e-5, atol=1e-6)
+            assert_close(got_terms["kd"], terms["kd"], rtol=1e-5, atol=1e-5)
             assert_close(got_gradients, gradients, rtol=1e-4, atol=1e-6)
     methods.compiled.cache_clear()
     assert counter.frame_count == 1

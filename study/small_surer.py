@@ -26,7 +26,7 @@ _compare = {
     "teacher as it is, results/small), that of KL alone by -0.02 ± 0.05. SmolLM2 is overconfident "
     "by 0.18 nats on the English text of results/smollm2, and by 0.13 on the Python text of "
     "results/smollm2_code. This is one half of a test; the other one, SmolLM2 made less confident, "
-    "is study/smollm2_calibrated.py. Vanilla KD and ALRA of seeds "
+    "is results/smollm2_calibrated. Vanilla KD and ALRA of seeds "
     "1 and 2 were trained and scored on a processor with AVX2, the others on one with AVX-512.",
     "seeds": 3,
     "fewer_seeds": {},

@@ -37,8 +37,9 @@ from tools import plot
 T975 = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's t with two degrees of freedom, closed form
 STUDY = configure.load([f"{ROOT}/study/small.py"])
 RESULTS = ROOT / "study/results"
-STUDIES = ["small", "smollm2_code", "smollm2", "small_surer"]
-BASES = {"small_surer": ["small"]}  # configs that come before a study's own
+STUDIES = ["small", "smollm2_code", "smollm2", "small_surer", "smollm2_calibrated"]
+# configs that come before a study's own
+BASES = {"small_surer": ["small"], "smollm2_calibrated": ["smollm2_code"]}
 WHY = "step 3: gradient norm inf"
 
 

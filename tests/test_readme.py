@@ -199,7 +199,7 @@ def test_an_objective_is_added_in_three_steps(run, copy, monkeypatch):
     for step, line in (("extras", "    if cfg.compile:\n"), ("optimizers", "    return Student(")):
         assert make_student.count(line) == 1
         make_student = make_student.replace(line, steps[step] + line)
-    line = "        for s, (loss, terms) in zip(students"
+    line = "        for s, (loss, sums) in zip(students"
     assert update.count(line) == 1
     exec(make_student + update.replace(line, steps["hidden states"] + line), edited)
 

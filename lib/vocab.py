@@ -262,19 +262,19 @@ def top_in_blocks(z, block_max, k) -> Tensor:
     n_blocks, size = z.shape[1:]
     place = torch.arange(n_blocks * size, device=z.device)
     if 2 * k >= n_blocks:
-        return largest(z.flatten(1), place, k)
-    block = largest(block_max, place[:n_blocks], k)
+        return tokens_of_largest(z.flatten(1), place, k)
+    block = tokens_of_largest(block_max, place[:n_blocks], k)
     tokens = block[:, :, None] * size + place[:size]
-    return largest(take(z, block).flatten(1), tokens.flatten(1), k)
+    return tokens_of_largest(take(z, block).flatten(1), tokens.flatten(1), k)
 
 
 @torch.no_grad()
 def by_logit(z, tokens) -> Tensor:
     """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
-    return largest(z.gather(1, tokens), tokens, tokens.shape[1])
+    return tokens_of_largest(z.gather(1, tokens), tokens, tokens.shape[1])
 
 
-def largest(x, tokens, k) -> Tensor:
+def tokens_of_largest(x, tokens, k) -> Tensor:
     """Return the tokens of the k largest x, largest first, [N, m], [N, m] or [m] -> [N, k].
 
     torch.topk does not specify the order of ties. So it is given distinct integers: the bits of x,

@@ -101,13 +101,13 @@ nowhere.py => nowhere.py: no such config file
 --lr=nan => lr='?nan'?: expected
 --lr=x => lr='?x'?: expected float
 --lr => --lr: expected --lr=VALUE
---lrr=1 => no such key 'lrr', did you mean '?lr
+--lrr=1 => no such key 'lrr', did you mean lr\?
 --clip=1e999 => clip=inf: expected
 --seed=1000000000000000000000000000000 => seed=10+: expected
 --batch_rows=1000000000000 => needs .* rows
 --methods= => methods=.*expected at least one
 --methods=alra@../x => expected METHOD or METHOD@LABEL
---methods=alr => no such method 'alr', did you mean alra
+--methods=alr => no such method 'alr', did you mean alra\?
 --tad.beta=2 => settings of .*tad
 --alr.d_max=7 => alr
 --alra.d_mx=7 => alra takes no d_mx; it takes anchor, budget, coefficients.* did you mean d_max
@@ -286,9 +286,9 @@ data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {NEW} bad.py => printf "lr = = 1" > bad.py => does not run: SyntaxError
 {NEW} bad.py => printf "raise KeyError(3)" > bad.py => does not run: KeyError: 3
 {NEW} bad.py => printf "x = 1" > bad.py => no such key 'x'
-{NEW} bad.py => echo 'hyper = {{"arla": {{"d_max": 3}}}}' > bad.py => 'arla', did you mean alra
+{NEW} bad.py => echo 'hyper = {{"arla": {{"d_max": 3}}}}' > bad.py => 'arla', did you mean alra\?
 {NEW} bad.py => echo 'hyper = {{"tad": {{"bta": 3}}}}' > bad.py => tad takes no bta; it
-{PREPARE} bad.py => echo 'hyper = {{"arla": {{"a": 3}}}}' > bad.py => 'arla', did you mean alra
+{PREPARE} bad.py => echo 'hyper = {{"arla": {{"a": 3}}}}' > bad.py => 'arla', did you mean alra\?
 {NEW} bad.py => printf "import nowhere" > bad.py => does not run: ModuleNotFoundError
 {NEW} bad.py => printf "lr = '\377'" > bad.py => does not run
 {PREPARE} --source=a.jsonl => echo {{ > a.jsonl => a.jsonl

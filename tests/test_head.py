@@ -4,6 +4,7 @@ several students."""
 import functools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 
 import losses
 import train
+from configure import Config
 from lib import head
 from losses import IGNORE, METHODS
 from run import methods
@@ -302,3 +304,36 @@ def test_students_of_a_run_see_chunks_of_rows_in_groups_and_stored_teachers(tiny
         if all(chunks[key].equal(whole[key]) for key in whole):
             same_bits.add(method)
     assert "adakd" in same_bits and "alra" not in same_bits
+
+
+def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(monkeypatch):
+    seeds = []
+
+    def mine(z_s, z_t, y, *, generator: torch.Generator | None = None):
+        seeds.append(generator.initial_seed())
+        return losses.reverse_kl(z_s, z_t, y)
+
+    h, w, _, _, y = case()
+    w.requires_grad_()
+
+    def drawn(name="mine@a", step=3, world=1, seed=1):
+        seeds.clear()
+        for rank in range(world):
+            processes = SimpleNamespace(rank=lambda rank=rank: rank, world=lambda: world)
+            monkeypatch.setattr(methods, "parallel", processes)
+            cfg = Config(batch_rows=8, group=2, seed=seed, device="cpu", compile=True)
+            student = SimpleNamespace(name=name, method=methods.make_method(name, cfg), state={})
+            method = methods.method_at(student, step, cfg)
+            rows = torch.arange(8 // world) % 4
+            inputs = (h[rows], w.detach(), y[rows])
+            methods.head_losses([(h[rows], w, method)], *inputs, 2, True)
+        return seeds.copy()
+
+    monkeypatch.setitem(METHODS, "mine", losses.Method(mine))
+    first = drawn()
+    assert first[0] == 6394423578351708644  # in every Python
+    assert first == drawn() == drawn(world=2) == drawn(world=4)
+    other = drawn("mine@b") + drawn(step=4) + drawn(seed=5)
+    assert len({*first, *other}) == 16
+    assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
+    methods.check_settings("mine", 53)

@@ -39,7 +39,7 @@ from lib.hf import load_tokenizer, save_tokenizer
 from lib.rows import PAD
 from lib.tokens import encode_texts, leading_bos
 from run.identity import content_hash
-from tests.naive_rows import SHORT_FORMS, naive_rows
+from tests.naive import SHORT_FORMS, naive_rows
 from tests.world import EOS, ROOT, SHARED, kill_when, make_tokenizer, read_table, refusal
 
 FRAGMENTS = r"""

@@ -408,15 +408,15 @@ def init_student(shape: str | Qwen2Config, seed=1234) -> Qwen2:
     of the state dict, so a seed gives the same bits on every device.
     """
     config = student_config(shape) if isinstance(shape, str) else shape
-    n_bytes = 2 * flops_per_token(config, 0, trained=False)  # 4 per weight
+    with torch.device("meta"):
+        model = Qwen2(config)
+    n_bytes = sum(p.nbytes for p in model.parameters())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if n_bytes > memory:
         raise UserError(
             f"student: its weights take {gib(n_bytes)}, this machine has {gib(memory)} of memory; "
             "choose a smaller shape"
         )
-    with torch.device("meta"):
-        model = Qwen2(config)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

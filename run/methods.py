@@ -1,7 +1,7 @@
 """How training calls the methods of losses.py.
 
-This file schedules their settings, seeds random objectives, compiles a method's loss together with
-its gradient, and tries each method on a few positions before a run.
+This file schedules their settings, seeds random objectives, and compiles a method's loss together
+with its gradient.
 
 Dimensions: N positions, V vocabulary.
 """
@@ -9,16 +9,14 @@ Dimensions: N positions, V vocabulary.
 import functools
 import itertools
 import random
-import re
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lib import parallel
-from lib.errors import UserError, first_line
+from lib.errors import UserError
 from lib.head import AttachGradients, Head, add_mm, mm, soft_cap_backward
 from lib.vocab import IGNORE, Batch
 from losses import (
@@ -26,9 +24,7 @@ from losses import (
     Method,
     default_settings,
     mean_loss,
-    parts_of,
     resolve,
-    settings,
     takes,
     with_keywords,
     with_sequences,
@@ -49,8 +45,6 @@ LOGGED = (
     "eta_sec",
     "time",
 )
-# names that no part of an objective may have
-RESERVED = (*LOGGED, "kd", "ce")
 
 # ----------------------------------------------------------------------------------------------
 # names and settings
@@ -94,8 +88,7 @@ def make_method(name, cfg) -> Method:
     """Return a student's method with the settings of its config."""
     method = with_sequences(resolve(name, **cfg.overrides_of(name)), cfg.group)
     if takes(method.fn, "generator"):
-        # marks it; `method_at` puts an iterator here, and `evaluate_random` one generator of it
-        method = with_keywords(method, generator=None)
+        method = with_keywords(method, generator=None)  # `method_at` puts one here
     if "generator" in method.hyper or method.state:
         method = method._replace(in_chunks=False)  # one draw, one next state for a forward batch
     return method
@@ -109,7 +102,7 @@ def method_at(s, step, cfg) -> Method:
     if s.state:
         method = with_keywords(method, state=s.state)
     if "generator" in method.hyper:
-        method = with_keywords(method, generator=generators(s.name, step, cfg))
+        method = with_keywords(method, generator=seeded_generator(s.name, step, cfg))
     return method
 
 
@@ -125,16 +118,16 @@ def _moved(method, step, cfg) -> Method:
     return with_keywords(method, **moving)
 
 
-def generators(name, step, cfg) -> Iterator[torch.Generator]:
-    """Yield the generators of this process's forward batches in an update, in their order.
+def seeded_generator(name, step, cfg) -> torch.Generator:
+    """Return the generator of a student's random numbers in update `step`.
 
-    Their seeds depend on a forward batch's place in the update, and not on how the update is
-    divided into micro-batches and processes.
+    It is seeded for this process's first forward batch; `evaluate_random` seeds it for the next.
+    Seeds depend on a forward batch's place in the update, and not on how the update is divided into
+    micro-batches and processes.
     """
     first_row = parallel.rank() * cfg.batch_rows // parallel.world()
-    for place in itertools.count(first_row // cfg.group):
-        seed = random.Random(f"{cfg.seed} {step} {name} {place}").getrandbits(63)
-        yield torch.Generator(cfg.device).manual_seed(seed)
+    seed = random.Random(f"{cfg.seed} {step} {name}").getrandbits(62) + first_row // cfg.group
+    return torch.Generator(cfg.device).manual_seed(seed)
 
 
 def head_losses(students, h_t, w_t, y, group=1, compile=False, chunk=512):
@@ -285,9 +278,11 @@ def evaluate(method, dtype: torch.dtype, z_s, z_t, y, n=None):
 
 
 def evaluate_random(method, *inputs):
-    """Call `evaluate` with the generator of the next forward batch."""
-    generator = next(method.hyper["generator"])
-    return evaluate(with_keywords(method, generator=generator), *inputs)
+    """Call `evaluate`, and seed the method's generator for the next forward batch."""
+    results = evaluate(method, *inputs)
+    generator = method.hyper["generator"]
+    generator.manual_seed(generator.initial_seed() + 1)
+    return results
 
 
 @torch.no_grad()
@@ -298,157 +293,3 @@ def statistic(method, z_s, z_t, y) -> Tensor:
     method.fn(z_s, z_t, y, **method.hyper, batch=values)
     # settings like TAD's norm="unit" need none
     return values[0] if values else torch.zeros(len(y), device=y.device)
-
-
-# ----------------------------------------------------------------------------------------------
-# the trial before a run
-
-
-def check_settings(name, V: int, /, **overrides):
-    """Try the method on a few positions at a vocabulary of V.
-
-    Raises `UserError` if a setting is wrong, or if the objective breaks a rule of losses.py.
-    """
-    settings(name)  # all have a kind
-    method = resolve(name, **(resolve(name).hyper | overrides))  # checks those of the row too
-    if method.w_ce == 0 and (method.w_kd == 0 or not method.has_teacher):
-        raise UserError(f"{name}: both weights are zero; set w_kd or w_ce")
-    if not method.has_teacher:
-        return
-    try:
-        _check_contract(method, V)
-    except Exception as error:
-        where = ""
-        if not isinstance(error, UserError):
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            where = f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
-        if isinstance(error, TypeError) and re.search(r"guard|takes \d+ positional", str(error)):
-            where += "; `enter` sets ignored logits to 0: pass no `guard` and no `valid` any more"
-        raise UserError(f"{name}: {first_line(error)}{where}") from error
-
-
-def _check_contract(method, V):
-    """Check an objective on ordinary logits, with the labels 0, V - 1 and an ignored one.
-
-    Settings that change during a run have their largest values.
-    """
-    hyper = dict(method.hyper)
-    for key, value_at in method.moving.items():
-        hyper[key] = max(value_at(i / 100) for i in range(101))
-    w_kd = hyper.pop("w_kd", method.w_kd)  # a weight, not a setting of the objective
-    method = method._replace(hyper=hyper)
-    generator = torch.Generator().manual_seed(0)
-    N = max(8, min(32, 2**20 // V))
-    z = torch.randn(2, N, V, generator=generator)  # student's and teacher's logits
-    z *= torch.linspace(0.3, 3.0, N)[:, None]  # nearly uniform at the first position, peaked later
-    y = torch.randint(V, (N,), generator=generator)
-    y[:3] = torch.tensor([0, IGNORE, V - 1])
-    random_state = torch.get_rng_state()
-    first = _try_once(method, z, y)
-    _try_once(method, -z, y)  # if it remembers these logits, the next call differs
-    again = _try_once(method, z, y)
-    if not all(x.isfinite().all() for x in first):
-        raise UserError("its loss or gradient is not finite at ordinary logits")
-    drew = not torch.equal(torch.get_rng_state(), random_state)
-    if drew or not all(map(torch.equal, first, again)):
-        raise UserError(
-            "equal calls differ; keep a state as docs/objectives.md shows, "
-            "draw from a keyword `generator: torch.Generator | None = None`"
-        )
-    is_random = takes(method.fn, "generator")
-    z_wild = z.clone()
-    z_wild[:, 1] *= 1e3  # other logits at the ignored position
-    as_first = all(map(torch.equal, first, _try_once(method, z_wild, y)))
-    if as_first and not is_random:  # draws may depend on the number of positions
-        kept = y != IGNORE
-        expected = [x[kept] for x in first[:2]] + first[2:]
-        others = zip(expected, _try_once(method, z[:, kept], y[kept]), strict=True)
-        as_first = all(torch.allclose(x, other, rtol=1e-3, atol=1e-6) for x, other in others)
-    if not as_first:
-        raise UserError("an ignored position changes others; use `enter` and `valid_mean`")
-    if w_kd > 0 and first[1].abs().sum() < 1e-6 * N:
-        raise UserError(
-            "its gradient is zero at ordinary logits: it teaches nothing; see its settings"
-        )
-    if method.in_chunks and not (method.state or is_random):
-        _check_chunks(method, *z, y)
-
-
-def _check_chunks(method, z_s, z_t, y):
-    """Check that the halves of a forward batch have the gradient of the whole."""
-    method = method._replace(w_kd=1.0, w_ce=0.0)
-    *_, expected = evaluate(method, z_s.dtype, z_s, z_t, y)
-    valid = y != IGNORE
-    halves = torch.arange(len(y)).split((len(y) + 1) // 2)
-    values = None
-    if takes(method.fn, "batch"):
-        values = torch.cat([statistic(method, z_s[h], z_t[h], y[h]) for h in halves])
-    gradients = []
-    for here in halves:
-        if values is not None:
-            method = with_keywords(method, batch=Batch(values, valid, here))
-        inputs = (z_s[here], z_t[here], y[here])
-        *_, gradient = evaluate(method, z_s.dtype, *inputs, valid.sum())
-        gradients.append(gradient)
-    error = torch.cat(gradients) - expected
-    if error.norm() > 1e-3 * expected.norm():
-        raise UserError(
-            "in_chunks=True: half a forward batch has another gradient than the whole; pass what a "
-            "position needs of the others, detached, through `whole_batch`, or set in_chunks=False"
-        )
-
-
-def _check_unchanged(name, argument, original):
-    if not torch.equal(argument, original):
-        raise UserError(f"{name} is changed in place; write x = x / 2 and not x /= 2")
-
-
-def _try_once(method, z, y) -> list[Tensor]:
-    """Return loss [N], gradient [N, V] and the tensors of the next state; z is [2, N, V]."""
-    leaf = z[0].clone().requires_grad_()
-    z_s = leaf.clone()  # unlike a leaf, it may be changed in place
-    z_t = z[1].clone()
-    labels = y.clone()
-    state = {key: value.clone() for key, value in method.state.items()}
-    keywords = dict(method.hyper)
-    if takes(method.fn, "generator"):
-        keywords["generator"] = torch.Generator()
-    if state:
-        keywords["state"] = state
-    result = method.fn(z_s, z_t, labels, **keywords)
-    if not isinstance(result, Tensor) and not hasattr(result, "_asdict"):
-        got = type(result).__name__
-        raise UserError(f"expected a tensor [N], or a NamedTuple whose field is `loss`; got {got}")
-    parts = parts_of(result)
-    loss = parts["loss"]
-    next_state = parts.pop("state", {})
-    shapes = {key: value.shape for key, value in next_state.items()}
-    expected = {key: value.shape for key, value in method.state.items()}
-    if shapes != expected or any(value.requires_grad for value in next_state.values()):
-        raise UserError(f"state: expected detached tensors of shapes {expected}, got {shapes}")
-    if loss.shape != y.shape or loss.dtype.itemsize < 4 or loss[y == IGNORE].any():
-        raise UserError(
-            "expected one number per position, in fp32 or wider, 0 where ignored: end with "
-            "`return leave(.., valid)`"
-        )
-    for name, part in parts.items():
-        got = tuple(part.shape) if isinstance(part, Tensor) else [part]
-        if name in RESERVED or name.startswith("val_"):
-            raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
-        if got[:1] != y.shape:
-            raise UserError(
-                f"part {name}: expected a tensor [N], or [N, ..] that is not logged; got {got}"
-            )
-    _check_unchanged("z_s", z_s, z[0])
-    _check_unchanged("z_t", z_t, z[1])
-    _check_unchanged("y", labels, y)
-    for key, value in state.items():
-        _check_unchanged(f"state[{key!r}]", value, method.state[key])
-    gradient = None
-    if loss.requires_grad:
-        (gradient,) = torch.autograd.grad(loss.sum(), leaf, allow_unused=True)
-    if gradient is None:
-        raise UserError("its loss has no gradient; compute it from z_s, without `detach` or `item`")
-    if gradient[y == IGNORE].any():
-        raise UserError("ignored positions have a gradient; use `enter` and `valid_mean`")
-    return [loss.detach(), gradient, *next_state.values()]

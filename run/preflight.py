@@ -18,7 +18,7 @@ from lib.stats import MIN_PARTS
 from run.checkpoints import branch_point
 from run.identity import made_by, student_shape
 from run.log import say
-from run.methods import check_settings, compute_dtype, needs_teacher
+from run.methods import compute_dtype, needs_teacher
 from run.students import n_validated
 from run.teacher import (
     Teacher,
@@ -28,6 +28,7 @@ from run.teacher import (
     check_vocabulary,
     load_teacher,
 )
+from run.trial import check_settings
 
 
 def open_data(cfg, name) -> Rows:

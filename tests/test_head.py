@@ -17,7 +17,7 @@ import train
 from configure import Config
 from lib import head
 from losses import IGNORE, METHODS
-from run import methods
+from run import methods, trial
 from tests.test_losses import FIRST_TIER, assert_near
 from tests.world import config
 
@@ -331,9 +331,9 @@ def test_what_is_random_depends_on_seed_update_student_and_forward_batch_alone(m
 
     monkeypatch.setitem(METHODS, "mine", losses.Method(mine))
     first = drawn()
-    assert first[0] == 6394423578351708644  # in every Python
+    assert first[0] == 707637904650347474  # in every Python
     assert first == drawn() == drawn(world=2) == drawn(world=4)
     other = drawn("mine@b") + drawn(step=4) + drawn(seed=5)
     assert len({*first, *other}) == 16
     assert losses.settings("mine").keys() == {"w_kd", "w_ce"}  # the generator is none of them
-    methods.check_settings("mine", 53)
+    trial.check_settings("mine", 53)

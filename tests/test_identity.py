@@ -18,7 +18,7 @@ import train
 from lib import code, device
 from lib.files import read_json
 from losses import METHODS, Method
-from run import cache, identity, methods, preflight, scoring
+from run import cache, identity, methods, preflight, scoring, trial
 from tests import world
 from tests.world import ROOT, config, final_bits, read_table, records, refusal
 
@@ -307,7 +307,7 @@ def test_a_row_may_hold_a_partial_of_an_objective(monkeypatch):
     monkeypatch.setitem(METHODS, "soft", row)
     line = "    vanilla_kd: tau=2.0, t2_scaling=False, standardize=False"
     assert line in methods.method_lines()
-    methods.check_settings("soft", 64, t2_scaling=True)
+    trial.check_settings("soft", 64, t2_scaling=True)
     batch = (*torch.randn(2, 5, 9), torch.arange(5))
     loss, _ = losses.method_loss("soft", *batch)
     expected, _ = losses.method_loss("vanilla_kd", *batch, tau=2.0, w_kd=1.0, w_ce=0.0)

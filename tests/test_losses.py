@@ -22,7 +22,7 @@ from torch.testing import assert_close
 import losses
 from lib import vocab
 from losses import IGNORE, METHODS, method_loss
-from run import methods
+from run import methods, trial
 from tests import naive, world
 from tests.world import read_table
 
@@ -774,7 +774,7 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
     if message:
         refusal = pytest.raises(ValueError, match=f"^mine: .*{message}")
     with refusal:
-        methods.check_settings("mine", 23)
+        trial.check_settings("mine", 23)
 
 
 @pytest.mark.parametrize(
@@ -786,7 +786,7 @@ def test_an_objective_is_tried_before_the_first_step(fn, message, monkeypatch):
 )
 def test_the_settings_of_a_row_are_checked(hyper, message, monkeypatch):
     monkeypatch.setitem(METHODS, "mine", losses.Method(losses.jsd, hyper))
-    refused(message, methods.check_settings, "mine", 23)
+    refused(message, trial.check_settings, "mine", 23)
 
 
 TEACHES_NOTHING = read_settings("""
@@ -803,7 +803,7 @@ jsd: beta=0.99999999
 @pytest.mark.parametrize(("name", "settings"), TEACHES_NOTHING)
 def test_settings_that_teach_nothing_are_refused(name, settings):
     with pytest.raises(ValueError, match="its gradient is zero at ordinary logits"):
-        methods.check_settings(name, 101, **settings)
+        trial.check_settings(name, 101, **settings)
 
 
 def test_a_chunk_that_is_not_like_the_whole_and_an_old_contract_are_refused(monkeypatch):
@@ -826,7 +826,7 @@ def test_a_chunk_that_is_not_like_the_whole_and_an_old_contract_are_refused(monk
     for message, method in methods_of_users.items():
         monkeypatch.setitem(METHODS, "mine", method)
         with pytest.raises(ValueError, match=message):
-            methods.check_settings("mine", 101)
+            trial.check_settings("mine", 101)
 
 
 def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
@@ -839,7 +839,7 @@ def test_a_logit_that_is_no_number_is_not_hidden_outside_of_the_sets():
 @pytest.mark.parametrize("V", [53, 4096])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_objective_passes_its_trial(name, V):
-    methods.check_settings(name, V)
+    trial.check_settings(name, V)
 
 
 def test_the_parts_of_an_objective_of_the_readers_own_are_reported(monkeypatch):
@@ -969,7 +969,7 @@ def test_the_page_shows_an_objective_in_chunks(tmp_path, monkeypatch):
     (code,) = re.findall(r"<!-- chunks -->\n```python\n(.*?)```", page, re.S)
     monkeypatch.setitem(METHODS, "unsure_kl", None)
     mine = world.import_objective(code, tmp_path)
-    methods.check_settings("unsure_kl", 61)
+    trial.check_settings("unsure_kl", 61)
     z_s, z_t, y = case()
     entropies = [-sum(p * math.log(p) for p in z.softmax(-1).tolist()) for z in z_s.double()]
     valid = y != losses.IGNORE

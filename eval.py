@@ -315,7 +315,7 @@ def score_rows(
     checkpoints: list[Checkpoint], data_dir: str, teacher_name: str | None, args, device
 ) -> list[dict]:
     """Write and return figures over held-out rows. The teacher is computed once for all."""
-    rows = open_heldout(data_dir, checkpoints, args)
+    rows = open_scored_rows(data_dir, checkpoints, args)
     index = np.arange(rows.n)[args.skip_rows :][: args.max_rows]
     if not len(index):
         raise UserError(f"--skip_rows {args.skip_rows}: {data_dir} has {rows.n} held-out rows")
@@ -356,7 +356,7 @@ def score_rows(
     return results
 
 
-def open_heldout(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows:
+def open_scored_rows(data_dir: str, checkpoints: list[Checkpoint], args) -> Rows:
     """Return the held-out rows, with the smallest vocabulary: that of others is padded.
 
     Raises `UserError` if a checkpoint has another tokenizer or BOS than the rows, or cannot take

@@ -98,7 +98,7 @@ def tables_of_kind(kind, results, reference, metric) -> list[str]:
     rows = pd.DataFrame([x["values"] for x in students.values()], index)
     if kind == "figures":
         title = f"### Held-out rows {first['protocol'].get('rows')}"
-        return [*heldout(title, rows, reference), *scored_on(first["values"]), ""]
+        return [*figure_tables(title, rows, reference), *scored_on(first["values"]), ""]
     lines = []
     for title, start, names in layouts(kind, rows.index.unique(0), reference):
         lines += accuracies(f"### {title}", first, rows.loc[names], start, metric)
@@ -224,7 +224,7 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     return [f"{title}: {what}, {split}", "", *grid(table), "", *notes, ""]
 
 
-def heldout(title, students: pd.DataFrame, reference) -> list[str]:
+def figure_tables(title, students: pd.DataFrame, reference) -> list[str]:
     """Return a table of figures over held-out rows, and one of differences to `reference`.
 
     students  method, seed -> figures

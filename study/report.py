@@ -78,7 +78,7 @@ def report(spec) -> tuple:
         shown = [m for m in dict.fromkeys((*names, reference)) if m in methods]
         # the first table always, and others that compare something
         if not compared or (reference in shown and len(shown) > 1):
-            table = "\n".join(tables.heldout(f"## {title}", results.loc[shown], reference))
+            table = "\n".join(tables.figure_tables(f"## {title}", results.loc[shown], reference))
             for x in students:
                 if "+" in f"{x['git_commit']}":  # trained with uncommitted edits
                     table = table.replace(f"| {x['method']} |", f"| {x['method']} † |")

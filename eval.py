@@ -411,7 +411,7 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
     for sums in metrics.sums_by_part(models, head_t, batches(), n_documents, n_bytes):
         sums = {key: value.cpu().numpy() for key, value in sums.items()}
         totals = {key: value.sum(0) for key, value in sums.items()}
-        if not np.isfinite(totals["ce"]):
+        if not np.isfinite(totals["ce"] + totals.get("kl", 0.0)):
             raise UserError(
                 "the probability of a held-out token is 0 or not a number; the weights have "
                 "diverged"
@@ -432,7 +432,7 @@ def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
     ids  the rows to score: three tokens that spell a space stand for a third of a byte each, and
          for a byte elsewhere. The result has their mean over these rows.
     """
-    pieces = token_bytes(tokenizer.backend_tokenizer)
+    pieces = token_bytes(tokenizer)
     lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
     stream = np.ravel(ids)
     spelling = space_spelling(tokenizer.backend_tokenizer)

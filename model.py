@@ -44,7 +44,7 @@ import lib.torch_setup  # noqa: F401  (every module that computes imports it)
 from lib import parallel
 from lib.device import gib
 from lib.errors import UserError, did_you_mean
-from lib.files import read_json, reading
+from lib.files import reading
 from lib.hf import (
     check_weights,
     find_folder,
@@ -531,8 +531,9 @@ def read_shape(path) -> tuple[dict, str | None]:
     Values that the file leaves out, sizes aside, are transformers' defaults. A key that is neither
     in READ nor in INERT must be without effect on transformers' config object.
     """
-    hf = read_json(path)
-    kind = hf.get("model_type")
+    with reading(path, "correct config.json"):
+        hf = json.loads(path.read_text(encoding="utf-8"))
+        kind = hf.get("model_type")
     if kind not in NATIVE:
         return hf, f"model_type={kind!r}, expected one of {', '.join(NATIVE)}"
     missing = SIZES - hf.keys()
@@ -556,7 +557,8 @@ def read_shape(path) -> tuple[dict, str | None]:
     for key in (*sorted(values.keys() - READ), *complete):
         value = complete.get(key)
         expected = ours.get(key)
-        if value != expected and (value or expected):
+        # False is the default of every other key
+        if value != expected and (value or expected or key == "is_causal"):
             return complete, f"{key}={value!r}, expected {expected!r}"
     rope = complete["rope_parameters"]
     known_rope = {"rope_theta", "rope_type", "type", *LLAMA3}

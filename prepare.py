@@ -59,6 +59,7 @@ from lib.rows import PAD, open_rows, quick_hash, read_ahead
 from lib.settings import Positive, checked
 from lib.stats import half_interval
 from lib.tokens import (
+    check_no_bos,
     check_tokenizer,
     encode_texts,
     leading_bos,
@@ -304,7 +305,10 @@ def open_tokenizer(cfg):
             "turns of a chat; take the base model's",
             file=sys.stderr,
         )
-    check_tokenizer(tokenizer, find_folder(name) / "tokenizer.json")
+    folder = find_folder(name)
+    check_tokenizer(tokenizer, folder / "tokenizer.json")
+    if cfg.bos == "auto" and leading_bos(tokenizer) is None:
+        check_no_bos(folder / "tokenizer_config.json")
     return tokenizer, pinned(name)
 
 
@@ -465,7 +469,7 @@ def ends_row(ids, flags, pieces, start, i):
 def token_table(tokenizer):
     """Return the classes [V] uint8 of a tokenizer's tokens, their bytes, and `space_spelling`."""
     backend = tokenizer.backend_tokenizer
-    pieces = token_bytes(backend)
+    pieces = token_bytes(tokenizer)
     classes = np.array([token_class(piece) for piece in pieces], np.uint8)
     classes[tokenizer.eos_token_id] = EOS | GAP
     return classes, pieces, space_spelling(backend)

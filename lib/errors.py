@@ -27,9 +27,12 @@ def naming_files():
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if it has none."""
+    """Return the first line of an error's message, or its class if it has none.
+
+    A line that ends in a colon goes on with the next one.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
+    return " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
 
 
 def did_you_mean(name, names, hints: dict | None = None) -> str:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
 from lib.errors import UserError, first_line
-from lib.files import atomic_folder, read_json, reading, write_json
+from lib.files import atomic_folder, reading, write_json
 
 HUB_FILES = (
     "config.json",
@@ -55,7 +55,8 @@ def find_folder(name) -> Path:
     repository, _, revision = name.partition("@")
     if repository.count("/") != 1 or folder.parent.is_dir():
         raise UserError(
-            f"{name}: no such folder; a hub id is 'owner/name' or 'owner/name@revision'"
+            f"{name}: no such folder; a hub id is 'owner/name' or 'owner/name@revision', where no "
+            "local folder is called 'owner'"
         )
     from huggingface_hub.errors import HFValidationError
 
@@ -189,8 +190,8 @@ def read_weights(model, folder):
     """Copy a folder's safetensors into `model`: every tensor once, none left over, all finite.
 
     A bias that the decoder lacks must be zero. A `llama` with `attention_bias` has one on the
-    attention's output. Some writers store a tied head as well, which must equal the embedding. A
-    decoder that was saved without its head lacks the prefix `model.`.
+    attention's output. Some writers store a tied head in place of the embedding, or as well: then
+    both must be equal. A decoder that was saved without its head lacks the prefix `model.`.
     """
     targets = dict(model.state_dict())
     missing = set(targets)
@@ -214,9 +215,12 @@ def read_weights(model, folder):
                     f"{file}: {name}: expected no such tensor, or no second one; only biases of "
                     "zeros may be more"
                 )
+    embedding = targets["model.embed_tokens.weight"]
+    if tied_head is not None and "model.embed_tokens.weight" in missing:
+        copy_weight(tied_head, embedding, f"{folder}: lm_head.weight")
+        missing.remove("model.embed_tokens.weight")
     if missing:
         raise UserError(f"{folder}: missing tensor {min(missing)} ({len(missing)} in all)")
-    embedding = targets["model.embed_tokens.weight"]
     if tied_head is not None and not torch.equal(tied_head.to(embedding), embedding):
         raise UserError(f"{folder}: lm_head.weight differs from the embedding, though tied to it")
 
@@ -267,13 +271,15 @@ def weight_files(folder) -> list[Path]:
         return [single]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        with reading(index):
-            shards = set(read_json(index)["weight_map"].values())
+        with reading(index, "download it again"):
+            shards = set(json.loads(index.read_text())["weight_map"].values())
             return [folder / Path(shard).name for shard in sorted(shards)]
-    raise UserError(
-        f"{folder}: no model.safetensors; convert a pickle (*.bin, *.pt), which can run code, to "
-        "safetensors"
-    )
+    remedy = "expected it, or model.safetensors.index.json with the shards that it names"
+    if (folder / "adapter_config.json").exists():
+        remedy = "merge the adapter with its model, and save that"
+    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        remedy = "convert the pickle, which can run code, to safetensors"
+    raise UserError(f"{folder}: no model.safetensors; {remedy}")
 
 
 def all_finite(z) -> bool:

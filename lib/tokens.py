@@ -10,13 +10,17 @@ import tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.errors import UserError
+from lib.files import read_json
 
 
-def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Return the bytes of every id; empty for special tokens.
+def token_bytes(tokenizer) -> list[bytes]:
+    """Return the bytes of text that every id stands for.
 
-    Reads byte-level vocabularies, and those that write U+2581 for a space.
+    They are empty for EOS, BOS and what else the tokenizer puts around a text, but not for other
+    special tokens: their ids only come from texts that a vocabulary spells so. Reads byte-level
+    vocabularies, and those that write U+2581 for a space.
     """
+    backend = tokenizer.backend_tokenizer
     kinds = decoder_kinds(backend)
     byte_level = "ByteLevel" in kinds
     if not byte_level and not kinds & {"Metaspace", "ByteFallback"}:
@@ -30,15 +34,17 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * (max(vocab.values()) + 1)
     for token, i in vocab.items():
-        if i in added:
-            if not added[i].special:
-                pieces[i] = token.encode()
-        elif byte_level:
-            pieces[i] = token.translate(byte_of).encode("latin-1")
-        elif byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
-            pieces[i] = bytes.fromhex(byte[1])
+        if not byte_level:
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+            pieces[i] = bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+        elif i in added or not byte_of.keys() >= set(map(ord, token)):
+            pieces[i] = token.encode()
         else:
-            pieces[i] = token.replace("▁", " ").encode()
+            pieces[i] = token.translate(byte_of).encode("latin-1")
+    bare = backend.encode("", add_special_tokens=False).ids
+    around = {*backend.encode("", add_special_tokens=True).ids}.difference(bare)
+    for i in {tokenizer.eos_token_id, tokenizer.bos_token_id, *around} - {None}:
+        pieces[i] = b""
     return pieces
 
 
@@ -77,6 +83,18 @@ def check_tokenizer(tokenizer, file):
     eos = tokenizer.eos_token
     if stored.token_to_id(eos) is None:
         raise UserError(f"tokenizer: lacks its eos_token {eos!r}; take another tokenizer")
+
+
+def check_no_bos(file):
+    """Raise `UserError` if a tokenizer_config.json asks for a BOS that tokenizer.json lacks.
+
+    transformers 4 added it all the same, transformers 5 does not.
+    """
+    if file.is_file() and read_json(file).get("add_bos_token"):
+        raise UserError(
+            f"{file}: add_bos_token is true, but tokenizer.json adds no BOS; correct either, or "
+            "set bos=none"
+        )
 
 
 def encode_texts(backend: tokenizers.Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:

@@ -24,13 +24,15 @@ from lib import parallel
 from lib.errors import UserError
 from lib.files import atomic_folder, reading
 from lib.head import CappedHead, soft_cap
-from lib.hf import check_weights, find_folder, save_tokenizer
+from lib.hf import all_finite, check_weights, find_folder, save_tokenizer
 from model import config_file
 
 transformers.logging.disable_progress_bar()  # a bar for each file, also of checkpoints
 
 # Causal masks that GPT-2, GPT-Neo and GPT-J used to save; none of them has a bias of that name.
 MASKS = (".attn.bias", ".attn.attention.bias", ".masked_bias")
+# Names of the largest number of positions: of most, of MPT, and of Whisper's decoder.
+CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 PAD = 8  # columns that a head with a bias has more, since products are fast at multiples of 8
 
 
@@ -74,7 +76,9 @@ def foreign_config(name) -> transformers.PretrainedConfig:
         )
     text = config.get_text_config()
     for key, value in vars(text).items():
-        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+        # PhiMoE's jitter is no noise, but a threshold of its routers
+        is_noise = "drop" in key or ("jitter" in key and text.model_type != "phimoe")
+        if is_noise and isinstance(value, float):
             setattr(text, key, 0.0)
     return config
 
@@ -87,9 +91,14 @@ def shape_of(config: transformers.PretrainedConfig) -> ForeignConfig:
     values.get("text_config", values).pop("vocab_size", None)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    keys = ("vocab_size", "max_position_embeddings", "rms_norm_eps")
-    sizes = [getattr(text, key, None) for key in keys]
-    return ForeignConfig(*sizes, rope.get("rope_theta"), values)
+    contexts = [getattr(text, key, None) for key in CONTEXTS]
+    return ForeignConfig(
+        vocab_size=text.vocab_size,
+        max_position_embeddings=next(filter(None, contexts), None),
+        rms_norm_eps=getattr(text, "rms_norm_eps", None),
+        rope_theta=rope.get("rope_theta"),
+        config=values,
+    )
 
 
 @functools.cache  # the model is built for it
@@ -210,15 +219,18 @@ def load_foreign(name, dtype=torch.float32, device="cpu", shard: int = 1) -> For
             trust_remote_code=False,
             output_loading_info=True,
         )
-    missing = info["missing_keys"]  # transformers would draw them
-    if missing:
-        raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
     # transformers ignores tensors for which it has no place
     more = [key for key in info["unexpected_keys"] if not key.endswith(MASKS)]
     if more:
         raise UserError(
             f"{name}: config.json has no place for tensor {min(more)} ({len(more)} in all)"
         )
+    missing = info["missing_keys"]  # transformers would draw them
+    if missing:
+        raise UserError(f"{name}: missing tensor {min(missing)}; the checkpoint is incomplete")
+    for key, p in lm.named_parameters():
+        if not all_finite(p):
+            raise UserError(f"{name}: {key} is not finite; download or write it again")
     if shard == 1:
         lm.to(device)
     with reading(folder, "choose another model"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lib.errors import UserError
+from lib.files import read_json
 from lib.hf import find_folder, load_tokenizer
 from model import (
     Qwen2,
@@ -131,11 +132,17 @@ def check_ids(key, name, tokenizer, may_lack=False):
     key       of the config, whose value is `name`
     may_lack  whether it may lack some of the tokens
     """
-    file = find_folder(name) / "tokenizer.json"
-    # the tokenizer of the rows itself needs no check
-    if not file.is_file() or str(file.parent) == tokenizer.name_or_path:
+    folder = find_folder(name)
+    older = folder / "vocab.json"  # which lacks added tokens
+    if str(folder) == tokenizer.name_or_path:
+        return  # the tokenizer of the rows itself
+    if (folder / "tokenizer.json").is_file():
+        ids = load_tokenizer(name).get_vocab()
+    elif older.is_file():
+        ids = read_json(older)
+        may_lack = True
+    else:
         return
-    ids = load_tokenizer(name).get_vocab()
     for token, index in sorted(tokenizer.get_vocab().items()):
         theirs = ids.get(token)
         if theirs != index and not (may_lack and theirs is None):

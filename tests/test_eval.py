@@ -1,5 +1,6 @@
 """eval.py and lib/tasks.py: requests scored as by lm-eval's own backend, items checked, figures."""
 
+import copy
 import csv
 import dataclasses
 import json
@@ -658,6 +659,11 @@ def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):
         assert float(n_bytes[ids].sum()) == pytest.approx(len(text.encode()))
         assert n_bytes[ids].min() > 0
     lengths = ev.byte_lengths(tokenizer, 311)
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "a"})  # of the vocabulary; it still is a letter
+    lengths = ev.byte_lengths(tokenizer, 311)
+    tokenizer.backend_tokenizer.encode_special_tokens = True
     assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
     assert lengths[0] == 0 and not lengths[307:].any()
 

@@ -222,7 +222,8 @@ teacher=teacher: vocabulary of 100, but the tokenizer has 257 tokens
 {NEW} => rm {WEIGHTS} => teacher: no model.safetensors
 {NEW} => truncate -s -100 {WEIGHTS} => {WEIGHTS}: cannot be used
 {NEW} => printf '%99s' > {WEIGHTS} => {WEIGHTS}: cannot be used
-{NEW} => rm {WEIGHTS}; touch teacher/pytorch_model.bin => no model.safetensors; convert a pickle
+{NEW} => rm {WEIGHTS}; touch teacher/pytorch_model.bin => no model.safetensors; convert the pickle
+{NEW} => rm {WEIGHTS}; touch teacher/adapter_config.json => safetensors; merge the adapter
 {NEW} => tensor {WEIGHTS} {NORM} x*float("nan") => {WEIGHTS}: {NORM} .*finite
 {NEW} => tensor {WEIGHTS} {NORM} None => teacher: missing tensor {NORM}
 {NEW} => tensor {WEIGHTS} more torch.ones(1) => {WEIGHTS}: .*more
@@ -249,6 +250,10 @@ a different run .alra: methods was .pretrain., now .alra.
 {NEW} --student=other --student_weights=other => {PERMUTED} => its tokenizer gives
 {NEW} --teacher=other --tokenizer=teacher => {PERMUTED} => \
 teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
+{NEW} --teacher=other --tokenizer=teacher => {OTHER}/config.json vocab_size=259 then \
+rm other/tokenizer.json; echo '{{"a": 66}}' > other/vocab.json => \
+teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
+{PREPARE} => set teacher/tokenizer_config.json add_bos_token=true => adds no BOS; .*set bos=none
 {EVAL} --teacher other => {PERMUTED} => teacher=other: its tokenizer gives 'a'
 {EVAL} --teacher other => {SHORT} => seq_len=16: teacher=other supports 8 positions
 {BRANCH[:-1]}4 => mv {STEP} {STEP[:-1]}4 => its name is not that of step 3

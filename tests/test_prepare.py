@@ -915,7 +915,21 @@ def test_a_tokenizer_that_does_not_give_its_text_back_is_refused():
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0}, unk_token="a"))
     backend.decoder = decoders.WordPiece()
     with pytest.raises(ValueError, match="WordPiece"):
-        prepare.token_bytes(backend)
+        prepare.token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a"))
+
+
+def test_the_bytes_of_tokens_that_are_written_in_another_way():
+    """As Gemma writes runs of spaces, and a byte-level token with other characters than bytes."""
+    spaced = byte_fallback()
+    spaced.backend_tokenizer.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])
+    facts = json.loads(byte_level(True).backend_tokenizer.to_str())
+    facts["model"]["vocab"]["é中"] = 420
+    backend = tokenizers.Tokenizer.from_str(json.dumps(facts))
+    written = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
+    for tokenizer, token, expected in ((spaced, "▁▁", b"  "), (written, "é中", "é中".encode())):
+        token = tokenizer.convert_tokens_to_ids(token)
+        assert tokenizer.decode(token).encode() == expected
+        assert prepare.token_bytes(tokenizer)[token] == expected
 
 
 @pytest.mark.parametrize(("size", "places"), [(3, range(3)), (7919, [0, 3, 7915, 7918])])

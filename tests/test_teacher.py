@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +28,14 @@ from model import PRESETS, Qwen2, Qwen2Config, init_student, load_config, studen
 from run.foreign import check_logits
 from run.methods import head_losses
 from run.scoring import open_checkpoint
-from run.teacher import INHERITED, check_vocabulary, inherited, load_teacher, model_flops
+from run.teacher import (
+    INHERITED,
+    check_vocabulary,
+    inherited,
+    load_shape,
+    load_teacher,
+    model_flops,
+)
 from study import scale_teacher
 from tests.world import DEMO, V, config, edit, final_bits, read_table, refusal, write_text
 from tools import sample
@@ -62,6 +71,7 @@ olmo 2 => olmo2 => {}
 smollm 3 => smollm3 => {}
 gemma 3 => gemma3_text => {"head_dim": 8, "sliding_window": 8}
 phi 3 => phi3 => {}
+jitter => phimoe => {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": null}
 mixture of experts => olmoe => {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}
 mamba => mamba => {"state_size": 4}
 gpt 2 => gpt2 => {}
@@ -392,6 +402,51 @@ def test_models_that_are_not_hidden_states_and_a_head_are_refused(make, tmp_path
     transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
     with refusal(r"missing tensor lm_head\.weight"):
         load(folder)
+    folder = make("qwen3", {"head_dim": 6})
+    edit(f"{folder}/config.json", "is_causal=false")
+    with refusal("depend on later tokens"):
+        load(folder)
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+def test_a_weight_that_few_texts_touch_must_be_finite_too(number, make):
+    folder = make(*FOREIGN["olmo 2"])
+    file = f"{folder}/model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["model.embed_tokens.weight"][V - 1, 3] = number
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    with refusal(r"model\.embed_tokens\.weight is not finite"):
+        load(folder)
+
+
+def test_a_tied_head_may_be_stored_in_place_of_the_embedding(make):
+    folder = make(*NATIVE["smollm2"])
+    expected = transformers_logits(folder)
+    file = f"{folder}/model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    check_close(logits(load(folder)), expected)
+
+
+def test_numbers_that_json_lacks_may_be_in_a_config(make):
+    folder = make("mamba2", {"num_heads": 4, "head_dim": 12, "state_size": 4, "n_groups": 1})
+    file = Path(folder, "config.json")
+    limit = '{"time_step_limit": [0.0, Infinity],'
+    file.write_text(
+        re.sub('"time_step_limit": [^]]*],', "", file.read_text()).replace("{", limit, 1)
+    )
+    check_close(logits(load(folder)), transformers_logits(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("mpt", "max_seq_len"), ("whisper", "max_target_positions")]
+)
+def test_the_context_of_a_family_with_a_name_of_its_own_for_it(family, key, tmp_path):
+    write_json(
+        tmp_path / "config.json", {"model_type": family, key: 48, "is_encoder_decoder": False}
+    )
+    assert load_shape(f"{tmp_path}/config.json").max_position_embeddings == 48
 
 
 def test_remote_code_is_never_run(tmp_path):

@@ -250,6 +250,8 @@ def check_students(cfg):
         if cfg.methods.count(name) > 1:
             raise UserError(f"methods: duplicate {name!r}; set labels, like alra@a,alra@b")
     for name, settings in cfg.hyper.items():
+        if not all(isinstance(key, str) for key in (name, *settings)):
+            raise UserError(f"hyper[{name!r}]={settings!r}: expected names of settings")
         checked(f"{name}.lr", settings.get("lr", cfg.lr), Positive)
 
 
@@ -258,6 +260,9 @@ def check_numbers(cfg):
     for name, value in vars(cfg).items():
         if value in ("", []):
             raise UserError(f"{name}={value!r}: expected a value; None means that it is not set")
+    for name in ("data_dir", "out_dir"):
+        if getattr(cfg, name).startswith("~"):
+            raise UserError(f"{name}={getattr(cfg, name)}: expected the folder without ~, in full")
     rows = cfg.batch_rows
     end = cfg.schedule_steps
     micro = cfg.micro_batch
@@ -416,7 +421,7 @@ def run_file(path: str) -> dict:
         raise UserError(f"{path}: no such config file (*.py){hint}")
     names = {}
     try:
-        exec(compile(Path(path).read_text(), path, "exec"), names)
+        exec(compile(Path(path).read_bytes(), path, "exec"), names)
     except (Exception, SystemExit) as error:
         raise UserError(f"{path}: does not run: {type(error).__name__}: {error}") from error
     values = {}
@@ -504,7 +509,8 @@ def guard(main) -> int:
         return 141
     except UserError as error:
         is_alone = "step" in PROGRESS and not error.is_shared
-        if is_alone or os.environ.get("LOCAL_RANK", "0") == "0":  # else all have the same
+        is_first = "WORLD_SIZE" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+        if is_alone or is_first:  # else all have the same
             print(f"UserError: {error}", file=sys.stderr)
         code = PROGRESS.get("code", 1)
     except Exception:

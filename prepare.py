@@ -43,7 +43,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lib.documents import SUFFIXES, list_files, read_document, read_files
-from lib.errors import UserError
+from lib.errors import UserError, naming_files
 from lib.files import (
     flush,
     for_json,
@@ -91,7 +91,7 @@ def main(argv) -> int:
     match argv:
         case ["--verify", folder]:
             verify(Path(folder))
-        case ["--show", row, folder] if row.isdigit():
+        case ["--show", row, folder] if row.isdecimal():
             show(Path(folder), int(row))
         case ["--verify" | "--show", *_]:
             raise UserError(
@@ -195,13 +195,15 @@ def open_source(cfg):
     streams = []
     facts = []
     for part in parts:
-        with reading(f"source: {part}", "expected name, share; text, config, split, revision"):
+        remedy = "expected name, share; text, config, split, revision"
+        with reading(f"source: {part}", remedy), naming_files():
             stream, fact = open_part(cfg, **part)
         streams.append(stream)
         facts.append(fact)
     if len(parts) == 1:
         return streams[0], facts
     shares = np.array([checked("share", part.get("share"), Positive) for part in parts])
+    shares /= shares.max()  # else their sum could be infinite
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share
@@ -247,7 +249,10 @@ def open_part(cfg, name, share=1.0, revision=None, **own):
             files = list_files(name)
             content = [quick_hash(Path(file)) for file in files]
         arguments = {"files": files, "column": cfg.source_text}
-        stream = datasets.IterableDataset.from_generator(read_files, gen_kwargs=arguments)
+        texts = dict.fromkeys(("where", "text", "bad"), datasets.Value("string"))
+        stream = datasets.IterableDataset.from_generator(
+            read_files, datasets.Features(texts), gen_kwargs=arguments
+        )
     else:
         stream, name = open_hub(name, revision, cfg)
         content = name  # the commit in it stands for the content
@@ -274,20 +279,13 @@ def open_hub(name, revision, cfg):
 
 
 def say_ended(cfg, position):
-    """Print which parts of a mixture have ended, and how many documents the others have left.
-
-    They are counted if all parts are local files.
+    """Print which parts of a mixture have ended before the others.
 
     position  of the mixture, after the last document of a part (`IterableDataset.state_dict`)
     """
     names = [part["name"] for part in split_mixture(cfg.source)]
     ended = itertools.compress(names, position["examples_iterable"]["is_exhausted"])
-    n_left = "some"
-    if all(map(is_local, names)):
-        others, _ = open_source(dataclasses.replace(cfg, mixture_end="all"))
-        others.load_state_dict(position)
-        n_left = f"{sum(1 for _ in others):,}"
-    print(f"source: {', '.join(ended)} ended, the others have {n_left} documents left")
+    print(f"source: {', '.join(ended)} ended before the others")
     if not cfg.mixture_end:
         print("the mixture ends here; --mixture_end=all goes on until its last part ends")
 
@@ -698,6 +696,9 @@ def measure(file, recipe):
     n_eos = np.concatenate(n_eos)
     n_rows = len(n_eos)
     n_targets = int(counts[:n_vocab].sum())
+    if not n_targets:
+        what = "no row has two tokens, so there is nothing to predict"
+        raise UserError(f"{file}: {what}; remove {file.parent}, and prepare more text")
     n_tokens = n_targets + n_rows  # the first id of a row is no target
     facts = {
         "rows": n_rows,

@@ -35,7 +35,14 @@ from lib.files import locked
 from lib.hf import weights_hash
 from lib.rows import read_ahead, row_order
 from run import ending, preflight
-from run.checkpoints import finish_saving, resume, save_checkpoints, save_model, stop_diverged
+from run.checkpoints import (
+    check_methods,
+    finish_saving,
+    resume,
+    save_checkpoints,
+    save_model,
+    stop_diverged,
+)
 from run.identity import student_shape
 from run.log import (
     UNWRITTEN,
@@ -346,6 +353,7 @@ def distil(cfg) -> int:
     )
     with contextlib.ExitStack() as stack:
         parallel.on_first(stack.enter_context, lock)  # process 0 holds it for all
+        parallel.on_first(check_methods, cfg)  # before anything is written there
         stack.enter_context(ending.reported(cfg))
         preflight.check_config(cfg)
         share = cfg.batch_rows // parallel.world()  # rows of this process in an update

@@ -48,6 +48,7 @@ def list_files(source: str) -> list[str]:
             left_out["broken links"].append(name)
             continue
         if not stat.S_ISREG(facts.st_mode):
+            left_out["folders or devices"].append(name)
             continue
         if not name.lower().endswith(SUFFIXES):
             left_out["files with other suffixes"].append(name)
@@ -115,6 +116,8 @@ def read_records(file, column) -> Iterator[bytes | dict]:
     import pyarrow.parquet
 
     suffix = os.path.splitext(file)[1].lower()
+    if suffix in (".gz", ".zst") and not os.path.getsize(file):
+        raise EOFError("it is empty")
     if suffix == ".txt":
         with open(file, "rb") as stored:
             yield {column: stored.read()}

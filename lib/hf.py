@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from lib import parallel
 from lib.errors import UserError, first_line
-from lib.files import atomic_folder, reading, write_json
+from lib.files import atomic_folder, read_json, reading, write_json
 
 HUB_FILES = (
     "config.json",
@@ -43,12 +43,18 @@ def find_folder(name) -> Path:
 
     A revision is a branch, tag or commit; the default branch if left out. In a student's folder, as
     train.py writes it, the model is `model/`, or that of the newest checkpoint if the run has not
-    ended. A checkpoint's model is its `model/` too.
+    ended, or goes on. A checkpoint's model is its `model/` too.
     """
     folder = Path(os.path.expanduser(name))  # leaves the name of an unknown user as it is
     if folder.is_dir():
-        newest = sorted(folder.glob("checkpoints/step_*/model"), reverse=True)
-        for candidate in (folder, folder / "model", *newest):
+        candidates = [folder, folder / "model"]
+        newest = sorted(folder.glob(f"checkpoints/step_{'[0-9]' * 8}/model"), reverse=True)
+        finished = folder / "run.json"
+        if newest and finished.is_file():
+            step = read_json(finished, {"step": int})["step"]
+            if newest[0].parent.name > f"step_{step:08d}":  # trained further since
+                candidates.pop()
+        for candidate in (*candidates, *newest):
             if (candidate / "config.json").is_file():
                 return candidate
         return folder

@@ -112,7 +112,6 @@ def read_folder(students, run):
         and its state, if any; and whether the run is new
     """
     cfg = run.cfg
-    check_methods(Path(cfg.out_dir, "run.json"), cfg)
     stops = {}
     for s in students:
         file = s.folder / "stopped.json"
@@ -134,8 +133,9 @@ def read_folder(students, run):
     return stops, sources, is_new
 
 
-def check_methods(file, cfg):
-    """Raise `UserError` if run.json is that of a student, or of a run of other methods."""
+def check_methods(cfg):
+    """Raise `UserError` if out_dir has a run.json of a student, or of a run of other methods."""
+    file = Path(cfg.out_dir, "run.json")
     if not file.is_file():
         return
     facts = read_json(file, RUN_FILE)

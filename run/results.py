@@ -29,6 +29,7 @@ RESULT = {
     "scored": dict,
     "weights_sha256": str,
     "run": dict,
+    "values": dict,
 }
 SCORES = {"acc": float, "n": int, "n_paper": int}  # of a task
 VALUES = dict.fromkeys(SUITES, dict[str, SCORES])

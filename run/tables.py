@@ -115,15 +115,16 @@ def method_of(result) -> str:
 def by_method(results: list[dict]) -> dict:
     """Return method, seed -> result, in the order of the paper's tables, others as they come.
 
-    Of several results in a folder the newest counts. Refuses those that cannot be compared.
+    Of a model whose weights have changed the newest result counts. Refuses results that cannot be
+    compared.
     """
     rows = {}
     for x in results:
         key = method_of(x), x["run"].get("seed", 0)
-        other = rows.get(key, x)["folder"]
-        if other != x["folder"]:
+        other = rows.get(key, x)
+        if (other["folder"], other["name"]) != (x["folder"], x["name"]):
             what = f"{key[0]} with seed {key[1]}"
-            raise UserError(f"{other} and {x['folder']} both hold {what}; leave one out")
+            raise UserError(f"{other['name']} and {x['name']} both hold {what}; leave one out")
         rows[key] = x
     check_comparable(rows.values())
     order = [*NAMES, *(method for method, _ in rows)]

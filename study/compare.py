@@ -159,21 +159,22 @@ def compare(spec, cfg, choices: dict):
     if run("prepare.py", write_config(spec.out / "runs/config.py", cfg)):
         raise UserError("prepare.py: made no rows; see its message above")
     plan["shared"] = shared_record(cfg, file)
-    n_held_out = len(open_rows(cfg.data_dir, "val")[0])
-    n_rows = min(spec.rows, n_held_out - (cfg.val_max_rows or n_held_out))
-    if n_rows < 1:
+    held_out, _ = open_rows(cfg.data_dir, "val")
+    rows = held_out[cfg.val_max_rows or len(held_out) :][: spec.rows]
+    if not len(rows):
         what = "trials use these rows, scores the later ones"
-        raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n_held_out}")
+        n = len(held_out)
+        raise UserError(f"val_max_rows={cfg.val_max_rows}: {what}; {cfg.data_dir} has {n}")
     plan["trials"] = run_trials(spec, cfg, choices)
     chosen = best_settings(plan["trials"])
     failed = {x["method"] for x in plan["trials"]} - chosen.keys()  # all trials; has no rate
     students = [s for s in plan_students(spec, cfg, chosen) if s.methods[0] not in failed]
     train(students, cfg, spec)
-    score(students, n_rows, cfg, spec)
+    score(students, rows, cfg, spec)
     record = on_record(cfg, spec.out)
     for s in students:
         facts = record.get(recipe(s), {})
-        name = facts["name"] if is_scored(s, facts, n_rows) else None
+        name = facts["name"] if is_scored(s, facts, rows) else None
         plan["students"].append({"method": s.methods[0], "seed": s.seed, "name": name})
     write_json(file, plan)
 
@@ -319,16 +320,16 @@ def train(students: list[Config], cfg, spec):
         run("train.py", write_config(out.with_suffix(".py"), shared))
 
 
-def score(students: list[Config], n_rows: int, cfg, spec):
-    """Score the trained students on `n_rows` held-out rows, those after the rows for trials."""
+def score(students: list[Config], rows, cfg, spec):
+    """Score the trained students on these held-out rows, those after the rows for trials."""
     record = on_record(cfg, spec.out)
     folders = []
     for s in students:
         facts = record.get(recipe(s))
-        if facts and not is_scored(s, facts, n_rows):
+        if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
             folders.append(spec.out / "runs" / run_name / facts["method"])
-    flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={n_rows}", f"--device={cfg.device}"]
+    flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={len(rows)}", f"--device={cfg.device}"]
     if cfg.accept_edits:
         flags.append("--accept_edits")
     if folders:

@@ -4,6 +4,7 @@ OUT/students.jsonl.zst has a line for each of them: its facts, its figures (CE, 
 `log`. `pandas.read_json(FILE, lines=True)` reads it.
 """
 
+import hashlib
 import json
 from functools import cache
 from pathlib import Path
@@ -128,11 +129,18 @@ def flops(cfg) -> tuple:
     return student, model_flops(load_shape(cfg.teacher), cfg.seq_len, trained=False)
 
 
-def is_scored(student: Config, facts: dict, n_rows: int) -> bool:
-    """Return whether a student has stopped, or has figures over these rows with this teacher."""
-    expected = {"skip_rows": student.val_max_rows, "n_rows": n_rows}
+def is_scored(student: Config, facts: dict, rows) -> bool:
+    """Return whether a student has stopped, or has fp32 figures over these rows, with this teacher.
+
+    rows  [n_rows, row_len] uint32
+    """
+    if "stopped" in facts:
+        return True
+    if facts["scores"].get("protocol", {}).get("dtype") != "float32":
+        return False
+    expected = {"rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest()}
     if "scoring_code" in facts:  # committed studies have figures without it
         expected["scoring_code"] = scoring_code("figures")
     if student.teacher:
         expected["teacher_sha256"] = content_hash(student.teacher)
-    return "stopped" in facts or expected.items() <= facts.items()
+    return expected.items() <= facts.items()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import matplotlib
+import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
@@ -340,13 +341,21 @@ def test_a_folder_of_the_user_is_left_as_it_is(names, tmp_path, monkeypatch):
 
 def test_figures_count_by_their_rows_teacher_dtype_and_code(tiny, tmp_path):
     cfg = world.config(tiny, tmp_path, methods="pd", val_max_rows=4)
-    facts = {"skip_rows": 4, "n_rows": 3, "scoring_code": scoring_code("figures")}
-    facts["teacher_sha256"] = content_hash(cfg.teacher)
-    assert record.is_scored(cfg, facts, 3)
-    for key in facts:
-        assert not record.is_scored(cfg, facts | {key: "another"}, 3), key
+    rows = np.arange(12, dtype=np.uint32).reshape(3, 4)
+    facts = {
+        "rows_sha256": hashlib.sha256(bytes(rows)).hexdigest(),
+        "teacher_sha256": content_hash(cfg.teacher),
+        "scoring_code": scoring_code("figures"),
+        "scores": {"protocol": {"dtype": "float32"}},
+    }
+    assert record.is_scored(cfg, facts, rows)
+    others = facts | {"scores": {"protocol": {"dtype": "bfloat16"}}}
+    assert not record.is_scored(cfg, others, rows)
+    for key in facts.keys() - {"scores"}:
+        assert not record.is_scored(cfg, facts | {key: "another"}, rows), key
+    assert not record.is_scored(cfg, facts | {"scores": {}}, rows)
     del facts["scoring_code"]  # of the committed studies
-    assert record.is_scored(cfg, facts, 3)
+    assert record.is_scored(cfg, facts, rows)
 
 
 # --- flags

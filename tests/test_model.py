@@ -223,6 +223,16 @@ def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
         find_folder("owner/gone")
 
 
+@pytest.mark.parametrize(("step", "found"), [(4, "checkpoints/step_00000008/model"), (8, "model")])
+def test_of_a_student_that_is_trained_further_the_newest_checkpoint_counts(step, found, tmp_path):
+    for model in ("model", *(f"checkpoints/step_{i:08d}/model" for i in (4, 8))):
+        (tmp_path / model).mkdir(parents=True)
+        write_json(tmp_path / model / "config.json", {})
+    write_json(tmp_path / "run.json", {"step": step})
+    (tmp_path / "checkpoints/step_00000009.bak/model").mkdir(parents=True)
+    assert find_folder(str(tmp_path)) == tmp_path / found
+
+
 def test_a_run_names_the_commit_of_the_hub_that_it_uses(monkeypatch, folder, tmp_path):
     commit = "c0ffee" + 34 * "0"
     cache = tmp_path / "models--owner--model"  # the hub's own layout, without a network

@@ -549,9 +549,7 @@ def test_several_sources_are_mixed_by_their_shares(small, tmp_path):
 
 
 @pytest.mark.parametrize("end", [None, "all"])
-def test_a_mixture_says_which_part_ended_and_what_is_left(
-    end, small, tmp_path, printed, monkeypatch
-):
+def test_a_mixture_says_which_part_ended(end, small, tmp_path, printed, monkeypatch):
     monkeypatch.setattr(prepare, "BATCH_CHARS", 1)
     texts = [f"text {i}" for i in range(60)]
     (tmp_path / "a").mkdir()
@@ -563,13 +561,25 @@ def test_a_mixture_says_which_part_ended_and_what_is_left(
     output = printed()
     read = texts_in(tmp_path / "rows/train.bin")
     first_end = 1 + max(read.index(text) for text in texts[51:])
-    line = f"source: {b} ended, the others have {60 - first_end} documents left\n"
-    assert line in output
+    assert f"source: {b} ended before the others\n" in output
     if end:
         assert sorted(read) == sorted(texts)
     else:
         assert len(read) == first_end < 30
     assert ("the mixture ends here; --mixture_end=all" in output) == (end is None)
+
+
+def test_a_part_without_documents_and_shares_of_any_size(small, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    a = write_texts(tmp_path / "a.jsonl", ["a text"] * 60)
+    for share, end in (("0.5", "all"), ("0.000000001", "None")):
+        flags = f"--source={a}:0.5,{empty}:{share} --mixture_end={end} --val_rows=0"
+        small.prepare(tmp_path / share, flags)
+        assert texts_in(tmp_path / share / "train.bin") == ["a text"] * 60
+    parts = [{"name": str(file), "share": 1e308} for file in (a, empty)]
+    stream, _ = prepare.open_source(Config(source=parts, mixture_end="all"))
+    assert [document["text"] for document in stream] == ["a text"] * 60
 
 
 class Crash(BaseException):

@@ -1,9 +1,11 @@
 """run/tables.py and run/paper.py: results in the paper's rows, and which of them share a table."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -305,6 +307,17 @@ def test_one_place_for_each_student(tmp_path):
         fake(tmp_path / name / "alra", "alra", ALL)
     with refusal("both hold alra with seed 1234"):
         table_of(tmp_path / "a", tmp_path / "b")
+    # another checkpoint in one folder, as by --out, and the same one after it was trained again
+    for name, message in (("other", "both hold alra"), (f"{tmp_path}/c/alra", "")):
+        fake(tmp_path / "c/alra", "alra", ALL)
+        edit(
+            fake(tmp_path / "c/alra", "alra", ALL | {"piqa": 99.0}),
+            f'name="{name}"',
+            'weights_sha256="x"',
+        )
+        with refusal(message) if message else contextlib.nullcontext():
+            assert "99.00" in table_of(tmp_path / "c")
+        shutil.rmtree(tmp_path / "c")
     edit(fake(tmp_path / "b/alra", "alra", ALL), "run.overrides.d_max=9")
     text = table_of(tmp_path / "a", tmp_path / "b", tmp_path / "a/alra")
     assert cells(text, "alra d_max=9")[1] == "20.00"

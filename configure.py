@@ -70,7 +70,7 @@ class Config:
 
     # names of losses.METHODS, or METHOD@LABEL; all share one teacher forward pass
     methods: tuple[str, ...] = ("alra",)
-    # shape: a preset, WIDTHxLAYERSxHEADS, a JSON object, or a config.json, or a folder or hub id
+    # 200m, 500m, 1.8b, mini, demo, demo_teacher, WIDTHxLAYERSxHEADS, JSON object, folder or hub id
     student: str = key("200m", "paths")
     # local folder or hub id that every student starts from; None: weights drawn from `seed`
     student_weights: str | None = key(None, "paths")

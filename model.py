@@ -493,7 +493,8 @@ def config_file(name) -> Path:
     if path.suffix != ".json":
         path = find_folder(name) / "config.json"
     if not path.is_file():
-        raise UserError(f"{name}: no config.json; expected a model's folder or its config.json")
+        expected = "expected a model's folder, such as out/NAME/METHOD, or its config.json"
+        raise UserError(f"{name}: no config.json; {expected}")
     return path
 
 

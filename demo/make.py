@@ -1,4 +1,4 @@
-"""How the files in demo/ were made. None of it is needed to run the demo.
+"""How the files in demo/ were made. Not needed to run the demo: it overwrites these files.
 
     python demo/make.py text        demo/text.jsonl.zst, and the teacher's own text
     python demo/make.py tokenizer   4,096 entries, from the teacher's text

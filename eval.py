@@ -84,7 +84,7 @@ from lib import metrics
 from lib.device import machine_facts, pick_device
 from lib.files import append_line, for_json, reading, write_lines, writing
 from lib.hf import find_folder
-from lib.rows import Rows, read_manifest
+from lib.rows import PAD, Rows, read_manifest
 from lib.stats import half_interval
 from lib.tokens import space_spelling, spelled_spaces, token_bytes
 from lib.vocab import IGNORE
@@ -167,7 +167,8 @@ def score_tasks(c: Checkpoint, items: dict[str, Items], args, device, refused: l
             continue
         results.append(write(args.split, {name: scores}, protocol, scored, c, device))
         if args.log_samples:
-            write_lines(c.results / f"samples_{args.split}_{name}.jsonl", samples)
+            file = f"samples_{args.split}_{name}_{c.weights_sha256[:8]}.jsonl"
+            write_lines(c.results / file, samples)
     return results
 
 
@@ -329,6 +330,7 @@ def score_rows(
     scored = {
         "scoring_code": scoring_code("figures"),
         "rows_sha256": hashlib.sha256(rows.read(index).tobytes()).hexdigest(),
+        "vocabulary": rows.n_vocab,
     }
     dtype = getattr(torch, args.dtype)
     teacher = None
@@ -411,6 +413,8 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
     for sums in metrics.sums_by_part(models, head_t, batches(), n_documents, n_bytes):
         sums = {key: value.cpu().numpy() for key, value in sums.items()}
         totals = {key: value.sum(0) for key, value in sums.items()}
+        if not totals["n"]:
+            raise UserError("the chosen held-out rows have no targets; choose others")
         if not np.isfinite(totals["ce"] + totals.get("kl", 0.0)):
             raise UserError(
                 "the probability of a held-out token is 0 or not a number; the weights have "
@@ -429,11 +433,20 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
 def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
     """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
 
-    ids  the rows to score: three tokens that spell a space stand for a third of a byte each, and
-         for a byte elsewhere. The result has their mean over these rows.
+    ids  [rows, row_len] to score. A token of a space and a word stands for one byte less where the
+         tokenizer has added the space, at the beginning of a document; three tokens that spell a
+         space stand for a third of a byte each, and for a byte elsewhere. The result has the means
+         over these rows
     """
     pieces = token_bytes(tokenizer)
     lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
+    first, *_ = tokenizer.encode("a", add_special_tokens=False)
+    if len(ids) and pieces[first].startswith(b" "):
+        begins = np.isin(ids[:, :-1], [tokenizer.eos_token_id, tokenizer.bos_token_id])
+        targets = ids[:, 1:]
+        for token, n in zip(*np.unique(targets[begins], return_counts=True), strict=True):
+            if token != PAD and pieces[token].startswith(b" "):
+                lengths[token] -= n / np.count_nonzero(targets == token)
     stream = np.ravel(ids)
     spelling = space_spelling(tokenizer.backend_tokenizer)
     n_spelled = len(spelled_spaces(stream, spelling))

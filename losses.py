@@ -235,15 +235,16 @@ def enter(z_s, z_t, y):
             raise UserError(f"z_t: expected floating-point logits, got {z_t.dtype}")
         z_t = z_t.detach().to(dtype).masked_fill(ignored[:, None], 0.0)
     if not torch.compiler.is_compiling():
-        check_values(z_t, y, shape[1])
+        check_values(z_s, z_t, y)
     return z_s, z_t, y, ~ignored
 
 
-def check_values(z_t, y, V):
-    """Check labels, and on the CPU the teacher's logits. On a GPU this does not synchronize.
+def check_values(z_s, z_t, y):
+    """Check labels, and on the CPU logits. On a GPU this does not synchronize.
 
     Compiled code does not call it.
     """
+    V = z_s.shape[1]
     fits = ((y >= 0) & (y < V)).all()
     message = f"y: expected labels 0 to {V - 1}, or {IGNORE} where ignored"
     if y.is_cuda:
@@ -251,11 +252,12 @@ def check_values(z_t, y, V):
         return
     if not fits:
         raise UserError(f"{message}; got {y.min()} to {y.max()}")
-    if z_t is not None and (z_t.amin(-1) <= LEAST).any():
-        raise UserError(
-            f"z_t: expected logits above {LEAST}, got {z_t.amin():.1e}; "
-            "instead of masking tokens, cut them off the logits of both models"
-        )
+    for name, z in (("z_s", z_s), ("z_t", z_t)):
+        if z is not None and (z.detach().amin(-1) <= LEAST).any():
+            raise UserError(
+                f"{name}: expected logits above {LEAST}, got {z.amin():.1e}; "
+                "instead of masking tokens, cut them off the logits of both models"
+            )
 
 
 def leave(loss, valid) -> Tensor:
@@ -740,14 +742,22 @@ def abkd(
 
 
 def _chord(a, b, d) -> Tensor:
-    """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape."""
-    if a == b == 0:
+    """(E_a(d) - E_b(d)) / (a - b) with E_k(d) = (e^(k d) - 1) / k, or its limit; any shape.
+
+    Where a, b or their difference is small the quotients lose digits, so they are in fp64; below
+    1e-9 it counts as 0.
+    """
+    if abs(a) < 1e-9 and abs(b) < 1e-9:
         return d.square() / 2
-    e_a = torch.expm1(a * d) / a if a else d
-    if a == b:
-        return (d * (a * d).exp() - e_a) / a
-    e_b = torch.expm1(b * d) / b if b else d
-    return (e_a - e_b) / (a - b)
+    is_small = any(0 < abs(x) < 0.1 for x in (a, b, a - b))
+    x = d.double() if is_small else d
+    e_a = x if abs(a) < 1e-9 else torch.expm1(a * x) / a
+    e_b = x if abs(b) < 1e-9 else torch.expm1(b * x) / b
+    if abs(a - b) < 1e-9:
+        chord = (x * (a * x).exp() - e_a) / a
+    else:
+        chord = (e_a - e_b) / (a - b)
+    return chord.to(d.dtype)
 
 
 def todi(z_s, z_t, y, *, tau: Positive = 1.0) -> Tensor:
@@ -1109,7 +1119,7 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
         if value.shape == y.shape:  # others are not logged
             sums[key] = leave(value.detach(), valid).sum()
     for key, value in state.items():
-        sums[f"state.{key}"] = torch.where(n_valid > 0, value * n_valid, 0.0)
+        sums[f"state.{key}"] = torch.where(n_valid > 0, value.double() * n_valid, 0.0)
     if n is None:
         n = n_valid
     return loss.sum() / n.clamp(min=1), sums

@@ -64,7 +64,7 @@ def read_manifest(data_dir: str | Path, name) -> dict:
     if len(folders) == 1:
         return manifests[0]
     hashes = [manifest["sha256"] for manifest in manifests]
-    if name == "train" and len({*hashes}) < len(hashes):
+    if len({*hashes}) < len(hashes):
         raise UserError(f"{data_dir}: two folders hold the same rows; name each once")
     joint = {"sha256": ",".join(hashes), "rows": sum(x["rows"] for x in manifests)}
     for key in SHARED:

@@ -177,7 +177,7 @@ def choices_of(name, item: dict) -> tuple[list[str], int]:
                 answer = answer.lstrip()
             return choices["text"], choices["label"].index(answer)
         case "hellaswag":
-            return item["endings"], int(item["label"])
+            return item["endings"], ["0", "1", "2", "3"].index(str(item["label"]))
         case "lambada_openai":
             return [item["text"].split(" ")[-1]], 0
         case "piqa":

@@ -1,6 +1,7 @@
 """The paper's numbers: its tables, and the names and order of their rows."""
 
 import io
+import math
 
 import pandas as pd
 
@@ -89,7 +90,7 @@ def paper_rows(student: str | None, split, base: str, tasks: list[str]) -> pd.Da
     if tasks != SUITES[split]:
         rows["avg"] = rows[tasks].mean(axis=1)
     if tasks != SUITES[split] or base != "pretrain":  # else as the paper prints it
-        rows["gain"] = rows["avg"] - rows["avg"].get(base)
+        rows["gain"] = rows["avg"] - rows["avg"].get(base, math.nan)
     cells = rows.map("{:.2f}".format)
     cells["gain"] = rows["gain"].map("{:+.2f}".format)
     cells.loc[cells.index == base, "gain"] = "Ref."

@@ -103,7 +103,8 @@ def newest(results: list[dict]) -> list[dict]:
     """
     found = {}
     for x in results:
-        key = x["folder"], x["weights_sha256"], x["kind"], protocol_text(x)
+        model = x["folder"], x["weights_sha256"], x.get("tokenizer_sha256")
+        key = *model, x["kind"], protocol_text(x)
         earlier = found.pop(key, x)
         if earlier["scored"] == x["scored"]:
             x = x | {"values": earlier["values"] | x["values"]}

@@ -27,13 +27,16 @@ FIRST = {"heldout": "Main results", "validation": "Other objectives"}  # titles 
 def check_comparable(results):
     """Refuse results that differ in a fact that must be equal. A fact that is None does not apply.
 
-    Records (`made_by`) may only differ in VARIES. Steps, first weights of a seed, and all that was
-    scored must be equal.
+    Records (`made_by`) may only differ in VARIES, and those of a method's seeds in the seed alone.
+    Steps, first weights of a seed, and all that was scored must be equal.
     """
     seen = {}
     for x in results:
         run = x["run"]
-        facts = {key: y for key, y in run.get("made_by", {}).items() if key not in VARIES}
+        facts = {}
+        for key, value in run.get("made_by", {}).items():
+            if key != "seed":
+                facts[f"{key} of {method_of(x)}" if key in VARIES else key] = value
         facts |= x["scored"] | {"step": run.get("step")}
         facts[f"init_sha256 of seed {run.get('seed')}"] = run.get("init_sha256")
         if x["kind"] in SUITES:
@@ -207,13 +210,16 @@ def accuracies(title, first, rows, reference, metric) -> list[str]:
     lines = []
     for m, row in ours.iterrows():
         lines.append((NAMES.get(m, m), *row))
-        if m in paper.index:
+        if m in paper.index and metric == "acc":  # the paper's numbers
             lines.append(("*paper*", *paper.loc[m]))
     table = pd.DataFrame(lines).set_index(0).set_axis(ours.columns, axis=1)
     what = "accuracy in %"
     if metric != "acc":
         what += f", {metric} where a task has it"
-    notes = [caption(averages.count())]
+    counts = averages.count()
+    notes = [caption(counts)]
+    if counts.nunique() > 1:
+        notes.append(f"n: {', '.join(f'{m} {n}' for m, n in counts.items())}.")
     for t in tasks:
         scores = rows[t].iloc[0]  # of as many items as all others
         if scores["n"] != scores["n_paper"]:

@@ -328,7 +328,11 @@ def score(students: list[Config], rows, cfg, spec):
         facts = record.get(recipe(s))
         if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
-            folders.append(spec.out / "runs" / run_name / facts["method"])
+            folder = spec.out / "runs" / run_name / facts["method"]
+            if folder.is_dir():
+                folders.append(folder)
+            else:
+                print(f"{folder}: not there any more, so it cannot be scored on these rows")
     flags = [f"--skip_rows={cfg.val_max_rows}", f"--max_rows={len(rows)}", f"--device={cfg.device}"]
     if cfg.accept_edits:
         flags.append("--accept_edits")

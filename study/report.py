@@ -33,9 +33,10 @@ used as many FLOPs as another student and its teacher together, without validati
 objective.
 """
 OTHERS = """\
-## Made at other settings
+## Other students on record
 
-These students have other settings, code or rows than those above.
+The last command did not name these students, or they have other settings, code or rows than those
+above.
 """
 CURVES = """\
 ## Training
@@ -167,13 +168,17 @@ def trial_lines(plan: dict) -> list[str]:
     rates = [*table]
     tried = [x["method"] for x in trials]
     chosen = [f"- {m}: {settings_text(x)} ({tried.count(m)} trials)" for m, x in best.items()]
-    at_an_end = [m for m, x in best.items() if x["lr"] in (rates[0], rates[-1])]
+    at_an_end = []
+    for m, settings in best.items():
+        own = [x["settings"]["lr"] for x in trials if x["method"] == m]
+        if settings["lr"] in (min(own), max(own)):
+            at_an_end.append(m)
     advice = "No chosen rate is the lowest or highest tried."
     if not best:
         chosen = ["None, as all trials failed."]
         advice = ""
     if at_an_end:
-        wider = [f"{lr:.3g}" for lr in (rates[0] / 3, *rates, 3 * rates[-1])]
+        wider = [f"{rates[0] / 3:.3g}", *map(str, rates), f"{3 * rates[-1]:.3g}"]
         advice = (
             f"The rate of {', '.join(at_an_end)} is the lowest or highest tried, and one beyond "
             f"may be better: --tune=lr={','.join(wider)}"

@@ -638,7 +638,7 @@ def test_the_report_says_what_the_results_say(tmp_path, quiet):
     assert "over n seeds; **best**, *second*." in text
     assert "| pd | 5.0000 | stopped | **4.0000** |" in text
     assert "- pd: lr 0.03 (3 trials)\n" in text
-    assert "The rate of pd is the lowest or highest tried" in text and "--tune=lr=" in text
+    assert "The rate of pd, alra is the lowest or highest tried" in text and "--tune=lr=" in text
     assert "| alra gamma 1 | – | **4.5000** | – |" in text
     assert "150 updates. CE in nats per token over the first 256 held-out rows" in text
 
@@ -705,7 +705,7 @@ def test_students_that_no_table_has_are_listed_without_trials(tmp_path, quiet):
     students = record.read_students(tmp_path)
     trial = students[-1] | {"seed": 0, "name": "pd@t0"}
     record.write_students(tmp_path, [*students, trial])
-    tables, _, others = report_of(tmp_path, Spec()).partition("## Made at other settings")
+    tables, _, others = report_of(tmp_path, Spec()).partition("## Other students on record")
     assert "\n| alra@same | 4.0000 | " in tables
     row = "| alra | lr 0.003, pair none, w_kd 0.5 | 0 | 0 | abc | def | 2 | 3.5000 | alra_s"
     assert row in others

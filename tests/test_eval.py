@@ -16,7 +16,7 @@ import torch
 import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 import configure
 import eval as ev
@@ -26,14 +26,15 @@ from lib.files import read_json, write_json
 from lib.hf import load_tokenizer, tokenizer_hash, weights_hash
 from lib.rows import PAD, Rows
 from lib.tokens import leading_bos
+from lib.vocab import IGNORE
 from model import Qwen2
 from run.tables import read_results
 from run.teacher import Teacher, load_teacher
 from tests import world
 from tests.test_metrics import STUDENT, TEACHER
-from tests.test_prepare import tokenizer_of
+from tests.test_prepare import byte_fallback, tokenizer_of
 from tests.test_tables import cells
-from tests.world import make_model, read_jsonl, refusal
+from tests.world import SEQ, make_model, read_jsonl, refusal
 from tools import sample
 
 SHARED = world.SHARED / "data"
@@ -510,8 +511,9 @@ arc_easy => "choices": {"text": ["a"], "label": ["A", "B"]} => answer 1 .from 0.
 arc_easy => "question": null => question is None, not a text
 openbookqa => "answerKey": "" => .. is not in list
 openbookqa => "choices": {"text": ["a", " "], "label": ["A", "B"]} => a choice is . .
-hellaswag => "label": "-1" => answer -1 .from 0. of 2 choices
-hellaswag => "label": "" => invalid literal for int
+hellaswag => "label": "-1" => -1.*is not in list
+hellaswag => "label": "" => is not in list
+hellaswag => "label": 1.0 => '1.0' is not in list
 hellaswag => "endings": [] => answer 1 .from 0. of 0 choices
 hellaswag => "endings": "ab" => choices are .ab., not a list
 hellaswag => "ctx_b": 3 => ctx_b is 3, not a text
@@ -638,7 +640,8 @@ def test_scores_of_a_few_items(out, data, tmp_path, printed):
     n_scored = {name: values["n"] for name, values in scores["values"].items()}
     assert n_scored == {"arc_easy": 3, "piqa": 3} and scores["values"]["piqa"]["n_rows"] == 7
     for name in ("arc_easy", "piqa"):
-        assert len(read_jsonl(out / f"alra/samples_heldout_{name}.jsonl")) == 3
+        (samples,) = (out / "alra").glob(f"samples_heldout_{name}_*.jsonl")
+        assert len(read_jsonl(samples)) == 3
     assert "Avg. (2 of 9)" in text and "acc_norm where a task has it" in text
     with refusal("--max_length 601: .*alra takes 600 at most"):
         score(f"{out}/alra --max_length=601 {flags}")
@@ -666,6 +669,34 @@ def test_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer):
     tokenizer.backend_tokenizer.encode_special_tokens = True
     assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
     assert lengths[0] == 0 and not lengths[307:].any()
+
+
+def test_a_space_that_the_tokenizer_adds_is_no_byte_of_a_text():
+    spaced = byte_fallback()
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    spaced.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    texts = ["the cat sat", " the", "no", "the the", ""]
+    eos = spaced.eos_token_id
+    ids = [eos]
+    for text in texts:
+        ids += [*spaced.encode(text, add_special_tokens=False), eos]
+    ids = np.array(ids, np.uint32)
+    n_bytes = ev.byte_lengths(spaced, len(spaced), ids[None])
+    assert float(n_bytes[ids[1:]].sum()) == pytest.approx(len("".join(texts)))
+
+
+def test_rows_without_a_target_and_another_vocabulary(out, rows):
+    score(f"{out}/pretrain --tasks=none")
+    assert read(out / "pretrain")["scored"]["vocabulary"] == rows.n_vocab
+    empty = SimpleNamespace(manifest=rows.manifest, documents=rows.documents, batch=no_targets)
+    student = Teacher(make_model(STUDENT, 5), torch.device("cpu"))
+    with refusal("the chosen held-out rows have no targets"):
+        ev.over_rows([student], None, empty, np.arange(2), torch.ones(311), 4096)
+
+
+def no_targets(index, device):
+    x = torch.zeros(len(index), SEQ, dtype=torch.int64)
+    return x, torch.full_like(x, IGNORE), 0
 
 
 def test_a_dtype_is_that_of_the_whole_command(out, tokenizer, rows):

@@ -265,6 +265,7 @@ teacher=other: its tokenizer gives 'a' id 66, that of the rows 65
 prepare.py --verify data => truncate -s -4 data/train.bin => \
 data/train.bin: [0-9,]+ bytes, expected .*prepare it again
 {NEW} --data_dir=data,b => cp -r data b => data,b: two folders hold the same rows
+{EVAL} --rows data,data => : => data,data: two folders hold the same rows
 {NEW} --data_dir=data,b => cp -r data b then set b/train.json val_share=0.5 sha256="b" => \
 data,b: val_share is \[0.0, 0.5\]; prepare all with one config
 {PREPARE} => mkdir text/sub; chmod 0 text/sub => source=text: .*text/sub

@@ -587,6 +587,8 @@ def test_bad_shapes_are_refused_by_name():
     for masked in (-math.inf, torch.finfo(torch.float32).min):
         z_t[2, 5] = masked
         refused("z_t: expected logits above -1e+30", losses.vanilla_kd, z_s, z_t, y)
+        refused("z_s: expected logits above -1e+30", losses.alra, z_t, z_s, y)
+        refused("z_s: expected logits above -1e+30", losses.cross_entropy, z_t, None, y)
     z_s, z_t, y = case()
     refused("y: expected int64 labels, got torch.int32", losses.alra, z_s, z_t, y.int())
     refused("z_t: this method needs teacher logits, got None", method_loss, "tad", z_s, None, y)
@@ -743,14 +745,28 @@ TRIED = [
     (_with_part(lambda z_s, z_t, y: y.clamp_(min=0)), "y is changed in place"),
     (_with_part(lambda *z: None), PART + r"\[None\]"),
     (_with_part(lambda *z: z[0].mean()), PART + r"\(\)"),
-    (lambda z_s, *z: losses.mse_logits(1e30 * z_s, *z), "not finite at ordinary logits"),
+    (lambda z_s, *z: losses.mse_logits(1e25 * z_s, *z), "not finite at ordinary logits"),
     (losses.Method(losses.jsd, w_kd=0.0), "both weights are zero; set w_kd or w_ce"),
     (losses.Method(losses.bild, moving={"top_k": lambda progress: 2.0}), "top_k=2.0: expected 3"),
+    (
+        losses.Method(losses.jsd, moving={"beta": losses.ramp(0.1, 0.9)}),
+        "moving: it cannot be compiled with beta as a tensor",
+    ),
+    (losses.Method(losses.taid, moving={"t": losses.ramp(0.1, 0.9)}), ""),
     (_remembers(), "equal calls differ; keep a state as docs/objectives.md shows"),
     (_with_state(lambda state, x: {"mean": x}), ""),
     (_with_state(lambda state, x: {"mean": state["mean"].add_(x)}), "state.'mean'. is changed in"),
-    (_with_state(lambda state, x: {"other": x}), "state: expected detached tensors of shapes"),
-    (_with_state(lambda state, x: {"mean": x[None]}), "state: expected detached tensors of shape"),
+    (_with_state(lambda state, x: {"other": x}), "state: expected detached floating-point ten"),
+    (
+        _with_state(lambda state, x: {"mean": x[None]}),
+        "state: expected detached floating-point ten",
+    ),
+    (
+        _with_state(lambda state, x: {"mean": state["mean"] + 1})._replace(
+            state={"mean": torch.zeros((), dtype=torch.int64)}
+        ),
+        "state: expected detached floating-point ten",
+    ),
     (lambda *z: namedtuple("T", "loss lr")(*2 * [losses.bild(*z)]), "the log has its own 'lr'"),
     (lambda *z: _squares(*z)[0].sum(), LEAVE),
     (lambda *z: _left()(*z).detach(), "its loss has no gradient"),
@@ -902,6 +918,18 @@ def test_akls_head_is_found_to_the_last_token(dtype, mu, compiling, monkeypatch)
     expected = (error * head).sum(-1) / error.sum(-1)
     (share,) = losses._head_share(z_s.softmax(-1), z_t.log_softmax(-1), mu).T
     assert_close(share, expected)
+
+
+@pytest.mark.parametrize("small", [1e-12, 1e-7, 1e-4, 0.03])
+def test_abkds_limits_are_approached_in_fp32(small):
+    z_s, z_t, y = case(dtype=torch.float32)
+    for settings in ({"alpha": small, "beta": 0.7}, {"alpha": 0.2, "beta": small}):
+        for beta in (settings["beta"], settings["alpha"], -settings["alpha"]):
+            keywords = settings | {"beta": beta}
+            got, gradient = value_and_gradient(losses.abkd, z_s, z_t, y, **keywords)
+            exact = value_and_gradient(losses.abkd, z_s.double(), z_t.double(), y, **keywords)
+            assert_near(got, exact[0], 1e-5)
+            assert_near(gradient, exact[1], 1e-5)
 
 
 def test_akl_at_equality_is_zero():

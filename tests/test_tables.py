@@ -294,6 +294,26 @@ def test_results_of_several_protocols_and_commands(tmp_path):
     assert text.count("max_length 99.") == 1
 
 
+@pytest.mark.parametrize("key", ["objective", "hyper", "shape"])
+def test_seeds_of_a_method_are_of_one_recipe(key, tmp_path):
+    for seed in (1, 2):
+        file = fake(tmp_path / f"alra{seed}", "alra", ALL, seed=seed)
+        edit(file, f'run.made_by.{key}={{"gamma": 5}}')
+    assert "over 2 seeds" in table_of(tmp_path)
+    edit(file, f'run.made_by.{key}={{"gamma": 1}}')
+    with refusal(f"cannot be compared: {key}.* of alra"):
+        table_of(tmp_path)
+
+
+def test_gains_over_a_method_that_the_paper_lacks(tmp_path):
+    fake(tmp_path / "mine", "mine", ALL)
+    fake(tmp_path / "alra", "alra", dict.fromkeys(ALL, 30.0))
+    text = tables.tabulate([str(tmp_path)], reference="mine")
+    assert cells(text, "ALRA")[-1] == "+6.00" and cells(text, "*paper*")[-1] == "–"
+    text = tables.tabulate([str(tmp_path)], reference="mine", metric="acc_norm")
+    assert "*paper*" not in text
+
+
 def test_what_may_differ_between_rows(tmp_path):
     fake(tmp_path / "x", "pretrain", ALL)
     varied = [f'run.made_by.{key}="other"' for key in tables.VARIES]

@@ -171,7 +171,7 @@ def bench_gpu(args):
     run("prepare.py", *flags)
     lines = ["| student | method | tokens/s | MFU | peak GiB |", "|---|---|---|---|---|"]
     for student, method in itertools.product(students, ("alra", "vanilla_kd")):
-        folder = args.out / student
+        folder = args.out / f"bench_{student}"
         shutil.rmtree(folder, ignore_errors=True)
         names = f"--student={student}", f"--methods={method}"
         run("train.py", *flags, *names, f"--out_dir={folder}")

@@ -6,7 +6,6 @@ losses.py.
 Dimensions: N positions, V vocabulary.
 """
 
-import re
 import traceback
 
 import torch
@@ -38,8 +37,6 @@ def check_settings(name, V: int, /, **overrides):
         if not isinstance(error, UserError):
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f" ({type(error).__name__} in {at.filename}, line {at.lineno})"
-        if isinstance(error, TypeError) and re.search(r"guard|takes \d+ positional", str(error)):
-            where += "; `enter` sets ignored logits to 0: pass no `guard` and no `valid` any more"
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 

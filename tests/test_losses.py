@@ -822,10 +822,7 @@ def test_settings_that_teach_nothing_are_refused(name, settings):
         trial.check_settings(name, 101, **settings)
 
 
-def test_a_chunk_that_is_not_like_the_whole_and_an_old_contract_are_refused(monkeypatch):
-    def guarded(z_s, z_t, y):
-        return losses.enter(z_s, z_t, y, guard=True)
-
+def test_a_chunk_that_is_not_like_the_whole_is_refused(monkeypatch):
     def weighted_by_its_chunk(z_s, z_t, y):
         *_, valid = losses.enter(z_s, z_t, y)
         kl_u = losses.vocab.full_kl(z_t, z_s, 1.0)
@@ -837,7 +834,6 @@ def test_a_chunk_that_is_not_like_the_whole_and_an_old_contract_are_refused(monk
         "half a forward batch .* through `whole_batch`": losses.Method(
             lambda *z: losses.leave(weighted_by_its_chunk(*z), z[2] != IGNORE), in_chunks=True
         ),
-        "pass no `guard`": losses.Method(guarded),
     }
     for message, method in methods_of_users.items():
         monkeypatch.setitem(METHODS, "mine", method)

@@ -433,15 +433,15 @@ def over_rows(students: list[Teacher], teacher, rows, index, n_bytes, batch_toke
 def byte_lengths(tokenizer, n_vocab: int, ids=()) -> Tensor:
     """Return the bytes of text that each token stands for [V]: 0 for special tokens and padding.
 
-    ids  [rows, row_len] to score. A token of a space and a word stands for one byte less where the
-         tokenizer has added the space, at the beginning of a document; three tokens that spell a
-         space stand for a third of a byte each, and for a byte elsewhere. The result has the means
-         over these rows
+    ids  [rows, row_len] to score. At the beginning of a document, a token of a space and a word
+         stands for one byte less if the tokenizer adds a space to every text; three tokens that
+         spell a space stand for a third of a byte each, and for a byte elsewhere. The result has
+         the means over these rows
     """
     pieces = token_bytes(tokenizer)
     lengths = [len(piece) for piece in pieces] + [0.0] * (n_vocab - len(pieces))
-    first, *_ = tokenizer.encode("a", add_special_tokens=False)
-    if len(ids) and pieces[first].startswith(b" "):
+    bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a"))
+    if len(ids) and pieces[bare[0]].startswith(b" ") and bare != spaced:
         begins = np.isin(ids[:, :-1], [tokenizer.eos_token_id, tokenizer.bos_token_id])
         targets = ids[:, 1:]
         for token, n in zip(*np.unique(targets[begins], return_counts=True), strict=True):

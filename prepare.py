@@ -203,7 +203,7 @@ def open_source(cfg):
     if len(parts) == 1:
         return streams[0], facts
     shares = np.array([checked("share", part.get("share"), Positive) for part in parts])
-    shares /= shares.max()  # else their sum could be infinite
+    shares = np.ldexp(shares, -np.frexp(shares.max())[1])  # else their sum could be infinite
     shares = (shares / shares.sum()).tolist()
     for fact, share in zip(facts, shares, strict=True):
         fact["share"] = share

@@ -48,7 +48,8 @@ def list_files(source: str) -> list[str]:
             left_out["broken links"].append(name)
             continue
         if not stat.S_ISREG(facts.st_mode):
-            left_out["folders or devices"].append(name)
+            if "**" not in path:  # which names what is in folders too
+                left_out["folders or devices"].append(name)
             continue
         if not name.lower().endswith(SUFFIXES):
             left_out["files with other suffixes"].append(name)

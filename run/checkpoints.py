@@ -39,6 +39,7 @@ from lib.files import read_json, reading
 from lib.hf import all_finite, find_folder, tensors_hash
 from lib.settings import NonNegativeInt
 from model import Qwen2
+from run.ending import write_exit
 from run.identity import EDITS, RUN_FILE, file_hash, record_changes
 from run.log import say
 from run.methods import compute_dtype
@@ -134,7 +135,10 @@ def read_folder(students, run):
 
 
 def check_methods(cfg):
-    """Raise `UserError` if out_dir has a run.json of a student, or of a run of other methods."""
+    """Raise `UserError` if out_dir has a run.json of a student, or of a run of other methods.
+
+    An exit.json that is there stays as it is.
+    """
     file = Path(cfg.out_dir, "run.json")
     if not file.is_file():
         return
@@ -142,7 +146,10 @@ def check_methods(cfg):
     methods = facts["config"]["methods"]
     if "method" in facts or {*methods} != {*cfg.methods}:
         kind = facts.get("method", ",".join(methods))
-        raise UserError(f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir")
+        message = f"out_dir={cfg.out_dir}: its run.json is of {kind}; choose another out_dir"
+        if "method" not in facts:  # in a student's folder nothing is written
+            write_exit(cfg, 1, message)
+        raise UserError(message)
 
 
 def read_checkpoint(path) -> tuple[Path, dict]:

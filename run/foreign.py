@@ -76,8 +76,9 @@ def foreign_config(name) -> transformers.PretrainedConfig:
         )
     text = config.get_text_config()
     for key, value in vars(text).items():
-        # PhiMoE's jitter is no noise, but a threshold of its routers
-        is_noise = "drop" in key or ("jitter" in key and text.model_type != "phimoe")
+        is_noise = "drop" in key or "jitter" in key
+        if (text.model_type, key) == ("phimoe", "router_jitter_noise"):
+            is_noise = False  # a threshold of its routers
         if is_noise and isinstance(value, float):
             setattr(text, key, 0.0)
     return config

@@ -131,7 +131,7 @@ def difference(key: str, old, new) -> str:
     """Return how two values differ; of dicts, the entries that differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = changed_keys(old, new)
-        if key in EDITS:
+        if key.partition(" ")[0] in EDITS:  # "objective of METHOD" in tables
             return f"edited since: {', '.join(keys)}"
         return ", ".join(difference(f"{key}.{k}", old.get(k), new.get(k)) for k in keys)
     return f"{key} was {old!r:.80}, now {new!r:.80}"

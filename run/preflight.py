@@ -28,7 +28,7 @@ from run.teacher import (
     check_vocabulary,
     load_teacher,
 )
-from run.trial import check_settings
+from run.trial import check_moving, check_settings
 
 
 def open_data(cfg, name) -> Rows:
@@ -101,6 +101,8 @@ def check_config(cfg):
     shape = student_shape(cfg)  # may download the teacher
     for name in dict.fromkeys((*cfg.methods, *cfg.hyper)):
         check_settings(name, shape.vocab_size, **cfg.overrides_of(name))
+        if cfg.compile:
+            check_moving(name, shape.vocab_size, **cfg.overrides_of(name))
     check_context(f"student={cfg.student}", shape.max_position_embeddings, cfg.seq_len)
 
 

@@ -40,6 +40,28 @@ def check_settings(name, V: int, /, **overrides):
         raise UserError(f"{name}: {first_line(error)}{where}") from error
 
 
+def check_moving(name, V: int, /, **overrides):
+    """Try to compile a method whose settings move, which are tensors then. Raises `UserError`."""
+    method = resolve(name, **overrides)
+    moving = method.moving.keys() - {"w_kd"}  # a weight, not a setting of the objective
+    if not moving or takes(method.fn, "generator"):
+        return
+    keywords = dict(method.hyper)
+    for key in moving:
+        keywords[key] = torch.tensor(method.moving[key](0.5), dtype=torch.float64)
+    if method.state:
+        keywords["state"] = method.state
+    z_s, z_t = torch.randn(2, 8, V, generator=torch.Generator().manual_seed(0))
+    traced = torch.compile(method.fn, backend="eager", fullgraph=True)
+    try:
+        traced(z_s, z_t, torch.zeros(8, dtype=torch.int64), **keywords)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise UserError(
+            f"{name}: cannot be compiled where {', '.join(moving)} moves ({first_line(error)}); "
+            "use functions of torch instead of an `if`, or set compile=False"
+        ) from error
+
+
 def _check_contract(method, V):
     """Check an objective on ordinary logits, with the labels 0, V - 1 and an ignored one.
 
@@ -49,7 +71,6 @@ def _check_contract(method, V):
     for key, value_at in method.moving.items():
         hyper[key] = max(value_at(i / 100) for i in range(101))
     w_kd = hyper.pop("w_kd", method.w_kd)  # a weight, not a setting of the objective
-    moving = hyper.keys() & method.moving.keys()
     method = method._replace(hyper=hyper)
     generator = torch.Generator().manual_seed(0)
     N = max(8, min(32, 2**20 // V))
@@ -86,21 +107,6 @@ def _check_contract(method, V):
         )
     if method.in_chunks and not (method.state or is_random):
         _check_chunks(method, *z, y)
-    if moving:
-        _check_moving(method, moving, *z, y)
-
-
-def _check_moving(method, moving, z_s, z_t, y):
-    """Check that an objective may be compiled with settings that are tensors."""
-    tensors = {key: torch.tensor(method.hyper[key], dtype=torch.float64) for key in moving}
-    traced = torch.compile(method.fn, backend="eager", fullgraph=True)
-    try:
-        traced(z_s, z_t, y, **method.hyper | tensors)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        raise UserError(
-            f"moving: it cannot be compiled with {', '.join(moving)} as a tensor; compute with "
-            "functions of torch instead of an `if`"
-        ) from error
 
 
 def _check_chunks(method, z_s, z_t, y):
@@ -153,11 +159,11 @@ def _try_once(method, z, y) -> list[Tensor]:
     next_state = parts.pop("state", {})
     shapes = {key: value.shape for key, value in next_state.items()}
     expected = {key: value.shape for key, value in method.state.items()}
-    fits = shapes == expected and all(value.is_floating_point() for value in state.values())
-    if not fits or any(value.requires_grad for value in next_state.values()):
-        raise UserError(
-            f"state: expected detached floating-point tensors of shapes {expected}, got {shapes}"
-        )
+    if shapes != expected or any(value.requires_grad for value in next_state.values()):
+        raise UserError(f"state: expected detached tensors of shapes {expected}, got {shapes}")
+    for key, value in (*method.state.items(), *next_state.items()):
+        if not value.is_floating_point():
+            raise UserError(f"state {key}: {value.dtype}; expected floating-point numbers")
     if loss.shape != y.shape or loss.dtype.itemsize < 4 or loss[y == IGNORE].any():
         raise UserError(
             "expected one number per position, in fp32 or wider, 0 where ignored: end with "

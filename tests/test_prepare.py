@@ -580,6 +580,8 @@ def test_a_part_without_documents_and_shares_of_any_size(small, tmp_path):
     parts = [{"name": str(file), "share": 1e308} for file in (a, empty)]
     stream, _ = prepare.open_source(Config(source=parts, mixture_end="all"))
     assert [document["text"] for document in stream] == ["a text"] * 60
+    _, facts = prepare.open_source(Config(source=f"{a}:0.9,{empty}:0.1"))
+    assert [part["share"] for part in facts] == [0.9, 0.1]
 
 
 class Crash(BaseException):

@@ -103,7 +103,7 @@ def report(spec) -> tuple:
     ]
     if others:
         text += [OTHERS, *costs(others)]
-    text += [*trials, *pictures(students, spec.out)]
+    text += trials + pictures(students, spec.out)
     atomic_write(spec.out / "README.md", "\n".join(text).rstrip() + "\n")
     return failed, "\n".join([compared[0], trials[-1], *failed])
 

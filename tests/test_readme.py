@@ -57,7 +57,9 @@ PREPARE = (
 MORE = {
     "prepare.py --": "",
     # other rows than those of the command before it
-    "prepare.py config/alra_200m.py --source=pile/2": f"{SHORT} {PREPARE} --n_documents=9",
+    "prepare.py config/alra_200m.py --source=pile/2": (
+        f"{SHORT} {PREPARE} --n_documents=9 --val_rows=3"
+    ),
     "prepare.py": SHORT + PREPARE,
     "train.py": SHORT + TRAIN,
     "eval.py --table": "",

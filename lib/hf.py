@@ -277,9 +277,9 @@ def weight_files(folder) -> list[Path]:
         return [single]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        with reading(index, "download it again"):
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-            return [folder / Path(shard).name for shard in sorted(shards)]
+        facts = read_json(index, {"weight_map": dict[str, str]}, "download it again")
+        shards = set(facts["weight_map"].values())
+        return [folder / Path(shard).name for shard in sorted(shards)]
     remedy = "expected it, or model.safetensors.index.json with the shards that it names"
     if (folder / "adapter_config.json").exists():
         remedy = "merge the adapter with its model, and save that"

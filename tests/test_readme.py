@@ -463,7 +463,7 @@ def test_the_tables_of_the_demo_are_those_of_one_run(tmp_path, capsys):
     And results.jsonl of the students of three temperatures, in the folder tau.
     """
     shutil.unpack_archive(ROOT / "docs/lesson/runs.zip", tmp_path)
-    readme = (ROOT / "README.md").read_text().replace("\n    |", "\n|")
+    readme = README.replace("\n    |", "\n|")
     for folder, pages in (("", (readme, LESSON)), ("/tau", (LESSON,))):
         ev.main(["--table", f"{tmp_path}{folder}"])
         (table, *_) = re.findall(r"(?:^\|.*\n)+", capsys.readouterr().out, re.M)

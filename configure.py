@@ -180,13 +180,13 @@ class Config:
 
     # folder of the run, in which each student has a folder of its own
     out_dir: str = key("out/alra_200m", "paths")
-    # updates between records of the log
+    # updates between log entries
     log_every_steps: PositiveInt = key(10, "log")
     # updates between histograms of d_u and of teacher probabilities; None: no histograms
     histogram_every_steps: PositiveInt | None = key(None, "log")
-    # write the records of the log for TensorBoard too
+    # write the log entries for TensorBoard too
     tensorboard: bool = key(False, "log")
-    # Weights & Biases project that gets the records of the log too; None: no project
+    # Weights & Biases project that gets the log entries too; None: no project
     wandb_project: str | None = key(None, "log")
     # updates between validations; there is always one at the end
     val_every_steps: PositiveInt = key(1_000, "log")

@@ -142,7 +142,8 @@ def alra(
     if budget == "adaptive":
         top_1 = vocab.top_in_blocks(t.z, t.block_max, 1)  # a_u, Eq. 4
         tokens = _anchored(tokens, top_1, y[:, None], anchor)
-        tokens = vocab.by_logit(z_t, tokens)  # candidate set in the teacher's order, for Eq. 9
+        # candidate set in the teacher's order, for Eq. 9
+        tokens = vocab.tokens_of_largest(z_t.gather(1, tokens), tokens, d_max)
     # in fp64, which is cheap at this size: equal logits in fp32 and fp64 then get equal budgets
     log_rho = (z_t.gather(1, tokens).double() / tau).log_softmax(-1)
     support = (-log_rho.exp() * log_rho).sum(-1).exp()  # E_u, Eq. 6
@@ -747,13 +748,19 @@ def _chord(a, b, d) -> Tensor:
     Where a, b or their difference is small the quotients lose digits, so they are in fp64; below
     1e-9 it counts as 0.
     """
-    if abs(a) < 1e-9 and abs(b) < 1e-9:
+    if abs(a) < 1e-9:
+        a = 0.0
+    if abs(b) < 1e-9:
+        b = 0.0
+    if abs(a - b) < 1e-9:
+        b = a
+    if a == b == 0.0:
         return d.square() / 2
     is_small = any(0 < abs(x) < 0.1 for x in (a, b, a - b))
     x = d.double() if is_small else d
-    e_a = x if abs(a) < 1e-9 else torch.expm1(a * x) / a
-    e_b = x if abs(b) < 1e-9 else torch.expm1(b * x) / b
-    if abs(a - b) < 1e-9:
+    e_a = torch.expm1(a * x) / a if a else x
+    e_b = torch.expm1(b * x) / b if b else x
+    if a == b:
         chord = (x * (a * x).exp() - e_a) / a
     else:
         chord = (e_a - e_b) / (a - b)

@@ -63,21 +63,17 @@ from run.validate import validate
 # rows
 
 
-def rows_of_update(rows, step, cfg) -> np.ndarray:
-    """Return the indices of this process's rows in an update. They depend on no earlier update."""
-    shuffle_seed = cfg.seed if cfg.shuffle else None
-    order = row_order(step - rows.first_row_step, cfg.batch_rows, rows.n, shuffle_seed)
-    return np.array_split(order, parallel.world())[parallel.rank()]
-
-
 def micro_batches(rows, teacher, steps: Iterable[int], cfg):
     """Yield this process's micro-batches of the updates `steps`.
 
     A micro-batch is a tuple: inputs x [B, T], labels y [B, T] (IGNORE for padding), the number of
-    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher).
+    labels, and the teacher's last hidden states [B, T, D_t] (None without a teacher). The rows of
+    an update depend on no earlier one.
     """
+    shuffle_seed = cfg.seed if cfg.shuffle else None
     for step in steps:
-        indices = rows_of_update(rows, step, cfg)
+        order = row_order(step - rows.first_row_step, cfg.batch_rows, rows.n, shuffle_seed)
+        indices = np.array_split(order, parallel.world())[parallel.rank()]
         for index in np.split(indices, len(indices) // cfg.micro_batch):
             x, y, n_valid = rows.batch(index, torch.device(cfg.device))
             h_t = teacher.hidden(x, rows, index) if teacher else None
@@ -321,7 +317,7 @@ def advance_state(s, n_valid: int):
 
 def count_skipped_update(s, step, cfg):
     """Count an update whose gradient is not finite. After too many in a row the student stops."""
-    # `s.sums` covers all updates since the last record: a term that was bad in an earlier one is
+    # `s.sums` covers all updates since the last log entry: a term that was bad in an earlier one is
     # named too
     bad_terms = [name for name, value in s.totals().items() if not math.isfinite(value)]
     causes = ", ".join(bad_terms) or "the gradient alone"

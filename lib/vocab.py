@@ -268,12 +268,6 @@ def top_in_blocks(z, block_max, k) -> Tensor:
     return tokens_of_largest(take(z, block).flatten(1), tokens.flatten(1), k)
 
 
-@torch.no_grad()
-def by_logit(z, tokens) -> Tensor:
-    """Sort `tokens` by falling logit in z, [N, V], [N, k] -> [N, k]."""
-    return tokens_of_largest(z.gather(1, tokens), tokens, tokens.shape[1])
-
-
 def tokens_of_largest(x, tokens, k) -> Tensor:
     """Return the tokens of the k largest x, largest first, [N, m], [N, m] or [m] -> [N, k].
 

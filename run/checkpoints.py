@@ -4,8 +4,8 @@ OUT/run.json             config, command, hashes of data and teacher, versions, 
 OUT/starts.jsonl         the same for each start, with its step, time and host
 OUT/exit.json            how the last start ended: its exit code, step, max_steps, and why
 OUT/code.diff            the uncommitted edits of the newest start that had any
-OUT/teacher.jsonl        a record every histogram_every_steps
-OUT/METHOD/log.jsonl     a record every log_every_steps, and one for each validation
+OUT/teacher.jsonl        an entry every histogram_every_steps
+OUT/METHOD/log.jsonl     an entry every log_every_steps, and one for each validation
 OUT/METHOD/checkpoints/step_00001000/
                          model/ as below, state.json, and training.pt: the state dicts of `extras`
                          and of the optimizers, which torch.load reads

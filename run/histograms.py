@@ -23,10 +23,10 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     """Return the teacher's histograms and the students' local budgets over one update.
 
     batches  (x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D])
-    ->       the teacher's record, and for each student whose objective has a budget, the number
+    ->       the teacher's entry, and for each student whose objective has a budget, the number
              of positions by budget; both over all processes
 
-    The teacher's record:
+    The teacher's entry:
 
     n                                         valid positions
     d_u_hist                                  positions by budget, with the teacher as the student
@@ -55,10 +55,10 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     counts = {name: count.tolist() for name, count in counts.items()}
     budgets = counts.pop("")
     n = sum(budgets)
-    record = {"n": n, "d_u_hist": budgets}
+    entry = {"n": n, "d_u_hist": budgets}
     for key, value in sums.items():
-        record[key] = value.tolist() if value.ndim else float(value) / n
-    return record, counts
+        entry[key] = value.tolist() if value.ndim else float(value) / n
+    return entry, counts
 
 
 def objectives_with_budget(live) -> dict[str, tuple]:

@@ -44,7 +44,7 @@ def say_values(label: str, values):
 
 
 def log_terms(live, teacher, rate: float, run):
-    """Write a record for each student, with means over all tokens since the last record.
+    """Write an entry for each student, with means over all tokens since the last entry.
 
     Gradient norm, moving settings and the state of an objective are those of the last update.
 
@@ -55,7 +55,7 @@ def log_terms(live, teacher, rate: float, run):
     now = time.perf_counter()
     n_timed = max(run.step - run.first_step - 1, 1)  # all but the first update
     sec_left = (now - run.began) / n_timed * (cfg.max_steps - run.step)
-    # of everything since the last record: updates, validations, checkpoints
+    # of everything since the last entry: updates, validations, checkpoints
     n_rows = (run.step - run.logged_step) * cfg.batch_rows
     tok_per_sec = n_rows * cfg.seq_len / (now - run.logged_at)
     flops = sum(model_flops(s.model.config, cfg.seq_len, trained=True) for s in live)
@@ -83,7 +83,7 @@ def log_terms(live, teacher, rate: float, run):
             "lr": rate * (cfg.lr_of(s.name) / cfg.lr),
             "gnorm": s.gnorm,
         }
-        record(s, values | machine)
+        add_entry(s, values | machine)
         s.sums.clear()
     label = f"{time.strftime('%T')}  step {run.step}/{cfg.max_steps}  lr {rate:.1e}"
     label += f"  {tok_per_sec:8,.0f} tok/s"
@@ -111,7 +111,7 @@ def moving_values(s, run) -> dict[str, float]:
 
 
 def log_validation(live, validated, val, run):
-    """Print and record the results of a validation, the first time with the reference CEs.
+    """Print and log the results of a validation, the first time with the reference CEs.
 
     val  the held-out rows (`Rows`)
     """
@@ -123,7 +123,7 @@ def log_validation(live, validated, val, run):
         say_reference_ces(first | references)
     for s in live:
         figures = validated[s.name]
-        record(s, {"step": run.step} | figures | references)
+        add_entry(s, {"step": run.step} | figures | references)
         ce = figures["val_ce"]
         uniform = references["val_uniform_ce"]
         if not ce < uniform:
@@ -162,14 +162,14 @@ def log_histograms(live, teacher, batches: Iterable[tuple], run):
         append(file, {"step": run.step, "n": of_teacher["n"], "d_u_hist": counts})
 
 
-def record(s, values: dict):
-    """Add a record to a student's log, with None for a value that is not finite."""
+def add_entry(s, values: dict):
+    """Add an entry to a student's log, with None for a value that is not finite."""
     values = files.for_json(values) | {"time": time.strftime("%FT%T%z")}
     append(s.folder / "log.jsonl", values)
     for service, connect in list(s.services.items()):
         try:
             connect()(values)
-        except Exception as error:  # whatever it is, log.jsonl has the record
+        except Exception as error:  # whatever it is, log.jsonl has the entry
             why = first_line(error)
             say(f"{s.name}: left out {service} from step {values['step']} on: {why}")
             del s.services[service]

@@ -34,7 +34,7 @@ RESULT = {
 SCORES = {"acc": float, "n": int, "n_paper": int}  # of a task
 VALUES = dict.fromkeys(SUITES, dict[str, SCORES])
 VALUES["figures"] = {"ce": float, "n_targets": int, "n_rows": int}
-# Files of records beside log.jsonl, by the key that `read_log` gives to these records.
+# Files of entries beside log.jsonl, by the key that `read_log` gives to these entries.
 PARTS = {"histogram": "histograms.jsonl", "teacher": "../teacher.jsonl"}
 
 
@@ -51,11 +51,11 @@ def training_facts(model, kinds=()):
 
 
 def read_log(folder):
-    """Return the records of log.jsonl, then {"step": .., PART: record} for those of PARTS."""
+    """Return the entries of log.jsonl, then {"step": .., PART: entry} for those of PARTS."""
     log = read_lines(folder / "log.jsonl", {"step": int})
     for part, path in PARTS.items():
-        for record in read_lines(folder / path, {"step": int}):
-            log.append({"step": record["step"], part: record})
+        for entry in read_lines(folder / path, {"step": int}):
+            log.append({"step": entry["step"], part: entry})
     return log
 
 

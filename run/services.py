@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, which receive the records of log.jsonl."""
+"""TensorBoard and Weights & Biases, which receive the entries of log.jsonl."""
 
 import functools
 import hashlib
@@ -10,7 +10,7 @@ from run.students import student_facts
 def services(s, run) -> dict[str, Callable]:
     """Return the logging services that the config asks for, by name.
 
-    Each connects when it is first called, and returns a function that sends a record.
+    Each connects when it is first called, and returns a function that sends an entry.
     """
     chosen = {}
     if run.cfg.tensorboard:
@@ -24,13 +24,13 @@ def services(s, run) -> dict[str, Callable]:
 def tensorboard(s, next_step) -> Callable:
     from torch.utils.tensorboard import SummaryWriter
 
-    # an earlier start may have sent records after the checkpoint that the run resumes from
+    # an earlier start may have sent entries after the checkpoint that the run resumes from
     writer = SummaryWriter(s.folder / "tensorboard", purge_step=next_step)
 
-    def send(record: dict):
-        for key, value in record.items():
+    def send(entry: dict):
+        for key, value in entry.items():
             if key != "step" and isinstance(value, int | float):
-                writer.add_scalar(key, value, record["step"])
+                writer.add_scalar(key, value, entry["step"])
         writer.flush()
 
     return send
@@ -51,6 +51,6 @@ def wandb_run(s, run) -> Callable:
         resume="allow",
         reinit="create_new",
     )
-    # W&B drops a record whose own step is not the largest so far, as after a kill
+    # W&B drops an entry whose own step is not the largest so far, as after a kill
     board.define_metric("*", step_metric="step")
     return board.log

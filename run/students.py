@@ -21,7 +21,7 @@ from losses import Method
 from model import Qwen2
 from run.identity import record_hash
 
-COUNTS = ("valid_tokens", "since_log_tokens")  # labels so far, and since the last record
+COUNTS = ("valid_tokens", "since_log_tokens")  # labels so far, and since the last log entry
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Student:
     dtype: torch.dtype | None = None  # of activations and products (None: that of the weights)
     # of the objective: buffers of `extras`, so that checkpoints hold it
     state: dict[str, Tensor] = field(default_factory=dict)
-    sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last record
+    sums: dict[str, Tensor] = field(default_factory=Counter)  # fp64, by term, since the last entry
     gnorm: float = 0.0  # gradient norm of the last update, before clipping
     skipped: int = 0  # updates in a row without a finite gradient
     stopped: str | None = None  # why the student cannot continue
@@ -86,7 +86,7 @@ class Run:
     counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     first_step: int = 0  # at which this program started: 0, or that of a checkpoint
     began: float = 0.0  # `time.perf_counter()` when it started, later after its first update
-    logged_step: int = 0  # of the last record
+    logged_step: int = 0  # of the last log entry
     logged_at: float = 0.0  # its `time.perf_counter()`
     wait_sec: float = 0.0  # since then, for rows and for the teacher
     save_sec: float = 0.0  # since then, for checkpoints

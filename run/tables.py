@@ -80,15 +80,15 @@ def tables_of(results: list[dict], reference="pretrain", metric="acc") -> str:
     methods = {method_of(x) for x in results}
     if reference not in ("pretrain", *methods):
         raise UserError(f"--reference {reference}: expected one of {', '.join(sorted(methods))}")
-    groups = {}
+    comparable = {}
     for x in newest(results):
         shape = x["run"].get("student", "other models")
-        groups.setdefault((shape, x["kind"], protocol_text(x)), []).append(x)
+        comparable.setdefault((shape, x["kind"], protocol_text(x)), []).append(x)
     lines = []
-    for shape, kind, protocol in sorted(groups):
+    for shape, kind, protocol in sorted(comparable):
         if f"## {shape}" not in lines:
             lines += [f"## {shape}", ""]
-        lines += tables_of_kind(kind, groups[shape, kind, protocol], reference, metric)
+        lines += tables_of_kind(kind, comparable[shape, kind, protocol], reference, metric)
         lines += [f"Protocol: {protocol}.", ""]
     return "\n".join(lines)
 

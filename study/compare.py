@@ -171,9 +171,9 @@ def compare(spec, cfg, choices: dict):
     students = [s for s in plan_students(spec, cfg, chosen) if s.methods[0] not in failed]
     train(students, cfg, spec)
     score(students, rows, cfg, spec)
-    record = on_record(cfg, spec.out)
+    found = on_record(cfg, spec.out)
     for s in students:
-        facts = record.get(recipe(s), {})
+        facts = found.get(recipe(s), {})
         name = facts["name"] if is_scored(s, facts, rows) else None
         plan["students"].append({"method": s.methods[0], "seed": s.seed, "name": name})
     write_json(file, plan)
@@ -257,10 +257,10 @@ def try_points(points: list, cfg, spec, n_tried=0) -> list[dict]:
         student = plan_student(method, cfg, TRIAL_SEED, settings, label)
         students.setdefault((method, recipe(student)), (student, settings))
     train([student for student, _ in students.values()][n_tried:], cfg, spec)
-    record = on_record(cfg, spec.out)
+    found = on_record(cfg, spec.out)
     trials = []
     for (method, key), (_, settings) in students.items():
-        facts = record.get(key, {"stopped": ""})
+        facts = found.get(key, {"stopped": ""})
         ce = None if "stopped" in facts else facts["val_ce"]
         trials.append({"method": method, "settings": settings, "val_ce": ce})
     return trials
@@ -302,15 +302,15 @@ def train(students: list[Config], cfg, spec):
     Students that differ only in method and settings share a run. Those with a label share other
     runs, since METHOD@LABEL would take over the settings of a METHOD beside it.
     """
-    record = on_record(cfg, spec.out)
-    missing = {recipe(s): s for s in students if recipe(s) not in record}
-    aside = {key[:-1] for key in record} & {key[:-1] for key in missing}
+    found = on_record(cfg, spec.out)
+    missing = {recipe(s): s for s in students if recipe(s) not in found}
+    aside = {key[:-1] for key in found} & {key[:-1] for key in missing}
     if aside:
         print(f"{len(aside)} finished students of other code are left aside; see --accept_edits")
-    groups = {}
+    runs = {}
     for s in missing.values():
-        groups.setdefault((s.seed, s.max_steps, "@" in s.methods[0]), []).append(s)
-    for (seed, *_), members in groups.items():
+        runs.setdefault((s.seed, s.max_steps, "@" in s.methods[0]), []).append(s)
+    for (seed, *_), members in runs.items():
         hyper = {}
         for s in members:
             hyper |= s.hyper  # one key: its name
@@ -322,10 +322,10 @@ def train(students: list[Config], cfg, spec):
 
 def score(students: list[Config], rows, cfg, spec):
     """Score the trained students on these held-out rows, those after the rows for trials."""
-    record = on_record(cfg, spec.out)
+    found = on_record(cfg, spec.out)
     folders = []
     for s in students:
-        facts = record.get(recipe(s))
+        facts = found.get(recipe(s))
         if facts and not is_scored(s, facts, rows):
             run_name = facts["name"].removeprefix(f"{facts['method']}_")
             folder = spec.out / "runs" / run_name / facts["method"]

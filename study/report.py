@@ -52,11 +52,11 @@ def read(out) -> tuple:
     remedy = "run the same command without --report"
     plan = read_json(out / "plan.json", PLAN, remedy)
     untrained = {x["method"] for x in plan["trials"]} - best_settings(plan["trials"]).keys()
-    record = {x["name"]: x for x in read_students(out)}
+    found = {x["name"]: x for x in read_students(out)}
     students = []
     failed = [f"- {m}: not trained, as all of its trials failed" for m in sorted(untrained)]
     for x in plan["students"]:
-        facts = record.get(x["name"], {"stopped": "no result; see what its run has printed"})
+        facts = found.get(x["name"], {"stopped": "no result; see what its run has printed"})
         if "stopped" in facts:
             failed.append(f"- {x['method']} (seed {x['seed']}): {facts['stopped']}")
         else:
@@ -64,7 +64,7 @@ def read(out) -> tuple:
     if not students:
         raise UserError(f"{out}: no student has a result {failed[:1]}; {remedy}")
     shown = {x["name"] for x in plan["students"]}
-    others = [x for x in record.values() if x["name"] not in shown and x["seed"] != TRIAL_SEED]
+    others = [x for x in found.values() if x["name"] not in shown and x["seed"] != TRIAL_SEED]
     return plan, students, others, failed
 
 

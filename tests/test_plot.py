@@ -340,10 +340,10 @@ def test_what_cannot_be_drawn_or_written_is_one_line(run, tmp_path):
     write_run(tmp_path, student, load_tokenizer(DEMO), tmp_path, tmp_path, made_by=made_by)
     with refusal("tad: expected a student of ALRA"):
         plot.main([f"{tmp_path}/tad", "--text=x"])
-    with refusal("x: no log.jsonl; expected a run"):
+    with refusal("x: no log.jsonl with entries; expected a run"):
         plot.main([f"{tmp_path}/x"])
     write_jsonl(tmp_path / "begun/alra/log.jsonl", [])
-    with refusal("begun: no log.jsonl; expected a run's folder with records"):
+    with refusal("begun: no log.jsonl with entries; expected a run's folder"):
         plot.main([f"{tmp_path}/begun"])
     Path(tmp_path / "file").touch()
     with refusal("/file/curves.png: cannot be written"):

@@ -94,13 +94,13 @@ def read_logs(folders) -> dict:
             if log:
                 logs[name] = read_json(folder.parent / "run.json", kinds) | {"log": log}
     if not logs:
-        raise UserError(f"{folders[0]}: no log.jsonl; expected a run's folder with records")
+        raise UserError(f"{folders[0]}: no log.jsonl with entries; expected a run's folder")
     return logs
 
 
-def records_of(student, part) -> list[dict]:
-    """Return the records of a part of a student's log, "histogram" or "teacher" (`read_log`)."""
-    return [record[part] for record in student["log"] if part in record]
+def entries_of(student, part) -> list[dict]:
+    """Return the entries of a part of a student's log, "histogram" or "teacher" (`read_log`)."""
+    return [entry[part] for entry in student["log"] if part in entry]
 
 
 def looks(names) -> dict:
@@ -147,7 +147,7 @@ def curves(seeds, path):
             log = pd.DataFrame(student["log"])
             config = student["config"]
             tokens = log["step"] * config["batch_rows"] * config["seq_len"]
-            # a step's last record counts
+            # a step's last entry counts
             parts[name, seed] = log.select_dtypes("number").groupby(tokens).last()
     numbers = pd.concat(parts, names=["name", "seed", "tokens"])
     n_points = numbers.groupby(["name", "seed"]).count().max().drop(UNDRAWN, errors="ignore")
@@ -195,13 +195,13 @@ def budget(logs) -> dict:
     """
     panels = {}
     for name, student in logs.items():
-        records = records_of(student, "histogram")
-        if any(sum(r["d_u_hist"][:-1]) for r in records):
-            records = records[1:] or records  # the first is of untrained weights
-            tenth = -(-len(records) // 10)  # rounded up
-            stages = {"early": records[:tenth], "late": records[-tenth:]}
-            teacher = records_of(student, "teacher")
-            if teacher and len(teacher[0]["d_u_hist"]) == len(records[0]["d_u_hist"]):
+        entries = entries_of(student, "histogram")
+        if any(sum(r["d_u_hist"][:-1]) for r in entries):
+            entries = entries[1:] or entries  # the first is of untrained weights
+            tenth = -(-len(entries) // 10)  # rounded up
+            stages = {"early": entries[:tenth], "late": entries[-tenth:]}
+            teacher = entries_of(student, "teacher")
+            if teacher and len(teacher[0]["d_u_hist"]) == len(entries[0]["d_u_hist"]):
                 stages["teacher"] = teacher
             lines = {}
             for stage, of_stage in stages.items():
@@ -218,10 +218,10 @@ def anchoring(logs) -> dict:
 
     As a density, and as means over all positions up to an update.
     """
-    records = max((records_of(student, "teacher") for student in logs.values()), key=len)
-    if not records:
+    entries = max((entries_of(student, "teacher") for student in logs.values()), key=len)
+    if not entries:
         return {}
-    r = pd.DataFrame(records).set_index("step")
+    r = pd.DataFrame(entries).set_index("step")
     n = r["n"].cumsum()
     labels = {"p_label": "label", "p_top1": "teacher's top-1", "agree": "top-1 is the label"}
     densities = {}
@@ -265,7 +265,7 @@ def draw_histograms(logs, out) -> list[str]:
 def choices(text, folder) -> list[dict]:
     """Return what ALRA chooses after each token of a text. The text is the forward batch.
 
-    A record for each token: the text before it, the words of its candidates, the probabilities
+    An entry for each token: the text before it, the words of its candidates, the probabilities
     that teacher and student give them, how many are local, and whether the first was an anchor
     that the student had not proposed.
     """
@@ -282,10 +282,10 @@ def choices(text, folder) -> list[dict]:
     method = resolve(c.run["method"], **cfg.overrides_of(c.run["method"]))
     terms = method.fn(z_s, z_t, ids[1:], **method.hyper)
     p_s, p_t = ((z / hyper["tau"]).softmax(-1) for z in (z_s, z_t))
-    records = []
+    entries = []
     for u, candidates in enumerate(terms.tokens):
         proposed = z_s[u].topk(len(candidates)).indices
-        records.append(
+        entries.append(
             {
                 "before": c.tokenizer.decode(ids[1 : u + 1]),
                 "candidates": [ascii(c.tokenizer.decode([token])) for token in candidates],
@@ -295,26 +295,26 @@ def choices(text, folder) -> list[dict]:
                 "is_added": bool(candidates[0] not in proposed),
             }
         )
-    return records
+    return entries
 
 
-def sentence(records, path):
-    """Draw the last three records of `choices`, and write all of them beside the picture."""
-    shown = records[-3:]
+def sentence(entries, path):
+    """Draw the last three entries of `choices`, and write all of them beside the picture."""
+    shown = entries[-3:]
     n_rows = len(shown[0]["candidates"])
     size = (0.4 + 3.2 * len(shown), 1.7 + 0.15 * n_rows)
     figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False)
-    for axis, record in zip(axes[0], shown, strict=True):
-        bars = pd.DataFrame(record)[["teacher", "student"]]
+    for axis, entry in zip(axes[0], shown, strict=True):
+        bars = pd.DataFrame(entry)[["teacher", "student"]]
         bars.plot.barh(ax=axis, width=0.8, color=["tab:blue", "tab:orange"], legend=False)
-        d_u = record["d_u"]
+        d_u = entry["d_u"]
         axis.axhspan(-0.5, d_u - 0.5, color="khaki", alpha=0.6, zorder=0)
-        axis.set_yticks(range(n_rows), [word[:11] for word in record["candidates"]], size=7)
-        if record["is_added"]:
+        axis.set_yticks(range(n_rows), [word[:11] for word in entry["candidates"]], size=7)
+        if entry["is_added"]:
             axis.get_yticklabels()[0].set_color("red")
         axis.set_ylim(n_rows - 0.5, -0.5)
         axis.grid(False)
-        axis.set_title(f"after {record['before']!r}\nlocal set: {d_u} of {n_rows} candidates")
+        axis.set_title(f"after {entry['before']!r}\nlocal set: {d_u} of {n_rows} candidates")
         masses = bars[:d_u].sum()
         axis.set_xlabel(
             f"probability\nmass of the local set:\n"
@@ -326,21 +326,21 @@ def sentence(records, path):
     figure.legend(handles, labels, loc="outside upper center", ncols=3)
     figure.supxlabel("red: the anchor, where the student had not proposed it", color="red", size=9)
     save(figure, path)
-    write_lines(path.with_suffix(".jsonl"), records)
+    write_lines(path.with_suffix(".jsonl"), entries)
 
 
 def main(argv):
     args = arguments(argv)
     out = args.out or args.folders[0]
-    records = read_lines(out / "sentence.jsonl")
+    entries = read_lines(out / "sentence.jsonl")
     if args.text:
-        records = choices(args.text, args.folders[0])
+        entries = choices(args.text, args.folders[0])
     else:
         logs = read_logs(args.folders)
         curves([logs], out / "curves.png")
         draw_histograms(logs, out)
-    if records:
-        sentence(records, out / "sentence.png")
+    if entries:
+        sentence(entries, out / "sentence.png")
 
 
 if __name__ == "__main__":

@@ -110,9 +110,8 @@ def prepare(cfg):
     """
     if "," in cfg.data_dir:
         raise UserError(f"data_dir={cfg.data_dir}: prepare.py writes one folder; name one of them")
-    tokenizer, tokenizer_name = open_tokenizer(cfg)
+    tokenizer, tokenizer_name, bos = open_tokenizer(cfg)
     source, facts = open_source(cfg)
-    bos = leading_bos(tokenizer) if cfg.bos == "auto" else None
     eos = tokenizer.eos_token_id
     recipe = {  # everything that determines the rows
         "sources": facts,
@@ -294,7 +293,10 @@ def say_ended(cfg, position):
 
 
 def open_tokenizer(cfg):
-    """Return the tokenizer and its name (for a hub id, with its commit)."""
+    """Return the tokenizer, its name (for a hub id, with its commit), and its BOS, if it has one.
+
+    With `bos=none` there is no BOS.
+    """
     name = cfg.tokenizer_name()
     tokenizer = load_tokenizer(name)
     if re.search(CHAT, tokenizer.eos_token):
@@ -305,9 +307,12 @@ def open_tokenizer(cfg):
         )
     folder = find_folder(name)
     check_tokenizer(tokenizer, folder / "tokenizer.json")
-    if cfg.bos == "auto" and leading_bos(tokenizer) is None:
-        check_no_bos(folder / "tokenizer_config.json")
-    return tokenizer, pinned(name)
+    bos = None
+    if cfg.bos == "auto":
+        bos = leading_bos(tokenizer)
+        if bos is None:
+            check_no_bos(folder / "tokenizer_config.json")
+    return tokenizer, pinned(name), bos
 
 
 def read_batches(source, n_documents):

@@ -193,19 +193,19 @@ def alra(
 
 
 def _anchored(tokens, top_1, y, anchor) -> Tensor:
-    """Let each missing anchor replace the lowest-ranked proposal that is no anchor (Eq. 5).
+    """Put each anchor first. A missing one replaces the lowest-ranked proposal (Eq. 5).
 
     tokens    [N, k]  the student's proposals, best first
     top_1, y  [N, 1]  the teacher's best token, the label
-    ->        [N, k]  as many distinct tokens, anchors first
+    ->        [N, k]  as many distinct tokens, the teacher's best before the label
     """
-    anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [top_1, y]}[anchor]
-    k = tokens.shape[1]
-    tokens = torch.cat([*anchors, tokens], 1)
-    is_repeated = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
-    priority = torch.arange(tokens.shape[1], 0, -1, device=tokens.device)
-    # of each row the first k tokens that repeat none
-    return tokens.gather(1, priority.masked_fill(is_repeated, 0).topk(k).indices)
+    anchors = {"none": [], "teacher": [top_1], "label": [y], "both": [y, top_1]}[anchor]
+    for token in anchors:
+        # the tokens that rank below the anchor keep their places, the others move down by one
+        is_below = (tokens == token).cumsum(1)[:, :-1] > 0
+        others = torch.where(is_below, tokens[:, 1:], tokens[:, :-1])
+        tokens = torch.cat([token, others], 1)
+    return tokens
 
 
 # ----------------------------------------------------------------------------------------------
@@ -276,9 +276,9 @@ def cross_entropy(z_s, z_t, y) -> Tensor:
     It has no teacher.
     """
     z_s, _, y, valid = enter(z_s, None, y)
-    largest, log_sum = vocab.max_and_log_sum(vocab.block_sums(z_s))
+    largest, x = vocab.block_logits(vocab.block_sums(z_s))
     # `nll_loss` picks -z_s[y] as `gather` would, with a gradient that fuses into other passes
-    nll = F.nll_loss(z_s, y, reduction="none") + largest[:, 0] + log_sum[:, 0]
+    nll = F.nll_loss(z_s, y, reduction="none") + largest[:, 0] + x.logsumexp(-1)
     return leave(nll, valid)
 
 
@@ -1116,7 +1116,8 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     terms = {"loss": loss, "ce": ce}
     state = {}
     if method.has_teacher:
-        parts = parts_of(method.fn(z_s, z_t, y, **method.hyper))
+        result = method.fn(z_s, z_t, y, **method.hyper)
+        parts = {"loss": result} if isinstance(result, Tensor) else result._asdict()
         state = parts.pop("state", {})
         kd = parts.pop("loss")  # [N]
         loss = loss + method.w_kd * kd
@@ -1130,11 +1131,6 @@ def mean_loss(method, z_s, z_t, y, n: Tensor | None = None) -> tuple[Tensor, dic
     if n is None:
         n = n_valid
     return loss.sum() / n.clamp(min=1), sums
-
-
-def parts_of(result) -> dict[str, Tensor]:
-    """Return what an objective returned as a dictionary, `loss` first."""
-    return result._asdict() if isinstance(result, tuple) else {"loss": result}
 
 
 def with_sequences(method, n_sequences: int) -> Method:

@@ -163,10 +163,8 @@ class Linear(nn.Linear):
     """Casts its weights to the input's dtype, so that fp32 weights can multiply bf16 inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        if self.bias is None:
-            return F.linear(x, weight)
-        return F.linear(x, weight, self.bias.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class RMSNorm(nn.Module):
@@ -544,7 +542,9 @@ def read_shape(path) -> tuple[dict, str | None]:
     if isinstance(n_layers, int) and n_layers > 1000:  # transformers lists the kind of each
         raise UserError(f"{path}: num_hidden_layers={n_layers}: expected int 0 to 1,000")
     values = {key: value for key, value in hf.items() if key not in INERT}
-    if values.keys() == SAVED and values["hidden_act"] == "silu" and None not in values.values():
+    has_saved_keys = values.keys() == SAVED and None not in values.values()
+    # a mistral without the key has a sliding window of 4,096
+    if has_saved_keys and kind != "mistral" and values["hidden_act"] == "silu":
         # transformers' class takes seconds to import for a `llama`, and would change nothing
         rope = {"rope_theta": values["rope_theta"], "rope_type": "default"}
         return values | {"rope_parameters": rope}, None

@@ -24,7 +24,6 @@ import configure
 if __name__ == "__main__":
     configure.check_flags()
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -73,8 +72,8 @@ def micro_batches(rows, teacher, steps: Iterable[int], cfg):
     shuffle_seed = cfg.seed if cfg.shuffle else None
     for step in steps:
         order = row_order(step - rows.first_row_step, cfg.batch_rows, rows.n, shuffle_seed)
-        indices = np.array_split(order, parallel.world())[parallel.rank()]
-        for index in np.split(indices, len(indices) // cfg.micro_batch):
+        # [processes, micro-batches, rows]
+        for index in order.reshape(parallel.world(), -1, cfg.micro_batch)[parallel.rank()]:
             x, y, n_valid = rows.batch(index, torch.device(cfg.device))
             h_t = teacher.hidden(x, rows, index) if teacher else None
             yield x, y, n_valid, h_t

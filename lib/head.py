@@ -89,14 +89,13 @@ class AttachGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, w, loss, dh, dw):
-        ctx.shape = h.shape
-        ctx.save_for_backward(dh, dw)
+        ctx.save_for_backward(dh.view_as(h), dw)
         return loss.clone()
 
     @staticmethod
     def backward(ctx, g):
         dh, dw = ctx.saved_tensors
-        return dh.mul_(g).view(ctx.shape), dw.mul_(g), None, None, None
+        return dh.mul_(g), dw.mul_(g), None, None, None
 
 
 def operand(x: Tensor, dtype) -> Tensor:

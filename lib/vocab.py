@@ -22,6 +22,7 @@ import lib.torch_setup  # noqa: F401  (every module that computes imports it)
 from lib.errors import UserError
 
 LEAST = -1e30
+SMALL_BLOCK = 32  # tokens in a block of a small vocabulary
 IGNORE = -100  # label of a position that does not count; torch's own `ignore_index`
 
 # ----------------------------------------------------------------------------------------------
@@ -38,10 +39,6 @@ class Blocks(NamedTuple):
     log_sum: Tensor  # [N, n_blocks] log sum exp(scaled)
 
 
-def block_size(V) -> int:
-    return 128 if V >= 2**15 else 32  # 128 divides Qwen's 151,936
-
-
 def in_blocks(z) -> Tensor:
     """Split logits [N, V] into blocks [N, n_blocks, size], the last one filled up with LEAST.
 
@@ -49,7 +46,7 @@ def in_blocks(z) -> Tensor:
     """
     if z.ndim == 3:
         return z
-    size = block_size(z.shape[1])
+    size = 128 if z.shape[1] >= 2**15 else SMALL_BLOCK  # 128 divides Qwen's 151,936
     missing = -z.shape[1] % size
     if missing:
         z = F.pad(z, (0, missing), value=LEAST)
@@ -74,15 +71,13 @@ def block_kl(t: Blocks, s: Blocks) -> Tensor:
     return (p_t * (t.scaled - s.scaled)).sum(-1) + (s.log_sum - t.log_sum)
 
 
-def block_logits(blocks, shift) -> Tensor:
-    """Return the log sum exp of each block's (z - shift) / tau, [N, n_blocks]."""
-    return (blocks.block_max - shift) / blocks.tau + blocks.log_sum
+def block_logits(blocks) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each row, and log sum exp((z - largest) / tau) of each block.
 
-
-def max_and_log_sum(blocks) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row, and log sum exp((z - largest) / tau), [N, 1] each."""
+    -> [N, 1]; [N, n_blocks]
+    """
     largest = blocks.block_max.amax(-1, keepdim=True)
-    return largest, block_logits(blocks, largest).logsumexp(-1, keepdim=True)
+    return largest, (blocks.block_max - largest) / blocks.tau + blocks.log_sum
 
 
 def log_softmax(z, tau=1.0) -> Tensor:
@@ -91,27 +86,27 @@ def log_softmax(z, tau=1.0) -> Tensor:
     For peaked logits it is nearer to the exact one than torch's own, which adds up 151,936 terms in
     one level on the CPU.
     """
-    largest, log_sum = max_and_log_sum(block_sums(z, tau))
-    return (z - largest) / tau - log_sum
+    largest, x = block_logits(block_sums(z, tau))
+    return (z - largest) / tau - x.logsumexp(-1, keepdim=True)
 
 
 def log_p(z, tokens, tau=1.0) -> Tensor:
     """Return ln softmax(z / tau) at `tokens`, [N, V], [N, k] -> [N, k]."""
     blocks = block_sums(z, tau)
-    largest, log_sum = max_and_log_sum(blocks)
+    largest, x = block_logits(blocks)
     chosen = choose_blocks(tokens, *blocks.z.shape[1:])
     # not `z.gather`, whose gradient would be a pass over [N, V] of its own
     taken = TakeBlocks.apply(blocks.z, chosen.block, chosen.copy).flatten(1)
     selected = taken.gather(1, chosen.place)
-    return (selected - largest) / tau - log_sum
+    return (selected - largest) / tau - x.logsumexp(-1, keepdim=True)
 
 
 def full_kl(z_t, z_s, tau) -> Tensor:
     """Return KL(softmax(z_t / tau) || softmax(z_s / tau)) over V, [N, V] -> [N]."""
     t = block_sums(z_t, tau)
     s = block_sums(z_s, tau)
-    x_t = block_logits(t, t.block_max.amax(-1, keepdim=True))
-    x_s = block_logits(s, s.block_max.amax(-1, keepdim=True))
+    _, x_t = block_logits(t)
+    _, x_s = block_logits(s)
     return mixture_kl(x_t, x_s, block_kl(t, s))
 
 
@@ -169,10 +164,12 @@ def categories(blocks: Blocks, chosen) -> tuple[Tensor, Tensor, Blocks]:
     copies = block_sums(taken.masked_fill(~chosen.is_other, LEAST), blocks.tau)
     # without the chosen blocks, as their copies stand for them
     block_max = blocks.block_max.masked_fill(chosen.has_token, LEAST)
-    shift = torch.cat([block_max, copies.block_max], 1).amax(-1, keepdim=True)
-    unchosen = block_logits(blocks._replace(block_max=block_max), shift)
-    components = torch.cat([unchosen, block_logits(copies, shift)], 1)
-    selected = (taken.flatten(1).gather(1, chosen.place) - shift) / blocks.tau
+    parts = copies._replace(
+        block_max=torch.cat([block_max, copies.block_max], 1),
+        log_sum=torch.cat([blocks.log_sum, copies.log_sum], 1),
+    )
+    largest, components = block_logits(parts)
+    selected = (taken.flatten(1).gather(1, chosen.place) - largest) / blocks.tau
     others = components.logsumexp(-1, keepdim=True)
     return torch.cat([selected, others], 1), components, copies
 
@@ -260,12 +257,12 @@ def top_in_blocks(z, block_max, k) -> Tensor:
     them holds a token that ranks before every token of the other blocks.
     """
     n_blocks, size = z.shape[1:]
-    place = torch.arange(n_blocks * size, device=z.device)
-    if 2 * k >= n_blocks:
-        return tokens_of_largest(z.flatten(1), place, k)
-    block = tokens_of_largest(block_max, place[:n_blocks], k)
-    tokens = block[:, :, None] * size + place[:size]
-    return tokens_of_largest(take(z, block).flatten(1), tokens.flatten(1), k)
+    tokens = torch.arange(n_blocks * size, device=z.device)
+    if 2 * k < n_blocks:
+        block = tokens_of_largest(block_max, tokens[:n_blocks], k)
+        z = take(z, block)
+        tokens = (block[:, :, None] * size + tokens[:size]).flatten(1)
+    return tokens_of_largest(z.flatten(1), tokens, k)
 
 
 def tokens_of_largest(x, tokens, k) -> Tensor:

@@ -15,12 +15,13 @@ from lib import parallel
 from lib.metrics import logits_of, pick
 from lib.vocab import IGNORE
 from losses import alra, resolve
+from run.methods import method_at
 from run.students import hidden_and_head
 
 
 @torch.no_grad()
-def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
-    """Return the teacher's histograms and the students' local budgets over one update.
+def histograms(live, teacher, batches: Iterable, run) -> tuple[dict, dict]:
+    """Return the teacher's histograms and the students' local budgets over the run's next update.
 
     batches  (x [B, T], labels y [B, T], number of labels, the teacher's hidden states [B, T, D])
     ->       the teacher's entry, and for each student whose objective has a budget, the number
@@ -33,11 +34,12 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     p_label, p_top1, agree, ce, entropy       means; `agree`: the teacher's top-1 is the label
     p_label_hist, p_top1_hist                 positions in 50 equal bins of [0, 1]
     """
+    cfg = run.cfg
     hyper = resolve("alra", **cfg.overrides_of("alra")).hyper
     sums = defaultdict(int)
     counts = defaultdict(int)
     with parallel.gathered_roots(s.model for s in live):
-        students = objectives_with_budget(live)
+        students = objectives_with_budget(live, run)
         for x, y, h_t in _forward_batches(batches, cfg.group):
             labels = y.flatten()
             valid = labels != IGNORE
@@ -61,13 +63,14 @@ def histograms(live, teacher, batches: Iterable, cfg) -> tuple[dict, dict]:
     return entry, counts
 
 
-def objectives_with_budget(live) -> dict[str, tuple]:
+def objectives_with_budget(live, run) -> dict[str, tuple]:
     """Return name -> (hidden, head, objective) of the students whose objective has a budget."""
     students = {}
     for s in live:
         result_type = inspect.signature(s.method.fn).return_annotation
         if "d_u" in getattr(result_type, "_fields", ()):  # such as AlraTerms
-            objective = functools.partial(s.method.fn, **s.method.hyper)
+            method = method_at(s, run.step, run.cfg)
+            objective = functools.partial(method.fn, **method.hyper)
             students[s.name] = (*hidden_and_head(s), objective)
     return students
 

@@ -154,7 +154,7 @@ def log_histograms(live, teacher, batches: Iterable[tuple], run):
     """
     from run.histograms import histograms  # few runs need it
 
-    of_teacher, budgets = histograms(live, teacher, batches, run.cfg)
+    of_teacher, budgets = histograms(live, teacher, batches, run)
     out = Path(run.cfg.out_dir)
     append(out / "teacher.jsonl", {"step": run.step, **of_teacher})
     for name, counts in budgets.items():

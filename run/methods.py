@@ -30,7 +30,8 @@ from losses import (
     with_sequences,
 )
 
-# What an entry of log.jsonl has besides an objective's terms and the figures of validations.
+# What an entry of log.jsonl has besides an objective's terms, moving settings and state, and the
+# figures of validations.
 LOGGED = (
     "step",
     "nominal_tokens",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lib.errors import UserError, first_line
 from lib.vocab import IGNORE, Batch
-from losses import parts_of, resolve, settings, takes, with_keywords
+from losses import resolve, settings, takes, with_keywords
 from run.methods import LOGGED, evaluate, statistic
 
 RESERVED = (*LOGGED, "kd", "ce")  # names that no part of an objective may have
@@ -154,7 +154,7 @@ def _try_once(method, z, y) -> list[Tensor]:
     if not isinstance(result, Tensor) and not hasattr(result, "_asdict"):
         got = type(result).__name__
         raise UserError(f"expected a tensor [N], or a NamedTuple whose field is `loss`; got {got}")
-    parts = parts_of(result)
+    parts = {"loss": result} if isinstance(result, Tensor) else result._asdict()
     loss = parts["loss"]
     next_state = parts.pop("state", {})
     shapes = {key: value.shape for key, value in next_state.items()}
@@ -171,7 +171,7 @@ def _try_once(method, z, y) -> list[Tensor]:
         )
     for name, part in parts.items():
         got = tuple(part.shape) if isinstance(part, Tensor) else [part]
-        if name in RESERVED or name.startswith("val_"):
+        if name in (*RESERVED, *method.moving) or name.startswith("val_"):
             raise UserError(f"part {name}: the log has its own {name!r}; choose another name")
         if got[:1] != y.shape:
             raise UserError(

@@ -50,7 +50,7 @@ train.py =>     n_valid = 0\n =>     # none yet\n\n    n_valid = 0\n
 losses.py => Causal language modelling => Language modelling
 losses.py => needs teacher logits => lacks teacher logits
 train.py => skipped the update => left out the update
-run/log.py => def record( => def record(_=
+run/log.py => def add_entry( => def add_entry(_=
 train.py =>     bar.update()\n =>     bar.update(1)\n
 run/checkpoints.py => def save_model( => def save_model(_=
 losses.py => def pd(\n    z_s => def pd(\n    a, z_s

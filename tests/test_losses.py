@@ -205,7 +205,7 @@ def awkward(kind):
 def test_naive_loops_agree(name, settings, kind, monkeypatch):
     """Whatever the size of the blocks by which the largest of 37 logits are found."""
     size = {"mixed": 1, "two": 99}.get(kind, 8)
-    monkeypatch.setattr(vocab, "block_size", lambda V: size)
+    monkeypatch.setattr(vocab, "SMALL_BLOCK", size)
     inputs = awkward(kind)
     got = value_and_gradient(getattr(losses, name), *inputs, **settings)
     expected = value_and_gradient(getattr(naive, name), *inputs, **settings)
@@ -282,7 +282,7 @@ def test_of_equally_hard_positions_the_first_are_kept(name):
 @pytest.mark.parametrize("size", [1, 3, 8])  # 199 = 24 * 8 + 7
 @pytest.mark.parametrize("k", [1, 5, 12])
 def test_the_largest_logits_are_found_by_way_of_their_blocks(k, size, monkeypatch):
-    monkeypatch.setattr(vocab, "block_size", lambda V: size)
+    monkeypatch.setattr(vocab, "SMALL_BLOCK", size)
     g = torch.Generator().manual_seed(k)
     tied = torch.randint(30, (17, 199), generator=g).float()
     distinct = torch.randn(5, 199, generator=g)
@@ -679,6 +679,10 @@ def _with_part(act):
     return objective
 
 
+def _logs_tau(z_s, z_t, y, *, tau: float = 1.0):
+    return namedtuple("Terms", "loss tau")(*2 * [losses.reverse_kl(z_s, z_t, y)])
+
+
 def _remembers():
     """A running mean outside the objective, as a module's global would be."""
     kept = []
@@ -764,6 +768,7 @@ TRIED = [
         "state mean: torch.int64; expected floating-point numbers",
     ),
     (lambda *z: namedtuple("T", "loss lr")(*2 * [losses.bild(*z)]), "the log has its own 'lr'"),
+    (losses.Method(_logs_tau, moving={"tau": losses.wsd}), "the log has its own 'tau'"),
     (lambda *z: _squares(*z)[0].sum(), LEAVE),
     (lambda *z: _left()(*z).detach(), "its loss has no gradient"),
     (lambda *z: _left()(*z).detach().requires_grad_(), "its loss has no gradient"),

@@ -200,6 +200,11 @@ def test_other_architectures_are_refused_by_name(folder, change, message):
     refuse(folder, message)
 
 
+def test_a_mistral_that_does_not_name_its_window_has_that_of_transformers(folder):
+    world.edit(folder / "config.json", 'model_type="mistral"', "max_position_embeddings=8192")
+    assert load_config(folder).max_position_embeddings == 4096
+
+
 def test_the_hub_is_asked_for_weights_and_tokenizer_once(monkeypatch, folder):
     asked = []
 

@@ -934,6 +934,15 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
         assert_same(cut, whole, method, end)
 
 
+def test_histograms_have_the_settings_of_their_update(monkeypatch, tmp_path, run):
+    cooled = losses.Method(losses.alra, moving={"tau": lambda part: 1.0 if part else 4.0})
+    monkeypatch.setitem(losses.METHODS, "cooled", cooled)
+    flags = "--methods=alra,cooled --alra.tau=4 --histogram_every_steps=1"
+    run(tmp_path, flags, max_steps=2)
+    hot, cooled = (read_jsonl(tmp_path / f"{name}/histograms.jsonl") for name in ("alra", "cooled"))
+    assert hot[0] == cooled[0] and hot[1] != cooled[1]
+
+
 def test_histograms_hold_every_position(tiny, tmp_path, run):
     flags = "--methods=vanilla_kd,alra --histogram_every_steps=3 --checkpoint_every_steps=3"
     run(tmp_path, flags, max_steps=4)

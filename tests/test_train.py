@@ -935,7 +935,8 @@ def test_kill_9_loses_steps_but_never_bits(tiny, tmp_path, run):
 
 
 def test_histograms_have_the_settings_of_their_update(monkeypatch, tmp_path, run):
-    cooled = losses.Method(losses.alra, moving={"tau": lambda part: 1.0 if part else 4.0})
+    tau = {"tau": lambda progress: 1.0 if progress else 4.0}
+    cooled = losses.Method(losses.alra, {"d_max": 7}, moving=tau)
     monkeypatch.setitem(losses.METHODS, "cooled", cooled)
     flags = "--methods=alra,cooled --alra.tau=4 --histogram_every_steps=1"
     run(tmp_path, flags, max_steps=2)
